@@ -17,7 +17,7 @@ from clipmill.manifests.progress import Activity
 from clipmill.manifests.settings import Range
 from clipmill.manifests.storage.mirrors import AddressStream
 from clipmill.manifests.storage.waiting import report_waiting_with
-from clipmill.train.commands.training import name_sources, parse
+from clipmill.train.commands.training import parse
 from clipmill.train.config.files import Provenance, presets_of
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.registry import COMMANDS, task_names
@@ -160,7 +160,9 @@ def _call() -> None:
         else:
             parse(app, words, provenance)()
     except UserError as error:
-        name_sources(error, provenance.sources)
+        sources = provenance.sources  # presets and files that set flags which the user did not type
+        for mistake in error.errors:
+            mistake.add_hint(*(f"{flag} is from {sources[flag]}" for flag in mistake.flags if sources.get(flag)))
         _wait_for_first()
         raise
     except CycloptsError as error:

@@ -23,7 +23,7 @@ from torch.nn.functional import interpolate
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, quote_value
-from clipmill.train.config.clips import ClipSettings, Overrides
+from clipmill.train.config.clips import ClipSettings, Overrides, Use
 from clipmill.train.config.training import Device
 from clipmill.train.data.arguments import names_arguments, require_choice, require_device, require_whole_numbers
 from clipmill.train.data.batch import Batch, to_device
@@ -34,7 +34,6 @@ from clipmill.train.evaluation.features import tower_of
 from clipmill.train.evaluation.identity import identity_of, normalisation_of
 from clipmill.train.evaluation.opening import open_weights_as
 from clipmill.train.evaluation.runner import OpenedRun
-from clipmill.train.evaluation.use import Use
 from clipmill.train.models.captioner import VideoTower
 from clipmill.train.models.dual_encoder import DualEncoder
 from clipmill.train.registry import tasks_where
@@ -179,10 +178,6 @@ class LoadedModel:
                 parts.append(self.model.embed_text(send(ids, self.device)).float())
         return torch.cat(parts)
 
-    @property
-    def _normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        return normalisation_of(self.settings)
-
     def _clips(self, clips: Clips) -> torch.Tensor:
         """Return normalised clips [B, C, T, H, W] on the device."""
         if isinstance(clips, Mapping):
@@ -242,7 +237,9 @@ class LoadedModel:
         if side != size_px:
             flat = interpolate(pictures.flatten(0, 1), size=(size_px, size_px), mode="bilinear", antialias=True)
             pictures = flat.unflatten(0, frames_BTHWC.shape[:2])
-        mean, std = (torch.tensor(values, device=self.device)[:, None, None] for values in self._normalisation)
+        mean, std = (
+            torch.tensor(values, device=self.device)[:, None, None] for values in normalisation_of(self.settings)
+        )
         return ((pictures - mean) / std).transpose(1, 2)
 
 
@@ -284,14 +281,5 @@ def load_model(
     overrides = Overrides(num_frames=num_frames, sampling=sampling, size_px=size_px)
     use = Use(shards=shards, device=device, overrides=overrides, is_without_data=True)
     opened = open_weights_as(tasks_where(lambda spec: spec.features is not None), weights, use, say=remarks.append)
-    return model_of(opened, remarks=remarks)
-
-
-def model_of(opened: OpenedRun, *, remarks: Sequence[str] = ()) -> LoadedModel:
-    """Return the model of opened weights; no data is needed.
-
-    Raises:
-        UserError: The weights are damaged, or do not fit the settings.
-    """
     model = opened.trained.fill(opened.task.build_model(None))
     return LoadedModel(opened, model, remarks=remarks)

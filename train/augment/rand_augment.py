@@ -113,7 +113,11 @@ def change_clips(clips_NPHW: torch.Tensor, steps: Sequence[Sequence[Operation]],
             maps = [_MOVES[name](strength, clips_NPHW.shape[-1]) for name, strength in operations]
             return _resample(clips_NPHW, maps, fill=fill)
         if kind == "table":
-            return _look_up(clips_NPHW, steps)
+            # These operations map each of the 256 values separately.
+            tables = send(np.concatenate([_table(step) for step in steps]), clips_NPHW.device)
+            first_N111 = send(256 * np.arange(len(steps), dtype=np.int32)[:, None, None, None], clips_NPHW.device)
+            index = clips_NPHW.to(torch.int32).add_(first_N111)
+            return tables.index_select(0, index.flatten()).view(clips_NPHW.shape)
         if kind == "blend":
             return _blend(clips_NPHW, operations)
         if kind == "sharpness":
@@ -136,14 +140,6 @@ def _kind(name: str) -> str:
 def _repeat_channels(values: Triple, num_frames: int, device: torch.device) -> torch.Tensor:
     """Return a number for each channel, as [P, 1, 1]."""
     return constant_tensor(tuple(((value,),) for value in values for _ in range(num_frames)), device, torch.float32)
-
-
-def _look_up(clips_NPHW: torch.Tensor, steps: Sequence[Sequence[Operation]]) -> torch.Tensor:
-    """Apply operations that map each of the 256 values separately."""
-    tables = send(np.concatenate([_table(step) for step in steps]), clips_NPHW.device)
-    first_N111 = send(256 * np.arange(len(steps), dtype=np.int32)[:, None, None, None], clips_NPHW.device)
-    index = clips_NPHW.to(torch.int32).add_(first_N111)
-    return tables.index_select(0, index.flatten()).view(clips_NPHW.shape)
 
 
 def _table(step: Sequence[Operation]) -> NDArray[np.uint8]:

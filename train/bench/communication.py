@@ -19,7 +19,7 @@ included. Recording slows steps down; `unrecorded_s` is the time of a step witho
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from time import perf_counter
@@ -31,10 +31,14 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import publish_bytes
 from clipmill.shards.pages.templates import load_template
-from clipmill.train.bench.report import about
-from clipmill.train.bench.steps import Opened, Steps
+from clipmill.train.bench.run import about, facts_of, open_bench
+from clipmill.train.bench.steps import Opened, Steps, enough_samples
+from clipmill.train.config.clips import ClipSettings
+from clipmill.train.config.training import Strategy
+from clipmill.train.distributed.world import World
 from clipmill.train.losses.contrastive import (
     AutogradObjective,
     ContrastiveObjective,
@@ -43,8 +47,8 @@ from clipmill.train.losses.contrastive import (
     blocks,
     exact_products,
 )
-from clipmill.train.losses.objective import Objective
 from clipmill.train.losses.settings import Exchange
+from clipmill.train.spec import TaskSpec
 
 
 class FeatureExchange(Similarities):
@@ -145,6 +149,39 @@ def _break_down_step(step: Event, computing: Sequence[Event], communicating: Seq
 _EXCHANGES: dict[Exchange, type[Similarities]] = {"scalars": Similarities, "features": FeatureExchange}
 
 
+def run_breakdown(
+    spec: TaskSpec,
+    settings: ClipSettings,
+    *,
+    strategies: Sequence[Strategy],
+    exchanges: Sequence[Exchange | None],
+    seconds: float,
+    world: World,
+) -> dict[str, Any]:
+    """Break down steps by strategy and exchange; return a JSON-serialisable dict that is equal on all ranks.
+
+    Raises:
+        UserError: The data do not exist or are too small (see `run_bench`), or --parallel.stages is above 1.
+        FailedWork: More samples than `settings.max_failures` could not be loaded.
+    """
+    if settings.parallel.stages > 1:
+        raise UserError(
+            f"train bench measures data parallelism, not --parallel.stages {settings.parallel.stages}",
+            hint="omit --parallel.stages",
+            flags=("--parallel.stages",),
+        )
+    opened, measured = open_bench(spec, settings, world, seconds=seconds), []
+    with enough_samples(opened.settings):
+        for name in strategies:
+            changed = replace(
+                opened, settings=replace(opened.settings, parallel=replace(opened.settings.parallel, strategy=name))
+            )
+            for exchange in exchanges:
+                with Activity(f"measuring steps with {name}{'' if exchange is None else f', exchange {exchange}'}"):
+                    measured.append(measure_breakdown(changed, exchange=exchange, seconds=seconds))
+    return {"strategies": measured, **facts_of(opened)}
+
+
 def measure_breakdown(opened: Opened, *, exchange: Exchange | None, seconds: float) -> dict[str, Any]:
     """Break down training steps. All ranks call this function and get the same JSON-serialisable dict.
 
@@ -156,7 +193,15 @@ def measure_breakdown(opened: Opened, *, exchange: Exchange | None, seconds: flo
     """
     steps, world = Steps(opened), opened.world
     if exchange is not None:
-        _set_exchange(steps.state.objective, exchange)
+        objective = steps.state.objective
+        if not isinstance(objective, ContrastiveObjective) or isinstance(objective, AutogradObjective):
+            raise UserError(
+                "--exchanges needs a contrastive loss with gradients in closed form, but the objective is "
+                f"{type(objective).__name__}",
+                hint="omit it, or measure a task with one of clipmill's contrastive losses (--loss.kind)",
+                flags=("--exchanges",),
+            )
+        objective.exchange = _EXCHANGES[exchange]
     batches = steps.batches()
 
     def take() -> None:
@@ -194,17 +239,6 @@ def measure_breakdown(opened: Opened, *, exchange: Exchange | None, seconds: flo
     }
 
 
-def _set_exchange(objective: Objective, exchange: Exchange) -> None:
-    if not isinstance(objective, ContrastiveObjective) or isinstance(objective, AutogradObjective):
-        raise UserError(
-            "--exchanges needs a contrastive loss with gradients in closed form, but the objective is "
-            f"{type(objective).__name__}",
-            hint="omit it, or measure a task with one of clipmill's contrastive losses (--loss.kind)",
-            flags=("--exchanges",),
-        )
-    objective.exchange = _EXCHANGES[exchange]
-
-
 @contextmanager
 def _record_events(device: torch.device) -> Iterator[list[Event]]:
     """Record the events within the block. The list is filled when the block ends."""
@@ -234,7 +268,7 @@ _NOTES = (
 
 
 def print_breakdown(result: dict[str, Any]) -> None:
-    """Print the result of `clipmill.train.bench.run.run_breakdown`."""
+    """Print the result of `run_breakdown`."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(about(result), markup=False)
     table = Table(_COLUMNS[0], box=None, padding=(0, 2, 0, 0))
@@ -248,7 +282,7 @@ def print_breakdown(result: dict[str, Any]) -> None:
 
 
 def write_breakdown(result: dict[str, Any], path: Path) -> None:
-    """Write the result of `clipmill.train.bench.run.run_breakdown` as a page, with a bar and a row per strategy."""
+    """Write the result of `run_breakdown` as a page, with a bar and a row per strategy."""
     longest_s = max(strategy["mean"]["total_s"] for strategy in result["strategies"])
     bars = []
     for strategy in result["strategies"]:

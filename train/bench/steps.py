@@ -63,14 +63,15 @@ def open_to_measure(spec: TaskSpec, settings: ClipSettings, *, world: World, dev
     attention, _ = choose_attention(settings, device=device, products=products, world=world)
     world.first(lambda: fetch_tag(settings.init, say=say))
     source = open_weights(settings.init, settings.towers)
-    settings = spec.effective(settings, source, say=_print_nothing)
+    # The run itself prints what the weights change.
+    settings = spec.effective(settings, source, say=lambda _: None)
     task = spec.open(settings, attention=attention, device=device)
     with Activity(f"opening {', '.join(settings.folders)}"):
         samples = open_consistent(
             lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world
         )
     if source is not None:
-        task.start_from(source, samples, say=_print_nothing)
+        task.start_from(source, samples, say=lambda _: None)
     settings = in_steps(settings, epoch_steps(settings, samples))
     return Opened(task, samples, settings, world, device)
 
@@ -171,10 +172,6 @@ def enough_samples(settings: ClipSettings) -> Iterator[None]:
         raise FailedWork(
             f"too many samples could not be loaded (--max-failures {settings.max_failures}); the last: {error}"
         ) from error
-
-
-def _print_nothing(_: Any) -> None:
-    """Print nothing, because the run itself prints these lines."""
 
 
 # Rates of the stages of a step: the loader's threads, the copy to the device, and the model.

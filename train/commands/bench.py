@@ -94,9 +94,8 @@ def _measure(
     require_places(shards=settings.folders, init=settings.init.sources)
     with Activity("importing torch"):
         from clipmill.shards.dataset import reading_variants
-        from clipmill.train.bench.communication import print_breakdown, write_breakdown
-        from clipmill.train.bench.report import print_report
-        from clipmill.train.bench.run import run_bench, run_breakdown
+        from clipmill.train.bench.communication import print_breakdown, run_breakdown, write_breakdown
+        from clipmill.train.bench.run import print_report, run_bench
         from clipmill.train.data.variants import choose_variants
         from clipmill.train.device.precision import choose_device
         from clipmill.train.distributed.launch import open_world

@@ -15,11 +15,10 @@ from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.commands.training import docstring
-from clipmill.train.config.clips import AS_TRAINED, Overrides, Weights
+from clipmill.train.config.clips import AS_IN_TRAINING, AS_TRAINED, Overrides, Use, Weights
 from clipmill.train.config.fields import SEVERAL
 from clipmill.train.config.files import read_values
 from clipmill.train.config.shards import local_folder, require_named_weights, require_places
-from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.registry import evaluations, evaluations_of, tasks_where
 from clipmill.train.run.charts import add_evaluation
 from clipmill.train.run.folder import is_run, open_run, read_lines

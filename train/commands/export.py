@@ -70,8 +70,8 @@ def export_run(
         raise UserError(f"{out} exists already", hint="use another --out")
     require_named_weights(weights, takes_tags=take_tags(tasks_where()))
     with Activity("importing torch"):
+        from clipmill.train.config.clips import Use
         from clipmill.train.evaluation.opening import open_weights_as, write_record
-        from clipmill.train.evaluation.use import Use
         from clipmill.train.report.card import CARD_FILE, model_card
         from clipmill.train.run.checkpoint import checkpoint_step
         from clipmill.train.weights.conversion import require_finite

@@ -50,20 +50,14 @@ from clipmill.train.run.folder import (
     Resume,
     RunFolder,
     create_run,
-    find_run,
+    open_run,
     read_lines,
     reopen_run,
     sweep,
 )
 from clipmill.train.run.shared_folder import require_shared, wait_for_files
 from clipmill.train.run.tracking import Progress
-from clipmill.train.run.variants import (
-    EVALUATED_FACT,
-    VARIANTS_FACT,
-    evaluated_data,
-    recorded_variants,
-    variants_facts,
-)
+from clipmill.train.run.variants import EVALUATED_FACT, VARIANTS_FACT, evaluated_data, recorded_variants, variants_facts
 from clipmill.train.spec import TaskSpec
 from clipmill.train.weights.source import Say, Source
 
@@ -94,7 +88,7 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance
                 evaluated,
                 recorded=[of_evaluated.get(normalise_address(address), {}) for address in evaluated],
                 cache=settings.cache,
-                say=partial(print, file=sys.stderr) if world.is_first else _print_nothing,
+                say=partial(print, file=sys.stderr) if world.is_first else (lambda _: None),
             )
         )
         held.enter_context(reading_variants(chosen))
@@ -107,13 +101,14 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance
 
 def _find_and_hold(path: Path, resume: Resume, *, held: ExitStack) -> RunFolder | None:
     """Lock the run to resume, clean up after a killed process, and return it; None for a new run."""
-    run = find_run(path, resume)
-    if run is not None:
-        # A restart by torchrun may find a process of the attempt before it, on a node that the others have lost.
-        is_restart = resume == "auto" and "TORCHELASTIC_RUN_ID" in os.environ
-        held.enter_context(run.hold(wait_s=_LOST_S if is_restart else 0.0))
-        sweep(run)
-        recover(run.checkpoints)
+    if resume is False or (resume == "auto" and not RunFolder(path).settings.is_file()):
+        return None
+    run = open_run(path)
+    # A restart by torchrun may find a process of the attempt before it, on a node that the others have lost.
+    is_restart = resume == "auto" and "TORCHELASTIC_RUN_ID" in os.environ
+    held.enter_context(run.hold(wait_s=_LOST_S if is_restart else 0.0))
+    sweep(run)
+    recover(run.checkpoints)
     return run
 
 
@@ -173,10 +168,11 @@ def _train(
     check_batch(settings, samples)
     epochs = [*describe_epochs(settings, samples)]
     check_stages(task, samples, settings, world=world)
+    # The messages about the weights of a resumed run were printed when it started.
     start = (
         None
         if source is None
-        else task.start_from(source, samples, say=_print_nothing if has_weights else progress.say)
+        else task.start_from(source, samples, say=(lambda _: None) if has_weights else progress.say)
     )
     model = outline(task, samples)
     parameters = describe_parameters(task, model)
@@ -339,7 +335,3 @@ def _open_weights(settings: ClipSettings, *, world: World, say: Say, run: RunFol
         return open_weights(settings.init, settings.towers)
     opened = open_base(run.require_checkpoint()) if settings.lora.rank else None
     return None if opened is None else opened[1]
-
-
-def _print_nothing(_: str) -> None:
-    """Print nothing: the messages about the weights were printed when the run started."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -108,17 +108,13 @@ def _run(plan: "Plan") -> None:
     from clipmill.train.commands.launch import launch
 
     if plan.proposal.num_processes > 1:
-        _become_torchrun(plan.words)
+        # Replace this process, which frees its GPU memory, with the torchrun that is next to this interpreter.
+        programs = Path(sys.executable).parent
+        torchrun, *rest = plan.words
+        rest = [str(programs / word) if word == "train" and (programs / word).exists() else word for word in rest]
+        os.execv(programs / torchrun, [torchrun, *rest])
     launch(plan.proposal.spec, plan.settings, resume=False, provenance=Provenance())
     out = plan.settings.out
     print(f"page: {out / 'index.html'}\ncheckpoints: {out / 'checkpoints'}")
     for command in plan.then[1:] if plan.proposal.held_out else plan.then:  # the run has suggested the evaluation
         print(f"next: {command}")
-
-
-def _become_torchrun(words: tuple[str, ...]) -> NoReturn:
-    """Replace this process, which frees its GPU memory, with the torchrun that is next to this interpreter."""
-    programs = Path(sys.executable).parent
-    torchrun, *rest = words
-    rest = [str(programs / word) if word == "train" and (programs / word).exists() else word for word in rest]
-    os.execv(programs / torchrun, [torchrun, *rest])

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -48,7 +48,13 @@ def parse(app: "App", words: Sequence[str], provenance: Provenance | None = None
     origin = provenance or Provenance()
 
     def fill(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
-        _require_disk(arguments)
+        given = {argument.name: argument.tokens[-1].value for argument in arguments if argument.tokens}
+        if is_remote(given.get("--out", "")) and "--resume" not in {argument.name for argument in arguments}:
+            raise UserError(
+                f"--out {given['--out']} is an address, and this command writes to a disk",
+                hint="give a path, and copy the files",
+                flags=("--out",),
+            )
         add_files(app, commands, arguments, remarks=origin.remarks)
         for argument in arguments:
             if not argument.tokens:
@@ -104,33 +110,18 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
             RunFolder(out).require_task(commands[-1])
             old = load_settings(saved, find_task(commands[-1]).settings)
             require_parts(old, RunFolder(out))
-            _require_as_many(given_values("--shards"), old.folders, out=out)
+            # With another number of folders, the error would name flags that depend on them, such as --mix and names
+            # of metrics.
+            folders = given_values("--shards")
+            if folders and len(folders) != len(old.folders) and any(RunFolder(out).checkpoints.glob("step_*")):
+                raise UserError(
+                    f"--shards names {count_noun(len(folders), 'data folder')}, but the run in {out} has "
+                    f"{len(old.folders)}: {', '.join(old.folders)}",
+                    hint="to continue, name each of these folders or omit --shards; or start a new run with another "
+                    "--out",
+                    flags=("--shards",),
+                )
             fill(saved)
-
-
-def _require_as_many(folders: Sequence[str], of_run: Sequence[str], *, out: Path) -> None:
-    """Raise a UserError if --shards names a different number of data folders than a run with a checkpoint has.
-
-    Without this check, the error would name flags that depend on the folders, such as --mix and names of metrics.
-    """
-    if folders and len(folders) != len(of_run) and any(RunFolder(out).checkpoints.glob("step_*")):
-        raise UserError(
-            f"--shards names {count_noun(len(folders), 'data folder')}, but the run in {out} has {len(of_run)}: "
-            f"{', '.join(of_run)}",
-            hint="to continue, name each of these folders or omit --shards; or start a new run with another --out",
-            flags=("--shards",),
-        )
-
-
-def _require_disk(arguments: "ArgumentCollection") -> None:
-    """Raise a UserError for an address as the --out of a command that is not a training command."""
-    given = {argument.name: argument.tokens[-1].value for argument in arguments if argument.tokens}
-    if is_remote(given.get("--out", "")) and "--resume" not in {argument.name for argument in arguments}:
-        raise UserError(
-            f"--out {given['--out']} is an address, and this command writes to a disk",
-            hint="give a path, and copy the files",
-            flags=("--out",),
-        )
 
 
 def _preset_of(name: str, command: str) -> Path:
@@ -152,16 +143,6 @@ def _preset_of(name: str, command: str) -> Path:
 def _settings_of(command: str) -> type[TrainingSettings]:
     """Return the settings class of `train TASK`, `train bench TASK` or `train bench`."""
     return find_task(command if command in task_names() else DEFAULT).settings
-
-
-def name_sources(error: UserError, sources: Mapping[str, str]) -> None:
-    """Add hints to an error: the preset or file that set each flag that the error names and the user did not type.
-
-    Args:
-        sources: Source of each value by its flag (`Provenance`).
-    """
-    for mistake in error.errors:
-        mistake.add_hint(*(f"{flag} is from {sources[flag]}" for flag in mistake.flags if sources.get(flag)))
 
 
 def docstring(help_text: str, *, example: str, **parameters: str) -> str:

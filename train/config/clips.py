@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 
@@ -24,9 +25,8 @@ from clipmill.train.config.model import (
     towers_to_adapt,
     tuning_mistakes,
 )
-from clipmill.train.config.training import COUNT, TrainingSettings
+from clipmill.train.config.training import COUNT, Device, TrainingSettings
 
-Settings = TypeVar("Settings")
 _RAND_OPS = GoesWith("rand_ops", use="1 or more")
 _JITTER = Range(least=0)
 MAX_MAGNITUDE = 10.0
@@ -142,16 +142,6 @@ class Overrides(Checked):
                 hint="omit it; only --num-frames may differ from the training",
             )
         return Overrides(**values)
-
-    def apply_to(self, settings: Settings) -> Settings:
-        """Apply these overrides to a run's settings.
-
-        A model with a frame size in its name then also accepts other sizes.
-        """
-        changes, model = self.given_values(), getattr(settings, "model", "")
-        if self.size_px is not None and model in PICTURE_PX:
-            changes["model"] = model.removesuffix(f"-{PICTURE_PX[model]}")
-        return replace(settings, **changes)  # type: ignore[type-var]
 
 
 AS_TRAINED = Overrides()
@@ -316,3 +306,45 @@ class LatentSettings(ClipSettings):
 def adapted_towers(settings: ClipSettings) -> tuple[Tower, ...]:
     """Return the towers that get adapters."""
     return towers_to_adapt(settings.lora, settings.freeze, towers=settings.tower_names())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """Options for using trained weights in another way than in their training.
+
+    Attributes:
+        shards: Data to use in place of a run's data; other weights have no data of their own.
+        variant: Names of variants of the data to read; others are the variants of the training, or the current ones.
+        where: Condition on the samples that the task opens. The condition of the training does not apply.
+        device: Device to use in place of the run's device: auto, cpu or cuda.
+        overrides: Changes of how clips are shown. Embeddings of time and place are interpolated.
+        is_without_data: Let the task build models without samples, from the shapes of the weights.
+        checkpoint: Checkpoint of a run, in place of the latest one.
+    """
+
+    shards: str | None = None
+    variant: tuple[str, ...] = ()
+    where: str | None = None
+    device: Device | None = None
+    overrides: Overrides = AS_TRAINED
+    is_without_data: bool = False
+    checkpoint: Path | None = None
+
+    def apply_to(self, settings: ClipSettings) -> tuple[ClipSettings, Overrides]:
+        """Apply this use to the settings of weights; also return the overrides that differ from the training.
+
+        Raises:
+            UserError: Clips of latents cannot be shown in this way.
+        """
+        settings = replace(settings, device=self.device or settings.device)
+        settings = replace(
+            settings if self.shards is None else settings.with_data(self.shards), where=self.where, share=1.0
+        )
+        overrides = self.overrides.changed_from(settings)
+        changes, model = overrides.given_values(), getattr(settings, "model", "")
+        if overrides.size_px is not None and model in PICTURE_PX:
+            changes["model"] = model.removesuffix(f"-{PICTURE_PX[model]}")  # it also accepts other sizes
+        return replace(settings, **changes), overrides
+
+
+AS_IN_TRAINING = Use()

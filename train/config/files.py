@@ -176,7 +176,12 @@ def read_values(path: Path) -> dict[object, Any]:
 
     try:
         content = path.read_bytes()
-        _require_shallow(content, path)
+        # Deeply nested YAML would overflow libyaml's stack.
+        depth = 0
+        for event in yaml.parse(content, Loader=_loader()):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MAX_DEPTH:
+                raise UserError(f"{path} {_TOO_MUCH}", hint=_FLAGS_HINT)
         values = yaml.load(content, Loader=_loader())
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}", hint="use a YAML file of settings") from error
@@ -222,17 +227,6 @@ def _loader() -> type[Any]:
             return super().construct_mapping(node, deep)
 
     return UniqueKeys
-
-
-def _require_shallow(content: bytes, path: Path) -> None:
-    """Raise a UserError for deeply nested YAML, with which libyaml would overflow the stack."""
-    import yaml
-
-    depth = 0
-    for event in yaml.parse(content, Loader=_loader()):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MAX_DEPTH:
-            raise UserError(f"{path} {_TOO_MUCH}", hint=_FLAGS_HINT)
 
 
 def _require_small(values: dict[object, Any], path: Path) -> None:

@@ -211,18 +211,16 @@ class BatchRing:
         if "caption" in columns:
             batch["caption"] = columns["caption"]
         if "video" in columns:
-            batch["video"] = self._video(columns["video"])
+            import torch
+
+            clips = columns["video"]
+            if self._memory is None:
+                size = (self._batch, *clips[0].shape)
+                self._memory = BatchMemory(size, torch.uint8, pin=self._pin, can_keep=self._can_keep)
+            rows, _ = self._memory.rows(len(clips))
+            np.stack(clips, out=rows.numpy())
+            batch["video"] = rows
         return batch
-
-    def _video(self, clips: list[NDArray[np.uint8]]) -> "torch.Tensor":
-        import torch
-
-        if self._memory is None:
-            size = (self._batch, *clips[0].shape)
-            self._memory = BatchMemory(size, torch.uint8, pin=self._pin, can_keep=self._can_keep)
-        rows, _ = self._memory.rows(len(clips))
-        np.stack(clips, out=rows.numpy())
-        return rows
 
 
 def to_device(batch: Batch, device: "torch.device", *, names: Sequence[str] = TENSORS) -> Batch:

@@ -88,7 +88,7 @@ class Batches:
         return -(-len(range(self._world.rank, self.num_samples, self._world.size)) // self._batch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self._require_process()
+        require_process(self._process, what="batches")
         if not self._is_given and (now := joined_world()) != self._world:
             raise UserError(
                 f"opened as rank {self._world.rank} of {self._world.size}, used as rank {now.rank} of {now.size}",
@@ -164,7 +164,7 @@ class Batches:
     def _iterate(self) -> Iterator[dict[str, Any]]:
         # An iteration begins with the request for its first batch, because Lightning makes iterators that it does not
         # use.
-        self._require_process()
+        require_process(self._process, what="batches")
         self._num_iterations += 1
         iteration, taken = self._num_iterations, self._taken if self._resumes else 0
         if not self._shuffle:
@@ -190,7 +190,7 @@ class Batches:
             if loaded.batch:
                 batch = cast(dict[str, Any], loaded.batch)
                 yield self._finish(batch if self._device is not None else _as_arrays(batch))
-                self._require_process()
+                require_process(self._process, what="batches")
         if not self._shuffle:
             self._cursor = Cursor(0)
 
@@ -211,9 +211,6 @@ class Batches:
             if isinstance(error, TooManyFailures):
                 list_failures(self.failures, error.failed, max_failures=self._max_failures)
             raise
-
-    def _require_process(self) -> None:
-        require_process(self._process, what="batches")
 
 
 _KINDS = {"position": Integral, "taken": Integral, "seed": Integral, "ahead": list, "samples": str, "shuffle": bool}

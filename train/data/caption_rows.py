@@ -167,12 +167,6 @@ class Spans:
         return len(self.begin_us)
 
 
-def spans_of_captions(usable: UsableCaptions) -> tuple[Spans, NDArray[np.int64]]:
-    """Return the spans of captions in the order of videos and time, and the caption of each span."""
-    order = np.lexsort((usable.end_us, usable.begin_us, usable.first_chunk))
-    return spans_at(usable, order), usable.caption[order]
-
-
 def spans_at(usable: UsableCaptions, which: NDArray[np.int64]) -> Spans:
     """Return the spans of some captions."""
     return Spans(

@@ -380,7 +380,13 @@ class Captions:
 
     def add(self, sample: Sample, request: "SampleRequest") -> None:
         """Add a caption and its id."""
-        entry, relevancy = self._draw(request)
+        relevancy = 1.0
+        if request.seed is None:
+            entry = self.first_entry(request.sample)
+        elif self._relevant is not None:
+            entry, relevancy = self._relevant.draw(request.sample, position=request.position, seed=request.seed)
+        else:
+            entry = self.rows.choice.draw_one(request.sample, position=request.position, seed=request.seed)
         caption_id = sample["caption_id"] = self.caption_id(entry)
         if self.stored_text is not None:
             sample["text"] = self.stored_text.embedding(caption_id, key=sample["key"])
@@ -445,12 +451,3 @@ class Captions:
     def facts(self) -> tuple[Any, ...]:
         """Return facts that affect the samples, for their fingerprint."""
         return () if self._relevant is None else (self._relevant.sha256,)
-
-    def _draw(self, request: "SampleRequest") -> tuple[int, float]:
-        """Return the entry of the caption to show, and its relevancy."""
-        if request.seed is None:
-            return self.first_entry(request.sample), 1.0
-        if self._relevant is not None:
-            return self._relevant.draw(request.sample, position=request.position, seed=request.seed)
-        entry = self.rows.choice.draw_one(request.sample, position=request.position, seed=request.seed)
-        return entry, 1.0

@@ -27,11 +27,11 @@ from clipmill.shards.score_fields import NUMBERS
 from clipmill.shards.scores import SCORES, open_scores
 from clipmill.shards.selection import find_chunks
 from clipmill.train.data.arguments import names_arguments, require_process, require_texts, require_whole_numbers
-from clipmill.train.data.chunk_parts import parts_of_split
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.data_folder import ChunkSearch, ChunkTable, chunk_table, open_data_folder, rows_of
 from clipmill.train.data.frame_sampling import US_PER_S, to_seconds
 from clipmill.train.data.outcomes import FailedSample, SampleFailed, list_failures
+from clipmill.train.data.producers.chunk_clips import parts_of_split
 from clipmill.train.data.workers import Stuck, in_order
 
 if TYPE_CHECKING:
@@ -210,7 +210,12 @@ def chunks_table(data: str | Path, *, cache: Path | None = None) -> pa.Table:
     if current_variant(data_dir, SCORES) is not None:
         if folder.tars is not None:
             folder.tars.files.copy_column(SCORES)
-        columns |= _scores(data_dir, chunks, video_ids)
+        # The scores of each chunk, and whether it looks like a chunk of an earlier video.
+        table = open_scores(data_dir, columns={"video_id", "start_ms", *NUMBERS, "duplicate_of"}).table
+        rows = find_chunks(table, video_ids=video_ids, video_row=chunks.video_row, start_ms=chunks.start_ms)
+        scored = pa.array(rows, mask=rows < 0)
+        of_chunks = {name: table[name].take(scored) for name in NUMBERS}
+        columns |= of_chunks | {"duplicate": pa.compute.greater_equal(table["duplicate_of"].take(scored), 0)}
     return pa.table(columns)
 
 
@@ -246,12 +251,3 @@ def _shown_pairs(
     rows = np.repeat(np.arange(len(captions)), counts)
     within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     return rows, np.repeat(first + has_ended, counts) + within
-
-
-def _scores(data_dir: Path, chunks: ChunkTable, video_ids: pa.Array) -> dict[str, pa.ChunkedArray]:
-    """Return the scores of each chunk, and whether it looks like a chunk of an earlier video."""
-    table = open_scores(data_dir, columns={"video_id", "start_ms", *NUMBERS, "duplicate_of"}).table
-    rows = find_chunks(table, video_ids=video_ids, video_row=chunks.video_row, start_ms=chunks.start_ms)
-    scored = pa.array(rows, mask=rows < 0)
-    of_chunks = {name: table[name].take(scored) for name in NUMBERS}
-    return of_chunks | {"duplicate": pa.compute.greater_equal(table["duplicate_of"].take(scored), 0)}

@@ -194,8 +194,14 @@ class ChunkSet:
     def read(self, chunk: int, frames: Collection[int]) -> ChunkBytes:
         """Read the bytes that are needed to decode `frames` of a chunk; raise SampleFailed if they cannot be read."""
         shard, row = self._variant.shard(int(self.table.shard[chunk])), int(self.table.row[chunk])
+        video = int(self.table.video_row[chunk])
         return read_chunk(
-            shard, row, frames, rule=self.rule, key=self.key(chunk), source=lambda: self._source_file(chunk)
+            shard,
+            row,
+            frames,
+            rule=self.rule,
+            key=self.key(chunk),
+            source=lambda: SourceFile(str(self._places[video].as_py())),
         )
 
     def times(self, chunk: int) -> ChunkTimes:
@@ -214,9 +220,6 @@ class ChunkSet:
             raise SampleFailed(self.key(chunk), reason="shard_unreadable", detail=str(error)) from error
         assert source is not None, "a variant holds chunks of one kind"
         return SourceTimes(**vars(times), source=source)
-
-    def _source_file(self, chunk: int) -> SourceFile:
-        return SourceFile(str(self._places[int(self.table.video_row[chunk])].as_py()))
 
     @cached_property
     def _places(self) -> pa.Array:

@@ -59,7 +59,7 @@ def random_resized_rectangle(width: int, height: int, *, min_area: float, rng: n
             return Rectangle(left, top, crop_width, crop_height)
     crop_width = min(width, max(1, round(height * _MAX_RATIO)))
     crop_height = min(height, max(1, round(width / _MIN_RATIO)))
-    return _centred_crop(width, height, crop_width, crop_height)
+    return Rectangle((width - crop_width) // 2, (height - crop_height) // 2, crop_width, crop_height)
 
 
 def simple_rectangle(width: int, height: int, *, share: float, rng: np.random.Generator) -> Rectangle:
@@ -96,7 +96,7 @@ def multi_scale_rectangle(width: int, height: int, *, rng: np.random.Generator) 
 def centre_square(width: int, height: int) -> Rectangle:
     """Return the largest centred square."""
     side = min(width, height)
-    return _centred_crop(width, height, side, side)
+    return Rectangle((width - side) // 2, (height - side) // 2, side, side)
 
 
 def square_views(width: int, height: int, *, num_crops: int) -> list[Rectangle]:
@@ -125,10 +125,6 @@ def rectangle_of(
     if rule == "multi-scale":
         return multi_scale_rectangle(width, height, rng=rng)
     return random_resized_rectangle(width, height, min_area=min_area, rng=rng)
-
-
-def _centred_crop(width: int, height: int, crop_width: int, crop_height: int) -> Rectangle:
-    return Rectangle((width - crop_width) // 2, (height - crop_height) // 2, crop_width, crop_height)
 
 
 Planes = NDArray[np.uint8]  # [T, S * S * 3 / 2]
@@ -204,18 +200,14 @@ class CroppedPlanes:
         cv2.ipp.setUseIPP_NotExact(True)  # for this thread only
         try:
             for plane, (part, pictures, interpolation) in zip(frame.planes, self._parts, strict=True):
-                cut = _cut(plane, part)
+                line_bytes = plane.line_size
+                size, begin = (part.height, part.width), part.top * line_bytes + part.left
+                cut = np.ndarray(size, np.uint8, buffer=memoryview(plane), offset=begin, strides=(line_bytes, 1))
                 cv2.resize(cut, pictures.shape[:0:-1], dst=pictures[first], interpolation=interpolation)
         finally:
             cv2.ipp.setUseIPP_NotExact(is_free)
         for index in others:
             self.planes[index] = self.planes[first]
-
-
-def _cut(plane: "av.video.plane.VideoPlane", part: Rectangle) -> NDArray[np.uint8]:
-    line_bytes = plane.line_size
-    size, begin = (part.height, part.width), part.top * line_bytes + part.left
-    return np.ndarray(size, np.uint8, buffer=memoryview(plane), offset=begin, strides=(line_bytes, 1))
 
 
 def crop_clip_in_graph(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, *, size_px: int) -> Planes:

@@ -96,7 +96,8 @@ def read_chunk(
         codec, extradata = tables.stream(row)
         if packets is None:
             whole = shard.read_range(*tables.payload(row))
-            _require_checksum(whole, tables.payload_crc32(row), shard=shard)
+            if zlib.crc32(whole) != tables.payload_crc32(row):
+                raise DamagedPacket(f"its bytes in {shard.tar_name} do not match their checksum")
         return ChunkBytes(
             key=key,
             frames=frozenset(frames),
@@ -119,11 +120,6 @@ def read_chunk(
         raise SampleFailed(key, reason="checksum", detail=str(error)) from error
     except ValueError as error:
         raise SampleFailed(key, reason="undecodable", detail=str(error)) from error
-
-
-def _require_checksum(content: bytes, crc32: int, *, shard: CommittedShard) -> None:
-    if zlib.crc32(content) != crc32:
-        raise DamagedPacket(f"its bytes in {shard.tar_name} do not match their checksum")
 
 
 ChunkFrames = dict[int, "av.VideoFrame"]  # frames of one chunk, by presentation index

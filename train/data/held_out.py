@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,10 +46,6 @@ class HeldOut:
     num_alike: int | None = None
     trained_split: str = ""
     were_trained_on: bool = False
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return asdict(self)
 
     def cautions(self, share: float | None = None, *, of: tuple[int, str] | None = None) -> list[str]:
         """Return cautions about the metrics; empty for many clips without look-alikes.

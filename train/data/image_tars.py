@@ -137,11 +137,6 @@ class ImageTars:
         """Return the name of an image's tar, and the image's key in the tar."""
         return f"{self.name(self.tar_of(image))}/{self._keys[image].as_py()}"
 
-    @property
-    def has_remote(self) -> bool:
-        """True if some of the tars are at addresses."""
-        return any(map(is_remote, self.tars))
-
     def read(self, tar: int, offset: int, size: int) -> bytes:
         """Read bytes of a tar; raises OSError or DamagedTar."""
         address = self.tars[tar]

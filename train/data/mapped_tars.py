@@ -38,8 +38,7 @@ from clipmill.manifests.storage.stores import UnusableResponse
 from clipmill.shards.chunk_table import ChunkRows, read_chunk_rows
 from clipmill.shards.format import BLOCK_BYTES
 from clipmill.shards.opening import Damaged, DamagedIndex, open_regular
-from clipmill.shards.reader import CommittedShard, Variant
-from clipmill.shards.tars import TarFiles
+from clipmill.shards.reader import Variant
 from clipmill.train.data.outcomes import Reason
 from clipmill.train.data.remote import RemoteTars, cache_unusable, is_local
 from clipmill.train.data.workers import Stuck
@@ -80,7 +79,7 @@ class MappedTars:
             try:
                 self._require(number, self._path(number).stat())
             except OSError as error:
-                column = self._files_of(number).directory.parent.name
+                column = self._files[bisect_right(self._first, number) - 1].directory.parent.name
                 raise unusable_error(self._path(number), column, error.strerror or str(error)) from error
 
     def want(self, places: NDArray[np.int64]) -> None:
@@ -154,9 +153,6 @@ class MappedTars:
             raise OSError(errno.EINVAL, "not a regular file")
         if status.st_size != self._sizes[number]:
             raise OSError(errno.EIO, f"it has {status.st_size:,} bytes, its commit says {self._sizes[number]:,}")
-
-    def _files_of(self, number: int) -> TarFiles:
-        return self._files[bisect_right(self._first, number) - 1]
 
     def _path(self, number: int) -> Path:
         part = bisect_right(self._first, number) - 1
@@ -322,11 +318,6 @@ def places_of(
             shard.index_path, shard.commit.column, f"its position of the array of {key!r} is impossible"
         )
     return starts[shard_of] + offset + header, header.astype(np.int32)
-
-
-def damaged_index(shard: CommittedShard, why: str) -> UserError:
-    """Return the error for an index that does not match its tar."""
-    return unusable_error(shard.index_path, shard.commit.column, why)
 
 
 _NUM_FETCHED_AT_ONCE = 4

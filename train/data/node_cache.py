@@ -86,7 +86,10 @@ def open_shared(
             with publish_atomically(path) as temporary:
                 _write(computed, temporary)
             _mark_of(path).write_text(_state(path))  # the checksum was computed from the written bytes
-            _make_room(path.parent, keep=path)
+            # Results that have not been used for the longest time are removed. A process that maps one keeps it.
+            files = files_in(path.parent)
+            results = {file: state for file, state in files.items() if file != path and not file.name.startswith(".")}
+            evict(results, excess_bytes=sum(state.st_size for state in files.values()) - _MAX_BYTES, are_locked=False)
             opened = _open(path, by_name)
         except OSError as error:
             _warn(error)
@@ -153,16 +156,6 @@ def _folder() -> Path:
     return folder
 
 
-def _make_room(folder: Path, *, keep: Path) -> None:
-    """Remove the results that have not been used for the longest time.
-
-    A process that maps one keeps it until it ends.
-    """
-    files = files_in(folder)
-    results = {path: state for path, state in files.items() if path != keep and not path.name.startswith(".")}
-    evict(results, excess_bytes=sum(state.st_size for state in files.values()) - _MAX_BYTES, are_locked=False)
-
-
 def _write(value: object, path: Path) -> None:
     """Write an Arrow file of one row, followed by the checksum of its bytes.
 
@@ -216,7 +209,14 @@ def _open(path: Path, types: dict[str, type]) -> Any:
         with map_arrow_file(path) as mapped:
             content = mapped.read_buffer()
         end = max(content.size - _CHECKSUM_BYTES, 0)
-        _verify(path, memoryview(content)[:end], checksum=memoryview(content)[end:])
+        # The checksum is compared once after each boot of the machine and each change.
+        mark, every_byte = _mark_of(path), memoryview(content)
+        is_verified = mark.exists() and mark.read_text() == _state(path)
+        if not is_verified and zlib.crc32(every_byte[:end]) != int.from_bytes(every_byte[end:], "little"):
+            raise ValueError(f"{path} does not match its checksum")
+        with suppress(OSError):
+            os.utime(path)  # the files that have not been used for the longest time are removed
+            mark.write_text(_state(path))
         reader = pa.ipc.open_file(pa.BufferReader(content.slice(0, end)))
         batch = reader.get_batch(0)
     except FileNotFoundError:
@@ -225,21 +225,6 @@ def _open(path: Path, types: dict[str, type]) -> Any:
         sys.stderr.write(f"warning: {path} is damaged, and is made again\n")
         return None
     return _decode(json.loads(reader.schema.metadata[_STRUCTURE]), batch, types)
-
-
-def _verify(path: Path, content: memoryview, *, checksum: memoryview) -> None:
-    """Compare a file with its checksum, once after each boot of the machine and each change; note that it is used.
-
-    Raises:
-        ValueError: File and checksum differ.
-    """
-    mark = _mark_of(path)
-    is_verified = mark.exists() and mark.read_text() == _state(path)
-    if not is_verified and zlib.crc32(content) != int.from_bytes(checksum, "little"):
-        raise ValueError(f"{path} does not match its checksum")
-    with suppress(OSError):
-        os.utime(path)
-        mark.write_text(_state(path))
 
 
 def _mark_of(path: Path) -> Path:

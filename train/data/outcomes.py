@@ -28,7 +28,7 @@ reason.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from types import NoneType
 from typing import Any, Literal, NamedTuple
@@ -111,10 +111,6 @@ class FailedSample:
     key: str
     reason: Reason
     detail: str
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the line as a JSON object."""
-        return asdict(self)
 
 
 class SampleFailed(ClipmillError):

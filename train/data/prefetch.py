@@ -13,7 +13,6 @@ import torch
 
 from clipmill.train.data.batch import PICTURES, TENSORS, to_device
 from clipmill.train.data.outcomes import LoadedBatch
-from clipmill.train.device.transfer import with_index
 from clipmill.train.distributed.world import World
 
 _NUM_BATCHES = 2
@@ -30,7 +29,9 @@ def prefetch(
     Raises:
         Exception: The error that `batches` raised, when its turn comes.
     """
-    device = with_index(device)
+    if device == torch.device("cuda"):
+        # It means the current GPU of a thread, and other threads begin with GPU 0.
+        device = torch.device("cuda", torch.cuda.current_device())
     ready: SimpleQueue[LoadedBatch | BaseException | None] = SimpleQueue()
     # Tokens in a queue instead of a semaphore, which an interrupt in the middle of a release would leave locked.
     free: SimpleQueue[None] = SimpleQueue()

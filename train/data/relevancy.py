@@ -222,19 +222,19 @@ class RelevantCaptions:
         self._own = sentence[own_caption]
         self._min = min_relevancy
         self._relevancy: Relevancy = relevancy_of_classes(
-            _take(actions, own_caption), _take(actions, self._caption_of_sentence)
+            *(
+                Actions(actions.verb_N[rows], actions.nouns_NK[rows])
+                for rows in (own_caption, self._caption_of_sentence)
+            )
         )
-
-    def relevant_entries(self, clip: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the sentences that may be shown with a clip, as entries of their captions, and their relevancy."""
-        values_M = self._relevancy.rows(np.array([clip]))[0]
-        values_M[self._own[clip]] = 1.0
-        chosen = np.flatnonzero(values_M > self._min)
-        return self._entry[self._caption_of_sentence[chosen]], values_M[chosen]
 
     def draw(self, clip: int, *, position: int, seed: int) -> tuple[int, float]:
         """Draw an entry; return it with its relevancy. This is a pure function of (clip, position, seed)."""
-        entries, values = self.relevant_entries(clip)
+        # The sentences that may be shown with the clip, as entries of their captions.
+        values_M = self._relevancy.rows(np.array([clip]))[0]
+        values_M[self._own[clip]] = 1.0
+        chosen = np.flatnonzero(values_M > self._min)
+        entries, values = self._entry[self._caption_of_sentence[chosen]], values_M[chosen]
         bound, at = np.array([len(entries)]), np.array([position])
         number = int(integers_below(bound, at, seed=seed, purpose="relevant caption")[0])
         return int(entries[number]), float(values[number])
@@ -265,7 +265,3 @@ def _actions(captions: pa.Table) -> Actions:
     nouns_NK = np.zeros((len(verb), int(flat.max(initial=-1)) + 1), bool)
     nouns_NK[pc.list_parent_indices(nouns).to_numpy(), flat] = True
     return Actions(verb, nouns_NK)
-
-
-def _take(actions: Actions, rows: NDArray[np.int64]) -> Actions:
-    return Actions(actions.verb_N[rows], actions.nouns_NK[rows])

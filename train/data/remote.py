@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -430,6 +431,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+@dataclass(frozen=True, eq=False)
 class RemoteTars:
     """Tars of a remote data folder, read by range (`clipmill.shards.tars.TarBytes`).
 
@@ -441,11 +443,11 @@ class RemoteTars:
         num_readers: Number of threads that read clips ahead of decoding. A request waits for tens of milliseconds.
     """
 
+    files: RemoteFiles
+    cache: ObjectCache
+
     gap_bytes = 1 << 18  # a request takes at least as long as transferring this many bytes
     num_readers = 32
-
-    def __init__(self, files: RemoteFiles, cache: ObjectCache) -> None:
-        self.files, self.cache = files, cache
 
     @property
     def objects(self) -> Objects:

@@ -21,10 +21,10 @@ from clipmill.train.data.mapped_tars import (
     Payload,
     Problem,
     VerifiedMembers,
-    damaged_index,
     member_rows,
     open_maps,
     places_of,
+    unusable_error,
 )
 from clipmill.train.data.node_cache import open_shared
 from clipmill.train.data.outcomes import SampleFailed
@@ -154,7 +154,7 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
     if not same_lists.as_py() or wrong.any():
         at = int(shard_of[member[wrong.argmax()]]) if wrong.any() else 0
         shard = variant.shard(int(tars.shard_ids[at]))
-        raise damaged_index(shard, "it names rows that its tar does not have")
+        raise unusable_error(shard.index_path, shard.commit.column, "it names rows that its tar does not have")
     by_place = np.argsort(place, kind="stable")
     members = TextMembers(
         width=int(widths[0]),

@@ -40,8 +40,13 @@ def clip_of_file(
     rng, num_views = request.generator("frames"), shape.views.num_clips
     try:
         video = PlainVideo(content)
-        span_us = begin_us, _end_of_span(video, begin_us, end_us, key=key)
-        frames = _frames_on_screen(video, span_us, shape.sampling, rng=rng, num_views=num_views)
+        # Rounded up, because a stride of complete frames would not fit into a span shorter than the file's frames.
+        end_of_file_us = math.ceil((video.end_pts - video.pts[0]) * video.time_base * US_PER_S)
+        end_us = end_of_file_us if end_us is None else min(end_us, end_of_file_us)
+        if end_us <= begin_us:
+            detail = f"its span from {begin_us} us to {end_us} us is empty; the file ends at {end_of_file_us} us"
+            raise SampleFailed(key, reason="empty_span", detail=detail)
+        frames = _frames_on_screen(video, (begin_us, end_us), shape.sampling, rng=rng, num_views=num_views)
         decoded = video.decode(frames)
         require_frames(set(frames) - decoded.keys(), key=key)
         pictures = [decoded[frame] for frame in frames]
@@ -51,16 +56,6 @@ def clip_of_file(
         raise
     except Exception as error:  # if libav raises any error for a foreign file, only this sample fails
         raise SampleFailed(key, reason="undecodable", detail=f"{type(error).__name__}: {error}") from error
-
-
-def _end_of_span(video: PlainVideo, begin_us: int, end_us: int | None, *, key: str) -> int:
-    # Rounded up, because a stride of complete frames would not fit into a span that is shorter than the file's frames.
-    end_of_file_us = math.ceil((video.end_pts - video.pts[0]) * video.time_base * US_PER_S)
-    end_us = end_of_file_us if end_us is None else min(end_us, end_of_file_us)
-    if end_us <= begin_us:
-        detail = f"its span from {begin_us} us to {end_us} us is empty; the file ends at {end_of_file_us} us"
-        raise SampleFailed(key, reason="empty_span", detail=detail)
-    return end_us
 
 
 def _frames_on_screen(

@@ -32,14 +32,7 @@ from clipmill.train.data.order import permute
 from clipmill.train.data.outcomes import FailedSample, SampleFailed
 from clipmill.train.data.query import TARS_SPLIT, DataQuery
 from clipmill.train.data.samples import BatchedSamples
-from clipmill.train.data.tar_samples import (
-    StreamedClip,
-    Unreadable,
-    WithoutVideo,
-    expand,
-    items_in,
-    shuffle_items,
-)
+from clipmill.train.data.tar_samples import StreamedClip, Unreadable, WithoutVideo, expand, items_in, shuffle_items
 from clipmill.train.data.video_files import clip_of_file
 from clipmill.train.data.workers import Stuck, in_order
 from clipmill.train.models.text import Tokenize

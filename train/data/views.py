@@ -87,7 +87,13 @@ class GroupedCaptions:
         if not {"group", "view"} <= set(captions.column_names):
             raise UserError(f"the captions have no views {', '.join(views)}: they belong to no groups", hint=_HINT)
         captions = captions.filter(captions["group"].is_valid())
-        self._require_names(captions)
+        names = sorted(set(pc.unique(captions["view"]).to_pylist()) - {None})
+        if missing := [view for view in views if view not in names]:
+            raise UserError(
+                f"the captions have no view {', '.join(missing)}",
+                hint=f"views of this split: {', '.join(names)}" if names else _HINT,
+                flags=("--views",),
+            )
         first = captions.filter(pc.equal(captions["view"], views[0]))
         self._groups = pc.unique(first["group"])
         opened = [self._open_view(view, captions) for view in views]
@@ -105,15 +111,6 @@ class GroupedCaptions:
         number = opened[0].number
         self._moment_of = dict(zip(first["caption_id"].to_pylist(), number.tolist(), strict=True))
         self.captions: pa.Table = first.filter(pa.array(is_shown[number]))
-
-    def _require_names(self, captions: pa.Table) -> None:
-        names = sorted(set(pc.unique(captions["view"]).to_pylist()) - {None})
-        if missing := [view for view in self._views if view not in names]:
-            raise UserError(
-                f"the captions have no view {', '.join(missing)}",
-                hint=f"views of this split: {', '.join(names)}" if names else _HINT,
-                flags=("--views",),
-            )
 
     def _open_view(self, view: str, captions: pa.Table) -> "_View":
         """Return the spans of a view, in the order of groups and times."""

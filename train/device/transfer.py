@@ -146,17 +146,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def with_index(device: torch.device | str) -> torch.device:
-    """Return the device with its index.
-
-    "cuda" means the current GPU of a thread, but other threads start with GPU 0.
-    """
-    device = torch.device(device)
-    if device == torch.device("cuda"):
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
 @cache
 def constant_tensor(values: tuple[Any, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Return a cached tensor for nested tuples that are the same in every step. Do not modify the tensor."""

@@ -83,7 +83,9 @@ class Host:
 
 def examine_host() -> Host:
     """Examine this machine. This takes milliseconds."""
-    total, free = _memory()
+    lines = re.findall(r"^(\w+):[ \t]*(\d+)\b", _read(Path("/proc/meminfo")), flags=re.MULTILINE)
+    fields = {name: int(number_kb) * 1024 for name, number_kb in lines}
+    total, free = fields.get("MemTotal"), fields.get("MemAvailable", fields.get("MemFree"))
     limit = _limit(_CGROUP / "memory.max", _CGROUP / "memory/memory.limit_in_bytes")
     if limit is not None and (total is None or limit < total):
         used = _limit(_CGROUP / "memory.current", _CGROUP / "memory/memory.usage_in_bytes") or 0
@@ -119,12 +121,6 @@ def _limit(*paths: Path) -> int | None:
         if text.isdigit() and int(text) < 2**60:  # in cgroup v1, a huge number means no limit
             return int(text)
     return None
-
-
-def _memory() -> tuple[int | None, int | None]:
-    lines = re.findall(r"^(\w+):[ \t]*(\d+)\b", _read(Path("/proc/meminfo")), flags=re.MULTILINE)
-    fields = {name: int(number_kb) * 1024 for name, number_kb in lines}
-    return fields.get("MemTotal"), fields.get("MemAvailable", fields.get("MemFree"))
 
 
 def _shared_memory() -> int | None:
@@ -206,7 +202,10 @@ def _examine(folder: Path, *, is_data: bool) -> Disk:
     try:
         if not is_data:
             return Disk(**known, speed=speed_of_folder(path) if free_bytes >= _MIN_FREE_BYTES else None)
-        tar = _largest_tar(path)
+        # The largest tar, because tars of scores are tiny; OSError for unreadable folders, which glob would skip.
+        variants = (variant for column in _folders(path) for variant in _folders(column))
+        tars = [entry for variant in variants for entry in os.scandir(variant) if entry.name.endswith(".tar")]
+        tar = Path(max(tars, key=lambda entry: entry.stat().st_size).path) if tars else None
         if tar is None:
             none = Finding(
                 "note",
@@ -228,13 +227,6 @@ def _unreadable_finding(error: OSError) -> Finding:
     where = f" ({error.filename})" if error.filename else ""
     hint = "give this user access to it" if error.errno == errno.EACCES else _CHECK_MOUNT
     return Finding("broken", f"cannot be read: {error.strerror}{where}", hint)
-
-
-def _largest_tar(folder: Path) -> Path | None:
-    """Return the largest tar (tars of scores are tiny); OSError for an unreadable folder, which glob would skip."""
-    variants = (variant for column in _folders(folder) for variant in _folders(column))
-    tars = [entry for variant in variants for entry in os.scandir(variant) if entry.name.endswith(".tar")]
-    return Path(max(tars, key=lambda entry: entry.stat().st_size).path) if tars else None
 
 
 def _folders(folder: Path) -> list[Path]:

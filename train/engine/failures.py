@@ -18,8 +18,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -59,10 +58,12 @@ class FailureLog:
         self._path, self._world, self._max_failures = run.failures, world, max_failures
         self._is_told = False
 
-        def belongs(line: dict[str, Any]) -> bool:
-            return cursor.has_passed(line["position"])
-
-        self._keys = world.first(lambda: [str(line.get("key")) for line in keep_lines(run.failures, belongs)])
+        self._keys = world.first(
+            lambda: [
+                str(line.get("key"))
+                for line in keep_lines(run.failures, lambda line: cursor.has_passed(line["position"]))
+            ]
+        )
 
     @property
     def num_failed(self) -> int:
@@ -111,7 +112,7 @@ class FailureLog:
     def _record(self, failed: list[FailedSample]) -> None:
         self._keys += [failure.key for failure in failed]
         if self._world.is_first:
-            append_lines(self._path, [failure.as_json() for failure in failed])
+            append_lines(self._path, [asdict(failure) for failure in failed])
         last = f"{failed[-1].key}: {failed[-1].detail}"
         if self.num_failed > self._max_failures:
             raise FailedWork(

@@ -230,7 +230,7 @@ def run_step(
         max_norm=settings.max_grad_norm,
         loss_scale=loss_scale,
         stages=world.stages,
-        repeated=state.repeated_parameters(),
+        repeated=[] if state.pipeline is None else state.pipeline.repeated,
     )
 
     # Step, unless the loss or the norm is not finite. The device decides that, so the host does not wait for them.
@@ -322,8 +322,7 @@ class StopSignal:
     signal, all ranks save a checkpoint and stop.
     """
 
-    def __init__(self) -> None:
-        self.is_received = False
+    is_received = False
 
     @contextmanager
     def handle(self) -> Iterator["StopSignal"]:

@@ -65,10 +65,6 @@ class State:
         """Module whose calls are counted to measure the FLOPs of a step."""
         return self.trained if self.pipeline is None else self.model
 
-    def repeated_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that an earlier pipeline stage holds too (tied weights)."""
-        return [] if self.pipeline is None else self.pipeline.repeated
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors of the state, not copied, by their names in checkpoints."""
         tensors = _weights(self.model, "model.") | _weights(self.objective, "objective.")

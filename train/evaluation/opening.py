@@ -22,14 +22,13 @@ from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.publish import publish_bytes, publish_json
 from clipmill.manifests.settings import deferred_checks
 from clipmill.manifests.storage.mirrors import is_remote
-from clipmill.train.config.clips import ClipSettings
+from clipmill.train.config.clips import AS_IN_TRAINING, ClipSettings, Use
 from clipmill.train.config.files import load_settings, save_settings
 from clipmill.train.config.model import Init, Towers
 from clipmill.train.config.shards import HUB_PREFIX, NAME_AND_TAG, is_name_and_tag, local_folder, no_weights
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.engine.trained_run import prepare_run
 from clipmill.train.evaluation.runner import OpenedRun, open_for
-from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.models.attention_choice import CHOICE_FACT
 from clipmill.train.models.dual_encoder import ModelShape, size_of
 from clipmill.train.run.checkpoint import file_facts
@@ -38,7 +37,7 @@ from clipmill.train.run.folder import RunFolder, is_run, open_run, read_object
 from clipmill.train.spec import Adopted, Tasks, TaskSpec, take_tags
 from clipmill.train.weights.architecture import match_size
 from clipmill.train.weights.exported import EXTRAS_FILE
-from clipmill.train.weights.files import has_weights, weights_file
+from clipmill.train.weights.files import WEIGHT_FILES, weights_file
 from clipmill.train.weights.loading import load_whole
 from clipmill.train.weights.open_clip import named_towers
 from clipmill.train.weights.source import Say, Source
@@ -119,7 +118,7 @@ def require_weights(weights: str | Path, tasks: Tasks) -> None:
     open_clip's NAME:TAG is accepted if it may be the model of one of the tasks.
     """
     path = local_folder(weights)
-    if path.is_file() or is_run(path) or has_weights(path):
+    if path.is_file() or is_run(path) or any((path / name).is_file() for name in WEIGHT_FILES):
         return
     takes_tags = take_tags(tasks)
     if not is_name_and_tag(str(weights)):

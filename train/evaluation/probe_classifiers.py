@@ -113,10 +113,6 @@ class Accuracy:
     top5: float
     mean_class: float
 
-    def as_json(self) -> dict[str, float]:
-        """Return plain values by name."""
-        return asdict(self)
-
 
 def class_ranks(scores_NK: torch.Tensor, label_N: torch.Tensor) -> torch.Tensor:
     """Return the rank of each clip's class, int64 [N]; 1 is best."""
@@ -184,7 +180,10 @@ def fit_linear(features_MD: torch.Tensor, label_M: torch.Tensor, *, l2: float) -
     classes_C, target_M = label_M.unique(return_inverse=True)
     decay = l2 / len(x_MD)
     weight_CD, bias_C = _solve(x_MD, target_M, num_classes=len(classes_C), decay=decay)
-    gradient = _gradient(x_MD, target_M, weight_CD, bias_C, decay=decay)
+    error_MC = (x_MD @ weight_CD.T + bias_C).softmax(dim=1)
+    error_MC[torch.arange(len(error_MC), device=error_MC.device), target_M] -= 1
+    by_weight = error_MC.T @ x_MD / len(x_MD) + decay * weight_CD
+    gradient = max(by_weight.abs().max().item(), error_MC.mean(dim=0).abs().max().item())
     return LinearProbe(mean_D, scale_D, weight_CD, bias_C, classes_C, l2, gradient)
 
 
@@ -262,15 +261,6 @@ def _solve(
     return (u_CD.detach() * stretch_D) @ axes_DD.T, v_C.detach() * num_classes**0.5
 
 
-def _gradient(
-    x_MD: torch.Tensor, target_M: torch.Tensor, weight_CD: torch.Tensor, bias_C: torch.Tensor, *, decay: float
-) -> float:
-    error_MC = (x_MD @ weight_CD.T + bias_C).softmax(dim=1)
-    error_MC[torch.arange(len(error_MC), device=error_MC.device), target_M] -= 1
-    by_weight = error_MC.T @ x_MD / len(x_MD) + decay * weight_CD
-    return max(by_weight.abs().max().item(), error_MC.mean(dim=0).abs().max().item())
-
-
 @dataclass(frozen=True)
 class LabelledFeatures:
     """Features of a tower, with the labels of their clips.
@@ -321,7 +311,7 @@ class ProbeResult:
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
         plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "predictions"}
-        return {**plain, "found": self.found.as_json()}
+        return {**plain, "found": asdict(self.found)}
 
 
 def probe(

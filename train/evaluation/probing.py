@@ -4,7 +4,7 @@ A trained run is compared with the same tower with random weights. During traini
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -199,7 +199,7 @@ class LoopProbe:
         )
         metrics: dict[str, float] = {}
         for result in probe(queries, bank, evaluation=self._evaluation, classes=self._sets.classes):
-            its = result.found.as_json()
+            its = asdict(result.found)
             metrics |= {f"{result.label}_{result.method}_{name}": its[name] for name in PROBE_NUMBERS}
         # All ranks computed the same values; rank 0 decides in case devices round differently.
         values = torch.tensor(list(metrics.values()), dtype=torch.float64, device=self._device)

@@ -16,7 +16,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.publish import publish_json
 from clipmill.manifests.storage.mirrors import show_addresses
-from clipmill.train.config.clips import AS_TRAINED, ClipSettings, LatentSettings, Overrides
+from clipmill.train.config.clips import AS_IN_TRAINING, AS_TRAINED, ClipSettings, LatentSettings, Overrides, Use
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.shards import kind_of
 from clipmill.train.config.training import flatten, plain_values
@@ -26,7 +26,6 @@ from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.data.query import TARS_SPLIT
 from clipmill.train.engine.trained_run import TrainedRun, open_trained_run, shape_of_run
 from clipmill.train.evaluation.tables import mark_title
-from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.models.dual_encoder import ModelShape
 from clipmill.train.run.environment import require_parts
 from clipmill.train.run.folder import RunFolder, data_facts, is_same_evaluation, read_object, result_name, suffix_of
@@ -244,10 +243,10 @@ def score_opened(
         "data": score.samples.describe(),
         "variant": score.samples.variant_name,
         "clip": score.clip,
-        **({} if held is None else {"held_out": held.as_json()}),
+        **({} if held is None else {"held_out": asdict(held)}),
         **score.values,
         **_incomplete_note(score),
-        "failed": [failure.as_json() for failure in score.failed],
+        "failed": [asdict(failure) for failure in score.failed],
         "command": command_line(evaluation.name, opened, flags),
     }
     path = None

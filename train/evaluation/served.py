@@ -64,7 +64,10 @@ def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[s
             onnx.save(folder / "model.onnx")
         save_json(folder / PREPROCESSING_FILE, values)
 
-    return Exported(write=write, usage=_usage(request.form, values))
+    rows = [f"| {part} {name} | {value} |" for part, group in values.items() for name, value in group.items()]
+    table = "\n".join(["| | |", "|---|---|", *rows])
+    usage = f"```python\n{_USE[request.form]}\n```\n\nAs in `{PREPROCESSING_FILE}`:\n\n{table}"
+    return Exported(write=write, usage=usage)
 
 
 def _as_onnx(program: torch.export.ExportedProgram, example: torch.Tensor) -> Any:
@@ -102,10 +105,3 @@ def _input_of(settings: Any, shape: list[int]) -> dict[str, Any]:
 def similarity(log_scale: float | None, bias: float | None) -> dict[str, float | None]:
     """Return scale and bias from cosines of unit-length embeddings to logits: cosine * logit_scale + logit_bias."""
     return {"logit_scale": None if log_scale is None else math.exp(log_scale), "logit_bias": bias}
-
-
-def _usage(form: str, values: Mapping[str, Mapping[str, Any]]) -> str:
-    rows = [f"| {part} {name} | {value} |" for part, group in values.items() for name, value in group.items()]
-    return "\n".join(
-        ["```python", _USE[form], "```", "", f"As in `{PREPROCESSING_FILE}`:", "", "| | |", "|---|---|", *rows]
-    )

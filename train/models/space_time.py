@@ -11,14 +11,12 @@ head. In `attend_short`: S sequences of L tokens each, G groups of sequences tha
 N groups of the batch.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from clipmill.train.models.attention import Attend, Packing, attend_masked, attend_naively
-from clipmill.train.models.transformer import Block, LayerNorm, SelfAttention, Stack, TransformerSize
+from clipmill.train.models.transformer import Block, LayerNorm, SelfAttention, TransformerSize
 
 LN_PRE_EPS = 1e-5  # independent of the blocks' epsilon
 
@@ -66,12 +64,6 @@ class SpaceTimeBlock(Block):
         joined_BLD = torch.cat([class_B1HK, patches_BTPHK.flatten(1, 2)], dim=1).flatten(2)
         attended_BLD: Tensor = attention.out_proj(joined_BLD)
         return attended_BLD
-
-
-def space_time(size: TransformerSize, *, num_frames: int, attend: Attend, drop_path: Sequence[float] = ()) -> Stack:
-    """Return a stack of LaViLa's blocks."""
-    blocks = (SpaceTimeBlock(size, num_frames=num_frames, attend=attend) for _ in range(size.depth))
-    return Stack(blocks, drop_path=drop_path)
 
 
 # Rows of a tile of the memory-efficient kernel.

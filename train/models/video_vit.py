@@ -181,10 +181,11 @@ class VideoViT(TokenTower):
         self.temporal_embedding = nn.Parameter(temporal_std * torch.randn(grid.steps, width))
         self.transformer: Stack
         if size.is_divided:
-            from clipmill.train.models.space_time import LN_PRE_EPS, space_time
+            from clipmill.train.models.space_time import LN_PRE_EPS, SpaceTimeBlock
 
             self.ln_pre = LayerNorm(width, eps=LN_PRE_EPS)
-            self.transformer = space_time(size.trunk, num_frames=grid.steps, attend=attend, drop_path=drop_path)
+            blocks = (SpaceTimeBlock(size.trunk, num_frames=grid.steps, attend=attend) for _ in range(size.trunk.depth))
+            self.transformer = Stack(blocks, drop_path=drop_path)
         else:
             self.ln_pre = LayerNorm(width, eps=size.trunk.norm_eps)
             self.transformer = Transformer(size.trunk, attend=attend, drop_path=drop_path)

@@ -52,9 +52,16 @@ def model_card(opened: OpenedRun, exported: Exported, *, form: str, opens: str, 
     limits = [*exported.remarks]
     limits += ["The model reproduces the biases of its training data, and was not tested for uses that affect people."]
     limits += ["The model was not trained with clipmill: its weights were converted."] if opened.run is None else []
+    settings = flatten(plain_values({name: getattr(opened.settings, name, None) for name in _SHOWN_SETTINGS}))
+    rows = [("task", opened.spec.name), *(() if step is None else [("optimizer steps", f"{step:,}")])]
+    rows += [(name, str(facts[name])) for name in _FACTS if name in facts]
+    rows += [(f"initial {name.replace('_', ' ')}", _start(start)) for name, start in initial_weights(facts).items()]
+    rows += [(name.replace("_", " "), str(value)) for name, value in settings.items() if value is not None]
     sections = {
         "Use": exported.usage or _use(opens, folder=folder),
-        "Training": _training(opened, facts, step=step),
+        "Training": "\n".join(
+            ["| | |", "|---|---|", *(f"| {_plain_text(name)} | {_plain_text(text)} |" for name, text in rows)]
+        ),
         "Evaluation": "\n\n".join([*_input_note(opened, exported), *(_table(result.table) for result in results)])
         if results
         else "Not evaluated. `train eval` on the run, then `train export`, writes the metrics here.",
@@ -132,15 +139,6 @@ def _use(opens: str, *, folder: str) -> str:
             "```",
         ]
     )
-
-
-def _training(opened: OpenedRun, facts: Mapping[str, Any], *, step: int | None) -> str:
-    settings = flatten(plain_values({name: getattr(opened.settings, name, None) for name in _SHOWN_SETTINGS}))
-    rows = [("task", opened.spec.name), *(() if step is None else [("optimizer steps", f"{step:,}")])]
-    rows += [(name, str(facts[name])) for name in _FACTS if name in facts]
-    rows += [(f"initial {name.replace('_', ' ')}", _start(start)) for name, start in initial_weights(facts).items()]
-    rows += [(name.replace("_", " "), str(value)) for name, value in settings.items() if value is not None]
-    return "\n".join(["| | |", "|---|---|", *(f"| {_plain_text(name)} | {_plain_text(text)} |" for name, text in rows)])
 
 
 def _start(report: Mapping[str, Any]) -> str:

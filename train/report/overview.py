@@ -168,7 +168,11 @@ def write_overview(runs: Sequence[str | Path], out: Path, *, links: Sequence[Pat
         pictured = next((result for result in page["results"] if result["strips"]), {"strips": [], "other_data": ""})
         shown = {"shown": pictured["strips"][:_NUM_STRIPS], "shown_data": pictured["other_data"]}
         cards.append({**page, **shown, "link": _link(run, out.parent)})
-    names = _distinct_names([card["name"] for card in cards])
+    names = [card["name"] for card in cards]
+    # A repeated name gets its number as a suffix.
+    names = [
+        f"{name} ({names[: at + 1].count(name)})" if names.count(name) > 1 else name for at, name in enumerate(names)
+    ]
     groups = repeats(cards, names)
     curves = overlay_curves(
         {name: [*card["evaluation_curves"], *card["curves"]] for name, card in zip(names, cards, strict=True)}
@@ -188,14 +192,6 @@ def write_overview(runs: Sequence[str | Path], out: Path, *, links: Sequence[Pat
         charts=chart_values(curves),
     )
     return omitted
-
-
-def _distinct_names(names: Sequence[str]) -> list[str]:
-    """Make names distinct by adding a number to repeated names."""
-    return [
-        f"{name} ({names[: index + 1].count(name)})" if names.count(name) > 1 else name
-        for index, name in enumerate(names)
-    ]
 
 
 def _metrics(cards: Sequence[Mapping[str, Any]]) -> list[Compared]:

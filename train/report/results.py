@@ -228,16 +228,27 @@ def page_of(run: RunFolder) -> dict[str, Any]:
     settings = flatten({str(key): value for key, value in read_values(run.settings).items()})
     curves = training_curves(lines)
     charts_of_evaluations = evaluation_curves(lines, [group for evaluation in known for group in evaluation.curves])
+    # The data folders of a mixture, each with its number of samples so far, including failed samples.
+    counts = lines[-1].get("sources", {}) if lines else {}
+    sources = [{**source, "count": counts.get(source["name"], 0)} for source in facts.get("sources", [])]
+    total = sum(source["count"] for source in sources)
+    # Shown first are the settings that differ from their defaults, and the most important ones.
+    kind = find_task(task).settings if task in task_names() else TrainingSettings
+    defaults = flatten(plain_values(asdict(kind())))
     return {
         "name": run.name,
         "command": show_addresses(
             shlex.join(["train", task, "--config", str(run.settings), "--out", f"{run.path}-again"])
         ),
         "facts": facts,
-        "chosen": _chosen_settings(settings, task),
+        "chosen": {
+            name: ", ".join(map(str, value)) if isinstance(value, list) else value
+            for name, value in settings.items()
+            if name in _SHOWN_SETTINGS or str(value) != str(defaults.get(name, value))
+        },
         "settings": settings,
         "summary": _summary(lines),
-        "sources": _sources(facts, lines),
+        "sources": [{**source, "trained": source["count"] / total if total else 0.0} for source in sources],
         "curves": curves,
         "evaluation_curves": charts_of_evaluations,
         "charts": chart_values([*charts_of_evaluations, *curves]),
@@ -293,17 +304,6 @@ def _shown_result(result: dict[str, Any], evaluation: EvaluationSpec) -> dict[st
     }
 
 
-def _chosen_settings(settings: dict[str, Any], task: str) -> dict[str, Any]:
-    """Return the most important settings, and settings that differ from their defaults."""
-    kind = find_task(task).settings if task in task_names() else TrainingSettings
-    defaults = flatten(plain_values(asdict(kind())))
-    return {
-        name: ", ".join(map(str, value)) if isinstance(value, list) else value
-        for name, value in settings.items()
-        if name in _SHOWN_SETTINGS or str(value) != str(defaults.get(name, value))
-    }
-
-
 def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     if not lines:
         return {"num_steps": 0}
@@ -326,14 +326,6 @@ def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "memory_gb": max(memory_gb, default=None),
         "mfu": sum(mfu) / len(mfu) if mfu else None,
     }
-
-
-def _sources(facts: dict[str, Any], lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the data folders of a mixture, each with its number of samples so far, including failed samples."""
-    counts = lines[-1].get("sources", {}) if lines else {}
-    sources = [{**source, "count": counts.get(source["name"], 0)} for source in facts.get("sources", [])]
-    total = sum(source["count"] for source in sources)
-    return [{**source, "trained": source["count"] / total if total else 0.0} for source in sources]
 
 
 def initial_weights(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -268,13 +268,6 @@ def create_run(settings: TrainingSettings, *, comment: str = "") -> RunFolder:
     return run
 
 
-def find_run(path: Path, resume: Resume) -> RunFolder | None:
-    """Return the run to resume, or None to start a new one; UserError if `resume` is True and no run exists."""
-    if resume is False or (resume == "auto" and not RunFolder(path).settings.is_file()):
-        return None
-    return open_run(path)
-
-
 def sweep(run: RunFolder) -> None:
     """Remove temporary files of killed processes from a run's folder, which the caller must have locked."""
     for folder in (run.path, run.path / EVALUATIONS):

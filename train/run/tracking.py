@@ -69,8 +69,13 @@ class Progress:
     def log(self, line: dict[str, Any]) -> None:
         """Show a line of metrics.jsonl; evaluation metrics are always shown, on a separate line."""
         self.show(line["step"], describe(line))
-        if evaluation := format_evaluation(line):
-            self.say(f"{line_time(sys.stdout)}{self._step_text(line['step'])}  {evaluation}")
+        metrics: dict[str, list[str]] = {}
+        for key, value in line.items():
+            split, slash, name = key.partition("/")
+            if slash:
+                metrics.setdefault(split, []).append(f"{name} {value:.4g}")
+        if evaluation := "  ".join(f"{split}: {'  '.join(values)}" for split, values in metrics.items()):
+            self.say(f"{line_time(sys.stdout)}{self._unit} {line['step']}/{self._num_steps}  {evaluation}")
 
     def show(self, step: int, text: str) -> None:
         """Show that `step` steps are done; in a log, only the first, the last, and some at growing intervals."""
@@ -88,27 +93,14 @@ class Progress:
         now_s = time.monotonic()
         if step in (1, self._num_steps) or now_s - self._line_s >= log_interval(now_s - self._begin_s):
             self._line_s = now_s
-            parts = (self._step_text(step), text, self._pace.time_left(self._num_steps))
+            parts = (f"{self._unit} {step}/{self._num_steps}", text, self._pace.time_left(self._num_steps))
             self.say(line_time(sys.stdout) + "  ".join(filter(None, parts)))
-
-    def _step_text(self, step: int) -> str:
-        return f"{self._unit} {step}/{self._num_steps}"
 
     def close(self) -> None:
         """Erase the status line of the terminal."""
         if self._activity is not None:
             self._activity.__exit__(None, None, None)
             self._activity = None
-
-
-def format_evaluation(line: dict[str, Any]) -> str:
-    """Format the evaluation metrics of a line by split; empty if there are none."""
-    metrics: dict[str, list[str]] = {}
-    for key, value in line.items():
-        split, slash, name = key.partition("/")
-        if slash:
-            metrics.setdefault(split, []).append(f"{name} {value:.4g}")
-    return "  ".join(f"{split}: {'  '.join(values)}" for split, values in metrics.items())
 
 
 def describe(line: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import file_digest
 from itertools import islice
 from pathlib import Path
@@ -371,7 +371,14 @@ def _embed_parts(
     def embed_part(part: EmbeddingPart) -> int:
         if part.kind == "video":
             return _embed_clips(work, part, outcomes, ring, out=out)
-        publish_part(part.path(out), _embed_texts(work, part))
+        # Each distinct text in a part is encoded once, so that equal texts have equal rows.
+        texts = work.samples.captions.texts(np.arange(part.begin, part.end))
+        distinct = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+        rows = work.model.encode_text(list(distinct)).cpu().numpy()
+        embeddings: NDArray[np.float32] = rows[[distinct[text] for text in texts]]
+        if not np.isfinite(embeddings).all():
+            raise FailedWork("embeddings of captions are not finite: the weights have diverged")
+        publish_part(part.path(out), embeddings)
         return 0
 
     share_parts(parts, embed_part, world=world, progress=progress)
@@ -392,7 +399,7 @@ def _embed_clips(
     video = np.concatenate(rows) if rows else np.empty((0, 0), np.float32)
     if num_bad := int((~np.isfinite(video).all(axis=tuple(range(1, video.ndim)))).sum()):
         raise FailedWork(f"{num_bad} of {len(video)} embeddings are not finite: the weights have diverged")
-    lines = json.dumps([one.as_json() for one in failed]).encode()
+    lines = json.dumps([asdict(one) for one in failed]).encode()
     publish_part(part.path(out), video, sample=np.array(samples, np.int64), failed=np.frombuffer(lines, np.uint8))
     return len(failed)
 
@@ -409,14 +416,3 @@ def _features(work: EmbeddingWork, batch: Batch) -> NDArray[np.float32]:
     else:
         rows = model.encode_video(batch, tokens=work.features == "tokens")
     return rows.cpu().numpy()
-
-
-def _embed_texts(work: EmbeddingWork, part: EmbeddingPart) -> NDArray[np.float32]:
-    """Embed captions. Each distinct text in a part is encoded once, so that equal texts have equal rows."""
-    texts = work.samples.captions.texts(np.arange(part.begin, part.end))
-    distinct = {text: number for number, text in enumerate(dict.fromkeys(texts))}
-    rows = work.model.encode_text(list(distinct)).cpu().numpy()
-    embeddings: NDArray[np.float32] = rows[[distinct[text] for text in texts]]
-    if not np.isfinite(embeddings).all():
-        raise FailedWork("embeddings of captions are not finite: the weights have diverged")
-    return embeddings

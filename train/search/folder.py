@@ -92,11 +92,6 @@ class Embedded:
         """Number of rows of video.npy."""
         return int(self.record["num_clips"])
 
-    @property
-    def is_unit_length(self) -> bool:
-        """True if the rows of video.npy have unit length."""
-        return bool(self.record["features"] == "embedding")
-
     def clips(self, rows: Sequence[int]) -> list[EmbeddedClip]:
         """Return rows of clips.parquet. Only the row groups that contain them are read."""
         clip_of_row: dict[int, EmbeddedClip] = {}

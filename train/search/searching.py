@@ -76,7 +76,7 @@ def search(
         embedded.path / VIDEO,
         query_QE,
         count=top + bool(examples),  # an example also finds itself
-        is_unit_length=embedded.is_unit_length,
+        is_unit_length=embedded.record["features"] == "embedding",
         say_done=say_done,
     )
     clips = {clip.row: clip for clip in embedded.clips([*examples, *np.unique(matches.row_QK).tolist()])}

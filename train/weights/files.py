@@ -177,11 +177,6 @@ _INNER = ("state_dict", "model_state_dict", "model", "module")
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
-def has_weights(folder: Path) -> bool:
-    """Return True if a folder has a weights file."""
-    return any((folder / name).is_file() for name in WEIGHT_FILES)
-
-
 def weights_file(folder: Path) -> Path:
     """Return the weights file in a folder, or the index of its shards; UserError if there is none."""
     for name in WEIGHT_FILES:

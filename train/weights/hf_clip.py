@@ -214,7 +214,10 @@ def cleaning_normalizer() -> Any:
     """Return the normaliser (`tokenizers.normalizers.Sequence`)."""
     from tokenizers import Regex, normalizers
 
-    rules = (*_replacements(), None, *_without_semicolons(), (Regex(r"\s+"), " "))
+    # Old HTML names that need no semicolon. Longer names come first, because others are their prefixes.
+    old_names = sorted((name for name in html5 if not name.endswith(";")), key=len, reverse=True)
+    without_semicolons = ((Regex(f"&{name};?"), html5[name]) for name in old_names)
+    rules = (*_replacements(), None, *without_semicolons, (Regex(r"\s+"), " "))
     steps = [normalizers.NFC() if rule is None else normalizers.Replace(*rule) for rule in rules]
     # Rust lowers each letter separately; Python knows the sigma at the end of a word.
     return normalizers.Sequence(
@@ -249,12 +252,3 @@ def _replacements() -> Iterator[tuple[Any, str]]:
     yield Regex("\\x1b\\[[0-9;]*[a-zA-Z]"), ""
     removed = (number for number, value in chardata.CONTROL_CHARS.items() if value is None)
     yield Regex(f"[{''.join(f'{chr(92)}x{{{number:x}}}' for number in removed)}]"), ""
-
-
-def _without_semicolons() -> Iterator[tuple[Any, str]]:
-    """Return old HTML names that need no semicolon. Longer names come first, because others are their prefixes."""
-    from tokenizers import Regex
-
-    names = sorted((name for name in html5 if not name.endswith(";")), key=len, reverse=True)
-    for name in names:
-        yield Regex(f"&{name};?"), html5[name]

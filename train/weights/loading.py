@@ -6,7 +6,7 @@ Shape suffixes: P positions (1 + number of patches), D width, H and W patches of
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -62,10 +62,6 @@ class Change:
     old: Shape | None = None
     new: Shape | None = None
     why: str = ""
-
-    def as_json(self) -> dict[str, object]:
-        """Return the entry of run.json."""
-        return dict(vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +227,7 @@ class Loaded:
         return {
             "source": self.title,
             "num_copied": self.fitted.num_copied,
-            "changes": [change.as_json() for change in self.fitted.changes],
+            "changes": [asdict(change) for change in self.fitted.changes],
             "logit_scale": self.fitted.logit_scale,
         }
 

@@ -70,10 +70,6 @@ def to_their_layout(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[:, :, None] if name == CONV and tensor.ndim == _IMAGE_DIMS else tensor
 
 
-def _with_encoder(name: str) -> str:
-    return f"encoder.{name}" if name.startswith(("patch_embed.", "blocks.", "norm.")) else name
-
-
 NAMES = NameTable(
     owner="VideoMAE",
     names={
@@ -84,7 +80,7 @@ NAMES = NameTable(
         **SHARED_NAMES,
         "head.*": "head.*",
     },
-    canonical=_with_encoder,
+    canonical=lambda name: f"encoder.{name}" if name.startswith(("patch_embed.", "blocks.", "norm.")) else name,
     to_ours=to_our_layout,
     to_theirs=to_their_layout,
 )
@@ -193,10 +189,6 @@ _HF_BLOCK = {
 _LAYERS = {"video": "videomae.encoder.layer.N", "decoder": "decoder.decoder_layers.N"}
 
 
-def _with_videomae(name: str) -> str:
-    return f"videomae.{name}" if name.startswith(("embeddings.", "encoder.layer.", "layernorm.")) else name
-
-
 HF_NAMES = NameTable(
     owner="VideoMAE",
     names={
@@ -217,7 +209,9 @@ HF_NAMES = NameTable(
     },
     # Some transformers versions give keys a bias. It adds the same value to all scores of a query; softmax cancels it.
     ignored=(f"{_ATTENTION}.key.bias",),
-    canonical=_with_videomae,
+    canonical=lambda name: (
+        f"videomae.{name}" if name.startswith(("embeddings.", "encoder.layer.", "layernorm.")) else name
+    ),
     to_ours=to_our_layout,
     to_theirs=to_their_layout,
 )

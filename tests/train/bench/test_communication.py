@@ -93,7 +93,7 @@ def bench_rank(words: list[str], out_path: Path) -> None:
         doing.append(text)
         return Activity(text)
 
-    pytest.MonkeyPatch().setattr("clipmill.train.bench.run.Activity", activity)
+    pytest.MonkeyPatch().setattr("clipmill.train.bench.communication.Activity", activity)
     with Path(f"{out_path}.{os.environ['RANK']}").open("w") as sys.stdout, pytest.raises(SystemExit) as left:
         main()
     Path(f"{out_path}.doing.{os.environ['RANK']}").write_text("\n".join(doing))

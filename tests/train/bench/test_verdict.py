@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from clipmill.train.bench.report import advice, judge
+from clipmill.train.bench.run import advice, judge
 from clipmill.train.bench.steps import Stopwatch
 from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 

@@ -9,7 +9,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.commands.evaluation import score_run
-from clipmill.train.evaluation.use import Use
+from clipmill.train.config.clips import Use
 from clipmill.train.tasks.caption.metrics import score_captions
 from clipmill.train.tasks.caption.spec import CAPTIONS, CaptionFlags
 from clipmill.train.tasks.caption.task import GeneratedCaptions, metrics_of

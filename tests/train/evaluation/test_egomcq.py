@@ -10,9 +10,9 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_captions
+from clipmill.train.config.clips import Use
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.runner import open_for
-from clipmill.train.evaluation.use import Use
 from clipmill.train.models.text import load_tokenizer
 from clipmill.train.registry import find_task
 from clipmill.train.run.folder import RunFolder, read_lines

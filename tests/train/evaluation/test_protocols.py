@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
+from clipmill.train.config.clips import Use
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.runner import OpenedRun, open_for
-from clipmill.train.evaluation.use import Use
 from clipmill.train.models.text import load_tokenizer
 from clipmill.train.registry import find_task
 from clipmill.train.run.folder import RunFolder

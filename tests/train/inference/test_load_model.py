@@ -8,6 +8,7 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.distributed.world import World
+from clipmill.train.evaluation.identity import normalisation_of
 from clipmill.train.inference import load_model
 from tests.train.inference.conftest import SMALL
 from tests.train.running import train
@@ -55,7 +56,7 @@ def test_frames_of_another_shape_are_cropped_and_resized(runs: dict[str, Path]) 
     torch.testing.assert_close(model.encode_video(wide), model.encode_video(wide[:, :, :, 16:48]))
     assert model.encode_video(frames(height=40, width=50)).shape == (2, 128)
     clips = (torch.from_numpy(frames()).float() / 255).permute(0, 4, 1, 2, 3)
-    mean, std = (torch.tensor(numbers)[:, None, None, None] for numbers in model._normalisation)
+    mean, std = (torch.tensor(numbers)[:, None, None, None] for numbers in normalisation_of(model.settings))
     torch.testing.assert_close(model.encode_video((clips - mean) / std), model.encode_video(frames()))
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import Towers
 from clipmill.train.evaluation import probe_classifiers
+from clipmill.train.evaluation.identity import normalisation_of
 from clipmill.train.evaluation.probe_classifiers import GRID, choose_l2
 from clipmill.train.inference import load_model
 from clipmill.train.models.dual_encoder import size_of
@@ -204,7 +205,7 @@ def test_folders_of_other_programs_are_read_by_their_configuration(
         result = score(capsys, kind, folder, "--shards", moving, *flags)
         assert "32 px" in result["clip"] and f"T = {4} frames" in result["clip"], path
         model = load_model(folder)
-        assert model._normalisation[0] == (0.42, 0.46, 0.41) and "1e-4" not in model.description
+        assert normalisation_of(model.settings)[0] == (0.42, 0.46, 0.41) and "1e-4" not in model.description
 
 
 AVION = {"video.proj": "visual.image_projection", "video": "visual", "text": "textual"}

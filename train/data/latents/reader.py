@@ -90,7 +90,14 @@ class SegmentReader:
         """
         frame_bytes = self._records.shape.frame_bytes
         latents = self._records.array_place[requests.chunk] + requests.frame * frame_bytes
-        due = self._due(requests, latents)
+        # The requests that must wait for a member. After they are loaded, all other members are verified too.
+        are_parts = not self._records.shape.is_compressed and self._tars.are_mapped(latents)
+        due = self._latents.are_due(requests.chunk)
+        if self._text is not None and self._segments.text is not None and requests.text_place is not None:
+            are_parts = are_parts and self._tars.are_mapped(requests.text_place)
+            due |= self._text.are_due(self._segments.text.member_at(requests.text_place))
+        if not are_parts:
+            due[:] = True
         if due.any():
             return self._read_ahead(requests, due, loading)
         texts: Iterator[Part | None] = repeat(None)
@@ -99,18 +106,6 @@ class SegmentReader:
             texts = self._tars.parts(requests.text_place, num_tokens * self._segments.text.row_bytes)
         parts = self._tars.parts(latents, requests.num_frames * frame_bytes)
         return zip(repeat(requests.columns), requests.rows, parts, texts)
-
-    def _due(self, requests: SegmentRequests, latents: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return the requests that must wait for a member.
-
-        After they are loaded, all other members are verified too.
-        """
-        are_parts = not self._records.shape.is_compressed and self._tars.are_mapped(latents)
-        due = self._latents.are_due(requests.chunk)
-        if self._text is not None and self._segments.text is not None and requests.text_place is not None:
-            are_parts = are_parts and self._tars.are_mapped(requests.text_place)
-            due |= self._text.are_due(self._segments.text.member_at(requests.text_place))
-        return due if are_parts else np.ones(len(requests.chunk), bool)
 
     def _read_ahead(
         self, requests: SegmentRequests, due: NDArray[np.bool_], loading: LoaderSettings

@@ -5,13 +5,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 
 from clipmill.manifests.divided_videos import is_of_splits
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.store import num_captions_of, read_captions, read_videos
 from clipmill.train.data.batch import Sample
-from clipmill.train.data.caption_rows import spans_of_captions, usable_captions
+from clipmill.train.data.caption_rows import spans_at, usable_captions
 from clipmill.train.data.chunks import ChunkSet, ClipQuery, ClipReader, query_clips
 from clipmill.train.data.classes import ClassList, labelled_rows
 from clipmill.train.data.data_folder import rows_of
@@ -104,7 +105,9 @@ def _make_table(
         selected=None if selected is None else selected[rows],
         selected_chunks=selection.chunks,
     )
-    spans, caption = spans_of_captions(usable)
+    # The spans of captions, in the order of videos and time.
+    order = np.lexsort((usable.end_us, usable.begin_us, usable.first_chunk))
+    spans, caption = spans_at(usable, order), usable.caption[order]
     chunks.require_same_manifest()
     label = labelled.label[caption]
     num = f"{len(caption):,} of {count_noun(labelled.num_captions, 'caption')} of split {split!r}"

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.shards.opening import Damaged
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.captions import Annotations, Captions, RowCaptions
@@ -103,7 +104,7 @@ class ImageReader(ThreadedReader):
     @property
     def ahead(self) -> ReadAhead | None:
         """Function that reads images of remote tars ahead of decoding; None for local tars."""
-        return ReadAhead(self.read, self.load_read, _NUM_READERS) if self._tars.has_remote else None
+        return ReadAhead(self.read, self.load_read, _NUM_READERS) if any(map(is_remote, self._tars.tars)) else None
 
     def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
         """Read, decode and crop the images of a group of requests. A repeated image is decoded once."""

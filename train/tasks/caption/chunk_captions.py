@@ -19,7 +19,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -114,13 +114,6 @@ def require_same_work(old: Mapping[str, Any], plan: Mapping[str, Any], *, path: 
             f"{path} is stale, it has other captions: {shown}",
             hint="use another --out, or remove it first",
         )
-
-
-def publish_part(path: Path, rows: pa.Table, *, failed: Sequence[FailedSample]) -> None:
-    """Publish a finished part and its failed clips."""
-    lines = json.dumps([one.as_json() for one in failed]).encode()
-    with publish_atomically(path) as temporary:
-        pq.write_table(rows.replace_schema_metadata({_FAILED: lines}), temporary)
 
 
 def publish_table(out: Path, parts: Sequence[CaptionPart], *, plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,7 +306,9 @@ def _caption_part(
         failed += [one for one in loaded if isinstance(one, FailedSample)]
         if clips := [one for one in loaded if not isinstance(one, FailedSample)]:
             tables.append(_caption_rows(work, clips, ring))
-    publish_part(part.path(out), pa.concat_tables(tables), failed=failed)
+    lines = json.dumps([asdict(one) for one in failed]).encode()
+    with publish_atomically(part.path(out)) as temporary:
+        pq.write_table(pa.concat_tables(tables).replace_schema_metadata({_FAILED: lines}), temporary)
     return len(failed)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from clipmill.train.device.random import draw_uniform
+from clipmill.train.models.video_vit import choose_rows
 from clipmill.train.tasks.caption.spec import (
     DecodingSettings,
     length_penalty_of,
@@ -265,7 +266,7 @@ def beam_search(
         totals = running_scores_vB[..., None] + log_probabilities.view(-1, num_beams, vocabulary)
         scores_vc, places_vc = totals.flatten(1).topk(2 * num_beams, dim=1)
         beams_vc, tokens_vc = places_vc // vocabulary, places_vc % vocabulary
-        texts_vcL = _rows(running_vBL, beams_vc)
+        texts_vcL = choose_rows(running_vBL, beams_vc)
         texts_vcL[:, :, number] = tokens_vc
         has_ended_vc = tokens_vc == end_id if number + 1 < max_tokens else torch.ones_like(tokens_vc, dtype=torch.bool)
 
@@ -273,10 +274,10 @@ def beam_search(
         ended_scores_vB = (scores_vc / power).masked_fill(~has_ended_vc, _NEVER)[:, :num_beams]
         merged_scores = torch.cat([finished_scores_vB, ended_scores_vB], dim=1)
         finished_scores_vB, chosen_vB = merged_scores.topk(num_beams, dim=1)
-        finished_vBL = _rows(torch.cat([finished_vBL, texts_vcL[:, :num_beams]], dim=1), chosen_vB)
+        finished_vBL = choose_rows(torch.cat([finished_vBL, texts_vcL[:, :num_beams]], dim=1), chosen_vB)
 
         running_scores_vB, chosen_vB = scores_vc.masked_fill(has_ended_vc, _NEVER).topk(num_beams, dim=1)
-        running_vBL = _rows(texts_vcL, chosen_vB)
+        running_vBL = choose_rows(texts_vcL, chosen_vB)
         beams_vB = beams_vc.gather(1, chosen_vB)
 
         is_full_v = (finished_scores_vB > _NEVER).all(dim=1)
@@ -298,7 +299,3 @@ def beam_search(
             )
         given = running_vBL[:, :, number].reshape(-1, 1)
     raise AssertionError("every text ends at the last token")
-
-
-def _rows(texts: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    return texts.gather(1, numbers[..., None].expand(-1, -1, texts.shape[2]))

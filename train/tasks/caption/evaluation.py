@@ -86,7 +86,13 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
             device=trained.device,
         )
     loss = loss_of([generated])
-    names = clip_names(samples, sorted(generated.captions))
+    # A clip has the name of its video, followed by times if the split has several clips of the video.
+    videos = {index: samples.key(index).rpartition("_")[0] for index in range(len(samples))}
+    is_alone = len(set(videos.values())) == len(videos)
+    names = {}
+    for index in sorted(generated.captions):
+        begin_s, end_s = samples.span_s(index)
+        names[index] = videos[index] if is_alone else f"{videos[index]} {begin_s:.2f}-{end_s:.2f} s"
     captions, references, left_out = comparable_captions(
         {name: generated.captions[index] for index, name in names.items()},
         {name: samples.captions.texts_of(index) for index, name in names.items()},
@@ -162,17 +168,6 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
 def write_coco_results(path: Path, captions: Mapping[str, str]) -> None:
     """Publish captions by video ID in COCO's results format, in the given order."""
     publish_json(path, [{"image_id": video_id, "caption": caption} for video_id, caption in captions.items()])
-
-
-def clip_names(samples: Samples[ClipReader], indices: Sequence[int]) -> dict[int, str]:
-    """Return names of clips: the video's name, followed by times if the split has several clips of the video."""
-    videos = {index: samples.key(index).rpartition("_")[0] for index in range(len(samples))}
-    is_alone = len(set(videos.values())) == len(videos)
-    names = {}
-    for index in indices:
-        begin_s, end_s = samples.span_s(index)
-        names[index] = videos[index] if is_alone else f"{videos[index]} {begin_s:.2f}-{end_s:.2f} s"
-    return names
 
 
 def describe_decoding(settings: DecodingSettings) -> str:

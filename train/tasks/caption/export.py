@@ -303,14 +303,10 @@ def exported_language(request: ExportRequest, parts: LanguageDecoder, *, decodin
         if is_adapted:
             captioner.decoder.save_pretrained(folder / _ADAPTER)
 
-    return Exported(write=write, usage=_usage(is_adapted=is_adapted))
-
-
-def _usage(*, is_adapted: bool) -> str:
     imported, loaded = "", ""
     if is_adapted:
         imported = "from peft import PeftModel\n"
         loaded = f'lm = PeftModel.from_pretrained(lm, f"{{folder}}/{_ADAPTER}")\n'
     script = _SCRIPT.replace("PEFT_IMPORT\n", imported).replace("PEFT_LOAD\n", loaded)
     script = script.replace("PREPROCESSING", PREPROCESSING_FILE)
-    return f"In this folder, with torch, transformers and av:\n\n```python\n{script}\n```"
+    return Exported(write=write, usage=f"In this folder, with torch, transformers and av:\n\n```python\n{script}\n```")

@@ -117,8 +117,7 @@ class Meteor:
     One program serves a complete `with` block, because it takes seconds to start.
     """
 
-    def __init__(self) -> None:
-        self._dialogue: Dialogue | None = None
+    _dialogue: "Dialogue | None" = None
 
     def __enter__(self) -> Self:
         return self

@@ -8,7 +8,7 @@ because no tensor shape shows that a token ID means another piece of text in ano
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,13 +39,7 @@ from clipmill.train.tasks.caption.language import (
     read_language,
 )
 from clipmill.train.tasks.caption.spec import CaptionerSettings, DecoderSettings, has_captioner
-from clipmill.train.tasks.caption.tokenizer import (
-    TOKENIZER_FILE,
-    CaptionTokenizer,
-    has_tokenizer,
-    read_tokenizer,
-    train_tokenizer,
-)
+from clipmill.train.tasks.caption.tokenizer import CaptionTokenizer, has_tokenizer, read_tokenizer, train_tokenizer
 from clipmill.train.weights.files import MODEL_FILES, TOKENIZER_FILES, hub_folder, read_config
 from clipmill.train.weights.hf_caption import caption_config_of, read_caption_folder
 from clipmill.train.weights.loading import Change, Loaded, fit_to
@@ -238,13 +232,6 @@ def decoder_facts(decoder: Decoder) -> dict[str, Any]:
     }
 
 
-def decoder_files(decoder: Decoder) -> dict[str, bytes]:
-    """Return the files that a run needs in addition to its weights, by path in the run's folder."""
-    if isinstance(decoder, LanguageDecoder):
-        return {f"{LANGUAGE_FOLDER}/{name}": content for name, content in decoder.files.items()}
-    return {TOKENIZER_FILE: decoder.tokenizer.as_json()}
-
-
 def start_facts(model: nn.Module, parts: Decoder) -> dict[str, Any]:
     """Return the entry in run.json about the decoder's initial weights; `model` may be on the meta device."""
     state = {name: one for name, one in model.state_dict().items() if name.startswith("decoder.")}
@@ -259,7 +246,7 @@ def start_facts(model: nn.Module, parts: Decoder) -> dict[str, Any]:
     start = {
         "source": parts.source,
         "num_copied": len(state) - len(changes),
-        "changes": [change.as_json() for change in changes],
+        "changes": [asdict(change) for change in changes],
     }
     return {"decoder_weights": start}
 

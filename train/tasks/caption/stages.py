@@ -15,7 +15,6 @@ Shape suffixes: V videos, R rows of text (V * n), L tokens, W words of the vocab
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -123,7 +122,16 @@ class CaptionerPart(nn.Module):
             raise ValueError(f"layers {begin} to {end} of a captioner with {len(every)}")
         self.layers = every[begin:end]
         self.video, self.projection, self.decoder = captioner.video, captioner.projection, captioner.decoder
-        _drop_all_but(captioner, self.layers)
+        # Parameters and buffers of other layers are removed.
+        kept = set(self.layers)
+        for name in [name for name, _ in chain(captioner.named_parameters(), captioner.named_buffers())]:
+            if kept.isdisjoint(owners_of(name)):
+                path, _, leaf = name.rpartition(".")
+                module = captioner.get_submodule(path)
+                if leaf in module._parameters:
+                    module.register_parameter(leaf, None)
+                else:
+                    module.register_buffer(leaf, None)
 
     def has(self, kind: LayerKind) -> bool:
         """Return True if one of the layers is of this kind."""
@@ -222,20 +230,6 @@ def _tower_of(module: nn.Module) -> TokenTower:
 def part_of(captioner: Captioner, layers: range) -> CaptionerPart:
     """Move the given layers from a captioner to a part."""
     return CaptionerPart(captioner, begin=layers.start, end=layers.stop)
-
-
-def _drop_all_but(captioner: nn.Module, layers: Sequence[Layer]) -> None:
-    """Remove all parameters and buffers of a captioner that belong to other layers than `layers`."""
-    kept = set(layers)
-    names = [name for name, _ in chain(captioner.named_parameters(), captioner.named_buffers())]
-    for name in names:
-        if kept.isdisjoint(owners_of(name)):
-            path, _, leaf = name.rpartition(".")
-            module = captioner.get_submodule(path)
-            if leaf in module._parameters:
-                module.register_parameter(leaf, None)
-            else:
-                module.register_buffer(leaf, None)
 
 
 def whole_captioner(model: nn.Module, *, stages: World, device: torch.device) -> nn.Module:

@@ -42,6 +42,7 @@ from clipmill.train.models.captioner import Captioner
 from clipmill.train.tasks.caption.decoding import generate_captions
 from clipmill.train.tasks.caption.java import require_java
 from clipmill.train.tasks.caption.language import (
+    LANGUAGE_FOLDER,
     LanguageCaptioner,
     LanguageDecoder,
     add_language_adapters,
@@ -53,7 +54,6 @@ from clipmill.train.tasks.caption.model import (
     Decoder,
     build_captioner,
     decoder_facts,
-    decoder_files,
     decoder_of_start,
     open_decoder,
     start_facts,
@@ -61,7 +61,7 @@ from clipmill.train.tasks.caption.model import (
 )
 from clipmill.train.tasks.caption.spec import METRIC_LABELS, CaptionerSettings, DecodingSettings, fit_decoding
 from clipmill.train.tasks.caption.stages import layers_of, part_of, whole_captioner
-from clipmill.train.tasks.caption.tokenizer import NO_TOKEN, CaptionTokenizer, TargetCaptions
+from clipmill.train.tasks.caption.tokenizer import NO_TOKEN, TOKENIZER_FILE, CaptionTokenizer, TargetCaptions
 from clipmill.train.weights.loading import Loaded
 from clipmill.train.weights.source import Say, Source
 
@@ -113,7 +113,9 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
 
     def files(self) -> dict[str, bytes]:
         """Return the files that are needed besides the weights: the tokenizer, and a language model's configuration."""
-        return decoder_files(self.decoder)
+        if isinstance(self.decoder, LanguageDecoder):
+            return {f"{LANGUAGE_FOLDER}/{name}": content for name, content in self.decoder.files.items()}
+        return {TOKENIZER_FILE: self.decoder.tokenizer.as_json()}
 
     def training_set(self, world: World) -> "AnySamples":
         """Open this rank's part of the clips and captions of the split that the settings name.

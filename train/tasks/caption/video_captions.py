@@ -24,14 +24,13 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import TEMPORARY_PREFIX, publish_atomically
-from clipmill.train.config.clips import AS_TRAINED, Overrides
+from clipmill.train.config.clips import AS_TRAINED, Overrides, Use
 from clipmill.train.config.training import Device
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.frame_sampling import US_PER_S, Sampling
 from clipmill.train.engine.trained_run import TrainedRun
 from clipmill.train.evaluation.identity import identity_of
 from clipmill.train.evaluation.opening import open_weights_as
-from clipmill.train.evaluation.use import Use
 from clipmill.train.tasks.caption.decoding import generate_captions
 from clipmill.train.tasks.caption.model import AnyCaptioner
 from clipmill.train.tasks.caption.spec import TASK, CaptionerSettings, DecodingSettings, VideoFormat

@@ -274,7 +274,13 @@ def window_clips(path: Path, sampling: Sampling, *, size_px: int, length_us: int
     # In a truncated video, complete windows before its end are valid.
     good_us = timing.end_us - timing.end_us % length_us if timing.missing_us else timing.end_us
     for window in windows_of(good_us, length_us=length_us):
-        video, colour = pictures.at(_moments(window, sampling, timing))
+        # Sampling rules that count frames refer to the frames of the file.
+        fps = timing.fps.limit_denominator(_LARGEST_RATE)
+        video, colour = pictures.at(
+            moments_of(
+                window.begin_us, window.end_us, sampling, fps_num=fps.numerator, fps_den=fps.denominator, rng=None
+            )
+        )
         # Decode to the end of the window, to also detect damage after the last sampled frame.
         pictures.go_to(window.end_us)
         if timing.missing_us and pictures.are_over_before(timing.last_us):
@@ -283,14 +289,6 @@ def window_clips(path: Path, sampling: Sampling, *, size_px: int, length_us: int
     if timing.missing_us:
         end_s, promised_s = timing.end_us / US_PER_S, (timing.end_us + timing.missing_us) / US_PER_S
         raise VideoFailed(f"it is cut off: its header promises {promised_s:.2f} s, and it ends at {end_s:.2f} s")
-
-
-def _moments(window: Window, sampling: Sampling, timing: VideoTiming) -> Moments:
-    # Sampling rules that count frames refer to the frames of the file.
-    fps = timing.fps.limit_denominator(_LARGEST_RATE)
-    return moments_of(
-        window.begin_us, window.end_us, sampling, fps_num=fps.numerator, fps_den=fps.denominator, rng=None
-    )
 
 
 class _Pictures:

@@ -1,9 +1,8 @@
 """Conversion of classifiers with a videomae tower from and to VideoMAE's checkpoints and transformers' classifiers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.settings import deferred_checks
@@ -106,16 +105,15 @@ def exported_classifier(request: ExportRequest) -> Exported:
     # VideoMAE's checkpoints do not contain names of classes.
     classes = request.task.classes.names if request.form == "hf" else ()
     return exported_videomae(
-        request.settings, request.weights, shape=request.shape, form=request.form, model=classifier_config(classes)
+        request.settings,
+        request.weights,
+        shape=request.shape,
+        form=request.form,
+        model={
+            "architectures": ["VideoMAEForVideoClassification"],
+            "use_mean_pooling": True,
+            "id2label": dict(enumerate(classes)),
+            "label2id": {name: index for index, name in enumerate(classes)},
+            "problem_type": "single_label_classification",
+        },
     )
-
-
-def classifier_config(classes: Sequence[str]) -> dict[str, Any]:
-    """Return the values in the configuration of a VideoMAEForVideoClassification that are not about the encoder."""
-    return {
-        "architectures": ["VideoMAEForVideoClassification"],
-        "use_mean_pooling": True,
-        "id2label": dict(enumerate(classes)),
-        "label2id": {name: index for index, name in enumerate(classes)},
-        "problem_type": "single_label_classification",
-    }

@@ -9,7 +9,7 @@ latents, H and W pixels (or values of a latent).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -123,26 +123,6 @@ class VideoClassifier(nn.Module):
         return class_BD
 
 
-def start_of_classifier(model: VideoClassifier, source: Source, *, allow: Sequence[str], say: Say) -> Loaded:
-    """Fit the video tower of `source` to a classifier, which may be on the meta device.
-
-    The text tower, CLIP's projection, a decoder, another classifier's last layer, and the last norm of a masked
-    autoencoder's encoder are not used. The norm of another classifier's features is used.
-
-    Raises:
-        UserError: The tower does not fit.
-    """
-    tower = nn.Module()
-    tower.video = model.video
-    norm = getattr(model, "fc_norm", None)
-    if norm is not None and any(name.startswith(_FEATURE_NORM) for name in source.converted.tensors):
-        tower.fc_norm = norm
-    unused = dict(UNUSED_PARTS)
-    if not any(name.startswith("video.ln_post.") for name in tower.state_dict()):
-        unused["video.ln_post."] = "the encoder's last norm (video.ln_post), which a new norm of their mean replaces"
-    return fit_to(tower, without_parts(source, unused, model="a classifier", say=say), allow=allow, say=say)
-
-
 if TYPE_CHECKING:
     from clipmill.train.data.mixed_samples import MixedSamples
     from clipmill.train.data.samples import Samples
@@ -231,7 +211,24 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
 
     def fit_weights(self, model: VideoClassifier, source: Source, *, say: Say) -> Loaded:
         """Fit weights to the tower; the last layer is always new."""
-        return start_of_classifier(model, source, allow=self._settings.init.allow, say=say)
+        # Not used are the text tower, CLIP's projection, a decoder, another classifier's last layer, and the last
+        # norm of a masked autoencoder's encoder. The norm of another classifier's features is used.
+        tower = nn.Module()
+        tower.video = model.video
+        norm = getattr(model, "fc_norm", None)
+        if norm is not None and any(name.startswith(_FEATURE_NORM) for name in source.converted.tensors):
+            tower.fc_norm = norm
+        unused = dict(UNUSED_PARTS)
+        if not any(name.startswith("video.ln_post.") for name in tower.state_dict()):
+            unused["video.ln_post."] = (
+                "the encoder's last norm (video.ln_post), which a new norm of their mean replaces"
+            )
+        return fit_to(
+            tower,
+            without_parts(source, unused, model="a classifier", say=say),
+            allow=self._settings.init.allow,
+            say=say,
+        )
 
     def build_objective(self, samples: "AnySamples", world: World) -> Objective:
         """Return the cross-entropy with mixed targets."""

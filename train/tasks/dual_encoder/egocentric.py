@@ -111,11 +111,17 @@ def open_mir_table(data_dir: Path, *, split: str, relevancy: Path | None, senten
         matrix = _read_matrix(relevancy)
         _require_fit(matrix, sentence_of_N, num_sentences=len(names), path=relevancy, split=split)
         source = relevancy.name
+    # Clips with the same span of a video have the same number.
+    spans = captions.select(["video_id", "begin_s", "end_s"]).append_column("row", pa.array(np.arange(len(captions))))
+    groups = spans.group_by(["video_id", "begin_s", "end_s"], use_threads=False).aggregate([("row", "list")])
+    numbers = np.empty(len(captions), np.int64)
+    rows_of_span = groups["row_list"].combine_chunks()
+    numbers[pc.list_flatten(rows_of_span).to_numpy()] = pc.list_parent_indices(rows_of_span).to_numpy()
     return MirTable(
         matrix,
         tuple(names.to_pylist()),
         caption_ids,
-        _spans(captions),
+        numbers,
         sentence_of_N,
         source,
         _count_rejected(data_dir, captions, split=split),
@@ -138,15 +144,6 @@ def _count_rejected(data_dir: Path, captions: pa.Table, *, split: str) -> int:
             # If a video has no file, a row stands for all its captions; otherwise for a single caption.
             count += int(lost[1]) if (lost := _LOST.search(row["detail"])) else 1
     return count
-
-
-def _spans(captions: pa.Table) -> NDArray[np.int64]:
-    spans = captions.select(["video_id", "begin_s", "end_s"]).append_column("row", pa.array(np.arange(len(captions))))
-    groups = spans.group_by(["video_id", "begin_s", "end_s"], use_threads=False).aggregate([("row", "list")])
-    numbers = np.empty(len(captions), np.int64)
-    rows = groups["row_list"].combine_chunks()
-    numbers[pc.list_flatten(rows).to_numpy()] = pc.list_parent_indices(rows).to_numpy()
-    return numbers
 
 
 def _sentences(path: Path, texts: pa.Array, *, split: str) -> pa.Array:

@@ -31,7 +31,8 @@ from clipmill.train.data.relevancy import Relevancy
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.player import PicturedSamples, Player, clip_figure, open_player
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
-from clipmill.train.models.text import CONTEXT_LENGTH, Tokenize
+from clipmill.train.models.dual_encoder import DualEncoder
+from clipmill.train.models.text import CONTEXT_LENGTH
 from clipmill.train.run.tracking import count_batches
 from clipmill.train.tasks.dual_encoder.egocentric import MirTable, open_mir_table
 from clipmill.train.tasks.dual_encoder.metrics import MIR_PROTOCOL, ranks, score_mir
@@ -248,16 +249,6 @@ def _without_text_tower(protocol: str) -> UserError:
     )
 
 
-class EmbedsTexts(Protocol):
-    """A model with a text tower."""
-
-    tokenize: Tokenize
-
-    def embed_text(self, text: torch.Tensor) -> torch.Tensor:
-        """Return unit-length embeddings [B, E] for token IDs [B, L]."""
-        ...
-
-
 class LoopEvaluation:
     """Repeated evaluation of a model on the same samples during training.
 
@@ -354,7 +345,7 @@ def open_scorer(evaluation: DualEncoderEvaluation, settings: DualEncoderSettings
 def text_embedder(model: nn.Module, *, device: torch.device) -> EmbedTexts:
     """Return a function that embeds texts with the text tower of `model`, as unit-length embeddings."""
     # A wrapper such as DDP forwards calls of the model, but not calls of its other methods.
-    towers = cast(EmbedsTexts, getattr(model, "module", model))
+    towers = cast(DualEncoder, getattr(model, "module", model))
     return lambda texts: embed_texts(towers.embed_text, texts, tokenize=towers.tokenize, device=device)
 
 
@@ -390,8 +381,13 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags 
         player = open_player(settings, split=evaluation.split)
         examples = retrieval_examples(ranking, samples, num_frames=settings.num_frames, player=player)
         values = {**values, "examples": examples}
+    # Each protocol has its own file, which a repeated evaluation replaces.
+    parts: list[str] = [evaluation.protocol, evaluation.split]
+    parts += [path.stem for path in (evaluation.relevancy, evaluation.classes) if path is not None]
+    parts += [] if evaluation.label is None else [evaluation.label]
+    parts += [] if num_clips == 1 else [f"{num_clips}-clips"]
     return Score(
-        name=_result_name(evaluation, num_clips=num_clips),
+        name="-".join(parts),
         samples=samples,
         clip=describe_clip(settings, samples, views=Views(num_clips=num_clips), mean_of="embeddings"),
         values={"split": samples.split, **values},
@@ -407,12 +403,3 @@ def _ranking(match: Match, embeddings: Embeddings, samples: PicturedSamples) -> 
         return samples.text(int(sample_M[index])) if match.texts is None else match.texts[index]
 
     return Ranking(match.similarity_NM, match.is_right_NM, sample_N, text)
-
-
-def _result_name(evaluation: DualEncoderEvaluation, *, num_clips: int) -> str:
-    """Return the name of the result file. Each protocol has its own file, which a repeated evaluation replaces."""
-    parts: list[str] = [evaluation.protocol, evaluation.split]
-    parts += [path.stem for path in (evaluation.relevancy, evaluation.classes) if path is not None]
-    parts += [] if evaluation.label is None else [evaluation.label]
-    parts += [] if num_clips == 1 else [f"{num_clips}-clips"]
-    return "-".join(parts)

@@ -15,7 +15,6 @@ count against the model, so constant scores get the worst ranks.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -45,10 +44,6 @@ class Retrieval:
 
     text_to_video: Direction
     video_to_text: Direction
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values for a JSON file."""
-        return asdict(self)
 
 
 def score_retrieval(
@@ -92,13 +87,16 @@ def _direction(similarity_QG: NDArray[np.floating], is_right_QG: NDArray[np.bool
     rank_Q = ranks(similarity_QG, is_right_QG)
     num_queries, gallery_size = similarity_QG.shape
     num_right = is_right_QG.sum(axis=1)
+    # The chance increases with k, and the median rank is the smallest k at which half of the queries succeed.
+    depths = range(1, gallery_size + 1)
+    median = bisect_left(depths, 0.5, key=lambda k: _mean_chance(gallery_size, num_right, k))
     return Direction(
         num_queries=num_queries,
         gallery_size=gallery_size,
         recall={k: float((rank_Q <= k).mean()) for k in RECALL_AT},
         chance={k: _mean_chance(gallery_size, num_right, k) for k in RECALL_AT},
         median_rank=float(np.median(rank_Q)),
-        chance_median_rank=_chance_median_rank(gallery_size, num_right),
+        chance_median_rank=float(depths[median]),
     )
 
 
@@ -115,13 +113,6 @@ def _mean_chance(gallery_size: int, num_right_Q: NDArray[np.int64], k: int) -> f
     counts, num_queries = np.unique(num_right_Q, return_counts=True)
     chances = [chance(gallery_size, int(count), k) for count in counts]
     return float(np.average(chances, weights=num_queries))
-
-
-def _chance_median_rank(gallery_size: int, num_right_Q: NDArray[np.int64]) -> float:
-    """Return the smallest k at which a random ranking succeeds for half of the queries."""
-    depths = range(1, gallery_size + 1)
-    # The chance increases with k.
-    return float(depths[bisect_left(depths, 0.5, key=lambda k: _mean_chance(gallery_size, num_right_Q, k))])
 
 
 # Multi-instance retrieval (MIR) in EPIC-KITCHENS-100: graded mAP and nDCG, in both directions.
@@ -230,7 +221,9 @@ def _dcg(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
 def _scores(similarity_QG: NDArray[np.floating], relevancy: Relevancy) -> DirectionScores:
     num_queries, gallery_size = similarity_QG.shape
     columns: list[list[NDArray[np.float64]]] = [[], [], [], []]
-    for queries in _blocks(num_queries, gallery_size):
+    step = max(1, _BLOCK_VALUES // max(gallery_size, 1))  # its tables take at most a few hundred megabytes
+    for begin in range(0, num_queries, step):
+        queries = slice(begin, min(begin + step, num_queries))
         relevancy_QG = relevancy.rows(queries)
         # By descending similarity; equal similarities by ascending relevancy.
         order_QG = np.lexsort((relevancy_QG, -similarity_QG[queries]), axis=1)
@@ -271,12 +264,6 @@ def chance_ndcg(relevancy_QG: NDArray[np.float64]) -> NDArray[np.float64]:
     discount = 1 / np.log2(np.arange(2, relevancy_QG.shape[1] + 2))
     counted_Q = np.concatenate([[0.0], np.cumsum(discount)])[(relevancy_QG > 0).sum(axis=1)]
     return _divide(relevancy_QG.mean(axis=1) * counted_Q, _dcg(-np.sort(-relevancy_QG, axis=1)))
-
-
-def _blocks(num_queries: int, gallery_size: int) -> Iterator[slice]:
-    """Return slices of the queries whose tables take at most a few hundred megabytes."""
-    step = max(1, _BLOCK_VALUES // max(gallery_size, 1))
-    return (slice(begin, min(begin + step, num_queries)) for begin in range(0, num_queries, step))
 
 
 def _divide(above: NDArray[np.float64], below: NDArray[Any]) -> NDArray[np.float64]:

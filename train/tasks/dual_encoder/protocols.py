@@ -12,7 +12,7 @@ width, E width of the embeddings, N clips, M distinct texts.
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -392,12 +392,12 @@ class RetrievalScorer:
             "protocol": protocol.definition,
             "incomplete": match.incomplete,
             "notes": list(match.notes),
-            **score_retrieval(match.similarity_NM, match.is_right_NM).as_json(),
+            **asdict(score_retrieval(match.similarity_NM, match.is_right_NM)),
         }
         if self.temperature is not None:
             scores = score_retrieval(match.similarity_NM, match.is_right_NM, temperature=self.temperature)
             rule = _dual_softmax_rule(self.temperature)
-            result["dual_softmax"] = {"temperature": self.temperature, "rule": rule, **scores.as_json()}
+            result["dual_softmax"] = {"temperature": self.temperature, "rule": rule, **asdict(scores)}
         return result
 
     def metrics(self, result: dict[str, Any]) -> dict[str, float]:

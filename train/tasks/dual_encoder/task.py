@@ -23,13 +23,7 @@ from clipmill.train.data.clip_frames import Views
 from clipmill.train.data.data_folder import open_data_folder
 from clipmill.train.data.frame_sampling import spread_frames
 from clipmill.train.data.inputs import picture_size
-from clipmill.train.data.query import (
-    TARS_SPLIT,
-    Content,
-    DataQuery,
-    loader_settings,
-    open_samples,
-)
+from clipmill.train.data.query import TARS_SPLIT, Content, DataQuery, loader_settings, open_samples
 from clipmill.train.device.random import draw_uniform
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.task import ClipTask
@@ -137,8 +131,14 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
             UserError: The split is empty, or contradicts the settings.
         """
         settings, has_text_tower = self._settings, self._settings.text_tower == "trained"
-        if not has_text_tower:
-            self._require_texts()
+        if not has_text_tower and kind_of_data(settings.folder).has_manifest:  # opening other data raises an error
+            folder = open_data_folder(settings.folder, cache=settings.cache, column=None)
+            if current_variant(folder.path, TEXT) is None:
+                raise UserError(
+                    f"{settings.folder} has no text shards, and --text-tower is frozen",
+                    hint=f"run {how_to_make(TEXT, settings.folder)}, or train a text tower: --text-tower trained",
+                    flags=("--text-tower",),
+                )
         return self._open(
             world,
             split=split,
@@ -157,19 +157,6 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         query = DataQuery(settings=settings, content=content, split=split, loading=loading, **fields)
         samples: OneFolder = open_samples(query)
         return samples
-
-    def _require_texts(self) -> None:
-        """Raise a UserError if the embeddings that replace a text tower are missing."""
-        settings = self._settings
-        if not kind_of_data(settings.folder).has_manifest:
-            return  # opening such data raises the error that they have no embeddings
-        folder = open_data_folder(settings.folder, cache=settings.cache, column=None)
-        if current_variant(folder.path, TEXT) is None:
-            raise UserError(
-                f"{settings.folder} has no text shards, and --text-tower is frozen",
-                hint=f"run {how_to_make(TEXT, settings.folder)}, or train a text tower: --text-tower trained",
-                flags=("--text-tower",),
-            )
 
     def new_model(self, samples: "AnySamples") -> DualEncoder:
         """Build both towers in the named size, for the clips of `samples`."""

@@ -1,11 +1,9 @@
 """Conversion of masked autoencoders from and to VideoMAE's checkpoints and transformers' VideoMAEForPreTraining."""
 
 from pathlib import Path
-from typing import Any
 
 from clipmill.manifests.settings import deferred_checks
 from clipmill.train.models.dual_encoder import ModelShape, size_of
-from clipmill.train.models.transformer import TransformerSize
 from clipmill.train.models.videomae import decoder_size
 from clipmill.train.spec import Adopted, ExportRequest
 from clipmill.train.tasks.mae.spec import MaeSettings
@@ -45,19 +43,18 @@ def exported_autoencoder(request: ExportRequest) -> Exported:
     require_format(request.form, ("hf", "videomae"), what="a masked autoencoder")
     decoder = decoder_size(request.shape.size.video.trunk, depth=request.settings.decoder_depth)
     return exported_videomae(
-        request.settings, request.weights, shape=request.shape, form=request.form, model=pretraining_config(decoder)
+        request.settings,
+        request.weights,
+        shape=request.shape,
+        form=request.form,
+        model={
+            "architectures": ["VideoMAEForPreTraining"],
+            # The encoder ends with a layer norm only without mean pooling.
+            "use_mean_pooling": False,
+            "norm_pix_loss": True,
+            "decoder_hidden_size": decoder.width,
+            "decoder_num_hidden_layers": decoder.depth,
+            "decoder_num_attention_heads": decoder.num_heads,
+            "decoder_intermediate_size": decoder.mlp_width,
+        },
     )
-
-
-def pretraining_config(decoder: TransformerSize) -> dict[str, Any]:
-    """Return the values in the configuration of a VideoMAEForPreTraining that are not about the encoder."""
-    return {
-        "architectures": ["VideoMAEForPreTraining"],
-        # The encoder ends with a layer norm only without mean pooling.
-        "use_mean_pooling": False,
-        "norm_pix_loss": True,
-        "decoder_hidden_size": decoder.width,
-        "decoder_num_hidden_layers": decoder.depth,
-        "decoder_num_attention_heads": decoder.num_heads,
-        "decoder_intermediate_size": decoder.mlp_width,
-    }
