@@ -113,4 +113,4 @@ def test_without_auto_a_run_is_required_and_a_preset_has_to_agree_with_it(
         messages.append(two_lines(capsys))
     error, hint = messages[0]
     assert messages[0] == messages[1] and f"the run in {begun_run} has 3; --batch is 64, not 4" in error
-    assert "omit these flags, and a --preset" in hint and "is from preset tiny" in hint
+    assert "omit these flags, and any --preset" in hint and "is from preset tiny" in hint

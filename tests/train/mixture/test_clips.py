@@ -210,4 +210,4 @@ def test_a_folder_that_cannot_be_evaluated_is_named_without_a_flag_that_was_not_
     task = task_on(near, far, evaluate=DualEncoderEvaluation(every=1, split="dev"))
     with pytest.raises(UserError, match=f"^evaluation of {near}: .* has no videos of split 'dev'") as caught:
         task.training_set(ONE)
-    assert "name the data to evaluate with --evaluate.shards" in (caught.value.hint or "")
+    assert "select the data to evaluate with --evaluate.shards" in (caught.value.hint or "")
