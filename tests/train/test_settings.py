@@ -115,12 +115,12 @@ def test_a_rule_does_not_trip_over_what_is_out_of_range() -> None:
     with deferred_checks():
         caption = CaptionerSettings(towers=Towers(patch_px=0, drop_path=2), size_px=40)
         mae = MaeSettings(mask_ratio=math.nan, optimizer=MaeOptimizer(end_lr=1.0), lr=0.0)
+    out_of_range = "which is out of range"
     assert [str(mistake) for mistake in mistakes(caption)] == [
-        "--towers.patch-px is 0",
-        "--towers.drop-path is 2",
+        f"--towers.patch-px is 0, {out_of_range}",
+        f"--towers.drop-path is 2, {out_of_range}",
         "--size-px 40 is not a multiple of 16, the patch size of b16",
     ]
-    out_of_range = "which is out of range"
     assert [str(mistake) for mistake in mistakes(mae)] == [
         f"--lr is 0.0, {out_of_range}",
         f"--mask-ratio is nan, {out_of_range}",

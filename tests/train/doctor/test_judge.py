@@ -112,13 +112,13 @@ def test_nothing_is_said_of_a_good_machine() -> None:
         (
             machine(accelerator={"tried": [replace(WORKS[0], kernels="", error="no kernel image")]}),
             "broken",
-            "attention by sdpa fails for clips in bfloat16: no kernel image",
+            "attention with sdpa fails for clips in bfloat16: no kernel image",
             "build",
         ),
         (
             machine(accelerator={"tried": [*WORKS, replace(WORKS[0], attention="xformers", error="no operator")]}),
             "warning",
-            "attention by xformers fails",
+            "attention with xformers fails",
             "sdpa works",
         ),
         (
@@ -132,17 +132,17 @@ def test_nothing_is_said_of_a_good_machine() -> None:
         (machine(host={"compiler": None}), "note", "no C compiler", "gcc"),
         (machine(host={"quota_cores": 4.0}), "warning", "allows the time of 4", "OMP_NUM_THREADS=4"),
         (machine(host={"quota_cores": 0.5}), "warning", "allows the time of 0.5", "OMP_NUM_THREADS=1"),
-        (machine(host={"thread_variables": {"OMP_NUM_THREADS": "64"}}), "warning", "is 64, and 16 cores", "unset"),
+        (machine(host={"thread_variables": {"OMP_NUM_THREADS": "64"}}), "warning", "is 64, but 16 cores", "unset"),
         (
             machine(host={"thread_variables": {"OMP_NUM_THREADS": "1"}}, accelerator=NO_GPU),
             "warning",
-            "is 1, and 16 cores",
+            "is 1, but 16 cores",
             "unset",
         ),
         (
             machine(host={"shm_bytes": 64 << 20}, accelerator={"gpus": [H200, H200]}),
             "warning",
-            "/dev/shm has 67.1 MB",
+            "has only 67.1 MB",
             "--shm-size",
         ),
         (machine(decoder={"error": "No module named 'av'"}), "broken", "PyAV cannot be used", "install"),

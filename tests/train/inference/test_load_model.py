@@ -103,7 +103,7 @@ def test_what_a_model_cannot_take_is_refused(runs: dict[str, Path], tmp_path: Pa
     for wrong, words in (
         (frames(num_frames=5), "5 frames"),
         (frames()[0], "not .B, T, H, W, 3."),
-        (torch.zeros(2, 3, 5, 32, 32), "of shape"),
+        (torch.zeros(2, 3, 5, 32, 32), "have shape"),
     ):
         with pytest.raises(UserError, match=words):
             model.encode_video(wrong)
