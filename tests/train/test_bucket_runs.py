@@ -57,7 +57,7 @@ def _train(address: str, *, kind: type[LoadedPoints] = LoadedPoints, **changes: 
     chosen = _steps(run.path, **changes)
     if not run.settings.exists():
         create_run(chosen)
-    with run.hold(), run.upload_now_and_then():
+    with run.hold(), run.upload_periodically():
         return train_plane(chosen, kind=kind)
 
 

@@ -226,7 +226,7 @@ def _train(
         publish_json(run.facts, facts)
     variants = recorded_variants(facts, settings) if world.is_first else {}
     with (
-        run.upload_now_and_then() if world.is_first else nullcontext(),
+        run.upload_periodically() if world.is_first else nullcontext(),
         mark_run(run.facts, facts[TOKEN_FACT], variants),
     ):
         train(task, samples, settings, run=run, world=world, device=device, progress=progress)

@@ -262,7 +262,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         """Make `build_model` initialise models from these weights.
 
         Raises:
-            UserError: The weights do not fit the model, for no reason that `fit_to` accepts.
+            UserError: The weights do not fit the model; see `clipmill.train.weights.loading.fit_to`.
         """
         with torch.device("meta"):
             model = self.new_model(samples)
@@ -392,7 +392,7 @@ def without_parts(source: Source, parts: Mapping[str, str], *, model: str, say: 
 
 
 def outline(task: Task, samples: Any) -> nn.Module | None:
-    """Return the model of a `ClipTask` as it is trained, on the meta device; None for any other task."""
+    """Return the model that a `ClipTask` trains, on the meta device; None for any other task."""
     if not isinstance(task, ClipTask):
         return None
     with torch.device("meta"):

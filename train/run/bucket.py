@@ -6,7 +6,7 @@ by `clipmill.manifests.storage.mounting`), so that all other code works with pat
 - Rank 0 holds the lock of the run, a lease. The other ranks write only while it does (`share_lock`), so that a node
   that returns after its lease has expired changes nothing.
 - Small files are written through when they are published. Files that grow line by line are uploaded before a
-  checkpoint gets its record, twice a minute, and at the end (`upload_now_and_then`).
+  checkpoint gets its record, twice a minute, and at the end (`upload_periodically`).
 - Each rank uploads its parts of a checkpoint, under names that no other attempt of the launch uses. Rank 0 uploads
   checkpoint.json last: a checkpoint exists once that file exists (`clipmill.train.run.checkpoint_writer`).
 """
@@ -87,16 +87,16 @@ def share_lock(mirror: Mirror, *, world: World) -> None:
 
 
 @contextmanager
-def upload_now_and_then(upload: Callable[[], object]) -> Iterator[None]:
+def upload_periodically(upload: Callable[[], object]) -> Iterator[None]:
     """Call a function that uploads growing files every `PERIOD_S` within the block, and at its end."""
     is_over = threading.Event()
 
-    def upload_periodically() -> None:
+    def run_uploads() -> None:
         while not is_over.wait(PERIOD_S):
             with suppress(OSError, UserError):  # the next upload includes everything
                 upload()
 
-    thread = threading.Thread(target=upload_periodically, name="uploads of growing files", daemon=True)
+    thread = threading.Thread(target=run_uploads, name="uploads of growing files", daemon=True)
     thread.start()
     try:
         yield

@@ -143,13 +143,13 @@ class RunFolder:
             for path in (self.metrics, self.failures, *sorted((self.path / "tensorboard").glob("events.*"))):
                 mirror.upload_growing(path)
 
-    def upload_now_and_then(self) -> AbstractContextManager[None]:
+    def upload_periodically(self) -> AbstractContextManager[None]:
         """Return a context manager that uploads these files every half minute, and at the end of the block."""
         if mirror_of(self.path) is None:
             return nullcontext()
-        from clipmill.train.run.bucket import upload_now_and_then
+        from clipmill.train.run.bucket import upload_periodically
 
-        return upload_now_and_then(self.upload_growing_files)
+        return upload_periodically(self.upload_growing_files)
 
     def read_facts(self) -> dict[str, Any]:
         """Return the content of run.json, {} if it does not exist yet; UserError if it is damaged."""
