@@ -118,5 +118,5 @@ def test_what_a_model_cannot_take_is_refused(runs: dict[str, Path], tmp_path: Pa
             load_model(tmp_path / "nothing", **{name: value})  # type: ignore[arg-type]
     with pytest.raises(UserError, match="cannot be cut"):
         load_model(runs["mae"], num_frames=5)
-    with pytest.raises(UserError, match="size_px is 40"):
+    with pytest.raises(UserError, match="size_px 40 is not a multiple of 16"):
         load_model(runs["mae"], size_px=40)

@@ -207,7 +207,7 @@ REFUSED = [
     (("--towers.image", "hf:/nowhere"), "the configuration of hf:/nowhere cannot be read", "name a folder"),
     (("--towers.image", "timm:local-dir:/nowhere"), "timm:local-dir:/nowhere: ", "name a folder"),
     (("--towers.image", "open_clip:local-dir:/nowhere"), "no open_clip_config.json", "name a folder"),
-    (("--towers.pool-frames", "attention"), "--towers.image is not given", "use --towers.image\n"),
+    (("--towers.pool-frames", "attention"), "--towers.image is not set", "use --towers.image\n"),
 ]
 
 

@@ -222,7 +222,7 @@ def test_what_cannot_be_trained_on_is_refused_with_what_to_do(tmp_path: Path, da
         str(tmp_path / "nothing"): ("is empty", "prep chunk --data"),
         str(tmp_path / "videos"): ("it has no manifest", f"prep manifest folder {tmp_path / 'videos'}"),
         str(folder_without_chunks(tmp_path / "manifest", num_videos=2)): ("has no chunks of video", "prep chunk"),
-        str(tmp_path / "{000..003}.tar"): ("names image tars or video tars, but train", "name the data folder"),
+        str(tmp_path / "{000..003}.tar"): ("names image tars or video tars, but train", "use the data folder"),
     }
     latents = folder_without_chunks(tmp_path / "latents", num_videos=2)
     set_current_variant(latents, "latents", "tiny")
