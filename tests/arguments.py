@@ -56,8 +56,8 @@ def made_once() -> Iterator[None]:
 
 def _without_words(arguments: ArgumentCollection) -> ArgumentCollection:
     """A copy that takes words; all that it shares describes the command."""
-    copies = {id(one): copy.copy(one) for one in arguments}
-    for one in copies.values():
-        one.tokens = []
-        one.children = ArgumentCollection(copies[id(child)] for child in one.children)
+    copies = {id(argument): copy.copy(argument) for argument in arguments}
+    for token_copy in copies.values():
+        token_copy.tokens = []
+        token_copy.children = ArgumentCollection(copies[id(child)] for child in token_copy.children)
     return ArgumentCollection(copies.values())

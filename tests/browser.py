@@ -33,14 +33,14 @@ class Opened:
 
 def open_page(page: Path, *, width_px: int, is_dark: bool = False) -> Opened:
     """Open a page in a window of a width, and look at it."""
-    with shown(page, width_px=width_px, is_dark=is_dark) as tab:
+    with show_page(page, width_px=width_px, is_dark=is_dark) as tab:
         overflow_px = tab.value("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         num_canvases = tab.value("document.querySelectorAll('canvas').length")
         return Opened(tab.messages, overflow_px, num_canvases, problems(tab))
 
 
 @contextmanager
-def shown(page: Path, *, width_px: int = 1400, is_dark: bool = False) -> Iterator[Tab]:
+def show_page(page: Path, *, width_px: int = 1400, is_dark: bool = False) -> Iterator[Tab]:
     """A page in a browser that all tests of a process share."""
     with _browser().page(page, width_px=width_px, is_dark=is_dark) as tab:
         yield tab

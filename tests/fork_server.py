@@ -175,8 +175,8 @@ class Server:
             _close(descriptors)
             return
         signal.set_wakeup_fd(-1)
-        own = (self._listening, self._heavy, self._waking, self._woken, connection)
-        for other in (*own, *self._keepers, *self._asking.values()):
+        sockets = (self._listening, self._heavy, self._waking, self._woken, connection)
+        for other in (*sockets, *self._keepers, *self._asking.values()):
             if other is not None:
                 other.close()
         self._selector.close()

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable
 
 
-def forked(work: Callable[[], object]) -> tuple[int, str]:
+def run_forked(work: Callable[[], object]) -> tuple[int, str]:
     """The status of a forked process after `work`, negative for a signal, and what it wrote to stderr."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         if not (child := os.fork()):

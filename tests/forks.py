@@ -113,8 +113,8 @@ class Forks:
         words = [sys.executable, "-m", "tests.fork_server", self.address]
         log = self.folder / "forks.log"
         with log.open("wb") as file:
-            said: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
-            done = subprocess.run(words, cwd=ROOT, env=environment, timeout=_STARTING_S, **said)
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+            done = subprocess.run(words, cwd=ROOT, env=environment, timeout=_STARTING_S, **streams)
         if done.returncode:
             end = log.read_text("utf-8", "replace")
             raise RuntimeError(f"the process that commands are forked from did not start\n{end}")

@@ -136,9 +136,9 @@ def test_steps_of_a_masked_autoencoder_are_taken_from_chunks_of_any_kind(tmp_pat
     from benchmarks.mae_data import as_data_folder
     from tests.train.tiny_data import Caption, encode_chunk, video_sample, write_captions, write_shard
 
-    own = data_folder(tmp_path, OWN)
-    write_shard(own, 0, [video_sample("000", 0, encode_chunk(0, 40, fps=FPS), fps=FPS)], split="train")
-    write_captions(own, {"000": "train"}, [Caption("000", 0, 1, "text")])
+    data = data_folder(tmp_path, OWN)
+    write_shard(data, 0, [video_sample("000", 0, encode_chunk(0, 40, fps=FPS), fps=FPS)], split="train")
+    write_captions(data, {"000": "train"}, [Caption("000", 0, 1, "text")])
     plain = chunk_path(tmp_path, X264_DEFAULT, 0)
     plain.parent.mkdir()
     plain.write_bytes(encode_chunk(0, 40, fps=FPS, open_gop=True))
@@ -194,9 +194,9 @@ def test_a_decoder_that_delivers_the_frame_beside_the_one_asked_for_is_caught(tm
     assert num_wrong_rgb(clip, crop_rgb(brighter, clip), frames) == 0
     shifted = [frames.rgb[number] for number in (2, 4, 7, 11)]
     assert num_wrong_rgb(clip, crop_rgb(shifted, clip), frames) == 2
-    found = {number: frames.decoded[number] for number in clip.frames}
-    assert num_wrong_luma(clip, found, frames) == 0
-    assert num_wrong_luma(clip, {**found, 5: frames.decoded[4]}, frames) == 1
+    frames_found = {number: frames.decoded[number] for number in clip.frames}
+    assert num_wrong_luma(clip, frames_found, frames) == 0
+    assert num_wrong_luma(clip, {**frames_found, 5: frames.decoded[4]}, frames) == 1
 
 
 def test_pieces_are_taken_from_as_many_videos_as_there_are() -> None:
@@ -273,8 +273,8 @@ def test_the_largest_batch_is_found_to_five_percent_from_any_guess(largest: int,
         tried.append(batch)
         return batch <= largest
 
-    found = largest_fitting(fits, guess=guess)
-    assert found <= largest <= found + max(1, found // 20)
+    result = largest_fitting(fits, guess=guess)
+    assert result <= largest <= result + max(1, result // 20)
     assert len(tried) <= (3 if abs(guess - largest) * 50 <= largest else 20)
 
 

@@ -23,10 +23,10 @@ ASKED = [
 
 
 def require(shell: str) -> str:
-    found = shutil.which(shell)
-    if found is None:
+    shell_path = shutil.which(shell)
+    if shell_path is None:
         pytest.skip(f"{shell} is not installed")
-    return found
+    return shell_path
 
 
 @pytest.fixture(scope="module", params=["bash", "fish"])
@@ -44,7 +44,7 @@ def shell_of_home(
     return shell, home
 
 
-def completed(shell: str, home: Path, program: str, words: list[str]) -> set[str]:
+def complete(shell: str, home: Path, program: str, words: list[str]) -> set[str]:
     line = [program, *words]
     if shell == "bash":
         array = " ".join(f"'{word}'" for word in line)
@@ -55,17 +55,17 @@ def completed(shell: str, home: Path, program: str, words: list[str]) -> set[str
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # fish completes programs that exist
     env = {**os.environ, "HOME": str(home), "XDG_CONFIG_HOME": f"{home}/.config", "PATH": path}
     ran = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    return {one.split("\t")[0].strip() for one in ran.stdout.splitlines() if one.strip()}
+    return {line.split("\t")[0].strip() for line in ran.stdout.splitlines() if line.strip()}
 
 
-@pytest.mark.parametrize(("program", "words", "wanted"), ASKED)
+@pytest.mark.parametrize(("program", "words", "expected"), ASKED)
 def test_a_shell_completes_commands_flags_and_values(
-    shell_of_home: tuple[str, Path], program: str, words: list[str], wanted: set[str]
+    shell_of_home: tuple[str, Path], program: str, words: list[str], expected: set[str]
 ) -> None:
-    found = completed(*shell_of_home, program, words)
-    assert wanted <= found
+    completions = complete(*shell_of_home, program, words)
+    assert expected <= completions
     if shell_of_home[0] == "bash":  # fish also offers what contains the letters
-        assert all(one.startswith(words[-1]) for one in found), "others are not offered"
+        assert all(word.startswith(words[-1]) for word in completions), "others are not offered"
 
 
 def test_zsh_accepts_what_is_written_for_it(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def installed(archive: Path, folder: Path) -> Path:
+def install(archive: Path, folder: Path) -> Path:
     """The interpreter of a new environment with the distribution and, by a path file, the packages of this one."""
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
@@ -154,9 +154,9 @@ def installed(archive: Path, folder: Path) -> Path:
     (packages / "dependencies.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
     [entry_points] = packages.glob("clipmill-*/entry_points.txt")
     for line in entry_points.read_text().splitlines():
-        if found := re.fullmatch(r"(\w+) = ([\w.]+):(\w+)", line):
-            program = folder / "bin" / found[1]
-            program.write_text(_PROGRAM.format(python=python, module=found[2], function=found[3]))
+        if match := re.fullmatch(r"(\w+) = ([\w.]+):(\w+)", line):
+            program = folder / "bin" / match[1]
+            program.write_text(_PROGRAM.format(python=python, module=match[2], function=match[3]))
             program.chmod(0o755)
     return python
 
@@ -164,7 +164,7 @@ def installed(archive: Path, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment in which the wheel is installed."""
-    return installed(wheel, tmp_path_factory.mktemp("installed") / "environment").parent
+    return install(wheel, tmp_path_factory.mktemp("installed") / "environment").parent
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def test_a_distribution_installs_and_runs_without_the_repository(
         with tarfile.open(sdist) as archive:
             archive.extractall(tmp_path / "unpacked", filter="data")
         [unpacked] = (tmp_path / "unpacked").iterdir()
-        python = installed(wheel_of(unpacked, out=tmp_path / "again"), tmp_path / "environment")
+        python = install(wheel_of(unpacked, out=tmp_path / "again"), tmp_path / "environment")
     code = "from clipmill import prep, train; print(train.__file__, prep.__file__)"
     where = run(python, "-I", "-c", code, cwd=tmp_path)
     assert str(ROOT) not in where and where.count(str(python.parents[1])) == 2
@@ -254,8 +254,8 @@ def test_the_example_of_plug_ins_is_built_and_known_to_both_programs(environment
         ("train", ["", "dual-encoder"], ["frame-order", "decoupled", "mean-frame"]),
     ):
         python = environment / "python"
-        said = run(python, "-c", _HELP_ALL, program, *commands, cwd=tmp_path, PYTHONPATH=str(packages))
-        assert [part for part in parts if part not in said] == []
+        stdout = run(python, "-c", _HELP_ALL, program, *commands, cwd=tmp_path, PYTHONPATH=str(packages))
+        assert [part for part in parts if part not in stdout] == []
 
 
 @pytest.mark.nightly
@@ -283,6 +283,6 @@ def test_a_program_that_uses_every_public_name_passes_mypy_strict(environment: P
     (own_folder / "wrong.py").write_text("from clipmill import open_clips\nopen_clips('data', bath=8)\n")
     check = [sys.executable, "-m", "mypy", "--python-executable", str(environment / "python"), "--cache-dir", "cache"]
     checked = subprocess.run([*check, "program.py", "wrong.py"], cwd=own_folder, capture_output=True, text=True)
-    found = [line for line in checked.stdout.splitlines() if " error: " in line]
-    assert found and all(line.startswith("wrong.py:2: ") for line in found), checked.stdout
-    assert any('did you mean "batch"?' in line for line in found) and "checked 2 source files" in checked.stdout
+    error_lines = [line for line in checked.stdout.splitlines() if " error: " in line]
+    assert error_lines and all(line.startswith("wrong.py:2: ") for line in error_lines), checked.stdout
+    assert any('did you mean "batch"?' in line for line in error_lines) and "checked 2 source files" in checked.stdout

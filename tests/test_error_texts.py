@@ -51,8 +51,8 @@ def test_no_module_searches_the_text_of_an_error(repository: Path) -> None:
     errors = errors_among(texts)
     assert {"UserError", "UserErrors", "FailedWork", "AccessDenied"} <= errors
     trees = {path: ast.parse(text) for path, text in texts.items() if _TEXT_OF_AN_ERROR.search(text)}
-    found = [f"{path}:{line}" for path, tree in trees.items() for line in searched_texts(tree, errors)]
-    assert not found, "let the error carry what is looked for, such as UserError(flags=...), or a class of its own"
+    places = [f"{path}:{line}" for path, tree in trees.items() for line in searched_texts(tree, errors)]
+    assert not places, "let the error carry what is looked for, such as UserError(flags=...), or a class of its own"
 
 
 def test_a_search_is_seen() -> None:

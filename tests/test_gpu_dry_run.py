@@ -41,15 +41,15 @@ def test_every_benchmark_of_a_gpu_measures_in_a_dry_run(forks: Forks, repository
     words = ("--json", str(results), "--data", str(data), "--dry-run")
     done = run(forks, repository, tmp_path, "benchmarks.gpu", *words)
     assert done.returncode == 0, f"{done.stdout[-5000:]}{done.stderr[-5000:]}"
-    found = json.loads(results.read_text())
-    assert found["is_dry_run"] and found["running"] is None
-    assert all(one["rows"] and not any("error" in row for row in one["rows"]) for one in found["measurements"])
+    record = json.loads(results.read_text())
+    assert record["is_dry_run"] and record["running"] is None
+    assert all(entry["rows"] and not any("error" in row for row in entry["rows"]) for entry in record["measurements"])
     assert done.stdout.startswith("# Dry run\n") and "## Losses\n" in done.stdout
 
 
 def measure(names: Sequence[str], words: Sequence[str]) -> None:
     """Run the program with some of its first measurements."""
-    program.FIRST = tuple(one for one in program.FIRST if one.name in names)
+    program.FIRST = tuple(measurement for measurement in program.FIRST if measurement.name in names)
     sys.argv = ["benchmarks.gpu", *words]
     program.main()
 
@@ -60,7 +60,7 @@ OF_EACH_KIND = {"Doctor", "Attention: equality and speed", "Where the host waits
 
 @pytest.mark.parametrize("is_complete", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["some", "all"])
 def test_the_first_measurements_of_a_new_machine_run_without_data(is_complete: bool, tmp_path: Path) -> None:
-    chosen = [one.name for one in program.FIRST if is_complete or one.name in OF_EACH_KIND]
+    chosen = [measurement.name for measurement in program.FIRST if is_complete or measurement.name in OF_EACH_KIND]
     assert len(chosen) == (len(program.FIRST) if is_complete else len(OF_EACH_KIND))
     results = tmp_path / "first.json"
     words = ("--first", "--json", str(results), "--data", str(tmp_path / "none"), "--dry-run")
@@ -70,13 +70,13 @@ def test_the_first_measurements_of_a_new_machine_run_without_data(is_complete: b
     process.join(600)
     process.kill()
     assert process.exitcode == 0
-    found = json.loads(results.read_text())
-    assert [one["name"] for one in found["measurements"]] == chosen and found["running"] is None
-    assert all(one["rows"] and not any("error" in row for row in one["rows"]) for one in found["measurements"])
+    record = json.loads(results.read_text())
+    assert [entry["name"] for entry in record["measurements"]] == chosen and record["running"] is None
+    assert all(entry["rows"] and not any("error" in row for row in entry["rows"]) for entry in record["measurements"])
     # Its results were of a GPU: the entry of the table of --attention auto.
     assert fastest_backend(results) == {}
-    found["environment"]["compute_capability"] = "9.0"
-    results.write_text(json.dumps(found))
+    record["environment"]["compute_capability"] = "9.0"
+    results.write_text(json.dumps(record))
     assert fastest_backend(results) == {(9, 0): "sdpa"}
 
 

@@ -23,11 +23,11 @@ def setup(tmp_path: Path, *, is_dry_run: bool = False) -> Setup:
 
 
 def figures(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
 
 
-def measured(setup: Setup) -> Result:
+def measure(setup: Setup) -> Result:
     return Result(rows=[{"way": "ours", "ms": 1.5}], notes=["a note"], targets=[Target(what="x", figure=2.0, goal=1.7)])
 
 
@@ -43,12 +43,12 @@ def test_a_measurement_that_fails_does_not_cost_the_others_and_each_is_on_disk_b
         return Result(rows=[])
 
     measurements = [
-        Measurement(name="first", measure=measured, estimated_s=1),
+        Measurement(name="first", measure=measure, estimated_s=1),
         Measurement(name="second", measure=failing, estimated_s=1),
         Measurement(name="third", measure=looking, estimated_s=1),
     ]
     assert not run_measurements(measurements, setup=setup(tmp_path), minutes=1, path=path)
-    assert [one["name"] for one in seen[0]["measurements"]] == ["first", "second"]
+    assert [entry["name"] for entry in seen[0]["measurements"]] == ["first", "second"]
     assert seen[0]["running"] == "third"
     first, second, third = figures(path)["measurements"]
     assert (first["rows"], first["notes"]) == ([{"way": "ours", "ms": 1.5}], ["a note"])
@@ -61,14 +61,14 @@ def test_what_the_time_does_not_suffice_for_is_skipped_and_said(tmp_path: Path) 
     path = tmp_path / "gpu.json"
     measurements = [
         Measurement(name="long", measure=failing, estimated_s=120),
-        Measurement(name="short", measure=measured, estimated_s=10),
+        Measurement(name="short", measure=measure, estimated_s=10),
     ]
     assert run_measurements(measurements, setup=setup(tmp_path), minutes=1, path=path)
     long, short = figures(path)["measurements"]
     assert long["skipped"].startswith("takes about 120 s, and ") and short["skipped"] is None
     # A dry run leaves nothing out.
     assert not run_measurements(measurements, setup=setup(tmp_path, is_dry_run=True), minutes=0, path=path)
-    assert [one["skipped"] for one in figures(path)["measurements"]] == [None, None]
+    assert [entry["skipped"] for entry in figures(path)["measurements"]] == [None, None]
 
 
 def test_a_way_that_fails_has_its_error_in_one_line_and_the_others_their_times(tmp_path: Path) -> None:
@@ -136,12 +136,12 @@ def test_a_process_that_ends_costs_the_measurement_it_took_and_another_one_takes
 
 
 def test_what_an_interruption_cuts_is_named_and_on_disk(tmp_path: Path) -> None:
-    def interrupted(setup: Setup) -> Result:
+    def interrupt(setup: Setup) -> Result:
         raise KeyboardInterrupt
 
     path = tmp_path / "gpu.json"
     measurements = [
-        Measurement(name=one.__name__, measure=one, estimated_s=1) for one in (measured, interrupted, failing)
+        Measurement(name=work.__name__, measure=work, estimated_s=1) for work in (measure, interrupt, failing)
     ]
     with pytest.raises(KeyboardInterrupt):
         run_measurements(measurements, setup=setup(tmp_path), minutes=1, path=path)
@@ -172,6 +172,6 @@ def test_a_plain_mistake_is_said_before_anything_is_measured(
 
 
 def test_the_measurements_fit_into_their_minutes() -> None:
-    assert sum(one.estimated_s for one in MEASUREMENTS) <= 15 * 60
-    assert len({one.name for one in MEASUREMENTS}) == len(MEASUREMENTS)
-    assert sum(one.estimated_s for one in FIRST) <= 8 * 60
+    assert sum(measurement.estimated_s for measurement in MEASUREMENTS) <= 15 * 60
+    assert len({measurement.name for measurement in MEASUREMENTS}) == len(MEASUREMENTS)
+    assert sum(measurement.estimated_s for measurement in FIRST) <= 8 * 60

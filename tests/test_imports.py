@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.forked import forget, forked
+from tests.forked import forget, run_forked
 from tests.imports import circles, imported_names, reaches
 
 PACKAGES = ("manifests", "shards", "prep", "train")
@@ -103,7 +103,9 @@ def test_a_package_is_imported_by_its_full_name(repository: Path, folder: str) -
 def test_no_file_imports_itself_through_others(repository: Path) -> None:
     """Imports inside functions and for type checkers count too."""
     files = {name: path for package in PACKAGES for name, path in named_files(repository, package)}
-    imports = {name: {found for found in imported_names(path) if found in files} for name, path in files.items()}
+    imports = {
+        name: {imported for imported in imported_names(path) if imported in files} for name, path in files.items()
+    }
     assert not [sorted(group) for group in circles(imports)]
 
 
@@ -173,5 +175,5 @@ def test_train_loads_on_a_machine_without_what_prep_needs(repository: Path) -> N
         for name, _ in named_files(repository, "train"):
             importlib.import_module(name)
 
-    status, said = forked(load)
-    assert status == 0, said
+    status, stderr = run_forked(load)
+    assert status == 0, stderr

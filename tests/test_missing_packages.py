@@ -39,12 +39,12 @@ def modules_of_extras() -> dict[str, set[str]]:
         return {re.split(r"[^\w.-]", requirement)[0].lower().replace("_", "-") for requirement in requirements}
 
     base, extras = names(project["dependencies"]), project["optional-dependencies"]
-    found: dict[str, set[str]] = {}
+    extras_by_name: dict[str, set[str]] = {}
     for module, distributions in packages_distributions().items():
         for extra in extras.keys() - {"dev", "docs"}:
             if (names(extras[extra]) - base) & names(distributions) and module.isidentifier():
-                found.setdefault(module, set()).add(extra)
-    return {module: extras for module, extras in found.items() if not module.startswith("_")}
+                extras_by_name.setdefault(module, set()).add(extra)
+    return {module: extras for module, extras in extras_by_name.items() if not module.startswith("_")}
 
 
 def test_every_module_of_an_extra_leads_to_it() -> None:

@@ -41,14 +41,14 @@ def page(path: Path, *, body: str, head: str = "") -> Path:
     ],
 )
 def test_a_browser_finds_what_is_wrong(body: str, problem: str, tmp_path: Path) -> None:
-    found = open_page(page(tmp_path / "page.html", body=body), width_px=420).problems
-    assert any(one.startswith(problem) for one in found) if problem else found == []
+    problems = open_page(page(tmp_path / "page.html", body=body), width_px=420).problems
+    assert any(line.startswith(problem) for line in problems) if problem else problems == []
 
 
 @needs_chromium
 def test_what_the_policy_of_a_page_forbids_is_a_problem(tmp_path: Path) -> None:
-    found = open_page(page(tmp_path / "page.html", head=_POLICY, body="<script>1</script>"), width_px=420)
-    assert any("Content Security Policy" in message for message in found.messages)
+    problems = open_page(page(tmp_path / "page.html", head=_POLICY, body="<script>1</script>"), width_px=420)
+    assert any("Content Security Policy" in message for message in problems.messages)
 
 
 @needs_chromium
@@ -60,8 +60,8 @@ def test_every_page_is_opened_and_pictures_are_small(tmp_path: Path, capsys: pyt
     page(demo / "run/evaluations/captions-val.html", body="<canvas></canvas>")
     assert pages_of(demo) == [Path("index.html"), Path("run/evaluations/captions-val.html")]
     assert main(demo, out=out, pictures=pictures) == 1, "a page has a problem"
-    said = capsys.readouterr()
-    assert "index.html: ok" in said.out and "captions-val.html, 420 px, dark: drawing without a text" in said.err
+    output = capsys.readouterr()
+    assert "index.html: ok" in output.out and "captions-val.html, 420 px, dark: drawing without a text" in output.err
     assert len(list(out.glob("index-*.png"))) == 4 and [path.name for path in pictures.iterdir()] == ["overview.png"]
     content = (pictures / "overview.png").read_bytes()
     assert len(content) <= MAX_PICTURE_BYTES and Image.open(io.BytesIO(content)).width == 1000

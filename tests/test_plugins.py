@@ -11,14 +11,14 @@ from clipmill.prep.cli import build_app
 from clipmill.shards.column_fields import COLUMN_FIELDS
 from clipmill.train.losses.settings import LOSSES, Loss
 from clipmill.train.registry import TASKS
-from tests.forked import forked
+from tests.forked import run_forked
 from tests.plugins import declare, installed_here
 
 DECOUPLED = "clipmill_example.decoupled:DECOUPLED"
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("no_such_module:LOSS", "cannot be imported: ModuleNotFoundError"),
         ("clipmill_example.decoupled:decoupled", "has type function, not LossSpec"),
@@ -26,18 +26,18 @@ DECOUPLED = "clipmill_example.decoupled:DECOUPLED"
     ],
 )
 def test_a_part_that_cannot_be_used_is_named_with_its_package_and_stops_nothing_else(
-    tmp_path: Path, path: str, said: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, path: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     declare(tmp_path, "odd", {"losses": {"odd-one": path, "infonce": DECOUPLED}})
     with installed_here(tmp_path):
-        with pytest.raises(UnusablePart, match=said) as error:
+        with pytest.raises(UnusablePart, match=message) as error:
             LOSSES["odd-one"]
         assert "of the package odd 1.0" in str(error.value) and f'odd-one = "{path}"' in str(error.value)
         assert "odd-one" not in {loss.name for loss in LOSSES.list_usable()}
         assert LOSSES["infonce"].load().__module__.startswith("clipmill.")
         LOSSES.list_usable()
         warned = capsys.readouterr().err
-        assert warned.count(said) == 1, "each lookup warned"
+        assert warned.count(message) == 1, "each lookup warned"
         assert "infonce of the package odd 1.0 has a name that is in use" in warned
     assert "odd-one" not in LOSSES
 
@@ -55,7 +55,7 @@ def test_a_column_that_cannot_be_used_stops_neither_the_help_nor_the_completion(
                 with pytest.raises(UnusablePart, match="cannot be imported: ModuleNotFoundError"):
                     app(words, exit_on_error=False, print_error=False)
 
-    status, output = forked(look)
+    status, output = run_forked(look)
     assert status == 0, output
 
 

@@ -31,14 +31,14 @@ def commands_of_makefile(text: str) -> list[list[str]]:
 
 
 def own_commands() -> list[list[str]]:
-    found = [words for document in DOCUMENTS for words in commands_of_markdown((ROOT / document).read_text())]
-    found += commands_of_makefile((ROOT / "Makefile").read_text())
-    found = [launched(words) if "--no-python" in words else words for words in found]
-    unique = {tuple(words): words for words in found if words[0] in PROGRAMS}
+    commands = [words for document in DOCUMENTS for words in commands_of_markdown((ROOT / document).read_text())]
+    commands += commands_of_makefile((ROOT / "Makefile").read_text())
+    commands = [launched_words(words) if "--no-python" in words else words for words in commands]
+    unique = {tuple(words): words for words in commands if words[0] in PROGRAMS}
     return list(unique.values())
 
 
-def launched(words: list[str]) -> list[str]:
+def launched_words(words: list[str]) -> list[str]:
     """What a torchrun command runs in each process: an installed program, whatever files the current folder holds."""
     return words[words.index("train") :]
 

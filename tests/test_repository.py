@@ -30,7 +30,7 @@ def project(repository: Path) -> dict[str, Any]:
     return tomllib.loads((repository / "pyproject.toml").read_text())["project"]
 
 
-def locked(lock: Path) -> list[tuple[Requirement, str]]:
+def locked_requirements(lock: Path) -> list[tuple[Requirement, str]]:
     """(requirement, its hashes as written) for each entry of a lock."""
     lines = "\n".join(line for line in lock.read_text().splitlines() if not line.startswith("#"))
     entries = re.split(r"\n(?=\S)", lines.replace("\\\n", " ").strip())
@@ -56,7 +56,7 @@ def text_of(path: Path) -> str | None:
 
 @pytest.mark.parametrize("name", LOCKS)
 def test_every_locked_package_is_pinned_and_hashed(repository: Path, name: str) -> None:
-    entries = locked(repository / name)
+    entries = locked_requirements(repository / name)
     assert entries
     for requirement, hashes in entries:
         assert re.fullmatch(r"==[^*,]+", str(requirement.specifier)), requirement
@@ -74,7 +74,7 @@ def test_a_lock_names_no_address(repository: Path, name: str) -> None:
 def test_the_lock_satisfies_pyproject_on_every_python(repository: Path, python: str) -> None:
     system = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
     pins: dict[str, str] = {}
-    for requirement, _ in locked(repository / "requirements.lock"):
+    for requirement, _ in locked_requirements(repository / "requirements.lock"):
         if requirement.marker is None or requirement.marker.evaluate(system):
             assert pins.setdefault(normal(requirement.name), str(requirement.specifier)) == str(requirement.specifier)
     asked = project(repository)
@@ -86,8 +86,13 @@ def test_the_lock_satisfies_pyproject_on_every_python(repository: Path, python: 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_the_lock_of_a_part_has_its_packages_with_the_pins_of_the_complete_lock(repository: Path, part: str) -> None:
-    complete = {(normal(pin.name), str(pin.specifier)) for pin, _ in locked(repository / "requirements.lock")}
-    pins = {(normal(pin.name), str(pin.specifier)) for pin, _ in locked(repository / f"requirements-{part}.lock")}
+    complete = {
+        (normal(pin.name), str(pin.specifier)) for pin, _ in locked_requirements(repository / "requirements.lock")
+    }
+    pins = {
+        (normal(pin.name), str(pin.specifier))
+        for pin, _ in locked_requirements(repository / f"requirements-{part}.lock")
+    }
     assert pins <= complete, pins - complete
     asked = project(repository)
     lines = sum((asked["optional-dependencies"][extra] for extra in PARTS[part]), asked["dependencies"])

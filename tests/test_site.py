@@ -44,7 +44,7 @@ def test_every_command_has_a_page_with_all_of_its_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         ("[data](../docs/data.md#scores)", "[data](../data.md#scores)"),
         ("[the package](../shards)", "[the package](shards/index.md)"),
@@ -55,11 +55,11 @@ def test_every_command_has_a_page_with_all_of_its_flags() -> None:
         ("<!-- tested with\ndata: a\n-->\n# Title\n<!-- not run: why -->\ntext", "# Title\ntext"),
     ],
 )
-def test_links_lead_to_pages_and_name_files_that_are_none(text: str, wanted: str) -> None:
+def test_links_lead_to_pages_and_name_files_that_are_none(text: str, expected: str) -> None:
     document = Path("prep/README.md")
     pages = {path: build.page_of(path) for path in [*build.documents(), *build.pictures()]}
     pages[document] = Path("code/prep.md")
-    assert build.with_links(text, document=document, pages=pages) == wanted
+    assert build.with_links(text, document=document, pages=pages) == expected
 
 
 def test_the_page_of_messages_has_those_that_commands_print() -> None:
@@ -78,13 +78,13 @@ def test_the_page_of_messages_has_those_that_commands_print() -> None:
 def test_the_stories_are_about_messages_that_exist() -> None:
     """Of docs/troubleshooting.md: each quoted error is one of the source."""
     root = Path(build.__file__).parents[2]
-    found = [
-        one.text
+    message_texts = [
+        error_text.text
         for name in ("manifests", "shards", "prep", "train")
         for path in (root / name).rglob("*.py")
-        for one in messages.messages_of(path.read_text())
+        for error_text in messages.messages_of(path.read_text())
     ]
-    known = [re.compile(".*".join(map(re.escape, re.split(" ?… ?", text)))) for text in found if len(text) > 15]
+    known = [re.compile(".*".join(map(re.escape, re.split(" ?… ?", text)))) for text in message_texts if len(text) > 15]
     told = re.findall(r"^(?:error|failed): (.*)$", (root / "docs/troubleshooting.md").read_text(), flags=re.MULTILINE)
     assert len(told) > 10
     for line in told:

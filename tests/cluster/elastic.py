@@ -30,7 +30,7 @@ def reference(case: Case) -> str:
     return "two processes on one node"
 
 
-def undisturbed(case: Case) -> str:
+def run_undisturbed(case: Case) -> str:
     """A process on each node."""
     end_well(*case.both())
     return case.require_same()
@@ -38,7 +38,9 @@ def undisturbed(case: Case) -> str:
 
 def main(names: Sequence[str]) -> int:
     of_modules = (*elastic_losses.CASES, *elastic_starts.CASES, *elastic_buckets.CASES)
-    cases: dict[str, Callable[[Case], str]] = {case.__name__: case for case in (reference, undisturbed, *of_modules)}
+    cases: dict[str, Callable[[Case], str]] = {
+        case.__name__: case for case in (reference, run_undisturbed, *of_modules)
+    }
     if unknown := set(names) - cases.keys():
         sys.exit(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(cases)}")
     root = Path(tempfile.mkdtemp(prefix="elastic-"))
@@ -46,20 +48,20 @@ def main(names: Sequence[str]) -> int:
     _write_videos(root / "videos")
     num_failed = 0
     for name, case in cases.items():
-        needed = {"reference"} | ({_STAGES} if any(_STAGES[:-1] in one for one in names) else set())
+        needed = {"reference"} | ({_STAGES} if any(_STAGES[:-1] in case_name for case_name in names) else set())
         if names and name not in {*names, *needed}:
             continue
         (root / name).mkdir()
         began_s = time.monotonic()
         try:
             with nodes():
-                found = case(Case(root / name, root))
+                outcome = case(Case(root / name, root))
         except Skipped as reason:
-            found = f"skipped: {reason}"
+            outcome = f"skipped: {reason}"
         except Exception as error:  # noqa: BLE001 - also of a program that the case needs: the other cases go on
             num_failed += 1
-            found = f"FAILED: {error if isinstance(error, AssertionError) else repr(error)}"
-        print(f"{name:20} {time.monotonic() - began_s:4.0f} s  {found}", flush=True)
+            outcome = f"FAILED: {error if isinstance(error, AssertionError) else repr(error)}"
+        print(f"{name:20} {time.monotonic() - began_s:4.0f} s  {outcome}", flush=True)
     if num_failed:
         print(f"kept: {root}")
     else:

@@ -125,30 +125,30 @@ def launch(
         *("--no-python", _PROGRAMS / "train", *command),
     ]
     script = f"hostname node{node}; {before or ':'} && exec {shlex.join(map(str, words))}"
-    own = {**ELASTIC, "OMP_NUM_THREADS": "1", "PATH": f"{_PROGRAMS}{os.pathsep}{os.environ['PATH']}"}
-    own |= environment or {}
+    variables = {**ELASTIC, "OMP_NUM_THREADS": "1", "PATH": f"{_PROGRAMS}{os.pathsep}{os.environ['PATH']}"}
+    variables |= environment or {}
     with log.open("ab") as file:
         process = subprocess.Popen(
             ["ip", "netns", "exec", name_of(node), "unshare", "--uts", "--mount", "bash", "-c", script],
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **own},
+            env={**os.environ, **variables},
         )
     return Launch(node, process, log)
 
 
 def kill_node(node: int) -> None:
     """End every process of a node with SIGKILL, torchrun too."""
-    found = subprocess.run(["ip", "netns", "pids", name_of(node)], check=False, capture_output=True, text=True)
-    for pid in found.stdout.split():
+    listing = subprocess.run(["ip", "netns", "pids", name_of(node)], check=False, capture_output=True, text=True)
+    for pid in listing.stdout.split():
         with suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
 
 
 def ranks_of(node: int) -> list[int]:
     """Process ids of the ranks on a node."""
-    found = subprocess.run(["ip", "netns", "pids", name_of(node)], check=True, capture_output=True, text=True)
-    return [pid for pid in map(int, found.stdout.split()) if b"RANK" in _environment(pid)]
+    listing = subprocess.run(["ip", "netns", "pids", name_of(node)], check=True, capture_output=True, text=True)
+    return [pid for pid in map(int, listing.stdout.split()) if b"RANK" in _environment(pid)]
 
 
 def set_link(node: int, state: str) -> None:

@@ -61,9 +61,9 @@ class Case:
 
     def require_same(self, reference: str = "reference") -> str:
         """Compare weights and steps with the reference: equal in every bit."""
-        found, expected = self._weights(reference)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(value, expected[name]) for name, value in found.items()), "the weights differ"
+        weights, expected = self._weights(reference)
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in weights.items()), "the weights differ"
         return "the same bits"
 
     def require_same_losses(self, reference: str = "reference") -> str:
@@ -71,11 +71,13 @@ class Case:
 
         The weights agree less well: AdamW scales up a gradient that is zero but for rounding, as that of a key's bias.
         """
-        found, expected = (torch.cat([one.double().flatten() for one in w.values()]) for w in self._weights(reference))
+        flat_weights, expected = (
+            torch.cat([tensor.double().flatten() for tensor in w.values()]) for w in self._weights(reference)
+        )
         lines = zip(read_lines(self.run.metrics), read_lines(self._reference(reference).metrics), strict=True)
-        worst = max(abs(one["loss"] - other["loss"]) / other["loss"] for one, other in lines)
+        worst = max(abs(line["loss"] - other["loss"]) / other["loss"] for line, other in lines)
         assert worst < 1e-4, f"losses differ by {worst:.1g}"
-        apart = float((found - expected).norm() / expected.norm())
+        apart = float((flat_weights - expected).norm() / expected.norm())
         return f"losses equal to {worst:.0e}, weights to {apart:.0e} of their norm"
 
     def _reference(self, name: str) -> RunFolder:
@@ -90,6 +92,6 @@ class Case:
 
 
 def end_well(*launches: Launch) -> None:
-    for one in launches:
-        status = one.end()
-        assert status == 0, f"node {one.node} ended with {status}:\n{one.said[-4000:]}"
+    for process in launches:
+        status = process.end()
+        assert status == 0, f"node {process.node} ended with {status}:\n{process.said[-4000:]}"

@@ -26,14 +26,14 @@ datetime.datetime, time.time = datetime_ahead, lambda: _time() + {ahead_s}
 
 def folder_not_shared(case: Case) -> str:
     """--out is a folder of its own on node 1."""
-    own = case.folder / "of-node-1"
-    own.mkdir()
+    node_folder = case.folder / "of-node-1"
+    node_folder.mkdir()
     case.out.mkdir()
-    launches = case.launch(0, max_restarts=0), case.launch(1, max_restarts=0, before=_bind(own, case.out))
-    assert [one.end() for one in launches] == [1, 1]  # torchrun's own status
+    launches = case.launch(0, max_restarts=0), case.launch(1, max_restarts=0, before=_bind(node_folder, case.out))
+    assert [launch.end() for launch in launches] == [1, 1]  # torchrun's own status
     assert "is not shared by all nodes: rank 1 on node1 does not see a file that rank 0 on node0" in launches[0].said
     assert "is not shared by all nodes" in launches[1].said
-    assert not list(case.out.iterdir()) and not list(own.iterdir()), "something is left"
+    assert not list(case.out.iterdir()) and not list(node_folder.iterdir()), "something is left"
     return "refused"
 
 
@@ -42,7 +42,7 @@ def folder_read_only(case: Case) -> str:
     case.out.mkdir()
     bind = f"{_bind(case.out, case.out)} && mount -o remount,ro,bind {case.out}"
     launches = case.launch(0, max_restarts=0), case.launch(1, max_restarts=0, before=bind)
-    assert [one.end() for one in launches] == [1, 1]
+    assert [launch.end() for launch in launches] == [1, 1]
     assert f"rank 1 on node1 cannot write into --out {case.out}: Read-only file system" in launches[0].said
     return "refused"
 
@@ -73,9 +73,9 @@ def other_torch(case: Case) -> str:
 
 def flag_of_one_node(case: Case) -> str:
     launches = case.launch(0, max_restarts=0), case.launch(1, "--seed", 7, max_restarts=0)
-    assert [one.end() for one in launches] == [1, 1]
+    assert [launch.end() for launch in launches] == [1, 1]
     expected = "the ranks were not started alike: --seed is 0 on rank 0 and 7 on rank 1"
-    assert all(expected in one.said for one in launches)
+    assert all(expected in launch.said for launch in launches)
     return "refused by both"
 
 
@@ -111,9 +111,9 @@ def _other_version(case: Case, name: str, version: str) -> str:
         case.launch(0, max_restarts=0),
         case.launch(1, max_restarts=0, environment={"PYTHONPATH": str(about.parent)}),
     )
-    assert [one.end() for one in launches] == [1, 1]
-    for one in launches:
-        assert f"the ranks were not started alike: {name} is " in one.said and f"{version} on rank 1" in one.said
+    assert [launch.end() for launch in launches] == [1, 1]
+    for launch in launches:
+        assert f"the ranks were not started alike: {name} is " in launch.said and f"{version} on rank 1" in launch.said
     assert not case.out.exists()
     return "refused by both"
 

@@ -92,9 +92,9 @@ class Trial:
 
     def require_equal(self, data: Path, reference: str = "one") -> None:
         """Compare the shards and records of a data folder with those that one command has made."""
-        found, expected = contents(data), contents(self.folder / reference)
-        assert found == expected, sorted(found.items() ^ expected.items())
-        self.say(f"{data.name}: {len(found)} files, the bytes of one command")
+        digests, expected = contents(data), contents(self.folder / reference)
+        assert digests == expected, sorted(digests.items() ^ expected.items())
+        self.say(f"{data.name}: {len(digests)} files, the bytes of one command")
 
 
 def try_array(trial: Trial) -> None:
@@ -207,9 +207,9 @@ def try_training(trial: Trial) -> None:
     assert cluster.wait(again) == {again: "COMPLETED"}
     steps = [json.loads(line)["step"] for line in (trial.folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 121)), steps
-    found, expected = (weights_of(trial.folder / name) for name in ("run", "whole"))
-    assert found.keys() == expected.keys()
-    assert all(bool((value == expected[name]).all()) for name, value in found.items())
+    weights, expected = (weights_of(trial.folder / name) for name in ("run", "whole"))
+    assert weights.keys() == expected.keys()
+    assert all(bool((value == expected[name]).all()) for name, value in weights.items())
     trial.say(f"job {again}: {len(steps)} steps, each once; the weights of the job without a fault")
 
 

@@ -142,12 +142,12 @@ class Cluster:
     def _pids(self, name: str) -> list[int]:
         """Return the processes in the namespace of a node's host name; those of a job are no children of slurmd."""
         namespace = Path(f"/proc/{self._daemons[name].pid}/ns/uts").readlink()
-        found = []
+        nodes = []
         for path in Path("/proc").glob("[0-9]*/ns/uts"):
             with suppress(OSError):
                 if path.readlink() == namespace:
-                    found.append(int(path.parts[2]))
-        return found
+                    nodes.append(int(path.parts[2]))
+        return nodes
 
     def stop(self) -> None:
         """Stop all daemons."""
@@ -183,17 +183,17 @@ class Cluster:
         ran = subprocess.run(
             ["scontrol", "show", "node", "-o", name], env=self.environment, capture_output=True, text=True, check=False
         )
-        found = re.search(r"State=(\S+)", ran.stdout)
-        return found[1] if found else ""
+        match = re.search(r"State=(\S+)", ran.stdout)
+        return match[1] if match else ""
 
     def jobs(self, job: str) -> dict[str, dict[str, str]]:
         """Return the records of a job, or of the tasks of an array, by number (`7` or `7_3`)."""
-        found = {}
+        states = {}
         for line in self.run("scontrol", "show", "job", "-o", job).splitlines():
             record = dict(word.split("=", 1) for word in line.split() if "=" in word)
             array = record.get("ArrayJobId")
-            found[record["JobId"] if array is None else f"{array}_{record['ArrayTaskId']}"] = record
-        return found
+            states[record["JobId"] if array is None else f"{array}_{record['ArrayTaskId']}"] = record
+        return states
 
     def states(self, job: str) -> dict[str, str]:
         """Return the states of a job, or of the tasks of an array."""

@@ -47,7 +47,7 @@ def kernels_of(run: Callable[[], object], *, device: torch.device) -> Seen:
                 spent_us[event.name] += event.time_range.elapsed_us()
         elif any(word in event.name for word in _OPERATORS + _FORMULA):
             operators[event.name] = None
-    named = [one for one in operators if any(word in one for word in _OPERATORS)]
+    named = [operator for operator in operators if any(word in operator for word in _OPERATORS)]
     return Seen(tuple(name for name, _ in spent_us.most_common(_MANY)), tuple(named or operators))
 
 

@@ -13,17 +13,19 @@ from tests.train.distributed.forked import Rank
 _IMPORTS = ["tests.gpu.commands", "clipmill.train.commands.launch", "clipmill.train.report.results", "torch._dynamo"]
 
 
-def start(run: Callable[..., None], *arguments: Any, said: Path, environment: dict[str, str] | None = None) -> Rank:
+def start(
+    run: Callable[..., None], *arguments: Any, stderr_path: Path, environment: dict[str, str] | None = None
+) -> Rank:
     """Starts a process that calls `run`; what it says goes to the file `said`."""
-    said.touch()
+    stderr_path.touch()
     forkserver.set_forkserver_preload(_IMPORTS)
-    process = workers.process(target=_run, args=(run, arguments, said), daemon=True, **(environment or {}))
+    process = workers.process(target=_run, args=(run, arguments, stderr_path), daemon=True, **(environment or {}))
     process.start()
-    return Rank(process, said)
+    return Rank(process, stderr_path)
 
 
-def _run(run: Callable[..., None], arguments: tuple[Any, ...], said: Path) -> None:
-    with said.open("w") as file:
+def _run(run: Callable[..., None], arguments: tuple[Any, ...], stderr_path: Path) -> None:
+    with stderr_path.open("w") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     run(*arguments)

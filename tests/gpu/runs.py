@@ -67,13 +67,13 @@ class Runs:
 
 def _by_name(flags: Sequence[str]) -> list[list[str]]:
     """Each flag with its value, if it has one."""
-    found: list[list[str]] = []
+    lines_read: list[list[str]] = []
     for word in flags:
         if word.startswith("--"):
-            found.append([word])
+            lines_read.append([word])
         else:
-            found[-1].append(word)
-    return found
+            lines_read[-1].append(word)
+    return lines_read
 
 
 def numbers(out: Path, name: str) -> list[float]:
@@ -81,9 +81,9 @@ def numbers(out: Path, name: str) -> list[float]:
     return [line[name] for line in read_lines(RunFolder(out).metrics)]
 
 
-def deviation(found: Sequence[float], expected: Sequence[float]) -> float:
+def deviation(losses: Sequence[float], expected: Sequence[float]) -> float:
     """The largest relative difference of two curves."""
-    assert len(found) == len(expected) > 0
+    assert len(losses) == len(expected) > 0
     # NaN is larger than any bound.
-    differences = [abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True)]
-    return max(one if one == one else float("inf") for one in differences)
+    differences = [abs(first - other) / abs(other) for first, other in zip(losses, expected, strict=True)]
+    return max(difference if difference == difference else float("inf") for difference in differences)

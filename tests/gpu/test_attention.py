@@ -50,7 +50,7 @@ def variant(name: str) -> tuple[Attend, AbstractContextManager[Any]]:
     return attend_with_sdpa, sdpa_kernel(SDPA[name]) if name in SDPA else nullcontext()
 
 
-def drawn(
+def draw_tensors(
     shape: tuple[int, int, int], dtype: torch.dtype, kind: str, device: torch.device
 ) -> tuple[list[torch.Tensor], Packing | None]:
     """Queries, keys and values that lie in one tensor, as those of a tower do."""
@@ -66,7 +66,7 @@ def both_passes(
     attend: Callable[..., torch.Tensor], qkv: list[torch.Tensor], *, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """Output, and gradients by queries, keys and values; the one by the output is of numbers that `dtype` has."""
-    given = [one.detach().requires_grad_() for one in qkv]
+    given = [tensor.detach().requires_grad_() for tensor in qkv]
     out = attend(*given)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(out)
     return [out.detach(), *torch.autograd.grad(out, given, weights)]
@@ -113,18 +113,18 @@ def test_attention_computes_the_formula(
     skip_without_such_a_kernel(name, dtype, device)
     if device.type == "cpu" and shape[0] > 100:
         pytest.skip("a length for GPUs: not in the dry run")
-    qkv, packing = drawn(shape, dtype, kind, device)
+    qkv, packing = draw_tensors(shape, dtype, kind, device)
     attend, forced = variant(name)
     with forced:
-        found = run_or_skip(name, partial(attend, causal=kind != "all", packing=packing), qkv)
+        outputs = run_or_skip(name, partial(attend, causal=kind != "all", packing=packing), qkv)
     may_see = own_past(LENGTHS[shape[0]]) if kind == "packed" else masks(shape[0])[kind == "causal"]
-    exact = both_passes(partial(formula, may_see=may_see.to(device)), [one.double() for one in qkv], dtype=dtype)
+    exact = both_passes(partial(formula, may_see=may_see.to(device)), [tensor.double() for tensor in qkv], dtype=dtype)
     errors = {}
-    for what, one, other in zip(("out", "dq", "dk", "dv"), found, exact, strict=True):
-        assert one.dtype == dtype and one.shape == other.shape
+    for what, tensor, other in zip(("out", "dq", "dk", "dv"), outputs, exact, strict=True):
+        assert tensor.dtype == dtype and tensor.shape == other.shape
         norm = torch.linalg.vector_norm(other)
         # One token attends to itself alone: queries and keys have no gradient then, and rounding is all there is.
-        errors[what] = (torch.linalg.vector_norm(one.double() - other) / (norm if norm > 1e-6 else 1)).item()
+        errors[what] = (torch.linalg.vector_norm(tensor.double() - other) / (norm if norm > 1e-6 else 1)).item()
     record_property("relative_error", {what: float(f"{error:.2g}") for what, error in errors.items()})
     # Said so that NaN, too, fails.
     assert all(error <= BOUNDS[dtype] for error in errors.values()), errors
@@ -141,7 +141,7 @@ def test_the_kernel_that_ran_has_a_name(
     skip_without_such_a_kernel(name, dtype, device)
     if device.type == "cpu" and dtype != torch.float32:
         pytest.skip("the names of a GPU's kernels: once in the dry run")
-    qkv, packing = drawn(shape, dtype, kind, device)
+    qkv, packing = draw_tensors(shape, dtype, kind, device)
     attend, forced = variant(name)
     chosen = partial(attend, causal=kind != "all", packing=packing)
     with forced:
@@ -157,7 +157,7 @@ def test_the_kernel_that_ran_has_a_name(
     assert names, "neither a kernel nor an operator of attention was seen"
     words = {"flash": "flash", "cudnn": "cudnn", "efficient": "efficient"}
     if name in words and device.type == "cuda":
-        assert any(words[name] in one.lower() for one in names), names
+        assert any(words[name] in kernel.lower() for kernel in names), names
 
 
 @pytest.mark.timeout(60)
@@ -173,6 +173,6 @@ def test_what_attention_auto_chooses_works_on_this_machine(
 ) -> None:
     attention = open_attention("auto", device_type=device.type, compiles=compiles)
     record_property("auto", f"{attention.name}: {attention.reason}")
-    qkv, packing = drawn(SHAPES[0], dtype, kind, device)
-    found = both_passes(partial(attention.attend, causal=kind != "all", packing=packing), qkv, dtype=dtype)
-    assert all(bool(one.isfinite().all()) for one in found)
+    qkv, packing = draw_tensors(SHAPES[0], dtype, kind, device)
+    outputs = both_passes(partial(attention.attend, causal=kind != "all", packing=packing), qkv, dtype=dtype)
+    assert all(bool(tensor.isfinite().all()) for tensor in outputs)

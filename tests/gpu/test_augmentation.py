@@ -45,15 +45,15 @@ def size_px(is_dry_run: bool) -> int:
 
 def model_input(planes: Bytes, kinds: Bytes, drawn: Draw | None, *, size_px: int, device: torch.device) -> torch.Tensor:
     video, colour = torch.from_numpy(planes).to(device), torch.from_numpy(kinds).to(device)
-    found = to_model_input(video, colour, size_px=size_px, mean=MEAN, std=STD, draw=drawn)
-    assert found.device.type == device.type
-    return found.cpu()
+    outputs = to_model_input(video, colour, size_px=size_px, mean=MEAN, std=STD, draw=drawn)
+    assert outputs.device.type == device.type
+    return outputs.cpu()
 
 
-def levels_off(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def levels_off(pixels: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Differences of normalised clips [B, C, T, S, S], in levels of a byte."""
     std_C = torch.tensor(STD)[:, None, None, None]
-    return (found - expected).abs() * std_C / LEVEL
+    return (pixels - expected).abs() * std_C / LEVEL
 
 
 @pytest.mark.parametrize("is_autocast", [False, True], ids=["float32", "autocast"])
@@ -64,9 +64,9 @@ def test_a_change_is_that_of_a_cpu(name: str, is_autocast: bool, size_px: int, d
     expected = model_input(planes, kinds, drawn, size_px=size_px, device=CPU)
     # Where models compute in half precision, pictures do not.
     with torch.autocast(device.type, dtype=torch.bfloat16) if is_autocast else nullcontext():
-        found = model_input(planes, kinds, drawn, size_px=size_px, device=device)
-    off = levels_off(found, expected)
-    assert found.dtype == torch.float32 and bool((off <= 1).all()), off.max()
+        outputs = model_input(planes, kinds, drawn, size_px=size_px, device=device)
+    off = levels_off(outputs, expected)
+    assert outputs.dtype == torch.float32 and bool((off <= 1).all()), off.max()
 
 
 @pytest.mark.parametrize("make", [random_planes, mild_planes])
@@ -76,10 +76,10 @@ def test_one_pass_equals_the_steps_one_by_one(
     """The steps are written down in the tests of the pass, for a CPU."""
     planes, kinds = make(6, 1, size_px), np.arange(6, dtype=np.uint8)
     drawn = draw(np.arange(6), replace(AUGMENTS["all"], erase=0.0), seed=1)
-    found = model_input(planes, kinds, drawn, size_px=size_px, device=device)
+    outputs = model_input(planes, kinds, drawn, size_px=size_px, device=device)
     for number, kind in enumerate(kinds):
         expected = reference.augment_clip(planes[number], int(kind), drawn, number, size_px=size_px, mean=MEAN, std=STD)
-        assert bool((levels_off(found[number], torch.as_tensor(np.asarray(expected))) <= 1).all()), number
+        assert bool((levels_off(outputs[number], torch.as_tensor(np.asarray(expected))) <= 1).all()), number
 
 
 @pytest.mark.parametrize("is_autocast", [False, True], ids=["float32", "autocast"])
@@ -95,9 +95,9 @@ def test_an_operation_of_rand_augment_is_that_of_a_cpu(
     for strength in STRENGTHS:
         expected = change(clip_TCHW, name, strength, fill=MEAN)
         with torch.autocast(device.type, dtype=torch.bfloat16) if is_autocast else nullcontext():
-            found = change(clip_TCHW.to(device), name, strength, fill=MEAN)
-        off = (found.cpu().int() - expected.int()).abs()
-        assert found.dtype == torch.uint8 and int(off.max()) <= 1, (strength, int(off.max()))
+            outputs = change(clip_TCHW.to(device), name, strength, fill=MEAN)
+        off = (outputs.cpu().int() - expected.int()).abs()
+        assert outputs.dtype == torch.uint8 and int(off.max()) <= 1, (strength, int(off.max()))
 
 
 def test_chains_of_operations_are_those_of_a_cpu_but_for_single_values(size_px: int, device: torch.device) -> None:
@@ -105,12 +105,14 @@ def test_chains_of_operations_are_those_of_a_cpu_but_for_single_values(size_px: 
     planes, kinds = mild_planes(16, NUM_FRAMES, size_px), np.zeros(16, np.uint8)
     drawn = draw(np.arange(16), Augment(rand_ops=4), seed=1)
     assert (drawn.operation >= 0).any(axis=1).sum() > 8
-    expected, found = (model_input(planes, kinds, drawn, size_px=size_px, device=one) for one in (CPU, device))
-    share = (levels_off(found, expected) > 1 + ROUNDING / LEVEL).float().mean().item()
+    expected, outputs = (model_input(planes, kinds, drawn, size_px=size_px, device=place) for place in (CPU, device))
+    share = (levels_off(outputs, expected) > 1 + ROUNDING / LEVEL).float().mean().item()
     assert share < 1e-3, share
 
 
 def test_pictures_to_look_at_are_those_of_a_cpu(size_px: int, device: torch.device) -> None:
     video, colour = torch.from_numpy(random_planes(6, NUM_FRAMES, size_px)), torch.arange(6, dtype=torch.uint8)
-    expected, found = (to_rgb_uint8(video.to(one), colour.to(one), size_px=size_px).cpu() for one in (CPU, device))
-    assert int((found.int() - expected.int()).abs().max()) <= 1
+    expected, outputs = (
+        to_rgb_uint8(video.to(place), colour.to(place), size_px=size_px).cpu() for place in (CPU, device)
+    )
+    assert int((outputs.int() - expected.int()).abs().max()) <= 1

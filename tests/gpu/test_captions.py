@@ -47,15 +47,15 @@ def test_captions_are_those_of_a_cpu(name: str, runs: Runs, device: torch.device
     if is_dry_run and name != SHOWN:
         pytest.skip(f"not in the dry run, which runs {SHOWN} alone")
     path = runs.make("caption", device)
-    said = []
-    for one in (device, torch.device("cpu")):
-        captioner = open_on(path, one)
+    texts = []
+    for place in (device, torch.device("cpu")):
+        captioner = open_on(path, place)
         samples = captioner.task.samples("val", World())
         captions = []
         for loaded in samples.evaluation_batches():
             numbers = loaded.batch["clip_id"].tolist()
             decoding = captioner.task.decoding(VARIANTS[name])
             captions += captioner.captions(loaded.batch, decoding, samples=numbers)[0]
-        said.append(captions)
-    assert said[0] == said[1]
-    assert len(said[0]) == 12 and any(said[0])
+        texts.append(captions)
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 12 and any(texts[0])

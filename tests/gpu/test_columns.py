@@ -66,15 +66,15 @@ def make_text(data_dir: Path, *, device: Device, recipe: TextSettings = TextSett
 def column(data_dir: Path, name: str) -> dict[str, NDArray[np.float64]]:
     """The arrays of a column's current variant, by key."""
     samples = Variant.open(data_dir, column=name).iterate()
-    found = {one["__key__"]: np.load(BytesIO(one[f"{name}.npy"]), allow_pickle=False) for one in samples}
-    return {key: array.astype(np.float64) for key, array in found.items()}
+    arrays = {sample["__key__"]: np.load(BytesIO(sample[f"{name}.npy"]), allow_pickle=False) for sample in samples}
+    return {key: array.astype(np.float64) for key, array in arrays.items()}
 
 
 def relative_errors(found_dir: Path, expected_dir: Path, name: str) -> NDArray[np.float64]:
     """Of each array, in the norm."""
-    found, expected = column(found_dir, name), column(expected_dir, name)
-    assert found.keys() == expected.keys()
-    return np.array([np.linalg.norm(found[key] - one) / np.linalg.norm(one) for key, one in expected.items()])
+    arrays, expected = column(found_dir, name), column(expected_dir, name)
+    assert arrays.keys() == expected.keys()
+    return np.array([np.linalg.norm(arrays[key] - array) / np.linalg.norm(array) for key, array in expected.items()])
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +112,9 @@ def test_latents_are_those_of_a_cpu(
 def test_latents_of_resized_pictures_are_those_of_a_cpu(
     clips_dir: Path, device: torch.device, tmp_path: Path, record_property: Record
 ) -> None:
-    for name, one in (("found", device_name(device)), ("expected", "cpu")):
+    for name, place in (("found", device_name(device)), ("expected", "cpu")):
         shutil.copytree(clips_dir, tmp_path / name)
-        make_latents(tmp_path / name, device=one, precision="float32", size=RESIZED_PX)  # type: ignore[arg-type]
+        make_latents(tmp_path / name, device=place, precision="float32", size=RESIZED_PX)  # type: ignore[arg-type]
     errors = relative_errors(tmp_path / "found", tmp_path / "expected", LATENTS)
     record_property("relative_error", f"{errors.max():.2g}")
     assert bool((errors <= BOUNDS["float32"]).all()), errors.max()
@@ -128,10 +128,10 @@ def test_segments_of_a_video_vae_are_those_of_a_cpu_two_at_a_time(
         pytest.skip("one class is enough for the dry run")
     vae = str(save_model(name, tmp_path / "vae"))
     posterior = "mean" if name == "AutoencoderKLCosmos" else "sample"
-    for folder, one in (("found", device_name(device)), ("expected", "cpu")):
+    for folder, place in (("found", device_name(device)), ("expected", "cpu")):
         shutil.copytree(clips_dir, tmp_path / folder)
         of_vae = {"vae": vae, "fps": "8", "segment": "9f", "posterior": posterior}
-        make_latents(tmp_path / folder, device=one, precision="float32", size=32, batch=18, **of_vae)  # type: ignore[arg-type]
+        make_latents(tmp_path / folder, device=place, precision="float32", size=32, batch=18, **of_vae)  # type: ignore[arg-type]
     assert all(array.ndim == 5 for array in column(tmp_path / "found", LATENTS).values())
     errors = relative_errors(tmp_path / "found", tmp_path / "expected", LATENTS)
     record_property("relative_error", f"{errors.max():.2g}")

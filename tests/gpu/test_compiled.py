@@ -36,6 +36,6 @@ def test_a_compiled_task_has_the_losses_of_an_eager_one(
     elif not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         pytest.skip("Triton builds its launchers with Python.h, which this machine lacks")
     torch.compiler.reset()
-    found = losses(runs.make(task, device, "--compile"))
-    assert_near(found, losses(runs.make(task, device)), first=FIRST, every=ALL, record=record_property)
+    values = losses(runs.make(task, device, "--compile"))
+    assert_near(values, losses(runs.make(task, device)), first=FIRST, every=ALL, record=record_property)
     torch.compiler.reset()

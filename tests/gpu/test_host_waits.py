@@ -36,7 +36,7 @@ MORE = {
 @contextmanager
 def waits(patch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, str]]]:
     """Where the host waits, by the number of the step: as torch says, and where the metrics of a step are read."""
-    found: list[tuple[int, str]] = []
+    waits_seen: list[tuple[int, str]] = []
     at = 0
     next_batch, read = FailureLog.next_batch, LateMetrics.read
 
@@ -47,23 +47,23 @@ def waits(patch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, str]]]:
 
     def reading(self: LateMetrics) -> dict[str, float]:
         if self._names:
-            found.append((at, f"numbers of {self._numbers['step']}"))
+            waits_seen.append((at, f"numbers of {self._numbers['step']}"))
         return read(self)
 
-    def said(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+    def note_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
         # The thread that copies batches waits for its own stream.
         if "synchroniz" in str(message) and not filename.endswith("prefetch.py"):
-            found.append((at, f"{filename}:{lineno}"))
+            waits_seen.append((at, f"{filename}:{lineno}"))
 
     patch.setattr(FailureLog, "next_batch", beginning)
     patch.setattr(LateMetrics, "read", reading)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        patch.setattr(warnings, "showwarning", said)
+        patch.setattr(warnings, "showwarning", note_warning)
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield waits_seen
         finally:
             torch.cuda.set_sync_debug_mode(before)
 
@@ -78,23 +78,25 @@ def test_each_step_waits_once_and_for_the_step_before(
     if is_dry_run:
         with device_reads(monkeypatch) as reads:
             assert not train(*command)
-        found = [(one.step, f"numbers of {one.numbers_of}" if one.numbers_of else one.where) for one in reads.looks]
+        looks = [
+            (look.step, f"numbers of {look.numbers_of}" if look.numbers_of else look.where) for look in reads.looks
+        ]
     else:
-        with waits(monkeypatch) as found:
+        with waits(monkeypatch) as looks:
             assert not train(*command)
     # The first step of a process sends what is the same in all others; the last one's numbers are read at once.
     expected = [(step, f"numbers of {step - 1}") for step in range(2, NUM_STEPS)]
-    assert [one for one in found if 2 <= one[0] < NUM_STEPS] == expected
+    assert [wait for wait in looks if 2 <= wait[0] < NUM_STEPS] == expected
 
 
 def test_torch_says_where_the_host_waits(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test above relies on."""
     values = torch.ones(4, device=cuda)
-    with waits(monkeypatch) as found:
+    with waits(monkeypatch) as waits_seen:
         values.sum().item()
         values[values > 2]
         torch.tensor([1.0], device=cuda)
-    assert len(found) >= 3 and all(f"{Path(__file__).name}:" in where for _, where in found), found
+    assert len(waits_seen) >= 3 and all(f"{Path(__file__).name}:" in where for _, where in waits_seen), waits_seen
 
 
 def test_numbers_are_there_when_they_are_read_and_nothing_waits_before(cuda: torch.device) -> None:

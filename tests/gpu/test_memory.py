@@ -26,22 +26,26 @@ def test_out_of_memory_names_a_microbatch_that_then_fits(
         return runs.command(task, cuda, *LARGE, *more, out=tmp_path / name)
 
     measured = start(
-        train_and_say_peak, command("measured", "--microbatch", str(FITTING)), said=tmp_path / "measured.txt"
+        train_and_say_peak, command("measured", "--microbatch", str(FITTING)), stderr_path=tmp_path / "measured.txt"
     )
-    status, said = measured.end(within_s=60)
-    assert status == 0, said[-2000:]
-    found = re.search(r"peak_bytes=(\d+)", said)
-    assert found is not None, said[-2000:]
-    limit_bytes = round(1.3 * int(found[1]))
-    status, said = start(train_within, command("large"), limit_bytes, said=tmp_path / "large.txt").end(within_s=60)
-    assert status == 2, f"32 samples fit as well, or it ended otherwise: {status}: {said[-2000:]}"
-    assert f"needs more than {limit_bytes / 1e9:.1f} GB" in said, said[-2000:]
-    named = re.search(r"--microbatch (\d+) would probably fit", said)
-    assert named is not None, said[-2000:]
+    status, stderr = measured.end(within_s=60)
+    assert status == 0, stderr[-2000:]
+    match = re.search(r"peak_bytes=(\d+)", stderr)
+    assert match is not None, stderr[-2000:]
+    limit_bytes = round(1.3 * int(match[1]))
+    status, stderr = start(train_within, command("large"), limit_bytes, stderr_path=tmp_path / "large.txt").end(
+        within_s=60
+    )
+    assert status == 2, f"32 samples fit as well, or it ended otherwise: {status}: {stderr[-2000:]}"
+    assert f"needs more than {limit_bytes / 1e9:.1f} GB" in stderr, stderr[-2000:]
+    named = re.search(r"--microbatch (\d+) would probably fit", stderr)
+    assert named is not None, stderr[-2000:]
     assert 1 <= int(named[1]) <= FITTING
-    again = start(train_within, command("fits", "--microbatch", named[1]), limit_bytes, said=tmp_path / "fits.txt")
-    status, said = again.end(within_s=60)
-    assert status == 0, said[-2000:]
+    again = start(
+        train_within, command("fits", "--microbatch", named[1]), limit_bytes, stderr_path=tmp_path / "fits.txt"
+    )
+    status, stderr = again.end(within_s=60)
+    assert status == 0, stderr[-2000:]
 
 
 def test_what_a_process_may_have_is_what_it_was_given(cuda: torch.device) -> None:

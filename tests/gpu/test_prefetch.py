@@ -27,7 +27,7 @@ CLIP_BYTES = 1 << 20  # 32 MiB a batch: half a millisecond of copying from pinne
 SLOW_CYCLES = 20_000_000  # of the GPU, some 10 ms
 
 
-def ringed(is_dry_run: bool) -> Iterator[LoadedBatch]:
+def ring_batches(is_dry_run: bool) -> Iterator[LoadedBatch]:
     """Batches of a ring of two buffers; every byte of one is its number."""
     size = 1 << 10 if is_dry_run else CLIP_BYTES
     ring = BatchRing(BATCH, pin=not is_dry_run)
@@ -40,7 +40,7 @@ def ringed(is_dry_run: bool) -> Iterator[LoadedBatch]:
         yield LoadedBatch(ring.collate(samples), (), Cursor(number + 1))
 
 
-def consumed(batches: Iterator[LoadedBatch], device: torch.device, *, pause_cycles: int) -> list[list[int]]:
+def consume(batches: Iterator[LoadedBatch], device: torch.device, *, pause_cycles: int) -> list[list[int]]:
     """Least and largest byte of each batch as the model's stream sees it, `pause_cycles` after it was handed out.
 
     The host runs ahead: nothing waits for the device before all batches are consumed.
@@ -84,7 +84,7 @@ EXPECTED = [[number, number] for number in range(NUM_BATCHES)]
 
 
 def test_a_batch_is_whole_while_the_model_is_slower_than_the_loader(device: torch.device, is_dry_run: bool) -> None:
-    assert consumed(ringed(is_dry_run), device, pause_cycles=SLOW_CYCLES) == EXPECTED
+    assert consume(ring_batches(is_dry_run), device, pause_cycles=SLOW_CYCLES) == EXPECTED
 
 
 def test_a_batch_is_whole_while_copies_are_slower_than_the_loader(
@@ -92,7 +92,7 @@ def test_a_batch_is_whole_while_copies_are_slower_than_the_loader(
 ) -> None:
     if not is_dry_run:
         slow_copies(monkeypatch)
-    assert consumed(ringed(is_dry_run), device, pause_cycles=0) == EXPECTED
+    assert consume(ring_batches(is_dry_run), device, pause_cycles=0) == EXPECTED
 
 
 def test_without_waiting_for_copies_batches_are_broken(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,18 +100,18 @@ def test_without_waiting_for_copies_batches_are_broken(cuda: torch.device, monke
     with monkeypatch.context() as patch:
         slow_copies(patch)
         without_waiting(patch)
-        found = consumed(ringed(False), cuda, pause_cycles=0)
+        extremes = consume(ring_batches(False), cuda, pause_cycles=0)
     torch.cuda.synchronize(cuda)
-    assert found != EXPECTED
+    assert extremes != EXPECTED
 
 
 def test_without_records_of_streams_batches_are_broken(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """So is the one of a model that is slower than the loader."""
     with monkeypatch.context() as patch:
         without_records(patch)
-        found = consumed(ringed(False), cuda, pause_cycles=SLOW_CYCLES)
+        extremes = consume(ring_batches(False), cuda, pause_cycles=SLOW_CYCLES)
     torch.cuda.synchronize(cuda)
-    assert found != EXPECTED
+    assert extremes != EXPECTED
 
 
 @pytest.mark.parametrize("slow", ["model", "copies"])
@@ -134,17 +134,17 @@ def test_latents_are_those_that_a_cpu_reads(
     if slow == "copies" and not is_dry_run:
         slow_copies(monkeypatch)
     batches = prefetch(loader().batches(max_failures=0), device)
-    found = []
+    pairs = []
     for number, loaded in enumerate(batches):
         if slow == "model" and not is_dry_run:
             torch.cuda._sleep(SLOW_CYCLES)
         # Kept by copies on the device, so that memory of batches goes round.
         batch = loaded.batch
-        found.append((batch["position"].tolist(), batch["latents"].clone(), batch["text"].clone()))
+        pairs.append((batch["position"].tolist(), batch["latents"].clone(), batch["text"].clone()))
         if number == NUM_BATCHES:
             break
     batches.close()
-    for (positions, latents, text), (own_positions, own_latents, own_text) in zip(found, expected, strict=True):
+    for (positions, latents, text), (own_positions, own_latents, own_text) in zip(pairs, expected, strict=True):
         assert positions == own_positions
         assert torch.equal(latents.cpu(), own_latents) and torch.equal(text.cpu(), own_text)
 
@@ -154,6 +154,6 @@ def test_batches_of_a_loop_of_ones_own_can_be_kept(rgb: bool, clips_dir: Path, d
     shape: dict[str, Any] = {"batch": 4, "num_frames": 2, "size_px": 64, "rgb": rgb, "workers": 2}
     with open_clips(clips_dir, device=device, **shape) as on_device, open_clips(clips_dir, **shape) as on_cpu:
         kept = list(on_device)
-        for one, other in zip(kept, on_cpu, strict=True):
-            assert one["video"].device.type == device.type and one["clip_id"].device.type == "cpu"
-            assert torch.equal(one["video"].cpu(), other["video"]) and one["caption"] == other["caption"]
+        for batch, other in zip(kept, on_cpu, strict=True):
+            assert batch["video"].device.type == device.type and batch["clip_id"].device.type == "cpu"
+            assert torch.equal(batch["video"].cpu(), other["video"]) and batch["caption"] == other["caption"]

@@ -37,13 +37,13 @@ def two_ranks(
             commands,
             ports,
             backend,
-            said=folder / f"said-by-{rank}.txt",
+            stderr_path=folder / f"said-by-{rank}.txt",
             environment={**shared, "RANK": str(rank), "MASTER_PORT": str(ports[0])},
         )
         for rank in range(SIZE)
     ]
     ends = [rank.end(within_s=within_s) for rank in ranks]
-    return [status for status, _ in ends], "\n".join(said[-2000:] for status, said in ends if status != 0)
+    return [status for status, _ in ends], "\n".join(text[-2000:] for status, text in ends if status != 0)
 
 
 @dataclass
@@ -64,16 +64,16 @@ class Launches:
             self.why_not_nccl = "no GPU"
         if strategy not in self.made and self.why_not_nccl is None:
             folder = self._folder(f"{strategy}-nccl")
-            statuses, said = two_ranks(strategy, runs, device, backend="nccl", folder=folder, within_s=45)
+            statuses, stderr = two_ranks(strategy, runs, device, backend="nccl", folder=folder, within_s=45)
             if statuses == [0] * SIZE:
                 self.made[strategy] = folder
             else:
-                lines = [line for line in said.splitlines() if "uplicate GPU" in line or "error" in line.lower()]
-                self.why_not_nccl = f"NCCL ended with {statuses}: {' / '.join(lines)[:500] or said[-500:]}"
+                lines = [line for line in stderr.splitlines() if "uplicate GPU" in line or "error" in line.lower()]
+                self.why_not_nccl = f"NCCL ended with {statuses}: {' / '.join(lines)[:500] or stderr[-500:]}"
         if strategy not in self.made:
             folder = self._folder(f"{strategy}-gloo")
-            statuses, said = two_ranks(strategy, runs, device, backend=GLOO, folder=folder, within_s=60)
-            assert statuses == [0] * SIZE, f"gloo ended with {statuses} ({self.why_not_nccl}): {said}"
+            statuses, stderr = two_ranks(strategy, runs, device, backend=GLOO, folder=folder, within_s=60)
+            assert statuses == [0] * SIZE, f"gloo ended with {statuses} ({self.why_not_nccl}): {stderr}"
             self.made[strategy] = folder
         return self.made[strategy], "nccl" if self.why_not_nccl is None else f"gloo: {self.why_not_nccl}"
 
@@ -96,5 +96,5 @@ def test_two_processes_have_the_losses_of_one(
         pytest.skip(f"not in the dry run, which runs {SHOWN} alone")
     path, backend = launches.make(strategy, runs, device)
     record_property("backend", backend)
-    found = losses(path / task)
-    assert_near(found, losses(runs.make(task, device)), first=FIRST, every=ALL, record=record_property)
+    values = losses(path / task)
+    assert_near(values, losses(runs.make(task, device)), first=FIRST, every=ALL, record=record_property)

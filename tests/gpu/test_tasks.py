@@ -27,7 +27,7 @@ SHOWN = "dual-encoder-latents"  # the task of the dry run
 
 
 @pytest.fixture
-def chosen(request: pytest.FixtureRequest, is_dry_run: bool) -> str:
+def chosen_task(request: pytest.FixtureRequest, is_dry_run: bool) -> str:
     """A task; the dry run runs one of them."""
     task: str = request.param
     if is_dry_run and task != SHOWN:
@@ -35,39 +35,42 @@ def chosen(request: pytest.FixtureRequest, is_dry_run: bool) -> str:
     return task
 
 
-def assert_near(found: list[float], expected: list[float], *, first: float, every: float, record: Record) -> None:
+def assert_near(values: list[float], expected: list[float], *, first: float, every: float, record: Record) -> None:
     """Two curves of losses, which move."""
-    off = deviation(found[:1], expected[:1]), deviation(found, expected)
-    record("relative_difference", f"{off[0]:.2g} in the first step, {off[1]:.2g} in the worst of {len(found)}")
+    off = deviation(values[:1], expected[:1]), deviation(values, expected)
+    record("relative_difference", f"{off[0]:.2g} in the first step, {off[1]:.2g} in the worst of {len(values)}")
     assert off[0] <= first and off[1] <= every, off
     assert len(set(expected)) > len(expected) / 2
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_has_the_losses_of_a_cpu(task: str, runs: Runs, device: torch.device, record_property: Record) -> None:
-    found, expected = losses(runs.make(task, device)), losses(runs.make(task, CPU))
-    assert_near(found, expected, first=FIRST, every=ALL, record=record_property)
+    values, expected = losses(runs.make(task, device)), losses(runs.make(task, CPU))
+    assert_near(values, expected, first=FIRST, every=ALL, record=record_property)
 
 
-@pytest.mark.parametrize("chosen", TASKS, indirect=True)
+@pytest.mark.parametrize("chosen_task", TASKS, indirect=True)
 def test_bfloat16_learns_what_float32_learns(
-    chosen: str, runs: Runs, device: torch.device, record_property: Record
+    chosen_task: str, runs: Runs, device: torch.device, record_property: Record
 ) -> None:
-    found, expected = losses(runs.make(chosen, device, "--precision", "bf16")), losses(runs.make(chosen, device))
+    values, expected = (
+        losses(runs.make(chosen_task, device, "--precision", "bf16")),
+        losses(runs.make(chosen_task, device)),
+    )
     bounds = {"first": FIRST_HALF["bf16"], "every": ALL_HALF["bf16"]}
-    assert_near(found, expected, **bounds, record=record_property)
-    assert found != expected, "bf16 rounds nothing"
+    assert_near(values, expected, **bounds, record=record_property)
+    assert values != expected, "bf16 rounds nothing"
 
 
 # The latents' first gradients overflow at the usual scale, and a step that is left out moves the curve.
-@pytest.mark.parametrize("chosen", [task for task in TASKS if task != "dual-encoder-latents"], indirect=True)
+@pytest.mark.parametrize("chosen_task", [task for task in TASKS if task != "dual-encoder-latents"], indirect=True)
 def test_float16_with_its_scale_learns_what_float32_learns(
-    chosen: str, runs: Runs, device: torch.device, record_property: Record
+    chosen_task: str, runs: Runs, device: torch.device, record_property: Record
 ) -> None:
-    run = runs.make(chosen, device, "--precision", "fp16")
+    run = runs.make(chosen_task, device, "--precision", "fp16")
     record_property("num_skipped", numbers(run, "num_skipped")[-1])
     bounds = {"first": FIRST_HALF["fp16"], "every": ALL_HALF["fp16"]}
-    assert_near(losses(run), losses(runs.make(chosen, device)), **bounds, record=record_property)
+    assert_near(losses(run), losses(runs.make(chosen_task, device)), **bounds, record=record_property)
 
 
 def test_an_overflow_is_left_out_and_the_scale_halves_and_grows_again(
@@ -87,12 +90,12 @@ def test_an_overflow_is_left_out_and_the_scale_halves_and_grows_again(
         assert after in (before / 2, before, before * 2)
         assert num_after >= num_before and (not was_skipped or after == before / 2)
     assert any(after == 2 * before for before, after in pairwise(scales)), "it never grew again"
-    found = losses(run)
-    assert is_dry_run or found[-1] < 0.9 * found[0]
-    assert all(bool(one.isfinite().all()) for one in weights_of(run).values())
+    values = losses(run)
+    assert is_dry_run or values[-1] < 0.9 * values[0]
+    assert all(bool(weight.isfinite().all()) for weight in weights_of(run).values())
 
 
-@pytest.mark.parametrize("chosen", TASKS, indirect=True)
+@pytest.mark.parametrize("chosen_task", TASKS, indirect=True)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -104,12 +107,12 @@ def test_an_overflow_is_left_out_and_the_scale_halves_and_grows_again(
     ids=["activation-checkpointing", "microbatch", "auto", "xformers"],
 )
 def test_how_a_step_is_computed_changes_no_loss(
-    flags: tuple[str, ...], chosen: str, runs: Runs, device: torch.device, record_property: Record
+    flags: tuple[str, ...], chosen_task: str, runs: Runs, device: torch.device, record_property: Record
 ) -> None:
     if device.type == "cpu" and "xformers" in flags:
         pytest.skip("xformers needs CUDA by nature: not in the dry run")
-    found, expected = losses(runs.make(chosen, device, *flags)), losses(runs.make(chosen, device))
-    assert_near(found, expected, first=FIRST, every=ALL, record=record_property)
+    values, expected = losses(runs.make(chosen_task, device, *flags)), losses(runs.make(chosen_task, device))
+    assert_near(values, expected, first=FIRST, every=ALL, record=record_property)
 
 
 def test_an_average_of_weights_changes_no_loss_and_is_another_set_of_weights(
@@ -118,22 +121,22 @@ def test_an_average_of_weights_changes_no_loss_and_is_another_set_of_weights(
     plain = runs.make(SHOWN, device)
     averaged = runs.make(SHOWN, device, "--optimizer.ema", "0.9")
     assert_near(losses(averaged), losses(plain), first=FIRST, every=ALL, record=record_property)
-    found, latest = weights_of(averaged), weights_of(plain)
-    assert found.keys() == latest.keys()
-    assert any(not torch.allclose(one, latest[name], atol=1e-4) for name, one in found.items())
+    averages, latest = weights_of(averaged), weights_of(plain)
+    assert averages.keys() == latest.keys()
+    assert any(not torch.allclose(tensor, latest[name], atol=1e-4) for name, tensor in averages.items())
 
 
 def test_averages_of_weights_are_those_of_the_formula(device: torch.device) -> None:
     model: Any = nn.Linear(33, 17).to(device)
     ema = Ema(model, decay=0.9)
-    expected = {name: one.detach().double().cpu() for name, one in model.named_parameters()}
+    expected = {name: parameter.detach().double().cpu() for name, parameter in model.named_parameters()}
     generator = torch.Generator().manual_seed(0)
     for step in range(1, 30):
         decay = min(0.9, (1 + step) / (10 + step))
-        for name, one in model.named_parameters():
-            one.data.copy_(torch.randn(one.shape, generator=generator))
-            expected[name] = decay * expected[name] + (1 - decay) * one.detach().double().cpu()
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+            expected[name] = decay * expected[name] + (1 - decay) * parameter.detach().double().cpu()
         ema.update(model, step=step)
-    for name, one in ema.state_dict().items():
-        assert one.device.type == device.type
-        torch.testing.assert_close(one.double().cpu(), expected[name], atol=1e-5, rtol=0)
+    for name, parameter in ema.state_dict().items():
+        assert parameter.device.type == device.type
+        torch.testing.assert_close(parameter.double().cpu(), expected[name], atol=1e-5, rtol=0)

@@ -13,7 +13,7 @@ import pytest
 from clipmill.manifests import mapped_files
 from clipmill.manifests.mapped_files import map_arrow_file, report_lost_pages
 from clipmill.shards.index import IndexBuilder, index_bytes, index_schema, open_index
-from tests.forked import forked
+from tests.forked import run_forked
 
 SIZE = 16 * mmap.PAGESIZE
 
@@ -35,7 +35,7 @@ def test_an_index_that_is_cut_while_it_is_open_ends_the_process_with_its_name(tm
         os.truncate(path, 0)
         index["mp4_crc32"].to_numpy().sum()
 
-    status, stderr = forked(read)
+    status, stderr = run_forked(read)
     assert status == 1
     assert stderr.splitlines()[0].startswith(
         f"failed: {tmp_path}/000000\\u202e.index.arrow became unreadable while in use"
@@ -58,7 +58,7 @@ def test_threads_without_the_interpreter_lock_may_meet_the_lost_page(tmp_path: P
         for thread in threads:
             thread.join()
 
-    status, stderr = forked(read)
+    status, stderr = run_forked(read)
     assert status == 1 and set(stderr.splitlines()[::2]) == {
         f"failed: {path} became unreadable while in use: another program truncated it, or its disk failed or is full"
     }
@@ -72,4 +72,4 @@ def test_an_error_of_the_bus_that_is_of_no_file_ends_the_process_as_before() -> 
         report_lost_pages()
         signal.raise_signal(signal.SIGBUS)
 
-    assert forked(send)[0] == -signal.SIGBUS
+    assert run_forked(send)[0] == -signal.SIGBUS

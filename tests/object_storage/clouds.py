@@ -88,8 +88,8 @@ def _try(bucket: str, folder: Path, faults: Faults) -> None:
     open_objects(data).write(f"{variant}/.tmp-0123456789ab-shards.txt", b"left by a command that was killed")
     for command in (LATENTS, TEXT, ("status",), ("verify",), ("gc",), ("gc",)):
         _step(*command, "--data", data)
-    found, expected = columns(contents_of(data)), columns(contents(local))
-    assert found == expected, found.items() ^ expected.items()
+    digests, expected = columns(contents_of(data)), columns(contents(local))
+    assert digests == expected, digests.items() ^ expected.items()
     print("    the bytes are those of a local folder", flush=True)
     for name, flags in (("pixels", _PIXELS), ("latents", _LATENTS)):
         _step_of_training(name, flags, data, folder)
@@ -125,7 +125,7 @@ def _move(scratch: Path) -> None:
 def _step(*words: object) -> Ran:
     begin_s = time.monotonic()
     ran = prep(*words)
-    print(f"prep {words[0]} ({time.monotonic() - begin_s:.0f} s): {_last(ran.stdout)}", flush=True)
+    print(f"prep {words[0]} ({time.monotonic() - begin_s:.0f} s): {_last_line(ran.stdout)}", flush=True)
     return ran
 
 
@@ -134,7 +134,7 @@ def _step_of_training(name: str, flags: tuple[object, ...], data: str, folder: P
     command = [sys.executable, "-m", "clipmill.train.cli", *map(str, words)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    print(f"train dual-encoder, {name}: {_last(ran.stdout + ran.stderr)}", flush=True)
+    print(f"train dual-encoder, {name}: {_last_line(ran.stdout + ran.stderr)}", flush=True)
 
 
 def _try_wrong_credentials(bucket: str, data: str, folder: Path) -> None:
@@ -149,7 +149,7 @@ def _try_wrong_credentials(bucket: str, data: str, folder: Path) -> None:
         print(f"wrong credentials: {prep('status', '--data', data, status=2, **wrong).stderr.strip()}")
 
 
-def _last(text: str) -> str:
+def _last_line(text: str) -> str:
     return (text.strip().splitlines() or [""])[-1]
 
 

@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.object_storage.server import started
+from tests.object_storage.server import start_server
 
 _CONTROL = "/_faults"
 _BLOCK_BYTES = 64 * 1024
@@ -79,7 +79,7 @@ class Fault:
     code: str = "SlowDown"
 
 
-def vanished(path: str, **when: Any) -> Fault:
+def vanished_key(path: str, **when: Any) -> Fault:
     """Fault of a key that is gone."""
     return Fault("error", method="GET", path=path, status=404, code="NoSuchKey", **when)
 
@@ -135,9 +135,9 @@ class Faults:
 
     def seen(self) -> Seen:
         """Return the requests since the last `set`."""
-        found = json.loads(self._ask(urllib.request.Request(self.endpoint + _CONTROL)))
-        requests = tuple((method, path) for method, path in found["requests"])
-        return Seen(requests, found["bytes"], found["faults"], frozenset(found["keys"]), found["expired"])
+        record = json.loads(self._ask(urllib.request.Request(self.endpoint + _CONTROL)))
+        requests = tuple((method, path) for method, path in record["requests"])
+        return Seen(requests, record["bytes"], record["faults"], frozenset(record["keys"]), record["expired"])
 
     def _ask(self, request: urllib.request.Request) -> bytes:
         context = ssl.create_default_context(cafile=self.certificate) if self.certificate else None
@@ -149,7 +149,7 @@ class Faults:
 def faulty(port: int, *, certificate: Path | None = None) -> Iterator[Faults]:
     """Start a proxy in front of the server at `port` of this machine; with a certificate and its key, it speaks TLS."""
     further = [] if certificate is None else [str(certificate)]
-    with started(["tests.object_storage.faults", str(port), *further]) as own_port:
+    with start_server(["tests.object_storage.faults", str(port), *further]) as own_port:
         yield Faults(own_port, certificate)
 
 
@@ -238,9 +238,9 @@ class Proxy:
                 await self._send(writer, answer, len(answer.body) // 2 if cut else len(answer.body))
                 if cut or not request.stays_open:
                     break
-        for one in (writer, upstream[1] if upstream else None):
-            if one is not None:
-                one.close()
+        for stream in (writer, upstream[1] if upstream else None):
+            if stream is not None:
+                stream.close()
 
     def _metadata(self, path: str) -> Message:
         if path == METADATA:
@@ -272,8 +272,8 @@ class Proxy:
         if fault.kind == "hang":
             waits.append(asyncio.ensure_future(reader.read()))
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for one in waits:
-            one.cancel()
+        for wait in waits:
+            wait.cancel()
         if fault.kind == "late":
             upstream = await asyncio.open_connection("127.0.0.1", self.upstream_port)
             answer, left = await self.forwarded(request, method, upstream)
@@ -338,9 +338,9 @@ class Proxy:
             self.began_s, self.spreading = {}, None
             self.are_replaced.set()
             self.are_replaced = asyncio.Event()
-        found = {"requests": self.requests, "bytes": self.num_bytes, "faults": self.num_faults}
-        found |= {"keys": sorted(self.keys), "expired": self.num_expired}
-        answer = answer_of(json.dumps(found).encode())
+        report = {"requests": self.requests, "bytes": self.num_bytes, "faults": self.num_faults}
+        report |= {"keys": sorted(self.keys), "expired": self.num_expired}
+        answer = answer_of(json.dumps(report).encode())
         return answer.head + answer.body
 
 

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
 from tests.object_storage.faults import Message, Proxy, error_answer, serve
-from tests.object_storage.server import ACCESS_KEY, S3Server, started
+from tests.object_storage.server import ACCESS_KEY, S3Server, start_server
 
 _EMAIL = "test@clips.example"
 _CLOCK_S = 300
@@ -63,7 +63,7 @@ def google_server(server: S3Server) -> Iterator[GoogleServer]:
     """Start a front of a server; it ends with the block, or with this process."""
     with tempfile.TemporaryDirectory() as folder:
         key_file = write_key_file(Path(folder) / "key.json")
-        with started(["tests.object_storage.google", str(server.port), str(key_file)]) as port:
+        with start_server(["tests.object_storage.google", str(server.port), str(key_file)]) as port:
             yield GoogleServer(port, server, key_file)
 
 
@@ -93,7 +93,7 @@ class _Front(Proxy):
             return error_answer(401, "AuthenticationRequired", method), upstream
         async with self.locks.setdefault(path, asyncio.Lock()):
             known = self.generations.get(path, 0)
-            if (wanted := headers.get(_CONDITION)) is not None and int(wanted) != known:
+            if (condition := headers.get(_CONDITION)) is not None and int(condition) != known:
                 return error_answer(412, "PreconditionFailed", method), upstream
             if method == "DELETE" and "uploadId=" not in request.first_line()[1] and not known:
                 return error_answer(404, "NoSuchKey"), upstream
@@ -114,10 +114,10 @@ class _Front(Proxy):
             self.public_key.verify(
                 _decode_base64(signature), f"{head}.{claims}".encode(), padding.PKCS1v15(), hashes.SHA256()
             )
-            found = json.loads(_decode_base64(claims))
+            record = json.loads(_decode_base64(claims))
         except (ValueError, InvalidSignature):
             return False
-        return found["iss"] == _EMAIL and found["iat"] - _CLOCK_S < time.time() < found["exp"] + _CLOCK_S
+        return record["iss"] == _EMAIL and record["iat"] - _CLOCK_S < time.time() < record["exp"] + _CLOCK_S
 
 
 def _completes(request: Message, method: str) -> bool:

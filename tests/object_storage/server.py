@@ -71,12 +71,12 @@ class S3Server:
 def s3_server() -> Iterator[S3Server]:
     """Start a server; it ends with the block, or with this process."""
     environment = {**os.environ, "S3_IGNORE_SUBDOMAIN_BUCKETNAME": "true"}
-    with started(["tests.object_storage.server"], environment) as port:
+    with start_server(["tests.object_storage.server"], environment) as port:
         yield S3Server(port)
 
 
 @contextlib.contextmanager
-def started(arguments: list[str], environment: dict[str, str] | None = None) -> Iterator[int]:
+def start_server(arguments: list[str], environment: dict[str, str] | None = None) -> Iterator[int]:
     """Start `python -m ARGUMENTS`, which prints its port and runs until its standard input ends."""
     command = [sys.executable, "-m", *arguments]
     with subprocess.Popen(

@@ -23,7 +23,7 @@ from clipmill.prep.engines import Check, Outcome, R, T
 from clipmill.prep.scores.column import COLUMN as SCORES
 from clipmill.prep.video.worker import ShardTask
 from clipmill.shards.commit_table import Contents, write_contents
-from tests.object_storage.faults import Fault, Faults, vanished
+from tests.object_storage.faults import Fault, Faults, vanished_key
 from tests.object_storage.folders import contents_of, upload
 from tests.object_storage.server import S3Server
 from tests.prep.here import Here, make_here
@@ -275,7 +275,7 @@ def test_an_empty_folder_of_a_bucket_is_no_data_folder(bucket: str) -> None:
 
 
 def test_a_key_that_is_gone_for_good_is_named(data: str, faults: Faults) -> None:
-    faults.set(vanished("/commits/"))
+    faults.set(vanished_key("/commits/"))
     assert "/commits/" in prep_here("status", "--data", data, status=1).stderr
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.forked import forget, forked
+from tests.forked import forget, run_forked
 
 ROOT = Path(__file__).parents[2]
 MAX_MODULES_OF_HELP = 19
@@ -90,6 +90,6 @@ def test_help_loads_few_modules() -> None:
         call_prep("--help")
         print(*loaded_modules(), sep="\n", file=sys.stderr)
 
-    status, output = forked(run)
+    status, output = run_forked(run)
     assert status == 0, output
     assert 10 < len(output.splitlines()) <= MAX_MODULES_OF_HELP, output

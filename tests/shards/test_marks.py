@@ -29,7 +29,7 @@ from clipmill.shards.marks import (
     read_readers,
     remove_unused_marks,
 )
-from tests.forked import forked
+from tests.forked import run_forked
 from tests.object_storage.faults import Fault, Faults
 
 NEW = "h265-other-89abcdef"
@@ -156,8 +156,8 @@ def test_a_reader_that_is_killed_counts_no_more_and_its_end_removes_no_mark_of_a
         leave_mark(folder.variant(NEW))
         marks._remove_marks()
 
-    assert forked(read_and_die)[0] == -signal.SIGKILL
-    assert forked(read_and_end)[0] == 0
+    assert run_forked(read_and_die)[0] == -signal.SIGKILL
+    assert run_forked(read_and_end)[0] == 0
     readers = folder.readers()
     assert [reader.variants for reader in readers.alive] == [{"video": folder.variant().name}] and user is not None
     assert [reader.variants for reader in readers.ended] == [{"video": NEW}]

@@ -207,23 +207,23 @@ class Device:
         if device is None:
             asked = kwargs.get("device")
             device = _with_index(asked) if asked is not None else ours[0].device if ours else CPU
-        plain_args = _mapped(_plain, args)
-        plain_kwargs = {key: _mapped(_plain, value) for key, value in kwargs.items()}
+        plain_args = _map(_as_plain, args)
+        plain_kwargs = {key: _map(_as_plain, value) for key, value in kwargs.items()}
         if _is_cuda(plain_kwargs.get("device")):
             plain_kwargs["device"] = CPU
         generator = plain_kwargs.get("generator")
         if generator is not None and generator.device.type == "cuda":
             plain_kwargs["generator"] = None
         if ours and (known := emulation_of(func)):
-            found = known(*plain_args, **plain_kwargs)
+            outcome = known(*plain_args, **plain_kwargs)
         else:
             if ours and func.namespace not in _OURS:
                 parts = func.decompose(*args, **kwargs)
                 if parts is not NotImplemented:
                     return parts
-            found = func(*plain_args, **plain_kwargs)
+            outcome = func(*plain_args, **plain_kwargs)
         if name in _ON_HOST:
-            return found
+            return outcome
         is_on_device = device.type == "cuda"
 
         def wrap(x: Any) -> Any:
@@ -231,7 +231,7 @@ class Device:
 
         if is_on_device:
             self.journal.devices.add(device.index)
-        wrapped = _mapped(wrap, found)
+        wrapped = _map(wrap, outcome)
         if name == "_to_copy" or not (ours or is_on_device) or not has_aliases(func):
             return wrapped
         try:
@@ -240,13 +240,13 @@ class Device:
             return wrapped
 
 
-def _plain(value: Any) -> Any:
+def _as_plain(value: Any) -> Any:
     return value.numbers if isinstance(value, Simulated) else value
 
 
-def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+def _map(change: Callable[[Any], Any], value: Any) -> Any:
     if type(value) in (list, tuple):
-        return type(value)([_mapped(change, one) for one in value])
+        return type(value)([_map(change, part) for part in value])
     return change(value)
 
 
@@ -291,7 +291,7 @@ def simulation() -> Iterator[Journal]:
     def tensor(values: Any, **options: Any) -> torch.Tensor:
         # torch reads the numbers of tensors in a list from their memory, which the host waits for.
         if isinstance(values, list):
-            values = _mapped(lambda one: one.item() if isinstance(one, Simulated) else one, values)
+            values = _map(lambda part: part.item() if isinstance(part, Simulated) else part, values)
         return make_tensor(values, **options)
 
     with pytest.MonkeyPatch.context() as patch:

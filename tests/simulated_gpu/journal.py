@@ -93,11 +93,11 @@ class Journal:
                         )
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same(first: torch.Tensor, other: torch.Tensor) -> bool:
     return (
-        torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-        if one.ndim
-        else bool(one == other)
+        torch.equal(first.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+        if first.ndim
+        else bool(first == other)
     )
 
 

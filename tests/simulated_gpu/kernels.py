@@ -72,7 +72,7 @@ def _by_sequence(
     require_grid(len(q) if starts_q is None else len(starts_q) - 1, q.shape[-2])
     given: dict[str, Any] = {"causal": causal, "scale": q.shape[-1] ** -0.5 if scale is None else scale}
     if starts_q is None or starts_k is None:
-        found = compute(q, k, v, *others, **given)
+        outputs = compute(q, k, v, *others, **given)
     else:
         parts = []
         rows_q, rows_k = ([slice(*pair) for pair in zip(x.tolist(), x.tolist()[1:])] for x in (starts_q, starts_k))  # noqa: B905 - pairs
@@ -80,8 +80,8 @@ def _by_sequence(
             parts.append(
                 compute(q[None, of_q], k[None, of_k], v[None, of_k], *(x[None, of_q] for x in others), **given)
             )
-        found = tuple(torch.cat([one[0] for one in side]) for side in zip(*parts, strict=True))
-    return [x.to(tensors[0].dtype) for x in found]
+        outputs = tuple(torch.cat([part[0] for part in side]) for side in zip(*parts, strict=True))
+    return [x.to(tensors[0].dtype) for x in outputs]
 
 
 def _flash_forward(

@@ -16,16 +16,16 @@ def name_of(func: Any) -> str:
 def has_aliases(func: Any) -> bool:
     """Return whether an operator writes to its arguments or returns views of them."""
     schema = getattr(func, "_schema", None)
-    return schema is None or any(one.alias_info is not None for one in (*schema.arguments, *schema.returns))
+    return schema is None or any(argument.alias_info is not None for argument in (*schema.arguments, *schema.returns))
 
 
-def collect_tensors(values: Any, found: list[torch.Tensor]) -> None:
+def collect_tensors(values: Any, tensors: list[torch.Tensor]) -> None:
     """Append all tensors in nested lists; torch's own trees take most of the time of a small operator."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif type(value) in (list, tuple):
-            collect_tensors(value, found)
+            collect_tensors(value, tensors)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -42,12 +42,12 @@ def test_a_measurement_that_fails_costs_no_other_its_result(
     monkeypatch.setenv("PYTHONPATH", f"{EVERYWHERE}:{repository}")
     done = run_simulated(("-c", PROGRAM, str(tmp_path)), folder=tmp_path)
     assert (tmp_path / "first.json").exists(), f"{done.stdout[-3000:]}{done.stderr[-5000:]}"
-    found = json.loads((tmp_path / "first.json").read_text())
-    errors = {one["name"]: one["error"] for one in found["measurements"]}
+    record = json.loads((tmp_path / "first.json").read_text())
+    errors = {entry["name"]: entry["error"] for entry in record["measurements"]}
     assert "MixedDevices" in errors.pop("mixed")
     assert errors.pop("crashed") == "its process was killed by SIGABRT"
     assert errors.pop("hanging").startswith("it was killed after ")
     assert {name: error for name, error in errors.items() if error} == {}
-    assert found["running"] is None and len(errors) == 9
-    failures = [row for one in found["measurements"][1:] for row in one["rows"] if "error" in row]
+    assert record["running"] is None and len(errors) == 9
+    failures = [row for entry in record["measurements"][1:] for row in entry["rows"] if "error" in row]
     assert failures == []  # the doctor tries SDPA's own kernels, which are not simulated

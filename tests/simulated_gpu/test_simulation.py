@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def done(folder: Path) -> subprocess.CompletedProcess[str]:
+def simulated_process(folder: Path) -> subprocess.CompletedProcess[str]:
     """The simulated process."""
     return simulate(folder, tests="not nightly")
 
@@ -64,11 +64,13 @@ def test_long_tests_on_the_simulated_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0 and " passed" in done.stdout, f"{done.stdout[-8000:]}{done.stderr[-3000:]}"
 
 
-def test_the_simulated_gpu_is_used_as_a_gpu_must_be(done: subprocess.CompletedProcess[str]) -> None:
-    assert done.returncode == 0 and " passed" in done.stdout, f"{done.stdout[-8000:]}{done.stderr[-3000:]}"
+def test_the_simulated_gpu_is_used_as_a_gpu_must_be(simulated_process: subprocess.CompletedProcess[str]) -> None:
+    assert simulated_process.returncode == 0 and " passed" in simulated_process.stdout, (
+        f"{simulated_process.stdout[-8000:]}{simulated_process.stderr[-3000:]}"
+    )
 
 
-def test_the_cpu_is_not_taken_without_a_word(done: subprocess.CompletedProcess[str], folder: Path) -> None:
+def test_the_cpu_is_not_taken_without_a_word(simulated_process: subprocess.CompletedProcess[str], folder: Path) -> None:
     device, refused = (folder / "out").read_text().splitlines()
     assert device == "cpu" and "requested by --require-gpu" in refused
     [line] = [line for line in (folder / "err").read_text().splitlines() if line.startswith("note:")]

@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the same figures, and all reasons")
     chosen = parser.parse_args()
     num_cases = {name: int(number) for name, _, number in (item.partition("=") for item in chosen.cases)}
-    wanted = [chosen.part] if chosen.part else list(num_cases or PARTS)
+    part_names = [chosen.part] if chosen.part else list(num_cases or PARTS)
     minutes = chosen.minutes or (math.inf if num_cases else 60.0)
     end_s = time.monotonic() + 60 * minutes
     folder = Path(tempfile.mkdtemp(prefix="torture-"))
@@ -57,7 +57,7 @@ def main() -> None:
         with Workspace(folder) as workspace:
             for seed in chosen.seed:
                 of_seed = run_campaign(
-                    parts_of(wanted, seed=seed, workspace=workspace),
+                    parts_of(part_names, seed=seed, workspace=workspace),
                     workspace,
                     seed=seed,
                     seconds=end_s - time.monotonic(),
@@ -82,29 +82,29 @@ def main() -> None:
 
 def parts_of(names: Collection[str], *, seed: int, workspace: Workspace) -> dict[str, Subjects]:
     """Return the subjects of some parts."""
-    found: dict[str, Subjects] = {}
+    subjects_by_part: dict[str, Subjects] = {}
     for name in names:
         for module in PARTS[name]:
             module_cases = importlib.import_module(f"tests.torture.{module}").cases
-            found.setdefault(name, {}).update(module_cases(seed, workspace))
-    return found
+            subjects_by_part.setdefault(name, {}).update(module_cases(seed, workspace))
+    return subjects_by_part
 
 
 def report(result: Result, *, commit: str) -> str:
     """Format a Markdown table of counts, and for each failure a description and the command that reproduces it."""
-    seeds = " and ".join(str(seed) for seed in dict.fromkeys(one.seed for one in result.outcomes))
+    seeds = " and ".join(str(seed) for seed in dict.fromkeys(outcome.seed for outcome in result.outcomes))
     lines = ["", f"Seed {seeds}, commit {commit}: {len(result.outcomes)} cases, of which {len(result.failed)} failed."]
     lines += [f"{result.num_left} cases were left when the time was up."] if result.num_left else []
     lines += ["", "| part | of | tried | held | faults |", "|---|---|---|---|---|"]
-    for key in sorted({(one.case.part, one.case.subject) for one in result.outcomes}):
-        mine = [one for one in result.outcomes if (one.case.part, one.case.subject) == key]
-        num_held = sum(one.reason is None for one in mine)
-        faults = sorted(Counter(one.case.fault for one in mine).items())
+    for key in sorted({(outcome.case.part, outcome.case.subject) for outcome in result.outcomes}):
+        mine = [outcome for outcome in result.outcomes if (outcome.case.part, outcome.case.subject) == key]
+        num_held = sum(outcome.reason is None for outcome in mine)
+        faults = sorted(Counter(outcome.case.fault for outcome in mine).items())
         described = ", ".join(f"{fault} {count}" for fault, count in faults)
         lines.append(f"| {' | '.join(map(str, (*key, len(mine), num_held)))} | {described} |")
-    for one in result.failed:
-        lines += ["", f"FAILED {one.case.name}", *(f"    {line}" for line in (one.reason or "").splitlines())]
-        lines += [f"    make torture SEED={one.seed} CASE='{one.case.name}'"]
+    for outcome in result.failed:
+        lines += ["", f"FAILED {outcome.case.name}", *(f"    {line}" for line in (outcome.reason or "").splitlines())]
+        lines += [f"    make torture SEED={outcome.seed} CASE='{outcome.case.name}'"]
     return "\n".join(lines)
 
 
@@ -112,13 +112,13 @@ def as_json(result: Result, *, commit: str) -> dict[str, object]:
     """Return the same report as a JSON object."""
     outcomes = [
         {
-            "seed": one.seed,
-            "name": one.case.name,
-            "fault": one.case.fault,
-            "reason": one.reason,
-            "seconds": round(one.seconds, 2),
+            "seed": outcome.seed,
+            "name": outcome.case.name,
+            "fault": outcome.case.fault,
+            "reason": outcome.reason,
+            "seconds": round(outcome.seconds, 2),
         }
-        for one in result.outcomes
+        for outcome in result.outcomes
     ]
     return {"commit": commit, "num_left": result.num_left, "cases": outcomes}
 

@@ -99,7 +99,7 @@ def _complete(random: Random, text: str, request: Request) -> _Drawn:
     return True, completion(text, request, finish_reason=random.choice(_COMPLETE))
 
 
-def _incomplete(random: Random, text: str, request: Request) -> _Drawn:
+def _answer_incompletely(random: Random, text: str, request: Request) -> _Drawn:
     return False, completion(text, request, finish_reason=random.choice(_INCOMPLETE))
 
 
@@ -152,7 +152,7 @@ def _snapshot(_: Random, text: str, request: Request) -> _Drawn:
 
 _KINDS: dict[str, Callable[[Random, str, Request], _Drawn]] = {
     "complete": _complete,
-    "incomplete": _incomplete,
+    "incomplete": _answer_incompletely,
     "counts": _counts,
     "no-text": _no_text,
     "surrogate": _surrogate,

@@ -32,7 +32,7 @@ from tests.conftest import ROOT
 from tests.object_storage.faults import Fault, faulty
 from tests.torture import bases
 from tests.torture.buckets import SHORT_LEASES, leading_to, shared_server, signal_session
-from tests.torture.cases import Broken, Case, drawn
+from tests.torture.cases import Broken, Case, draw
 from tests.torture.checks import ended_well
 from tests.torture.commands import Ran
 from tests.torture.short_leases.sitecustomize import EXPIRY_S
@@ -62,7 +62,7 @@ def _cases_of(seed: int, workspace: Workspace) -> Iterator[Case]:
     workspace.made("requests-of-run", trace)
     pairs = [(point, fault) for point in points for fault in FAULTS]
     kinds = (lambda pair: pair[1], lambda pair: re.sub(r"\d+", "", pair[0]), lambda pair: pair[0])
-    for point, fault in drawn(pairs, seed=f"{seed}/{PART}", kinds=kinds):
+    for point, fault in draw(pairs, seed=f"{seed}/{PART}", kinds=kinds):
         yield Case(f"{PART}/{_SUBJECT}/{point}/{fault}", fault, partial(_try, workspace, point, fault))
 
 
@@ -146,10 +146,10 @@ class _Trial:
     def require_same(self) -> None:
         """Check that the run is complete, and has the parts and losses of an undisturbed run on a disk."""
         contents, whole = self.require_whole(), bases.with_run(self._workspace) / "run"
-        found = {_RANDOM.sub("0", key): content for key, content in contents.items() if "/__" in key}
+        result = {_RANDOM.sub("0", key): content for key, content in contents.items() if "/__" in key}
         parts = {path.relative_to(whole).as_posix(): path.read_bytes() for path in whole.rglob("__*")}
-        if parts != found:
-            raise Broken(f"parts are {sorted(found)}, and not the bytes of {sorted(parts)}")
+        if parts != result:
+            raise Broken(f"parts are {sorted(result)}, and not the bytes of {sorted(parts)}")
         metrics = self._folder / "metrics.jsonl"
         metrics.write_bytes(contents["metrics.jsonl"])
         losses = [

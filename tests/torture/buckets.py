@@ -33,7 +33,7 @@ from tests.object_storage.faults import Fault, Faults, faulty
 from tests.object_storage.folders import contents_of, upload
 from tests.object_storage.server import S3Server, s3_server
 from tests.torture import bases
-from tests.torture.cases import Broken, Case, drawn
+from tests.torture.cases import Broken, Case, draw
 from tests.torture.checks import ended_well, same_contents
 from tests.torture.commands import Commands, Ran
 from tests.torture.short_leases.sitecustomize import EXPIRY_S
@@ -95,14 +95,14 @@ class Point:
 
     def fault(self, kind: str) -> Fault:
         """Return what happens to the request."""
-        found = re.fullmatch(r"(\w+):(.*)#(\d+)", self.name, re.DOTALL)
-        assert found is not None
-        path = re.escape(found[2]).replace(re.escape(_SIGNED), "&X-Amz-.*").replace(re.escape("*"), "[0-9a-f]{12}")
+        match = re.fullmatch(r"(\w+):(.*)#(\d+)", self.name, re.DOTALL)
+        assert match is not None
+        path = re.escape(match[2]).replace(re.escape(_SIGNED), "&X-Amz-.*").replace(re.escape("*"), "[0-9a-f]{12}")
         return Fault(
             "late" if kind == "late" else "hang",
-            method=found[1],
+            method=match[1],
             path=f"^/[^/?]+{path}$",
-            skip=int(found[3]) - 1,
+            skip=int(match[3]) - 1,
             times=1,
             spreads=kind == "cut-off",
         )
@@ -124,7 +124,7 @@ def _cases_of(subject: Subject, seed: int, workspace: Workspace) -> Iterator[Cas
     workspace.made(f"requests-{subject.name}", trace)
     pairs = [(point, fault) for point in points for fault in subject.faults]
     kinds = (lambda pair: f"{pair[0].name.partition(':')[0]}/{pair[1]}", lambda pair: pair[0].name)
-    for point, fault in drawn(pairs, seed=f"{seed}/{PART}/{subject.name}", kinds=kinds):
+    for point, fault in draw(pairs, seed=f"{seed}/{PART}/{subject.name}", kinds=kinds):
         name = f"{PART}/{subject.name}/{point.name}/{fault}"
         yield Case(name, fault, partial(_try, subject, workspace, point, fault))
 
@@ -176,8 +176,8 @@ class _Trial:
     def contents(self) -> dict[str, str]:
         """Return what is in the bucket, without locks and temporary objects, which the next command removes."""
         with leading_to(self._server):
-            found = contents_of(self.address)
-        return {key: digest for key, digest in found.items() if "/.tmp-" not in f"/{key}"}
+            contents = contents_of(self.address)
+        return {key: digest for key, digest in contents.items() if "/.tmp-" not in f"/{key}"}
 
     def session(self) -> int:
         """Return the session of the command that holds the lock."""
@@ -203,7 +203,7 @@ def _try(subject: Subject, workspace: Workspace, point: Point, fault: str, folde
             if fault != "cut-off":
                 session = trial.session()
                 signal_session(signal.SIGSTOP, session)
-            left = _succeeded(trial, subject)
+            left = _succeed(trial, subject)
         finally:
             trial.proxy.set()
             if session is not None:
@@ -216,7 +216,7 @@ def _try(subject: Subject, workspace: Workspace, point: Point, fault: str, folde
             raise Broken(f"the late writer has changed what its successor left: {broken}\n{ran.described()}") from None
 
 
-def _succeeded(trial: _Trial, subject: Subject) -> dict[str, str]:
+def _succeed(trial: _Trial, subject: Subject) -> dict[str, str]:
     """Run the successor as soon as the lease has expired; return the contents that it leaves."""
     end_s = time.monotonic() + _LIMIT_S
     while True:

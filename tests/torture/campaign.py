@@ -65,7 +65,7 @@ def run_campaign(
     """
     deadline_s = time.monotonic() + seconds
     result, lock = Result(), threading.Lock()
-    lists, broken = _listed(parts, seed=seed, only=only)
+    lists, broken = _list_cases(parts, seed=seed, only=only)
     for outcome in broken:
         say(_line(outcome, 0, 0))
     result.outcomes.extend(broken)
@@ -83,7 +83,7 @@ def run_campaign(
             if number is None:
                 return
             folder = workspace.folder / "cases" / f"{seed}-{number:05d}"
-            outcome = Outcome(seed, waiting[number], *_tried(waiting[number], folder, keeps=keeps))
+            outcome = Outcome(seed, waiting[number], *_try(waiting[number], folder, keeps=keeps))
             with lock:
                 result.outcomes.append(outcome)
                 say(_line(outcome, len(result.outcomes), len(waiting)))
@@ -95,17 +95,21 @@ def run_campaign(
     return result
 
 
-def _listed(parts: dict[str, Subjects], *, seed: int, only: str | None) -> tuple[list[list[list[Case]]], list[Outcome]]:
+def _list_cases(
+    parts: dict[str, Subjects], *, seed: int, only: str | None
+) -> tuple[list[list[list[Case]]], list[Outcome]]:
     """List the cases of each part and subject. A subject that fails even without faults is returned as a failure."""
     broken: list[Outcome] = []
 
     def cases_of(part: str, subject: str, draw: Callable[[], Iterator[Case]]) -> list[Case]:
         begin_s = time.monotonic()
         try:
-            found = list(draw())
+            cases = list(draw())
             if only is None:
-                return found
-            return [case for case in found if case.name == only] or [one for one in found if one.name.startswith(only)]
+                return cases
+            return [case for case in cases if case.name == only] or [
+                case_ for case_ in cases if case_.name.startswith(only)
+            ]
         except Exception as error:  # noqa: BLE001 - of one subject; the others go on
             case = Case(f"{part}/{subject}/undisturbed", "none", lambda _: None)
             broken.append(Outcome(seed, case, _reason(error), time.monotonic() - begin_s))
@@ -123,7 +127,7 @@ def _listed(parts: dict[str, Subjects], *, seed: int, only: str | None) -> tuple
         return [[cases.result() for cases in subjects] for subjects in waiting], broken
 
 
-def _tried(case: Case, folder: Path, *, keeps: bool) -> tuple[str | None, float]:
+def _try(case: Case, folder: Path, *, keeps: bool) -> tuple[str | None, float]:
     """Run a case; return why it failed, or None, and the seconds that it took."""
     folder.mkdir(parents=True)
     begin_s, reason = time.monotonic(), None

@@ -36,7 +36,7 @@ class Case:
         return self.name.split("/")[1]
 
 
-def drawn(things: list[T], *, seed: str, kinds: Sequence[Callable[[T], str]]) -> Iterator[T]:
+def draw(things: list[T], *, seed: str, kinds: Sequence[Callable[[T], str]]) -> Iterator[T]:
     """Yield all of `things` in a random order determined by `seed`, in which rare kinds come as early as frequent ones.
 
     Args:

@@ -25,17 +25,17 @@ def ended_well(ran: Ran, *, status: int | Collection[int] = EXIT_CODES) -> Ran:
     return ran
 
 
-def same_files(found: Path, expected: Path) -> None:
+def same_files(actual: Path, expected: Path) -> None:
     """Check that two folders contain the same files with the same bytes, except lock files."""
-    same_contents(contents(found), contents(expected))
+    same_contents(contents(actual), contents(expected))
 
 
-def same_contents(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
+def same_contents(actual: Mapping[str, str], expected: Mapping[str, str]) -> None:
     """Check that two mappings from paths to content digests are equal."""
     differences = [
-        *(f"missing: {name}" for name in sorted(expected.keys() - found.keys())),
-        *(f"too many: {name}" for name in sorted(found.keys() - expected.keys())),
-        *(f"differs: {name}" for name in sorted(expected.keys() & found.keys()) if found[name] != expected[name]),
+        *(f"missing: {name}" for name in sorted(expected.keys() - actual.keys())),
+        *(f"too many: {name}" for name in sorted(actual.keys() - expected.keys())),
+        *(f"differs: {name}" for name in sorted(expected.keys() & actual.keys()) if actual[name] != expected[name]),
     ]
     if differences:
         raise Broken(f"not what an undisturbed run makes: {_some(differences)}")
@@ -61,23 +61,23 @@ def whole_shards(data: Path) -> None:
 
 def no_litter(*folders: Path) -> None:
     """Check for no temporary files and no empty folders below `folders`, which may be missing or empty themselves."""
-    found = []
+    problems = []
     for folder in folders:
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder)
             if path.name.startswith(TEMPORARY_PREFIX):
-                found.append(f"temporary: {name}")
+                problems.append(f"temporary: {name}")
             elif path.is_dir() and not any(path.iterdir()):
-                found.append(f"empty folder: {name}")
-    if found:
-        raise Broken(f"litter: {_some(found)}")
+                problems.append(f"empty folder: {name}")
+    if problems:
+        raise Broken(f"litter: {_some(problems)}")
 
 
 def nothing_in(scratch: Path) -> None:
     """Check that a command's $TMPDIR is empty, except for torch's compilation cache."""
-    found = [str(path.relative_to(scratch)) for path in sorted(scratch.rglob("*"))]
-    if found := [name for name in found if not name.startswith("torchinductor_")]:
-        raise Broken(f"left in $TMPDIR: {_some(found)}")
+    leftovers = [str(path.relative_to(scratch)) for path in sorted(scratch.rglob("*"))]
+    if leftovers := [name for name in leftovers if not name.startswith("torchinductor_")]:
+        raise Broken(f"left in $TMPDIR: {_some(leftovers)}")
 
 
 def _some(lines: list[str]) -> str:

@@ -156,7 +156,7 @@ def _wait_for_all(session: int, mark: str, ran: Ran) -> None:
 
 def _processes(session: int, mark: str) -> dict[int, str]:
     """Return process ID -> name of the processes of a session or with the mark in their environment, except zombies."""
-    found = {}
+    processes = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
@@ -165,10 +165,10 @@ def _processes(session: int, mark: str) -> dict[int, str]:
             if fields[0] in "ZX":
                 continue
             if int(fields[3]) == session or f"{MARK}={mark}\0".encode() in (folder / "environ").read_bytes() + b"\0":
-                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:80]
+                processes[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:80]
         except OSError:
             continue
-    return found
+    return processes
 
 
 def _kill_session(session: int) -> None:

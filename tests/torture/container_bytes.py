@@ -19,7 +19,7 @@ _DISPLAY = (b"\x54\xb0", b"\x54\xba")  # width, height
 _DISPLAY_UNIT = b"\x54\xb2"
 
 
-def appended(container: str, first: bytes, second: bytes) -> bytes:
+def append_files(container: str, first: bytes, second: bytes) -> bytes:
     """Put two files together, as recorders and `cat` do; each begins with its own timestamps."""
     if container == "flv":
         return first + second[_FLV_HEADER_BYTES:]

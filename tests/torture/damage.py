@@ -25,7 +25,7 @@ from clipmill.shards.reader import Variant
 from clipmill.shards.scores import open_scores
 from tests.prep.running import contents
 from tests.torture import bases
-from tests.torture.cases import Broken, Case, drawn
+from tests.torture.cases import Broken, Case, draw
 from tests.torture.checks import ended_well, same_contents
 from tests.torture.commands import Ran
 from tests.torture.decay import FAULTS, Decay, draw_decay
@@ -117,15 +117,17 @@ TRAININGS = {"chunks": bases.TRAIN, "latents": _TRAIN_ON_LATENTS}
 
 def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
     """Return the cases of each kind of file, in an order determined by `seed`."""
-    found: dict[str, Callable[[], Iterator[Case]]] = {
+    cases_by_subject: dict[str, Callable[[], Iterator[Case]]] = {
         name: partial(_cases, seed, workspace, name, kind.made.base, kind, partial(_in_data, kind=kind))
         for name, kind in KINDS.items()
     }
     bank, checkpoint = Kind("data/text/*/bank/*.arrow", "data/text/*/bank/*.arrow"), "run/checkpoints/*/*"
-    found["bank"] = partial(_cases, seed, workspace, "bank", _with_bank, bank, _in_bank)
+    cases_by_subject["bank"] = partial(_cases, seed, workspace, "bank", _with_bank, bank, _in_bank)
     of_run = Kind(checkpoint, checkpoint)
-    found["checkpoints"] = partial(_cases, seed, workspace, "checkpoints", _stopped_run, of_run, _in_checkpoint)
-    return found
+    cases_by_subject["checkpoints"] = partial(
+        _cases, seed, workspace, "checkpoints", _stopped_run, of_run, _in_checkpoint
+    )
+    return cases_by_subject
 
 
 def _cases(
@@ -149,13 +151,13 @@ def _cases(
     ]
     different = list({decay.name: decay for decay in decays}.values())
 
-    def damaged(decay: Decay, folder: Path) -> None:
+    def damage_copy(decay: Decay, folder: Path) -> None:
         copy(whole, folder)
         decay.do(folder)
         check(workspace, decay, folder)
 
-    for decay in drawn(different, seed=f"{seed}/{name}", kinds=[lambda decay: decay.fault]):
-        yield Case(f"{PART}/{name}/{decay.name}", decay.fault, partial(damaged, decay))
+    for decay in draw(different, seed=f"{seed}/{name}", kinds=[lambda decay: decay.fault]):
+        yield Case(f"{PART}/{name}/{decay.name}", decay.fault, partial(damage_copy, decay))
 
 
 def _in_data(workspace: Workspace, decay: Decay, folder: Path, *, kind: Kind) -> None:
@@ -177,11 +179,11 @@ def _in_data(workspace: Workspace, decay: Decay, folder: Path, *, kind: Kind) ->
     ended_well(_prep(workspace, folder, "verify", "--deep"), status=0)
     # Changes without meaning, such as different white space, may remain.
     aside = set() if is_found else {str(Path(name).relative_to("data")) for name in (decay.path,)}
-    found, expected = (
+    digests, expected = (
         {name: digest for name, digest in contents(part / "data").items() if name not in aside}
         for part in (folder, whole)
     )
-    same_contents(found, expected)
+    same_contents(digests, expected)
 
 
 def _repair_manifest(workspace: Workspace, folder: Path, made: Made) -> None:
@@ -275,19 +277,19 @@ def _in_bank(workspace: Workspace, decay: Decay, folder: Path) -> None:
 def _resumed_run(workspace: Workspace) -> Path:
     def make(folder: Path) -> None:
         copy(_stopped_run(workspace), folder)
-        ended_well(_resumed(workspace, folder), status=0)
+        ended_well(_resume_run(workspace, folder), status=0)
 
     return workspace.made("resumed-run", make)
 
 
-def _resumed(workspace: Workspace, folder: Path) -> Ran:
+def _resume_run(workspace: Workspace, folder: Path) -> Ran:
     return ended_well(workspace.commands.run("train", _resume(workspace, folder), scratch=folder / "tmp"))
 
 
 def _in_checkpoint(workspace: Workspace, decay: Decay, folder: Path) -> None:
     """Check that the run refuses to resume and says why, or gives the same result as an undisturbed run."""
     expected = _run_contents(_resumed_run(workspace))
-    ran = _resumed(workspace, folder)
+    ran = _resume_run(workspace, folder)
     if ran.status == 0:
         same_contents(_run_contents(folder), expected)
     elif "checkpoint" not in ran.output and "step_" not in ran.output:

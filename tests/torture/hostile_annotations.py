@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.torture import bases
-from tests.torture.cases import Broken, Case, drawn
+from tests.torture.cases import Broken, Case, draw
 from tests.torture.checks import ended_well, no_litter, nothing_in
 from tests.torture.workspace import Workspace
 
@@ -40,7 +40,7 @@ def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Ca
 
 def _annotations(seed: int, workspace: Workspace) -> Iterator[Case]:
     every = [(kind, name) for kind, files in _FILES.items() for name in files]
-    for kind, name in drawn(every, seed=f"{seed}/annotations", kinds=[lambda one: one[0]]):
+    for kind, name in draw(every, seed=f"{seed}/annotations", kinds=[lambda pair: pair[0]]):
         yield Case(f"{PART}/annotations/{kind}/{name}", kind, partial(_refused_or_read, workspace, kind, name))
 
 
@@ -144,14 +144,15 @@ def _json() -> dict[str, bytes]:
 
 
 def _ego4d() -> dict[str, bytes]:
-    one = b'{"a": {"narration_pass_1": {"narrations": [%s]}}}'
+    template = b'{"a": {"narration_pass_1": {"narrations": [%s]}}}'
     return {
         **{name: content for name, content in _json().items() if name in ("empty", "null", "nested", "cut")},
         "videos-as-list": b'{"videos": [1, 2, {"a": 3}]}',
-        "kinds": one % b'1, null, {"timestamp_sec": "x"}, {"timestamp_sec": NaN, "narration_text": 3}',
-        "huge-times": one
+        "kinds": template % b'1, null, {"timestamp_sec": "x"}, {"timestamp_sec": NaN, "narration_text": 3}',
+        "huge-times": template
         % b'{"timestamp_sec": 1e308, "narration_text": "x"}, {"timestamp_sec": -1, "narration_text": "y"}',
-        "nested-narration": one % (b'{"timestamp_sec": 1, "narration_text": ' + b"[" * _DEEP + b"]" * _DEEP + b"}"),
+        "nested-narration": template
+        % (b'{"timestamp_sec": 1, "narration_text": ' + b"[" * _DEEP + b"]" * _DEEP + b"}"),
     }
 
 

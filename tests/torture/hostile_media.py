@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 
 from clipmill.prep.video.ffmpeg import find_ffmpeg
-from tests.torture.cases import drawn
+from tests.torture.cases import draw
 
 NUM_FRAMES, FPS = 40, 10  # of every valid video
 _COPY = ("-c", "copy")
@@ -74,11 +74,11 @@ def write_containers(video: Path, folder: Path) -> None:
 
 def hostile_sources(seed: int, containers: Path) -> list[HostileSource]:
     """Yield all sources, in an order determined by `seed`."""
-    every = [*_damaged(seed, containers), *_scripts(), *_no_files(), *_claims(containers)]
-    return list(drawn(every, seed=f"{seed}/hostile", kinds=[lambda one: one.kind]))
+    every = [*_damage(seed, containers), *_scripts(), *_no_files(), *_claims(containers)]
+    return list(draw(every, seed=f"{seed}/hostile", kinds=[lambda case: case.kind]))
 
 
-def _damaged(seed: int, containers: Path) -> Iterator[HostileSource]:
+def _damage(seed: int, containers: Path) -> Iterator[HostileSource]:
     for container in CONTAINERS:
         path = containers / f"a.{container}"
         for damage, (change, is_whole) in _DAMAGES.items():
@@ -107,7 +107,7 @@ def _cut_late(content: bytes, random: Random) -> bytes:
     return content[: len(content) - random.randrange(1, max(2, len(content) // 10))]
 
 
-def _flipped(content: bytes, random: Random) -> bytes:
+def _flip(content: bytes, random: Random) -> bytes:
     changed = bytearray(content)
     for _ in range(8):
         changed[random.randrange(len(changed))] ^= 1 << random.randrange(8)
@@ -121,7 +121,7 @@ def _head_flipped(content: bytes, random: Random) -> bytes:
     return bytes(changed)
 
 
-def _holed(content: bytes, random: Random) -> bytes:
+def _make_hole(content: bytes, random: Random) -> bytes:
     begin = random.randrange(len(content) * 3 // 4)
     length = len(content) // 10
     return content[:begin] + bytes(length) + content[begin + length :]
@@ -135,7 +135,7 @@ def _huge_numbers(content: bytes, random: Random) -> bytes:
     return bytes(changed)
 
 
-def _swapped(content: bytes, random: Random) -> bytes:
+def _swap(content: bytes, random: Random) -> bytes:
     third = len(content) // 3
     return content[:third] + content[2 * third :] + content[third : 2 * third]
 
@@ -146,11 +146,11 @@ _DAMAGES: dict[str, tuple[_Change, bool]] = {
     "mislabelled": (lambda content, _: content, True),
     "with-more": (lambda content, random: content + random.randbytes(5000), True),
     "headless": (lambda content, random: content[random.randrange(1, 500) :], False),
-    "flipped": (_flipped, False),
+    "flipped": (_flip, False),
     "head-flipped": (_head_flipped, False),
-    "hole": (_holed, False),
+    "hole": (_make_hole, False),
     "huge-numbers": (_huge_numbers, False),
-    "swapped": (_swapped, False),
+    "swapped": (_swap, False),
 }
 
 

@@ -71,7 +71,7 @@ def _tensor(shape: list[int], begin: int, end: int, kind: str = "F32") -> dict[s
     return {"visual.proj": {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}}
 
 
-def _saved(content: object) -> bytes:
+def _save(content: object) -> bytes:
     target = io.BytesIO()
     torch.save(content, target)
     return target.getvalue()
@@ -90,14 +90,14 @@ def _raw(content: bytes) -> Damage:
 WEIGHTS: dict[str, Damage] = {
     "pickle": lambda path, sprung: path.write_bytes(pickle.dumps(_Trap(sprung))),
     "pickle-old": lambda path, sprung: path.write_bytes(pickle.dumps(_Trap(sprung), protocol=0)),
-    "saved-trap": lambda path, sprung: path.write_bytes(_saved({"visual.proj": _Trap(sprung)})),
-    "saved-inner-trap": lambda path, sprung: path.write_bytes(_saved({"state_dict": {"x": _Trap(sprung)}})),
+    "saved-trap": lambda path, sprung: path.write_bytes(_save({"visual.proj": _Trap(sprung)})),
+    "saved-inner-trap": lambda path, sprung: path.write_bytes(_save({"state_dict": {"x": _Trap(sprung)}})),
     "zip-bomb": lambda path, _: _zip_bomb(path),
-    "saved-numbers": _raw(_saved({"state_dict": 5})),
-    "saved-list": _raw(_saved([torch.zeros(3)])),
-    "saved-others": _raw(_saved({"state_dict": {"nothing.of.this": torch.zeros(3)}})),
-    "saved-shapes": _raw(_saved({"visual.proj": torch.zeros(3), "logit_scale": torch.zeros(())})),
-    "saved-cut": _raw(_saved({"visual.proj": torch.zeros(300)})[:700]),
+    "saved-numbers": _raw(_save({"state_dict": 5})),
+    "saved-list": _raw(_save([torch.zeros(3)])),
+    "saved-others": _raw(_save({"state_dict": {"nothing.of.this": torch.zeros(3)}})),
+    "saved-shapes": _raw(_save({"visual.proj": torch.zeros(3), "logit_scale": torch.zeros(())})),
+    "saved-cut": _raw(_save({"visual.proj": torch.zeros(300)})[:700]),
     "safetensors-length": _raw(_safetensors({}, length=1 << 60)),
     "safetensors-negative": _raw(_safetensors(_tensor([4], -16, 0))),
     "safetensors-beyond": _raw(_safetensors(_tensor([1 << 40], 0, 1 << 42))),
@@ -119,7 +119,7 @@ def _in_record(content: bytes) -> Damage:
     return lambda checkpoint, _: (checkpoint / "checkpoint.json").write_bytes(content)
 
 
-def _changed(key: str, value: object) -> Damage:
+def _change(key: str, value: object) -> Damage:
     def damage(checkpoint: Path, _: Path) -> None:
         path = checkpoint / "checkpoint.json"
         path.write_text(json.dumps({**json.loads(path.read_bytes()), key: value}))
@@ -160,14 +160,14 @@ CHECKPOINTS: dict[str, Damage] = {
     "empty": _in_record(b""),
     "nul": _in_record(bytes(1000)),
     "bytes": _in_record(b"\xff\xfe{}"),
-    "step-text": _changed("step", "x"),
-    "step-huge": _changed("step", 10**30),
-    "step-negative": _changed("step", -1),
-    "files-number": _changed("files", 5),
-    "files-outside": _changed("files", {"../../../outside": {"size_bytes": 11, "sha256": "00"}}),
-    "files-absolute": _changed("files", {"/etc/passwd": {"size_bytes": 11, "sha256": "00"}}),
+    "step-text": _change("step", "x"),
+    "step-huge": _change("step", 10**30),
+    "step-negative": _change("step", -1),
+    "files-number": _change("files", 5),
+    "files-outside": _change("files", {"../../../outside": {"size_bytes": 11, "sha256": "00"}}),
+    "files-absolute": _change("files", {"/etc/passwd": {"size_bytes": 11, "sha256": "00"}}),
     "pickles": _in_each(lambda sprung: pickle.dumps(_Trap(sprung))),
-    "saved-traps": _in_each(lambda sprung: _saved({"x": _Trap(sprung)})),
+    "saved-traps": _in_each(lambda sprung: _save({"x": _Trap(sprung)})),
     "empty-files": _in_each(lambda _: b""),
     "pipes": _pipes,
     "links": _links,

@@ -67,7 +67,7 @@ def _sources(seed: int, workspace: Workspace) -> Iterator[Case]:
     every = hostile_sources(seed, _containers(workspace))
     for begin in range(0, len(every), _BATCH):
         batch = every[begin : begin + _BATCH]
-        made = partial(_tried, workspace, f"hostile-{seed}-{begin}", batch)
+        made = partial(_try, workspace, f"hostile-{seed}-{begin}", batch)
         for number, source in enumerate(batch):
             name = f"{PART}/source/{source.name}"
             yield Case(name, source.kind, partial(_outcome_of, made, number, source))
@@ -86,7 +86,7 @@ def _id(number: int) -> str:
     return f"s{number:02d}"
 
 
-def _tried(workspace: Workspace, name: str, batch: list[HostileSource]) -> Path:
+def _try(workspace: Workspace, name: str, batch: list[HostileSource]) -> Path:
     """Chunk a batch together with valid videos; report.json in the returned folder lists the observed accesses."""
 
     def make(folder: Path) -> None:
@@ -100,7 +100,7 @@ def _tried(workspace: Workspace, name: str, batch: list[HostileSource]) -> Path:
         run = partial(workspace.commands.run, "prep", scratch=folder / "tmp")
         ended_well(run(["manifest", "folder", videos, *where]), status=0)
         _write_video(folder / "outside.mp4", first=_OUTSIDE_FRAME)
-        with _listening() as listener, _watched(folder / "outside.mp4") as was_opened:
+        with _listening() as listener, _watch(folder / "outside.mp4") as was_opened:
             outside = Outside(folder / "outside.mp4", listener.getsockname()[1])
             for number, source in enumerate(batch):
                 path = videos / f"{_id(number)}.{source.suffix}"
@@ -116,7 +116,7 @@ def _tried(workspace: Workspace, name: str, batch: list[HostileSource]) -> Path:
                 "num_connections": _num_connections(listener),
                 "peak_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
             }
-        report |= {"failures": _failures(folder / "data"), "shown": _shown(folder / "data")}
+        report |= {"failures": _failures(folder / "data"), "shown": _frames_shown(folder / "data")}
         (folder / "report.json").write_text(json.dumps(report))
 
     return workspace.made(name, make)
@@ -155,7 +155,7 @@ def _num_connections(listener: socket.socket) -> int:
 
 
 @contextmanager
-def _watched(path: Path) -> Iterator[Callable[[], bool]]:
+def _watch(path: Path) -> Iterator[Callable[[], bool]]:
     """Yield a function that tells whether the file has been opened; False on file systems without leases."""
     watcher = subprocess.Popen([sys.executable, "-c", _WATCH, path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert watcher.stdout is not None
@@ -169,10 +169,10 @@ def _watched(path: Path) -> Iterator[Callable[[], bool]]:
 
 def _failures(data: Path) -> dict[str, dict[str, str]]:
     listed = [line for path in data.glob("video/*/failures.jsonl") for line in path.read_text().splitlines()]
-    return {one["video_id"]: one for one in map(json.loads, listed)}
+    return {row["video_id"]: row for row in map(json.loads, listed)}
 
 
-def _shown(data: Path) -> dict[str, list[int]]:
+def _frames_shown(data: Path) -> dict[str, list[int]]:
     """Return the frame numbers shown by the chunks of each video, in order."""
     chunks: dict[str, list[tuple[str, bytes]]] = {}
     for sample in Variant.open(data).iterate():
@@ -212,7 +212,7 @@ def _outcome_of(made: Callable[[], Path], number: int, source: HostileSource, fo
         raise Broken("neither made nor named")
     if source.kind in ("script", "no-file"):
         raise Broken(f"made of {source.name}: frames {shown[:5]}...")
-    if any(one >= min(_HONEST.values()) for one in shown):
+    if any(number >= min(_HONEST.values()) for number in shown):
         raise Broken(f"frames of another video: {sorted(set(shown))}")
     if source.is_whole:
         # Without an index, frames near the end that precede a truncated one in presentation order may be missing.

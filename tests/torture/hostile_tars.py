@@ -75,7 +75,7 @@ def hostile_tars(seed: str) -> Iterator[HostileTar]:
     yield from _members(random)
     yield from _descriptions()
     yield from _structures(random)
-    yield from _compressed(random)
+    yield from _compress(random)
 
 
 def _members(random: Random) -> Iterator[HostileTar]:
@@ -106,17 +106,17 @@ def _members(random: Random) -> Iterator[HostileTar]:
         yield HostileTar(name, "no video", _always(around(sample("bad", content))), "named")
     for format_name in ("matroska", "mpegts", "mov", "flv"):
 
-        def mislabelled(_: Outside, format_name: str = format_name) -> bytes:
-            return around(sample("bad", _remuxed(video("bad"), format_name)))
+        def mislabel(_: Outside, format_name: str = format_name) -> bytes:
+            return around(sample("bad", _remux(video("bad"), format_name)))
 
         # libav may seek past a frame in a packet stream without container, which is then reported as a failure.
         fate: Fate = "either" if format_name == "mpegts" else "shown"
-        yield HostileTar(f"mislabelled-{format_name}", "mislabelled", mislabelled, fate)
+        yield HostileTar(f"mislabelled-{format_name}", "mislabelled", mislabel, fate)
     for number in range(10):
         part, format_name = random.random(), random.choice(("mp4", "matroska", "mpegts"))
 
         def cut(_: Outside, part: float = part, format_name: str = format_name) -> bytes:
-            content = _remuxed(video("bad"), format_name)
+            content = _remux(video("bad"), format_name)
             return around(sample("bad", content[: int(len(content) * part)]))
 
         # A packet stream does not record its length; a truncated mp4 has lost its index.
@@ -125,13 +125,13 @@ def _members(random: Random) -> Iterator[HostileTar]:
     for number in range(16):
         places = [(random.random(), 1 << random.randrange(8)) for _ in range(random.choice((1, 3, 30)))]
 
-        def flipped(_: Outside, places: list[tuple[float, int]] = places) -> bytes:
+        def flip(_: Outside, places: list[tuple[float, int]] = places) -> bytes:
             content = bytearray(video("bad"))
             for place, bit in places:
                 content[int(place * len(content))] ^= bit
             return around(sample("bad", bytes(content)))
 
-        yield HostileTar(f"flipped-{number}", "flipped member", flipped, "changed")
+        yield HostileTar(f"flipped-{number}", "flipped member", flip, "changed")
 
 
 def _descriptions() -> Iterator[HostileTar]:
@@ -162,11 +162,11 @@ def _descriptions() -> Iterator[HostileTar]:
         encoded = content if isinstance(content, bytes) else json.dumps(content).encode()
         middle = member("bad.json", encoded)
 
-        def described(_: Outside, middle: bytes = middle) -> bytes:
+        def describe(_: Outside, middle: bytes = middle) -> bytes:
             text = b"" if b"caption" in middle else member("bad.txt", b"x")
             return around(member("bad.mp4", video("bad")) + middle + text)
 
-        yield HostileTar(f"json-{name}", "description", described, fate)
+        yield HostileTar(f"json-{name}", "description", describe, fate)
     texts: dict[str, tuple[bytes, Fate]] = {
         "bytes": (b"\xff\0\x1b[2J", "shown"),
         "long": (b"word " * 1_000_000, "shown"),
@@ -183,12 +183,12 @@ def _structures(random: Random) -> Iterator[HostileTar]:
     for name, kind in links.items():
         for target in ("/proc/self/environ", "canary"):
 
-            def linked(outside: Outside, kind: bytes = kind, target: str = target) -> bytes:
+            def link(outside: Outside, kind: bytes = kind, target: str = target) -> bytes:
                 info = tarfile.TarInfo("bad.mp4")
                 info.type, info.linkname = kind, str(outside.canary) if target == "canary" else target
                 return around(info.tobuf(tarfile.GNU_FORMAT) + member("bad.txt", b"x"))
 
-            yield HostileTar(f"{name}link-{target.rpartition('/')[2]}", "link", linked, "named")
+            yield HostileTar(f"{name}link-{target.rpartition('/')[2]}", "link", link, "named")
     for name, kind in (("fifo", tarfile.FIFOTYPE), ("device", tarfile.CHRTYPE), ("folder", tarfile.DIRTYPE)):
         middle = header("bad.mp4", 0, kind=kind) + member("bad.txt", b"x")
         yield HostileTar(name, "link", _always(around(middle)), "named")
@@ -224,12 +224,12 @@ def _structures(random: Random) -> Iterator[HostileTar]:
     for number in range(16):
         place = _header_place(whole, random)
 
-        def damaged(_: Outside, place: int = place) -> bytes:
+        def damage(_: Outside, place: int = place) -> bytes:
             content = bytearray(whole)
             content[place] ^= 1 << (place % 8)
             return bytes(content)
 
-        yield HostileTar(f"header-{number}", "flipped tar", damaged, "broken")
+        yield HostileTar(f"header-{number}", "flipped tar", damage, "broken")
     yield HostileTar("garbage-behind", "header", _always(whole + random.randbytes(2000)), "shown")
     yield HostileTar("page", "no tar", _always(b"<html>404</html>" * 100), "broken")
     yield HostileTar("nothing", "no tar", _always(b""), "broken")
@@ -242,7 +242,7 @@ def _header_place(tar: bytes, random: Random) -> int:
     return offset + random.choice([*range(100), *range(124, 136), 156])
 
 
-def _compressed(random: Random) -> Iterator[HostileTar]:
+def _compress(random: Random) -> Iterator[HostileTar]:
     whole, zeros = around(sample("bad")), bytes(16 << 20)
     for name, compress in (("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)):
         packed = compress(whole)
@@ -264,7 +264,7 @@ def _always(content: bytes) -> Callable[[Outside], bytes]:
 
 
 @cache
-def _remuxed(content: bytes, format_name: str) -> bytes:
+def _remux(content: bytes, format_name: str) -> bytes:
     """Remux the packets into another container."""
     target = io.BytesIO()
     with av.open(io.BytesIO(content), "r") as source, av.open(target, "w", format=format_name) as container:

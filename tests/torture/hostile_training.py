@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.torture import bases
-from tests.torture.cases import Broken, Case, drawn
+from tests.torture.cases import Broken, Case, draw
 from tests.torture.checks import EXIT_CODES, ended_well
 from tests.torture.commands import Ran
 from tests.torture.hostile_run_files import CHECKPOINTS, CONFIGS, WEIGHTS, Damage
@@ -33,25 +33,25 @@ _TRAIN_MB = 6000
 def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
     """Return the cases of each kind of input, in an order determined by `seed`."""
 
-    def ordered(subject: str, found: list[Case]) -> Iterator[Case]:
-        return drawn(found, seed=f"{seed}/{subject}", kinds=[lambda case: case.fault])
+    def order(subject: str, result: list[Case]) -> Iterator[Case]:
+        return draw(result, seed=f"{seed}/{subject}", kinds=[lambda case: case.fault])
 
     def tars() -> Iterator[Case]:
-        found = list(hostile_tars(f"{seed}/tar"))
-        return ordered("tar", [_case("tar", one.name, one.fault, partial(_tar, workspace, one)) for one in found])
+        tars = list(hostile_tars(f"{seed}/tar"))
+        return order("tar", [_case("tar", tar.name, tar.fault, partial(_tar, workspace, tar)) for tar in tars])
 
     def configs() -> Iterator[Case]:
-        return ordered(
+        return order(
             "config", [_case("config", n, "config", partial(_config, workspace, t)) for n, t in CONFIGS.items()]
         )
 
     def weights() -> Iterator[Case]:
-        return ordered(
+        return order(
             "weights", [_case("weights", n, "weights", partial(_weights, workspace, d)) for n, d in WEIGHTS.items()]
         )
 
     def checkpoints() -> Iterator[Case]:
-        return ordered(
+        return order(
             "checkpoint",
             [_case("checkpoint", n, "checkpoint", partial(_checkpoint, workspace, d)) for n, d in CHECKPOINTS.items()],
         )
@@ -77,7 +77,7 @@ def _tar(workspace: Workspace, hostile: HostileTar, folder: Path) -> None:
     try:
         (tars / "0.tar").write_bytes(hostile.content(Outside(canary, listener.port)))
         before = {path for path in folder.rglob("*") if path.is_file()}
-        ran = _bounded(workspace, folder, _TAR_MB, "streamed", f"{tars}/{{0..1}}.tar")
+        ran = _run_bounded(workspace, folder, _TAR_MB, "streamed", f"{tars}/{{0..1}}.tar")
     finally:
         listener.close()
     ended_well(ran, status=0)
@@ -111,7 +111,7 @@ def _wrong(hostile: HostileTar, shown: dict[str, list[int]], failed: dict[str, s
     if not is_broken and not {"a", "z"} <= shown.keys() and hostile.name != "end":
         return "others are neither shown nor named"
     is_there = "bad" in shown, "bad" in failed
-    wanted = {
+    allowed = {
         "shown": is_there == (True, False),
         "named": is_there == (False, True),
         "either": sum(is_there) == 1,
@@ -119,7 +119,7 @@ def _wrong(hostile: HostileTar, shown: dict[str, list[int]], failed: dict[str, s
         "broken": is_broken,
         "absent": is_there == (False, False),
     }[hostile.fate]
-    return "" if wanted and (is_broken == (hostile.fate == "broken")) else f"not {hostile.fate}"
+    return "" if allowed and (is_broken == (hostile.fate == "broken")) else f"not {hostile.fate}"
 
 
 def _config(workspace: Workspace, text: str | bytes, folder: Path) -> None:
@@ -127,7 +127,7 @@ def _config(workspace: Workspace, text: str | bytes, folder: Path) -> None:
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     data = bases.with_chunks(workspace) / "data"
     arguments = (*bases.TRAIN, "--shards", data, "--out", folder / "run", "--config", path)
-    ran = _bounded(workspace, folder, _TRAIN_MB, "train", *arguments)
+    ran = _run_bounded(workspace, folder, _TRAIN_MB, "train", *arguments)
     if str(path) not in ended_well(ran, status=2).stderr:
         raise Broken(f"the file is not named: {ran.described()}")
     _require_short(ran)
@@ -141,7 +141,7 @@ def _weights(workspace: Workspace, damage: Damage, folder: Path) -> None:
     damage(path, sprung)
     data = bases.with_columns(workspace) / "data"
     arguments = (*bases.TRAIN, "--shards", data, "--out", folder / "run", "--init.weights", path)
-    ran = ended_well(_bounded(workspace, folder, _TRAIN_MB, "train", *arguments), status=2)
+    ran = ended_well(_run_bounded(workspace, folder, _TRAIN_MB, "train", *arguments), status=2)
     if sprung.exists():
         raise Broken(f"what the file holds was run: {ran.described()}")
     _require_short(ran)
@@ -160,7 +160,7 @@ def _checkpoint(workspace: Workspace, damage: Damage, folder: Path) -> None:
         ("eval", "retrieval", folder / "run", "--shards", folder / "data", "--device", "cpu"),
         ("dual-encoder", "--resume", "--out", folder / "run"),
     ):
-        ran = ended_well(_bounded(workspace, folder, _TRAIN_MB, "train", *arguments), status=EXIT_CODES)
+        ran = ended_well(_run_bounded(workspace, folder, _TRAIN_MB, "train", *arguments), status=EXIT_CODES)
         if sprung.exists():
             raise Broken(f"what the file holds was run: {ran.described()}")
         if ran.status not in (1, 2):
@@ -176,5 +176,5 @@ def _require_short(ran: Ran) -> None:
         raise Broken(f"an error of {len(ran.stderr):,} characters: {ran.stderr[:500]}")
 
 
-def _bounded(workspace: Workspace, folder: Path, added_mb: int, *arguments: object) -> Ran:
+def _run_bounded(workspace: Workspace, folder: Path, added_mb: int, *arguments: object) -> Ran:
     return workspace.commands.run("tests.torture.bounded", [added_mb, *arguments], scratch=folder / "tmp")

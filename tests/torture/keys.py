@@ -83,8 +83,8 @@ class _Trial:
     def contents(self) -> dict[str, str]:
         """Return what is in the bucket, without locks and temporary objects."""
         with leading_to(self._server):
-            found = contents_of(self.address)
-        return {key: digest for key, digest in found.items() if "/.tmp-" not in f"/{key}"}
+            contents = contents_of(self.address)
+        return {key: digest for key, digest in contents.items() if "/.tmp-" not in f"/{key}"}
 
 
 def _try(workspace: Workspace, kind: str, program: str, folder: Path, *, random: Random) -> None:

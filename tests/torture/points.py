@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 
-from tests.torture.cases import Broken, Case, drawn
+from tests.torture.cases import Broken, Case, draw
 from tests.torture.checks import ended_well, no_litter, nothing_in, same_contents, samples, whole_shards
 from tests.torture.commands import Ran
 from tests.torture.subjects import SUBJECTS, Subject
@@ -41,7 +41,7 @@ def _cases_of(subject: Subject, seed: int, workspace: Workspace) -> Iterator[Cas
     begin, name = f"{PART}/{subject.name}", f"{seed}/{subject.name}"
     single = [
         Case(f"{begin}/{point.name}/{fault}", fault, partial(_try, subject, workspace, point, fault, undisturbed))
-        for point, fault in drawn(pairs, seed=name, kinds=kinds)
+        for point, fault in draw(pairs, seed=name, kinds=kinds)
     ]
     walks = [
         Case(f"{begin}/{walk}", "walk", partial(_walk, subject, workspace, points, f"{seed}/{walk}", undisturbed))
@@ -95,11 +95,11 @@ def _try(
         # The command reports success, so the result must be complete; files it could not remove are left to the next
         # run, and a warning names derived files that it could not write: those of before may be there.
         unwritten = {name for name in undisturbed if f"{name} was not written" in ran.output}
-        found, expected = (
+        digests, expected = (
             {name: digest for name, digest in contents.items() if name not in unwritten}
             for contents in (_without_temporaries(subject.kept(folder)), undisturbed)
         )
-        same_contents(found, expected)
+        same_contents(digests, expected)
     if fault == "kill-each":
         ended_well(subject.watched_last(workspace, folder).undisturbed(workspace.commands), status=subject.status)
         undisturbed_folder = workspace.folder / "made" / f"undisturbed-{subject.name}"
@@ -116,7 +116,7 @@ def _walk(
     subject.begin(workspace, folder)
     for number in range(_WALK_STEPS):
         # Weighted so that a rare operation on a rare file is as likely as one of the many writes to a large file.
-        (point,) = islice(drawn(points, seed=str(random.random()), kinds=(lambda p: p.operation, _file_of)), 1)
+        (point,) = islice(draw(points, seed=str(random.random()), kinds=(lambda p: p.operation, _file_of)), 1)
         watched = (subject.watched_again if number else subject.watched)(workspace, folder)
         fault = random.choice([fault for fault in point.faults if fault != "kill-each"])
         ran, was_there = watched.disturbed(workspace.commands, point, fault)
@@ -143,18 +143,18 @@ def _file_of(point: Point) -> str:
 
 def _check_end(ran: Ran, subject: Subject, point: Point, fault: str, folder: Path) -> None:
     """Check that the exit status and the output match the fault."""
-    own = {subject.status, 143} if subject.term else {subject.status}
+    statuses = {subject.status, 143} if subject.term else {subject.status}
     if fault in ("kill", "kill-after", "cut"):
         ended_well(ran, status=-9)
     elif fault == "short":
-        ended_well(ran, status=own)
+        ended_well(ran, status=statuses)
     elif fault in _OF_WORKERS:
-        ended_well(ran, status={*own, 1, 2} if fault == "kill-started" else {*own, 1})
+        ended_well(ran, status={*statuses, 1, 2} if fault == "kill-started" else {*statuses, 1})
     else:
         # A failed fsync must not be passed over; other operations may be dispensable.
         is_said = point.operation != "fsync" or "was not written" in ran.output
-        ended_well(ran, status={*own, 1, 2} if is_said else {1, 2})
-        if ran.status not in own and str(folder) not in ran.output:
+        ended_well(ran, status={*statuses, 1, 2} if is_said else {1, 2})
+        if ran.status not in statuses and str(folder) not in ran.output:
             raise Broken(f"no path in what it says: {ran.described()}")
 
 

@@ -14,7 +14,7 @@ from random import Random
 
 from clipmill.shards.reader import CommittedShard, Variant
 from tests.torture import bases
-from tests.torture.cases import Broken, Case, drawn
+from tests.torture.cases import Broken, Case, draw
 from tests.torture.checks import ended_well, same_contents, samples
 from tests.torture.commands import Ran
 from tests.torture.damage import PART, TRAININGS
@@ -61,7 +61,7 @@ def _decays(
     paths = sorted(path.relative_to(whole) for path in whole.glob(pattern) if path.is_file())
     decays = [draw_decay(random, whole, fault, paths=paths, partners=paths) for fault in FAULTS for _ in range(_DRAWS)]
     different = list({decay.name: decay for decay in decays if decay is not None}.values())
-    for decay in drawn(different, seed=f"{seed}/{name}", kinds=[lambda decay: decay.fault]):
+    for decay in draw(different, seed=f"{seed}/{name}", kinds=[lambda decay: decay.fault]):
         yield Case(f"{PART}/{name}/{decay.name}", decay.fault, partial(check, workspace, decay))
 
 
@@ -77,7 +77,7 @@ def _packets(seed: int, workspace: Workspace, kind: str, base: Callable[[Workspa
         for first in range(2)
         for packet in range(min(len(shard.packet_tables.of_row(row).offset) for row in range(shard.num_samples)))
     ]
-    for first, packet in drawn(numbers, seed=f"{seed}/{kind}", kinds=()):
+    for first, packet in draw(numbers, seed=f"{seed}/{kind}", kinds=()):
         rows = range(first, shard.num_samples, 2)
         name = f"{PART}/{kind}/{packet}@{'+'.join(map(str, rows))}"
         yield Case(name, "flip", partial(_in_packets, workspace, f"{seed}/{name}", whole, shard, rows, packet))
@@ -96,7 +96,7 @@ def _in_packets(
         content[at] ^= 1 << random.randrange(8)
     tar.write_bytes(content)
     damaged = {shard.index["key"][row].as_py() for row in rows}
-    _names_all(damaged, _trained(workspace, folder, _READ_ALL), folder)
+    _names_all(damaged, _train(workspace, folder, _READ_ALL), folder)
 
 
 def _arrays(seed: int, workspace: Workspace) -> Iterator[Case]:
@@ -119,10 +119,10 @@ def _in_array(workspace: Workspace, shard: CommittedShard, row: int, at: int, wh
     content[at] ^= 1
     tar.write_bytes(content)
     # The embeddings of a video's captions are those of clips of it, whose keys begin with its ID.
-    _names_all({shard.index["key"][row].as_py()}, _trained(workspace, folder, TRAININGS[what]), folder)
+    _names_all({shard.index["key"][row].as_py()}, _train(workspace, folder, TRAININGS[what]), folder)
 
 
-def _trained(workspace: Workspace, folder: Path, arguments: Sequence[object]) -> Ran:
+def _train(workspace: Workspace, folder: Path, arguments: Sequence[object]) -> Ran:
     where = ("--shards", folder / "data", "--out", folder / "run", "--max-failures", 9)
     return ended_well(workspace.commands.run("train", [*arguments, *where], scratch=folder / "tmp"))
 
@@ -130,7 +130,7 @@ def _trained(workspace: Workspace, folder: Path, arguments: Sequence[object]) ->
 def _names_all(damaged: Collection[str], ran: Ran, folder: Path) -> None:
     """Check that a training has named all damaged samples, which it has read."""
     named = [json.loads(line)["key"] for line in (folder / "run" / "failures.jsonl").read_text().splitlines()]
-    if unnoticed := [key for key in sorted(damaged) if not any(one.startswith(key) for one in named)]:
+    if unnoticed := [key for key in sorted(damaged) if not any(text.startswith(key) for text in named)]:
         raise Broken(f"{', '.join(unnoticed)} was read without a word: {ran.described()}")
 
 
@@ -142,11 +142,11 @@ def _under_columns(workspace: Workspace, decay: Decay, folder: Path) -> None:
         scratch, column = folder / "tmp", str(arguments[0])
         ran = ended_well(workspace.commands.run("prep", [*arguments, "--data", folder / "data"], scratch=scratch))
         expected = samples(sound / "data", column=column)
-        found = samples(folder / "data", column=column) if any(folder.glob(f"data/{column}/*/commits/*.json")) else {}
-        if wrong := [name for name, digest in found.items() if expected.get(name) != digest]:
+        arrays = samples(folder / "data", column=column) if any(folder.glob(f"data/{column}/*/commits/*.json")) else {}
+        if wrong := [name for name, digest in arrays.items() if expected.get(name) != digest]:
             raise Broken(f"made of damaged chunks: {', '.join(wrong[:6])}: {ran.described()}")
         if ran.status == 0:
-            same_contents(found, expected)
+            same_contents(arrays, expected)
 
 
 def _with_columns_of_chunks(workspace: Workspace, folder: Path) -> None:
@@ -161,16 +161,16 @@ def _in_pages(workspace: Workspace, decay: Decay, folder: Path) -> None:
     decay.do(folder)
     (folder / "run").mkdir()
     for name in _INSPECT:
-        ran = _inspected(workspace, folder, name)
-        served = _shown(folder / "run", ran.stdout.replace(str(folder), ""))
-        expected = _shown(sound / name, (sound / f"{name}.txt").read_text())
+        ran = _inspect(workspace, folder, name)
+        served = _text_shown(folder / "run", ran.stdout.replace(str(folder), ""))
+        expected = _text_shown(sound / name, (sound / f"{name}.txt").read_text())
         if ran.status == 0 and served != expected and len(_WORDS.findall(served)) <= len(_WORDS.findall(expected)):
             raise Broken(f"not what it shows of intact data, and no word of damage: {ran.described()}")
         for path in (folder / "run").iterdir():
             path.unlink()
 
 
-def _shown(folder: Path, printed: str) -> str:
+def _text_shown(folder: Path, printed: str) -> str:
     return "\n".join([printed, *(path.read_text("utf-8", "replace") for path in sorted(folder.iterdir()))])
 
 
@@ -178,13 +178,13 @@ def _inspected_whole(workspace: Workspace, folder: Path) -> None:
     copy(bases.with_scores(workspace), folder)
     (folder / "run").mkdir()
     for name in _INSPECT:
-        ran = ended_well(_inspected(workspace, folder, name), status=0)
+        ran = ended_well(_inspect(workspace, folder, name), status=0)
         (folder / f"{name}.txt").write_text(ran.stdout.replace(str(folder), ""))
         (folder / "run").rename(folder / name)
         (folder / "run").mkdir()
 
 
-def _inspected(workspace: Workspace, folder: Path, name: str) -> Ran:
+def _inspect(workspace: Workspace, folder: Path, name: str) -> Ran:
     words = [folder / "run" / word if word.endswith(".html") else word for word in _INSPECT[name]]
     arguments = ("inspect", *words, "--data", folder / "data")
     return ended_well(workspace.commands.run("prep", arguments, scratch=folder / "tmp"))

@@ -138,7 +138,7 @@ def _crop(random: Random, draft: _Draft) -> tuple[int, int, int, int]:
     return across[0], down[0], across[1], down[1]
 
 
-def _dropped(random: Random, draft: _Draft) -> int:
+def _draw_dropped(random: Random, draft: _Draft) -> int:
     return random.randrange(1, math.ceil(float(draft.fps)))
 
 
@@ -160,7 +160,7 @@ _PARAMETERS: dict[str, Callable[[Random, _Draft], Any]] = {
     "size": _change_of_size,
     "change-aspect": _change_of_aspect,
     "change-colors": lambda _, draft: {"frame": draft.place},
-    "dropped-tail": _dropped,
+    "dropped-tail": _draw_dropped,
     "two-videos": lambda *_: True,
     "default-second": lambda *_: True,
     "still-first": lambda *_: True,

@@ -105,7 +105,7 @@ class Source:
             for number, frames in enumerate((range(restart), range(restart, self.num_frames))):
                 self._mux(path.with_name(f"part-{number}"), frames)
             parts = [path.with_name(f"part-{number}") for number in range(2)]
-            path.write_bytes(container_bytes.appended(self.container, *(part.read_bytes() for part in parts)))
+            path.write_bytes(container_bytes.append_files(self.container, *(part.read_bytes() for part in parts)))
             for part in parts:
                 part.unlink()
         path.write_bytes(self._patched(path.read_bytes()))

@@ -125,7 +125,7 @@ def _require_timeline(chunks: list[Chunk], showing: Showing, source: Source, *, 
             due = showing.due(number / fps, (number + 0.5) / fps)
             if reading.number not in due:
                 raise Broken(
-                    f"output frame {number} ({number / fps:.3f} s) shows {_described(reading.number)}; on show is"
+                    f"output frame {number} ({number / fps:.3f} s) shows {_describe(reading.number)}; on show is"
                     f" {' or '.join(map(str, sorted(due)))}"
                 )
             shown.add(reading.number)
@@ -171,5 +171,5 @@ def _require_sound(chunks: list[Chunk], showing: Showing, source: Source) -> Non
             raise Broken(f"the sound at {float(chunk.begin_s):.2f} s is {word}, but not that of the source")
 
 
-def _described(number: int) -> str:
+def _describe(number: int) -> str:
     return "an unreadable picture" if number < 0 else f"frame {number}"

@@ -98,9 +98,9 @@ def _vlm(_: Workspace, folder: Path) -> Sequence[object]:
 def _asked_once(folder: Path) -> dict[str, str]:
     """Return the column, and the answers without their times: there is another one if a question was asked twice."""
     data = folder / "data"
-    found = {name: digest for name, digest in contents(data).items() if "/answers/" not in name}
+    digests = {name: digest for name, digest in contents(data).items() if "/answers/" not in name}
     answers = (answer for journals in data.glob("captions/*/answers") for answer in answers_in(journals))
-    return {**found, "answers": "\n".join(sorted(str(replace(answer, seconds=0)) for answer in answers))}
+    return {**digests, "answers": "\n".join(sorted(str(replace(answer, seconds=0)) for answer in answers))}
 
 
 def _inspect(_: Workspace, folder: Path) -> Sequence[object]:
@@ -131,25 +131,25 @@ def _train_again(workspace: Workspace, folder: Path) -> Sequence[object]:
 def _run_contents(folder: Path) -> dict[str, str]:
     """Return the content of a run's files, without times and paths of the folder."""
     run = folder / "run"
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for path in sorted(path for path in run.rglob("*") if path.is_file()):
         name = str(path.relative_to(run))
         content = path.read_bytes().replace(str(folder).encode(), b"FOLDER")
         if path.name == "index.html":
-            found[name] = "there"  # it has times
+            values[name] = "there"  # it has times
         elif path.suffix == ".bin":
-            found[name] = hashlib.sha256(content).hexdigest()
+            values[name] = hashlib.sha256(content).hexdigest()
         elif path.name == "metrics.jsonl":
             lines = [json.loads(line) for line in content.splitlines()]
-            found[name] = [{key: value for key, value in line.items() if key not in _TIMES} for line in lines]
+            values[name] = [{key: value for key, value in line.items() if key not in _TIMES} for line in lines]
         elif path.name == "checkpoint.json":
-            found[name] = {k: v for k, v in json.loads(content).items() if k not in ("checksum", "files")}
+            values[name] = {k: v for k, v in json.loads(content).items() if k not in ("checksum", "files")}
         elif path.name == "run.json":
             # The description of the machine varies, for example in the free memory; the mark is drawn at random.
-            found[name] = {k: v for k, v in json.loads(content).items() if k not in ("doctor", TOKEN_FACT)}
+            values[name] = {k: v for k, v in json.loads(content).items() if k not in ("doctor", TOKEN_FACT)}
         else:
-            found[name] = content.decode("utf-8", "replace")
-    return {name: json.dumps(value, sort_keys=True) for name, value in found.items()}
+            values[name] = content.decode("utf-8", "replace")
+    return {name: json.dumps(value, sort_keys=True) for name, value in values.items()}
 
 
 def _stopped_run(workspace: Workspace) -> Path:

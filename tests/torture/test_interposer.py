@@ -90,8 +90,8 @@ def test_every_operation_on_a_watched_folder_is_seen(tmp_path: Path) -> None:
 def test_arrows_writes_of_tables_are_seen(tmp_path: Path) -> None:
     ran = run(tmp_path, TABLE_PROGRAM)
     assert ran.returncode == 0, ran.stderr
-    found = (tmp_path / "log").read_text().splitlines()
-    assert found[:2] == ["driver open:table.parquet#1", "driver write:table.parquet#1"] and len(found) > 3
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert lines[:2] == ["driver open:table.parquet#1", "driver write:table.parquet#1"] and len(lines) > 3
 
 
 @pytest.mark.parametrize("point", ["write:raw#1", "fsync:folder#1", "mkdir:folder/tmp*#1"])

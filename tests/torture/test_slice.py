@@ -66,7 +66,7 @@ def test_nothing_of_a_slice_is_lost_left_behind_or_served_wrong(tmp_path: Path, 
         parts = {part: first_of(subjects, part) for part, subjects in drawn.items()}
         result = run_campaign(parts, workspace, seed=SEED, seconds=1100)
     assert not result.failed, report(result, commit="here")
-    tried = {(one.case.part, one.case.subject) for one in result.outcomes}
+    tried = {(outcome.case.part, outcome.case.subject) for outcome in result.outcomes}
     assert {part for part, _ in tried} == set(NUM_CASES)
     assert tried >= {("points", subject.name) for subject in SUBJECTS if subject.name not in LEFT_OUT}
 

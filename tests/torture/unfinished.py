@@ -26,7 +26,7 @@ from random import Random
 from clipmill.prep.synthetic import FrameNumberVideo
 from tests.prep.running import contents
 from tests.torture import bases
-from tests.torture.cases import Broken, Case, drawn
+from tests.torture.cases import Broken, Case, draw
 from tests.torture.checks import ended_well, samples, whole_shards
 from tests.torture.points import trace_undisturbed
 from tests.torture.subjects import SUBJECTS, Subject
@@ -64,7 +64,7 @@ def _cases(seed: int, workspace: Workspace, subject: Subject) -> Iterator[Case]:
         if fault in point.faults or (fault == "kill-after" and point.operation != "write")
     ]
     kinds = (lambda pair: f"{pair[0].operation}/{pair[1]}", lambda pair: pair[0].name.rpartition("#")[0])
-    for point, fault in drawn(pairs, seed=f"{seed}/{PART}/{subject.name}", kinds=kinds):
+    for point, fault in draw(pairs, seed=f"{seed}/{PART}/{subject.name}", kinds=kinds):
         name = f"{PART}/{subject.name}/{point.name}/{fault}"
         yield Case(name, fault, partial(_look, subject, workspace, point, fault))
 
@@ -76,7 +76,7 @@ def _cases_of_commits(seed: int, workspace: Workspace) -> Iterator[Case]:
         if subject.name in _COLUMNS:
             points = points_of(trace_undisturbed(subject, workspace)[1])
             pairs += [(subject, point) for point in points if _COMMITTED.match(point.name)]
-    for subject, point in drawn(pairs, seed=f"{seed}/{PART}/commits", kinds=[lambda pair: pair[0].name]):
+    for subject, point in draw(pairs, seed=f"{seed}/{PART}/commits", kinds=[lambda pair: pair[0].name]):
         name = f"{PART}/commits/{subject.name}/{point.name}"
         yield Case(name, "kill-after", partial(_look, subject, workspace, point, "kill-after"))
 

@@ -159,7 +159,7 @@ def _write_videos(folder: Path) -> None:
         video.write(folder / f"{number}.mp4")
 
 
-def _undisturbed(workspace: Workspace, subject: Subject) -> Path:
+def _make_undisturbed(workspace: Workspace, subject: Subject) -> Path:
     """Return a folder in which nothing failed: the samples of the new variant, and `trace.txt`."""
 
     def make(folder: Path) -> None:
@@ -177,12 +177,12 @@ def _undisturbed(workspace: Workspace, subject: Subject) -> Path:
 
 
 def _trace(workspace: Workspace, subject: Subject) -> list[str]:
-    return (_undisturbed(workspace, subject) / "trace.txt").read_text().splitlines()
+    return (_make_undisturbed(workspace, subject) / "trace.txt").read_text().splitlines()
 
 
 def _try(workspace: Workspace, subject: Subject, attempts: list[str], folder: Path, *, name: str) -> None:
     random = Random(name)
-    complete = samples(_undisturbed(workspace, subject) / "data", column=subject.column)
+    complete = samples(_make_undisturbed(workspace, subject) / "data", column=subject.column)
     with _Trial(workspace, subject, folder) as trial:
         trial.begin()
         first = trial.samples()

@@ -75,7 +75,7 @@ def not_yet_on_the_disk(lines: Sequence[str]) -> list[str]:
         elif operation in ("fsync", "unlink"):
             unsynced.discard(name)
         elif operation in ("rename", "link"):
-            late = {one for one in unsynced if one == source or one.startswith(f"{source}/")}
+            late = {path for path in unsynced if path == source or path.startswith(f"{source}/")}
             if late and not name.startswith(SCRATCH):  # losing these in a power failure is harmless
                 early.append(f"{name} (written as {', '.join(sorted(late))})")
             unsynced -= late

@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from tests.forked import forget, forked
+from tests.forked import forget, run_forked
 from tests.forks import Forks
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +54,6 @@ def test_help_loads_few_modules() -> None:
             importlib.import_module("clipmill.train.cli").main()
         print(len(_loaded_modules()), file=sys.stderr)
 
-    status, output = forked(run)
+    status, output = run_forked(run)
     assert status == 0, output
     assert 30 < int(output.splitlines()[-1]) <= MAX_MODULES_OF_HELP

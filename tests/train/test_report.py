@@ -17,7 +17,7 @@ from clipmill.train.report.results import Curve, Line, chart_values, evaluation_
 from clipmill.train.run.folder import RunFolder, append_lines
 from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from scripts.pages.problems import problems
-from tests.browser import needs_chromium, open_page, shown
+from tests.browser import needs_chromium, open_page, show_page
 
 HIDDEN = "\x1b[31m\u202e\u2066"
 HOSTILE = f"<script>alert('x')</script>{HIDDEN}"
@@ -247,7 +247,7 @@ def test_charts_and_tables_obey_a_keyboard(tmp_path: Path) -> None:
     text = run.page.read_text()
     assert HOSTILE not in text and "majority baseline 7.1 %" in text.split('class="tiles"')[1].split("<section>")[0]
     assert "of the 12 most frequent classes" in text and "Most confused classes" in text
-    with shown(run.page, width_px=1400, is_dark=True) as tab:
+    with show_page(run.page, width_px=1400, is_dark=True) as tab:
         assert problems(tab) == []
 
         def press(element: str, *keys: str) -> None:

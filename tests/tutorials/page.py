@@ -59,32 +59,32 @@ def read_page(path: Path) -> Page:
     body = text[head.end() :] if head else text
     blocks = [
         Block(
-            language=found["language"],
-            text=found["text"],
-            file=found["value"] if found["key"] == "file" else None,
-            is_run=found["key"] != "not run",
+            language=match["language"],
+            text=match["text"],
+            file=match["value"] if match["key"] == "file" else None,
+            is_run=match["key"] != "not run",
         )
-        for found in _BLOCK.finditer(body)
+        for match in _BLOCK.finditer(body)
     ]
     for shown, _ in replacements:
         assert any(shown in block.text for block in blocks), f"{path.name} does not show {shown!r}"
-    return Page(data=data, blocks=tuple(_replaced(block, replacements) for block in blocks))
+    return Page(data=data, blocks=tuple(_replace(block, replacements) for block in blocks))
 
 
-def _replaced(block: Block, replacements: Sequence[tuple[str, str]]) -> Block:
+def _replace(block: Block, replacements: Sequence[tuple[str, str]]) -> Block:
     """Replace in one pass, so that what was put in is not replaced again; of two that begin alike, the longer one."""
     run = dict(replacements)
     if not run or not block.is_run:
         return block
     pattern = "|".join(re.escape(shown) for shown in sorted(run, key=len, reverse=True))
-    text = re.sub(pattern, lambda found: run[found[0]], block.text)
+    text = re.sub(pattern, lambda match: run[match[0]], block.text)
     return Block(language=block.language, text=text, file=block.file)
 
 
 def command_lines(text: str) -> list[str]:
     """Return the commands of a shell block: continued lines joined, here-documents kept whole, comments left out."""
     lines = iter(text.replace("\\\n", " ").splitlines())
-    found = []
+    blocks = []
     for line in lines:
         if not line.strip() or line.startswith("#"):
             continue
@@ -96,8 +96,8 @@ def command_lines(text: str) -> list[str]:
                 if more == here[1]:
                     break
             line = "\n".join(whole) + "\n"
-        found.append(line)
-    return found
+        blocks.append(line)
+    return blocks
 
 
 def missing_lines(shown: str, real: str) -> list[str]:
@@ -121,4 +121,4 @@ def missing_lines(shown: str, real: str) -> list[str]:
 
 
 def _shape(text: str) -> str:
-    return _NUMBER.sub(lambda found: found[1] or "0", " ".join(text.split()))
+    return _NUMBER.sub(lambda match: match[1] or "0", " ".join(text.split()))

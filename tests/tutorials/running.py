@@ -64,7 +64,7 @@ class Runner:
     def _ran(self, line: str) -> str:
         match [] if "<<" in line else shlex.split(line, comments=True):
             case ["prep", *arguments]:
-                ran = prep_here(*(word for given in arguments for word in _expanded(given)))
+                ran = prep_here(*(word for given in arguments for word in _expand(given)))
                 return ran.stdout + ran.stderr
             case ["train", *arguments]:
                 return _train(arguments)
@@ -83,24 +83,24 @@ class Runner:
     def _torchrun(self, arguments: list[str]) -> str:
         """Run as many ranks as torchrun would start on this machine; test_signals.py starts torchrun itself."""
         size = int(arguments[arguments.index("--nproc-per-node") + 1])
-        said = self.folder / "torchrun.txt"
-        said.unlink(missing_ok=True)
+        out_path = self.folder / "torchrun.txt"
+        out_path.unlink(missing_ok=True)
         program = arguments.index("train") if "--no-python" in arguments else -2
-        end_well(fork_ranks(_rank, self.folder, said, *arguments[program:], size=size, folder=self.folder))
-        return said.read_text()
+        end_well(fork_ranks(_rank, self.folder, out_path, *arguments[program:], size=size, folder=self.folder))
+        return out_path.read_text()
 
 
-def _expanded(word: str) -> list[str]:
+def _expand(word: str) -> list[str]:
     """What a shell makes of a word: variables, and patterns of files."""
     value = os.path.expandvars(word)
-    found = sorted(map(str, Path().glob(value))) if "*" in value and "/" in value else []
-    return found or [value]
+    paths = sorted(map(str, Path().glob(value))) if "*" in value and "/" in value else []
+    return paths or [value]
 
 
-def _rank(folder: Path, said: Path, program: str, *words: str) -> None:
+def _rank(folder: Path, out_path: Path, program: str, *words: str) -> None:
     """A rank of `train` or a script, in the reader's folder; what all of them print is appended to one file."""
     os.chdir(folder)
-    with said.open("a") as file:
+    with out_path.open("a") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
     if program == "train":
         run_command(*words)
@@ -121,6 +121,6 @@ def _train(arguments: list[str]) -> str:
                 status = int(left.code or 0)
     finally:
         sys.argv = before
-    said = out.getvalue() + err.getvalue()
-    assert status == 0, f"train {arguments}\nstatus {status}: {said[-3000:]}"
-    return said
+    text = out.getvalue() + err.getvalue()
+    assert status == 0, f"train {arguments}\nstatus {status}: {text[-3000:]}"
+    return text

@@ -92,8 +92,8 @@ def assert_shows_pictures(shown: list[str | bytes]) -> None:
     batch, chunk = shown
     assert isinstance(batch, bytes) and Image.open(BytesIO(batch)).size == (4 * 112, 4 * 112)
     assert isinstance(chunk, str)
-    found = re.fullmatch(r'<img src="data:image/jpeg;base64,(\S+)" alt="(.*)"><br>\2', chunk)
-    assert found and "garden_" in found[2] and Image.open(BytesIO(b64decode(found[1]))).size == (8 * 160, 120)
+    match = re.fullmatch(r'<img src="data:image/jpeg;base64,(\S+)" alt="(.*)"><br>\2', chunk)
+    assert match and "garden_" in match[2] and Image.open(BytesIO(b64decode(match[1]))).size == (8 * 160, 120)
 
 
 def test_a_page_that_no_longer_fits_its_data_is_an_error(tmp_path: Path) -> None:

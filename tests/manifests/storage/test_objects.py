@@ -13,7 +13,7 @@ from clipmill.manifests.storage import waiting
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import Objects, open_objects
 from clipmill.manifests.storage.stores import AccessRefused, Conflict
-from tests.object_storage.faults import Fault, Faults, vanished
+from tests.object_storage.faults import Fault, Faults, vanished_key
 from tests.object_storage.server import S3Server
 
 CONTENT = bytes(range(256)) * 800
@@ -150,7 +150,7 @@ def test_retries_are_bounded(
 def test_a_missing_key_is_not_retried(faults: Faults, bucket: str) -> None:
     objects = open_objects(bucket)
     objects.write("k", CONTENT)
-    faults.set(vanished("k"))
+    faults.set(vanished_key("k"))
     for read in (objects.read, lambda key: objects.read_range(key, 0, 5), objects.info):
         with pytest.raises(FileNotFoundError) as missing:
             read("none" if read == objects.info else "k")

@@ -18,7 +18,7 @@ from clipmill.manifests.storage.mounting import open_data
 from clipmill.manifests.storage.objects import Objects, open_objects
 from clipmill.manifests.storage.working_copy import WorkingCopy
 from clipmill.shards.opening import open_regular
-from tests.object_storage.faults import Fault, Faults, vanished
+from tests.object_storage.faults import Fault, Faults, vanished_key
 
 TAR = b"tar" * 1000
 
@@ -150,10 +150,10 @@ def test_the_lock_of_the_folder_brings_its_own_records_up_to_date(address: str, 
 def test_a_key_that_is_listed_and_gone_is_an_error_that_names_it(
     address: str, objects: Objects, faults: Faults
 ) -> None:
-    faults.set(vanished("commits", times=1))
+    faults.set(vanished_key("commits", times=1))
     folder, _ = copy_of(address)  # it was removed while the bucket was being read
     shutil.rmtree(folder / "video")
-    faults.set(vanished("commits"))
+    faults.set(vanished_key("commits"))
     with pytest.raises(FileNotFoundError) as missing:
         copy_of(address)
     assert missing.value.filename == f"{address}/video/v-1/commits/000001.json"

@@ -17,7 +17,7 @@ def read_names(
     Raises:
         UserError: there are no videos.
     """
-    builder, wanted = begin_reading(dataset, directory, skip=skip)
+    builder, flags = begin_reading(dataset, directory, skip=skip)
     for path in annotations:
         builder.begin_annotations(path)
         split = "val" if path.name.startswith("val") else "train"
@@ -25,7 +25,7 @@ def read_names(
             name, tab, text = line.partition("\t")
             if not tab:
                 builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail="expected NAME<tab>TEXT")
-            elif (video := wanted.number(name, split=split, file=path, row=row)) is not None:
+            elif (video := flags.number(name, split=split, file=path, row=row)) is not None:
                 builder.add_caption(video, text, Origin(path, "human", row))
     return builder.build()
 

@@ -26,7 +26,7 @@ from clipmill.shards.dataset import current_variant, set_current_variant
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
 from clipmill.shards.packets import PacketTable
 from clipmill.shards.reader import Variant
-from tests.object_storage.faults import Faults, vanished
+from tests.object_storage.faults import Faults, vanished_key
 from tests.prep.running import Ran
 from tests.prep.sets import ShardSet, flip
 from tests.train.latents.columns import write_columns
@@ -232,7 +232,7 @@ def test_advice_on_a_bucket_is_measured_there(prep: Prep, shard_set: ShardSet, b
     assert values["packets"]["bytes_per_clip"] >= local["packets"]["bytes_per_clip"]
     text = prep(*words, "--nodes", 2, "--gpus", 8).stdout
     assert "that the bucket delivers" in text and "Little's law" in text and "on each node" in text
-    faults.set(vanished(r"\.tar"))
+    faults.set(vanished_key(r"\.tar"))
     assert "cannot be read" in prep(*words, status=2).error
 
 

@@ -18,7 +18,7 @@ from clipmill.prep.sources.shots import detect_cuts
 from clipmill.prep.sources.table import probe_sources, stat_files
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.shards.timeline.model import Timeline
-from tests.object_storage.faults import Fault, Faults, vanished
+from tests.object_storage.faults import Fault, Faults, vanished_key
 from tests.object_storage.server import S3Server
 from tests.prep.scenes import RECIPE, write_scenes
 from tests.train.data.http_folder import HttpFolder
@@ -161,7 +161,7 @@ def test_an_object_replaced_within_a_second_has_changed(bucket: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "code"),
     [
-        (vanished("matroska", skip=3), "source_missing"),
+        (vanished_key("matroska", skip=3), "source_missing"),
         (Fault("error", method="GET", path="matroska", skip=3, status=403, code="AccessDenied"), "access_refused"),
         (Fault("error", method="HEAD", path="matroska", status=403), "access_refused"),
         (Fault("error", method="GET", path="matroska", skip=2), "io_error"),
@@ -190,7 +190,7 @@ def test_a_failed_read_that_libav_takes_for_the_end_of_the_file_is_not_lost(
             if is_followed:
                 raise SourceFailure(FailureCode.SOURCE_TRUNCATED, "truncated")
 
-    faults.set(vanished("a.mp4"))
+    faults.set(vanished_key("a.mp4"))
     assert code_of(read) == "source_missing"
 
 

@@ -25,7 +25,7 @@ from clipmill.shards.pages import templates
 from clipmill.shards.pages.figures import Histogram, histogram
 from clipmill.shards.pages.templates import load_template
 from clipmill.shards.reader import Variant
-from tests.browser import needs_chromium, shown
+from tests.browser import needs_chromium, show_page
 from tests.object_storage.faults import Faults
 from tests.object_storage.folders import upload
 from tests.prep.running import Ran, identities, prep_here
@@ -328,7 +328,7 @@ _DRIVE = """
 def test_a_browser_plays_filters_searches_and_sorts(shard_set: ShardSet, tmp_path: Path) -> None:
     write_chunk_page(Variant(shard_set.variant), PageRequest(tmp_path / "page.html"))
     for width_px, is_dark, paper in ((420, True, "rgb(18, 21, 26)"), (1400, False, "rgb(245, 246, 248)")):
-        with shown(tmp_path / "page.html", width_px=width_px, is_dark=is_dark) as tab:
+        with show_page(tmp_path / "page.html", width_px=width_px, is_dark=is_dark) as tab:
             page = tab.value(f"(async () => {{ {_DRIVE} }})()")
             assert [line for line in tab.messages if "ERR_FILE_NOT_FOUND" not in line] == []
             assert (page["hidden"], page["before"], page["after"], page["unnamed"]) == (False, 0, 0, 0), width_px

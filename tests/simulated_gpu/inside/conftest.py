@@ -44,7 +44,7 @@ def latents_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory, clips_dir: Path) -> dict[str, Path]:
+def trained_runs(tmp_path_factory: pytest.TempPathFactory, clips_dir: Path) -> dict[str, Path]:
     """A run of every task, trained on the CPU."""
     return train_all(tmp_path_factory.mktemp("trained"), shards=clips_dir)
 

@@ -31,7 +31,7 @@ def _without_files(*, keeps_checkpoints: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def followed(*, keeps_checkpoints: bool = False) -> Iterator[Journal]:
+def follow_steps(*, keeps_checkpoints: bool = False) -> Iterator[Journal]:
     """Simulate GPUs for a rank that owns one of them, and number the steps of training."""
     next_batch, make_group = FailureLog.next_batch, launch.dist.init_process_group
 
@@ -61,7 +61,7 @@ def steady(notes: list[Note]) -> list[str]:
 
 def run(*words: object, keeps_checkpoints: bool = False) -> Journal:
     """The journal of a command on simulated GPUs that ends well."""
-    with followed(keeps_checkpoints=keeps_checkpoints) as journal:
+    with follow_steps(keeps_checkpoints=keeps_checkpoints) as journal:
         assert train(*words) == 0
     journal.finish()
     return journal

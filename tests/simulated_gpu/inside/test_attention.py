@@ -46,8 +46,8 @@ def test_heads_without_a_kernel_are_announced_and_computed_by_sdpa(
     flags, _ = MODELS[part]
     words = (*flags.split(), "--shards", clips_dir, "--steps", "1", "--precision", "bf16", "--out", tmp_path / "run")
     run(*words)
-    said = capsys.readouterr().out
-    assert "xformers has no kernel for" in said and "sdpa" in said
+    stdout = capsys.readouterr().out
+    assert "xformers has no kernel for" in stdout and "sdpa" in stdout
     assert facts(tmp_path / "run")["attention_choice"] == ("sdpa" if part == "video" else "xformers")
 
 
@@ -71,14 +71,14 @@ def test_every_width_has_the_numbers_and_gradients_of_the_formula(
     packing = pack(LENGTHS, device=CUDA) if kind == "packed" else None
     results = []
     for attend in (attend_with_xformers_or_sdpa, attend_naively):
-        own = qkv.to(CUDA).requires_grad_()
-        out = attend(*own.unbind(2), causal=kind == "causal", packing=packing)
+        inputs = qkv.to(CUDA).requires_grad_()
+        out = attend(*inputs.unbind(2), causal=kind == "causal", packing=packing)
         out.square().sum().backward()
-        assert own.grad is not None
-        results.append((out.detach().float().cpu(), own.grad.float().cpu()))
+        assert inputs.grad is not None
+        results.append((out.detach().float().cpu(), inputs.grad.float().cpu()))
     atol, rtol = (0.1, 0.05) if dtype is torch.bfloat16 else (1e-5, 1e-5)
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
+    for outputs, expected in zip(*results, strict=True):
+        torch.testing.assert_close(outputs, expected, atol=atol, rtol=rtol)
 
 
 NUM = 65_537  # two more sequences, or heads, than the grid of a kernel has room for
@@ -99,8 +99,8 @@ def test_more_sequences_than_a_grid_has_room_for_are_computed_in_parts(kind: str
     packing = pack([2, *[1] * (NUM - 1)], device=CUDA) if kind == "packed" else None
     results = []
     for attend in (attend_naively, attend_with_xformers, attend_with_sdpa):
-        own = qkv.to(CUDA).requires_grad_()
-        q, k, v = own.unbind(0)
+        inputs = qkv.to(CUDA).requires_grad_()
+        q, k, v = inputs.unbind(0)
         if kind == "side by side":
             out = attend_short(attend, q, k, v, per_tile=1 if attend is attend_naively else 2)
         elif kind == "with a first key":
@@ -108,10 +108,10 @@ def test_more_sequences_than_a_grid_has_room_for_are_computed_in_parts(kind: str
         else:
             out = attend(q, k, v, packing=packing)
         out.square().sum().backward()
-        assert own.grad is not None
-        results.append((out.detach().cpu(), own.grad.cpu()))
-    for found in results[1:]:
-        torch.testing.assert_close(found, results[0], atol=1e-5, rtol=1e-5)
+        assert inputs.grad is not None
+        results.append((out.detach().cpu(), inputs.grad.cpu()))
+    for outputs in results[1:]:
+        torch.testing.assert_close(outputs, results[0], atol=1e-5, rtol=1e-5)
 
 
 def test_heads_of_64_are_computed_by_flash_attention(journal: Journal) -> None:
@@ -144,15 +144,15 @@ def test_a_changed_private_name_of_xformers_is_named(monkeypatch: pytest.MonkeyP
 def test_the_simulation_notices_what_a_gpu_would(journal: Journal) -> None:
     """What all other tests rely on."""
     host = torch.arange(4.0)
-    there = host.to(CUDA)
+    moved = host.to(CUDA)
     assert [note.what.partition(" of")[0] for note in journal.waits] == ["a copy"]
     waits: list[Callable[[], object]] = [
-        lambda: there.sum().item(),
-        lambda: there.tolist(),
-        lambda: there[there > 1],
-        lambda: there.nonzero(),
+        lambda: moved.sum().item(),
+        lambda: moved.tolist(),
+        lambda: moved[moved > 1],
+        lambda: moved.nonzero(),
         lambda: torch.tensor([1.0], device=CUDA),
-        lambda: there.cpu(),
+        lambda: moved.cpu(),
         torch.cuda.synchronize,
     ]
     for number, wait in enumerate(waits):
@@ -160,15 +160,15 @@ def test_the_simulation_notices_what_a_gpu_would(journal: Journal) -> None:
         wait()
         assert len(journal.waits) > seen, number
     with pytest.raises(MixedDevices):
-        there + host
+        moved + host
     with pytest.raises(MixedDevices):
-        there + torch.ones(4, device=torch.device("cuda", 1))
+        moved + torch.ones(4, device=torch.device("cuda", 1))
     with pytest.raises(MixedDevices):
-        there[torch.zeros(1, dtype=torch.int64, device=torch.device("cuda", 1))]
+        moved[torch.zeros(1, dtype=torch.int64, device=torch.device("cuda", 1))]
     with pytest.raises(MixedDevices):
-        there[torch.arange(4, device=CUDA)] = host
+        moved[torch.arange(4, device=CUDA)] = host
     with pytest.raises(RuntimeError, match=r"torch.bfloat16 and torch.float32"):
-        torch.nn.functional.layer_norm(there.bfloat16(), (4,), weight=there)
+        torch.nn.functional.layer_norm(moved.bfloat16(), (4,), weight=moved)
     host.to(CUDA, non_blocking=True)
     assert len(journal.pageable) == 1
     buffer = pinned_memory((4,), torch.float32).fill_(1)
@@ -183,11 +183,11 @@ def test_the_simulation_notices_what_a_gpu_would(journal: Journal) -> None:
     assert len(journal.races) == 3  # before its copy was over, and unknown to the allocator
     with torch.device("meta"):
         assert torch.tensor([]).is_meta  # by which transformers sees whether a model is built without memory
-    late = LateMetrics({"loss": there.sum()}, CUDA)
+    late = LateMetrics({"loss": moved.sum()}, CUDA)
     assert bool(late._values.isnan()) and late.read() == {"loss": 6.0}
     results = pinned_memory((4,), torch.float32)
     for _ in range(2):
-        results.copy_(there, non_blocking=True)
+        results.copy_(moved, non_blocking=True)
     assert journal.races[-1].what.startswith("memory was filled by a copy while another")
 
 
@@ -199,9 +199,9 @@ def test_the_fastest_backend_of_a_gpu_is_in_the_results_of_its_first_minutes(
     setup = Setup(device=CUDA, is_dry_run=True, data=tmp_path, scratch=tmp_path)
     measurements = [Measurement(name="attention", measure=measure_attention, estimated_s=1)]
     assert run_measurements(measurements, setup=setup, minutes=1, path=tmp_path / "first.json")
-    [found] = json.loads((tmp_path / "first.json").read_text())["measurements"]
-    assert [row["error"] for row in found["rows"] if "error" in row] == []
+    [entry] = json.loads((tmp_path / "first.json").read_text())["measurements"]
+    assert [row["error"] for row in entry["rows"] if "error" in row] == []
     # SDPA's own kernels are not simulated.
-    assert all(isinstance(row[name], float) for row in found["rows"] for name in ("xformers", "sdpa")), found["rows"]
+    assert all(isinstance(row[name], float) for row in entry["rows"] for name in ("xformers", "sdpa")), entry["rows"]
     [(capability, name)] = fastest_backend(tmp_path / "first.json").items()
     assert capability == torch.cuda.get_device_capability(0) and name in BACKENDS

@@ -97,10 +97,10 @@ OF_TRANSFORMERS = {
 
 @pytest.fixture
 def words(
-    name: str, trained: dict[str, Path], models: Path, clips_dir: Path, latents_dir: Path, tmp_path: Path
+    name: str, trained_runs: dict[str, Path], models: Path, clips_dir: Path, latents_dir: Path, tmp_path: Path
 ) -> list[str]:
     """The command line of a run."""
-    flags = RUNS[name].replace("WEIGHTS", str(trained["dual-encoder"])).replace("MODELS", str(models))
+    flags = RUNS[name].replace("WEIGHTS", str(trained_runs["dual-encoder"])).replace("MODELS", str(models))
     if "RELEVANCY" in flags:
         np.save(tmp_path / "relevancy.npy", np.eye(4))
         flags = flags.replace("RELEVANCY", str(tmp_path / "relevancy.npy"))
@@ -118,11 +118,11 @@ def test_a_steady_step_waits_for_the_numbers_of_the_step_before_alone(
     waits = [note.where.partition(":")[0] for note in journal.waits if note.step in STEADY]
     assert waits == [*OF_TRANSFORMERS.get(name, ()), "train/device/transfer.py"] * len(STEADY), steady(journal.waits)
     assert journal.devices == {LOCAL_RANK}
-    found = losses(tmp_path / "run")
-    assert len(found) == NUM_STEPS and all(map(math.isfinite, found))
+    losses_found = losses(tmp_path / "run")
+    assert len(losses_found) == NUM_STEPS and all(map(math.isfinite, losses_found))
     if SINGLE in " ".join(words):
         run_on_cpu(*words, "--out", tmp_path / "cpu")
-        assert found == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5, abs=1e-5)
+        assert losses_found == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("precision", [pytest.param(SINGLE, marks=pytest.mark.nightly), "--precision fp16"])
@@ -155,15 +155,20 @@ _NOTHING_ELSE = {
 }  # fmt: skip
 
 
-def _chosen(preset: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _settings_of(preset: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Each setting of a preset, those for other losses and optimizers too."""
     for name, value in preset.items():
         if name == "by":
             for setting, cases in value.items():
                 for case, values in cases.items():
-                    yield from [(setting, case), *_chosen({one: values[one] for one in values if one != "source"})]
+                    yield from [
+                        (setting, case),
+                        *_settings_of(
+                            {setting_name: values[setting_name] for setting_name in values if setting_name != "source"}
+                        ),
+                    ]
         elif isinstance(value, dict):
-            yield from _chosen(value, f"{prefix}{name}.")
+            yield from _settings_of(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
@@ -171,10 +176,10 @@ def _chosen(preset: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def test_every_preset_has_its_parts_here() -> None:
     """A preset with another task, tower, loss, optimizer, precision or anything else needs a run of it here."""
     defaults = {"loss.kind": "infonce", "optimizer.name": "adamw", "decoder.name": "gpt2"}
-    flags = " ".join(f" {one} " for one in RUNS.values())
+    flags = " ".join(f" {flags} " for flags in RUNS.values())
     for path in PRESETS.glob("*.yaml"):
         missing = []
-        for name, value in _chosen(yaml.safe_load(path.read_text())):
+        for name, value in _settings_of(yaml.safe_load(path.read_text())):
             if name in _NOTHING_ELSE or defaults.get(name) == value:
                 continue
             flag = f" --{name.replace('_', '-')} "

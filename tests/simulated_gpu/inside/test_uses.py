@@ -59,7 +59,7 @@ def numbers_of(values: Any) -> list[float]:
     if isinstance(values, dict):
         return [number for name in sorted(values) for number in numbers_of(values[name])]
     if isinstance(values, list):
-        return [number for one in values for number in numbers_of(one)]
+        return [number for part in values for number in numbers_of(part)]
     return [float(values)] if isinstance(values, int | float) else []
 
 
@@ -72,7 +72,7 @@ def _few_regularisations(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", nightly_beyond(["retrieval", "caption"], EVALUATIONS))
 def test_an_evaluation_has_the_result_of_a_cpu(
     name: str,
-    trained: dict[str, Path],
+    trained_runs: dict[str, Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -88,7 +88,7 @@ def test_an_evaluation_has_the_result_of_a_cpu(
     task, flags = EVALUATIONS[name]
     results = []
     for device in ("cpu", "cuda"):
-        words = ("eval", name, on_device(trained[task], device, out=tmp_path / device), *flags.split(), "--json")
+        words = ("eval", name, on_device(trained_runs[task], device, out=tmp_path / device), *flags.split(), "--json")
         if device == "cpu":
             assert train(*words) == 0
         else:
@@ -96,18 +96,18 @@ def test_an_evaluation_has_the_result_of_a_cpu(
             journal = run(*words)
             assert journal.devices == {LOCAL_RANK} and journal.races == [] and journal.pageable == []
         results.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
-    expected, found = map(numbers_of, results)
-    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6) and len(found) > 1
+    expected, numbers = map(numbers_of, results)
+    assert numbers == pytest.approx(expected, rel=1e-4, abs=1e-6) and len(numbers) > 1
     assert len(embeddings) == (2 if name == "retrieval" else 0)
     for on_cpu, on_gpu in zip(embeddings[::2], embeddings[1::2], strict=True):
         np.testing.assert_allclose(on_gpu.video, on_cpu.video, atol=1e-5)
         np.testing.assert_allclose(on_gpu.text, on_cpu.text, atol=1e-5)
 
 
-def test_clips_are_embedded_as_on_a_cpu(trained: dict[str, Path], clips_dir: Path, tmp_path: Path) -> None:
+def test_clips_are_embedded_as_on_a_cpu(trained_runs: dict[str, Path], clips_dir: Path, tmp_path: Path) -> None:
     words = (
         "embed",
-        trained["dual-encoder"],
+        trained_runs["dual-encoder"],
         "--shards",
         clips_dir,
         "--split",
@@ -125,12 +125,12 @@ def test_clips_are_embedded_as_on_a_cpu(trained: dict[str, Path], clips_dir: Pat
 
 
 def test_a_model_in_python_computes_where_it_was_opened(
-    trained: dict[str, Path], clips_dir: Path, journal: Journal
+    trained_runs: dict[str, Path], clips_dir: Path, journal: Journal
 ) -> None:
     frames = np.random.default_rng(0).integers(256, size=(3, 2, 40, 32, 3), dtype=np.uint8)
     normalised, texts = torch.randn(3, 3, 2, 32, 32), ["a dog", "a cat that sleeps"]
     torch.cuda.set_device(LOCAL_RANK)
-    on_gpu, on_cpu = (load_model(trained["dual-encoder"], device=device) for device in ("cuda", "cpu"))
+    on_gpu, on_cpu = (load_model(trained_runs["dual-encoder"], device=device) for device in ("cuda", "cpu"))
     with open_clips(clips_dir, batch=3, num_frames=2, size_px=32, rgb=False, workers=1, device="cpu") as batches:
         planes: Any = next(iter(batches))
     encoders: list[Callable[[LoadedModel], torch.Tensor]] = [
@@ -158,10 +158,10 @@ def test_batches_lie_on_the_gpu_of_their_rank(
     given: dict[str, Any] = {"batch": 3, "seed": 1, "rank": 0, "world": 1}
     if kind == "clips":
         given |= {"num_frames": 2, "size_px": 32, "workers": 1, "label": "class"}
-        opened = [open_clips(clips_dir, **given, device=one) for one in (device, "cpu")]
+        opened = [open_clips(clips_dir, **given, device=place) for place in (device, "cpu")]
     else:
         given |= {"segment": "2s", "captions": "embedding"}
-        opened = [open_latents(latents_dir, **given, device=one) for one in (device, "cpu")]
+        opened = [open_latents(latents_dir, **given, device=place) for place in (device, "cpu")]
     with opened[0] as batches, opened[1] as expected:
         kept = []
         for batch, right in zip(islice(batches, 4), islice(expected, 4), strict=True):
@@ -176,8 +176,8 @@ def test_batches_lie_on_the_gpu_of_their_rank(
     assert not any(note.is_of_caller for note in journal.waits), journal.waits
     torch.cuda.synchronize()
     # The batches belong to the caller: later ones have overwritten none.
-    for name, one, other in kept:
-        assert torch.equal(one.cpu(), other), name
+    for name, kept_tensor, other in kept:
+        assert torch.equal(kept_tensor.cpu(), other), name
     assert journal.devices == {number} and journal.races == [] and journal.pageable == []
 
 
@@ -208,22 +208,22 @@ def test_columns_are_those_of_a_cpu(kind: str, clips_dir: Path, tmp_path: Path, 
         make_text(data_dir, device=device, recipe=recipe)  # type: ignore[arg-type]
     assert journal.devices == {0} and journal.races == []
     for name in (LATENTS, TEXT):
-        found, expected = column(tmp_path / "cuda", name), column(tmp_path / "cpu", name)
-        assert found.keys() == expected.keys() and found
-        for key, one in expected.items():
-            np.testing.assert_allclose(found[key], one, atol=2e-3)
+        arrays, expected = column(tmp_path / "cuda", name), column(tmp_path / "cpu", name)
+        assert arrays.keys() == expected.keys() and arrays
+        for key, array in expected.items():
+            np.testing.assert_allclose(arrays[key], array, atol=2e-3)
 
 
 def test_captions_of_a_vision_language_model_are_those_of_a_cpu(models: Path, journal: Journal) -> None:
     pictures = [[*rng] for rng in np.random.default_rng(0).integers(256, size=(3, 2, 64, 48, 3), dtype=np.uint8)]
     settings = CaptionsSettings(model="tiny", precision="bfloat16", frames=2, size=64, max_tokens=12, temperature=1.0)
-    found, expected = (
+    models_opened, expected = (
         open_model(models / "vlm", name="tiny", device=device, precision="bfloat16", num_threads=1).captions(
             pictures, settings=settings, seed=0
         )
         for device in ("cuda", "cpu")
     )
-    texts = [[one.text for one in answers if isinstance(one, Answer)] for answers in (found, expected)]
+    texts = [[answer.text for answer in answers if isinstance(answer, Answer)] for answers in (models_opened, expected)]
     assert texts[0] == texts[1] and len(texts[0]) == 3 and any(texts[0])
     assert journal.devices == {0} and journal.races == []
 
@@ -242,11 +242,11 @@ def test_features_are_those_of_their_own_clips_however_far_ahead_the_host_is(jou
     def batches() -> Iterator[LoadedBatch]:
         for first in range(0, 24, 4):
             numbers = range(first, first + 4)
-            clips = [Sample(position=one, key="a", video=np.full(8, one, np.uint8)) for one in numbers]
+            clips = [Sample(position=number, key="a", video=np.full(8, number, np.uint8)) for number in numbers]
             yield LoadedBatch(ring.collate(clips), (), Cursor(0))
 
     device = torch.device("cuda", 0)
-    found = extract([_FirstPixel()], batches(), inputs=lambda batch: batch["video"], device=device)
+    features = extract([_FirstPixel()], batches(), inputs=lambda batch: batch["video"], device=device)
     journal.finish()
     assert journal.races == [] and journal.pageable == []
-    assert found.of_tower[0][:, 0].tolist() == found.sample.tolist() == [*range(24)]
+    assert features.of_tower[0][:, 0].tolist() == features.sample.tolist() == [*range(24)]

@@ -84,10 +84,17 @@ class Watch:
 
     def name_of(self, path: str) -> str | None:
         """Return the name of a path that is the same in every run; None if it is not watched."""
-        found = next((one for one in self.folders if path == one[1] or path.startswith(f"{one[1]}/")), None)
-        if found is None:
+        folder_pair = next(
+            (
+                folder_pair
+                for folder_pair in self.folders
+                if path == folder_pair[1] or path.startswith(f"{folder_pair[1]}/")
+            ),
+            None,
+        )
+        if folder_pair is None:
             return None
-        label, folder = found
+        label, folder = folder_pair
         name = label + (path[len(folder) + 1 :] or ".")
         for drawn in self.drawn:
             name = name.replace(drawn, "*")

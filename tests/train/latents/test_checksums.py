@@ -15,7 +15,7 @@ from clipmill.shards.reader import Variant
 from clipmill.train.data.outcomes import LoadedBatch
 from clipmill.train.data.producers.latent_segments import open_latent_segments
 from clipmill.train.data.samples import Samples
-from tests.forked import forked
+from tests.forked import run_forked
 from tests.train.latents.querying import segments
 from tests.train.latents.written import Caption, Chunk, Written, write_all
 
@@ -140,7 +140,7 @@ def test_a_tar_that_is_cut_short_after_it_was_verified_ends_the_process_with_its
         os.truncate(tar, 0)
         list(running.evaluation_batches())
 
-    status, stderr = forked(run)
+    status, stderr = run_forked(run)
     assert status == 1 and stderr.startswith(f"failed: {tar} became unreadable while in use"), (status, stderr)
 
 

@@ -19,7 +19,7 @@ from clipmill.train.data.outcomes import LoadedBatch
 from clipmill.train.data.producers.latent_segments import open_latent_segments
 from clipmill.train.data.remote import open_cache
 from clipmill.train.data.samples import Samples
-from tests.object_storage.faults import Fault, Faults, vanished
+from tests.object_storage.faults import Fault, Faults, vanished_key
 from tests.object_storage.upload import upload
 from tests.train.full_disk import fill
 from tests.train.latents.conftest import SHARDS
@@ -186,7 +186,7 @@ def test_a_tar_that_vanishes_is_failures_by_name(
     written_data: Written, remote: Objects, tmp_path: Path, faults: Faults, few_retries: None
 ) -> None:
     samples = loader(open_folder(remote.address, tmp_path, size=f"{size_of_text(written_data)}B"))
-    faults.set(vanished(r"latents/.*/000001-\w+\.tar"))
+    faults.set(vanished_key(r"latents/.*/000001-\w+\.tar"))
     batches = list(samples.evaluation_batches())
     failures = [failure for loaded_batch in batches for failure in loaded_batch.failed]
     assert {failure.reason for failure in failures} == {"shard_unreadable"}

@@ -18,7 +18,7 @@ from clipmill.train.models.attention import (
     pack,
 )
 from clipmill.train.models.space_time import attend_short, sequences_per_tile
-from tests.forked import forget, forked
+from tests.forked import forget, run_forked
 
 LENGTHS = (3, 1, 7, 3, 2, 7)
 
@@ -123,7 +123,7 @@ def test_a_cpu_run_never_loads_xformers() -> None:
         import_module("clipmill.train.models.attention").open_attention("auto", device_type="cpu")
         assert "xformers" not in sys.modules
 
-    assert forked(work) == (0, "")
+    assert run_forked(work) == (0, "")
 
 
 @pytest.mark.parametrize("has_first", [False, True])

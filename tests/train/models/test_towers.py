@@ -16,7 +16,7 @@ from clipmill.train.models.attention import Attend, attend_naively, attend_with_
 from clipmill.train.models.dual_encoder import SIZES, DualEncoder, size_of
 from clipmill.train.models.text import CONTEXT_LENGTH, TextTower, load_tokenizer
 from clipmill.train.models.transformer import Block, blocks_of
-from tests.forked import forget, forked
+from tests.forked import forget, run_forked
 from tests.train.models.small_towers import captions, clips, small_encoder, spread_out
 
 OPEN_CLIPS_NAMES = {
@@ -159,7 +159,7 @@ def test_the_tokenizer_comes_without_the_rest_of_open_clip() -> None:
         import_module("clipmill.train.models.text").load_tokenizer()("a word")
         assert not others & sys.modules.keys()
 
-    assert forked(work) == (0, "")
+    assert run_forked(work) == (0, "")
 
 
 def test_captions_have_the_tokens_of_open_clip_whatever_is_in_them() -> None:

@@ -119,16 +119,16 @@ class FrameOrderTask:
         return torch.where(reversed_B[:, None, None, None, None] > 0, clips.flip(2), clips), reversed_B
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        wanted = self._settings.evaluate
-        if not wanted.every:
+        flags = self._settings.evaluate
+        if not flags.every:
             return {}
-        found: dict[str, float] = {}
-        for one in wanted.evaluated_data():
-            samples = self.samples(one.split, world, shards=one.shards)
-            right, count, _ = self.score(model, samples, every=every_for(len(samples), at_most=wanted.max_samples))
+        metrics: dict[str, float] = {}
+        for data in flags.evaluated_data():
+            samples = self.samples(data.split, world, shards=data.shards)
+            right, count, _ = self.score(model, samples, every=every_for(len(samples), at_most=flags.max_samples))
             counts = world.sum(torch.tensor([right, count]))
-            found[f"{one.name}/accuracy"] = float(counts[0] / counts[1])
-        return found
+            metrics[f"{data.name}/accuracy"] = float(counts[0] / counts[1])
+        return metrics
 
     @torch.no_grad()
     def score(self, model: nn.Module, samples: Samples, *, every: int) -> tuple[int, int, list[Any]]:
@@ -160,14 +160,14 @@ class FrameOrderLoss(Objective):
         return {"loss": step.world.sum(loss.detach()).double() / step.world.size}
 
 
-def score_run(opened: OpenedRun, wanted: FrameOrderFlags) -> Score:
+def score_run(opened: OpenedRun, flags: FrameOrderFlags) -> Score:
     """Accuracy of a run's latest checkpoint on a split."""
-    samples = opened.task.samples(wanted.split, World())
+    samples = opened.task.samples(flags.split, World())
     model = opened.trained.fill(opened.task.build_model(samples))
-    every = every_for(len(samples), at_most=wanted.max_samples)
+    every = every_for(len(samples), at_most=flags.max_samples)
     right, count, failed = opened.task.score(model, samples, every=every)
     return Score(
-        name=f"frame-order-{wanted.split}",
+        name=f"frame-order-{flags.split}",
         samples=samples,
         clip="in order or reversed",
         values={"accuracy": right / count, "num_samples": count, "protocol": "half of the clips are reversed"},
