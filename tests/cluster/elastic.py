@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.cluster import elastic_buckets, elastic_losses, elastic_starts
+from tests.cluster import elastic_buckets, elastic_losses, elastic_marks, elastic_starts
 from tests.cluster.elastic_nodes import nodes
 from tests.cluster.elastic_runs import Case, Skipped, end_well
 from tests.train.latents.columns import write_columns
@@ -37,7 +37,7 @@ def run_undisturbed(case: Case) -> str:
 
 
 def main(names: Sequence[str]) -> int:
-    of_modules = (*elastic_losses.CASES, *elastic_starts.CASES, *elastic_buckets.CASES)
+    of_modules = (*elastic_losses.CASES, *elastic_starts.CASES, *elastic_buckets.CASES, *elastic_marks.CASES)
     cases: dict[str, Callable[[Case], str]] = {
         case.__name__: case for case in (reference, run_undisturbed, *of_modules)
     }
