@@ -126,12 +126,12 @@ def read_logits(checkpoint: Path) -> Logits:
     Raises:
         UserError: The checkpoint cannot be read, or a number in it is not finite.
     """
-    table, values = read_table(checkpoint), dict[str, float]()
-    for name in (_LOG_SCALE, _TEMPERATURE, _BIAS):
-        if name in table and not table[name]["size"]:
-            number = torch.zeros(())
-            fill(checkpoint, table, {name: number}, world=World())
-            require_finite({name: number}, source=checkpoint)
-            values[name] = float(number)
+    table = read_table(checkpoint)
+    names = [name for name in (_LOG_SCALE, _TEMPERATURE, _BIAS) if name in table and not table[name]["size"]]
+    numbers = {name: torch.zeros(()) for name in names}
+    if numbers:
+        fill(checkpoint, table, numbers, world=World())  # at once: a part in a bucket is fetched each time
+    require_finite(numbers, source=checkpoint)
+    values = {name: float(number) for name, number in numbers.items()}
     temperature = values.get(_TEMPERATURE)
     return Logits(values.get(_LOG_SCALE, None if temperature is None else -math.log(temperature)), values.get(_BIAS))
