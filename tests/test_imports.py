@@ -38,7 +38,7 @@ MODULES_OF_DISTRIBUTION = {
     "webrtcvad-wheels": "webrtcvad",
 }
 # Submodules of torch that have one interface each; whole packages are held by import-linter too.
-INTERFACES = {"torch.distributed": {"train/distributed/"}, "torch.utils.tensorboard": {"train/run/charts.py"}}
+INTERFACES = {"torch.distributed": {"train/distributed/"}, "torch.utils.tensorboard": {"train/run/tracking.py"}}
 TORCH_IN_PREP = {
     *("prep/latents/vae.py", "prep/text/tower.py", "prep/text/t5.py", "prep/captions/vlm.py", "prep/engines/choice.py"),
     *(

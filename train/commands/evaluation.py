@@ -20,9 +20,8 @@ from clipmill.train.config.fields import SEVERAL
 from clipmill.train.config.files import read_values
 from clipmill.train.config.shards import local_folder, require_named_weights, require_places
 from clipmill.train.registry import evaluations, evaluations_of, tasks_where
-from clipmill.train.run.charts import add_evaluation
 from clipmill.train.run.folder import is_run, open_run, read_lines
-from clipmill.train.run.tracking import show_batch_counts
+from clipmill.train.run.tracking import add_evaluation, show_batch_counts
 from clipmill.train.spec import EvaluationSpec, Tasks, take_tags
 
 

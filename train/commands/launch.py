@@ -41,7 +41,6 @@ from clipmill.train.engine.task import check_stages, describe_parameters, outlin
 from clipmill.train.models.attention_choice import choose_attention, describe_fallback, kernels_fact
 from clipmill.train.registry import TASKS
 from clipmill.train.report.results import initial_weights, write_page
-from clipmill.train.run.charts import check_tracking
 from clipmill.train.run.checkpoint import all_checkpoints, checkpoint_name
 from clipmill.train.run.checkpoint_writer import recover
 from clipmill.train.run.environment import PACKAGES_FACT, machine, packages_of, versions
@@ -56,7 +55,7 @@ from clipmill.train.run.folder import (
     sweep,
 )
 from clipmill.train.run.shared_folder import require_shared, wait_for_files
-from clipmill.train.run.tracking import Progress
+from clipmill.train.run.tracking import Progress, check_tracking
 from clipmill.train.run.variants import EVALUATED_FACT, VARIANTS_FACT, evaluated_data, recorded_variants, variants_facts
 from clipmill.train.spec import TaskSpec
 from clipmill.train.weights.source import Say, Source

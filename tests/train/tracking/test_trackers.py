@@ -10,9 +10,16 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.training import TrackSettings, TrainingSettings
-from clipmill.train.run.charts import check_tracking, run_name, tag_metrics
 from clipmill.train.run.folder import RunFolder, create_run, read_lines
-from clipmill.train.run.tracking import EpochLoss, Progress, describe, open_trackers
+from clipmill.train.run.tracking import (
+    EpochLoss,
+    Progress,
+    check_tracking,
+    describe,
+    open_trackers,
+    run_name,
+    tag_metrics,
+)
 from clipmill.train.tasks.caption.spec import CaptionerSettings
 from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 
@@ -138,7 +145,7 @@ def test_an_epoch_has_the_mean_loss_of_its_steps_wherever_the_run_was_resumed(re
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clipmill.train.run.charts.find_spec", lambda name: None)
+    monkeypatch.setattr("clipmill.train.run.tracking.find_spec", lambda name: None)
     check_tracking(TrackSettings())
     with pytest.raises(UserError, match=r"--track\.tensorboard needs tensorboard") as raised:
         check_tracking(TrackSettings(tensorboard=True))
