@@ -133,7 +133,7 @@ def test_a_finished_run_resumes_to_nothing_and_refuses_other_settings(
         (["--shards", "{data}", "--stepz", "3"], "--stepz", "--help"),
         (["--batch-size", "64"], "unknown option: --batch-size. Did you mean --batch?", "--help"),
         (["--learning_rate=1"], "unknown option: --learning_rate. Did you mean --lr?", "--help"),
-        (["--epochs", "3"], "Did you mean --steps?", "a number of optimizer steps: epochs x samples / --batch"),
+        (["--epochs", "3"], "Did you mean --steps?", "the number of optimizer steps: epochs x samples / --batch"),
         (["--resolution", "224"], "unknown option: --resolution. Did you mean --size-px?", "--help"),
         (["--pretrained", "x"], "Did you mean --init.weights?", "--help"),
         (["--config", "{empty}/names.yaml"], "names.yaml; did you mean batch?", "--help"),

@@ -257,7 +257,7 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
     source_shapes = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
     _check_heads(model, source.facts, source_shapes=source_shapes, here=here, title=source.title)
     fitted = fit_tensors(source.converted, here, allow=allow)
-    say(f"weights: {source.title}: {fitted.num_copied} of {len(here)} tensors of the model copied as they are")
+    say(f"weights: {source.title}: {fitted.num_copied} of {len(here)} tensors of the model copied unchanged")
     lines = _table_of(fitted.changes)
     for line in lines[:_MAX_LINES]:
         say(f"  {line}")

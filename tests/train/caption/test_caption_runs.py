@@ -225,7 +225,7 @@ def test_a_decoder_that_has_only_read_gets_new_cross_attention(
     new = [name for name in weights if ".cross_attn." in name or ".ln_cross." in name]
     of_decoder = [name for name in weights if name.startswith("decoder.")]
     num_copied = len(of_decoder) - len(new)
-    copied = f"{folder}: {num_copied} of {len(of_decoder)} tensors copied as they are, {len(new)} are new"
+    copied = f"{folder}: {num_copied} of {len(of_decoder)} tensors copied unchanged, {len(new)} are new"
     assert new and f"decoder: {copied} (cross-attention)\n" in printed
     num_frozen = sum(weights[name].numel() for name in of_decoder if name not in new)
     total = sum(tensor.numel() for tensor in weights.values())
@@ -236,7 +236,7 @@ def test_a_decoder_that_has_only_read_gets_new_cross_attention(
     assert (start["source"], start["num_copied"]) == (str(folder), num_copied) and facts(out)["parameters"] == message
     assert sorted(change["name"] for change in start["changes"]) == sorted(new)
     assert decoder_size_of(RunFolder(out)).trunk.norm_eps == 1e-3
-    assert f"{folder}: {num_copied} tensors copied as they are" in (out / "index.html").read_text()
+    assert f"{folder}: {num_copied} tensors copied unchanged" in (out / "index.html").read_text()
     # Tokens that the decoder does not know.
     config.vocab_size = tokenizer.vocabulary_size - 1
     GPT2LMHeadModel(config).save_pretrained(folder)

@@ -59,7 +59,7 @@ def test_weights_of_another_size_start_with_the_flags_that_the_refusal_names(
     # The width of the embedding is taken from the weights.
     assert sorted(needed) == sorted(flag for flag in expected if not flag.startswith("--towers.embedding-width"))
     assert train("dual-encoder", *start, *" ".join(needed).split()) == 0
-    assert "tensors of the model copied as they are" in capsys.readouterr().out
+    assert "tensors of the model copied unchanged" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("task", nightly_beyond(["caption"], ["mae", "classify", "caption"]))

@@ -70,7 +70,7 @@ def test_a_run_starts_from_weights_says_so_and_goes_on_without_them(
     assert train("dual-encoder", "--shards", data_dir, "--out", out, *SMALL, "--init.weights", weights) == 0
     assert set(means) == {MISTYPED_MEAN}
     printed = capsys.readouterr().out
-    assert "avion.pt (AVION)" in printed and "tensors of the model copied as they are" in printed
+    assert "avion.pt (AVION)" in printed and "tensors of the model copied unchanged" in printed
     assert "108.33 / 255" in printed and "initial temperature 0.025" in printed
     settings = load_settings(out / "settings.yaml", DualEncoderSettings)
     assert (settings.towers.activation, settings.towers.video_norm_eps) == ("gelu", 1e-6)

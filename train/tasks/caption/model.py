@@ -256,7 +256,7 @@ def start_lines(facts: Mapping[str, Any]) -> list[str]:
     lines = []
     if (start := facts.get("decoder_weights")) is not None:
         num_copied, num_new = start["num_copied"], len(start["changes"])
-        copied = f"{num_copied} of {num_copied + num_new} tensors copied as they are"
+        copied = f"{num_copied} of {num_copied + num_new} tensors copied unchanged"
         new = f", {num_new} are new (cross-attention)" if num_new else ""
         lines.append(f"decoder: {start['source']}: {copied}{new}")
     return lines
