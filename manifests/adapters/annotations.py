@@ -1,6 +1,6 @@
-"""Annotation files: opening them, numbered rows of CSV and JSON Lines, values of cells, names of splits, rejected rows.
+"""Read annotation files: numbered rows of CSV and JSON Lines, values of cells, names of splits, codes of rejected rows.
 
-Read errors name the file. Malformed rows are yielded as faults, never skipped.
+Errors contain the path of the file. Malformed rows are yielded as faults, never skipped.
 """
 
 import codecs
@@ -21,7 +21,7 @@ from typing import IO, Any
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import on_one_line, quote_value
 
-_MAX_PART_BYTES = 1 << 20  # a line may be as long as the file
+_MAX_PART_BYTES = 1 << 20  # number of bytes read at a time, because a line may be as long as the file
 
 
 @contextmanager
@@ -48,13 +48,13 @@ def require_file(path: Path) -> None:
         except FileNotFoundError:
             return
     if kind is not None:
-        hint = "give the path of a file" if kind == "a folder" else "save its content to a file, and give that file"
+        hint = "pass the path of a file" if kind == "a folder" else "save its content to a file, and pass that file"
         raise UserError(f"cannot read {path}: it is {kind}, not a file", hint=hint)
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Context manager that converts an OSError into a UserError that names `path`."""
+    """Context manager that converts an OSError into a UserError with `path`."""
     try:
         yield
     except OSError as error:
@@ -63,7 +63,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def not_utf8(path: Path, error: UnicodeDecodeError) -> UserError:
-    """Return the error for a file that is not UTF-8. The file is read again to name the line."""
+    """Return the error for a file that is not UTF-8. The file is read again to find the line number."""
     line_number, decoder = 1, codecs.getincrementaldecoder("utf-8")()
     with suppress(UnicodeDecodeError), open_annotations(path, "rb") as file:
         while part := file.readline(_MAX_PART_BYTES):
@@ -80,8 +80,8 @@ def stat_kind(mode: int) -> str | None:
     return kinds.get(stat.S_IFMT(mode), "a device")
 
 
-LONGEST_S = 1e7  # 115 days; a later time is a mistake, such as another unit
-# Lines are read as a unit, so a file without line ends, such as a sparse file of zeros, must not exhaust the memory.
+LONGEST_S = 1e7  # limit of 115 days; a later time is a mistake, such as a wrong unit
+# Lines are read as a unit, so a file without line breaks, such as a sparse file of zeros, must not exhaust the memory.
 _MAX_LINE_CHARS = 1 << 26
 _UTF8 = "utf-8-sig"
 _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
@@ -102,7 +102,7 @@ def read_csv(path: Path, *, required: Sequence[str], separator: str = ",") -> It
     """Iterate over the rows of a CSV file with a header.
 
     Raises:
-        UserError: The file cannot be read as text, lacks a required column, or has two columns of the same name.
+        UserError: The file cannot be read as text, lacks a required column, or has two columns with the same name.
     """
     rows = csv_rows(text_lines(path), path=path, separator=separator)
     header = next(rows, [])
@@ -127,8 +127,8 @@ def csv_rows(lines: Iterable[str], *, path: Path, separator: str = ",") -> Itera
     """Iterate over the cells of each row of a CSV file, without blank lines.
 
     Raises:
-        UserError: A cell is longer than csv allows; text follows its closing quotation mark; or the quotation mark is
-            missing at the end of the line, so that the cell would include later rows.
+        UserError: A cell is longer than the csv module allows; text follows the closing quotation mark of a cell; or
+            the closing quotation mark is missing, so that the cell would include later rows.
     """
     reader = csv.reader(lines, delimiter=separator, strict=True)
     while True:
@@ -138,13 +138,13 @@ def csv_rows(lines: Iterable[str], *, path: Path, separator: str = ",") -> Itera
         except csv.Error as error:
             if reader.line_num > begin:
                 raise UserError(
-                    f"{path}, line {begin}: a quotation mark that opens a cell here is not closed, and line "
+                    f"{path}, line {begin}: a quotation mark that opens a cell here is not closed, so line "
                     f"{reader.line_num} would belong to the same cell",
-                    hint="close it, or write it twice in a cell between quotation marks",
+                    hint="close it; in a cell between quotation marks, double each quotation mark",
                 ) from error
             raise UserError(
                 f"{path}, line {begin}: {error}",
-                hint='give a valid CSV file: a cell with quotation marks is written as "say ""stop"" twice"',
+                hint='use a valid CSV file, in which a cell with quotation marks has the form "say ""stop"" twice"',
             ) from error
         if cells is None:
             return
@@ -153,7 +153,7 @@ def csv_rows(lines: Iterable[str], *, path: Path, separator: str = ",") -> Itera
 
 
 def header_cells(line: str, *, separator: str = ",") -> list[str]:
-    """Return the cells of a line that may be the header of a CSV file; empty if one is longer than csv allows."""
+    """Return the cells of a possible header of a CSV file; empty if a cell is longer than the csv module allows."""
     try:
         return next(csv.reader([line], delimiter=separator), [])
     except csv.Error:
@@ -199,28 +199,28 @@ class RepeatedKey(ValueError):
 
 
 def require_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` of the JSON parser: return the object; raise RepeatedKey if it contains a key twice."""
+    """Return an object as an `object_pairs_hook` of the JSON parser; raise RepeatedKey if it contains a key twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise RepeatedKey(f"an object has two values of {quote_value(name)}")
+        raise RepeatedKey(f"an object has two values for {quote_value(name)}")
     return values
 
 
 def text_lines(path: Path, *, encoding: str = _UTF8) -> Iterator[str]:
-    """Iterate over the lines of a file in UTF-8, with or without a byte order mark, or in another encoding.
+    """Iterate over the lines of a file in UTF-8, with or without a byte order mark, or in the given encoding.
 
     Raises:
-        UserError: The file cannot be read, or has another encoding; the message includes the line number.
+        UserError: The file cannot be read, or has a different encoding; the message includes the line number.
     """
     try:
         with open_annotations(path, encoding=encoding, newline="") as file:
             for line_number, line in enumerate(iter(partial(file.readline, _MAX_LINE_CHARS), ""), start=1):
                 if "\0" in line:
-                    raise UserError(f"{path}, line {line_number}: a NUL byte", hint="give a text file")
+                    raise UserError(f"{path}, line {line_number}: a NUL byte", hint="use a text file")
                 if len(line) == _MAX_LINE_CHARS:
                     raise UserError(
-                        f"{path}, line {line_number}: longer than {_MAX_LINE_CHARS} characters", hint="give a text file"
+                        f"{path}, line {line_number}: longer than {_MAX_LINE_CHARS} characters", hint="use a text file"
                     )
                 yield line
     except UnicodeError as error:
@@ -230,9 +230,9 @@ def text_lines(path: Path, *, encoding: str = _UTF8) -> Iterator[str]:
 
 
 def seconds(value: object, *, default: float) -> float:
-    """Convert a cell to seconds, a finite number; an empty cell gives `default`.
+    """Convert a cell to seconds, a finite number; return `default` for an empty cell.
 
-    A time may also be written like a clock: 00:01:02.5, or 1:02 for a minute and two seconds.
+    A time may also be in clock form: 00:01:02.5, or 1:02 for a minute and two seconds.
 
     Raises:
         ValueError: The value has neither form, is infinite, or cannot be represented as a float.
@@ -257,7 +257,7 @@ def seconds(value: object, *, default: float) -> float:
 
 
 def interval_fault(begin_s: float, end_s: float) -> str | None:
-    """Describe what is wrong with a caption's times; None if they are valid. An end of +inf is the end of the video."""
+    """Describe the problem with a caption's times; None if they are valid. An end of +inf is the end of the video."""
     if not isfinite(begin_s) or begin_s < 0:
         return f"begin_s is {begin_s}, expected a number of seconds, 0 or more"
     if not end_s > begin_s:
@@ -269,7 +269,7 @@ def interval_fault(begin_s: float, end_s: float) -> str | None:
 
 
 def log_probability(value: object) -> float | None:
-    """Convert a cell to the logarithm of a probability; an empty cell gives None.
+    """Convert a cell to the logarithm of a probability; return None for an empty cell.
 
     Raises:
         ValueError: The value is not a number, or is above 0; the message begins with the value.
@@ -297,18 +297,18 @@ _WORD = re.compile(r"[a-z]+")
 
 
 def find_split(name: str) -> str | None:
-    """Return the split for which a dataset uses `name` (`validation` is `val`); None if the name is unknown."""
+    """Return the split that a dataset calls `name` (`val` for `validation`); None if the name is unknown."""
     return _NAMES.get(name.strip().lower())
 
 
 def split_in_file_name(file_name: str) -> str:
-    """Return the split that is a separate word of a file name (`EPIC_100_validation.csv`); train by default."""
+    """Return the split that is a separate word in a file name (`EPIC_100_validation.csv`); train by default."""
     words = _WORD.findall(file_name.lower())
     return next((_NAMES[word] for word in words if word in _NAMES), TRAIN)
 
 
 def split_of_list(path: Path, *, example: str) -> str:
-    """Return the split in the name of a list that has test or training videos.
+    """Return the split in the file name of a list of videos.
 
     Args:
         example: Published name of such a list.
@@ -319,34 +319,34 @@ def split_of_list(path: Path, *, example: str) -> str:
     if not any(word in _NAMES for word in _WORD.findall(path.name.lower())):
         raise UserError(
             f"the name of {path} does not contain the split of its videos",
-            hint=f"rename it, with test, val or train as a word, such as {example}",
+            hint=f"rename it so that test, val or train is a word of the name, as in {example}",
         )
     return split_in_file_name(path.name)
 
 
 def split_of_folders(relative_path: str) -> str:
-    """Return the split in the name of the innermost folder that has one (`val/a/b.mp4`); train by default."""
+    """Return the split in the name of the innermost folder whose name is a split (`val/a/b.mp4`); train by default."""
     folders = relative_path.split("/")[:-1]
     return next((_NAMES[folder.lower()] for folder in reversed(folders) if folder.lower() in _NAMES), TRAIN)
 
 
 class Reason(StrEnum):
-    """Codes for the reasons why a row was rejected, in rejected.parquet and manifest.json. The docs explain them."""
+    """Reason codes of rejected rows, in rejected.parquet and manifest.json. The docs explain them."""
 
-    MISSING_FILE = "missing_file"  # annotated, but there is no such video; one row per video, with its lost captions
+    MISSING_FILE = "missing_file"  # an annotated video does not exist; one row per video, with its lost captions
     MISSING_CHUNK = "missing_chunk"  # a model's caption of a chunk that no longer exists
     AMBIGUOUS_VIDEO = "ambiguous_video"  # the name matches several files
     DUPLICATE_ID = "duplicate_id"  # another video or narration already has this ID
     BAD_NAME = "bad_name"  # the file name is not valid Unicode, or an object with such a name cannot be read
     EMPTY_FILE = "empty_file"  # a video of zero bytes
-    NOT_A_FILE = "not_a_file"  # named like a video, but it is a folder, a pipe, a socket or a device
+    NOT_A_FILE = "not_a_file"  # a folder, pipe, socket or device with the name of a video
     UNREADABLE = "unreadable"  # the file or folder is inaccessible: a broken or circular link, or no permission
-    EMPTY_ID = "empty_id"  # the row names no video
+    EMPTY_ID = "empty_id"  # the row does not identify a video
     EMPTY_CAPTION = "empty_caption"
-    BAD_TIME = "bad_time"  # not a finite number, negative, later than any video, or an end not after the start
-    BAD_FPS = "bad_fps"  # times are in frames, and fps is not the frame rate of the video
-    BAD_LIKELIHOOD = "bad_likelihood"  # not a number, or more than 0: it is the logarithm of a probability
-    BAD_SOURCE = "bad_source"  # a source with other characters than letters, digits, ".", "-" and "_"
+    BAD_TIME = "bad_time"  # not a finite number, negative, later than any video, or an end that is not after the start
+    BAD_FPS = "bad_fps"  # times are in frames, but fps is not a frame rate
+    BAD_LIKELIHOOD = "bad_likelihood"  # not a number, or above 0, which the logarithm of a probability cannot be
+    BAD_SOURCE = "bad_source"  # a source with characters other than letters, digits, ".", "-" and "_"
     BAD_SPLIT = "bad_split"  # not train, val or test; or the same complete video in two splits
     BAD_LABEL = "bad_label"
     NO_INTERVAL = "no_interval"  # a timestamp that the interval rule cannot expand
@@ -357,7 +357,7 @@ class Reason(StrEnum):
 
 
 class Unusable(Exception):
-    """A row cannot be used, for a reason."""
+    """A row cannot be used for the given reason."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(reason, detail)

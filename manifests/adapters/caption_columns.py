@@ -1,8 +1,8 @@
-"""The columns of caption tables, which are found by their common names.
+"""Find the columns of caption tables by their common names.
 
-Names may be English, German, French or Spanish, in any case: `Video`, `file name` and `Datei` all mean `video`.
-docs/datasets.md lists them. Every difference from the documented form is reported. If a table seems to have times that
-cannot be interpreted, it is rejected.
+Names may be in English, German, French or Spanish, in any case: `Video`, `file name` and `Datei` all mean `video`.
+docs/datasets.md lists them. Every difference from the documented form is reported. A table that seems to have times
+that cannot be interpreted is rejected.
 
 Times are in seconds, milliseconds or frames, with an end or a duration. If a time is given in several units, seconds
 take precedence over milliseconds, and milliseconds over frames. Frames count from 0, and need a column `fps`, because
@@ -21,7 +21,7 @@ from clipmill.manifests.caption_table import LABEL_PREFIX
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import on_one_line, quote_value
 
-# Tolerance for a difference between an end, and a start plus a duration: the values in tables are rounded.
+# Tolerance between an end, and a start plus a duration, because the values in tables are rounded.
 _ROUNDING_S = 0.1
 _EDGES: Mapping[str, Sequence[str]] = {
     "begin": ("start", "begintime", "starttime"),
@@ -34,13 +34,13 @@ _UNITS: Mapping[str, Sequence[str]] = {
 }
 _RATIO = re.compile(r"(\d{1,9}) ?/ ?(\d{1,9})")
 _WORDS = {"ms": "milliseconds", "frame": "frames"}
-# Words in column names that mean the begin of a caption, its end, or both.
+# Words in column names that mean the start of a caption, its end, or both.
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _BEGIN_WORDS = frozenset({"begin", "begins", "beginning", "start", "starts", "starting", "tmin"})
 _END_WORDS = frozenset({"end", "ends", "ending", "stop", "stops", "finish", "tmax"})
 _BOTH_WORDS = frozenset({"timestamp", "timestamps", "timecode", "timecodes", "timespan", "interval", "span", "offset"})
 _BOTH_NAMES = frozenset({"time", "times", "in", "out", "frame", "frames"})
-# Column -> its names, which are compared like `NAMES`.
+# Additional names of columns, which are compared in the same way as `NAMES`.
 OTHER_TIMES: Mapping[str, Sequence[str]] = {
     **{
         f"{edge}_{unit}": tuple(name + ending for name in (edge, *names) for ending in endings)
@@ -72,9 +72,9 @@ def require_known_times(ignored: Sequence[str], *, columns: Collection[str], pat
     if unknown:
         effect = "extend to the ends of their videos" if has_begin else "apply to complete videos"
         raise UserError(
-            f"{path}: the times in {' and '.join(unknown)} are not understood, and the captions would {effect}",
-            hint="name the columns begin_s and end_s or duration_s, in seconds or as a clock shows them (begin_ms for "
-            "milliseconds, begin_frame with fps for frames); remove columns that have no times of the captions",
+            f"{path}: the times in {' and '.join(unknown)} are not understood, so the captions would {effect}",
+            hint="name the columns begin_s and end_s or duration_s, in seconds or in clock form (begin_ms for "
+            "milliseconds, begin_frame with fps for frames); remove columns that do not contain times of captions",
         )
 
 
@@ -88,7 +88,7 @@ def times_of(values: Mapping[str, Any]) -> tuple[float, float]:
     """Return a row's start and end in seconds. A row without times applies to the complete video, from 0 to +inf.
 
     Raises:
-        Unusable: A time cannot be converted, end and duration disagree, or a frame rate is not a positive number.
+        Unusable: A time cannot be converted, end and duration contradict each other, or a frame rate is not positive.
     """
     begin_s, end_s, duration_s = (_time_s(values, edge) for edge in _EDGES)
     begin_s = 0.0 if begin_s is None else begin_s
@@ -97,8 +97,8 @@ def times_of(values: Mapping[str, Any]) -> tuple[float, float]:
     if end_s is not None and not abs(begin_s + duration_s - end_s) <= _ROUNDING_S:
         raise Unusable(
             Reason.BAD_TIME,
-            f"it ends at {end_s:g} s, but at {begin_s + duration_s:g} s by its duration; remove the column of the "
-            "duration if it has the duration of the video",
+            f"it ends at {end_s:g} s, but according to its duration at {begin_s + duration_s:g} s; remove the duration "
+            "column if it contains the duration of the video",
         )
     return begin_s, begin_s + duration_s if end_s is None else end_s
 
@@ -162,7 +162,7 @@ NAMES: Mapping[str, Sequence[str]] = {
     "view": ("camera",),
     CLASS: ("label", "class"),
 }
-# Names that are used only if a table has no other name for the column: German, French and Spanish names, and names of
+# Names that apply only if a table has no other name for the column: German, French and Spanish names, and names of
 # instructions in robot datasets.
 SECONDARY_NAMES: Mapping[str, Sequence[str]] = {
     "video": ("datei", "dateiname", "dateipfad", "pfad", "fichier", "nomdufichier", "chemin", "archivo", "ruta"),
@@ -181,9 +181,9 @@ _ELAN_FORMAT = re.compile(r" - (?:hh:mm:ss\.ms|ss\.msec)$")  # format of times, 
 
 
 def columns_of(header: Sequence[str]) -> dict[str, str]:
-    """Return header name -> documented column, item of `OTHER_TIMES` or label, for the known columns.
+    """Map the names of known columns in a header to documented columns, items of `OTHER_TIMES`, or labels.
 
-    A time is omitted if the same time is given in a preferred unit.
+    A time is omitted if the table also has it in a preferred unit.
     """
     plain = {cell: _strip_name(cell) for cell in header}
     names = {**NAMES, **OTHER_TIMES}
@@ -197,14 +197,14 @@ def columns_of(header: Sequence[str]) -> dict[str, str]:
         for cell, match in labels.items()
         if match is not None
     }
-    # A column is not needed in three cases: the same time is given in a preferred unit; it is the frame rate, but no
-    # time is in frames; it is a duration without a start, which is the duration of the video.
+    # A column is not needed in three cases: the table has the same time in a preferred unit; it is the frame rate, but
+    # no time is in frames; or it is a duration without a start, which is the duration of the video.
     known_names = set(columns.values())
     unneeded: set[str] = set()
     for edge in _EDGES:
-        given = [name for unit in ("s", *_UNITS) if (name := f"{edge}_{unit}") in known_names]
-        is_alone = edge == "duration" and not any(name.startswith("begin_") for name in known_names)
-        unneeded.update(given if is_alone else given[1:])
+        present = [name for unit in ("s", *_UNITS) if (name := f"{edge}_{unit}") in known_names]
+        is_video_duration = edge == "duration" and not any(name.startswith("begin_") for name in known_names)
+        unneeded.update(present if is_video_duration else present[1:])
     if known_names.isdisjoint({f"{edge}_frame" for edge in _EDGES} - unneeded):
         unneeded.add("fps")
     return {cell: name for cell, name in columns.items() if name not in unneeded}
@@ -219,7 +219,7 @@ def take_columns(header: Sequence[str], *, path: Path, note: Callable[[str], Non
 
     Raises:
         UserError: Two columns have the same name or meaning; times are in frames, but there is no frame rate; or
-            columns seem to have times that cannot be interpreted.
+            columns seem to contain times that cannot be interpreted.
     """
     require_once([cell for cell in header if cell], path=path)
     columns = columns_of(header)
@@ -240,13 +240,13 @@ def take_columns(header: Sequence[str], *, path: Path, note: Callable[[str], Non
     if unused := [on_one_line(cell) for cell in ignored if _strip_name(cell) in _DURATIONS]:
         note(f"{path.name}: {unused[0]} is not used, because no column has the start of the captions")
         ignored = [cell for cell in ignored if _strip_name(cell) not in _DURATIONS]
-    taken = [
+    differences = [
         f"{on_one_line(cell)} as {column_meaning(name)}"
         for cell, name in columns.items()
         if cell.strip().lower() != column_meaning(name)
     ]
-    if taken:
-        note(f"{path.name}: read {', '.join(taken)}")
+    if differences:
+        note(f"{path.name}: read {', '.join(differences)}")
     if ignored:
         more = ", ..." if len(ignored) > 10 else ""
         note(f"{path.name}: ignored {', '.join(on_one_line(cell) for cell in ignored[:10])}{more}")

@@ -1,8 +1,8 @@
-"""Caption tables of any kind: text with a header and separators, JSON, or Parquet.
+"""Read caption tables of any kind: text with a header and separators, JSON, or Parquet.
 
 All kinds have the same columns (`caption_columns`). Each row is checked and converted to a `CaptionRow`. A cell may
-hold several captions: a list in JSON or Parquet, or a list in a text cell as Python, NumPy or JSON print it, such as
-['a dog runs', "it's a cat"]. The schema metadata of a Parquet file may name the model that wrote the captions
+contain several captions: a list in JSON or Parquet, or a list in a text cell as Python, NumPy or JSON print it, such as
+['a dog runs', "it's a cat"]. The schema metadata of a Parquet file may identify the model that wrote the captions
 (clipmill.manifests.caption_table).
 """
 
@@ -56,13 +56,13 @@ class CaptionRow(NamedTuple):
 
     Attributes:
         number: Row number, 0-based, without the header.
-        video: Name of the video as written in the row; None if it is missing or not a string.
+        video: Name of the video in the row; None if it is missing or not a string.
         texts: Captions; None for a missing caption.
-        source: Source; None if the row has none.
+        source: Source; None if the row has no source.
         split: Value of the column `split`.
-        group, view: Name of the moment, and of the camera that recorded it; None if the row has none.
-        labels: label_ column -> class, for the labels that the row has.
-        fault: Reason why the row is unusable; all fields but number and video are then empty.
+        group, view: Name of the moment, and name of the camera that recorded it; None if missing.
+        labels: Class by label_ column, for the labels that the row has.
+        fault: Reason why the row is unusable; all fields except number and video are then empty.
     """
 
     number: int
@@ -119,7 +119,7 @@ def texts_of(value: object) -> tuple[str | None, ...]:
     """Return the captions of a cell.
 
     Raises:
-        Unusable: The value is neither a string nor a list of strings, or it begins like such a list but is not one.
+        Unusable: The value is neither a string nor a list of strings, or begins like such a list but is not a list.
     """
     if isinstance(value, str) and _LIST_BEGIN.match(stripped := value.strip()):
         value = _parse_list(stripped)
@@ -161,7 +161,7 @@ def _labels(values: Mapping[str, Any]) -> dict[str, str]:
             raise Unusable(Reason.BAD_LABEL, f"{name} is {quote_value(value)}, expected one class, a name or a number")
         label = str(value).strip()
         if label:
-            # JSON writes true, Python True, and spreadsheets TRUE: all of them are one class.
+            # JSON writes true, Python True, and spreadsheets TRUE; all of these are the same class.
             labels[name] = label.lower() if label.lower() in _BOOLEANS else label
     return labels
 
@@ -208,11 +208,11 @@ class Fault:
 
 @dataclass(frozen=True)
 class Batch:
-    """Captions of a table.
+    """A batch of captions from a table.
 
     Attributes:
         numbers: Row number of each caption, int64[N], 0-based, excluding a header.
-        rows: Table of COLUMNS. Video, text, source and likelihood may be null; values have not been validated.
+        rows: Table of COLUMNS. Video, text, source and likelihood may be null; values are not validated.
         faults: Rows without usable captions.
     """
 
@@ -227,7 +227,7 @@ class OpenTable:
 
     Attributes:
         path: Path of the table.
-        model: Metadata of the model that wrote the table; None if it has none.
+        model: Metadata of the model that wrote the table; None without such metadata.
         batches: Iterator over the captions.
     """
 
@@ -255,7 +255,7 @@ def read_caption_rows(
         bracketed = (text for text in row.texts if text is not None and text.startswith("["))
         if not is_noted and (text := next((text for text in bracketed if _IN_BRACKETS.fullmatch(text.strip())), None)):
             is_noted = True
-            note(f"{path.name}: read {on_one_line(text, max_chars=60)} as one caption: lists have quotation marks")
+            note(f"{path.name}: read {on_one_line(text, max_chars=60)} as one caption; lists need quotation marks")
         yield row
 
 
@@ -277,9 +277,9 @@ def label_columns(path: Path, *, required: Sequence[str]) -> list[str]:
 
 
 def open_caption_table(path: Path, *, note: Callable[[str], None], source: str | None = None) -> OpenTable:
-    """Open a table of captions; its rows are read while `batches` is iterated over.
+    """Open a table of captions. Its rows are read while `batches` is iterated over.
 
-    Labels, splits, groups and views belong to a dataset. They are not read, and `note` is called about that.
+    Labels, splits, groups and views belong to a dataset. They are not read, which is noted.
 
     Args:
         note: As in `read_caption_rows`.
@@ -287,24 +287,24 @@ def open_caption_table(path: Path, *, note: Callable[[str], None], source: str |
             name.
 
     Raises:
-        UserError: The file cannot be read, has another format, or lacks a column. Iterating over `batches` raises it
-            too.
+        UserError: The file cannot be read, has a different format, or lacks a column. Iterating over `batches` may
+            also raise it.
     """
     require_file(path)
     model = _model(path) if path.suffix.lower() == _PARQUET_SUFFIX else None
-    # A table that a model wrote has one unread column more, which needs no note.
+    # A table that a model wrote has one unread column, which need not be noted.
     return OpenTable(path, model, _batches(path, note=note if model is None else lambda _: None, source=source))
 
 
 def source_of_file(path: Path) -> str:
-    """Return the source of captions whose table has none: the file name without its extension.
+    """Return the source of captions whose table has no source: the file name without its extension.
 
     Raises:
-        UserError: The name has no character that is allowed in a source.
+        UserError: The name does not contain a character that is allowed in a source.
     """
     name = re.sub(r"[^\w.-]+", "-", path.stem).strip("-.")
     if not name:
-        raise UserError(f"{path} has no column source, nor a name that can be one", hint="give --source NAME")
+        raise UserError(f"{path} has no column source, and its name is not valid as a source", hint="use --source NAME")
     return name
 
 
@@ -320,7 +320,7 @@ def _named_rows(path: Path, *, note: Callable[[str], None], required: Sequence[s
         return _parquet_rows(path, required=required, note=note)
     raise UserError(
         f"{path} is not a .csv, .tsv, .txt, .jsonl, .json or .parquet file",
-        hint="give a table of captions in one of these formats",
+        hint="use a table of captions in one of these formats",
     )
 
 
@@ -355,7 +355,7 @@ def _schema(path: Path) -> pa.Schema:
 
 def _batches(path: Path, *, note: Callable[[str], None], source: str | None) -> Iterator[Batch]:
     columns: dict[str, list[Any]] = {name: [] for name in COLUMNS.names}
-    numbers, faults, name_of_file, is_noted = list[int](), list[Fault](), None, False
+    numbers, faults, file_source, is_noted = list[int](), list[Fault](), None, False
 
     def take_batch() -> Batch:
         return Batch(np.array(numbers, np.int64), pa.table(columns, schema=COLUMNS), tuple(faults))
@@ -367,12 +367,12 @@ def _batches(path: Path, *, note: Callable[[str], None], source: str | None) -> 
             note(f"{path.name}: {names} are ignored; `prep manifest folder --captions` reads them")
         if row.fault is not None:
             faults.append(Fault(row.number, row.video, row.fault))
-        elif (row_source := source or row.source) is None and name_of_file is None:
-            row_source = name_of_file = source_of_file(path)
-            note(f"{path.name}: captions without a source have the source {name_of_file}; --source gives another")
+        elif (row_source := source or row.source) is None and file_source is None:
+            row_source = file_source = source_of_file(path)
+            note(f"{path.name}: captions without a source get the source {file_source}; --source sets a different one")
         for text in row.texts:
             numbers.append(row.number)
-            cells = (row.video, row.begin_s, row.end_s, text, row_source or name_of_file, row.likelihood)
+            cells = (row.video, row.begin_s, row.end_s, text, row_source or file_source, row.likelihood)
             for column, cell in zip(columns.values(), cells, strict=True):
                 column.append(cell)
         if len(numbers) + len(faults) >= ROWS_PER_CHUNK:
@@ -382,7 +382,7 @@ def _batches(path: Path, *, note: Callable[[str], None], source: str | None) -> 
 
 
 def _model(path: Path) -> dict[str, Any] | None:
-    """Return the metadata of the model that wrote a Parquet file; None if the file has none."""
+    """Return the metadata of the model that wrote a Parquet file; None without such metadata."""
     content = (_schema(path).metadata or {}).get(METADATA_KEY)
     if content is None:
         return None
@@ -390,15 +390,16 @@ def _model(path: Path) -> dict[str, Any] | None:
         model = parse_json(content)
     except ValueError as error:
         raise UserError(
-            f"the metadata {METADATA_KEY.decode()} of {path} is not JSON: {error}", hint="write the table again"
+            f"the metadata {METADATA_KEY.decode()} of {path} is not JSON: {error}", hint="rewrite the table"
         ) from error
     if not isinstance(model, dict) or model.get("kind") != PSEUDO_CAPTIONS:
         raise UserError(
-            f"the metadata {METADATA_KEY.decode()} of {path} is not of {PSEUDO_CAPTIONS}: {quote_value(model)}",
-            hint="give a table of captions",
+            f"the metadata {METADATA_KEY.decode()} of {path} does not have the kind {PSEUDO_CAPTIONS}: "
+            f"{quote_value(model)}",
+            hint="use a table of captions",
         )
     return model
 
 
 def _damage_error(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path} cannot be read as Parquet: {error}", hint="write the table again, or copy it again")
+    return UserError(f"{path} cannot be read as Parquet: {error}", hint="rewrite the table, or copy it again")

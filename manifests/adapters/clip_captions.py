@@ -1,19 +1,18 @@
 """Short clips with several captions each: MSR-VTT and VATEX.
 
 *MSR-VTT* (Xu et al. 2016) has clips of 10 to 30 s. Each clip has about twenty captions for the complete clip, and one
-category. The official files (train_val_videodatainfo.json, test_videodatainfo.json; MSRVTT_data.json has the same form)
-contain
+category. The official files (train_val_videodatainfo.json, test_videodatainfo.json) and MSRVTT_data.json have the form
 
     {"videos": [{"video_id": "video0", "category": 9, "split": "train", ...}, ...],
      "sentences": [{"video_id": "video0", "caption": "..."}, ...]}
 
-The videos are files `<video_id>.<extension>`. They are already cut: `start time` and `end time` refer to the original
+The videos are files `<video_id>.<extension>`, which are already cut: `start time` and `end time` refer to the original
 videos.
 
-CSV files replace these splits. MSRVTT_JSFUSION_test.csv (Yu et al. 2018), with the columns video_id and sentence, has
+CSV files replace these splits. MSRVTT_JSFUSION_test.csv (Yu et al. 2018), with the columns video_id and sentence, lists
 the 1,000 test videos of the split 1k-A, each with its only caption. MSRVTT_train.9k.csv and MSRVTT_train.7k.csv, with
-the column video_id, list the training videos, whose captions are in the JSON file. The split is derived from the name
-of the CSV file, which must contain one. Captions and videos that are not in the CSV files are not read.
+the column video_id, list the training videos, whose captions are in the JSON file. The name of a CSV file must contain
+the split. Captions and videos that are not in the CSV files are not read.
 
 *VATEX* (Wang et al. 2019) has clips of 10 s, each with ten English captions for the complete clip. An annotation file
 is a list of {"videoID": "<id>_<begin>_<end>", "enCap": [...], "chCap": [...]}. The videos are files
@@ -42,7 +41,7 @@ _MAX_CATEGORY = 2**31 - 1
 
 @dataclass(frozen=True)
 class _Video:
-    """An entry of `videos`. If it has a reason, its captions are lost."""
+    """An entry of `videos`. If it has a reason for rejection, its captions are lost."""
 
     split: str = ""
     category: int | None = None
@@ -65,11 +64,12 @@ class _Info:
 def read_msrvtt(
     directory: Place, *, annotations: Sequence[Path], dataset: str = "msrvtt", skip: Place | None = None
 ) -> Reading:
-    """Read MSR-VTT with its official splits, or with the splits of CSVs.
+    """Read MSR-VTT with its official splits, or with splits from CSV files.
 
     Raises:
-        UserError: There are no videos; an annotation file cannot be read or has another form; the name of a CSV has
-            no split; or CSV files list videos without the JSON file that has their captions, or the reverse.
+        UserError: There are no videos; an annotation file cannot be read or has a different form; the name of a CSV
+            file does not contain a split; or CSV files list videos without the JSON file that has their captions, or
+            the reverse.
     """
     builder, videos = begin_reading(dataset, directory, skip=skip, labels=LABELS)
     for path in annotations:
@@ -80,9 +80,9 @@ def read_msrvtt(
     listed = _add_tables(builder, videos, tables, categories=categories)
     if tables and infos and not listed:
         hint = f"add the CSV of the training videos (MSRVTT_train.9k.csv), or omit {infos[0].path.name}"
-        raise UserError(f"none of the CSVs lists videos whose captions are in {infos[0].path}", hint=hint)
+        raise UserError(f"no CSV file lists videos whose captions are in {infos[0].path}", hint=hint)
     if listed and not infos:
-        hint = "add the JSON file that has their captions"
+        hint = "add the JSON file with their captions"
         raise UserError(f"{next(iter(listed.values()))[0]} lists videos without captions", hint=hint)
     unseen = dict(listed)
     for info in infos:
@@ -94,7 +94,7 @@ def read_msrvtt(
             elif not tables or video_id in listed:
                 _add_sentence(builder, videos, info, entry, row=row, listed=listed.get(video_id), unseen=unseen)
     for video_id, (path, number) in unseen.items():
-        detail = "no sentence of the JSON files is about it"
+        detail = "the JSON files have no sentence for it"
         builder.reject(Reason.EMPTY_CAPTION, file=str(path), row=number, source_id=video_id, detail=detail)
     return builder.build()
 
@@ -129,7 +129,7 @@ def _video_of(entry: dict[str, Any]) -> _Video:
 def _add_tables(
     builder: ReadingBuilder, videos: WantedVideos, tables: Sequence[Path], *, categories: dict[str, int | None]
 ) -> dict[str, tuple[Path, int]]:
-    """Add the captions in the CSV files; return file and row of each video that is listed without a caption."""
+    """Add the captions in the CSV files; return the file and row of each video that is listed without a caption."""
     listed: dict[str, tuple[Path, int]] = {}
     paired = set()
     for path in tables:
@@ -149,7 +149,7 @@ def _add_tables(
                     builder.add_caption(video, row.values["sentence"], origin, labels=labels)
     for video_id in [video_id for video_id in listed if video_id in paired]:
         path, number = listed.pop(video_id)
-        detail = "a row of another CSV has its only caption"
+        detail = "its only caption is in a row of another CSV file"
         builder.reject(Reason.BAD_SPLIT, file=str(path), row=number, source_id=video_id, detail=detail)
     return listed
 

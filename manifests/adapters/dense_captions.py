@@ -1,27 +1,27 @@
-"""Sentences with times in longer videos: ActivityNet Captions and DiDeMo.
+"""Longer videos with timed sentences: ActivityNet Captions and DiDeMo.
 
 *ActivityNet Captions* (Krishna et al. 2017) has timed sentences that together describe a video. train.json, val_1.json
 and val_2.json contain {"v_<id>": {"duration": 82.73, "timestamps": [[0.83, 19.86], ...], "sentences": ["...", ...]},
-...}. Each sentence becomes a caption with its times. Caption IDs have the order of the file, so that the paragraph can
-be put together again. The videos are files `v_<id>.<extension>` or `<id>.<extension>`. The split is derived from the
-file name.
+...}. Each sentence becomes a caption with its times. Caption IDs follow the order of the file, so that the paragraph
+can be reassembled. The videos are files `v_<id>.<extension>` or `<id>.<extension>`. The split is derived from the file
+name.
 
-val_1.json and val_2.json caption the same videos, with different annotators: their sources are `human` and `human-2`.
-If the interval of a sentence begins after the end of the video, the sentence is rejected. If only the end is later, the
-sentence is kept unchanged.
+val_1.json and val_2.json contain captions of the same videos by different annotators; their sources are `human` and
+`human-2`. If the interval of a sentence begins after the end of the video, the sentence is rejected. If only the end is
+later, the sentence is kept unchanged.
 
 *DiDeMo* (Hendricks et al. 2017) has captions of moments in the first 30 s of videos. train_data.json, val_data.json and
 test_data.json are lists of {"video": "<name>.mov", "description": "...", "num_segments": 6, "times": [[1, 1], [1, 2],
 ...]}. A video has five or six segments of 5 s. Each item of `times` has the first and last segment of the moment, as
 one annotator marked it; there are at least four annotators. The caption gets the interval that most annotators marked,
-or the first of several equally frequent ones. If the interval includes the last segment, it ends with that segment, or
-with the video if the video is shorter.
+or the first of several equally frequent intervals. If the interval includes the last segment, it ends with that
+segment, or with the video if the video is shorter.
 
 Some videos (3 % of val and test) are annotated under two names that differ only in the extension. Both names mean the
-same video, so its ID is the name without the extension. The file is `<name>.mov`, `<name>.mov.mp4` (as the official
-download script names it), or `<name>` with any extension. Text files (train_list.txt, val_list.txt, test_list.txt of
-retrieval code) list the videos to read, by name with extension. Without such a list, all videos of a split are read.
-The split is derived from the name of the file.
+same video, so its ID is the name without the extension. The file is `<name>.mov`, `<name>.mov.mp4` (from the official
+download script), or `<name>` with any extension. Text files (train_list.txt, val_list.txt, test_list.txt from retrieval
+code) list the videos to read, by name with extension. Without such a list, all videos of a split are read. The split is
+derived from the file name.
 """
 
 from collections import Counter
@@ -141,7 +141,7 @@ def read_didemo(
 
 
 def moment_of(times: object, *, num_segments: object = _MAX_SEGMENTS) -> tuple[float, float]:
-    """Return start and end in seconds of the interval that most annotators marked.
+    """Return the start and end, in seconds, of the interval that most annotators marked.
 
     Raises:
         ValueError: `times` is not a list of pairs of a first and a last segment of the video.

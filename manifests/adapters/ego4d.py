@@ -1,4 +1,4 @@
-"""Ego4D narrations (Grauman et al. 2022): the official files, pickled lists of AVION and LaViLa, and EgoVLP files.
+"""Ego4D narrations (Grauman et al. 2022): the official files, pickled lists from AVION and LaViLa, and EgoVLP files.
 
 `narration.json` lists the narrations of a video by pass (`narration_pass_1`: `narration_text`, `timestamp_sec`).
 `all_narrations_redacted.json` (version 2) has one list for each video (`narrations`: `text`, `time`). There,
@@ -7,19 +7,19 @@ Both files give every narration a single timestamp. EgoVLP's rule (Lin et al. 20
 interval: [t - beta_i / (2 alpha), t + beta_i / (2 alpha)]. Here beta_i is the mean gap between consecutive narrations
 of video i, and alpha is the mean of beta_i over all videos of the file. Gaps are measured within one annotator's pass.
 Videos of the file count even if they have not been downloaded, so that captions do not shift when more of the dataset
-is downloaded. Negative begin times become 0.
+is downloaded. Negative start times become 0.
 
 As in EgoVLP, narrations tagged #unsure are rejected, and all other tags stay in the text (`#C C opens the door`).
 
 The narration files have no splits. Their videos belong to train, unless `ego4d.json`, the metadata of the videos, is
-also given. It has a split for each group of benchmarks (`split_em`, `split_av`, ...). A video in a test split belongs
+also passed. It has a split for each group of benchmarks (`split_em`, `split_av`, ...). A video in a test split belongs
 to test; a video in a validation split or in several splits (`multi`) belongs to val. Thus, as in EgoVLP's selection, no
 benchmark evaluates on a training video.
 
-A pickled list holds (video, begin in seconds, end in seconds, narration or list of narrations), with exact intervals.
-Lists of LaViLa's narrator also have scores of the narrations, which are ignored. Split and source are derived from the
-file name: `ego4d_train.rephraser.no_punkt_top3` and `ego4d_train` are two sources, and their captions with the same
-interval belong to the same clip.
+A pickled list contains rows of (video, start in seconds, end in seconds, narration or list of narrations), with exact
+intervals. Lists from LaViLa's narrator also have scores of the narrations, which are ignored. Split and source are
+derived from the file name: `ego4d_train.rephraser.no_punkt_top3` and `ego4d_train` are two sources, and their captions
+with the same interval belong to the same clip.
 
 EgoVLP's `egoclip.csv` is tab-separated. Each row is a clip-text pair: `video_uid`, `clip_start` and `clip_end` in
 seconds, and `clip_text`. The pairs belong to train with the source `egoclip`, and a negative start time becomes 0.
@@ -108,7 +108,7 @@ def read_ego4d(
                 )
     if lists and set(annotations) == set(lists):
         raise UserError(
-            f"no narrations are given, only splits: {', '.join(map(str, lists))}",
+            f"there are no narrations, only splits: {', '.join(map(str, lists))}",
             hint="also pass all_narrations_redacted.json or narration.json",
         )
     for path, splits_of_list in lists.items():
@@ -127,24 +127,24 @@ def _splits(path: Path) -> dict[str, str]:
     splits: dict[str, str] = {}
     for key, entry in object_items(path, inside="videos"):
         if key == "videos" and isinstance(entry, dict) and isinstance(entry.get("video_uid"), str):
-            given = {value for name, value in entry.items() if name.startswith("split_") and isinstance(value, str)}
-            is_val = not given.isdisjoint((VAL, "multi"))
-            splits[entry["video_uid"]] = TEST if TEST in given else VAL if is_val else TRAIN
+            values = {value for name, value in entry.items() if name.startswith("split_") and isinstance(value, str)}
+            is_val = not values.isdisjoint((VAL, "multi"))
+            splits[entry["video_uid"]] = TEST if TEST in values else VAL if is_val else TRAIN
         elif splits or _is_video(entry):
             break  # the rest is long and not needed
     return splits
 
 
 def _add_narrations(builder: ReadingBuilder, videos: WantedVideos, *, path: Path, splits: Mapping[str, str]) -> None:
-    # The file is read twice: alpha is known only at its end, and keeping all narrations in memory would cost more.
-    # Alpha is the mean of beta over all videos of the file.
+    # The file is read twice, because alpha, the mean of beta over all videos of the file, is known only at the end, and
+    # keeping all narrations in memory would cost more.
     beta_of_video: dict[str, float | None] = {}
     for source_id, entry in _videos(path):
         if source_id not in beta_of_video:
             beta_of_video[source_id] = _mean_gap_s(_passes(entry))
     if not beta_of_video:
         raise UserError(
-            f"{path} contains no narrations", hint="give Ego4D's all_narrations_redacted.json or narration.json"
+            f"{path} contains no narrations", hint="use Ego4D's all_narrations_redacted.json or narration.json"
         )
     betas = [beta_s for beta_s in beta_of_video.values() if beta_s is not None]
     alpha_s = float(np.mean(betas)) if betas else 0.0
@@ -205,7 +205,7 @@ def _passes(entry: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _field(row: Any, *names: str) -> Any:
-    """Return the value of the first field in `names` that a narration has; None if it has none of them."""
+    """Return the value of the first field in `names` that a narration has; None if it has no such field."""
     return next((row[name] for name in names if name in row), None) if isinstance(row, dict) else None
 
 
@@ -262,12 +262,12 @@ def _add_pickled_list(builder: ReadingBuilder, videos: WantedVideos, *, path: Pa
     if not isinstance(rows, list | tuple):
         raise UserError(
             f"{path} contains a {type(rows).__name__}, not a list",
-            hint="give a list of (video, begin, end, narration) rows",
+            hint="use a list of (video, start, end, narration) rows",
         )
     split = split_in_file_name(path.name)
     for row, entry in enumerate(rows):
         if not isinstance(entry, list | tuple) or len(entry) not in (4, 5):
-            detail = f"expected (video, begin, end, narration) with or without scores, found {quote_value(entry)}"
+            detail = f"expected (video, start, end, narration) with or without scores, found {quote_value(entry)}"
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
             continue
         source_id, begin_s, end_s, narration = entry[:4]
@@ -286,7 +286,7 @@ def _add_pickled_list(builder: ReadingBuilder, videos: WantedVideos, *, path: Pa
 
 
 def _is_time(value: object) -> TypeGuard[float]:
-    """Return True if `value` is a finite number representable as a float; it may be negative."""
+    """Return True if `value` is a finite number, possibly negative, that can be represented as a float."""
     return (type(value) is float and isfinite(value)) or (type(value) is int and abs(value) <= LONGEST_S)
 
 
@@ -339,7 +339,7 @@ def leave_out(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) -> N
     """
     names = {line.strip() for line in text_lines(path) if line.strip()}
     if not names:
-        raise UserError(f"{path} lists no videos to omit", hint="write one video ID per line")
+        raise UserError(f"{path} does not list any videos to omit", hint="write one video ID per line")
     videos.leave_out(names, why=f"listed in {path.name}")
     builder.note(f"{count_noun(len(names), 'video')} to omit, listed in {path.name}")
 
@@ -365,12 +365,12 @@ def load_plain_pickle(path: Path) -> Any:
     except _NotPlain as error:
         raise UserError(
             f"{path} is rejected, because it references {error}: loading it could execute code",
-            hint="save it again with lists, tuples, strings and numbers only",
+            hint="save it with only lists, tuples, strings and numbers",
         ) from error
     except MemoryError as error:
         raise UserError(
             f"{path} requires more memory than is available",
-            hint="it may be damaged: copy it again from its origin",
+            hint="it may be damaged; copy it again from its source",
         ) from error
     # A damaged pickle may raise exceptions other than UnpicklingError (see Python's documentation of pickle.load).
     except (
@@ -386,7 +386,7 @@ def load_plain_pickle(path: Path) -> Any:
     ) as error:
         why = str(error) or type(error).__name__
         raise UserError(
-            f"{path} is not a complete pickle: {why}", hint="it may be damaged: copy it again from its origin"
+            f"{path} is not a complete pickle: {why}", hint="it may be damaged; copy it again from its source"
         ) from error
 
 

@@ -1,13 +1,13 @@
-"""Questions of EgoMCQ (Lin et al. 2022, section 4.1): which of five clips does a narration describe?
+"""Questions of EgoMCQ (Lin et al. 2022, section 4.1): Which of five clips does a narration describe?
 
 `egomcq.json` has one entry per question: a text (`query`), five clips (`choices`), and the key of the clip that the
-text was written for (`answer`):
+text describes (`answer`):
 
     {"0": {"query": {"clip_text": ...}, "answer": 3, "types": 1,
            "choices": {"0": {"video_uid": ..., "clip_start": ..., "clip_end": ..., "clip_text": ...}, ...}}, ...}
 
-A question is of the kind `intra` if all its clips belong to one video, otherwise `inter`. `types` is not read: in the
-public code, the comment about it contradicts the metric.
+A question has the kind `intra` if all its clips belong to one video, otherwise `inter`. `types` is not read, because in
+the public code, the comment about it contradicts the metric.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from clipmill.manifests.adapters.annotations import interval_fault, seconds
 from clipmill.manifests.adapters.json_stream import object_items
 from clipmill.manifests.formatting import quote_value
 
-EGOMCQ = "egomcq"  # source of EgoMCQ's clips in a manifest
+EGOMCQ = "egomcq"  # source of captions from EgoMCQ in a manifest
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Clip:
 
 @dataclass(frozen=True)
 class Question:
-    """A question of EgoMCQ: which of the clips does the text describe?
+    """A question of EgoMCQ: Which clip does the text describe?
 
     Attributes:
         texts: Texts of the choices.
-        answer: Index of the right choice.
+        answer: Index of the correct choice.
     """
 
     number: int
@@ -60,7 +60,7 @@ def has_questions(path: Path) -> bool:
 
 
 def read_questions(path: Path) -> Iterator[Question | str]:
-    """Yield the questions in the order of the file. A malformed question yields a description of its fault.
+    """Yield the questions in file order. For a malformed question, yield a description of its fault.
 
     Raises:
         UserError: The file cannot be read, or is not a JSON object.
@@ -78,7 +78,7 @@ def read_questions(path: Path) -> Iterator[Question | str]:
 
 
 def clip_of(values: dict[str, Any]) -> Clip:
-    """Return the clip of a choice, or of a row of EgoClip; a start before 0 becomes 0.
+    """Return the clip of a choice, or of a row in EgoClip; a negative start becomes 0.
 
     Raises:
         ValueError: The times are invalid.

@@ -1,8 +1,8 @@
 """EPIC-KITCHENS-100 (Damen et al. 2022): narrated actions with times, verb and noun classes.
 
 The annotation files are the published CSV files (EPIC_100_train.csv, EPIC_100_validation.csv, and the retrieval files).
-Only the columns with times are read, because the columns with frames refer to another frame extraction. The split is
-derived from the file name, which must contain one. The videos are `<video_id>.<extension>`, anywhere under the folder.
+Times are read from the columns in seconds, because the columns in frames refer to a different frame extraction. The
+file name must contain the split. The videos are `<video_id>.<extension>`, anywhere under the folder.
 
 The files overlap: the retrieval files repeat narrations of the other files under the same narration_id. A repeated
 narration is read once; a different narration with the same narration_id is rejected.
@@ -43,14 +43,14 @@ def read_epic_kitchens(
     for path in annotations:
         builder.begin_annotations(path)
         if path.suffix.lower() in (".pkl", ".pickle"):
-            raise UserError(f"{path} is a pickle", hint=f"give the CSV with the same content, {path.stem}.csv")
+            raise UserError(f"{path} is a pickle", hint=f"use the CSV file with the same content, {path.stem}.csv")
         split = split_of_list(path, example="EPIC_100_train.csv")
         for row in read_csv(path, required=_COLUMNS):
             if "uid" in row.values and "narration_id" not in row.values:
                 raise UserError(
-                    f"{path} is a list of EPIC-KITCHENS-55, which has other classes: it has a column uid and no "
+                    f"{path} is a list from EPIC-KITCHENS-55, which has different classes: it has a column uid, but no "
                     "narration_id",
-                    hint="give the lists of EPIC-KITCHENS-100, such as EPIC_100_train.csv",
+                    hint="use the lists from EPIC-KITCHENS-100, such as EPIC_100_train.csv",
                 )
             if narrations.is_new(row, path=path, split=split):
                 _add_row(builder, videos, row, path=path, split=split)
@@ -81,10 +81,10 @@ class _Narrations:
         self.num_repeated = 0
 
     def is_new(self, row: Row, *, path: Path, split: str) -> bool:
-        """Return False if the narration was read before; it was then counted or rejected.
+        """Return False if the narration was already read; the repetition is then counted or rejected.
 
-        If two lists have a narration in different splits, the second one is new: the split of its video decides which
-        row is rejected.
+        If two lists have the same narration in different splits, the second narration is new, and the split of its
+        video decides which row is rejected.
         """
         narration_id = row.values.get("narration_id")
         if not narration_id:
@@ -95,7 +95,8 @@ class _Narrations:
             return True
         if first != content:
             detail = (
-                f"narration_id {quote_value(narration_id)} is another narration in an earlier row of {first_path.name}"
+                f"narration_id {quote_value(narration_id)} has a different narration in an earlier row of "
+                f"{first_path.name}"
             )
             source_id = row.values["video_id"]
             self._builder.reject(

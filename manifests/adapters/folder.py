@@ -7,16 +7,16 @@ their extension, the ID includes it (`file_ids`). The table has these columns:
   it refers to the file with this ID. If nothing matches, separators and case are ignored.
 - `text`. A row with labels may have no text: its caption is then the name of its class, with the source `class`.
 - Optionally `begin_s`, `end_s` or `duration_s` (without times, a caption applies to the complete video: 0 to +inf),
-  `source`, `likelihood`, `split`, `group` (the moment; rows of other cameras have the same value), `view` (the camera),
-  and labels for the video or for the time span.
+  `source`, `likelihood`, `split`, `group` (the moment; rows for other cameras have the same value), `view` (the
+  camera), and labels for the video or for the time span.
 
-The split of a video is the first split in its rows, else the split in the name of a parent folder, else train. Other
-rows of the video may have another split. Subtitles and the output of speech recognition beside the videos are read on
-request (`subtitles`).
+The split of a video is the first split in its rows, otherwise the split in the name of a parent folder, otherwise
+train. Other rows of the video may have a different split. Subtitles and speech-recognition output next to the videos
+are read on request (`subtitles`).
 
-The folder may be in a bucket (`s3://bucket/videos`). The files of a web server cannot be listed, so the table must name
-the videos, by URLs or by paths below the URL of the folder. A table with URLs needs no folder. Such a table may also
-have rows without a text, for videos without captions.
+The folder may be in a bucket (`s3://bucket/videos`). The files on a web server cannot be listed, so the table must list
+the videos, by URLs or by paths relative to the URL of the folder. A table with URLs does not need a folder. Such a
+table may also have rows without a text, for videos without captions.
 """
 
 from collections import Counter
@@ -62,9 +62,9 @@ def read_folder(
     Args:
         directory: Path of a folder, URL of a folder, or None if the table has URLs.
         captions: Table of captions.
-        subtitles: Read the subtitles beside the videos.
+        subtitles: Read the subtitles next to the videos.
         skip: Subfolder to ignore (the data folder).
-        known: Source ID -> file name for the videos of this dataset in the manifest. They keep their IDs.
+        known: File name by source ID, for the videos of this dataset in the manifest. They keep their IDs.
 
     Raises:
         UserError: No videos are found, the files cannot be listed, or the caption table cannot be read.
@@ -78,14 +78,14 @@ def read_folder(
         if subtitles:
             raise UserError("--subtitles requires a folder whose files can be listed", hint="omit it")
         if base is not None:
-            split_url(base)  # raises UserError if it cannot be served
+            split_url(base)  # raises UserError if the URL is invalid
         assert captions is not None
-        # The table is read a second time for its captions, and gives the same notes.
+        # The table is read again for its captions, which yields the same notes.
         rows = read_caption_rows(captions, required=required, note=lambda _: None)
         names = dict.fromkeys(row.video.strip() for row in rows if row.video and row.video.strip())
         scan = builder.use_scan(named_videos(names, base=base))
     elif directory is None:
-        raise UserError("VIDEOS is required", hint="give a folder, or --captions and a table with URLs of videos")
+        raise UserError("VIDEOS is required", hint="pass a folder, or --captions with a table that has URLs of videos")
     else:
         scan = builder.scan(directory, skip=skip, beside=SUFFIXES)
     files = scan.files
@@ -100,20 +100,20 @@ def read_folder(
     if captions is not None:
         _add_captions(builder, captions, required, files=files, owners=owners, numbers=numbers, base=base)
     if subtitles and directory is not None:
-        place = directory.resolve() if isinstance(directory, Path) else directory
-        add_files_beside(builder, place, scan.beside, numbers=numbers)
+        location = directory.resolve() if isinstance(directory, Path) else directory
+        add_files_beside(builder, location, scan.beside, numbers=numbers)
     else:
         note_unread(builder, scan.beside, numbers=numbers)
     return builder.build()
 
 
 class _Videos:
-    """Lookup of the videos that are named in the rows of a table.
+    """Lookup of the videos in the rows of a table.
 
     Args:
-        owners: ID -> file with this ID, for IDs without an extension.
+        owners: File by ID, for IDs without an extension.
         base: URL of the folder on a web server, or None.
-        is_named: True if the table names the videos by URLs.
+        is_named: True if the table lists the videos by URLs.
     """
 
     def __init__(
@@ -122,14 +122,14 @@ class _Videos:
         self._lookup, self._loose = VideoLookup(list(files)), LooseLookup([] if is_named else files)
         self._owners, self._base, self._is_named = owners, base, is_named
         self._names = NearestName(files)
-        self._nearest: dict[str, str] = {}  # name in the table -> hint with the nearest name
-        self.inexact: dict[str, str] = {}  # name in the table -> file with another spelling that it refers to
+        self._nearest: dict[str, str] = {}  # hint with the nearest name, by name in the table
+        self.inexact: dict[str, str] = {}  # file with a different spelling, by name in the table
 
     def find(self, name: str) -> VideoFile | None:
-        """Return the file that a row refers to by `name`; None if there is none.
+        """Return the file that `name` in a row refers to; None if there is no such file.
 
         Raises:
-            Unusable: Several files match, or the name is a URL that cannot be served.
+            Unusable: Several files match, or the name is an invalid URL.
         """
         resolved = name
         if self._is_named or is_remote(name):
@@ -145,7 +145,7 @@ class _Videos:
         return file
 
     def why_missing(self, name: str) -> str:
-        """Return the message that no file has this name, with a suggestion of the nearest name."""
+        """Return the message for a name without a file, with the nearest name as a suggestion."""
         if name not in self._nearest:
             nearest = self._names.find(name)
             self._nearest[name] = "" if nearest is None else f", the nearest is {nearest}"
@@ -165,7 +165,7 @@ def _add_captions(
     """Add the captions of a table.
 
     Args:
-        required: Columns that the table must have. Without `text`, the table names the videos, and a row needs no text.
+        required: Columns that the table must have. Without `text`, the table lists the videos, and rows need no text.
         base: URL of the folder on a web server, or None.
     """
     builder.begin_annotations(table)
@@ -183,7 +183,7 @@ def _add_captions(
             if row.fault is not None:
                 raise row.fault
             if not name.strip():
-                raise Unusable(Reason.EMPTY_ID, "the row names no video")
+                raise Unusable(Reason.EMPTY_ID, "the row does not identify a video")
             if video is None:
                 why = videos.why_missing(name) if file is None else "the video was rejected"
                 builder.lose_captions(name, file=table, num_captions=len(row.texts), why=why, row=row.number)
@@ -197,7 +197,7 @@ def _add_captions(
                 builder.set_split(video, split)
             has_text = not is_named or row.texts not in ((None,), ("",))
             if not has_text and split not in (None, builder.split_of(video)):
-                fault = f"split is {split!r}, the video is in {builder.split_of(video)!r}, and the row has no text"
+                fault = f"split is {split!r}, but the video is in {builder.split_of(video)!r}, and the row has no text"
                 raise Unusable(Reason.BAD_SPLIT, fault)
         except Unusable as unusable:
             source_id = (mask_secrets(name) or None) if video is None else builder.source_id_of(video)
@@ -232,7 +232,7 @@ def _add_row(
     split: str | None,
     labelled: set[tuple[object, ...]],
 ) -> None:
-    """Add the captions of a row. If several captions have the same times, only the first one gets the labels."""
+    """Add the captions of a row. If several captions have the same times, only the first caption gets the labels."""
     for text in row.texts:
         key = (video, row.begin_s, row.end_s, split, *sorted(row.labels.items()))
         labels = {} if key in labelled else row.labels
@@ -264,7 +264,7 @@ def _find(name: str, *, lookup: VideoLookup | LooseLookup, owners: Mapping[str, 
 
 
 def _split_of_row(value: object) -> str | None:
-    """Return the split in a row; None if the row has none. Raise Unusable if it is not valid."""
+    """Return the split in a row; None if the row has no split. Raise Unusable if the split is not valid."""
     if value is None or value == "":
         return None
     split = find_split(value) if isinstance(value, str) else None
@@ -278,10 +278,10 @@ def file_ids(files: Sequence[VideoFile], *, known: Mapping[str, str]) -> list[st
 
     The ID of `a.mp4` is `a`. If several files differ only in their extension, each ID includes it (`a.mkv`, `a.mp4`). A
     file with a known ID keeps it: `a.mp4` remains `a` when `a.mkv` is added, and `a.mkv` remains `a.mkv` when `a.mp4`
-    is removed. Therefore an ID never moves to another existing file, and does not depend on the order of the files.
+    is removed. Therefore, an ID never moves to a different existing file, and does not depend on the order of files.
 
     Args:
-        known: Source ID -> file name without folders, for the videos of this dataset in the manifest.
+        known: File name without folders by source ID, for the videos of this dataset in the manifest.
     """
     ids: list[str | None] = []
     for file in files:

@@ -1,7 +1,7 @@
-"""Caption tables for videos that are already in the manifest.
+"""Read caption tables for videos that are already in the manifest.
 
-A table names a video by its video_id, by the dataset's ID, by its path, or by its file name. Except for the video_id,
-these are also the names in caption tables of the dialect `folder`.
+A table identifies a video by its video_id, by its ID in the dataset, by its path, or by its file name. Except for the
+video_id, these names are also valid in caption tables for `prep manifest folder`.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ from clipmill.manifests.further_sources import source_fault
 from clipmill.manifests.schema import CAPTIONS, OPTIONAL_CAPTIONS
 from clipmill.manifests.storage.urls import Place, place_name, place_of
 
-TABLE = "table"  # value of `kind` in the records of tables that no model wrote
-# Function of videos (rows), begin_s and end_s that returns booleans; all arrays have the same length.
+TABLE = "table"  # value of `kind` in the records of tables that were not written by a model
+# Function that takes videos (rows), begin_s and end_s, and returns booleans; all arrays have the same length.
 HasChunk = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 _LIKELIHOOD = OPTIONAL_CAPTIONS.field("likelihood")
 _SCHEMA = pa.schema([field for field in CAPTIONS if field.name != "caption_id"]).append(_LIKELIHOOD)
@@ -38,8 +38,8 @@ class FurtherReading:
     """The content of caption tables.
 
     Attributes:
-        reading: Captions with their likelihood, and rejected rows. Its list of videos is empty.
-        records: Source -> {"kind", "models": metadata of the models that wrote it}.
+        reading: Captions with their likelihoods, and rejected rows. Its list of videos is empty.
+        records: Record {"kind", "models": metadata of the models that wrote the captions} of each source, by name.
     """
 
     reading: Reading
@@ -51,9 +51,9 @@ class Limits:
     """Limits for the times of captions.
 
     Attributes:
-        ends_s: End of each video in seconds, +inf if unknown. Captions that begin later are rejected.
+        ends_s: End of each video in seconds; +inf if unknown. Captions that begin later are rejected.
         has_chunk: Function that returns True if a chunk exists at the given times; None if the chunks are unknown. A
-            caption written by a model belongs to a chunk, and is rejected if the chunk does not exist.
+            caption from a model belongs to a chunk, and is rejected if the chunk does not exist.
     """
 
     ends_s: np.ndarray
@@ -67,11 +67,11 @@ def read_caption_tables(
 
     Args:
         dataset: Value of the column `dataset` of rejected rows.
-        source: Source of all captions, in place of the column.
+        source: Source of all captions, which replaces the column.
         limits: Limits for the times of captions.
 
     Raises:
-        UserError: A table cannot be read or lacks a column, two tables have the same content, or tables of different
+        UserError: A table cannot be read or lacks a column, two tables have the same content, or tables from different
             models have the same source.
     """
     # If two tables had the same content, every caption would count twice.
@@ -89,7 +89,7 @@ def read_caption_tables(
             if digest in first:
                 raise UserError(
                     f"{first[digest]} and {path} have the same content: all captions would be added twice",
-                    hint="give each table once",
+                    hint="pass each table only once",
                 )
             first[digest] = path
     reader = _Reader(_Videos(videos), dataset=dataset, limits=limits or Limits(np.full(len(videos), inf)))
@@ -106,18 +106,18 @@ class _Videos:
         self._videos = videos
         self._lookups: tuple[VideoLookup, ...] = ()
         self._row_of_path: dict[Place, int] = {}
-        self._path_of_row: dict[int, str] = {}  # path as written in the tables
-        self.moved: dict[str, str] = {}  # missing path in the tables -> path of the video in the manifest
+        self._path_of_row: dict[int, str] = {}  # path in the tables by row of the video
+        self.moved: dict[str, str] = {}  # path of the video in the manifest by missing path in the tables
 
     def rows(self, names: pa.Array) -> np.ndarray:
-        """Return the row of each video_id, int64[N]; -1 if there is none."""
+        """Return the row of each video_id, int64[N]; -1 if it is unknown."""
         rows = pc.index_in(names, value_set=self.ids).fill_null(-1)
         return np.asarray(rows.to_numpy(zero_copy_only=False), np.int64)
 
     def row_named(self, name: str) -> int:
-        """Look up a video by a name that is not its video_id; return its row, or -1 if there is none.
+        """Look up a video by a name other than its video_id; return its row, or -1 if there is no such video.
 
-        If an absolute path does not exist, it matches the video with the same file name.
+        An absolute path that does not exist matches the video with the same file name.
 
         Raises:
             Ambiguous: Several videos match.
@@ -137,8 +137,8 @@ class _Videos:
                 for relative in (names, [place_name(path).name for path in paths])
             )
         file = self._find(name)
-        # A table from another machine has absolute paths of files that do not exist here. Path.exists raises an error
-        # if a name is too long.
+        # A table from another machine may have absolute paths that do not exist on this machine. Path.exists raises an
+        # error if a name is too long.
         is_missing = PurePosixPath(name).is_absolute() and not os.path.exists(name)  # noqa: PTH110
         if file is None and is_missing and (file := self._find(PurePosixPath(name).name)) is not None:
             self.moved[name] = str(file.path)
@@ -149,8 +149,8 @@ class _Videos:
             other = self._path_of_row.setdefault(row, name)
             if other != name and not self.moved.keys().isdisjoint((name, other)):
                 raise UserError(
-                    f"{other} and {name} both have the file name of {file.path}, and it is unclear which is this video",
-                    hint="write its video_id in the column video, and remove the rows of the other path",
+                    f"{other} and {name} both have the file name of {file.path}, so it is unclear which is this video",
+                    hint="use its video_id in the column video, and remove the rows with the other path",
                 )
         return row
 
@@ -203,7 +203,7 @@ class _Reader:
         return FurtherReading(further_reading, self._records)
 
     def _usable_rows(self, table: OpenTable, batch: Batch) -> tuple[np.ndarray, pa.Table]:
-        """Return the video rows (int64[N]) of usable captions, and these captions; reject all other captions."""
+        """Return the usable captions and their videos (rows, int64[N]), and reject all other captions."""
         rows = batch.rows.combine_chunks()
         begin_s, end_s = rows["begin_s"].to_numpy(), rows["end_s"].to_numpy()
         likelihood = rows["likelihood"].fill_null(0.0).to_numpy()
@@ -215,7 +215,7 @@ class _Reader:
                 self._builder.reject(reason, file=str(table.path), row=number, source_id=name, detail=detail(index))
             np.logical_and(is_usable, ~is_wrong, out=is_usable)
 
-        reject(_is_blank(rows["video"]), Reason.EMPTY_ID, lambda index: "the row names no video")
+        reject(_is_blank(rows["video"]), Reason.EMPTY_ID, lambda index: "the row does not identify a video")
         reject(_is_blank(rows["text"]), Reason.EMPTY_CAPTION, lambda index: "the text is empty")
         is_interval = (begin_s >= 0) & (begin_s <= LONGEST_S) & (end_s > begin_s)
         is_interval &= (end_s <= LONGEST_S) | np.isposinf(end_s)
@@ -230,7 +230,7 @@ class _Reader:
         reject(
             pc.is_in(sources, value_set=pa.array(unusable, pa.string())).to_numpy(zero_copy_only=False),
             Reason.BAD_SOURCE,
-            lambda index: f"{source_fault(sources[index].as_py())}: give --source NAME",
+            lambda index: f"{source_fault(sources[index].as_py())}: use --source NAME",
         )
 
         videos = np.where(is_usable, self._videos.rows(rows["video"].combine_chunks()), -1)
@@ -255,7 +255,7 @@ class _Reader:
         return videos[kept], rows.take(pa.array(kept))
 
     def _find_others(self, table: OpenTable, batch: Batch, videos: np.ndarray, unknown: np.ndarray) -> None:
-        """Look up the elements `unknown` by other names, and write the results into `videos`."""
+        """Look up the elements `unknown` by other names, and write the results to `videos`."""
         video_of_name: dict[str, int | Ambiguous] = {}
         for index in unknown.tolist():
             name = batch.rows["video"][index].as_py()
@@ -284,8 +284,8 @@ class _Reader:
             weights = [known.get("weights_sha256") for known in models]
             if record["kind"] != kind or (models and model.get("weights_sha256") not in weights):
                 raise UserError(
-                    f"{table.path} has captions of the source {source!r}, but an earlier table has captions of another "
-                    "model under this name",
+                    f"{table.path} has captions with the source {source!r}, but an earlier table has captions from a "
+                    "different model under this name",
                     hint="add the tables one after another, each with a different --source",
                 )
             if model and model not in models:

@@ -1,7 +1,7 @@
-"""Incremental reading of large JSON files, one entry at a time.
+"""Read large JSON files incrementally, one entry at a time.
 
-The standard library's decoder parses a sliding window of the file that always contains the current entry. This is
-as fast as reading the file at once, and needs memory only for the largest entry.
+The standard library's decoder parses a sliding window of the file that always contains the current entry. This is as
+fast as reading the complete file at once, and needs memory only for the largest entry.
 """
 
 import json
@@ -22,7 +22,7 @@ def array_items(path: Path, *, hook: ObjectHook | None = None) -> Iterator[Any]:
     """Iterate over the items of a file that contains one JSON array.
 
     Args:
-        hook: `object_pairs_hook` of the parser; a ValueError that it raises is an error of the file.
+        hook: `object_pairs_hook` of the parser; a ValueError that it raises is reported as an error in the file.
 
     Raises:
         UserError: The file cannot be read, or is not a JSON array; the message includes the line number.
@@ -39,7 +39,7 @@ def object_items(path: Path, *, inside: str | None = None, hook: ObjectHook | No
     """Iterate over the (key, value) pairs of a JSON object, and over the value of the key `inside`.
 
     For example, `{"version": 1, "videos": {"a": ..., "b": ...}}` with inside="videos" yields the keys version, a and b.
-    If the value is a list in place of an object, the key videos is yielded with each item.
+    If the value is a list instead of an object, the key videos is yielded with each item.
 
     Args:
         hook: As in `array_items`.
@@ -66,44 +66,44 @@ def object_items(path: Path, *, inside: str | None = None, hook: ObjectHook | No
 
 
 class _Window:
-    """The part of the file that is being parsed; `_text[_at:]` has not been consumed yet."""
+    """The part of the file that is being parsed; `_text[_position:]` has not been consumed yet."""
 
     def __init__(self, path: Path, file: IO[str], *, hook: ObjectHook | None) -> None:
         self._path, self._file = path, file
         self._decode = json.JSONDecoder(object_pairs_hook=hook).raw_decode
-        self._text, self._at, self._line = "", 0, 1
+        self._text, self._position, self._line = "", 0, 1
         self._at_file_end = False
         self._opened = ""
 
     def peek(self) -> str:
         """Return the next character that is not whitespace, or an empty string at the end of the file."""
         while True:
-            text, at, end = self._text, self._at, len(self._text)
-            while at < end and text[at] in " \t\r\n":
-                at += 1
-            self._at = at
-            if at < end or not self._grow():
-                return text[at : at + 1]
+            text, position, end = self._text, self._position, len(self._text)
+            while position < end and text[position] in " \t\r\n":
+                position += 1
+            self._position = position
+            if position < end or not self._grow():
+                return text[position : position + 1]
 
     def expect(self, character: str, *, what: str) -> None:
         """Consume an opening bracket or a colon."""
         if self.peek() != character:
             raise self._error(f"expected {what}")
-        self._at += 1
+        self._position += 1
         self._opened = character
 
     def has_next(self, closing: str) -> bool:
-        """Consume the comma before the next entry, or the closing bracket; return False in the second case."""
+        """Consume the comma before the next entry and return True, or consume the closing bracket and return False."""
         character = self.peek()
         first, self._opened = self._opened, ""
         if character == closing:
-            self._at += 1
+            self._position += 1
             return False
         if first:
             return True
         if character != ",":
             raise self._error(f"expected , or {closing}")
-        self._at += 1
+        self._position += 1
         return True
 
     def key(self) -> str:
@@ -120,11 +120,11 @@ class _Window:
         self.peek()
         while True:
             try:
-                value, end = self._decode(self._text, self._at)
+                value, end = self._decode(self._text, self._position)
             except json.JSONDecodeError as error:
                 met_end = error.pos >= len(self._text) - _NEAR_END_CHARS or error.msg.startswith("Unterminated")
                 if not (met_end and self._grow()):
-                    self._at = min(error.pos, len(self._text))
+                    self._position = min(error.pos, len(self._text))
                     raise self._error(error.msg) from error
             except RecursionError as error:
                 raise self._error("nested too deeply") from error
@@ -132,13 +132,13 @@ class _Window:
                 # Python raises this for an integer with too many digits.
                 raise self._error(str(error)) from error
             else:
-                # A number at the end of the window may continue after it.
+                # A number at the end of the window may continue beyond the window.
                 if end < len(self._text) or not self._grow():
-                    self._at = end
+                    self._position = end
                     return value
 
     def expect_end(self) -> None:
-        """Raise UserError unless only whitespace is left."""
+        """Raise UserError unless only whitespace remains."""
         if self.peek():
             raise self._error("expected the end of the file")
 
@@ -147,22 +147,22 @@ class _Window:
         if self._at_file_end:
             return False
         try:
-            more = self._file.read(max(_WINDOW_CHARS, len(self._text) - self._at))
+            more = self._file.read(max(_WINDOW_CHARS, len(self._text) - self._position))
         except UnicodeDecodeError as error:
             raise not_utf8(self._path, error) from error
         if not more:
             self._at_file_end = True
             return False
-        self._line += self._text.count("\n", 0, self._at)
-        self._text, self._at = self._text[self._at :] + more, 0
+        self._line += self._text.count("\n", 0, self._position)
+        self._text, self._position = self._text[self._position :] + more, 0
         return True
 
     def _error(self, message: str) -> UserError:
-        line = self._line + self._text.count("\n", 0, self._at)
-        here = self._text[self._at : self._at + 20]
+        line = self._line + self._text.count("\n", 0, self._position)
+        excerpt = self._text[self._position : self._position + 20]
         return UserError(
-            f"{self._path}, line {line}: {message}, found {here!r}"
-            if here
+            f"{self._path}, line {line}: {message}, found {excerpt!r}"
+            if excerpt
             else f"{self._path} is truncated: {message}",
-            hint="give a complete and valid JSON file",
+            hint="use a complete and valid JSON file",
         )

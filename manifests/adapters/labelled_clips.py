@@ -8,21 +8,21 @@ lines such as
     path label               or `path,label`: VideoMAE's lists
     path num_frames label    AVION's lists; num_frames is ignored, because it refers to another copy of the video
     path 0 -1                VideoMAE V2's lists for pre-training: a video without a label
-    path start num_frames    in a list with lines of the previous form: a folder of extracted frames, which is rejected
+    path start num_frames    in a list with lines of the previous form: a folder of extracted frames; it is rejected
 
 In such a list, the split is derived from the file name of the list. A path may contain spaces and commas, or be quoted:
 the reader uses the first interpretation of a line for which the file exists. In published lists, paths begin with a
 placeholder folder, `your_path/` (VideoMAE V2) or `dataset_root/` (AVION). The reader removes the placeholder, and the
-folders after it that do not exist. The class is also the text of the caption. It is taken from the list unchanged, as a
-name or a number, so one dataset should not mix lists with numbers and lists with names.
+folders after it that do not exist. The class is also the text of the caption. It is read from the list unchanged, as a
+name or a number, so a dataset should not mix lists with numbers and lists with names.
 
 *Something-Something v2* (Goyal et al. 2017) has clips of 174 actions with objects, one action per clip. train.json and
 validation.json are lists of {"id": "78687", "label": "holding a cup next to a box", "template": "Holding [something]
 next to [something]", "placeholders": ["a cup", "a box"]}. The file names may have the prefix `something-something-v2-`.
 The caption is `label`. The class is the template without its brackets, as in labels.json. The videos are files
 `<id>.webm`. The split is derived from the file name. test.json lists videos without labels. Their classes are in
-test-answers.csv, in lines `<id>;<class>`; each class is also the caption, with the source `class`. If labels.json is
-given, classes that are not among its keys are rejected.
+test-answers.csv, in lines of the form `<id>;<class>`; each class is also the caption, with the source `class`. If
+labels.json is passed, classes that are not among its keys are rejected.
 """
 
 import re
@@ -63,7 +63,7 @@ _COLUMNS = ["label", "youtube_id"]
 _TWO_NUMBERS = re.compile(r"(?P<count>\d{1,9})[ ,\t]+(?P<label>-?\d{1,9})")
 _NUMBERS_LAST = re.compile(rf"(?P<name>.*[^ ,\t])[ ,\t]+(?P<numbers>{_TWO_NUMBERS.pattern})")
 _NO_LABEL = "-1"
-# Placeholder folders at the beginning of the paths in the published lists of VideoMAE V2 and AVION.
+# Placeholder folders at the start of the paths in the published lists of VideoMAE V2 and AVION.
 _PLACEHOLDERS = ("your_path/", "dataset_root/")
 
 
@@ -126,7 +126,7 @@ def _add_row(builder: ReadingBuilder, clips: WantedVideos, row: Row, *, lookup: 
 
 
 def _file_id(youtube_id: str, *, begin_s: float, end_s: float, lookup: VideoLookup) -> tuple[str, bool]:
-    """Return the name of a clip's file. The second value is True if the file is trimmed to the clip."""
+    """Return the name of a clip's file, and True if the file is trimmed to the clip."""
     if not youtube_id.strip() or end_s == inf:
         return youtube_id, False
     if not (isfinite(begin_s) and isfinite(end_s)):
@@ -164,7 +164,7 @@ def _add_plain_list(builder: ReadingBuilder, clips: WantedVideos, *, lookup: Vid
             detail = f"expected `path label` or `path,label`, found {line:.80}"
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
             continue
-        # Use the interpretation whose file exists; otherwise the first one with the name of a video file.
+        # Use the interpretation whose file exists; otherwise the first interpretation with a video file's name.
         existing = (reading for reading in readings if _exists(reading.name, lookup))
         plausible = (reading for reading in readings if PurePosixPath(reading.name).suffix.lower() in VIDEO_SUFFIXES)
         reading = next(existing, None) or next(plausible, readings[0])

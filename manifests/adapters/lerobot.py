@@ -1,16 +1,16 @@
-"""LeRobot datasets, versions 3 and 2: episodes of a robot, recorded by one or more cameras.
+"""LeRobot datasets, versions 3 and 2: robot episodes, recorded by one or more cameras.
 
     meta/info.json          version, frames per second, features (a camera has the dtype `video`), splits as ranges of
                             episodes, templates of paths
-    meta/episodes/*/*       version 3, Parquet: a row for each episode with its tasks, and for each camera the file and
-                            the span [from_timestamp, to_timestamp) in it; statistics of the episode's frames
-    meta/episodes.jsonl     version 2: a line for each episode; each camera has a file for each episode
+    meta/episodes/*/*       version 3, Parquet: a row per episode with its tasks, and for each camera the file and the
+                            span [from_timestamp, to_timestamp) in it; statistics of the episode's frames
+    meta/episodes.jsonl     version 2: a line per episode; each camera has a file per episode
     meta/tasks.*            the tasks by number
-    data/                   states, actions, times and tasks of single frames, which are not copied
+    data/                   states, actions, times and tasks of individual frames, which are not copied
 
 A caption describes a span of an episode, as one camera recorded it. Its text is the task, its group is the name of the
 episode, and its view is the short name of the camera. Other columns of the episodes become labels. If an episode has
-several tasks, it is divided where the frames change their task. If it has no task, its name becomes the caption, so
+several tasks, it is divided where the task of its frames changes. If it has no task, its name becomes the caption, so
 that the episode keeps its split.
 """
 
@@ -68,11 +68,11 @@ class _Episode:
 
     Attributes:
         row: Row of its metadata.
-        split: Split that contains the episode; None if there is none.
-        tasks: Tasks of the episode, except empty ones.
-        data_file: File of its states and actions, relative to the folder of the dataset.
-        spans: Camera -> span, except for cameras whose file or times are missing.
-        labels: Column -> value.
+        split: Split that contains the episode; None if no split does.
+        tasks: Non-empty tasks of the episode.
+        data_file: File with its states and actions, relative to the folder of the dataset.
+        spans: Span by camera, except for cameras whose file or times are missing.
+        labels: Value by column.
     """
 
     row: int
@@ -93,8 +93,8 @@ class _Dataset:
     """Content of meta/info.json.
 
     Attributes:
-        views: Camera (name of a feature) -> short name.
-        successes: Frame features that say whether the robot succeeded.
+        views: Short name by camera (name of a feature).
+        successes: Frame features that record whether the robot succeeded.
         splits: Ranges of episodes with their splits, held-out splits first.
         video_path, data_path: Templates of paths relative to `root`.
         num_per_folder: Number of episodes in a folder (version 2).
@@ -120,8 +120,8 @@ def read_lerobot(directory: Place, *, dataset: str = DATASET) -> Reading:
     """Read a LeRobot dataset.
 
     Raises:
-        UserError: The folder is in a bucket; it is not a LeRobot dataset of version 2 or 3; it has no camera with
-            videos; or its metadata cannot be read.
+        UserError: The folder is in a bucket, is not a LeRobot dataset of version 2 or 3, or has no camera with videos;
+            or its metadata cannot be read.
     """
     notes: list[str] = []
     info = _open_dataset(directory, notes)
@@ -133,7 +133,7 @@ def read_lerobot(directory: Place, *, dataset: str = DATASET) -> Reading:
                 raise Unusable(Reason.MALFORMED_ROW, fault)
             episode = _episode(info, row, values)
             if episode.index in episodes:
-                raise Unusable(Reason.DUPLICATE_ID, f"an earlier row is {episode.name} too")
+                raise Unusable(Reason.DUPLICATE_ID, f"an earlier row is also {episode.name}")
             episodes[episode.index] = episode
         except Unusable as unusable:
             faults.append((row, unusable))
@@ -153,7 +153,7 @@ def read_lerobot(directory: Place, *, dataset: str = DATASET) -> Reading:
             if camera in episode.spans:
                 by_file.setdefault(episode.spans[camera].file, []).append(episode)
             else:
-                detail = f"{episode.name} has no file or no times of the camera {camera}"
+                detail = f"{episode.name} has no file or no times for the camera {camera}"
                 builder.reject(Reason.MALFORMED_ROW, file=str(info.annotations), row=episode.row, detail=detail)
         for file, group in by_file.items():
             _add_file(builder, info, file, group, camera=camera, tasks=tasks, prefix=prefix)
@@ -170,11 +170,11 @@ def _add_file(
     tasks: Mapping[int, Sequence[tuple[float, str]]],
     prefix: str,
 ) -> None:
-    """Add a video file of a camera, and the captions of the episodes in it.
+    """Add a video file from a camera, and the captions of the episodes in it.
 
     Args:
-        tasks: Episode -> its tasks, each with its start in seconds from the start of the episode.
-        prefix: Beginning of names that also occur in other datasets.
+        tasks: Tasks by episode, each with its start in seconds from the start of the episode.
+        prefix: Prefix for names that also occur in other datasets.
     """
     path, name, origin_file = info.root / file, PurePosixPath(file), info.annotations
     source_id = f"{prefix}{info.views[camera]}_{f'{name.parent.name}_' if info.is_v3 else ''}{name.stem}"
@@ -186,9 +186,9 @@ def _add_file(
     if video is None:
         builder.lose_captions(source_id, file=origin_file, num_captions=len(episodes), why=why, row=episodes[0].row)
         return
-    # Episodes that overlap another one by more than half a frame, with the name of the other. Usually the later episode
-    # is rejected. If one is held out and the other is for training, the training episode is rejected, because training
-    # would use held-out frames.
+    # Episodes that overlap another episode by more than half a frame, with the name of the other episode. Usually, the
+    # later episode is rejected. If one is held out and the other is for training, the training episode is rejected,
+    # because training would use held-out frames.
     overlaps: dict[int, str] = {}
     last: _Episode | None = None
     for episode in sorted(episodes, key=lambda episode: episode.spans[camera].begin_s):
@@ -229,7 +229,7 @@ def _open_dataset(directory: Place, notes: list[str]) -> _Dataset:
     if not path.exists():
         raise UserError(
             f"{directory} is not a LeRobot dataset: it has no meta/info.json",
-            hint="give the folder that contains meta, data and videos",
+            hint="use the folder that contains meta, data and videos",
         )
     try:
         with open_annotations(path, "rb") as file:
@@ -276,48 +276,50 @@ def _open_dataset(directory: Place, notes: list[str]) -> _Dataset:
 def _views(
     features: Mapping[str, Mapping[str, Any]], *, fps: float, directory: Path, notes: list[str]
 ) -> dict[str, str]:
-    """Return the cameras that have videos, and their short names."""
+    """Return the short names of the cameras that have videos, by camera."""
     cameras: list[str] = []
     for name, feature in features.items():
         facts = [_dig(feature, "info"), _dig(feature, "video_info")]
-        is_depth = any(_dig(of, name) for of in facts for name in ("is_depth_map", "video.is_depth_map"))
+        is_depth = any(_dig(info, key) for info in facts for key in ("is_depth_map", "video.is_depth_map"))
         if feature.get("dtype") == "image":
-            notes.append(f"the frames of {on_one_line(name)} are pictures in Parquet files, which are not read")
+            notes.append(f"the frames of {on_one_line(name)} are images in Parquet files, which are not read")
         elif feature.get("dtype") == "video" and is_depth:
             notes.append(f"the frames of {on_one_line(name)} are depth maps, which are not read")
         elif feature.get("dtype") == "video":
             cameras.append(name)
             if (rate := _dig(facts[0], "video.fps")) not in (None, fps):
-                notes.append(f"{on_one_line(name)} has {quote_value(rate)} frames per second, and the dataset {fps}")
+                notes.append(
+                    f"{on_one_line(name)} has {quote_value(rate)} frames per second, but the dataset has {fps}"
+                )
     if not cameras:
         raise UserError(
             "; ".join((f"{directory} has no videos of cameras", *notes)),
-            hint="`lerobot-edit-dataset --operation.type convert_image_to_video` converts pictures",
+            hint="`lerobot-edit-dataset --operation.type convert_image_to_video` converts images to videos",
         )
     views = [name.removeprefix("observation.").removeprefix("images.") for name in cameras]
     return dict(zip(cameras, views if len(set(views)) == len(views) else cameras, strict=True))
 
 
 def _split_range(path: Path, name: str, value: object) -> tuple[range, str]:
-    """Return a split of meta/info.json, such as "train": "0:40"."""
+    """Parse a split in meta/info.json, such as "train": "0:40"."""
     split = find_split(name)
     match = _RANGE.fullmatch(value) if isinstance(value, str) else None
     if split is None or match is None:
         raise UserError(
             f"{path}: splits has {quote_value(name)}: {quote_value(value)}, expected train, val or test, each with a "
             'range of episodes such as "0:40"',
-            hint="correct the file; episodes in none of the splits are in train",
+            hint="correct the file; episodes outside of all splits belong to train",
         )
     return range(int(match[1] or 0), int(match[2] or 10**9)), split
 
 
 def _fill(template: str, **values: int | str) -> str:
-    """Fill in the fields of a template of a path; fields without a value become 0."""
+    """Fill in the fields of a path template; fields without a value become 0."""
     return _FIELD.sub(lambda match: str(values.get(match[1], 0)).zfill(int(match[2] or 0)), template)
 
 
 def _metadata_rows(info: _Dataset) -> Iterator[tuple[dict[str, Any], str | None]]:
-    """Iterate over the metadata of episodes, each with its fault or None, and the maxima of `info.successes`."""
+    """Yield the metadata of each episode, with the maxima of `info.successes`, and its fault or None."""
     maxima = {f"stats/{name}/max": name for name in info.successes}
     if info.is_v3:
         files = sorted(info.annotations.glob("*/*.parquet"))
@@ -334,8 +336,8 @@ def _metadata_rows(info: _Dataset) -> Iterator[tuple[dict[str, Any], str | None]
     statistics = info.root / "meta" / "episodes_stats.jsonl"
     success: dict[str, dict[str, Any]] = {}
     for row in json_rows(statistics) if maxima and statistics.exists() else ():
-        of_episode = {column: _dig(row.values, "stats", name, "max") for column, name in maxima.items()}
-        success[str(row.values.get("episode_index"))] = of_episode
+        values = {column: _dig(row.values, "stats", name, "max") for column, name in maxima.items()}
+        success[str(row.values.get("episode_index"))] = values
     for row in json_rows(info.annotations):
         yield row.values | success.get(str(row.values.get("episode_index")), {}), row.fault
 
@@ -372,7 +374,7 @@ def _read_parquet(path: Path, columns: Sequence[str], *, filters: Any = None, ar
 
 
 def _to_whole(value: object) -> int | None:
-    """Return an integer of at least 0, or None. pandas writes integers as 3.0 if the column has empty cells."""
+    """Return a value as an integer of at least 0, or None. (pandas writes 3.0 if the column has empty cells.)"""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     return int(value) if 0 <= value < 10**9 and value == int(value) else None
@@ -386,12 +388,12 @@ def _episode(info: _Dataset, row: int, values: Mapping[str, Any]) -> _Episode:
         values.get("tasks") or [],
     )
     if index is None:
-        detail = f"episode_index is {quote_value(values.get('episode_index'))}, expected a whole number"
+        detail = f"episode_index is {quote_value(values.get('episode_index'))}, expected an integer"
         raise Unusable(Reason.MALFORMED_ROW, detail)
     tasks = [tasks] if isinstance(tasks, str) else tasks
     if not isinstance(tasks, list) or not all(isinstance(task, str) for task in tasks):
         raise Unusable(Reason.MALFORMED_ROW, f"tasks is {quote_value(tasks)}, expected a list of strings")
-    place = {"episode_index": index, "episode_chunk": index // info.num_per_folder}
+    location = {"episode_index": index, "episode_chunk": index // info.num_per_folder}
     spans = {}
     for camera in info.views:
         begin_s: Any = 0.0
@@ -402,10 +404,10 @@ def _episode(info: _Dataset, row: int, values: Mapping[str, Any]) -> _Episode:
             are_times = all(isinstance(time_s, int | float) and isfinite(time_s) for time_s in (begin_s, end_s))
             if chunk is None or file is None or not are_times:
                 continue
-            place |= {"chunk_index": chunk, "file_index": file}
-        spans[camera] = _Span(_fill(info.video_path, video_key=camera, **place), begin_s, end_s)
-    place |= {name: _to_whole(values.get(f"data/{name}")) or 0 for name in ("chunk_index", "file_index")}
-    # Labels: columns that are neither positions nor statistics, and whether the robot succeeded.
+            location |= {"chunk_index": chunk, "file_index": file}
+        spans[camera] = _Span(_fill(info.video_path, video_key=camera, **location), begin_s, end_s)
+    location |= {name: _to_whole(values.get(f"data/{name}")) or 0 for name in ("chunk_index", "file_index")}
+    # Labels are the columns that are neither positions nor statistics, and the success of the robot.
     labels: dict[str, object] = {}
     for name in info.successes:
         value = values.get(f"stats/{name}/max")
@@ -427,7 +429,7 @@ def _episode(info: _Dataset, row: int, values: Mapping[str, Any]) -> _Episode:
         index=index,
         split=next((split for episodes, split in info.splits if index in episodes), None),
         tasks=list(dict.fromkeys(task.strip() for task in tasks if task.strip())),
-        data_file=_fill(info.data_path, **place),
+        data_file=_fill(info.data_path, **location),
         spans=spans,
         labels=texts,
     )
@@ -438,7 +440,7 @@ def _tasks_by_time(
 ) -> dict[int, list[tuple[float, str]]]:
     """Return the tasks of each episode, each with its start in seconds from the start of the episode; "" for no task.
 
-    Frames are read only for episodes with several tasks. If they do not show when a task begins, the task is omitted.
+    Frames are read only for episodes with several tasks. A task whose start cannot be read from them is omitted.
     """
     tasks = {episode.index: [(0.0, "".join(episode.tasks[:1]))] for episode in episodes}
     by_file: dict[str, list[_Episode]] = {}
@@ -449,8 +451,8 @@ def _tasks_by_time(
     names = _task_names(info) if by_file else {}
     for file, group in by_file.items():
         if missing := _missing_columns(info, file, _FRAME_COLUMNS):
-            of = f"{count_noun(len(group), 'episode')} with several tasks, such as {group[0].name}"
-            notes.append(f"{of}, have their names as captions: {missing}")
+            episodes_text = f"{count_noun(len(group), 'episode')} with several tasks, such as {group[0].name}"
+            notes.append(f"{episodes_text}, have their names as captions: {missing}")
             continue
         filters = [("episode_index", "in", [episode.index for episode in group])]
         frames = _read_parquet(info.root / file, _FRAME_COLUMNS, filters=filters, are_numbers=True)
@@ -465,7 +467,7 @@ def _tasks_by_time(
 
 
 def _missing_columns(info: _Dataset, file: str, names: Sequence[str]) -> str | None:
-    """Describe which of the columns `names` a file of frames lacks; None if it has all of them."""
+    """Describe the columns `names` that a file of frames lacks; None if it has all of them."""
     if not (info.root / file).is_file():
         return f"there is no {file}"
     columns = _parquet_columns(info.root / file)
@@ -477,10 +479,10 @@ def _task_names(info: _Dataset) -> dict[float, str]:
     """Return the name of each task by its number."""
     path = info.root / "meta" / ("tasks.parquet" if info.is_v3 else "tasks.jsonl")
     if not info.is_v3:
-        values = (row.values for row in json_rows(path))
-        return {_to_whole(of.get("task_index")) or 0: str(of.get("task", "")).strip() for of in values}
+        rows = (row.values for row in json_rows(path))
+        return {_to_whole(row.get("task_index")) or 0: str(row.get("task", "")).strip() for row in rows}
     columns = _parquet_columns(path)
-    texts = [name for name in columns if name != "task_index"]  # "task", or the index of a pandas table
+    texts = [name for name in columns if name != "task_index"]  # "task", or the index column of a pandas table
     if "task_index" not in columns or len(texts) != 1:
         raise UserError(f"{path} does not have the columns task_index and task", hint=_COPY_AGAIN)
     table = _read_parquet(path, columns)
@@ -491,14 +493,14 @@ def _task_names(info: _Dataset) -> dict[float, str]:
 def _notes_of(info: _Dataset, episodes: Collection[_Episode]) -> Iterator[str]:
     """Describe unusual properties of the episodes."""
     if isinstance(info.num_episodes, int) and info.num_episodes != len(episodes):
-        yield f"meta/info.json has {info.num_episodes} episodes, and the metadata of episodes {len(episodes):,}"
+        yield f"meta/info.json has {info.num_episodes} episodes, but the metadata of episodes has {len(episodes):,}"
     kinds: dict[str, list[_Episode]] = {}
     for episode in episodes:
         lengths_s = [span.end_s - span.begin_s for span in episode.spans.values()] or [0.0]
         for text, applies in (
-            ("in none of the splits of meta/info.json: the split is train", episode.split is None),
+            ("outside of all splits in meta/info.json: the split is train", episode.split is None),
             (f"without a task: the caption is the name, with the source {NAME_SOURCE}", not episode.tasks),
-            ("whose cameras differ in length", max(lengths_s) > min(lengths_s) + 1 / info.fps),
+            ("whose cameras have recordings of different lengths", max(lengths_s) > min(lengths_s) + 1 / info.fps),
         ):
             if applies:
                 kinds.setdefault(text, []).append(episode)

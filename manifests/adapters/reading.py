@@ -1,8 +1,8 @@
 """The output of an adapter, and the builder that collects it.
 
-`ReadingBuilder` collects rows without one Python object per row. `WantedVideos` looks up each video that the
-annotations name, once. If annotation files are given by URL, they are copied to a temporary folder while an adapter
-reads them (`read_with_local_tables`).
+`ReadingBuilder` collects rows without creating a Python object per row. `WantedVideos` looks up each video in the
+annotations once. Annotation files with URLs are copied to a temporary folder while an adapter reads them
+(`read_with_local_tables`).
 """
 
 import tempfile
@@ -39,7 +39,7 @@ _NO_COLUMNS = pa.schema([])
 
 
 class RowBuffer:
-    """Rows of one schema, which are converted to Arrow after every ROWS_PER_CHUNK rows.
+    """Buffer for rows of one schema, which are converted to Arrow after every ROWS_PER_CHUNK rows.
 
     Args:
         optional: Additional columns. They take memory only for rows with a value; columns without values are omitted.
@@ -50,7 +50,7 @@ class RowBuffer:
         self.chunks: list[pa.RecordBatch] = []
         self._optional = optional
         self._open: dict[str, list[Any]] = {name: [] for name in schema.names}
-        self._values: dict[str, dict[int, Any]] = {}  # name of an optional column -> row -> value
+        self._values: dict[str, dict[int, Any]] = {}  # values by name of the optional column and by row
 
     def append(self, optional: Mapping[str, Any] | None = None, **values: Any) -> None:
         for name, value in (optional or {}).items():
@@ -69,11 +69,11 @@ class RowBuffer:
     def _close(self) -> None:
         arrays = [pa.array(self._open[field.name], field.type) for field in self.schema]
         if num_rows := len(arrays[0]):
-            given = [field for field in self._optional if field.name in self._values]
-            for field in given:
+            used_fields = [field for field in self._optional if field.name in self._values]
+            for field in used_fields:
                 values = self._values[field.name]
                 arrays.append(pa.array(map(values.get, range(num_rows)), field.type, size=num_rows))
-            self.chunks.append(pa.RecordBatch.from_arrays(arrays, schema=pa.schema([*self.schema, *given])))
+            self.chunks.append(pa.RecordBatch.from_arrays(arrays, schema=pa.schema([*self.schema, *used_fields])))
             self._open = {name: [] for name in self.schema.names}
             self._values = {}
 
@@ -84,11 +84,11 @@ _VIDEO_FIELDS = pa.schema([VIDEOS.field(name) for name in ("video_id", "source_i
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The location where a caption was read.
+    """The location from which a caption was read.
 
     Attributes:
         file: Annotation file.
-        source: Source of the caption, as the manifest names it.
+        source: Source of the caption in the manifest.
         row: Row or entry in the file, or None.
         field: Name of the field with the text.
     """
@@ -109,8 +109,7 @@ class Reading:
             values, and label_ columns. The dictionary of video_id is videos.video_id.
         rejected: Table of schema.REJECTED.
         num_captions_lost: Number of captions of unavailable videos.
-        num_rows_used: Annotation file -> number of its rows that became captions, or videos without captions. All given
-            files are keys.
+        num_rows_used: Number of rows that became captions, or videos without captions, for every annotation file.
         example_file: Name of one of the video files, relative to their folder.
         notes: Notes for the user, one sentence each.
     """
@@ -147,7 +146,7 @@ class ReadingBuilder:
         self._notes: list[str] = []
 
     def find_videos(self, directory: Place, *, skip: Place | None = None) -> list[VideoFile]:
-        """Find videos under `directory` by `scan_videos` or `scan_bucket`; reject folders that cannot be listed."""
+        """Find videos under `directory` with `scan_videos` or `scan_bucket`; reject folders that cannot be listed."""
         return self.scan(directory, skip=skip).files
 
     def scan(self, directory: Place, *, skip: Place | None = None, beside: frozenset[str] = frozenset()) -> Scan:
@@ -162,7 +161,7 @@ class ReadingBuilder:
             self.reject(fault.reason, file=str(fault.path), detail=fault.why)
         self._example_file = scan.files[0].relative if scan.files else None
         if scan.num_hidden:
-            self.note(f"{count_noun(scan.num_hidden, 'hidden video')} ignored (file names that begin with a dot)")
+            self.note(f"{count_noun(scan.num_hidden, 'hidden video')} ignored (names that begin with a dot)")
         if scan.links_out:
             link, target = scan.links_out[0]
             others = f", and {len(scan.links_out) - 1:,} more" if len(scan.links_out) > 1 else ""
@@ -178,7 +177,7 @@ class ReadingBuilder:
         self._num_rows_used.setdefault(file, 0)
 
     def use_row(self, file: Place) -> None:
-        """Count a row that adds a video without a caption, or whose caption comes from another annotation file."""
+        """Count a row that adds a video without a caption, or whose caption comes from a different annotation file."""
         self._num_rows_used[file] += 1
 
     def add_video(self, source_id: str, *, path: Place, split: str, size_bytes: int | None = None) -> int | None:
@@ -187,7 +186,7 @@ class ReadingBuilder:
         return self.add_checked_video(source_id, path=path, split=split) if is_usable else None
 
     def check_file(self, source_id: str, path: Place, *, size_bytes: int | None = None) -> bool:
-        """Return True if `path` is a non-empty regular file, otherwise add a rejected row. The file is not opened.
+        """Return True if `path` is a non-empty regular file; otherwise, add a rejected row. The file is not opened.
 
         Args:
             size_bytes: Size of an object; None for a file.
@@ -198,7 +197,7 @@ class ReadingBuilder:
         return reason is None
 
     def add_checked_video(self, source_id: str, *, path: Place, split: str) -> int | None:
-        """Add a video whose file was already checked; if its ID is taken, reject the video and return None."""
+        """Add a video whose file was already checked; if its ID is in use, reject the video and return None."""
         video_id = safe_video_id(source_id)
         if video_id in self._video_ids:
             first = self._videos["path"][self._video_ids[video_id]]
@@ -212,11 +211,11 @@ class ReadingBuilder:
         return self._video_ids[video_id]
 
     def source_ids(self) -> Sequence[str]:
-        """Return the dataset's IDs of all added videos."""
+        """Return the IDs in the dataset of all added videos."""
         return self._videos["source_id"]
 
     def source_id_of(self, video: int) -> str:
-        """Return the dataset's ID of a video."""
+        """Return the ID of a video in the dataset."""
         return self._videos["source_id"][video]
 
     def split_of(self, video: int) -> str:
@@ -241,7 +240,7 @@ class ReadingBuilder:
         view: str | None = None,
         labels: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Add one caption and return True, or add a rejected row if its text or times are unusable.
+        """Add a caption and return True; if its text or times are unusable, add a rejected row and return False.
 
         Args:
             likelihood, group, view: See schema.OPTIONAL_CAPTIONS.
@@ -266,7 +265,7 @@ class ReadingBuilder:
     def add_captions(
         self, video: int, *, texts: pa.Array, source: str, file: Path, begin_s: np.ndarray, end_s: np.ndarray
     ) -> None:
-        """Add many captions of one video, which the caller has validated: texts string[N], times float64[N]."""
+        """Add many captions of one video, validated by the caller: texts string[N], times float64[N]."""
         num_rows = len(texts)
         arrays = [
             pa.array(np.full(num_rows, video, np.int32)),
@@ -309,10 +308,10 @@ class ReadingBuilder:
         why: str = "no matching video file",
         row: int | None = None,
     ) -> None:
-        """Count captions of an unavailable video. The video becomes one rejected row, with the first `row` given."""
+        """Count captions of an unavailable video, which becomes one rejected row, with the `row` of the first call."""
         key = (source_id, str(file), reason, why)
-        num_before, first_row = self._lost.get(key, (0, row))
-        self._lost[key] = (num_before + num_captions, first_row)
+        num_lost, first_row = self._lost.get(key, (0, row))
+        self._lost[key] = (num_lost + num_captions, first_row)
 
     def build(self) -> Reading:
         """Return a Reading of everything added so far."""
@@ -335,8 +334,8 @@ class ReadingBuilder:
                 continue
             values = rows[field.name]
             if field.name == "split":  # the split of a video may have been set after its first captions
-                is_of_video = pc.equal(values, videos["split"].combine_chunks().take(rows["video"]))
-                values = pc.if_else(pc.fill_null(is_of_video, True), None, values)
+                is_video_split = pc.equal(values, videos["split"].combine_chunks().take(rows["video"]))
+                values = pc.if_else(pc.fill_null(is_video_split, True), None, values)
             if values.null_count < len(values):
                 columns[field.name] = values
                 schema = schema.append(field)
@@ -439,7 +438,7 @@ class WantedVideos:
         self._videos: dict[str, int | _Unavailable] = {}
 
     def leave_out(self, source_ids: Iterable[str], *, why: str) -> None:
-        """Omit these videos and their captions. Call it before any of them is looked up."""
+        """Omit these videos and their captions. This must be called before any of them is looked up."""
         omitted = _Unavailable(Reason.LEFT_OUT, why)
         self._videos |= {compose_unicode(source_id): omitted for source_id in source_ids}
 
@@ -465,9 +464,9 @@ class WantedVideos:
             The index; None if the row is unusable, in which case it has been counted or rejected.
         """
         if not isinstance(source_id, str) or not source_id.strip():
-            self._builder.reject(Reason.EMPTY_ID, file=str(file), row=row, detail="the row names no video")
+            self._builder.reject(Reason.EMPTY_ID, file=str(file), row=row, detail="the row does not identify a video")
             return None
-        # Two Unicode forms of the same name are one video; its ID has the form that occurs first.
+        # Two Unicode forms of the same name mean the same video, whose ID has the form that occurs first.
         name = compose_unicode(source_id)
         if name not in self._videos:
             self._videos[name] = self._find(source_id, split=split, file_names=file_names or (source_id,))
@@ -497,7 +496,7 @@ class WantedVideos:
 
 
 def read_with_local_tables(tables: Sequence[Place], read: Callable[[list[Path]], Reading]) -> Reading:
-    """Call `read` with local copies of the tables; in its result, replace the names of the copies by the URLs.
+    """Call `read` with local copies of the tables; in its result, replace the names of the copies with the URLs.
 
     Raises:
         UserError: A table cannot be fetched, or `read` raises an error.
@@ -511,7 +510,7 @@ def read_with_local_tables(tables: Sequence[Place], read: Callable[[list[Path]],
                 local.append(table)
                 continue
             if not place_name(table).name or table.endswith("/"):
-                raise UserError(f"{mask_secrets(table)} is a folder, not a table", hint="give the URL of a file")
+                raise UserError(f"{mask_secrets(table)} is a folder, not a table", hint="use the URL of a file")
             copy = Path(folder) / str(number) / place_name(table).name
             copy.parent.mkdir()
             root, key = split_url(table)
@@ -536,8 +535,8 @@ def read_with_local_tables(tables: Sequence[Place], read: Callable[[list[Path]],
     rejected = reading.rejected
     for column in ("file", "detail"):
         texts = [_replace_names(text, names) for text in rejected[column].to_pylist()]
-        place = rejected.schema.get_field_index(column)
-        rejected = rejected.set_column(place, rejected.schema.field(column), pa.array(texts, pa.string()))
+        index = rejected.schema.get_field_index(column)
+        rejected = rejected.set_column(index, rejected.schema.field(column), pa.array(texts, pa.string()))
     return replace(
         reading,
         rejected=rejected,

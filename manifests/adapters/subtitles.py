@@ -1,12 +1,12 @@
-"""Captions in files beside the videos: subtitles (.srt, .vtt), and the output of speech recognition (.json of Whisper).
+"""Captions in files next to videos: subtitles (.srt, .vtt), and the output of speech recognition (Whisper's .json).
 
 A file belongs to the video with the same name in the same folder: `a.srt`, or with a language `a.en.srt`, belongs to
 `a.mp4`. Its captions have the source `subtitles`, or `asr` for the output of speech recognition, followed by the
 language: `subtitles-en`. Whisper writes the same words in all formats at once. If several files of a video have the
 same words, only one file is read: JSON, which has likelihoods, is preferred to .srt and .vtt.
 
-No library parses the files, for these reasons. pysubs2 reads a negative time as positive; it appends comments, cue
-names and cues with an invalid time to the text of the previous cue. webvtt-py omits such cues silently. srt rejects the
+Existing libraries are not used, for these reasons: pysubs2 reads a negative time as positive, and appends comments, cue
+names and cues with an invalid time to the text of the previous cue; webvtt-py omits such cues silently; srt rejects the
 complete file. In this module, every cue is either valid or has a fault.
 """
 
@@ -32,16 +32,16 @@ from clipmill.manifests.storage.urls import Place, place_name, split_url
 
 MAX_FILE_BYTES = 1 << 28
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
-# One to three dashes, and a decimal comma, point or colon. All of these occur in files that players accept.
+# One to three dashes, and a decimal comma, point or colon, because all of these occur in files that players accept.
 _TIME = r"-?(?:\d{1,4}:)?\d{1,3}:\d{1,2}(?:[.,:]\d{1,9})?"
 _TIMING = re.compile(rf"\s*(?P<begin>{_TIME})\s*-{{1,3}}>\s*(?P<end>{_TIME})(?:\s.*)?", re.DOTALL)
 _LIKE_TIMING = re.compile(r"[\s\d:.,-]*-->|[\s\d:.,-]*:[\s\d:.,-]*->|\s*-?\d+:\S*\s*-->")
 _ARROW = "-->"
-_WORD_TIME = re.compile(r"<\d[\d:.]*><c[.>]")  # before each word in YouTube's automatic subtitles
+_WORD_TIME = re.compile(r"<\d[\d:.]*><c[.>]")  # time before each word in YouTube's automatic subtitles
 _INSTANT_S = 0.02
 _MAX_TIMING_CHARS = 100  # maximum length of the times in a line, because matching takes quadratic time
 _PARTS = re.compile(r"(?P<sign>-?)(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)(?:[.,:](?P<fraction>\d+))?")
-# <i>, </font>, <v Name>, <c.yellow>, <00:00:01.000>; {\an8}, {y:i}. Not "I <3 you" or "{laughs}".
+# Matches <i>, </font>, <v Name>, <c.yellow>, <00:00:01.000>, {\an8}, {y:i}, but not "I <3 you" or "{laughs}".
 _TAG = re.compile(r"</?[A-Za-z][^<>]*>|</?>|<\d[\d:.,]*>|\{\\[^{}]*\}|\{[A-Za-z]:[^{}]*\}")
 _INVISIBLE = dict.fromkeys((0x200E, 0x200F, 0xFEFF))  # direction marks, and byte order marks in concatenated files
 _LINE_BREAK = re.compile(r"\\[Nnh]")
@@ -50,12 +50,12 @@ _ENTITY = re.compile(r"&(?:[A-Za-z]{1,32}|#\d{1,8}|#[xX][0-9a-fA-F]{1,8});")
 
 @dataclass(frozen=True)
 class Cue:
-    """A text with its times in a subtitle file.
+    """A timed text in a subtitle file.
 
     Attributes:
         number: Position in the file, from 0.
         likelihood: Mean log-probability per token, if known.
-        fault: Reason why it is unusable, or None.
+        fault: Reason why the cue is unusable, or None.
     """
 
     number: int
@@ -71,7 +71,7 @@ class Unreadable(Exception):
 
 
 def decode_text(content: bytes) -> tuple[str, str | None]:
-    """Decode the text of a file as UTF-8, UTF-16 or else Windows-1252; return it, and the encoding if it was guessed.
+    """Decode the text of a file as UTF-8, UTF-16 or Windows-1252; return it, and the encoding if it was guessed.
 
     Raises:
         Unreadable: The content is not text.
@@ -96,10 +96,10 @@ def decode_text(content: bytes) -> tuple[str, str | None]:
 
 
 def read_cues(text: str) -> Iterator[Cue]:
-    """Iterate over the cues of a SubRip or WebVTT file, in their order.
+    """Iterate over the cues of a SubRip or WebVTT file, in file order.
 
     The text of a cue is on one line, without markup and cue settings. YouTube's automatic subtitles scroll: a cue
-    repeats the previous line, and a cue of 10 ms follows that shows nothing else. In such files, each line belongs to
+    repeats the previous line, followed by a cue of 10 ms that shows nothing else. In such files, each line belongs to
     the cue that shows it first, and cues that only repeat lines are omitted.
 
     Raises:
@@ -107,20 +107,20 @@ def read_cues(text: str) -> Iterator[Cue]:
     """
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     is_vtt = lines[0].startswith("WEBVTT")
-    before = ["", *lines]
-    timings = [row for row, line in enumerate(lines) if _is_timing(line, before=before[row], is_vtt=is_vtt)]
+    previous = ["", *lines]
+    timings = [row for row, line in enumerate(lines) if _is_timing(line, previous=previous[row], is_vtt=is_vtt)]
     if not timings:
         raise Unreadable("it has no cues: no line of the form 00:00:01,000 --> 00:00:02,000")
-    cues: list[tuple[Cue, list[str]]] = []  # with the text of each cue, line by line
-    for number, (row, following) in enumerate(zip(timings, [*timings[1:], len(lines)], strict=True)):
-        body: Sequence[str] = lines[row + 1 : following]
+    cues: list[tuple[Cue, list[str]]] = []  # cues, with the text of each cue line by line
+    for number, (row, next_row) in enumerate(zip(timings, [*timings[1:], len(lines)], strict=True)):
+        body: Sequence[str] = lines[row + 1 : next_row]
         content = body
         if is_vtt:
-            # After the first empty line come comments, styles, and the name of the next cue. A line of blanks does not
-            # end a cue (WebVTT, section 6.3); YouTube's cues begin with such lines.
+            # The first empty line is followed by comments, styles, and the name of the next cue. A line of blanks does
+            # not end a cue (WebVTT, section 6.3); YouTube's cues begin with such lines.
             content = body[: next((end for end, line in enumerate(body) if not line), len(body))]
         else:
-            content = _srt_content(body, is_last=following == len(lines))
+            content = _srt_content(body, is_last=next_row == len(lines))
         texts = [text for text in (without_markup(line) for line in _join_tags(content)) if text]
         cues.append((_cue(number, lines[row], texts), texts))
     yield from _omit_repetition(cues, has_word_times=_WORD_TIME.search(text) is not None)
@@ -143,7 +143,7 @@ def read_segments(content: Any) -> Iterator[Cue] | None:
 
 
 def without_markup(text: str) -> str:
-    """Remove tags from the text of a cue, and replace entities; return the words on one line."""
+    """Remove tags from the text of a cue, and replace entities; return the text on one line."""
     text = _LINE_BREAK.sub(" ", _TAG.sub("", text))
     text = _ENTITY.sub(lambda match: html.unescape(match[0]), text)
     return " ".join(text.translate(_INVISIBLE).split())
@@ -173,7 +173,7 @@ def _decode_strictly(content: bytes, encoding: str) -> str:
         raise Unreadable(f"not valid {encoding.removesuffix('-sig')}: {error.reason}") from error
 
 
-def _is_timing(line: str, *, before: str, is_vtt: bool) -> bool:
+def _is_timing(line: str, *, previous: str, is_vtt: bool) -> bool:
     """Return True if a line looks like the timing line of a cue, even if its times are malformed.
 
     In WebVTT, the text of a cue cannot contain an arrow. In SubRip, it can: a line with an arrow is text, unless it
@@ -183,11 +183,11 @@ def _is_timing(line: str, *, before: str, is_vtt: bool) -> bool:
         return True
     if _ARROW not in line or line.startswith("WEBVTT"):
         return False
-    return is_vtt or not before.strip() or before.strip().isdigit()
+    return is_vtt or not previous.strip() or previous.strip().isdigit()
 
 
 def _join_tags(lines: Sequence[str]) -> list[str]:
-    """Join lines if a tag extends over them, as in `<v Name` and `of a speaker>`."""
+    """Join lines if a tag extends over several lines, as in `<v Name` and `of a speaker>`."""
     joined: list[str] = []
     for line in lines:
         if joined and joined[-1].rfind("<") > joined[-1].rfind(">"):
@@ -200,28 +200,28 @@ def _join_tags(lines: Sequence[str]) -> list[str]:
 def _omit_repetition(cues: Sequence[tuple[Cue, list[str]]], *, has_word_times: bool) -> Iterator[Cue]:
     """Iterate over cues; if they scroll, omit the lines that the previous cue has shown.
 
-    Cues scroll if their words have times, or if some cue lasts only an instant and only repeats lines. Converters to
+    Cues scroll if their words have times, or if a cue lasts only an instant and only repeats lines. Converters to
     SubRip remove the times of words, but keep the repetition.
     """
-    repeated = [0, *(_count_repeated_lines(before, after) for before, after in pairwise(cues))]
+    counts = [0, *(_count_repeated_lines(first, second) for first, second in pairwise(cues))]
     does_scroll = has_word_times or any(
         count == len(texts) > 0 and cue.end_s - cue.begin_s <= _INSTANT_S
-        for count, (cue, texts) in zip(repeated, cues, strict=True)
+        for count, (cue, texts) in zip(counts, cues, strict=True)
     )
-    for count, (cue, texts) in zip(repeated, cues, strict=True):
+    for count, (cue, texts) in zip(counts, cues, strict=True):
         if not does_scroll or not count:
             yield cue
         elif count < len(texts):
             yield replace(cue, text=" ".join(texts[count:]))
 
 
-def _count_repeated_lines(before: tuple[Cue, list[str]], after: tuple[Cue, list[str]]) -> int:
-    """Count the first lines of a cue that repeat the last lines of the previous cue, which ends when it begins."""
-    (cue_before, texts_before), (cue, texts) = before, after
-    if cue_before.fault or cue.fault or abs(cue.begin_s - cue_before.end_s) > _INSTANT_S:
+def _count_repeated_lines(first: tuple[Cue, list[str]], second: tuple[Cue, list[str]]) -> int:
+    """Count the first lines of `second` that repeat the last lines of `first`; 0 if there is a gap between the cues."""
+    (first_cue, first_texts), (second_cue, second_texts) = first, second
+    if first_cue.fault or second_cue.fault or abs(second_cue.begin_s - first_cue.end_s) > _INSTANT_S:
         return 0
-    counts = range(min(len(texts_before), len(texts)), 0, -1)
-    return next((count for count in counts if texts_before[-count:] == texts[:count]), 0)
+    counts = range(min(len(first_texts), len(second_texts)), 0, -1)
+    return next((count for count in counts if first_texts[-count:] == second_texts[:count]), 0)
 
 
 def _cue(number: int, timing: str, texts: Sequence[str]) -> Cue:
@@ -242,13 +242,13 @@ def _check_cue(cue: Cue) -> Cue:
 
 
 def _seconds(time: str) -> float | None:
-    """Convert a time to seconds; None if it has 60 minutes or seconds or more."""
+    """Convert a time to seconds; None if its minutes or seconds are 60 or more."""
     match = _PARTS.fullmatch(time)
     assert match is not None, time
     hours, minutes, whole_s = (int(match[name] or 0) for name in ("hours", "minutes", "seconds"))
     if whole_s >= 60 or (match["hours"] is not None and minutes >= 60):
         return None
-    # Integers are combined as text, so that 00:00:00.1 gives exactly 0.1.
+    # The parts are combined as text, so that 00:00:00.1 becomes exactly 0.1.
     total = float(f"{(hours * 60 + minutes) * 60 + whole_s}.{match['fraction'] or 0}")
     return -total if match["sign"] and total else total
 
@@ -258,10 +258,10 @@ def _srt_content(lines: Sequence[str], *, is_last: bool) -> Sequence[str]:
     end = len(lines)
     while not is_last and end and not lines[end - 1].strip():
         end -= 1
-    # The number of the next cue is on the line before its times. If empty lines follow it, an empty line must precede
-    # it as well; otherwise it belongs to the text of this cue.
-    is_adjacent, stands_alone = end == len(lines), end > 1 and not lines[end - 2].strip()
-    if not is_last and end and lines[end - 1].strip().isdigit() and (is_adjacent or stands_alone):
+    # The number of the next cue is on the line before its times. If it is followed by empty lines, it must also be
+    # preceded by an empty line; otherwise, it belongs to the text of this cue.
+    is_adjacent, is_separate = end == len(lines), end > 1 and not lines[end - 2].strip()
+    if not is_last and end and lines[end - 1].strip().isdigit() and (is_adjacent or is_separate):
         end -= 1
     return lines[:end]
 
@@ -288,11 +288,11 @@ _SUBTITLE_SUFFIXES = frozenset({".srt", ".vtt"})
 _ASR_SUFFIX = ".json"
 SUFFIXES = _SUBTITLE_SUFFIXES | {_ASR_SUFFIX}
 _ORDER = (_ASR_SUFFIX, ".srt", ".vtt")
-# A language (en, pt-BR), or another word that players know. `hi` may mean Hindi or "hearing impaired".
+# A language (en, pt-BR), or a word that players recognize. `hi` may mean Hindi or "hearing impaired".
 _PART = re.compile(r"[A-Za-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*|default|forced")
 _MAX_PARTS = 2
 _MAX_NAMED = 3
-_HEAD_BYTES = 1 << 20  # Whisper writes the text of all segments first
+_HEAD_BYTES = 1 << 20  # size of the start of a file, which is large because Whisper first writes the complete text
 
 
 def note_unread(builder: ReadingBuilder, files: Sequence[VideoFile], *, numbers: Collection[str]) -> None:
@@ -310,7 +310,7 @@ def note_unread(builder: ReadingBuilder, files: Sequence[VideoFile], *, numbers:
         for file in files
     )
     subtitles = f"{count_noun(num_subtitles, 'subtitle file')} (.srt, .vtt)" if num_subtitles else ""
-    asr = f"{count_noun(num_asr, 'file')} of speech recognition (.json)" if num_asr else ""
+    asr = f"{count_noun(num_asr, 'file')} from speech recognition (.json)" if num_asr else ""
     if subtitles or asr:
         builder.note(f"{' and '.join(filter(None, (subtitles, asr)))} not read; --subtitles reads them")
 
@@ -318,8 +318,7 @@ def note_unread(builder: ReadingBuilder, files: Sequence[VideoFile], *, numbers:
 def _looks_like_asr(path: Place) -> bool:
     """Return True if the first bytes of a file contain the keys of segments.
 
-    The complete file is not parsed, because this would take long for a note. Objects in a bucket are not read for a
-    note.
+    Parsing the complete file would take too long for a note. Objects in a bucket are not read for a note.
     """
     if isinstance(path, str):
         return False
@@ -337,14 +336,14 @@ def _looks_like_asr(path: Place) -> bool:
 def add_files_beside(
     builder: ReadingBuilder, directory: Place, files: Sequence[VideoFile], *, numbers: Mapping[str, int | None]
 ) -> None:
-    """Add the captions in `files`, which are the files with SUFFIXES in a folder of videos.
+    """Add the captions in `files`, the files with SUFFIXES in a folder of videos.
 
     Args:
-        directory: Folder of the videos; it is used as the name of the annotation file.
-        numbers: Relative path of each video -> index in `builder`; None if the video was rejected.
+        directory: Folder of the videos, which is used as the name of the annotation file.
+        numbers: Index in `builder` of each video by relative path; None if the video was rejected.
 
     Raises:
-        UserError: There are no subtitles, and no output of speech recognition.
+        UserError: There are neither subtitles nor output of speech recognition.
     """
     videos: dict[str, list[str]] = defaultdict(list)
     for name in numbers:
@@ -357,10 +356,10 @@ def add_files_beside(
         if len(names) == 1:
             files_of_video[names[0]].append((file, language))
         elif names:
-            detail = f"{len(names)} videos have this name: {', '.join(names[:_MAX_NAMED])}"
+            detail = f"it matches {len(names)} videos: {', '.join(names[:_MAX_NAMED])}"
             builder.reject(Reason.AMBIGUOUS_VIDEO, file=str(file.path), detail=detail)
         elif _suffix(file) in _SUBTITLE_SUFFIXES:
-            builder.reject(Reason.MISSING_FILE, file=str(file.path), detail="no video of this name in its folder")
+            builder.reject(Reason.MISSING_FILE, file=str(file.path), detail="no video with this name in its folder")
     reader = _Reader(builder, directory)
     for name, video in numbers.items():
         if video is not None:
@@ -371,13 +370,13 @@ def add_files_beside(
     is_subtitle = (_suffix(file) in _SUBTITLE_SUFFIXES for file in files)
     if not reader.num_read and not any(is_subtitle):
         raise UserError(
-            f"no subtitles beside the videos in {directory}",
+            f"no subtitles next to the videos in {directory}",
             hint="for a video NAME.mp4, name them NAME.srt, NAME.en.srt, NAME.vtt, or NAME.json (output of Whisper)",
         )
 
 
 class _Reader:
-    """Reader of the subtitle files of a folder, one video after another."""
+    """Reader for the subtitle files of a folder, one video after another."""
 
     def __init__(self, builder: ReadingBuilder, directory: Place) -> None:
         self._builder, self._directory = builder, directory
@@ -400,7 +399,7 @@ class _Reader:
             self.num_read += 1
             words = "".join("".join(str(cue.text).split()) for cue in cues)
             if words in seen:
-                self._notes["same words as another file of the video, ignored"].append(file.path)
+                self._notes["same words as a previous file of the video, ignored"].append(file.path)
                 continue
             seen.add(words)
             kind = ASR if _suffix(file) == _ASR_SUFFIX else SUBTITLES
@@ -427,7 +426,7 @@ class _Reader:
             self._builder.note(f"{text}: {count_noun(len(paths), 'file')} ({names}{more})")
 
     def _cues(self, path: Place) -> list[Cue] | None:
-        text, guessed = decode_text(read_bytes(path))
+        text, encoding = decode_text(read_bytes(path))
         if place_name(path).suffix.lower() == _ASR_SUFFIX:
             try:
                 content = parse_json(text)
@@ -439,8 +438,8 @@ class _Reader:
                 raise Unreadable("it has no segments")
         else:
             cues = list(read_cues(text))
-        if guessed is not None and cues is not None:
-            self._notes[f"not UTF-8, read as {guessed}"].append(path)
+        if encoding is not None and cues is not None:
+            self._notes[f"not UTF-8, read as {encoding}"].append(path)
         return cues
 
 
@@ -453,7 +452,7 @@ def _stem(relative: str) -> str:
 
 
 def _video_stem(stem: str, *, known: Container[str]) -> tuple[str, str]:
-    """Return the video name and the language in a file's name; return `stem` if no video has such a name."""
+    """Split the name of a file into the name of its video and the language; ("stem", "") if no video matches."""
     name, parts = stem, list[str]()
     for _ in range(_MAX_PARTS + 1):
         if name in known:

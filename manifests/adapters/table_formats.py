@@ -1,17 +1,18 @@
 """Formats of caption tables: encodings and separators of text, and shapes of JSON.
 
-Text files are in UTF-8 or UTF-16, else in Windows-1252 (which includes Latin-1). Cells are separated by commas,
-semicolons, tabs or vertical bars. A JSON file has one of these shapes:
+Text files are in UTF-8, UTF-16 or Windows-1252 (which includes Latin-1). Cells are separated by commas, semicolons,
+tabs or vertical bars. A JSON file has one of these shapes:
 
-    {"video": "a.mp4", "text": "..."}                               lines, one row each
+    {"video": "a.mp4", "text": "..."}                               lines with one row each
     [{"video": "a.mp4", "text": "..."}, ...]                        a list of rows
     {"video": ["a.mp4", ...], "text": ["...", ...]}                 columns as lists of equal length, or as pandas
     {"video": {"0": "a.mp4", ...}, "text": {"0": "...", ...}}       writes them, with an index
     {"a.mp4": ["...", ...], "b.mp4": {"start": 0, "text": "..."}}   videos: a caption, a row, or a list of these
-    {"annotations": [{"video": "a.mp4", "text": "..."}, ...]}       lists of rows below any name; other keys, such as
+    {"annotations": [{"video": "a.mp4", "text": "..."}, ...]}       lists of rows under any name; other keys, such as
                                                                     "info", are omitted and noted
 
-A file with lines may also be named .json, as `datasets` writes it. Every difference from the documented form is noted.
+A file with lines may also have the extension .json, as `datasets` writes it. Every difference from the documented form
+is noted.
 """
 
 import codecs
@@ -41,7 +42,7 @@ _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical ba
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 _ENCODING_NAMES = {"utf-16": "UTF-16", "utf-16-le": "UTF-16", "utf-16-be": "UTF-16", "cp1252": "Windows-1252 (Latin-1)"}
 _HEAD_BYTES = 4096
-_MAX_PART_BYTES = 1 << 20  # a line may be as long as the file
+_MAX_PART_BYTES = 1 << 20  # number of bytes read at a time, because a line may be as long as the file
 _BINARY = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
 _NAMED_SEPARATOR = re.compile(r'"?sep=([,;\t|])"?[\r\n]*', re.IGNORECASE)
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
@@ -58,12 +59,12 @@ def note_encoding(path: Path, *, note: Callable[[str], None]) -> str:
 
 
 def encoding_of(path: Path) -> str:
-    """Return the encoding of a text file, as Python names it.
+    """Return Python's name for the encoding of a text file.
 
-    A file that is not UTF-8, but contains non-ASCII lines in UTF-8, is considered damaged, not in another encoding.
+    A file that is not UTF-8, but contains non-ASCII lines in UTF-8, is considered damaged, not in a different encoding.
 
     Raises:
-        UserError: The file is not a text file, or is damaged; the message has the line number.
+        UserError: The file is not a text file, or is damaged; the message contains the line number.
     """
     with open_annotations(path, "rb") as file:
         head = file.read(_HEAD_BYTES)
@@ -94,15 +95,15 @@ def encoding_of(path: Path) -> str:
 
 
 def _head(path: Path, *, encoding: str) -> tuple[str, str | None]:
-    """Return the header of a table, and the separator that a line above it names for Excel (`sep=;`)."""
+    """Return the header of a table, and the separator that a line above it declares for Excel (`sep=;`)."""
     lines = (line for line in text_lines(path, encoding=encoding) if line.strip())
     first = next(lines, "")
-    named = _NAMED_SEPARATOR.fullmatch(first)
-    return (first, None) if named is None else (next(lines, ""), named[1])
+    match = _NAMED_SEPARATOR.fullmatch(first)
+    return (first, None) if match is None else (next(lines, ""), match[1])
 
 
 def _best_separator(header_line: str, *, required: Sequence[str]) -> str:
-    """Return the separator with which the header has the most required columns, then the most known columns."""
+    """Return the separator with which the header has the most required columns, or else the most known columns."""
 
     def score(separator: str) -> tuple[int, int]:
         names = columns_of(header_cells(header_line, separator=separator))
@@ -112,7 +113,7 @@ def _best_separator(header_line: str, *, required: Sequence[str]) -> str:
 
 
 def read_separated_rows(path: Path, *, required: Sequence[str], note: Callable[[str], None]) -> Iterator[Row]:
-    """Iterate over the rows of a table with a header, with the documented names of the columns.
+    """Iterate over the rows of a table with a header, and rename its columns to the documented names.
 
     Args:
         note: Function that is called for each difference from the documented form.
@@ -122,28 +123,28 @@ def read_separated_rows(path: Path, *, required: Sequence[str], note: Callable[[
         UserError: The file is not such a table, lacks a column, or has two columns with the same meaning.
     """
     encoding = note_encoding(path, note=note)
-    header_line, named = _head(path, encoding=encoding)
-    separator = named or _best_separator(header_line, required=required)
-    is_named = named is not None
+    header_line, declared_separator = _head(path, encoding=encoding)
+    separator = declared_separator or _best_separator(header_line, required=required)
+    is_declared = declared_separator is not None
     names = columns_of(header_cells(header_line, separator=separator))
     if lacking := missing_columns(names.values(), required):
         first_line = on_one_line(header_line.strip())
         content = f"its first line is: {first_line}" if first_line else "the file is empty"
-        if is_named:
-            below = f"the next line is: {first_line}" if first_line else "there is nothing below it"
-            content = f"its first line says that {_SEPARATORS[separator]} separate the columns, but {below}"
+        if is_declared:
+            next_line = f"the next line is: {first_line}" if first_line else "there is no other line"
+            content = f"its first line declares {_SEPARATORS[separator]} as separators, but {next_line}"
         raise UserError(
             f"{path} has no column for {' and '.join(lacking)}; {content}",
-            hint="remove the first line if it is wrong; the next line must name the columns: video,text or "
+            hint="remove the first line if it is wrong; the next line must contain the column names: video,text or "
             "video,begin_s,end_s,text"
-            if is_named
-            else "the first line must name the columns, separated by commas, semicolons or tabs: video,text or "
+            if is_declared
+            else "the first line must contain the column names, separated by commas, semicolons or tabs: video,text or "
             "video,begin_s,end_s,text; docs/datasets.md lists the other names that are recognized",
         )
     if separator != ",":
         note(f"{path.name}: cells separated by {_SEPARATORS[separator]}")
     rows = csv_rows(text_lines(path, encoding=encoding), path=path, separator=separator)
-    if named:
+    if declared_separator:
         next(rows)
     header = next(rows)
     columns = take_columns(header, path=path, note=note)
@@ -163,17 +164,17 @@ def line_numbers(path: Path, rows: Collection[int]) -> dict[int, int]:
     """Return the line number, from 1, at which each of the given rows of a caption table begins.
 
     Raises:
-        UserError: The file is not such a table any more.
+        UserError: The file is no longer a caption table.
     """
     encoding, requested = encoding_of(path), set(rows)
     if path.suffix.lower() in LINE_SUFFIXES:
         lines = (number for number, line in enumerate(text_lines(path, encoding=encoding), start=1) if line.strip())
         return {row: number for row, number in enumerate(lines) if row in requested}
-    header_line, named = _head(path, encoding=encoding)
-    separator = named or _best_separator(header_line, required=())
+    header_line, declared_separator = _head(path, encoding=encoding)
+    separator = declared_separator or _best_separator(header_line, required=())
     reader = csv.reader(text_lines(path, encoding=encoding), delimiter=separator)
     line_of: dict[int, int] = {}
-    row = -3 if named else -2  # row number of the line before the header
+    row = -3 if declared_separator else -2  # row number of the line before the header
     try:
         while requested - line_of.keys():
             begin, cells = reader.line_num + 1, next(reader)
@@ -192,13 +193,13 @@ _MAX_NAMED = 5
 # Names of lists in the files of COCO, ActivityNet and MSR-VTT; they are not names of videos.
 _NAMES_OF_LISTS = frozenset({"annotations", "database", "sentences"})
 _SHAPES = (
-    'give a list of rows ([{"video": ..., "text": ...}, ...]), columns ({"video": [...], "text": [...]}), or videos '
+    'use a list of rows ([{"video": ..., "text": ...}, ...]), columns ({"video": [...], "text": [...]}), or videos '
     'with their captions ({"a.mp4": ["...", ...]})'
 )
 
 
 def json_table_rows(path: Path, *, required: Sequence[str], note: Callable[[str], None]) -> Iterator[Row]:
-    """Iterate over the rows of a table, with the documented names of the columns.
+    """Iterate over the rows of a table, and rename its columns to the documented names.
 
     Args:
         required: Columns that at least one row must have; a label can replace the text.
@@ -263,7 +264,7 @@ def _has_lines(path: Path) -> bool:
 
 
 def _row(number: int, item: object, *, video: str | None = None) -> Row:
-    """Return a row that is given as an object, or as a caption or a list of captions of `video`."""
+    """Return the row for an object, or for a caption or a list of captions of `video`."""
     if video is not None and (isinstance(item, str) or _is_texts(item)):
         return Row(number, {"video": video, "text": item})
     if not isinstance(item, dict):
@@ -287,25 +288,25 @@ def _object_rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
     if others := [key for key, value in content.items() if not _has_complete_rows(value)]:
         if len(others) < len(content):
             content = {key: value for key, value in content.items() if key not in others}
-            some = ", ".join(map(quote_value, others[:_MAX_NAMED])) + (", ..." if len(others) > _MAX_NAMED else "")
-            note(f"{path.name}: the rows are below {', '.join(map(quote_value, content))}; not read: {some}")
-        elif named := sorted(_NAMES_OF_LISTS.intersection(content)):
+            unread = ", ".join(map(quote_value, others[:_MAX_NAMED])) + (", ..." if len(others) > _MAX_NAMED else "")
+            note(f"{path.name}: the rows are under {', '.join(map(quote_value, content))}; not read: {unread}")
+        elif lists := sorted(_NAMES_OF_LISTS.intersection(content)):
             raise UserError(
-                f"{path}: {named[0]} is not a list of rows with a video and a text",
-                hint=f"{_SHAPES}; prep manifest --help names the datasets that are read as they are",
+                f"{path}: {lists[0]} is not a list of rows with a video and a text",
+                hint=f"{_SHAPES}; prep manifest --help lists the datasets that are read in their own form",
             )
     number = 0
     for video, value in content.items():
         items = value if isinstance(value, list) and not _is_texts(value) else [value]
         for item in items:
-            # If rows name their video, their keys are an index, as pandas writes it, or the name of their list.
+            # If rows contain their video, the keys are an index, as pandas writes it, or the name of the list.
             is_row = isinstance(item, dict) and "video" in columns_of(list(item)).values()
             yield _row(number, item, video=None if is_row else video)
             number += 1
 
 
 def _has_complete_rows(value: object) -> bool:
-    """Return True for a list in which a row names its video and has a text or a label."""
+    """Return True for a list in which at least one row has a video and a text or label."""
     return isinstance(value, list) and any(
         isinstance(item, dict) and not missing_columns(columns_of(list(item)).values(), ("video", "text"))
         for item in value
@@ -318,7 +319,10 @@ def _column_rows(columns: Mapping[str, Any], *, path: Path) -> Iterator[Row]:
         index = list(next(iter(columns.values())))
         for name, column in columns.items():
             if column.keys() != set(index):
-                raise UserError(f"{path}: the column {on_one_line(name)} has other rows than the first", hint=_SHAPES)
+                raise UserError(
+                    f"{path}: the rows of the column {on_one_line(name)} differ from those in the first column",
+                    hint=_SHAPES,
+                )
         columns = {name: [column[key] for key in index] for name, column in columns.items()}
     elif not any(isinstance(column, list | dict) for column in columns.values()):
         columns = {name: [value] for name, value in columns.items()}

@@ -1,8 +1,8 @@
-"""Video files under a folder, in a bucket or on web servers, and lookup by the names that annotations use.
+"""Find video files under a folder, in a bucket or on web servers, and look them up by the names in annotations.
 
-A scan of a folder reads only names and file types; it opens no file. An error is attributed to the entry or subfolder
-that caused it. The listing of a bucket includes the sizes of the objects; no object is opened. Files on web servers
-cannot be listed: a table has to name them.
+A scan of a folder reads only names and file types, and does not open files. An error is attributed to the entry or
+subfolder that caused it. The listing of a bucket includes the sizes of the objects; no object is opened. Files on web
+servers cannot be listed, so a table must list them.
 """
 
 import difflib
@@ -25,7 +25,7 @@ from clipmill.manifests.storage.objects import Objects, open_objects
 from clipmill.manifests.storage.stores import AccessDenied, AccessRefused, scheme_of
 from clipmill.manifests.storage.urls import Place, host_problem, is_web, mask_secrets, split_url, url_below
 
-# Extensions of the supported containers (`clipmill.shards.opening`), as programs and cameras use them.
+# Extensions that programs and cameras use for the supported containers (`clipmill.shards.opening`).
 VIDEO_SUFFIXES = frozenset(
     f".{name}"
     for names in (
@@ -42,7 +42,7 @@ _NO_SUFFIX = "without an extension"
 _MAX_NAMED_SUFFIXES = 12
 
 _MAX_COMPARED, _MAX_NAMES, _MAX_NAME_CHARS = 10, 20_000, 200
-_CUTOFF = 0.75  # minimum of difflib's ratio: allows a wrong digit in a short name, but not another name
+_CUTOFF = 0.75  # minimum similarity for difflib, which allows a wrong digit in a short name, but not a different name
 
 
 class Ambiguous(Exception):
@@ -61,7 +61,7 @@ class VideoFile:
     Attributes:
         path: Absolute path, or URL of an object.
         relative: Path relative to the scanned folder, with / as separator.
-        size_bytes: Size of an object; None for a file.
+        size_bytes: Size of an object; None for a local file.
     """
 
     path: Place
@@ -92,8 +92,8 @@ class Scan:
         faults: Entries and folders that cannot be accessed.
         beside: Entries with one of the other requested extensions.
         num_hidden: Number of hidden entries with a video extension, which were ignored.
-        omitted: Lower-case extension -> number of the other visible entries that have it.
-        links_out: Links that lead out of the folder and were followed: relative path, and target.
+        omitted: Number of the other visible entries, by lower-case extension.
+        links_out: Links out of the folder that were followed: relative path and target.
     """
 
     files: list[VideoFile]
@@ -104,7 +104,7 @@ class Scan:
     links_out: Sequence[tuple[str, str]] = ()
 
     def describe_omitted(self) -> str | None:
-        """Count the omitted files by extension, most frequent first; None if there are none."""
+        """Describe the numbers of omitted files by extension, most frequent first; None if there are none."""
         if not self.omitted:
             return None
         ranked = sorted(self.omitted.items(), key=lambda item: (-item[1], item[0]))
@@ -112,7 +112,7 @@ class Scan:
         if rest := sum(count for _, count in ranked[_MAX_NAMED_SUFFIXES:]):
             counts.append(f"{rest:,} others")
         noun = count_noun(sum(self.omitted.values()), "file")
-        return f"{noun} without the extension of a video: {', '.join(counts)}"
+        return f"{noun} without a video extension: {', '.join(counts)}"
 
 
 def scan_videos(directory: Path, *, skip: Path | None = None, beside: frozenset[str] = frozenset()) -> Scan:
@@ -140,8 +140,8 @@ def scan_videos(directory: Path, *, skip: Path | None = None, beside: frozenset[
         with suppress(OSError):
             status = skip.stat()
             seen.add((status.st_dev, status.st_ino))
-    # Links come last: if a folder is reachable directly and by a link, it gets its direct name, whatever order the disk
-    # lists the entries in.
+    # Links come last, so that a folder that is reachable both directly and through a link gets its direct name,
+    # regardless of the order in which the disk lists the entries.
     pending = [(False, root)]
     while pending:
         _, folder = heappop(pending)
@@ -197,7 +197,7 @@ def no_videos(directory: Place, faults: list[Fault], *, omitted: Mapping[str, in
 
 def require_directory(directory: Path) -> None:
     """Raise UserError unless `directory` is an accessible folder."""
-    hint = "give the folder that contains the video files"
+    hint = "use the folder that contains the video files"
     try:
         exists, is_folder = directory.exists(), directory.is_dir()
     except OSError as error:
@@ -226,7 +226,7 @@ class VideoLookup:
                     self._by_composed.setdefault(compose_unicode(key), []).append(file)
 
     def find(self, name: str) -> VideoFile | None:
-        """Find the file that `name` refers to; None if there is none.
+        """Return the file that `name` refers to; None if there is no such file.
 
         Raises:
             Ambiguous: Several files match, and none of them has exactly this relative path.
@@ -246,8 +246,8 @@ class VideoLookup:
 class LooseLookup:
     """Lookup of a file by the same names as `VideoLookup`, ignoring case and the kind of separators.
 
-    It is used for names without an exact match. Spreadsheets and other systems change both: `Kitchen\\01.mp4` may mean
-    `kitchen/01.MP4`.
+    It is used for names without an exact match, because spreadsheets and other systems change both:
+    `Kitchen\\01.mp4` may mean `kitchen/01.MP4`.
     """
 
     def __init__(self, files: Sequence[VideoFile]) -> None:
@@ -258,10 +258,10 @@ class LooseLookup:
                 self._by_name.setdefault(key, []).append(file)
 
     def find(self, name: str) -> VideoFile | None:
-        """Find the only file that `name` can refer to; None if there is none.
+        """Return the only file that `name` can refer to; None if there is no such file.
 
         Raises:
-            Ambiguous: Several files match, and not exactly one of them matches by its relative path.
+            Ambiguous: Several files match, and it is not the case that exactly one matches by its relative path.
         """
         plain = _fold_name(name)
         matches = self._by_name.get(plain, [])
@@ -289,7 +289,7 @@ class NearestName:
         self._num_left = max_compared if len(files) <= _MAX_NAMES else 0
 
     def find(self, name: str) -> str | None:
-        """Return the relative path of the nearest file; None if there is none, or after too many comparisons."""
+        """Return the relative path of the nearest file; None if no file is near, or after too many comparisons."""
         plain = compose_unicode(PurePosixPath(name).with_suffix("").as_posix()).casefold()
         if plain in self._path_of:
             return self._path_of[plain]
@@ -316,10 +316,7 @@ def file_order(file: VideoFile) -> bytes:
 
 
 def _entries(folder: Path, seen: set[tuple[int, int]]) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
-    """List the visible and hidden entries of `folder`, and add it to `seen`.
-
-    If it is already in `seen`, list nothing.
-    """
+    """Return the visible and hidden entries of `folder`, and add it to `seen`; empty lists if it is in `seen`."""
     status = folder.stat()
     identity = (status.st_dev, status.st_ino)
     if identity in seen:
@@ -332,11 +329,11 @@ def _entries(folder: Path, seen: set[tuple[int, int]]) -> tuple[list[os.DirEntry
 
 
 def _is_folder(entry: os.DirEntry[str], *, is_video: bool) -> bool:
-    """Return True if `entry` is a folder or a link to one.
+    """Return True if `entry` is a folder or a link to a folder.
 
     Raises:
-        OSError: The type is unknown and the name has no video extension: a broken link may have pointed to a folder of
-            videos. Entries with a video extension are checked again when they are used.
+        OSError: The type is unknown and the name has no video extension, because a broken link may have pointed to a
+            folder of videos. Entries with a video extension are checked again when they are used.
     """
     try:
         is_folder = entry.is_dir()
@@ -361,7 +358,7 @@ _NUM_REQUESTS = 32  # number of parallel requests
 
 
 def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] = frozenset()) -> Scan:
-    """Find the objects below the URL of a folder in a bucket that have a video extension.
+    """Find the objects with a video extension under the URL of a folder in a bucket.
 
     Hidden files and folders, and the folder `skip`, are ignored.
 
@@ -376,7 +373,7 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
     if is_web(folder):
         raise UserError(
             f"the files in {folder} cannot be listed: it is on a web server, not in a bucket",
-            hint="use `prep manifest folder` with --captions and a table whose column `video` has their names or URLs, "
+            hint="use `prep manifest folder` with --captions and a table whose column `video` has their names or URLs; "
             "or copy them to a bucket",
         )
     objects = open_objects(folder)
@@ -402,7 +399,7 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
         if isinstance(error, UserError):
             raise
         raise UserError(
-            f"cannot list {mask_secrets(folder)}: {error.strerror or error}", hint="check the address and the network"
+            f"cannot list {mask_secrets(folder)}: {error.strerror or error}", hint="check the URL and the network"
         ) from error
     odd = (key for key in sorted(objects.odd_names) if PurePosixPath(key).suffix.lower() in VIDEO_SUFFIXES)
     faults = [
@@ -410,9 +407,9 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
     ]
     if not files and num_skipped:
         raise UserError(
-            f"all videos in {mask_secrets(folder)} are in the data folder {mask_secrets(str(skip))}, where "
+            f"all videos in {mask_secrets(folder)} are in the data folder {mask_secrets(str(skip))}, from which "
             "sources are not read",
-            hint="give a data folder with --data that does not contain them",
+            hint="use a data folder that does not contain them, with --data",
         )
     if not files:
         raise no_videos(folder, [], omitted=omitted)
@@ -420,15 +417,15 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
 
 
 def normal_url(name: str, *, base: str | None) -> str:
-    """Return the URL for `name` in a table: a URL, or a path below the URL `base`.
+    """Return the URL for `name` in a table: a URL, or a path relative to the URL `base`.
 
     Raises:
-        UserError: The URL is not supported, has a password or a query string, or leads into this machine's network.
-        ValueError: `name` is not a URL, and there is no base.
+        UserError: The URL is not supported, has a password or a query string, or refers to this machine's network.
+        ValueError: `name` is not a URL, and `base` is None.
     """
     if not is_remote(name):
         if base is None:
-            raise ValueError("not a URL, and the command gives no folder that it could be in")
+            raise ValueError("not a URL, and the command has no folder that it could be in")
         return url_below(base, name.removeprefix("./"))
     root, key = split_url(name)
     scheme_of(root)
@@ -440,16 +437,16 @@ def normal_url(name: str, *, base: str | None) -> str:
 
 
 def named_videos(names: Iterable[str], *, base: str | None) -> Scan:
-    """Look up the objects that a table names; missing objects are omitted.
+    """Look up the objects that a table lists; missing objects are omitted.
 
     Args:
-        names: URLs, or paths below `base`, with a video extension.
+        names: URLs, or paths relative to `base`, with a video extension.
         base: URL of a folder, or None.
 
     Raises:
         UserError: A bucket does not exist, or it refuses the credentials.
     """
-    urls: dict[str, str] = {}  # URL -> path below the folder, or host and path
+    urls: dict[str, str] = {}  # path relative to the folder, or host and path, by URL
     for name in names:
         try:
             url = normal_url(name, base=base)

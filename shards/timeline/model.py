@@ -109,14 +109,15 @@ class Timeline:
         end: End of the last frame in seconds from time 0.
         last: Time of the last frame in seconds.
         rate: Frames per second, the average if it varies; 0 if unknown.
-        missing: Seconds that the header promises beyond the last packet, if they exceed the rounding of containers.
-        cut: Description of the missing end of a truncated file; empty if it is complete.
+        missing: Seconds between the last packet and the end in the header, if they exceed the rounding of containers.
+        cut: Description of the missing end of a truncated file; empty if the file is complete.
         is_continuous: True if the timestamps of the file, minus `start`, are the timeline.
-        is_blind: True if a seek may land between two key frames, and in the middle of an audio frame.
-        is_indexed: True if an index in the file lists its packets; otherwise a probe reads all of them.
-        key_gap: Longest time between two key frames in seconds; 0 if every seek lands on a key frame.
-        shape: Crop and orientation of the pictures.
-        aspects: Pixel aspect ratio (width / height), with the time in seconds from which it is valid; the first is 0.
+        is_blind: True if a seek may land between two keyframes, or in the middle of an audio frame.
+        is_indexed: True if an index in the file lists its packets; otherwise a probe reads all packets.
+        key_gap: Longest time between two keyframes in seconds; 0 if every seek lands on a keyframe.
+        shape: Crop and orientation of the frames.
+        aspects: Pixel aspect ratios (width / height), each with the time in seconds from which it is valid; the first
+            time is 0.
         transfer: Transfer characteristics of the first frame (ISO/IEC 23091-2), 2 if unknown.
         primaries: Color primaries of the first frame (ISO/IEC 23091-2), 2 if unknown.
         notes: Unusual properties of the video, one sentence each.

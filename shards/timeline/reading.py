@@ -359,9 +359,7 @@ class _PacketList:
         self.num_untimed = 0  # number of packets before the first packet with a timestamp
         self.is_cut = False
         self.is_bidirectional: list[bool] = []  # True for B pictures; only for MPEG-1 and MPEG-2
-        self.key_packets: list[
-            tuple[int, bytes]
-        ] = []  # key packets whose sequence header differs from the previous one
+        self.key_packets: list[tuple[int, bytes]] = []  # key packets with a new sequence header
         self._header = b""
 
     def add(self, packet: "Packet[Stream]") -> None:
@@ -483,7 +481,9 @@ class _PacketList:
             return tuple(aspects), []
         time, text = sizes[1]
         more = f", and {len(sizes) - 2} more times" if len(sizes) > 2 else ""
-        note = f"the video changes from {sizes[0][1]} to {text} at {float(time):.2f} s{more}: each part keeps its shape"
+        note = (
+            f"the picture changes from {sizes[0][1]} to {text} at {float(time):.2f} s{more}: each part keeps its shape"
+        )
         return tuple(aspects), [note]
 
 

@@ -73,7 +73,7 @@ def test_sources_that_cannot_be_named_in_a_condition_are_rejected(data: Path, tm
     result = read(data, table)
     assert reasons(result) == [(row, "v", "bad_source") for row in range(len(names))]
     assert result.reading.rejected["detail"][0].as_py() == (
-        "source is 'a=b,c @*\\n', expected letters, digits, '.', '-' and '_': give --source NAME"
+        "source is 'a=b,c @*\\n', expected letters, digits, '.', '-' and '_': use --source NAME"
     )
     assert list(result.records) == result.reading.captions["source"].to_pylist() == list(good)
     assert read(data, table, source="mine").reading.captions.num_rows == len(lines)
@@ -144,7 +144,7 @@ def test_tables_that_cannot_be_read_are_named(data: Path, tmp_path: Path) -> Non
         (flipped, "cannot be read as Parquet"),
         (columns, r"has no column for text \(its columns: video, words\)"),
         (metadata, "is not JSON"),
-        (other, "is not of pseudo-captions"),
+        (other, "does not have the kind pseudo-captions"),
         (tmp_path, "it is a folder, not a file"),
         (tmp_path / "none.parquet", "No such file"),
         (tmp_path / "none.csv", "No such file"),
@@ -180,7 +180,7 @@ def test_two_columns_of_the_same_name_are_refused(data: Path, tmp_path: Path, ma
     )
     result = read(data, jsonl)
     assert reasons(result) == [(0, None, "malformed_row")] and result.reading.captions["text"].to_pylist() == ["c"]
-    assert "two values of 'text'" in result.reading.rejected["detail"][0].as_py()
+    assert "two values for 'text'" in result.reading.rejected["detail"][0].as_py()
     csv.write_text("video,text,source,,\nv,a,s,,\n")
     assert read(data, csv).reading.captions["text"].to_pylist() == ["a"]
 

@@ -134,9 +134,9 @@ def test_a_line_that_names_the_separator_for_excel_is_no_header(
     assert reading.notes == ("c.csv: cells separated by semicolons",)
     [row] = reading.rejected["row"].to_pylist()
     assert line_numbers(table, [row]) == {row: 3 + first.count("\n")}
-    for below, what in (("video;text\na;b\n", "the next line is: video;text"), ("", "there is nothing below it")):
+    for below, what in (("video;text\na;b\n", "the next line is: video;text"), ("", "there is no other line")):
         table.write_text(f"sep=|\n{below}")
-        with pytest.raises(UserError, match=f"says that vertical bars separate the columns, but {what}"):
+        with pytest.raises(UserError, match=f"declares vertical bars as separators, but {what}"):
             read_folder(make_videos("a.mp4", "b.mp4"), captions=table)
 
 

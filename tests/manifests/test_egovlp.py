@@ -84,5 +84,5 @@ def test_videos_of_a_list_are_left_out_and_counted(make_videos: VideoMaker, tmp_
     assert (reasons(reading), reading.num_captions_lost) == ({"left_out": 1}, 2)
     assert "2 videos to omit, listed in held_out.txt" in reading.notes
     listed.write_text("\n")
-    with pytest.raises(UserError, match="lists no videos to omit"):
+    with pytest.raises(UserError, match="does not list any videos to omit"):
         read_ego4d(make_videos("a.mp4", folder="again"), annotations=annotations)

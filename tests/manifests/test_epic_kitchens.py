@@ -74,7 +74,7 @@ def test_a_narration_that_two_lists_of_epic_kitchens_have_is_one_caption(
     assert reading.notes == ("1 repeated narration was read once",)
     assert reasons(reading) == {"empty_caption": 1, "duplicate_id": 1}
     assert reading.rejected["detail"].to_pylist()[-1] == (
-        "narration_id 'P01_01_0' is another narration in an earlier row of EPIC_100_train.csv"
+        "narration_id 'P01_01_0' has a different narration in an earlier row of EPIC_100_train.csv"
     )
     # The retrieval list repeats a list of another split: the split of the video decides, and both rows are named.
     test = epic_list(tmp_path / "EPIC_100_retrieval_test.csv", (0, "open", "3"), (1, "close", "4"))
@@ -92,7 +92,7 @@ def test_class_numbers_of_epic_kitchens_are_whole_numbers_from_0(make_videos: Vi
 @pytest.mark.parametrize(
     ("name", "header", "message", "hint"),
     [
-        ("EPIC_100.csv", EPIC_HEADER, "does not contain the split", "such as EPIC_100_train.csv"),
+        ("EPIC_100.csv", EPIC_HEADER, "does not contain the split", "as in EPIC_100_train.csv"),
         ("EPIC_train.csv", EPIC_HEADER.replace("narration_id", "uid"), "EPIC-KITCHENS-55", "EPIC_100_train.csv"),
         ("EPIC_100_train.pkl", EPIC_HEADER, "is a pickle", "EPIC_100_train.csv"),
         ("EPIC_100_train.csv", EPIC_HEADER.replace(",", ";"), "no column video_id", "separated by semicolons"),

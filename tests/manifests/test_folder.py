@@ -49,8 +49,8 @@ def test_hidden_files_other_files_and_the_data_folder_are_passed_over(make_video
     reading = read_folder(folder, skip=folder / "data")
     assert reading.videos["source_id"].to_pylist() == ["a"]
     assert reading.notes == (
-        "1 hidden video ignored (file names that begin with a dot)",
-        "2 files without the extension of a video: 1 .m3u8, 1 .txt",
+        "1 hidden video ignored (names that begin with a dot)",
+        "2 files without a video extension: 1 .m3u8, 1 .txt",
     )
 
 
@@ -348,10 +348,10 @@ def test_files_are_taken_by_the_extensions_of_containers_and_the_others_counted(
     reading = read_folder(make_videos(*names, "README", *(f"{number}.x{number}" for number in range(12))))
     assert sorted(reading.videos["source_id"].to_pylist()) == sorted(videos)
     [note] = reading.notes
-    assert note.startswith("18 files without the extension of a video: 2 .jpg, 1 without an extension, 1 .m3u8")
+    assert note.startswith("18 files without a video extension: 2 .jpg, 1 without an extension, 1 .m3u8")
     assert note.endswith(", 5 others")
 
 
 def test_a_folder_without_videos_says_what_it_has(make_videos: VideoMaker) -> None:
-    with pytest.raises(UserError, match=r"but 2 files without the extension of a video: 1 \.m3u8, 1 \.zip"):
+    with pytest.raises(UserError, match=r"but 2 files without a video extension: 1 \.m3u8, 1 \.zip"):
         read_folder(make_videos("a.zip", "b.m3u8"))

@@ -193,7 +193,7 @@ def test_names_of_sources_that_are_taken_are_refused(data: Path, tmp_path: Path)
         add(data, plain)
     with pytest.raises(UserError, match="captions of a different kind"):
         add(data, plain, source="narrator@aaaaaaaa")
-    with pytest.raises(UserError, match="captions of another model under this name"):
+    with pytest.raises(UserError, match="captions from a different model under this name"):
         add(data, table, pseudo(tmp_path / "q.parquet", [{"video": "v", "text": "b"}], weights=SECOND), source="mine")
     with pytest.raises(UserError, match="two versions of a model: narrator@aaaaaaaa and narrator@bbbbbbbb"):
         add(data, table, tmp_path / "q.parquet")
@@ -228,7 +228,7 @@ def test_a_table_that_is_given_twice_is_refused(data: Path, tmp_path: Path) -> N
     for other in (copy, link, table):
         with pytest.raises(UserError, match=f"^{table} and {other} have the same content") as caught:
             add(data, table, other)
-        assert caught.value.hint == "give each table once"
+        assert caught.value.hint == "pass each table only once"
     with pytest.raises(UserError, match=r"cannot read .*none\.csv: No such file"):
         add(data, table, tmp_path / "none.csv")
     os.mkfifo(pipe := tmp_path / "pipe.csv")

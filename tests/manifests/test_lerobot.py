@@ -122,7 +122,7 @@ def test_splits_are_ranges_of_episodes_and_held_out_ones_come_first(folder: Path
     reading = read_lerobot(folder)
     assert {split for _, _, split in captions(reading)} == {"train"}
     assert reading.notes == (
-        "2 episodes, such as episode_000002, in none of the splits of meta/info.json: the split is train",
+        "2 episodes, such as episode_000002, outside of all splits in meta/info.json: the split is train",
     )
 
 
@@ -177,14 +177,14 @@ def go_missing(rows: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("edit", "reason", "detail"),
     [
-        (swap, {"duplicate_id": 1}, "an earlier row is episode_000000 too"),
+        (swap, {"duplicate_id": 1}, "an earlier row is also episode_000000"),
         (
             overlap,
             {"bad_time": 1},
             f"episode_000001 overlaps episode_000000 in videos/{CAMERAS[0]}/chunk-000/file-000.mp4",
         ),
         (turn, {"bad_time": 1}, "end_s is 0.0, expected a time after begin_s, 1.2"),
-        (lose, {"malformed_row": 1}, f"episode_000001 has no file or no times of the camera {CAMERAS[0]}"),
+        (lose, {"malformed_row": 1}, f"episode_000001 has no file or no times for the camera {CAMERAS[0]}"),
         (
             go_missing,
             {"missing_file": 1},
@@ -218,10 +218,10 @@ def test_cameras_of_other_length_or_rate_are_noted(folder: Path) -> None:
     features["observation.image"] = {"dtype": "image"}
     edit_info(folder, features=features)
     assert read_lerobot(folder).notes == (
-        f"{CAMERAS[1]} has 15 frames per second, and the dataset 10",
+        f"{CAMERAS[1]} has 15 frames per second, but the dataset has 10",
         "the frames of observation.depth are depth maps, which are not read",
-        "the frames of observation.image are pictures in Parquet files, which are not read",
-        "1 episode, such as episode_000002, whose cameras differ in length",
+        "the frames of observation.image are images in Parquet files, which are not read",
+        "1 episode, such as episode_000002, whose cameras have recordings of different lengths",
     )
 
 

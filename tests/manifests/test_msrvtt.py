@@ -84,7 +84,7 @@ def test_csvs_without_what_they_need_say_what_to_add(msrvtt: tuple[Path, Path], 
     videos, info = msrvtt
     pairs = pairs_file(tmp_path / "MSRVTT_JSFUSION_test.csv", "video6")
     train = list_file(tmp_path / "MSRVTT_train.9k.csv", "video0")
-    with pytest.raises(UserError, match="none of the CSVs lists videos") as caught:
+    with pytest.raises(UserError, match="no CSV file lists videos") as caught:
         read_msrvtt(videos, annotations=[info, pairs])
     assert "MSRVTT_train.9k.csv" in (caught.value.hint or "")
     with pytest.raises(UserError, match=r"train.9k.csv lists videos without captions"):

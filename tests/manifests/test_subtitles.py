@@ -228,7 +228,7 @@ def test_a_folder_is_read_with_the_files_beside_its_videos(make_videos: VideoMak
     ]
     assert reading.notes == (
         "not UTF-8, read as Windows-1252 (Latin-1): 1 file (b.c.srt)",
-        "same words as another file of the video, ignored: 1 file (e.srt)",
+        "same words as a previous file of the video, ignored: 1 file (e.srt)",
         "not the output of speech recognition, ignored: 1 file (f.json)",
     )
 
@@ -269,17 +269,17 @@ def test_the_output_of_speech_recognition_that_is_not_read_is_counted(make_video
     (folder / "c.json").write_text('{"title": "a film"}')
     (folder / "other.json").write_text(json.dumps([segment]))
     os.mkfifo(folder / "d.json")
-    assert read_folder(folder).notes == ("2 files of speech recognition (.json) not read; --subtitles reads them",)
+    assert read_folder(folder).notes == ("2 files from speech recognition (.json) not read; --subtitles reads them",)
     (folder / "a.srt").write_text(SRT)
     assert read_folder(folder).notes == (
-        "1 subtitle file (.srt, .vtt) and 2 files of speech recognition (.json) not read; --subtitles reads them",
+        "1 subtitle file (.srt, .vtt) and 2 files from speech recognition (.json) not read; --subtitles reads them",
     )
 
 
 def test_a_folder_without_subtitles_is_an_error_if_they_are_asked_for(make_videos: VideoMaker) -> None:
     folder = make_videos("a.mp4")
     (folder / "a.json").write_text('{"title": "a film"}')
-    with pytest.raises(UserError, match="no subtitles beside the videos"):
+    with pytest.raises(UserError, match="no subtitles next to the videos"):
         read_folder(folder, subtitles=True)
 
 

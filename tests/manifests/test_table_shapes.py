@@ -82,7 +82,10 @@ def test_a_table_of_any_shape_is_read_by_both_commands(make_videos: VideoMaker, 
     [
         ({"video": ["a"], "text": ["x", "y"]}, "video has 1 value, text has 2 values"),
         ({"video": ["a"], "text": "x"}, "text is not a list"),
-        ({"video": {"0": "a"}, "text": {"1": "x"}}, "the column text has other rows than the first"),
+        (
+            {"video": {"0": "a"}, "text": {"1": "x"}},
+            "rows of the column text differ from those in the first",
+        ),
     ],
 )
 def test_columns_that_do_not_fit_each_other_are_refused(
@@ -102,8 +105,8 @@ def test_what_is_beside_the_rows_is_left_out_and_named(make_videos: VideoMaker, 
         (path := tmp_path / "t.json").write_text(json.dumps(content))
         reading = of_table(make_videos, path)
         assert [text for *_, text in captions(reading)] == ["one", "two"] and not reading.rejected.num_rows
-        assert f"t.json: the rows are below '{name}'; not read: 'info', 'videos', 'licenses'" in reading.notes
-        assert not any("info" in note and "rows are below" not in note for note in reading.notes)
+        assert f"t.json: the rows are under '{name}'; not read: 'info', 'videos', 'licenses'" in reading.notes
+        assert not any("info" in note and "rows are under" not in note for note in reading.notes)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +126,7 @@ def test_a_file_whose_lists_have_no_rows_is_refused(make_videos: VideoMaker, tmp
 def test_keys_that_are_there_twice_are_refused(make_videos: VideoMaker, tmp_path: Path) -> None:
     for text in ('[{"video": "a", "text": "x", "text": "y"}]', '{"a": "x", "a": "y"}'):
         (path := tmp_path / "t.json").write_text(text)
-        with pytest.raises(UserError, match=r"two values of .text.|has .a. twice"):
+        with pytest.raises(UserError, match=r"two values for .text.|has .a. twice"):
             of_table(make_videos, path)
 
 
@@ -203,7 +206,7 @@ def test_an_end_and_a_duration_that_differ_are_rejected_by_row(make_videos: Vide
     reading = of_table(make_videos, path)
     assert [text for *_, text in captions(reading)] == ["x"]
     assert reading.rejected["reason"].to_pylist() == ["bad_time", "bad_time"]
-    assert "it ends at 2 s, but at 60 s by its duration" in reading.rejected["detail"][0].as_py()
+    assert "it ends at 2 s, but according to its duration at 60 s" in reading.rejected["detail"][0].as_py()
 
 
 @pytest.mark.parametrize(

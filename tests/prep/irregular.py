@@ -252,16 +252,16 @@ def default_second(folder: Path, name: str) -> list[int]:
 KINDS: dict[str, tuple[Callable[[Path, str], list[int]], str]] = {
     "late-ts.ts": (late_picture, ""),
     "late-ps.mpg": (late_picture, ""),
-    "cat.ts": (concatenate(".ts"), "start again, first at packet 70 (7.0"),
+    "cat.ts": (concatenate(".ts"), "restart once, first at packet 70 (7.0"),
     "cat-without-dts.ts": (
         concatenate(".ts", *WITHOUT_DTS, encoder="mpeg2video", num_b=0),
-        "start again, first at packet 70 (7.0",
+        "restart once, first at packet 70 (7.0",
     ),
-    "hours-later.ts": (hours_later, "start again, first at packet 70 (7.00 s)"),
-    "cells.mpg": (concatenate(".mpg", "-f", "vob", encoder="mpeg2video"), "start again"),
-    "twice.flv": (without_second_header, "start again"),
-    "blobs.webm": (concatenate(".webm", "-live", "1", sound="libopus", encoder="libvpx"), "start again"),
-    "appended.mkv": (concatenate(".mkv", "-live", "1"), "start again"),
+    "hours-later.ts": (hours_later, "restart once, first at packet 70 (7.00 s)"),
+    "cells.mpg": (concatenate(".mpg", "-f", "vob", encoder="mpeg2video"), "timestamps restart"),
+    "twice.flv": (without_second_header, "timestamps restart"),
+    "blobs.webm": (concatenate(".webm", "-live", "1", sound="libopus", encoder="libvpx"), "timestamps restart"),
+    "appended.mkv": (concatenate(".mkv", "-live", "1"), "timestamps restart"),
     "gap.ts": (gap, "no frames for 12.1 s from 6.90 s"),
     "tags.ts": (colours_change, ""),
     "size.ts": (size_changes, "changes from 120x120 to 240x240 at 7.00 s"),
@@ -276,7 +276,7 @@ KINDS: dict[str, tuple[Callable[[Path, str], list[int]], str]] = {
     "dropped-half.avi": (partial(dropped_frames, num=50), ""),
     "short-end.mkv": (short_end, ""),
     "thumbnail.mkv": (thumbnail_first, "2 video tracks"),
-    "second.mkv": (default_second, "2 video tracks: stream 1 is taken"),
+    "second.mkv": (default_second, "2 video tracks: stream 1 is used"),
 }
 # The others have no sound, so that --audio changes nothing.
 WITH_SOUND = (

@@ -189,7 +189,7 @@ def test_captions_without_a_source_have_the_name_of_their_file(data: Path, tmp_p
         (tmp_path / source).write_text(f"{header}\n" + "first,a" + "," * header.count(",source") + "\n")
     stdout = captions(data, tmp_path / "own captions.csv", tmp_path / "next.csv").stdout
     assert "own-captions: 1 caption (1 new)\n" in stdout and "next: 1 caption (1 new)\n" in stdout
-    assert "captions without a source have the source own-captions; --source gives another" in stdout
+    assert "captions without a source get the source own-captions; --source sets a different one" in stdout
     assert "next: 1 caption (0 new)" in captions(data, tmp_path / "next.csv").stdout
 
 
@@ -207,7 +207,7 @@ def test_tables_of_which_nothing_is_left_leave_the_manifest_as_it_is(data: Path,
     assert "no captions of narrator@aaaaaaaa are left: all are below --min-likelihood -0.1" in unlikely
     unnamed = tmp_path / "--.csv"
     unnamed.write_text("video,text\nfirst,a\n")
-    assert "nor a name that can be one" in captions(data, unnamed, status=2).stderr
+    assert "its name is not valid as a source" in captions(data, unnamed, status=2).stderr
     assert contents(data / "manifest") == before
 
 
@@ -255,5 +255,5 @@ def test_subtitles_are_read_on_request_and_further_sources_stay(tmp_path: Path) 
     ran = prep_here(*folder, "--subtitles", status=1)
     assert f"no valid rows in {videos}" in ran.stderr and "a.srt, cue 1: a: bad_time: end_s is 1.0" in ran.stderr
     (videos / "a.srt").unlink()
-    assert "no subtitles beside the videos" in prep_here(*folder, "--subtitles", status=2).error
+    assert "no subtitles next to the videos" in prep_here(*folder, "--subtitles", status=2).error
     assert contents(data / "manifest") == before
