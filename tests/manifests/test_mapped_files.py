@@ -30,7 +30,7 @@ def test_an_index_that_is_cut_while_it_is_open_ends_the_process_with_its_name(tm
     path = index_at(tmp_path / "000000\u202e.index.arrow")
 
     def read() -> None:
-        mapped_files._before = None  # whatever other tests of this process have done to its signals
+        mapped_files._previous_action = None  # whatever other tests of this process have done to its signals
         index = open_index(path)
         os.truncate(path, 0)
         index["mp4_crc32"].to_numpy().sum()
@@ -49,7 +49,7 @@ def test_threads_without_the_interpreter_lock_may_meet_the_lost_page(tmp_path: P
     path.write_bytes(bytes(SIZE))
 
     def read() -> None:
-        mapped_files._before = None
+        mapped_files._previous_action = None
         content = map_arrow_file(path).read_buffer()
         os.truncate(path, mmap.PAGESIZE)
         threads = [threading.Thread(target=zlib.crc32, args=(content,)) for _ in range(num_threads)]
@@ -67,7 +67,7 @@ def test_threads_without_the_interpreter_lock_may_meet_the_lost_page(tmp_path: P
 def test_an_error_of_the_bus_that_is_of_no_file_ends_the_process_as_before() -> None:
     def send() -> None:
         faulthandler.disable()  # pytest's, which would print the stack
-        mapped_files._before = None
+        mapped_files._previous_action = None
         report_lost_pages()
         report_lost_pages()
         signal.raise_signal(signal.SIGBUS)

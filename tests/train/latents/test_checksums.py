@@ -135,7 +135,7 @@ def test_a_tar_that_is_cut_short_after_it_was_verified_ends_the_process_with_its
     def run() -> None:
         # Of pytest, or enabled by another test after this process began to report what became unreadable.
         faulthandler.disable()
-        mapped_files._before = None
+        mapped_files._previous_action = None
         list(running.evaluation_batches())
         os.truncate(tar, 0)
         list(running.evaluation_batches())
