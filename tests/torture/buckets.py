@@ -45,7 +45,7 @@ _SIGNED = "&X-Amz-*"  # in names: times and signatures differ from run to run
 CHANGING = ("PUT", "POST", "DELETE")
 _OWN_END = re.compile(r"\.lock$|\.tmp-")
 _LIMIT_S = 120.0
-_lock = threading.Lock()
+_lock, _starting = threading.Lock(), threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -241,9 +241,14 @@ def _session_of(process: int) -> int | None:
         return None
 
 
-@cache
 def shared_server() -> S3Server:
-    """Start the server of all cases, which ends with this process."""
+    """Return the server of all cases, which ends with this process."""
+    with _starting:  # two cases may ask for it at once
+        return _start_server()
+
+
+@cache
+def _start_server() -> S3Server:
     stack = ExitStack()
     atexit.register(stack.close)
     return stack.enter_context(s3_server())
