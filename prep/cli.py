@@ -30,7 +30,7 @@ _BEFORE = {
 _AFTER = {
     "index": (
         "clipmill.prep.commands.index:index",
-        "Index the videos of the manifest as they are: chunks whose packets stay in the source files.",
+        "Index the videos of the manifest without encoding them; packets stay in the source files.",
     ),
     "plan": (
         "clipmill.prep.commands.columns:plan",

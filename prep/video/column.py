@@ -1,8 +1,8 @@
-"""The column `video`: the settings of `prep chunk`, their effective values, its flags, and the `ColumnSpec`.
+"""The column `video`: the settings and flags of `prep chunk` and `prep index`, and the `ColumnSpec` of each command.
 
-In a `Recipe`, settings that the user did not give are None and take their values from a named recipe or from the codec.
-`resolve` fills them in and adds the ffmpeg build. The resolved recipe is fingerprinted, stored beside the shards and
-compared when a run is repeated; the name of the named recipe is not part of it.
+In a `Recipe`, a setting that the user did not pass is None and takes its value from a named recipe or from the codec.
+`resolve` fills in these values and adds the ffmpeg version. The resolved recipe is fingerprinted, stored beside the
+shards and compared when a run is repeated; it does not contain the name of the named recipe.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,12 +38,12 @@ from clipmill.shards.columns import INDEXED, VIDEO
 
 ENCODING = Parameter(group=Group("Encoding", sort_key=1))
 CUTTING = Parameter(group=Group("Cutting", sort_key=2))
-_OF_SHOTS = Needs("cut", ("shots",))
+_NEEDS_SHOTS = Needs("cut", ("shots",))
 
 _STORED = tuple(field.name for field in fields(ChunkSettings))
 
 RecipeName = Literal["balanced", "small", "fast"]
-# docs/encoding.md explains the choices. Settings that a named recipe does not contain come from the codec.
+# docs/encoding.md explains the values. If a named recipe omits a setting, the codec provides its default.
 NAMED_RECIPES: Mapping[RecipeName, Mapping[str, Any]] = {
     "balanced": {"codec": "h264", "crf": 24, "preset": "faster", "gop": "comb", "keyint": 90},
     "small": {"codec": "av1", "crf": 45, "preset": "9", "gop": "closed", "keyint": 90},
@@ -53,123 +53,126 @@ NAMED_RECIPES: Mapping[RecipeName, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Checked):
-    """Settings of `prep chunk` that affect the bytes of chunks. If a setting is None, the named recipe provides it."""
+    """Settings of `prep chunk` that affect the bytes of chunks.
+
+    If a setting is None, the named recipe or the codec provides its value.
+    """
 
     recipe: Annotated[RecipeName, ENCODING, FIRST_RUN] = "balanced"
-    """Named settings: balanced (H.264), small (AV1) or fast (MJPEG, fast to decode). They provide the values of flags
-    that are not given."""
+    """Named set of defaults: balanced (H.264), small (AV1) or fast (MJPEG, fast to decode). Flags override its
+    values."""
 
     len: Annotated[str, ENCODING, FIRST_RUN, Parameter(allow_leading_hyphen=True)] = "15s"
     """Chunk length with unit, up to 1 hour, such as 15s, 2.5s or 500ms. With --cut shots, the maximum length."""
 
     codec: Annotated[str | None, ENCODING, FIRST_RUN] = None
-    """Video codec: h264, hevc, av1, vp9, mjpeg, h264_nvenc, hevc_nvenc. If it differs from the recipe's codec, the
-    other settings default to the values of the codec. Default: the recipe's."""
+    """Video codec: h264, hevc, av1, vp9, mjpeg, h264_nvenc, hevc_nvenc. If it differs from the codec of --recipe, the
+    other settings take the defaults of this codec. Default: the codec of --recipe."""
 
     crf: Annotated[int | None, ENCODING, FIRST_RUN] = None
     """Constant rate factor; lower values give better quality. Range: 1 to 51 for H.264 and HEVC, 1 to 63 for AV1 and
-    VP9; for MJPEG, the quantiser scale, 2 to 31. Default: the recipe's, 24 for balanced."""
+    VP9; for MJPEG, the quantiser scale, 2 to 31. Default: the value of --recipe, 24 for balanced."""
 
     bitrate: Annotated[str | None, ENCODING, FIRST_RUN] = None
-    """Average bitrate in bit/s, such as 800k, 0.8M or 2M. It replaces --crf."""
+    """Average bitrate in bit/s, such as 800k, 0.8M or 2M. Used in place of --crf."""
 
     preset: Annotated[str | None, ENCODING] = None
-    """Speed preset of the encoder, such as faster for H.264 or 9 for AV1. Default: the recipe's."""
+    """Speed preset of the encoder, such as faster for H.264 or 9 for AV1. Default: the value of --recipe."""
 
     gop: Annotated[Gop | None, ENCODING] = None
-    """GOP layout. comb: a P frame every 16 frames, and B frames between them that are never references; star: a comb
-    with a single P frame; closed: closed GOPs as the encoder chooses; intra: key frames only. Default: the recipe's."""
+    """GOP layout. comb: a P frame every 16 frames, with non-reference B frames between them; star: a comb with a single
+    P frame; closed: closed GOPs that the encoder arranges; intra: key frames only. Default: the value of --recipe."""
 
     keyint: Annotated[int | None, ENCODING, Range(1, 600)] = None
-    """Key frame interval in frames, 1 to 600. Default: the recipe's, or 90 for comb, 16 for star, 30 for closed."""
+    """Key frame interval in frames, 1 to 600. Default: the value of --recipe, or 90 for comb, 16 for star, 30 for
+    closed."""
 
     fps: Annotated[str, ENCODING] = "30"
     """Constant frame rate of the chunks in frames per second, 1 to 240, such as 25 or 30000/1001."""
 
     short_side: Annotated[int, ENCODING, Range(16, 4320)] = 288
-    """Short side of the frames in pixels, an even number from 16 to 4320. Smaller videos are not upscaled."""
+    """Length of the shorter frame side in pixels, an even number from 16 to 4320. Smaller videos are not upscaled."""
 
     scaler: Annotated[Scaler, ENCODING] = "bicubic"
     """Scaling filter."""
 
     tail: Annotated[Tail, ENCODING] = "keep"
-    """Handling of the remainder of a video that is shorter than a chunk. keep: make a shorter chunk; drop: discard it;
-    merge: append it to the previous chunk."""
+    """Handling of the end of a video that does not fill a chunk. keep: make a shorter chunk; drop: discard it; merge:
+    append it to the previous chunk."""
 
     audio: Annotated[Audio, ENCODING] = "drop"
-    """Handling of audio. keep: encode the first audio stream as AAC; drop: no audio."""
+    """Handling of audio. keep: encode the first audio stream as AAC; drop: omit the audio."""
 
     cut: Annotated[Cut, CUTTING] = "even"
-    """Positions of chunk boundaries. even: every --len; shots: at shot boundaries, which are detected in each source
-    first."""
+    """Positions of chunk boundaries. even: every --len; shots: at the shot boundaries detected in each source."""
 
-    detector: Annotated[DetectorName | None, CUTTING, _OF_SHOTS] = None
-    """PySceneDetect detector for --cut shots. adaptive: compares the change between two frames with the changes around
-    it, which tolerates camera motion; content: compares it with a fixed threshold. Default: adaptive."""
+    detector: Annotated[DetectorName | None, CUTTING, _NEEDS_SHOTS] = None
+    """PySceneDetect detector for --cut shots. adaptive: compares the change between two frames with the nearby changes,
+    which tolerates camera motion; content: compares it with a fixed threshold. Default: adaptive."""
 
-    threshold: Annotated[float | None, CUTTING, Range(above=0, most=255), _OF_SHOTS] = None
-    """Threshold of --detector, above 0 and up to 255; lower values give more cuts. Default: 3 for adaptive, 27 for
+    threshold: Annotated[float | None, CUTTING, Range(above=0, most=255), _NEEDS_SHOTS] = None
+    """Threshold of --detector, above 0 and up to 255; lower values produce more cuts. Default: 3 for adaptive, 27 for
     content."""
 
-    min_scene_len: Annotated[str | None, CUTTING, _OF_SHOTS] = None
-    """Minimum time between two cuts of --detector, such as 500ms. Default: 500ms."""
+    min_scene_len: Annotated[str | None, CUTTING, _NEEDS_SHOTS] = None
+    """Minimum time between two cuts that --detector reports, such as 500ms. Default: 500ms."""
 
-    min_len: Annotated[str | None, CUTTING, _OF_SHOTS] = None
+    min_len: Annotated[str | None, CUTTING, _NEEDS_SHOTS] = None
     """Minimum chunk length for --cut shots, at most half of --len. A shorter shot is joined to a neighbour if the
-    result fits into --len, and omitted otherwise. Default: 2s, or half of --len if that is less."""
+    result is no longer than --len, and omitted otherwise. Default: 2s, or half of --len if that is less."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for two rates, for settings that the codec does not support, and for settings that conflict."""
+        """Yield errors for two rate settings, for settings that the codec does not support, and for conflicts."""
         if self.crf is not None and self.bitrate is not None:
             yield UserError(
-                "--crf and --bitrate are mutually exclusive", hint="give one of them", flags=("--crf", "--bitrate")
+                "--crf and --bitrate are mutually exclusive", hint="use only one of them", flags=("--crf", "--bitrate")
             )
         yield from errors_of(self.settings)
 
     def resolve(self) -> ResolvedRecipe:
-        """Return the recipe of a variant, with the version of the ffmpeg program that is found."""
+        """Return the recipe of a variant, with the version of the installed ffmpeg program."""
         from clipmill.prep.video.ffmpeg import find_ffmpeg
 
         return resolve(self, ffmpeg_version=find_ffmpeg().version)
 
     def settings(self) -> ChunkSettings:
-        """Return the settings with all values filled in and normalised.
+        """Return all settings, with defaults filled in and values normalised.
 
         Raises:
             UserError: The settings conflict.
         """
-        given = {field.name: getattr(self, field.name) for field in fields(ChunkSettings)}
+        flags = {field.name: getattr(self, field.name) for field in fields(ChunkSettings)}
         named = NAMED_RECIPES[self.recipe]
         codec = codec_named(self.codec or named["codec"])
-        of_codec: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "crf": codec.default_crf,
             "preset": codec.default_preset or None,
             "gop": codec.gops[0],
             "codec": named["codec"],
         }
         if self.codec in (None, named["codec"]):
-            of_codec |= named
+            defaults |= named
         if self.bitrate is not None:
-            of_codec["crf"] = None
-        gop = self.gop or of_codec["gop"]
-        if gop != of_codec["gop"] or "keyint" not in of_codec:
-            of_codec["keyint"] = DEFAULT_KEYINT[gop]
-        chosen: dict[str, Any] = {name: of_codec.get(name) if value is None else value for name, value in given.items()}
-        chosen["len"] = canonical_length("--len", self.len)
+            defaults["crf"] = None
+        gop = self.gop or defaults["gop"]
+        if gop != defaults["gop"] or "keyint" not in defaults:
+            defaults["keyint"] = DEFAULT_KEYINT[gop]
+        values: dict[str, Any] = {name: defaults.get(name) if value is None else value for name, value in flags.items()}
+        values["len"] = canonical_length("--len", self.len)
         if self.bitrate is not None:
-            chosen["bitrate"] = bitrate_text(parse_bitrate(self.bitrate, flag="--bitrate"))
+            values["bitrate"] = bitrate_text(parse_bitrate(self.bitrate, flag="--bitrate"))
         if self.cut == "shots":
             detector = self.detector or DEFAULT_DETECTOR
             threshold = DEFAULT_THRESHOLD[detector] if self.threshold is None else self.threshold
-            half_ms = int(parse_length(chosen["len"], flag="--len") * 1000) // 2
-            chosen |= {
+            half_ms = int(parse_length(values["len"], flag="--len") * 1000) // 2
+            values |= {
                 "detector": detector,
                 "threshold": float(threshold),
                 "min_scene_len": canonical_length("--min-scene-len", self.min_scene_len or "500ms"),
                 "min_len": canonical_length("--min-len", self.min_len or f"{min(2000, half_ms)}ms"),
             }
-        stated = ChunkSettings(**chosen)
-        return replace(stated, fps=str(stated.fps_exact))
+        settings = ChunkSettings(**values)
+        return replace(settings, fps=str(settings.fps_exact))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +186,8 @@ class IndexRecipe(Checked):
     """Chunk length with unit, up to 1 hour, such as 15s or 2.5s."""
 
     fps: str = "30"
-    """Nominal frame rate of the chunks in frames per second, in which other columns count frames, such as 25 or
-    30000/1001. Clips show the frames of the source, whatever its rate."""
+    """Nominal frame rate of the chunks in frames per second, such as 25 or 30000/1001. Other columns count frames at
+    this rate; clips show the frames of the source at any rate."""
 
     def rules(self) -> Iterator[UserError]:
         """Yield errors for invalid lengths and rates."""
@@ -192,8 +195,8 @@ class IndexRecipe(Checked):
 
     def settings(self) -> IndexSettings:
         """Return the settings, normalised."""
-        stated = IndexSettings(len=canonical_length("--len", self.len), fps=self.fps)
-        return replace(stated, fps=str(stated.fps_exact))
+        settings = IndexSettings(len=canonical_length("--len", self.len), fps=self.fps)
+        return replace(settings, fps=str(settings.fps_exact))
 
     def resolve(self) -> ResolvedRecipe:
         """Return the recipe of a variant."""
@@ -211,14 +214,15 @@ class IndexRecipe(Checked):
 
 
 def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
-    """Fill in the settings that `recipe` does not contain, so that equal bytes always have equal recipes.
+    """Fill in the settings that are None in `recipe`, so that recipes that produce equal bytes are equal.
 
     Args:
-        ffmpeg_version: Version of the program, because another build may produce other bytes.
+        ffmpeg_version: Version of the ffmpeg program. It is part of the recipe because other builds may produce
+            different bytes.
     """
     settings = recipe.settings()
     stored, changed = asdict(settings), changed_arguments(settings.codec, settings.gop)
-    if settings.cut == "even":  # the only way of cutting when schema 1 began
+    if settings.cut == "even":  # schema 1 had no other value, so its recipes do not contain these settings
         for name in ("cut", *SHOT_SETTINGS):
             del stored[name]
     values = {
@@ -227,7 +231,7 @@ def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
         "span_chunks": SPAN_CHUNKS,
         "threads": 1,
         **stored,
-        # Another version of PySceneDetect may find other cuts.
+        # A different version of PySceneDetect may detect different cuts.
         **({"scenedetect": scenedetect_version()} if settings.cut == "shots" else {}),
         **({} if changed is None else {"arguments": changed}),
     }
@@ -239,14 +243,14 @@ def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
 
 
 def settings_line(stored: Mapping[str, Any]) -> str:
-    """Return the relevant settings of a recipe.json on one line."""
+    """Return the settings in a recipe.json that affect the chunks, on one line."""
     names = [*_STORED, "ffmpeg", "scenedetect"]
     return " ".join(f"{name}={stored[name]}" for name in names if stored.get(name) is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRequest(PartRequest):
-    """The flags of `prep chunk` that are not settings. Workers copy remote videos."""
+    """The flags of `prep chunk` that are not settings, including the scratch size for copies of remote videos."""
 
     scratch_size: Annotated[ScratchSize, KEPT] = None
 
@@ -263,7 +267,7 @@ class ChunkPlanRequest(PlanRequest):
 
 
 def read_recipe(stored: Mapping[str, Any], _weights: str | None = None) -> Recipe | IndexRecipe:
-    """Return the settings in a stored recipe, of `prep chunk` or of `prep index`."""
+    """Return the settings in a stored recipe of `prep chunk` or `prep index`."""
     if stored.get("codec") == INDEXED:
         return IndexRecipe(len=stored["len"], fps=stored["fps"])
     return Recipe(**{name: stored[name] for name in _STORED if name in stored})
@@ -275,15 +279,15 @@ def _flags(recipe: Recipe | IndexRecipe) -> list[str]:
     settings = recipe.settings()
     names = [name for name, values in NAMED_RECIPES.items() if values["codec"] == settings.codec]
     name, codec = (names[0], None) if names else (Recipe().recipe, settings.codec)
-    # The defaults depend on the GOP layout; the default layout itself does not.
+    # Other defaults depend on the GOP layout, so they are computed with it; its own default is computed without it.
     defaults = asdict(Recipe(recipe=name, codec=codec, gop=settings.gop).settings())
-    by_itself = Recipe(recipe=name, codec=codec).settings()
-    defaults |= {"len": settings.len, "gop": by_itself.gop, "codec": by_itself.codec if names else None}
+    base = Recipe(recipe=name, codec=codec).settings()
+    defaults |= {"len": settings.len, "gop": base.gop, "codec": base.codec if names else None}
     if settings.cut == "shots":
-        of_shots = Recipe(len=settings.len, fps=settings.fps, cut="shots", detector=settings.detector).settings()
-        defaults |= {name: getattr(of_shots, name) for name in SHOT_SETTINGS} | {"detector": DEFAULT_DETECTOR}
-    chosen = [] if name == Recipe().recipe else ["--recipe", name]
-    return ["--len", settings.len, *chosen, *changed_flags(asdict(settings), defaults)]
+        shots = Recipe(len=settings.len, fps=settings.fps, cut="shots", detector=settings.detector).settings()
+        defaults |= {name: getattr(shots, name) for name in SHOT_SETTINGS} | {"detector": DEFAULT_DETECTOR}
+    recipe_flag = [] if name == Recipe().recipe else ["--recipe", name]
+    return ["--len", settings.len, *recipe_flag, *changed_flags(asdict(settings), defaults)]
 
 
 COLUMN = ColumnSpec(
@@ -298,7 +302,7 @@ COLUMN = ColumnSpec(
     help="""Encode the videos of the manifest as chunks, and write them to WebDataset shards.
 
     Chunks have the length --len or, with --cut shots, begin and end at shot boundaries. Each run encodes only chunks
-    that are new, changed, missing or damaged. Other settings create another variant, and the existing one is kept.
+    that are new, changed, missing or damaged. Different settings create a new variant and keep the existing one.
 
     Example:
 
@@ -312,23 +316,24 @@ COLUMN = ColumnSpec(
     """,
     checked_noun="decoded frame",
     page="chunks that play in place, with totals, distributions, search and filters; clips that take "
-    "more than 8 MB go to a folder beside it; --where omits the other chunks",
+    "more than 8 MB are written to a folder beside it; --where limits the page to matching chunks",
     read_settings=read_recipe,
     write_flags=_flags,
     settings_line=settings_line,
 )
 
-# Another command makes the same column. The packets of its chunks stay in the source files.
+# `prep index` makes the same column, but the packets of its chunks stay in the source files.
 INDEX = replace(
     COLUMN,
     settings=IndexRecipe,
     verb="index",
-    help="""Index the videos of the manifest as they are: chunks whose packets stay in the source files.
+    help="""Index the videos of the manifest without encoding them; packets stay in the source files.
 
-    Training, embedding, search and the other columns work on them as on encoded chunks. Sources are read once,
-    completely, and have to stay where they are: MP4, MOV, MKV and WebM files with H.264, HEVC, VP9 or AV1.
+    Training, embedding, search and the other columns use indexed chunks in the same way as encoded chunks. Each source
+    is read completely, once, and must not be moved afterwards. Supported: MP4, MOV, MKV and WebM files with H.264,
+    HEVC, VP9 or AV1.
 
-    With a folder of videos, their manifest is written first, as by `prep manifest folder`.
+    If you pass a folder of videos, its manifest is written first, as `prep manifest folder` does.
 
     Example:
 

@@ -1,21 +1,21 @@
-"""One encoder pass over a span: the filter graph, the arguments, the process, and the check of the encoded frames.
+"""Encode one span of a video in a single ffmpeg pass, and check the source frames that it shows.
 
 ffmpeg keeps the timestamps of the source (`-copyts`), and seeks to a point shortly before the span. The fps filter then
-drops everything before the span's first frame; a seek alone could miss the source frame that is visible at that moment.
-If that frame began before the point, as in slides and screen recordings, the seek has dropped it too: the pass is
-stopped at its first frame, and another one seeks to an earlier point. The segment muxer cuts at forced key frames, one
-per chunk. Frames between two chunks that belong to none are encoded too, into a segment that is not kept. ffmpeg also
-records the source timestamp of every encoded frame (`-stats_enc_pre`), which is compared with the packets of the
-source.
+drops every frame before the span; a seek to the exact start could miss the source frame that is visible there. If that
+frame begins before the seek point, as in slides and screen recordings, the seek drops it too. In this case the pass is
+stopped at its first frame, and a new pass seeks to an earlier point. The segment muxer cuts at forced key frames, one
+per chunk. Frames between two chunks that belong to neither are encoded into a segment that is discarded. ffmpeg also
+records the source timestamp of every encoded frame (`-stats_enc_pre`), and `check_frames` compares it with the packets
+of the source.
 
-ffmpeg builds the filter graph once: a second graph would restart its clock. Where the picture changes shape, the scaler
-therefore fits each part into the size of the chunks.
+ffmpeg builds the filter graph only once, because a second graph would restart its clock. If the frame shape changes
+within a source, the scaler therefore fits each part into the resolution of the chunks.
 
 The division of a video into chunks and spans is pure arithmetic on frame counts. With `--cut even`, a video of `F`
 output frames (at the recipe's frame rate) has full chunks of `n` frames and, if F is not a multiple of n, a tail. With
-`--cut shots`, chunks begin and end at shot boundaries (`clipmill.prep.video.spans`). A span is a run of `span_chunks`
-chunks that one encoder pass makes. Its bytes depend on its first frame, so spans never move: span `s` begins with chunk
-`s * span_chunks`, whatever the length of the video.
+`--cut shots`, chunks begin and end at shot boundaries (`clipmill.prep.video.spans`). A span consists of up to
+`span_chunks` consecutive chunks that one encoder pass makes. Its bytes depend on its first frame, so spans never move:
+span `s` begins with chunk `s * span_chunks`, regardless of the length of the video.
 """
 
 import math
@@ -40,27 +40,27 @@ from clipmill.shards.timeline.model import CONTINUOUS_FORMAT, DEMUXERS, Filter, 
 
 TIMES_FORMAT = "{ptsi} {tbi}"  # for -stats_enc_pre: timestamp and time base of the source frame
 _ROUNDING_S = 2e-6  # ffmpeg seeks with microsecond precision
-_MAX_HIDDEN = 2  # limit of consecutive packets that show no frame: second fields, and hidden frames
+_MAX_HIDDEN = 2  # maximum number of consecutive packets without a displayed frame: second fields, and hidden frames
 _TIMES_FILE = "times.txt"
-_UNKNOWN_COLOUR = 2
-_CONTAINER_CROPS = (7, 1)  # the first ffmpeg that applies the crop of the container
+_UNKNOWN_COLOR = 2
+_CONTAINER_CROPS = (7, 1)  # first ffmpeg version that applies the crop stored in the container
 _PROGRESS_FILE = "progress.txt"
 _MIN_LIMIT_S = 120.0
-_FURTHER = 32  # factor by which each new pass seeks further back, while the first source frame began even earlier
-_LIMIT_PER_VIDEO_S = 60.0  # a pass slower than 1/60 of real time is considered stuck
+_REACH_FACTOR = 32  # factor by which each new pass seeks further back, until it includes the first source frame
+_LIMIT_PER_VIDEO_S = 60.0  # time limit per second of video: a pass slower than 1/60 of real time is considered stuck
 _MAX_TICKS_PER_S = 1_000_000  # resolution of ffmpeg's option values
-_SAME_SHAPE = 0.02  # relative difference of proportions below which a picture fills the chunk
-_BEFORE_S = 0.0005  # less than half a frame: a moment between two frames
+_SAME_SHAPE = 0.02  # relative difference of aspect ratios below which a frame is stretched to the chunk's resolution
+_BEFORE_S = 0.0005  # offset that is less than half a frame, for a time between two frames
 
 
 @dataclass(frozen=True)
 class Span:
-    """One encoder pass.
+    """Consecutive chunks of a video that one encoder pass makes.
 
     Attributes:
         index: Number of the span within its video.
         first_frame: First frame of its first chunk, in output frames from the start of the video.
-        chunk_frames: Number of frames of each chunk, in order.
+        chunk_frames: Number of frames in each chunk, in order.
         is_last: True for the last span of a video.
         gaps: Number of frames omitted before each chunk, 0 for the first; empty if no frame is omitted.
     """
@@ -73,14 +73,14 @@ class Span:
 
     @property
     def num_frames(self) -> int:
-        """Number of frames of the encoder pass, from the first chunk to the end of the last."""
+        """Number of frames in the encoder pass, from the start of the first chunk to the end of the last."""
         return sum(self.chunk_frames) + sum(self.gaps)
 
     def pieces(self) -> list[tuple[int, bool]]:
         """Return the consecutive pieces of the encoder pass: (number of frames, whether it is a chunk)."""
         gaps = self.gaps or (0,) * len(self.chunk_frames)
-        both = zip(gaps, self.chunk_frames, strict=True)
-        return [piece for gap, frames in both for piece in ((gap, False), (frames, True)) if piece[0]]
+        pairs = zip(gaps, self.chunk_frames, strict=True)
+        return [piece for gap, frames in pairs for piece in ((gap, False), (frames, True)) if piece[0]]
 
     def chunk_starts(self) -> list[int]:
         """Return the first frame of each chunk, counted from the start of the video."""
@@ -94,10 +94,10 @@ class Span:
 
 @dataclass(frozen=True)
 class PacketFacts:
-    """Properties of a chunk, by the names of its index fields. The packet lists are in decoding order.
+    """Properties of a chunk, under the names of its index fields. The packet lists are in decoding order.
 
     Attributes:
-        packet_offset: Byte offset of each packet in the file, or in a source file, counted from the chunk's begin.
+        packet_offset: Byte offset of each packet in the chunk's file; in a source file, relative to the chunk's start.
         packet_size: Size of each packet in bytes.
         packet_frame: Presentation index of each packet; 0 is the first frame shown.
         packet_flags: PACKET_KEY and PACKET_REFERENCE of clipmill.shards.format.
@@ -134,7 +134,7 @@ def num_output_frames(end_s: np.ndarray, *, fps: Fraction) -> np.ndarray:
 
 
 def num_chunks_of(num_frames: np.ndarray, *, chunk_frames: int, tail: str) -> np.ndarray:
-    """Return the number of chunks that `chunks_of` makes of each video: int64, same shape as `num_frames`."""
+    """Return the number of chunks that `chunks_of` returns for each video: int64, same shape as `num_frames`."""
     full, rest = np.divmod(num_frames, chunk_frames)
     has_tail = {"keep": rest > 0, "drop": np.zeros_like(rest, bool), "merge": (rest > 0) & (full == 0)}
     return full + has_tail[tail]
@@ -147,7 +147,7 @@ def chunks_of(num_frames: int, *, chunk_frames: int, tail: str) -> list[int]:
         num_frames: Number of frames of the complete video.
         chunk_frames: Number of frames of a full chunk.
         tail: Handling of the remainder: `keep` makes it a chunk, `drop` discards it, `merge` appends it to the previous
-            chunk (a video shorter than one chunk is kept as one).
+            chunk (a video shorter than one chunk becomes a chunk).
     """
     full, rest = divmod(num_frames, chunk_frames)
     chunks = [chunk_frames] * full
@@ -159,7 +159,7 @@ def chunks_of(num_frames: int, *, chunk_frames: int, tail: str) -> list[int]:
 
 
 def span_of(chunks: list[int], *, index: int, span_chunks: int) -> Span:
-    """Return span `index` of a video whose chunks have the numbers of frames in `chunks`."""
+    """Return span `index` of a video; `chunks` holds the number of frames in each of its chunks."""
     begin = index * span_chunks
     return Span(
         index=index,
@@ -172,8 +172,8 @@ def span_of(chunks: list[int], *, index: int, span_chunks: int) -> Span:
 def start_ms(first_frame: int, *, fps: Fraction) -> int:
     """Return the start of a chunk in milliseconds.
 
-    It is exact with `--cut even`, because chunk lengths are whole milliseconds. With `--cut shots`, it is the nearest
-    millisecond. This is different for every frame, because a frame lasts more than 4 ms.
+    It is exact with `--cut even`, because chunk lengths are whole milliseconds. With `--cut shots`, it is rounded to
+    the nearest millisecond. No two frames have the same value, because a frame lasts more than 4 ms.
     """
     return round(first_frame / fps * 1000)
 
@@ -184,8 +184,8 @@ class EncodedSpan:
 
     Attributes:
         segments: Files of the span's pieces, in order: its chunks, and the gaps between them.
-        source_times_s: float64 [frames]: time in seconds, from the start of the video, of the source frame that each
-            output frame shows.
+        source_times_s: Time of the source frame that each output frame shows, in seconds from the start of the video:
+            float64 [frames].
         cpu_s: User and system CPU time of the encoder in seconds.
     """
 
@@ -195,7 +195,7 @@ class EncodedSpan:
 
 
 def output_size(source: SourceFacts, *, short_side: int) -> tuple[int, int]:
-    """Return (width, height) of the chunks in pixels, both even; the short side is `short_side`, but never upscaled."""
+    """Return (width, height) of the chunks in pixels, both even: scaled to `short_side`, but never upscaled."""
     scale = min(1.0, short_side / min(source.width, source.height))
     width, height = (max(2, 2 * math.floor(side * scale / 2 + 0.5)) for side in (source.width, source.height))
     return width, height
@@ -211,7 +211,7 @@ def encode_span(
     folder: Path,
     on_frames: Callable[[int], None] = lambda frames: None,
 ) -> EncodedSpan:
-    """Encode the chunks of `span` into a new folder below `folder`, and check their frames.
+    """Encode the chunks of `span` into a new folder under `folder`, and check their frames.
 
     Args:
         on_frames: Function that is called periodically with the number of frames encoded so far.
@@ -230,7 +230,7 @@ def encode_span(
                 raise _FirstFrameDropped
 
         def poll() -> None:
-            # Stop early: a long pass must not run to its end only to be repeated.
+            # Stop early, because a long pass whose first frame is wrong has to be repeated anyway.
             with suppress(FileNotFoundError), times_file.open() as file:
                 if (line := file.readline()).endswith("\n"):
                     require_first(source_times([line], start=timeline.start))
@@ -249,20 +249,20 @@ def encode_span(
 
     for number in count():
         try:
-            return encode(Path(tempfile.mkdtemp(dir=folder)), reach=_FURTHER**number)
+            return encode(Path(tempfile.mkdtemp(dir=folder)), reach=_REACH_FACTOR**number)
         except _FirstFrameDropped:
             continue
-    raise AssertionError("a pass that begins with the source has its first frame")
+    raise AssertionError("a pass that reads the source from its start includes the first frame")
 
 
 class _FirstFrameDropped(Exception):
-    """Error: the source frame that the first output frame must show begins before the point where the seek landed."""
+    """Error raised if the source frame that the first output frame must show begins before the seek point."""
 
 
 def span_arguments(
     source_path: Path, *, source: SourceFacts, span: Span, recipe: ResolvedRecipe, program: str, reach: int = 1
 ) -> list[str]:
-    """Return the ffmpeg command for one span; run it in an empty folder.
+    """Return the ffmpeg command for one span, which must run in an empty folder.
 
     Args:
         reach: Factor for the distance before the span at which the pass starts reading; usually 1.
@@ -285,13 +285,13 @@ def span_arguments(
             "ar": 48000,
             "af": f"atrim=start={_microseconds(begin_s)},asetpts=PTS-{begin_s}/TB,aresample=async=1:first_pts=0",
         }
-    # Values of ISO/IEC 23091-2, where 2 is "unknown"; the scaler passes the matrix and the range on, and nothing else.
-    options |= {"color_trc": timeline.transfer} if timeline.transfer != _UNKNOWN_COLOUR else {}
-    options |= {"color_primaries": timeline.primaries} if timeline.primaries != _UNKNOWN_COLOUR else {}
+    # Values of ISO/IEC 23091-2, where 2 means "unknown". The scaler passes on only the matrix and the range.
+    options |= {"color_trc": timeline.transfer} if timeline.transfer != _UNKNOWN_COLOR else {}
+    options |= {"color_primaries": timeline.primaries} if timeline.primaries != _UNKNOWN_COLOR else {}
     if settings.bitrate is not None:
         rate: dict[str, str | int] = {"b:v": settings.bitrate}
     else:
-        assert settings.crf is not None, "a resolved recipe has one of crf and bitrate"
+        assert settings.crf is not None, "a resolved recipe has either crf or bitrate"
         rate = {codec.crf_argument: settings.crf}
         if codec.crf_argument == "crf" and settings.codec == "vp9":
             rate["b:v"] = 0  # otherwise libvpx also applies its default bitrate
@@ -304,11 +304,11 @@ def span_arguments(
     }
     if settings.preset and codec.preset_argument:
         options[codec.preset_argument] = settings.preset
-    borders = list(accumulate(frames for frames, _ in span.pieces()))[:-1]
+    boundaries = list(accumulate(frames for frames, _ in span.pieces()))[:-1]
     if settings.cut == "even":
         key_frames = f"not(mod(n,{settings.chunk_frames}))"
     else:
-        key_frames = "+".join(f"eq(n,{frame})" for frame in (0, *borders))
+        key_frames = "+".join(f"eq(n,{frame})" for frame in (0, *boundaries))
     options |= {
         "frames:v": span.num_frames,
         "t": length_s,
@@ -318,15 +318,15 @@ def span_arguments(
         "map_chapters": -1,
         "fflags": "+bitexact",
         "flags": "+bitexact",
-        # With B frames, decoding timestamps begin below zero; muxers would otherwise shift the presentation timestamps.
+        # With B frames, the first decoding timestamps are negative. By default, muxers would shift all timestamps.
         "avoid_negative_ts": "disabled",
-        # Before version 8, setpts removes the frame rate, and with it the durations. The edit list of each chunk would
-        # end before its last frame.
+        # Before version 8, setpts removes the frame rate, and with it the durations, so the edit list of each chunk
+        # would end before the last frame.
         "bsf:v": f"setts=pts=PTS:dts=DTS:duration=round({1 / settings.fps_exact}/TB)",
         "stats_enc_pre:v": _TIMES_FILE,
         "stats_enc_pre_fmt:v": TIMES_FORMAT,
         "format": "segment",
-        "segment_frames": ",".join(map(str, borders)) or str(span.num_frames),
+        "segment_frames": ",".join(map(str, boundaries)) or str(span.num_frames),
         "reset_timestamps": 1,
         "segment_format": "mp4",
         "segment_format_options": "movflags=+faststart:fflags=+bitexact:avoid_negative_ts=disabled",
@@ -339,16 +339,17 @@ def span_arguments(
 def _scaled_frames(
     source_path: Path, *, source: SourceFacts, span: Span, recipe: ResolvedRecipe, reach: int
 ) -> tuple[Any, Any]:
-    """Return (source stream, frames that the encoder of `span` receives) as streams of ffmpeg-python.
+    """Return (source stream, frames that the encoder of `span` receives) as ffmpeg-python streams.
 
-    The frames have the size and frame rate of the chunks and begin at time 0. The output options limit their number.
+    The frames have the resolution and frame rate of the chunks and start at time 0. The output options limit their
+    number.
     """
     import ffmpeg
 
     settings, timeline = recipe.settings, Timeline.from_json(source.timeline)
     fps, shape = settings.fps_exact, timeline.shape
     seek_s = _seek_s(span, fps=fps, source=source, reach=reach)
-    input_options: dict[str, Any] = {"fflags": "+genpts"}  # as in PyAV, because MPEG-PS has few presentation times
+    input_options: dict[str, Any] = {"fflags": "+genpts"}  # as in PyAV, because MPEG-PS has few presentation timestamps
     if seek_s:
         seek_start = timeline.start if timeline.seek_start is None else timeline.seek_start
         input_options["ss"] = _microseconds(max(Fraction(0), seek_s + timeline.start - seek_start))
@@ -366,11 +367,11 @@ def _scaled_frames(
         format_whitelist=f"{DEMUXERS},{CONTINUOUS_FORMAT}",
         **input_options,
     )
-    # The middles of output frames are exact in this unit, which is not finer than the microseconds of `begin_s`.
+    # The midpoints of output frames are exact in this unit, which is no finer than the microseconds of `begin_s`.
     unit = f"1/{2 * fps.numerator * max(1, _MAX_TICKS_PER_S // (2 * fps.numerator))}"
     begin_s = timeline.start + span.first_frame / fps
     rate: list[Filter] = [
-        # Repeat the last frame until the end of the span; without it, the fps filter may drop that frame.
+        # Repeat the last frame until the end of the span. Otherwise the fps filter may drop this frame.
         ("tpad", {"stop": "-1", "stop_mode": "clone"}),
         ("fps", {"fps": settings.fps, "start_time": _microseconds(begin_s), "round": "near"}),
     ]
@@ -378,8 +379,8 @@ def _scaled_frames(
     filters = [
         *shape.crop_filters(),
         ("settb", {"expr": unit}),
-        # The cheaper order is to resize before frames are duplicated, or after frames are dropped. The result is the
-        # same, unless the shape depends on the time, which the fps filter rounds.
+        # Resizing is cheaper before frames are duplicated, or after frames are dropped. Both orders give the same
+        # result unless the shape depends on the time, which the fps filter rounds.
         *([*resize, *rate] if source.fps <= fps or len(timeline.aspects) > 1 else [*rate, *resize]),
         *([*upright, ("sidedata", {"mode": "delete", "type": "DISPLAYMATRIX"})] if upright else []),
         ("setsar", {"sar": "1"}),
@@ -392,21 +393,21 @@ def _scaled_frames(
 
 
 def _resize_filters(source: SourceFacts, timeline: Timeline, *, settings: ChunkSettings) -> list[Filter]:
-    """Return the filters that give every picture the size of the chunks, before it is turned upright.
+    """Return the filters that scale every frame to the resolution of the chunks, before it is rotated upright.
 
-    A picture with the proportions of the first picture is scaled to this size. A later picture with other proportions
-    is scaled to fit into it.
+    A frame with the aspect ratio of the first frame fills this resolution. A later frame with a different aspect ratio
+    is scaled to fit into it and padded.
     """
     width, height = output_size(source, short_side=settings.short_side)
-    shown = Fraction(source.width, source.height)
+    first_ratio = Fraction(source.width, source.height)
     if timeline.shape.is_transposed:
-        width, height, shown = height, width, 1 / shown
+        width, height, first_ratio = height, width, 1 / first_ratio
     aspect = str(float(timeline.aspects[0][1]))
-    for time, later in timeline.aspects[1:]:
-        # A moment between two frames, because times are compared as floating-point numbers.
-        aspect = f"if(lt(t,{float(time + timeline.start) - _BEFORE_S:.6f}),{aspect},{float(later)})"
+    for time, next_aspect in timeline.aspects[1:]:
+        # Switch at a time between two frames, because times are compared as floating-point numbers.
+        aspect = f"if(lt(t,{float(time + timeline.start) - _BEFORE_S:.6f}),{aspect},{float(next_aspect)})"
     ratio = f"(iw*{aspect}/ih)"
-    is_same = f"lt(abs({ratio}/{float(shown)}-1),{_SAME_SHAPE})"
+    is_same = f"lt(abs({ratio}/{float(first_ratio)}-1),{_SAME_SHAPE})"
     return [
         (
             "scale",
@@ -426,7 +427,7 @@ def _resize_filters(source: SourceFacts, timeline: Timeline, *, settings: ChunkS
 def _seek_s(span: Span, *, fps: Fraction, source: SourceFacts, reach: int) -> Fraction:
     """Return the time at which the pass starts reading, on the grid of output frames.
 
-    It is `reach` times one second and one key frame interval before the span.
+    It is `reach` times (one second plus one key frame interval) before the span.
     """
     return Fraction(max(0, span.first_frame - reach * math.ceil((1 + Fraction(source.key_gap_s)) * fps))) / fps
 
@@ -437,7 +438,7 @@ def _microseconds(seconds: Fraction) -> str:
 
 
 def _encoded_frames(progress: Path) -> int:
-    """Return the number of frames encoded so far, from the end of ffmpeg's progress file."""
+    """Return the number of frames encoded so far, read from the end of ffmpeg's progress file."""
     try:
         with progress.open("rb") as file:
             file.seek(max(0, progress.stat().st_size - 1000))
@@ -469,10 +470,10 @@ def source_times(lines: Sequence[str], *, start: Fraction) -> np.ndarray:
 
 
 def check_frames(times_s: np.ndarray, packets_s: np.ndarray, *, span: Span, fps: Fraction) -> None:
-    """Compare the source frames that were encoded with the source's packets and the span's plan.
+    """Check that each output frame shows the right source frame, using the source's packets and the span's plan.
 
-    Every output frame must show the source frame visible at its time: the last source frame that begins at most half an
-    output frame later. If a video begins with a gap, its first output frames may show a later source frame.
+    Every output frame must show the source frame that is visible at its time: the last source frame that begins at most
+    half an output frame later. If a video begins with a gap, its first output frames may show a later source frame.
 
     Args:
         times_s: Times of the source frames shown, float64 [frames], in seconds from the start of the video.
@@ -486,7 +487,7 @@ def check_frames(times_s: np.ndarray, packets_s: np.ndarray, *, span: Span, fps:
             FailureCode.SOURCE_TRUNCATED,
             f"truncated: span {span.index} has {len(times_s)} of the {span.num_frames} frames that the header implies",
         )
-    # Two errors: a frame of the source that begins after its output frame, and one that was due earlier.
+    # An output frame is wrong if its source frame begins after it, or if a newer source frame should be visible.
     due_s, half_s = _due_s(times_s, span=span, fps=fps), float(1 / (2 * fps))
     wrong = is_late(times_s, span=span, fps=fps)
     if span.index == 0:
@@ -500,13 +501,13 @@ def check_frames(times_s: np.ndarray, packets_s: np.ndarray, *, span: Span, fps:
         is_end = times_s[first] < begins_s and (times_s[first:] == times_s[first]).all()
         raise SourceFailure(
             FailureCode.SOURCE_TRUNCATED if is_end else FailureCode.FRAMES_DIFFER,
-            f"output frame {span.first_frame + first} at {due_s[first]:.4f} s shows the source frame of"
-            f" {times_s[first]:.4f} s, expected the source frame of {begins_s:.4f} s",
+            f"output frame {span.first_frame + first} at {due_s[first]:.4f} s shows the source frame at"
+            f" {times_s[first]:.4f} s, expected the source frame at {begins_s:.4f} s",
         )
 
 
 def is_late(times_s: np.ndarray, *, span: Span, fps: Fraction) -> np.ndarray:
-    """Return True for each of a span's first frames that shows a later source frame: bool, same shape as `times_s`."""
+    """Return True for each output frame, from the span's start, whose source frame begins too late: bool [frames]."""
     return times_s > _due_s(times_s, span=span, fps=fps) + float(1 / (2 * fps)) + _ROUNDING_S
 
 

@@ -1,13 +1,13 @@
-"""The plan of `video`: the work for each shard, and the reason for it.
+"""Plan the column `video`: the work for each shard, and the reason for it.
 
-The plan is a function of the manifest, the probes, the shots, the layout, the recipe and the commits. Only the files
-that are needed are opened. With `--cut shots`, a video whose shots have not been detected yet has no chunks in the
-plan; its existing chunks are kept. The code processes tables by column, and updates the hash of a shard once, so that a
-plan of ten million chunks takes seconds.
+The plan is a function of the manifest, the probes, the shots, the layout, the recipe and the commits. Only the required
+files are opened. With `--cut shots`, a video whose shots have not been detected yet has no chunks in the plan; its
+existing chunks are kept. The code processes tables by column, and updates the hash of each shard only once, so that
+planning ten million chunks takes seconds.
 
-A worker copies the chunks whose encoder pass is unchanged from stored tars: the tar of the shard, and the tars of
-shards that videos leave because they are removed, renamed or moved to another split. `with_changes` finds these chunks
-beforehand, by comparing the plan with the indexes.
+If an encoder pass is unchanged, a worker copies its chunks from stored tars: from the tar of the shard, and from the
+tars of shards that contained a video before it was removed, renamed or moved to a different split. `with_changes` finds
+these chunks before the run, by comparing the plan with the indexes.
 """
 
 import hashlib
@@ -67,13 +67,18 @@ _HELD = "kept, because a source cannot be read and its duration is unknown"
 _HELD_SHOTS = "kept, because the duration or the shots of a source are unknown"
 _COMPARED = (ShardState.CHANGED, ShardState.RETRY)
 _RETURNED = "videos that returned, were renamed or moved"
-_Tars = Mapping[str, tuple[StoredTar, float]]  # fingerprint of a span -> a tar with its chunks, mean bytes per chunk
+_Tars = Mapping[str, tuple[StoredTar, float]]  # span fingerprint -> (tar with its chunks, mean bytes per chunk)
 _COLUMNS = ("video_id", SPAN_COLUMN)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Spans to encode, as arrays of the same length: seconds of video, and pixels and frame rate of the sources."""
+    """Spans to encode, as arrays with one entry per span.
+
+    Attributes:
+        seconds: Length of the span in seconds of video.
+        width, height, fps: Frame size in pixels, and frame rate, of the source.
+    """
 
     seconds: np.ndarray
     width: np.ndarray
@@ -87,7 +92,7 @@ class ShotsOfVideo:
 
     Attributes:
         is_detected: True if the shots are known.
-        left_out_s: (begin, end) in seconds of each part that is in no chunk; empty if the shots are unknown.
+        left_out_s: (begin, end) in seconds of each part that no chunk covers; empty if the shots are unknown.
     """
 
     is_detected: bool
@@ -106,8 +111,8 @@ class Videos:
         """Read the IDs and splits.
 
         Args:
-            file: Open table, which stays open as long as this object exists.
-            path: Name of the table in messages.
+            file: Open table, which must stay open while this object is in use.
+            path: Path of the table, for messages.
         """
         self._file, self._path, self._lock = file, path, Lock()
         sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
@@ -122,14 +127,14 @@ class Videos:
         """Read a column of all videos.
 
         Raises:
-            UserError: Its texts are too long for one array.
+            UserError: The strings of the column are too large for one array.
         """
         table = self._file.read(columns=[name])
         require_numbers(self._path, num_rows=len(table), videos=table)
         return table[name]
 
     def take(self, rows: np.ndarray, *columns: str) -> pa.Table:
-        """Read some columns of the videos in the given rows, int64[N], in this order."""
+        """Read columns of the videos in `rows` (int64 [N]), in the order of `rows`."""
         groups = np.searchsorted(self._ends, rows, side="right")
         parts = [pa.schema([self._file.schema_arrow.field(name) for name in columns]).empty_table()]
         for group in np.unique(groups).tolist():
@@ -149,13 +154,13 @@ class Plan:
     """All shards that the manifest requires under one recipe.
 
     Attributes:
-        layout: Layout with every span assigned. It must be written before the work begins.
+        layout: Layout that assigns every span to a shard. It must be written before the work begins.
         shards: Shards, in the order of their IDs.
-        unusable: Code -> number of videos that cannot be used, according to their probes or to the detection of their
-            shots. A video whose source was readable earlier is not counted: its existing chunks are kept, and its
-            missing chunks will fail with a failure code.
-        shots: Known and missing shots of the videos; None with `--cut even`.
-        cutting: Chunks of all videos.
+        unusable: Failure code -> number of videos that cannot be used, according to their probes or to the detection of
+            their shots. A video whose source was readable earlier is not counted: its existing chunks are kept, and its
+            missing_keys chunks will fail with a failure code.
+        shots: Known shots of the videos, and the videos without known shots; None with `--cut even`.
+        cutting: Division of all videos into chunks.
         probes: Probes of the videos, one row per video.
         num_frames: Number of output frames of each video, int64; 0 if it is unusable.
         video_rows: For each span of the plan, the manifest row of its video, int64.
@@ -176,11 +181,11 @@ class Plan:
 
         Args:
             videos: Videos of the manifest.
-            probes: One row per video, in the same order (clipmill.prep.sources.table.PROBES, without paths).
+            probes: One row per video, in the order of `videos` (clipmill.prep.sources.table.PROBES, without paths).
             layout: Stored layout (clipmill.prep.core.tables.LAYOUT).
             stored: Shards of the variant.
             shots: Known shots of the videos; required by `--cut shots`.
-            retry_codes: Failure codes to try again even if nothing changed.
+            retry_codes: Codes of failures to retry even if nothing changed.
         """
         self.recipe, self._recipe_fingerprint = recipe, recipe.fingerprint
         self._videos, self.probes = videos, probes
@@ -201,7 +206,7 @@ class Plan:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks that the manifest requires."""
+        """Number of chunks that the plan requires."""
         return int(self._num_chunks.sum())
 
     @property
@@ -247,11 +252,11 @@ class Plan:
                 yield Failure(video["video_id"], None, code, f"{video['path']}: {message}")
 
     def lost_sources(self) -> list[Failure]:
-        """Return a failure for each video whose source was readable once and is now unreadable."""
+        """Return a failure for each video whose source was readable earlier and is now unreadable."""
         return list(self._failures_of(np.asarray(pc.is_valid(self.probes["code"])) & ~self._is_unusable))
 
     def _failures_of(self, is_failed: np.ndarray) -> Iterator[Failure]:
-        """Yield the failures of the probes of some videos, bool [videos]."""
+        """Yield the probe failures of the videos that the mask `is_failed` selects, bool [videos]."""
         rows = np.flatnonzero(is_failed)
         reasons = self.probes.select(["code", "message"]).take(pa.array(rows)).to_pylist()
         for reason, video in zip(reasons, self._videos.take(rows, "video_id", "path").to_pylist(), strict=True):
@@ -301,10 +306,10 @@ class Plan:
             return ShotsOfVideo(False, [])
         fps = float(self.recipe.settings.fps_exact)
         left_out = self.cutting.left_out(row, num_frames=int(self.num_frames[row]))
-        return ShotsOfVideo(True, [(first / fps, behind / fps) for first, behind in left_out])
+        return ShotsOfVideo(True, [(begin / fps, end / fps) for begin, end in left_out])
 
     def detection_tasks(self) -> "Iterator[ShotTask]":
-        """Yield the sources whose shots have to be detected; a source that occurs twice is searched once."""
+        """Yield the sources whose shots must be detected; a source of several videos is yielded only once."""
         from clipmill.prep.sources.shot_table import ShotTask
 
         assert self.shots is not None
@@ -329,19 +334,19 @@ class Plan:
         begins, ends = bounds[:-1], bounds[1:]
         splits = self.layout["split"].take(pa.array(layout_rows[begins])).to_pylist()
         chunks_of_spans = np.minimum(self._num_chunks[self.video_rows] - self._span_index * SPAN_CHUNKS, SPAN_CHUNKS)
-        behind = np.concatenate([[0], np.cumsum(chunks_of_spans)])
-        num_chunks = behind[ends] - behind[begins]
-        of_all = f"{self._recipe_fingerprint} {self.has_captions}".encode()
+        first_chunks = np.concatenate([[0], np.cumsum(chunks_of_spans)])
+        num_chunks = first_chunks[ends] - first_chunks[begins]
+        common_identity = f"{self._recipe_fingerprint} {self.has_captions}".encode()
 
         def required_shards() -> Iterator[WantedShard]:
             columns = (shard_ids[begins], num_chunks, begins, ends)
-            of_shards = zip(splits, self._descriptions(bounds), *(column.tolist() for column in columns), strict=True)
-            for split, description, shard_id, count, begin, end in of_shards:
-                digest = hashlib.sha256(of_all)
+            values = zip(splits, self._descriptions(bounds), *(column.tolist() for column in columns), strict=True)
+            for split, description, shard_id, count, begin, end in values:
+                digest = hashlib.sha256(common_identity)
                 digest.update(description)
                 yield WantedShard(shard_id, split, digest.hexdigest(), count, range(begin, end))
 
-        # The content of shards with a video of unknown length or unknown shots is kept. The length is unknown if the
+        # Shards that contain a video with unknown length or unknown shots are not changed. The length is unknown if the
         # source is unreadable and the probe that recorded its length is lost.
         held: frozenset[int] = frozenset()
         is_unknown = self._is_unusable if self.shots is None else self._is_unusable | ~self.shots.is_known
@@ -365,12 +370,12 @@ class Plan:
         """Yield the bytes that represent the spans of each shard in its fingerprint: one line per span.
 
         Args:
-            bounds: First row of each shard, and the number of all rows.
+            bounds: First row of each shard, followed by the total number of rows.
         """
         names, sources = ("source_id", "dataset", "captions_sha256"), self.probes.select(["fingerprint"])
         first = 0
         while first < len(bounds) - 1:
-            # Process many shards at a time, because one call of Arrow takes as long as processing hundreds of values.
+            # Process many shards at a time, because an Arrow call costs as much as processing hundreds of values.
             last = int(np.searchsorted(bounds, bounds[first] + _ROWS_AT_ONCE, side="right")) - 1
             last = max(last, first + 1)
             part = slice(bounds[first], bounds[last])
@@ -379,8 +384,8 @@ class Plan:
             source_ids, datasets, captions = (as_array(column) for column in videos.columns)
             texts = [self._videos.ids.take(rows), source_ids, datasets, self._videos.splits.take(rows), captions]
             texts += [as_array(sources.take(rows)["fingerprint"])]
-            last_of_line = pc.binary_join_element_wise(self.cutting.identities(video_rows), "", "\n")
-            texts += [pa.array(self._span_index[part]).cast(pa.string()), last_of_line]
+            line_ends = pc.binary_join_element_wise(self.cutting.identities(video_rows), "", "\n")
+            texts += [pa.array(self._span_index[part]).cast(pa.string()), line_ends]
             lines = pc.binary_join_element_wise(*texts, "\0", null_handling="replace", null_replacement="None")
             _, offsets, content = lines.buffers()
             ends = np.frombuffer(offsets, np.int32)[bounds[first : last + 1] - bounds[first]].tolist()
@@ -399,14 +404,14 @@ def span_fingerprint(recipe_fingerprint: str, source_fingerprint: str, span: Spa
 
 @dataclass(frozen=True)
 class ShardChange:
-    """Difference between a planned shard and the stored one.
+    """Difference between a planned shard and its stored version.
 
     Attributes:
-        rows: Rows of the plan with the spans that are encoded; all other spans are copied.
+        rows: Rows of the plan whose spans are encoded; all other spans are copied.
         num_copied: Number of chunks that are copied; None if it is unknown how much of a damaged shard is intact.
-        copied_bytes: Estimated size of these chunks in the tar and the index.
+        copied_bytes: Estimated size of the copied chunks in the tar and the index.
         because: Reason why the shard is written.
-        others: Tars of other shards, or of earlier commits, with chunks that are copied.
+        others: Tars of other shards, or of earlier commits, from which chunks are copied.
     """
 
     rows: tuple[int, ...]
@@ -418,11 +423,12 @@ class ShardChange:
 
 @dataclass(frozen=True)
 class StoredSpans:
-    """Content of the index of a tar.
+    """Spans in a tar, read from its index.
 
     Attributes:
         spans: (video ID, fingerprint) of each span.
-        chunk_bytes: Mean size of a chunk with its share of the tar and of the index.
+        has_captions: True if the samples have captions.
+        chunk_bytes: Mean size of a chunk in bytes, including its fraction of the tar and index overhead.
     """
 
     spans: frozenset[tuple[str, str]] = frozenset()
@@ -431,17 +437,17 @@ class StoredSpans:
 
 
 def with_changes(plan: Plan, commits: Mapping[int, Commit], variant_dir: Path) -> dict[int, ShardChange]:
-    """Compare the shards of a plan with the stored ones; return the differences, by shard ID.
+    """Compare the shards of a plan with the stored shards; return the differences by shard ID.
 
-    This function sets `num_copied` of `plan.shards`. It omits shards without a stored chunk, and changed shards whose
-    index cannot be read.
+    This function sets `num_copied` in `plan.shards`. The result omits shards without a stored chunk, and changed shards
+    whose index cannot be read.
     """
     if not any(shard.has_work for shard in plan.shards):
         return {}
-    left = [shard.shard_id for shard in plan.shards if shard.state in (*_COMPARED, ShardState.ORPHANED)]
-    stored = stored_spans(variant_dir, commits, compared=left)
+    shard_ids = [shard.shard_id for shard in plan.shards if shard.state in (*_COMPARED, ShardState.ORPHANED)]
+    stored = stored_spans(variant_dir, commits, compared=shard_ids)
     spans_of_shard = {tar.commit.shard_id: spans for tar, spans in stored.items() if tar.commit is not None}
-    # If several tars have a span, tars with a commit are preferred. The last entry wins, hence the reversed order.
+    # If several tars contain a span, tars with a commit are preferred. The last entry wins, hence the reversed order.
     tars = {
         fingerprint: (tar, spans.chunk_bytes)
         for tar, spans in reversed(stored.items())
@@ -453,8 +459,8 @@ def with_changes(plan: Plan, commits: Mapping[int, Commit], variant_dir: Path) -
         commit = commits.get(shard.shard_id)
         if shard.state in _COMPARED and commit is not None:
             if commit.files is None or shard.shard_id in spans_of_shard:
-                stored_here, is_moved = spans_of_shard.get(shard.shard_id, StoredSpans()), shard.shard_id in moved
-                changes[shard.shard_id] = _change(plan, shard, commit, stored_here, tars, has_moved_videos=is_moved)
+                spans, is_moved = spans_of_shard.get(shard.shard_id, StoredSpans()), shard.shard_id in moved
+                changes[shard.shard_id] = _change(plan, shard, commit, spans, tars, has_moved_videos=is_moved)
         elif shard.has_work and tars and (change := _change_from_others(plan, shard, tars)) is not None:
             changes[shard.shard_id] = change
     plan.shards = [
@@ -477,19 +483,21 @@ def _change(
 
     Args:
         stored: Spans in the tar of the shard.
+        tars: All tars from which spans can be copied.
+        has_moved_videos: True if the split of a video in the shard has changed.
     """
-    # A span can be copied if any tar has its fingerprint, whatever the name of its video was then.
+    # A span can be copied if any tar contains its fingerprint, even if its video had a different name.
     keys = plan.span_keys(shard.rows)
     held = {fingerprint for _, fingerprint in stored.spans}
-    lacking = {key for key in keys if key[1] not in held}
-    rows = tuple(row for row, key in zip(shard.rows, keys, strict=True) if key in lacking and key[1] not in tars)
+    missing_keys = {key for key in keys if key[1] not in held}
+    rows = tuple(row for row, key in zip(shard.rows, keys, strict=True) if key in missing_keys and key[1] not in tars)
     planned = {video_id for video_id, _ in keys}
     failed = {failure.video_id for failure in commit.failures}
     known = {video_id for video_id, _ in stored.spans} | failed
-    # The reasons in the report name videos, because users know videos and not spans.
+    # The reasons in the report count videos, because users know videos, not spans.
     added, gone = planned - known, known - planned
-    encoded = {video_id for video_id, fingerprint in lacking if fingerprint not in tars}
-    changed = {video_id for video_id, _ in lacking} & known - failed
+    encoded = {video_id for video_id, fingerprint in missing_keys if fingerprint not in tars}
+    changed = {video_id for video_id, _ in missing_keys} & known - failed
     removed = "removed or moved to another split" if has_moved_videos else "removed"
     reasons = [
         *([count_noun(len(added & encoded), "new video")] if added & encoded else []),
@@ -502,14 +510,14 @@ def _change(
     elif not reasons:
         has_captions = plan.has_captions or stored.has_captions
         reasons = ["captions changed" if has_captions else "names of videos or datasets changed"]
-    copied = [tars[key[1]] for key in keys if key in lacking and key[1] in tars]
+    copied = [tars[key[1]] for key in keys if key in missing_keys and key[1] in tars]
     others = tuple(dict.fromkeys(tar for tar, _ in copied))
-    chunk_bytes = [stored.chunk_bytes for key in keys if key not in lacking] + [size for _, size in copied]
+    chunk_bytes = [stored.chunk_bytes for key in keys if key not in missing_keys] + [size for _, size in copied]
     return ShardChange(rows, *_copied_size(plan, shard, rows, chunk_bytes), ", ".join(reasons), others)
 
 
 def _change_from_others(plan: Plan, shard: ShardPlan, tars: _Tars) -> ShardChange | None:
-    """Return the change of a new, missing or damaged shard into which chunks are copied; None if no tar has any."""
+    """Return the change of a new, missing_keys or damaged shard; None if no tar contains any of its chunks."""
     keys = plan.span_keys(shard.rows)
     copied = [tars[fingerprint] for _, fingerprint in keys if fingerprint in tars]
     others = tuple(dict.fromkeys(tar for tar, _ in copied))
@@ -527,8 +535,8 @@ def _copied_size(plan: Plan, shard: ShardPlan, rows: Sequence[int], chunk_bytes:
     """Return the number of chunks that are copied into a shard, and their size in bytes.
 
     Args:
-        rows: Rows of the plan with the spans that are encoded.
-        chunk_bytes: Mean bytes of a chunk in the tar of each copied span.
+        rows: Rows of the plan whose spans are encoded.
+        chunk_bytes: Mean chunk size, in bytes, in the tar of each copied span.
     """
     num_copied = shard.num_chunks - sum(len(span.span.chunk_frames) for span in plan.spans(rows))
     return num_copied, num_copied * sum(chunk_bytes) / max(1, len(chunk_bytes))
@@ -537,17 +545,18 @@ def _copied_size(plan: Plan, shard: ShardPlan, rows: Sequence[int], chunk_bytes:
 def stored_spans(
     variant_dir: Path, commits: Mapping[int, Commit], *, compared: Collection[int]
 ) -> dict[StoredTar, StoredSpans]:
-    """Return the spans in the tars of some shards, and in tars that no commit names; omit unreadable indexes.
+    """Return the spans in the tars of the compared shards and in tars that no commit lists; omit unreadable indexes.
 
-    Tars without a commit are not used in a bucket, because a search for them costs requests and time. They are not used
-    either if the packets are in the sources, because only the commit proves that the index states the right positions.
+    In a bucket, tars without a commit are not used, because a search for them costs requests and time. They are not
+    used either if the packets are in the sources, because only the commit proves that the index states the right
+    positions.
 
     Args:
         commits: Commits of the variant, by shard ID.
-        compared: Shards whose tars are opened.
+        compared: IDs of the shards whose tars are opened.
     """
-    chosen = [commits[shard_id] for shard_id in compared if shard_id in commits]
-    tars = [StoredTar(commit.files.tar, commit) for commit in chosen if commit.files is not None]
+    selection = [commits[shard_id] for shard_id in compared if shard_id in commits]
+    tars = [StoredTar(commit.files.tar, commit) for commit in selection if commit.files is not None]
     if mirror_of(variant_dir) is None and variant_dir.is_dir() and not is_indexed(variant_dir.name):
         others = uncommitted_tars(variant_dir, commits.values())
         tars += [StoredTar(tar.relative_to(variant_dir).as_posix(), None) for tar in others]

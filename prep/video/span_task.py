@@ -1,8 +1,8 @@
-"""The chunks of one span: encode them, read them back and compare them with the plan, or copy them from an old shard.
+"""Make the chunks of one span: encode them, or copy intact chunks from stored shards, and compare them with the plan.
 
-If one chunk fails, its span fails. Intact old chunks are kept if the new plan contains their encoder pass.
+If one chunk fails, its span fails. Intact old chunks are reused if the new plan contains the same encoder pass.
 
-A chunk is read back by demuxing the finished file: no value is taken from the arguments given to the encoder.
+A chunk is read back by demuxing the finished file: no value is taken from the arguments passed to the encoder.
 """
 
 import json
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 SPAN_COLUMN = "span_fingerprint"
 _TRIES = 2  # attempts at a span with a transient failure
-_NOT_AGAIN = frozenset({FailureCode.DISK_FULL, FailureCode.SOURCE_TOO_LARGE})  # transient, but longer than a retry
-_MAX_SHOWN_CHARS = 60  # length of a value in a message
+_NO_RETRY = frozenset({FailureCode.DISK_FULL, FailureCode.SOURCE_TOO_LARGE})  # transient, but not gone within seconds
+_MAX_SHOWN_CHARS = 60  # maximum length of a value in a message
 
 
 class StagedSources:
-    """Sources as local files, one at a time: a source stays in use until the next one is requested.
+    """Access to sources as local files, one at a time: a source stays in use until the next one is requested.
 
     Args:
-        folder: Folder for copies with other timestamps; needed by `continuous`.
-        limit_bytes: Limit of all copies on this node; None for most of the free space.
-        on_wait: Heartbeat: function that is called repeatedly while a source is fetched or waited for.
+        folder: Folder for copies with rewritten timestamps; required by `continuous`.
+        limit_bytes: Maximum total size of the copies on this node; None for most of the free space.
+        on_wait: Heartbeat function, called repeatedly while a source is downloaded or awaited.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StagedSources:
     ) -> None:
         self._folder, self._limit_bytes, self._on_wait = folder, limit_bytes, on_wait
         self._continuous: tuple[tuple[str, bool], Path, SourceFacts] | None = None
-        self._place = ""
+        self._url = ""
         self._copy: CachedFile | None = None
 
     def __enter__(self) -> "StagedSources":
@@ -67,32 +67,35 @@ class StagedSources:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def path_of(self, place: str) -> Path:
-        """Return the path of a local file, or of a copy of an object, which is valid until the next call.
+    def path_of(self, source: str) -> Path:
+        """Return the local path of a source. The copy of a remote source is valid until the next call.
+
+        Args:
+            source: Local path, or URL of an object.
 
         Raises:
             SourceFailure: source_missing, source_unreadable, source_changed, source_too_large, disk_full or io_error.
         """
-        if not is_remote(place):
+        if not is_remote(source):
             self.release()
-            return Path(place)
-        if self._copy is None or place != self._place:
+            return Path(source)
+        if self._copy is None or source != self._url:
             from clipmill.prep.video.staging import copy_of
 
             self.release()
-            self._copy = copy_of(place, limit_bytes=self._limit_bytes, on_wait=self._on_wait)
-            self._place = place
+            self._copy = copy_of(source, limit_bytes=self._limit_bytes, on_wait=self._on_wait)
+            self._url = source
         return self._copy.path
 
     def continuous(self, path: Path, source: SourceFacts, *, with_sound: bool) -> tuple[Path, SourceFacts]:
-        """Return a file with the packets of a source and its timeline as timestamps, and the facts of that file.
+        """Return a file with the packets of a source and the timestamps of its timeline, and the facts of that file.
 
-        This file is the source itself if its timestamps are its timeline and a pass can seek in it. Otherwise it is a
-        copy, which is valid until this method is called for another source.
+        This file is the source itself if its timestamps equal its timeline and a pass can seek in it. Otherwise it is a
+        copy, which is valid until this method is called for a different source.
 
         Args:
             path: Local file with the content of the source.
-            with_sound: True to keep sound, which cannot be decoded after a seek that lands inside one of its frames.
+            with_sound: True to keep the audio, which cannot be decoded after a seek that lands inside an audio frame.
 
         Raises:
             SourceFailure: The packets cannot be copied.
@@ -105,16 +108,16 @@ class StagedSources:
             from clipmill.prep.sources.remote import as_source_failure
             from clipmill.shards.timeline.copying import write_continuous
 
-            assert self._folder is not None, "copies need a folder"
+            assert self._folder is not None, "copies require a folder"
             target = self._folder / f"continuous.{CONTINUOUS_FORMAT}"
             with as_failure(FailureCode.DECODE_ERRORS, "its packets cannot be copied"), as_source_failure():
-                written = write_continuous(path, target, with_sound=with_sound, on_packet=self._on_wait)
-            shown = replace(written, shape=timeline.shape, transfer=timeline.transfer, primaries=timeline.primaries)
-            self._continuous = (key, target, replace(source, timeline=shown.to_json()))
+                copied = write_continuous(path, target, with_sound=with_sound, on_packet=self._on_wait)
+            copied = replace(copied, shape=timeline.shape, transfer=timeline.transfer, primaries=timeline.primaries)
+            self._continuous = (key, target, replace(source, timeline=copied.to_json()))
         return self._continuous[1:]
 
     def release(self, *, is_damaged: bool = False) -> None:
-        """Stop using the source; remove a damaged copy, so that it is fetched again."""
+        """Stop using the source; delete its copy if the copy is damaged, so that it is downloaded again."""
         if self._copy is not None:
             if is_damaged:
                 self._copy.path.unlink(missing_ok=True)
@@ -132,11 +135,11 @@ class ChunkFacts(PacketFacts):
 
 @dataclass(frozen=True)
 class ReadyChunk:
-    """A chunk that was read back and matches its plan.
+    """An encoded chunk that was read back and matches its plan.
 
     Attributes:
-        path: File in scratch space.
-        facts: Properties, from demuxing the file.
+        path: MP4 file in scratch space.
+        facts: Properties read from the demuxed file.
         num_source_frames: Number of distinct source frames that the chunk shows.
     """
 
@@ -146,7 +149,7 @@ class ReadyChunk:
 
     @property
     def content(self) -> tuple[str, bytes]:
-        """Extension and content of the member with the frames."""
+        """Extension and content of the tar member that contains the frames."""
         return "mp4", self.path.read_bytes()
 
 
@@ -159,10 +162,10 @@ def make_span(
     folder: Path,
     on_frames: Callable[[int], None],
 ) -> "Sequence[ReadyChunk | SourceChunk]":
-    """Make the chunks of a span: encode them into new folders below `folder`, or index the packets of the source.
+    """Make the chunks of a span: encode them into new folders under `folder`, or index the packets of the source.
 
     Args:
-        sources: Local copies of remote sources.
+        sources: Access to the sources, which copies remote ones.
         on_frames: Function that is called periodically with the number of frames encoded so far.
 
     Raises:
@@ -170,7 +173,7 @@ def make_span(
     """
     for tries_left in reversed(range(_TRIES)):
         try:
-            # The file may have changed since the plan, and its chunks would then not have the planned fingerprint.
+            # If the file has changed since the plan was made, its chunks do not match the planned fingerprint.
             try:
                 original = sources.path_of(plan.path)
                 fingerprint = current_fingerprint(original)
@@ -197,15 +200,19 @@ def make_span(
             )
             return _read_segments(encoded, plan, recipe=recipe)
         except SourceFailure as failure:
-            if failure.code not in TRANSIENT - _NOT_AGAIN or not tries_left:
+            if failure.code not in TRANSIENT - _NO_RETRY or not tries_left:
                 raise
-    raise AssertionError("the last try returns or raises")
+    raise AssertionError("the last attempt returns or raises")
 
 
 def checked_chunk(
     path: Path, *, num_frames: int, num_source_frames: int, plan: SpanPlan, recipe: ResolvedRecipe
 ) -> ReadyChunk:
-    """Read one chunk back and compare it with the plan.
+    """Demux one chunk and compare it with the plan.
+
+    Args:
+        num_frames: Planned number of frames.
+        num_source_frames: Number of distinct source frames that the chunk shows.
 
     Raises:
         SourceFailure: frames_differ.
@@ -223,14 +230,13 @@ def checked_chunk(
 
 
 def _read_segments(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedRecipe) -> list[ReadyChunk]:
-    """Read the chunks of an encoder pass back, and compare each with the plan."""
-    # Only the last span of a video may be shorter than planned (clipmill.prep.video.encode). Then its last chunk is
-    # shorter or missing.
+    """Demux the chunks of an encoder pass, and compare each chunk with the plan."""
+    # If the pass has fewer frames than planned, its last chunk is shorter or missing.
     times_s, pieces = encoded.source_times_s, []
-    for planned, is_chunk in plan.span.pieces():
+    for num_planned, is_chunk in plan.span.pieces():
         if len(times_s):
-            pieces.append((min(planned, len(times_s)), len(np.unique(times_s[:planned])), is_chunk))
-            times_s = times_s[planned:]
+            pieces.append((min(num_planned, len(times_s)), len(np.unique(times_s[:num_planned])), is_chunk))
+            times_s = times_s[num_planned:]
     if len(encoded.segments) != len(pieces):
         raise SourceFailure(
             FailureCode.FRAMES_DIFFER,
@@ -245,11 +251,11 @@ def _read_segments(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedReci
 
 @dataclass(frozen=True)
 class SpanChunks:
-    """Chunks of one span: all of them, or only the chunks that are still intact.
+    """Chunks of one span: all chunks, or only the chunks that are still intact.
 
     Attributes:
         chunks: Chunks by their number in the span, in ascending order.
-        num_chunks: Number of chunks of the complete span.
+        num_chunks: Number of chunks in the complete span.
     """
 
     chunks: "Mapping[int, ReadyChunk | SourceChunk]"
@@ -258,17 +264,18 @@ class SpanChunks:
 
 @dataclass(frozen=True)
 class StoredTar:
-    """A tar of a variant, by its path in the variant's folder, and the commit that names it, if any.
+    """A tar of a variant, identified by its path in the variant's folder, and the commit that lists it, if any.
 
-    A tar that no commit names keeps its chunks until `prep gc`, so that videos that return, even under another name,
-    need not be encoded again. Samples of such a tar are used only if its checksums and its content prove them intact.
+    A tar that no commit lists remains until `prep gc` removes it. If a video returns to the manifest, even under a
+    different name, its chunks in such a tar need not be encoded again. They are used only if the checksums and the
+    content prove them intact.
     """
 
     tar: str
     commit: Commit | None
 
     def rows(self, variant_dir: Path, fingerprints: Collection[str]) -> "Iterator[SalvagedSample]":
-        """Yield the intact chunks of some spans."""
+        """Yield the intact chunks of the spans with these fingerprints."""
         from clipmill.shards.verify import readable_rows, uncommitted_samples
 
         selection = (SPAN_COLUMN, fingerprints)
@@ -278,10 +285,11 @@ class StoredTar:
 
 
 class OldChunks:
-    """The intact chunks of a shard's spans in stored tars, unpacked into scratch space.
+    """Intact chunks of a shard's spans from stored tars, unpacked into scratch space.
 
-    They come from the shard's last commit and from other tars: shards that the videos leave, or earlier commits. The
-    fingerprint of a span covers everything that determines its bytes, but not the name and the split of its video.
+    The chunks come from the shard's last commit and from other tars: shards from which the videos were moved, or
+    earlier commits. The fingerprint of a span covers everything that determines its bytes, but not the name and the
+    split of its video.
     """
 
     def __init__(
@@ -295,7 +303,7 @@ class OldChunks:
     ) -> None:
         """Unpack the stored chunks of the spans in `plans`, identified by fingerprint, into `folder`."""
         self._folder = folder
-        # fingerprint of a span -> start of a chunk in ms -> its file, or its packets in the source; its JSON member
+        # fingerprint of a span -> start of a chunk in ms -> (MP4 file or packets in the source, JSON member)
         self._stored: dict[str, dict[int, tuple[Path | SourceChunk, dict[str, Any]]]] = {}
         fingerprints = {plan.fingerprint for plan in plans}
         if commit is not None:
@@ -306,8 +314,8 @@ class OldChunks:
                 for fingerprint, chunks in self._stored.items()
                 if any(len(chunks) == description["span_chunks"] for _, description in chunks.values())
             }
-            if lacking := fingerprints - complete:
-                self._unpack(other.rows(variant_dir, lacking), lacking)
+            if incomplete := fingerprints - complete:
+                self._unpack(other.rows(variant_dir, incomplete), incomplete)
 
     def _unpack(self, samples: "Iterable[SalvagedSample]", fingerprints: Collection[str]) -> None:
         for sample in samples:
@@ -327,7 +335,7 @@ class OldChunks:
                 chunks[begin_ms] = path, description
 
     def span(self, plan: SpanPlan, *, recipe: ResolvedRecipe) -> SpanChunks:
-        """Return the intact chunks of one span, each read back and compared with the plan."""
+        """Return the intact chunks of one span. Encoded chunks are demuxed and compared with the plan."""
         stored = self._stored.get(plan.fingerprint, {})
         chunks: dict[int, ReadyChunk | SourceChunk] = {}
         num_chunks = len(plan.span.chunk_frames)
@@ -336,7 +344,7 @@ class OldChunks:
             if content is None:
                 continue
             num_chunks = description["span_chunks"]
-            if not isinstance(content, Path):  # its row of the index is the committed row
+            if not isinstance(content, Path):  # indexed packets: the row is the committed one, so no check is needed
                 chunks[number] = content
                 continue
             try:
@@ -357,7 +365,7 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
 
     Args:
         content: Bytes of the complete file.
-        fps: Frame rate, used to convert presentation timestamps into indices.
+        fps: Frame rate that converts presentation timestamps into frame indices.
 
     Raises:
         SourceFailure: frames_differ, if the file is not an MP4 chunk, or the container states a wrong packet position.
@@ -371,7 +379,7 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
             codec = stream.codec_context.codec.canonical_name
             extradata = bytes(stream.codec_context.extradata or b"")
             first_slice = slice_reader(codec, extradata)
-            # Integer arithmetic per packet: a Fraction would cost more than reading the packet.
+            # Use integer arithmetic, because a Fraction for each packet would cost more than reading the packet.
             frames_per_tick = (stream.time_base or Fraction(0)) * fps
             offsets: list[int] = []
             sizes: list[int] = []
@@ -392,11 +400,12 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
                     raise SourceFailure(
                         FailureCode.FRAMES_DIFFER, f"a frame is not on the {fps} fps grid: pts {packet.pts}"
                     )
-                # The index hands these ranges to readers, so the byte position must hold the packet's bytes.
+                # Readers rely on the byte ranges in the index, so the packet's bytes must be at this position.
                 crc32 = zlib.crc32(memoryview(packet))
                 if zlib.crc32(memoryview(content)[packet.pos : packet.pos + packet.size]) != crc32:
                     raise SourceFailure(
-                        FailureCode.FRAMES_DIFFER, f"no packet at byte {packet.pos}, contrary to the container"
+                        FailureCode.FRAMES_DIFFER,
+                        f"the container states a packet at byte {packet.pos}, but the bytes differ",
                     )
                 offsets.append(packet.pos)
                 sizes.append(packet.size)
@@ -423,7 +432,7 @@ def check_chunk(facts: ChunkFacts, *, num_frames: int, size: tuple[int, int], co
     """Compare a chunk with its plan.
 
     Raises:
-        SourceFailure: frames_differ, with the first difference.
+        SourceFailure: frames_differ, with the first difference in the message.
     """
     ends = (offset + size for offset, size in zip(facts.packet_offset, facts.packet_size, strict=True))
     is_inside = min(facts.packet_offset, default=0) > 0 and max(ends, default=0) <= size_bytes
@@ -438,8 +447,8 @@ def check_chunk(facts: ChunkFacts, *, num_frames: int, size: tuple[int, int], co
     ]
     for actual, planned, what in comparisons:
         if actual != planned:
-            texts = [
+            actual_text, planned_text = (
                 text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 3]}..."
                 for text in (str(actual), str(planned))
-            ]
-            raise SourceFailure(FailureCode.FRAMES_DIFFER, f"{what}: found {texts[0]}, planned {texts[1]}")
+            )
+            raise SourceFailure(FailureCode.FRAMES_DIFFER, f"{what}: found {actual_text}, planned {planned_text}")

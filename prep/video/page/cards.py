@@ -1,13 +1,13 @@
-"""A chunk on the page: pictures, captions, source, scores, and its clip.
+"""Cards of the HTML page that `prep inspect --html` writes: frames, captions, source, scores and clip of each chunk.
 
 If all clips together take at most EMBEDDED_BYTES, the page embeds them, and is a single file. Otherwise they are in
-`chunks.files/`, beside `chunks.html`. A clip is a copy of the chunk, byte for byte, if browsers play the codec and all
-copies together take at most COPIED_BYTES. Otherwise it is a preview: a short H.264 video at a low resolution. No
-browser plays MJPEG in MP4, and only some play HEVC.
+`chunks.files/`, beside `chunks.html`. A clip is an exact copy of the chunk if browsers play the codec and all copies
+together take at most COPIED_BYTES. Otherwise it is a preview: a short H.264 video at a low resolution. No browser plays
+MJPEG in MP4, and only some play HEVC.
 
-The name of a clip contains the checksum of its chunk. Therefore a page that is written again keeps its clips, and an
-open page never plays another chunk. The clips are written first, and then the pages that name them. Clips that no page
-names any more are removed last.
+The name of a clip contains the checksum of its chunk. Therefore rewriting a page keeps its clips, and an open page
+never plays a different chunk. The clips are written first, and then the pages that link to them. Clips without a link
+are removed last.
 """
 
 import json
@@ -44,28 +44,28 @@ from clipmill.shards.score_fields import SCORES
 _JPEG_QUANTISER = 5  # range: 2 (best) to 31
 _DECODERS = {"av1": "libdav1d"}  # libav's native av1 decoder requires hardware
 PREVIEW_S = 20.0  # maximum length of a preview
-EMBEDDED_BYTES = 8_000_000
-COPIED_BYTES = 256_000_000
-_PLAYED = ("h264", "vp9", "av1")
-_OURS = re.compile(r"[A-Za-z0-9_-]+-[0-9a-f]{8}(-preview)?\.mp4|page-\d+\.html|all\.html")
-_MAX_CAPTIONS = 3  # the other captions are folded
+EMBEDDED_BYTES = 8_000_000  # maximum total size of clips inside the page
+COPIED_BYTES = 256_000_000  # maximum total size of clips that are copies of chunks
+_BROWSER_CODECS = ("h264", "vp9", "av1")
+_OUTPUT_NAME = re.compile(r"[A-Za-z0-9_-]+-[0-9a-f]{8}(-preview)?\.mp4|page-\d+\.html|all\.html")
+_MAX_CAPTIONS = 3  # number of captions shown; the other captions are folded
 _MAX_FOLDED, _MAX_FOLDED_CHARS = 100, 20_000
 _MAX_CAPTION_CHARS = 1000
-_PICTURES = 4
+_NUM_PICTURES = 4
 _PICTURE_HEIGHT_PX = 108
 
 
 class NoPicture(Exception):
-    """Error: the decoder did not return a requested frame."""
+    """Error raised if the decoder does not return a requested frame."""
 
 
 def decode_frames(content: bytes, row: dict[str, Any], *, frames: Sequence[int]) -> list[VideoFrame]:
-    """Decode single frames of a chunk.
+    """Decode selected frames of a chunk.
 
     Args:
         content: Bytes of the MP4 file.
         row: Row of the index (clipmill.shards.format.VIDEO_FIELDS).
-        frames: Presentation indices of the frames.
+        frames: Presentation indices of the frames to decode.
 
     Raises:
         NoPicture: A frame could not be decoded.
@@ -78,7 +78,7 @@ def decode_frames(content: bytes, row: dict[str, Any], *, frames: Sequence[int])
     flags = row["packet_flags"]
     pictures = []
     for frame in frames:
-        # A frame needs the reference frames from its key frame on, and no others.
+        # Decoding a frame requires only the reference frames between its key frame and itself.
         target = position_of[frame]
         begin = max(position for position in range(target + 1) if flags[position] & PACKET_KEY)
         packets: list[av.Packet | None] = []
@@ -109,7 +109,7 @@ def jpeg(frame: VideoFrame, *, height: int) -> bytes:
 
 
 def preview(chunk: ChunkContent) -> bytes:
-    """Encode the first PREVIEW_S of a chunk as H.264 with a short side of 240 pixels and about 12 frames per second.
+    """Encode the first PREVIEW_S seconds of a chunk as H.264, with a short side of 240 pixels, at about 12 fps.
 
     Raises:
         SourceFailure: The chunk cannot be decoded.
@@ -121,7 +121,7 @@ def preview(chunk: ChunkContent) -> bytes:
 
 @dataclass(frozen=True)
 class Clip:
-    """A clip of a page. `address` is a data URI, or the name of a file in the folder of the page."""
+    """A clip of a page. `address` is a data URI, or a file name in the folder of the page."""
 
     address: str
     size_bytes: int
@@ -129,13 +129,13 @@ class Clip:
 
     @property
     def is_embedded(self) -> bool:
-        """True if the clip is in the page."""
+        """True if the clip is embedded in the page."""
         return self.address.startswith("data:")
 
 
 @dataclass(frozen=True)
 class ClipPlan:
-    """The form of the clips of a page; `why` gives the reason in words."""
+    """The form of a page's clips, and the reason for it as text."""
 
     is_preview: bool
     is_embedded: bool
@@ -143,8 +143,13 @@ class ClipPlan:
 
 
 def plan_clips(codec: str, *, total_bytes: int) -> ClipPlan:
-    """Choose the form of the clips of a page from the size of its chunks; `codec` is libav's name."""
-    if codec not in _PLAYED:
+    """Choose the form of a page's clips.
+
+    Args:
+        codec: libav's name of the codec.
+        total_bytes: Total size of the chunks on the page.
+    """
+    if codec not in _BROWSER_CODECS:
         names = {
             "mjpeg": "browsers do not play MJPEG in MP4",
             "hevc": "only some browsers play HEVC",
@@ -157,7 +162,7 @@ def plan_clips(codec: str, *, total_bytes: int) -> ClipPlan:
 
 
 class ClipFolder:
-    """The folder of a page, `chunks.files/` beside `chunks.html`. Thread-safe.
+    """Folder with the clips of a page: `chunks.files/` beside `chunks.html`. Thread-safe.
 
     Raises:
         UserError: The path exists, but is not a folder.
@@ -167,11 +172,11 @@ class ClipFolder:
         self.path = page.with_name(f"{page.stem}.files")
         self._is_made = False
         if self.path.exists() and not self.path.is_dir():
-            raise UserError(f"{self.path} is not a folder, and --html needs a folder of this name", hint="rename it")
+            raise UserError(f"--html needs the folder {self.path}, but a file has this name", hint="rename the file")
 
     @property
     def address(self) -> str:
-        """Relative address for the page."""
+        """URL of the folder, relative to the page."""
         return f"{quote(self.path.name)}/"
 
     def make(self) -> None:
@@ -182,14 +187,14 @@ class ClipFolder:
         """
         try:
             make_folder(self.path)
-            remove_temporaries(self.path, of=lambda name: _OURS.fullmatch(name) is not None)
+            remove_temporaries(self.path, of=lambda name: _OUTPUT_NAME.fullmatch(name) is not None)
         except OSError as error:
             raise UserError(
-                f"{self.path} cannot be written: {error.strerror}", hint="give a file in another folder with --html"
+                f"{self.path} cannot be written: {error.strerror}", hint="use --html with a path in a different folder"
             ) from None
 
-    def has(self, name: str, *, size_bytes: int | None = None) -> int:
-        """Return the size of a clip of an earlier page; 0 if it does not exist, or has another size."""
+    def stored_size(self, name: str, *, size_bytes: int | None = None) -> int:
+        """Return the size of an existing clip in bytes; 0 if it does not exist or its size is not `size_bytes`."""
         with suppress(OSError):
             stored_bytes = (self.path / name).stat().st_size
             return stored_bytes if size_bytes in (None, stored_bytes) else 0
@@ -204,24 +209,24 @@ class ClipFolder:
         try:
             publish_bytes(self.path / name, content)
         except OSError as error:
-            left = shutil.disk_usage(self.path).free
+            free_bytes = shutil.disk_usage(self.path).free
             raise UserError(
                 f"{self.path / name} cannot be written: {error.strerror}",
-                hint=f"{size_text(left)} are free; show fewer chunks with --chunks, or write to another disk",
+                hint=f"{size_text(free_bytes)} are free; show fewer chunks with --chunks, or write to another disk",
             ) from None
 
     def sweep(self, kept: Collection[str]) -> None:
-        """Remove clips and pages of earlier runs except `kept`, and the folder if it is empty; other files stay."""
+        """Remove clips and pages of earlier runs except `kept`, and the folder if it is empty; keep all other files."""
         with suppress(OSError):
             for path in list(self.path.iterdir()):
-                if path.name not in kept and _OURS.fullmatch(path.name):
+                if path.name not in kept and _OUTPUT_NAME.fullmatch(path.name):
                     path.unlink()
             self.path.rmdir()
 
 
 @dataclass(frozen=True)
 class CaptionLine:
-    """A caption. Times are seconds in the video; `end_s` is None for the end of the video."""
+    """A caption on a card. Times are seconds in the video; `end_s` is None for the end of the video."""
 
     text: str
     begin_s: float
@@ -237,14 +242,14 @@ class CaptionLine:
 
     @property
     def times(self) -> str:
-        """Begin and end, in the format of a video player."""
+        """Start and end time, in the format of a video player."""
         end = "the end" if self.end_s is None else clock(self.end_s, decimals=1)
         return f"{clock(self.begin_s, decimals=1)} to {end}"
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A frame: `source` is a JPEG file as a data URI, `time_s` its position in the chunk."""
+    """A frame: `source` is a JPEG image as a data URI, and `time_s` is its time in the chunk in seconds."""
 
     source: str
     time_s: float
@@ -255,11 +260,11 @@ class Card:
     """One chunk on the page.
 
     Attributes:
-        place: Position in the data folder: shard and row.
-        facts: Codec, size, frame rate, in words.
-        scores: Name of a score -> value.
-        written: Caption in the column `captions`; empty without one.
-        labels: Labels of the captions that overlap the chunk, as names and values.
+        place: Location in the data folder, as text: shard and row.
+        facts: Codec, resolution and frame rate, as text.
+        scores: Score name -> value.
+        written: Generated caption from the column `captions`; empty if there is none.
+        labels: (name, value) of the labels on captions that overlap the chunk.
         problem: Reason why the chunk cannot be shown. Such a chunk has neither pictures nor a clip.
     """
 
@@ -284,7 +289,7 @@ class Card:
 
     @property
     def label_values(self) -> str:
-        """Labels as a JSON list of texts such as "success=true", by which the page filters."""
+        """Labels as a JSON list of strings such as "success=true", which the filters of the page use."""
         return json.dumps([f"{name}={value}" for name, value in self.labels])
 
     @property
@@ -299,12 +304,12 @@ class Card:
 
     @property
     def kbit_s(self) -> float:
-        """Bit rate in kbit/s."""
+        """Bitrate in kbit/s."""
         return self.size_bytes * 8 / max(self.seconds, 1e-3) / 1000
 
     @property
     def times(self) -> str:
-        """Begin and end in the video, in the format of a video player."""
+        """Start and end time in the video, in the format of a video player."""
         return f"{clock(self.begin_s, decimals=3)} to {clock(self.end_s, decimals=3)}"
 
     @property
@@ -315,7 +320,7 @@ class Card:
 
     @property
     def caption_groups(self) -> tuple[Sequence[CaptionLine], Sequence[CaptionLine], int]:
-        """First captions, captions that are folded, and the number of captions that are not listed."""
+        """(Captions shown, folded captions, number of captions that are not listed)."""
         rest = self.captions[_MAX_CAPTIONS:]
         folded = rest[:_MAX_FOLDED]
         chars = accumulate(len(caption.short_text) for caption in folded)
@@ -324,7 +329,7 @@ class Card:
 
 
 def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: ClipFolder) -> dict[str, Any]:
-    """Return the fields of a card that are read from the shard; for a damaged chunk, the fields up to the `problem`.
+    """Read the fields of a card from its shard; for a damaged chunk, return the readable fields and the `problem`.
 
     Raises:
         UserError: The clip cannot be written.
@@ -346,8 +351,8 @@ def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: Cli
             for caption in description["captions"]
         )
         chunk = read_chunk(shard, row)
-        frames = evenly_within(range(entry["num_frames"]), at_most=_PICTURES)
-        # From a file, single packets are decoded; from a source, all packets that the frames need.
+        frames = evenly_within(range(entry["num_frames"]), at_most=_NUM_PICTURES)
+        # An encoded chunk allows decoding only the required packets; an indexed chunk is decoded from its source.
         pictures = decode_frames(chunk.mp4, entry, frames=frames) if chunk.mp4 else chunk.frames(frames)
         details["pictures"] = tuple(
             Picture(data_uri(jpeg(picture, height=_PICTURE_HEIGHT_PX), "image/jpeg"), float(number / fps))
@@ -364,15 +369,15 @@ def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: Cli
 
 
 def _make_clip(chunk: ChunkContent, entry: dict[str, Any], *, plan: ClipPlan, folder: ClipFolder) -> Clip:
-    """Return the clip of a chunk; write its file, unless an earlier page has written it."""
+    """Return the clip of a chunk, and write its file unless an earlier run has written it."""
     content, is_preview = chunk.mp4, plan.is_preview or not chunk.mp4
     if plan.is_embedded and content:
         return Clip(data_uri(content, "video/mp4"), len(content), is_preview=False)
-    # This name is safe in any file system and address. It has the checksum of the member that contains the frames, or
-    # describes where they are.
+    # The name is safe in any file system and URL. It contains the checksum of the member that holds the frames or their
+    # location.
     crc32 = entry["mp4_crc32" if "mp4_crc32" in entry else f"{SOURCE_MEMBER}_crc32"]
     name = f"{safe_video_id(entry['key'])}-{crc32:08x}{'-preview' if is_preview else ''}.mp4"
-    size_bytes = folder.has(name, size_bytes=None if is_preview else len(content))
+    size_bytes = folder.stored_size(name, size_bytes=None if is_preview else len(content))
     if not size_bytes:
         clip = preview(chunk) if is_preview else content
         folder.write(name, clip)

@@ -1,6 +1,6 @@
 "use strict";
-// Plays clips in place, and filters, searches and sorts the chunks of the page. Without it, the page has the same
-// chunks, with the controls of the browser under the pictures.
+// Plays clips in place, and filters, searches and sorts the chunks of the page. Without this script, the page shows the
+// same chunks, with the browser's video controls under the images.
 (() => {
   const root = document.documentElement;
   root.classList.add("js");
@@ -19,7 +19,7 @@
     button.addEventListener("click", () => {
       clip.classList.add("playing");
       video.focus();
-      video.play().catch(() => {}); // the error below says it
+      video.play().catch(() => {}); // the handler of "error" reports it
     });
     video.addEventListener("play", () => {
       for (const other of grid.querySelectorAll(".playing video")) if (other !== video) other.pause();
@@ -54,7 +54,7 @@
       shown += isShown;
       if (!isShown) card.querySelector("video")?.pause();
     }
-    const isFiltered = words.length > 0 || filters.some((one) => one.value);
+    const isFiltered = words.length > 0 || filters.some((filter) => filter.value);
     count.textContent = isFiltered ? `${shown.toLocaleString("en")} of ${cards.length.toLocaleString("en")} on this page` : "";
     clear.hidden = !isFiltered;
     none.hidden = shown > 0;
@@ -73,12 +73,12 @@
   field("sort").addEventListener("change", sort);
   clear.addEventListener("click", () => {
     field("q").value = "";
-    for (const one of filters) one.value = "";
+    for (const filter of filters) filter.value = "";
     update();
     field("q").focus();
   });
-  const asked = /^#q=(.*)$/.exec(location.hash);
-  if (asked) field("q").value = decodeURIComponent(asked[1]);
+  const query = /^#q=(.*)$/.exec(location.hash);
+  if (query) field("q").value = decodeURIComponent(query[1]);
   form.hidden = false;
   update();
 })();

@@ -1,6 +1,6 @@
-"""All chunks of a variant as arrays, the choice of chunks to show, and totals, scores, captions and distributions.
+"""Read all chunks of a variant for the page of `prep inspect --html`, choose chunks to show, and compute statistics.
 
-All functions work for a million chunks, because they map a single table and read the captions in batches.
+The functions scale to a million chunks, because they map a single table and read the captions in batches.
 """
 
 from collections.abc import Mapping
@@ -30,11 +30,11 @@ from clipmill.shards.selection import Spans, find_chunks, match_labels, read_lab
 from clipmill.shards.where import parse_where
 
 _COLUMNS = ("start_ms", "num_frames", "fps_num", "fps_den", "size", "shard", "row")
-_SPLITS = ("train", "val", "test")  # they come first, in this order
+_SPLITS = ("train", "val", "test")  # splits listed first, in this order
 BRIEF = tuple(score.name for score in SCORES if score.is_brief)
 _BATCH_CAPTIONS = 1 << 18
-_LONGEST_MS = 1e15  # longer than any video
-# Distinct IDs of videos; the video of each chunk; other columns of the chunks.
+_MAX_TIME_MS = 1e15  # limit that is longer than any video
+# Distinct video IDs; the video of each chunk; other columns of the chunks.
 _Rows = tuple[pa.Array, NDArray[np.int32], pa.Table]
 
 
@@ -53,11 +53,11 @@ class Chunks:
     """Chunks ordered by video and start, one entry of each array per chunk.
 
     Attributes:
-        video_ids: Distinct IDs of videos.
-        video: Video of each chunk, as an index of `video_ids`, in ascending order.
-        start_ms, duration_s, size_bytes: Start of each chunk in its video, duration, and size of its MP4 file.
-        split: Split of each chunk, as an index of `splits`.
-        shard, row: Shard ID of each chunk, and row of the shard's index.
+        video_ids: Distinct video IDs.
+        video: Video of each chunk, as an index into `video_ids`, in ascending order.
+        start_ms, duration_s, size_bytes: Start of each chunk in its video, its duration, and the size of its MP4 file.
+        split: Split of each chunk, as an index into `splits`.
+        shard, row: Shard ID of each chunk, and its row in the shard's index.
         holes: Shards that cannot be read, by shard ID.
     """
 
@@ -80,13 +80,13 @@ class Chunks:
         return chunk_key(self.video_ids[int(self.video[number])].as_py(), int(self.start_ms[number]))
 
     def take(self, rows: NDArray[np.integer] | NDArray[np.bool_]) -> "Chunks":
-        """Return some of the chunks."""
+        """Return the chunks in `rows`, which holds indices or a mask."""
         names = ("video", "start_ms", "duration_s", "size_bytes", "split", "shard", "row")
         arrays = {name: getattr(self, name)[rows] for name in names}
         return Chunks(video_ids=self.video_ids, splits=self.splits, holes=self.holes, **arrays)
 
     def select(self, where: str, data_dir: Path) -> "Chunks":
-        """Return the chunks that an expression selects.
+        """Return the chunks that the expression `where` selects.
 
         Raises:
             UserError: `where` is not an expression on chunks, or selects no chunk.
@@ -98,13 +98,13 @@ class Chunks:
         )
         if not is_kept.any():
             raise UserError(
-                f"--where '{parsed.text}' keeps none of {len(self):,} chunks", hint="use a weaker condition"
+                f"--where '{parsed.text}' matches none of the {len(self):,} chunks", hint="use a weaker condition"
             )
         return self.take(is_kept)
 
 
 def read_chunks(variant: Variant) -> Chunks:
-    """Return the chunks of a variant, from its merged table or, if that cannot be used, from the readable indexes.
+    """Return the chunks of a variant from its merged table or, if the table cannot be used, from the readable indexes.
 
     Raises:
         UserError: No shard can be read.
@@ -147,7 +147,7 @@ def read_chunks(variant: Variant) -> Chunks:
 
 
 def _in_order(ids: pa.Array, codes: NDArray[np.int32], table: pa.Table) -> _Rows:
-    """Order the chunks by video, as they occur in the table, and start; `ids` may occur several times."""
+    """Sort the chunks by video, in the order of first occurrence, and then by start; `ids` may contain duplicates."""
     distinct = ids.dictionary_encode()
     video = distinct.indices.to_numpy()[codes]
     order = order_of(video, table["start_ms"].to_numpy())
@@ -157,7 +157,7 @@ def _in_order(ids: pa.Array, codes: NDArray[np.int32], table: pa.Table) -> _Rows
 
 
 def _read_indexes(variant: Variant, holes: dict[int, Hole]) -> _Rows | None:
-    """Read the chunks from all readable indexes, and add the others to `holes`; return None if none is readable."""
+    """Read the chunks from all readable indexes; add other shards to `holes`. Return None if no index is readable."""
     parts = []
     for shard in variant.shards():
         if not is_readable(shard):
@@ -186,30 +186,30 @@ def _read_indexes(variant: Variant, holes: dict[int, Hole]) -> _Rows | None:
 def choose_chunks(chunks: Chunks, *, num_chunks: int) -> NDArray[np.int64]:
     """Return the rows of up to `num_chunks` chunks, evenly spaced in each split, in ascending order.
 
-    Each split gets an equal share of half of the chunks, and a share of the other half in proportion to its size. Thus
-    a validation split of one percent is included.
+    Half of the chunks are divided equally between the splits, and the other half in proportion to the size of each
+    split. Thus even a validation split of one percent is included.
     """
     sizes = np.bincount(chunks.split, minlength=len(chunks.splits))
     total = min(num_chunks, len(chunks))
     evenly = np.minimum(sizes, total // (2 * max(1, int(np.count_nonzero(sizes)))))
-    left = sizes - evenly
-    exact = left * (total - int(evenly.sum())) / max(1, int(left.sum()))
-    shares = evenly + np.floor(exact).astype(np.int64)
-    # The shares are rounded down. The splits with the largest remainders get the remaining chunks.
-    by_remainder = np.argsort(np.floor(exact) - exact, kind="stable")
-    shares[by_remainder[: total - int(shares.sum())]] += 1
+    unpicked = sizes - evenly
+    exact = unpicked * (total - int(evenly.sum())) / max(1, int(unpicked.sum()))
+    counts = evenly + np.floor(exact).astype(np.int64)
+    # The counts are rounded down. The splits with the largest remainders get the remaining chunks.
+    remainder_order = np.argsort(np.floor(exact) - exact, kind="stable")
+    counts[remainder_order[: total - int(counts.sum())]] += 1
     picked = [
         np.flatnonzero(chunks.split == split)[
-            np.array(evenly_within(range(int(sizes[split])), at_most=share), np.int64)
+            np.array(evenly_within(range(int(sizes[split])), at_most=count), np.int64)
         ]
-        for split, share in enumerate(shares.tolist())
+        for split, count in enumerate(counts.tolist())
     ]
     return np.sort(np.concatenate(picked))
 
 
 @dataclass(frozen=True)
 class SplitTotal:
-    """The chunks of a split."""
+    """Totals of the chunks in a split."""
 
     name: str
     num_videos: int
@@ -220,7 +220,7 @@ class SplitTotal:
 
 @dataclass(frozen=True)
 class Distribution:
-    """A histogram with its name and unit; `about` describes its values."""
+    """A histogram with its title and unit; `about` describes the values."""
 
     title: str
     unit: str
@@ -230,7 +230,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class ChunkScores:
-    """The scores of chunks: `rows` are their rows in the table of scores, -1 for chunks without scores."""
+    """Scores of chunks: `rows` holds the row of each chunk in the score table, -1 for a chunk without scores."""
 
     table: pa.Table
     rows: NDArray[np.int64]
@@ -246,18 +246,18 @@ def split_totals(chunks: Chunks) -> list[SplitTotal]:
     """Return the totals of each split that has chunks."""
     totals = []
     for code, name in enumerate(chunks.splits):
-        mine = chunks.split == code
-        if mine.any():
-            seconds, size_bytes = float(chunks.duration_s[mine].sum()), int(chunks.size_bytes[mine].sum())
-            totals.append(SplitTotal(name, len(np.unique(chunks.video[mine])), int(mine.sum()), seconds, size_bytes))
+        mask = chunks.split == code
+        if mask.any():
+            seconds, size_bytes = float(chunks.duration_s[mask].sum()), int(chunks.size_bytes[mask].sum())
+            totals.append(SplitTotal(name, len(np.unique(chunks.video[mask])), int(mask.sum()), seconds, size_bytes))
     return totals
 
 
 def scores_of(chunks: Chunks, data_dir: Path) -> ChunkScores | None:
-    """Return the scores of chunks of the current variant.
+    """Return the scores of `chunks`, which belong to the current variant; None if no chunk has scores.
 
     Raises:
-        UserError: There are no scores, or they cannot be used.
+        UserError: The table of scores is missing or cannot be used.
     """
     table = open_scores(data_dir, columns={"video_id", "start_ms", *BRIEF}).table
     rows = find_chunks(table, video_ids=chunks.video_ids, video_row=chunks.video, start_ms=chunks.start_ms)
@@ -265,7 +265,7 @@ def scores_of(chunks: Chunks, data_dir: Path) -> ChunkScores | None:
 
 
 def written_of(chunks: Chunks, data_dir: Path) -> dict[int, str]:
-    """Return the captions in the column `captions`, by the number of their chunk.
+    """Return the generated captions from the column `captions`, by chunk number.
 
     Raises:
         UserError: The captions cannot be used.
@@ -278,7 +278,7 @@ def written_of(chunks: Chunks, data_dir: Path) -> dict[int, str]:
 
 
 def labels_of(chunks: Chunks, numbers: NDArray[np.int64], data_dir: Path) -> dict[int, tuple[tuple[str, str], ...]]:
-    """Return the labels of the captions that overlap some chunks, as names and values, by the number of the chunk.
+    """Return the labels of the captions that overlap the chunks in `numbers`: (name, value) pairs by chunk number.
 
     Raises:
         UserError: There is no manifest, or it is damaged.
@@ -297,7 +297,7 @@ def labels_of(chunks: Chunks, numbers: NDArray[np.int64], data_dir: Path) -> dic
 
 
 def num_captions(chunks: Chunks, data_dir: Path) -> NDArray[np.int64]:
-    """Return the number of captions of the manifest that overlap each chunk, int64 [chunks].
+    """Return the number of captions in the manifest that overlap each chunk, int64 [chunks].
 
     The caption table is read in batches, because tens of millions of captions do not fit into memory.
 
@@ -313,7 +313,7 @@ def num_captions(chunks: Chunks, data_dir: Path) -> NDArray[np.int64]:
             coded = batch.column(0)
             known = pc.fill_null(pc.index_in(coded.dictionary, value_set=chunks.video_ids), -1).to_numpy()
             video = known[coded.indices.to_numpy()].astype(np.int64)
-            times = (np.clip(batch.column(name).to_numpy() * 1000, 0, _LONGEST_MS) for name in (1, 2))
+            times = (np.clip(batch.column(name).to_numpy() * 1000, 0, _MAX_TIME_MS) for name in (1, 2))
             begins, ends = (moments.numbers(video, time.astype(np.int64)) for time in times)
             first = np.searchsorted(end, begins, side="right")
             last = np.searchsorted(begin, ends, side="left")
@@ -326,7 +326,7 @@ def num_captions(chunks: Chunks, data_dir: Path) -> NDArray[np.int64]:
 def distributions(
     chunks: Chunks, *, captions: NDArray[np.int64] | None, scores: ChunkScores | None
 ) -> list[Distribution]:
-    """Return the distributions whose values are known."""
+    """Return the distributions of all quantities that are known."""
     kbit_s = chunks.size_bytes * 8 / np.maximum(chunks.duration_s, 1e-3) / 1000
     known = [
         Distribution("Length", "s", "seconds of video in each chunk", histogram(chunks.duration_s)),

@@ -1,6 +1,6 @@
 """Write the page of `prep inspect --html`: choose chunks, write their clips and the pages, and return the final report.
 
-Only the cards of the chosen chunks are read, one page at a time.
+Only the cards of the selected chunks are read, one page at a time.
 """
 
 import os
@@ -47,9 +47,9 @@ from clipmill.shards.pages.templates import SEARCH_SCRIPT, require_page_path
 from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import SCORES
 
-PAGE_CHUNKS = 150
+PAGE_CHUNKS = 150  # maximum number of chunks on a page
 _BUCKET_THREADS = 16
-_MAX_OPTIONS = 400
+_MAX_OPTIONS = 400  # maximum number of values in a filter menu
 TEMPLATE = Path(__file__).with_name("chunks.html.j2")
 _SCRIPT = Path(__file__).with_name("chunks.js").read_text()
 # Description of the frames between key frames, by GOP layout.
@@ -67,14 +67,14 @@ _LENGTH = re.compile(r"(\d[\d./]*)(ms|s|m|min|h)")
 
 @dataclass(frozen=True)
 class Header:
-    """Texts about all chunks on the first page.
+    """Text about all chunks at the top of the first page.
 
     Attributes:
         variant: Name of the variant.
-        summary: Number of chunks, videos and bytes, and the choice of chunks that are shown.
-        settings: Settings in words, and all settings as they are stored.
-        notes: Information that could not be read, or is not shown.
-        holes: Shards that cannot be read.
+        summary: Number of chunks, videos and bytes, and which chunks are shown.
+        settings: (description of the settings, all settings in their stored form).
+        notes: Reasons why information is not shown.
+        holes: Descriptions of the shards that cannot be read.
         clips: Form of the clips.
     """
 
@@ -90,7 +90,7 @@ class Header:
 
 
 def summary(everything: Chunks, chunks: Chunks, *, num_shown: int, variant: Variant, where: str | None) -> str:
-    """Return the number of chunks, videos and bytes, and the choice of chunks that are shown."""
+    """Return the number of chunks, videos and bytes, and which chunks are shown, as text."""
     num_videos = len(np.unique(chunks.video))
     kept = f"{len(chunks):,} of {count_noun(len(everything), 'chunk')}, selected by {where}," if where else ""
     size = size_text(int(variant.tar_files.sizes.sum() if where is None else chunks.size_bytes.sum()))
@@ -101,7 +101,7 @@ def summary(everything: Chunks, chunks: Chunks, *, num_shown: int, variant: Vari
 
 
 def tiles(chunks: Chunks, variant: Variant) -> list[tuple[str, str]]:
-    """Return the totals as values with their names."""
+    """Return the totals as (value, name) pairs."""
     seconds, size_bytes = float(chunks.duration_s.sum()), int(chunks.size_bytes.sum())
     totals = [
         (f"{len(np.unique(chunks.video)):,}", "videos"),
@@ -127,9 +127,9 @@ def settings_words(recipe: Mapping[str, Any]) -> str:
         if recipe.get(name) is not None:
             parts.append(text.format(recipe[name]))
     if (keyint := recipe.get("keyint")) is not None:
-        every, words = f"a key frame every {keyint} frames", _LAYOUTS.get(gop := str(recipe.get("gop")))
-        every = every if words is None else f"{gop}{keyint}: {every}{words}"  # the form in the variant's name
-        parts.append("key frames only" if keyint == 1 else every)
+        layout, details = f"a key frame every {keyint} frames", _LAYOUTS.get(gop := str(recipe.get("gop")))
+        layout = layout if details is None else f"{gop}{keyint}: {layout}{details}"  # begins as in the variant's name
+        parts.append("key frames only" if keyint == 1 else layout)
     if (length := recipe.get("len")) is not None:
         length = _LENGTH.sub(r"\1 \2", str(length))
         parts.append(f"cut at shots, up to {length}" if recipe.get("cut") == "shots" else f"chunks of {length}")
@@ -137,10 +137,10 @@ def settings_words(recipe: Mapping[str, Any]) -> str:
 
 
 def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
-    """Publish the pages and clips of up to `request.num_samples` chunks (by default PAGE_CHUNKS), drawn evenly.
+    """Publish the pages and clips of up to `request.num_samples` evenly spaced chunks (default: PAGE_CHUNKS).
 
     Raises:
-        UserError: A file cannot be written, no shard is readable, or `request.where` keeps no chunk.
+        UserError: A file cannot be written, no shard is readable, or `request.where` matches no chunk.
     """
     require_page_path(request.path, flag="--html")
     folder = ClipFolder(request.path)
@@ -154,7 +154,7 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
     count = -(-len(picked) // PAGE_CHUNKS)
     if count > 1 or not plan.is_embedded:
         folder.make()
-    # Scores and generated captions belong to the current variant. A page is useful without them; a note then says why.
+    # Scores and generated captions belong to the current variant. If they cannot be read, the page has a note instead.
     notes: list[str] = []
     is_current = current_variant(data_dir, VIDEO) == variant.directory.name
     has_scores, has_written = (is_current and (data_dir / column).is_dir() for column in (SCORES_COLUMN, CAPTIONS))
@@ -198,7 +198,7 @@ def _publish(
 ) -> Report:
     """Write the pages, remove clips of earlier pages, and return the report."""
     count = -(-num_shown // PAGE_CHUNKS)
-    media = "data:" if plan.is_embedded else "'self' file:"  # sources that the content security policy permits
+    media = "data:" if plan.is_embedded else "'self' file:"  # for the content security policy
     pages = [Pages(path.name, folder.address, number, count, num_shown) for number in range(1, count + 1)]
     kept: set[str] = set()
     listed: list[tuple[Card, int]] = []
@@ -209,17 +209,17 @@ def _publish(
         return publish_page(file, TEMPLATE, **page_values(cards, header, page, media=media))
 
     for page in pages:
-        mine = [card for _, card in zip(range(min(PAGE_CHUNKS, num_shown - len(listed))), cards, strict=False)]
-        clips = [card.clip for card in mine if card.clip is not None]
+        page_cards = [card for _, card in zip(range(min(PAGE_CHUNKS, num_shown - len(listed))), cards, strict=False)]
+        clips = [card.clip for card in page_cards if card.clip is not None]
         clip_bytes += sum(clip.size_bytes for clip in clips)
         kept |= {clip.address for clip in clips if not plan.is_embedded}
-        # The list of all chunks holds no pictures, so that it can be searched even for thousands of chunks.
-        listed += [(replace(card, pictures=(), clip=None), page.number) for card in mine]
+        # The list of all chunks has no images, so that even thousands of chunks can be searched.
+        listed += [(replace(card, pictures=(), clip=None), page.number) for card in page_cards]
         if page.number == 1:
-            first = mine  # published last, when the pages and clips that it names exist
+            first = page_cards  # published last, when the pages and clips that it links to exist
         else:
             name = f"page-{page.number}.html"
-            written_bytes += publish(folder.path / name, [(card, page.number) for card in mine], page)
+            written_bytes += publish(folder.path / name, [(card, page.number) for card in page_cards], page)
             kept.add(name)
     if count > 1:
         written_bytes += publish(folder.path / "all.html", listed, replace(pages[0], number=0))
@@ -239,10 +239,10 @@ def _publish(
         "clip_bytes": clip_bytes,
         "folder": os.fspath(folder.path) if kept else None,
     }
-    of_all = (
+    total = (
         count_noun(num_all, "chunk") if num_shown == num_all else f"{num_shown:,} of {num_all:,} chunks, drawn evenly"
     )
-    lines = [f"{path}: {of_all}{f', on {count} pages' if count > 1 else ''}"]
+    lines = [f"{path}: {total}{f', on {count} pages' if count > 1 else ''}"]
     problems = [f"{count_noun(len(header.holes), 'shard')} missing or damaged"] if header.holes else []
     problems += [f"{count_noun(num_problems, 'chunk')} cannot be shown"] if num_problems else []
     if problems:
@@ -261,7 +261,7 @@ def _publish(
 
 @dataclass(frozen=True)
 class _Known:
-    """Information about chunks from outside their shards: scores; captions and labels by the number of their chunk."""
+    """Information about chunks that is not in their shards: scores, and captions and labels by chunk number."""
 
     scores: ChunkScores | None
     written: Mapping[int, str]
@@ -284,8 +284,8 @@ def _cards(
     with suppress(UserError):
         videos = read_videos(data_dir)
         shown = chunks.video_ids.take(np.unique(chunks.video[picked]))
-        mine = videos.select(["video_id", "path"]).filter(pc.is_in(videos["video_id"], value_set=shown))
-        paths = {row["video_id"]: mask_secrets(row["path"]) for row in mine.to_pylist()}
+        rows = videos.select(["video_id", "path"]).filter(pc.is_in(videos["video_id"], value_set=shown))
+        paths = {row["video_id"]: mask_secrets(row["path"]) for row in rows.to_pylist()}
     is_remote = mirror_of(data_dir) is not None
     num_threads = _BUCKET_THREADS if is_remote else len(os.sched_getaffinity(0))
 
@@ -332,11 +332,13 @@ def _or_note(read: Callable[[], Any], notes: list[str]) -> Any:
 
 @dataclass(frozen=True)
 class Pages:
-    """Connected pages: the first page, `name`, is beside the folder; the others and a list of all chunks are in it.
+    """Linked pages: the first page is beside the folder; the other pages and a list of all chunks are in the folder.
 
     Attributes:
-        folder: Address of the folder beside the first page.
+        name: File name of the first page.
+        folder: URL of the folder, relative to the first page.
         number: Number of this page; 0 for the list.
+        count: Number of pages.
         num_shown: Number of chunks on all pages.
     """
 
@@ -348,11 +350,11 @@ class Pages:
 
     @property
     def is_list(self) -> bool:
-        """True if this page is the list of all chunks, without pictures."""
+        """True if this page is the list of all chunks, which has no images."""
         return self.number == 0
 
     def address(self, number: int) -> str:
-        """Return the address of a page, relative to this page."""
+        """Return the URL of a page, relative to this page."""
         if number == self.number:
             return ""
         if number == 1:
@@ -361,12 +363,12 @@ class Pages:
 
     @property
     def inside(self) -> str:
-        """Address of the folder relative to this page."""
+        """URL of the folder, relative to this page."""
         return self.folder if self.number == 1 else ""
 
     @property
     def near(self) -> list[int | None]:
-        """Numbers of the pages to which this page links, with None for each gap."""
+        """Numbers of the pages in the navigation bar, with None for each gap."""
         shown = {1, self.count, *range(max(1, self.number - 2), min(self.count, self.number + 2) + 1)}
         numbers: list[int | None] = []
         last = 0
@@ -377,11 +379,11 @@ class Pages:
 
 
 def page_values(cards: Sequence[tuple[Card, int]], header: Header, pages: Pages, *, media: str) -> dict[str, Any]:
-    """Return the values of the template.
+    """Return the values for the template.
 
     Args:
-        cards: Chunks of the page with the number of the page that shows their pictures.
-        media: Sources of clips.
+        cards: Cards of the page, each with the number of the page that shows its images.
+        media: Sources of clips that the content security policy permits.
     """
     part = ", list of chunks" if pages.is_list else "" if pages.number == 1 else f", page {pages.number}"
     shown = [card for card, _ in cards]
@@ -390,7 +392,7 @@ def page_values(cards: Sequence[tuple[Card, int]], header: Header, pages: Pages,
         ("dataset", "Dataset", [card.dataset for card in shown if card.dataset]),
         ("video", "Source video", [card.video_id for card in shown]),
     )
-    # A filter with a single value does not distinguish chunks, and nobody can use a menu of thousands of values.
+    # A filter with a single value does not distinguish chunks, and a menu of thousands of values is unusable.
     values_of_labels: dict[str, dict[str, None]] = {}
     for card in shown:
         for name, value in card.labels:

@@ -181,7 +181,7 @@ def test_an_expression_chooses_the_chunks(prep: Prep, shard_set: ShardSet, tmp_p
     assert _Page(page).keys == ["short_000000000"]
     assert "1 of 5 chunks, selected by split == 'val'" in html.unescape(page.read_text())
     for arguments, error in (
-        (("--html", page, "--where", "duration_s > 60"), "keeps none of 5 chunks"),
+        (("--html", page, "--where", "duration_s > 60"), "matches none of the 5 chunks"),
         (("--html", page, "--where", "words > 1"), "the page shows chunks"),
         (("--html", page, "--chunks", 0), "--chunks is 0"),
         (("--where", "start_ms > 1"), "--where has no effect without a page"),
