@@ -40,7 +40,7 @@ def shell_of_home(
         command = [str(forks.python()), "-m", f"clipmill.{program}.cli", "--install-completion", "--shell", shell]
         ran = subprocess.run(command, cwd=ROOT, env={**os.environ, "HOME": str(home)}, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr
-        assert f"completion of {program}: {home}" in ran.stdout
+        assert f"completion for {program}: {home}" in ran.stdout
     return shell, home
 
 
