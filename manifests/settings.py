@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import MISSING, dataclass, fields, replace
-from functools import cache
 from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 from clipmill.manifests.errors import UserError, UserErrors
@@ -126,9 +125,13 @@ class Annotations(NamedTuple):
     needs: Needs | None
 
 
-@cache
-def annotations_of(kind: Any) -> tuple[Annotations, ...]:
+_annotations: dict[type, tuple[Annotations, ...]] = {}  # by settings class, as type hints take long to resolve
+
+
+def annotations_of(kind: type) -> tuple[Annotations, ...]:
     """Return the annotations of all fields of a settings class, in order."""
+    if kind in _annotations:
+        return _annotations[kind]
     hints, annotations = get_type_hints(kind, include_extras=True), []
     for field in fields(kind):
         default = field.default if field.default_factory is MISSING else field.default_factory()
@@ -140,7 +143,7 @@ def annotations_of(kind: Any) -> tuple[Annotations, ...]:
         annotations.append(
             Annotations(field.name, default, known.get("range"), known.get("goes_with"), known.get("needs"))
         )
-    return tuple(annotations)
+    return _annotations.setdefault(kind, tuple(annotations))
 
 
 def mistakes(settings: Checked) -> list[UserError]:

@@ -117,24 +117,23 @@ def read_didemo(
         split = split_in_file_name(path.name)
         for row, entry in enumerate(array_items(path)):
             listed = lists.get(split)
-            name = entry.get("video") if isinstance(entry, dict) else None
-            if not isinstance(entry, dict) or not isinstance(name, str):
+            if not isinstance(entry, dict) or not isinstance(file_name := entry.get("video"), str):
                 detail = f"not an object with a video: {quote_value(entry)}"
                 builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
                 continue
-            if listed is not None and name not in listed:
+            if listed is not None and file_name not in listed:
                 continue
-            source_id = name.rpartition(".")[0] or name
-            video = videos.number(source_id, split=split, file=path, row=row, file_names=(name, source_id))
+            source_id = file_name.rpartition(".")[0] or file_name
+            video = videos.number(source_id, split=split, file=path, row=row, file_names=(file_name, source_id))
             if video is None:
                 continue
             try:
                 begin_s, end_s = moment_of(entry.get("times"), num_segments=entry.get("num_segments", _MAX_SEGMENTS))
             except ValueError as error:
-                builder.reject(Reason.BAD_TIME, file=str(path), row=row, source_id=name, detail=str(error))
+                builder.reject(Reason.BAD_TIME, file=str(path), row=row, source_id=file_name, detail=str(error))
                 continue
             if listed is not None:
-                builder.use_row(listed[name])
+                builder.use_row(listed[file_name])
             origin = Origin(path, SOURCE, row, field="description")
             builder.add_caption(video, entry.get("description"), origin, begin_s=begin_s, end_s=end_s)
     return builder.build()

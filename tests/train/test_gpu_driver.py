@@ -23,10 +23,10 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(driver, "_VERSION_FILE", tmp_path / "version")
     monkeypatch.setattr(driver, "_PCI_DEVICES", tmp_path / "pci")
-    for remembered in (why_no_gpu, precision._say_once):
+    for remembered in (why_no_gpu, precision._print_once):
         remembered.cache_clear()
     yield tmp_path
-    for remembered in (why_no_gpu, precision._say_once):  # what was said of it is not true for other tests
+    for remembered in (why_no_gpu, precision._print_once):  # what was said of it is not true for other tests
         remembered.cache_clear()
 
 

@@ -54,11 +54,12 @@ def chunk_clips(
 def batches_shown(samples: Samples[Any], num_batches: int) -> list[tuple[dict[str, list[int]], np.ndarray]]:
     """Positions and clips of batches, and their numbers, read before their memory is used again."""
     taken = islice(samples.batches(max_failures=0), num_batches)
-    names = ("position", "clip_id")
-    return [
-        ({name: loaded_batch.batch[name].tolist() for name in names}, numbers(loaded_batch.batch))
-        for loaded_batch in taken
-    ]  # type: ignore[literal-required]
+    shown = []
+    for loaded_batch in taken:
+        batch = loaded_batch.batch
+        places = {"position": batch["position"].tolist(), "clip_id": batch["clip_id"].tolist()}
+        shown.append((places, numbers(batch)))
+    return shown
 
 
 def numbers(batch: Batch) -> np.ndarray:

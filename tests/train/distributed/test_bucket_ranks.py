@@ -39,7 +39,7 @@ def test_nodes_without_a_shared_disk_lose_one_and_end_with_the_same_bits(
     first, second = launch("lost", in_bucket)
     while not faults.seen().num_faults:
         second.process.join(0.05)
-        assert second.process.exitcode is None, second.said.read_text()
+        assert second.process.exitcode is None, second.stderr_path.read_text()
     second.process.kill()
     _, stderr = first.end()
     assert "rank 0 of 2" in stderr or "has lost" in stderr, stderr
