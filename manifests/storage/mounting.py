@@ -37,14 +37,15 @@ def open_data(address: str) -> Path:
 
 
 def open_run(address: str) -> Path:
-    """Return the local folder that mirrors a run in a bucket, as the bucket is now.
+    """Return the local folder that mirrors a run in a bucket, updated to the current state of the bucket.
 
     Raises:
         UserError: The address cannot hold a run, the bucket does not exist, or the credentials are refused.
     """
     if is_web(address):
         raise UserError(
-            f"{address} cannot be a run, because runs are listed", hint="give an address with s3://, gs:// or az://"
+            f"{address} cannot be a run, because web servers cannot be listed",
+            hint="use a URL with s3://, gs:// or az://",
         )
     copy = _open_copy(address, is_small=is_small_in_run)
     try:
@@ -52,9 +53,7 @@ def open_run(address: str) -> Path:
     except UserError:
         raise
     except OSError as error:
-        raise UserError(
-            f"{address} cannot be read: {error.strerror}", hint="correct the address, or try again"
-        ) from error
+        raise UserError(f"{address} cannot be read: {error.strerror}", hint="correct the URL, or try again") from error
     return copy.folder
 
 
@@ -105,11 +104,11 @@ def mount_problem(access: tuple[str, ...], token_file: Path | None = None, token
         token_file.parent.mkdir(parents=True, exist_ok=True)
         stored_token = copy.objects.read(copy.key_of(token_file)).decode("utf-8", "replace")
     except FileNotFoundError:
-        return f"the run has ended, or {access[0]} is another bucket there"
+        return f"the run has ended, or {access[0]} is a different bucket there"
     except (OSError, UserError) as error:
         reason = f"{access[0]} cannot be used: {getattr(error, 'strerror', None) or error}"
         return StorageReason(reason) if isinstance(error, StorageRefused) else reason
-    return None if stored_token == token else f"{access[0]} is another bucket there"
+    return None if stored_token == token else f"{access[0]} is a different bucket there"
 
 
 def _mount_in_worker(access: tuple[str, ...]) -> WorkingCopy:

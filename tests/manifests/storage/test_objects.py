@@ -127,7 +127,7 @@ def test_a_server_that_does_not_answer_is_named_once(
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        (Fault("cut", method="GET"), "ended early"),
+        (Fault("cut", method="GET"), "was truncated in all attempts"),
         (Fault("error"), "503 Injected|503 Service Unavailable"),
         (Fault("lost"), "does not respond"),
     ],
