@@ -1,4 +1,4 @@
-"""The stored captions of a data folder: their sources and models, and the times that videos and chunks allow."""
+"""The stored captions of a data folder: their sources and models, and captions outside of their video or its chunks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant
 
-_ROUNDING_S = 1.0
+_ROUNDING_S = 1.0  # a caption that ends up to this long after its video is not reported
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class CaptionSource:
     """One source of captions.
 
     Attributes:
-        is_further: True if `prep manifest captions` added it, and not the command of a dataset.
-        weights: Names of the models that wrote it, with the first digits of their SHA-256.
-        stale_because: Reason why its model would write other captions now, or None.
+        is_further: True if `prep manifest captions` added the source; False if the command of a dataset added it.
+        weights: Names of the models that wrote the captions, with the first digits of their SHA-256.
+        stale_because: Reason why the model would write different captions now, or None.
     """
 
     name: str
@@ -42,7 +42,7 @@ class CaptionSource:
 
 
 def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
-    """Read the sources of captions in the manifest, sources of datasets first, in alphabetical order.
+    """Read the sources of captions in the manifest in alphabetical order, with the sources from datasets first.
 
     Raises:
         UserError: The manifest is missing or damaged.
@@ -54,10 +54,10 @@ def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
     sources = []
     for name in sorted(counts, key=lambda name: (name in further, name)):
         models = further[name]["models"] if name in further else []
-        other = other_variants(models, current=current)
+        variants = other_variants(models, current=current)
         stale = (
-            f"it describes chunks of {', '.join(other)}, not of the current variant"
-            if other
+            f"it describes chunks of {', '.join(variants)}, not of the current variant"
+            if variants
             else _changed_column(models, data_dir)
         )
         weights = []
@@ -79,9 +79,11 @@ def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
 
 @dataclass(frozen=True)
 class CaptionsBeyond:
-    """Captions that begin at or after the end of their video, and captions that only end after it.
+    """Captions whose times are after the end of their video.
 
     Attributes:
+        num_begin: Number of captions that begin at or after the end of their video.
+        num_end: Number of other captions that end more than a second after the end of their video.
         first: First few captions of both kinds.
     """
 
@@ -91,10 +93,12 @@ class CaptionsBeyond:
 
 
 def captions_beyond(data_dir: Path, *, video_ids: pa.ChunkedArray, end_s: np.ndarray) -> CaptionsBeyond:
-    """Find the captions whose times are after the end of their video; an end up to a second after it is rounding.
+    """Find the captions whose times are after the end of their video.
+
+    An end up to a second after the end of the video counts as a rounding error.
 
     Args:
-        video_ids: Ids of the videos of the manifest.
+        video_ids: IDs of the videos in the manifest.
         end_s: End of each video in seconds, +inf if unknown, float64.
 
     Raises:
@@ -119,10 +123,10 @@ def captions_beyond(data_dir: Path, *, video_ids: pa.ChunkedArray, end_s: np.nda
 
 
 def other_variants(models: list[Mapping[str, Any]], *, current: str | None) -> list[str]:
-    """Return the variants of `video` whose chunks were captioned, other than the current one.
+    """Return the variants of `video` whose chunks were captioned, except the current variant.
 
     Args:
-        models: Metadata of the models that wrote a further source of captions.
+        models: Metadata of the models that wrote a source of captions.
         current: Current variant; None if there is none, in which case the result is empty.
     """
     variants = {str(model["video_variant"]) for model in models if model.get("video_variant") is not None}
@@ -130,7 +134,7 @@ def other_variants(models: list[Mapping[str, Any]], *, current: str | None) -> l
 
 
 def _changed_column(models: list[Mapping[str, Any]], data_dir: Path) -> str | None:
-    """Return the reason why captions of the column `captions` are stale; None if not, or if they are from elsewhere."""
+    """Return the reason why captions from the column `captions` are stale; None for current or other captions."""
     current = current_variant(data_dir, CAPTIONS)
     for model in models:
         variant = model.get("captions_variant")
@@ -144,11 +148,11 @@ def _changed_column(models: list[Mapping[str, Any]], data_dir: Path) -> str | No
 
 
 _TIMES = ("start_ms", "num_frames", "fps_num", "fps_den")
-_LONGEST_MS = 1e15  # longer than any video
+_MAX_TIME_MS = 1e15  # limit that is longer than any video
 
 
 def ends_of_videos(data_dir: Path, videos: pa.Table) -> np.ndarray:
-    """Return the end of each video in seconds, float64[N]; +inf for videos that have not been probed.
+    """Return the end of each video in seconds, float64 [N]; +inf for videos that have not been probed.
 
     Args:
         videos: Table with schema VIDEOS.
@@ -160,9 +164,9 @@ def ends_of_videos(data_dir: Path, videos: pa.Table) -> np.ndarray:
 
 
 def chunk_finder(data_dir: Path, videos: pa.Table) -> Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None:
-    """Return a function (video rows, start and end in seconds) -> True where a chunk has these times, bool[N].
+    """Return a function (video rows, starts in s, ends in s) -> True where a chunk overlaps these times, bool [N].
 
-    Return None if this is unknown: the current variant has no chunks yet, or damaged ones.
+    Return None if the chunks are unknown, because the current variant has no chunks yet or is damaged.
 
     Args:
         videos: Table with schema VIDEOS.
@@ -188,9 +192,9 @@ def chunk_finder(data_dir: Path, videos: pa.Table) -> Callable[[np.ndarray, np.n
     begin, end = (moments.numbers(video_rows, times)[order] for times in (begin_ms, end_ms))
 
     def has_chunk(rows: np.ndarray, begin_s: np.ndarray, end_s: np.ndarray) -> np.ndarray:
-        times_ms = (np.minimum(times * 1000, _LONGEST_MS).astype(np.int64) for times in (begin_s, end_s))
+        times_ms = (np.minimum(times * 1000, _MAX_TIME_MS).astype(np.int64) for times in (begin_s, end_s))
         low, high = (moments.numbers(rows, times) for times in times_ms)
-        # The last chunk that begins before the end of the caption; chunks of a video do not overlap.
+        # Only the last chunk that begins before the end of the caption matters, because chunks do not overlap.
         last = np.searchsorted(begin, high) - 1
         return (last >= 0) & (end[np.maximum(last, 0)] > low) if len(begin) else np.zeros(len(rows), bool)
 

@@ -1,8 +1,8 @@
-"""`prep gc`: finding and removing files in a data folder that are no longer needed, and unfinished uploads in a bucket.
+"""`prep gc`: find and remove files in a data folder that are no longer needed, and unfinished uploads in a bucket.
 
 Only files whose names and locations belong to the format are ever removed; everything else is kept and listed. If it is
 uncertain whether the current variant is complete, all variants are kept. A variant that has readers
-(`clipmill.shards.marks`) is kept as they have opened it: with the shards that a later run has replaced.
+(`clipmill.shards.marks`) keeps all files that they opened, including shards that a later run has replaced.
 """
 
 import errno
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from clipmill.manifests.storage.s3_requests import OpenUpload
     from clipmill.manifests.storage.working_copy import WorkingCopy
 
-_BATCH = 1000  # objects that S3 deletes with one request
+_BATCH = 1000  # maximum number of objects that S3 deletes in one request
 _LEFTOVER = "temporary file of a killed command"
 _ENDED = "mark of a reader that has ended"
 
@@ -94,12 +94,12 @@ class Garbage:
 
 @dataclass(frozen=True)
 class Needed:
-    """Variants that `prep gc` keeps in addition to the current and unfinished ones.
+    """Conditions under which `prep gc` keeps variants in addition to current and unfinished variants.
 
     Attributes:
         readers: Readers of the data folder.
         names: Names of variants to keep.
-        younger_than_s: Age, since its last change, below which a variant is kept; 0 for none.
+        younger_than_s: A variant is kept if its last change is less than this number of seconds ago; 0 for no limit.
     """
 
     readers: Readers
@@ -110,7 +110,7 @@ class Needed:
         """Return the reason why a variant is kept, or None.
 
         Args:
-            changed_s: Time of the last change of its files.
+            changed_s: Time of the last change to its files, in seconds since the epoch.
         """
         if readers := self.readers.of_variant(column, variant):
             return _read_by(readers)
@@ -129,7 +129,7 @@ def _read_by(readers: Sequence[Reader]) -> str:
 
 @dataclass(frozen=True)
 class Removed:
-    """Result of a removal; `failed` holds (path, reason)."""
+    """Result of a removal; `failed` lists (path, reason) of files that could not be removed."""
 
     num_files: int
     num_bytes: int
@@ -137,10 +137,10 @@ class Removed:
 
 
 def find_garbage(data_dir: Path, needed: Needed) -> Garbage:
-    """Find garbage; call it while holding the locks of all columns and of the data folder itself (`folder_lock`).
+    """Find garbage; call it while holding the locks of all columns and of the data folder (`folder_lock`).
 
     Raises:
-        UserError: A record is unreadable or of another version, or no variant has one of the names to keep.
+        UserError: A record is unreadable or has a different version, or `needed` names a variant that does not exist.
     """
     known = {name for column in columns() for name in list_variants(data_dir, column.name)}
     for name in needed.names:
@@ -162,7 +162,7 @@ def find_garbage(data_dir: Path, needed: Needed) -> Garbage:
 def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage, *, needed: Needed) -> None:
     """Add the garbage of one column to `garbage`."""
     current = current_variant(data_dir, column.name)
-    # While the current variant cannot replace the others, they may hold the only good samples.
+    # Until the current variant is complete, other variants may hold the only usable samples.
     reason = _reason_to_keep_all(data_dir, column, current)
     if reason is not None:
         garbage.kept_because[column.name] = reason
@@ -189,11 +189,12 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage, *, nee
             continue
         if name == current:
             stored = [commit.files for commit in Variant(folder).commits.values() if commit.files is not None]
-            named = {path for file in stored for path in (file.tar, file.energon_index, file.index)}
-            known, unknown = _sorted_files(folder, needed=named)
+            referenced = {path for file in stored for path in (file.tar, file.energon_index, file.index)}
+            known, unknown = _sorted_files(folder, needed=referenced)
             stray = [Path(path) for path in known["data"] if SHARD_FILE.fullmatch(path.rpartition("/")[2])]
             garbage.current.append(f"{column.name}/{name}")
-            # A process reads the shards that were committed when it began; a run that is continued reads the new ones.
+            # A process reads the shards that were committed when it started; an unfinished run will read the new shards
+            # when it continues.
             readers = [reader for reader in needed.readers.of_variant(column.name, name) if not reader.is_run]
             if stray and readers:
                 count = count_noun(len(stray), "file")
@@ -222,10 +223,10 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage, *, nee
 
 
 def remove(garbage: Garbage, *, on_item: Callable[[int, int], None] = lambda done, total: None) -> Removed:
-    """Remove the items and the folders that are then empty. If it is killed, the next call completes the removal.
+    """Remove the items, and then the folders that are empty. If it is killed, the next call completes the removal.
 
     Args:
-        on_item: Function that is called with (items done, items to remove).
+        on_item: Function that is called with (number of items done, number of items to remove).
     """
     num_files, num_bytes, failed = 0, 0, []
     items = [item for item in garbage.items if not item.is_recipe]
@@ -242,7 +243,7 @@ def remove(garbage: Garbage, *, on_item: Callable[[int, int], None] = lambda don
 
     num_seen = 0
     for _, group in groupby(items, lambda item: (item.variant, item.kind)):
-        # The order within a batch does not matter: it is one request in a bucket.
+        # The order within a batch does not matter, because in a bucket it is a single request.
         while batch := list(islice(group, _BATCH)):
             try:
                 remove_file(*(item.path for item in batch))
@@ -262,21 +263,21 @@ def remove(garbage: Garbage, *, on_item: Callable[[int, int], None] = lambda don
     for item in recipes:
         folder = item.path.parent
         if any(folder in path.parents for path, _ in failed):
-            continue  # its folder is still a variant; the next call removes it
-        is_alone = set(folder.iterdir()) == {item.path}
-        attempt(item, partial(_remove_variant, folder) if is_alone else partial(remove_file, item.path))
+            continue  # the folder is still a variant, and the next call removes it
+        has_recipe_only = set(folder.iterdir()) == {item.path}
+        attempt(item, partial(_remove_variant, folder) if has_recipe_only else partial(remove_file, item.path))
     return Removed(num_files, num_bytes, failed)
 
 
 def _remove_variant(folder: Path) -> None:
     """Remove a variant's folder that contains only its recipe.
 
-    The folder is renamed first: a folder with a temporary name that holds only a recipe is recognised as garbage
-    (`incomplete_variants`); a folder without a recipe would not be.
+    The folder is renamed first, so that it remains recognisable if the removal is killed: `incomplete_variants` finds
+    folders with a temporary name that hold only a recipe.
     """
-    leaving = rename(folder, temporary_path(folder))
-    (leaving / RECIPE_FILE).unlink()
-    leaving.rmdir()
+    renamed_folder = rename(folder, temporary_path(folder))
+    (renamed_folder / RECIPE_FILE).unlink()
+    renamed_folder.rmdir()
 
 
 def _reason_to_keep_all(data_dir: Path, column: ColumnSpec, current: str | None) -> str | None:
@@ -306,10 +307,10 @@ def _reason_to_keep_all(data_dir: Path, column: ColumnSpec, current: str | None)
 
 
 def _sorted_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the files of a variant by kind, in the order in which these can be removed, and the unknown files.
+    """Return the files of a variant by kind, with the kinds in the order of removal, and the unknown files.
 
     Args:
-        needed: Files to omit, relative to the folder.
+        needed: Files to omit, as paths relative to the folder.
     """
     # The list of commits is removed before the commits.
     known: dict[str, list[str]] = {"contents": [], "commit table": [], "commit": [], "data": [], "recipe": []}
@@ -326,7 +327,7 @@ def _sorted_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[s
         elif is_folder and FOLDER.fullmatch(entry.name):
             _sort_part(entry, FOLDER_FILE, known=known["data"], unknown=unknown, needed=needed)
         elif is_folder and entry.name == RUNNING_FOLDER:
-            unknown.extend(sign.path for sign in _entries(entry) if not RUNNING_FILE.fullmatch(sign.name))
+            unknown.extend(file.path for file in _entries(entry) if not RUNNING_FILE.fullmatch(file.name))
         elif is_folder or is_link:
             unknown.append(entry.path)
         elif entry.name in (CONTENTS_FILE, COMMIT_TABLE_FILE):
@@ -348,14 +349,14 @@ def _sort_part(
     unknown: list[str],
     needed: Collection[str] = (),
 ) -> None:
-    """Sort the files in a folder of a variant, and in the folders of commits."""
+    """Sort the files in a subfolder of a variant into `known` and `unknown`; for commits, also in the subfolders."""
     for entry in _entries(folder):
         if f"{folder.name}/{entry.name}" in needed or _is_temporary(entry):
             continue
         if folder.name == COMMITS_FOLDER and FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
             _sort_part(entry, names, known=known, unknown=unknown)
             continue
-        is_known = names.fullmatch(entry.name) and is_at_home(folder.name, entry.name) and entry.is_file()
+        is_known = names.fullmatch(entry.name) and is_in_shard_folder(folder.name, entry.name) and entry.is_file()
         (known if is_known else unknown).append(entry.path)
 
 
@@ -365,7 +366,7 @@ def _entries(folder: "Path | os.DirEntry[str]") -> list["os.DirEntry[str]"]:
 
 
 def _find_temporaries(data_dir: Path, garbage: Garbage) -> None:
-    """Add files left by killed commands. The caller holds all locks concerned, so no other command is writing them."""
+    """Add files left by killed commands. The caller holds the locks, so no other command is writing these files."""
     _add_temporaries(data_dir, garbage, of=ROOT_FILES.__contains__)
     _add_temporaries(manifest_dir(data_dir), garbage)
     _add_temporaries(data_dir / LAYOUT_FOLDER, garbage)
@@ -376,7 +377,7 @@ def _find_temporaries(data_dir: Path, garbage: Garbage) -> None:
         for name in list_variants(data_dir, column.name):
             folder = variant_dir(data_dir, column.name, name)
             if not (folder / RECIPE_FILE).is_file():
-                continue  # prep did not make the folder
+                continue  # not a folder that prep made
             commits = folder / COMMITS_FOLDER
             for part in (
                 folder,
@@ -423,23 +424,23 @@ def is_variant(folder: Path) -> bool:
 
 
 def late_files(folder: Path, column: str) -> list[Path]:
-    """Return the files that a run has written into the folder of a variant after `prep gc` had removed it.
+    """Return the files that a run wrote into the folder of a variant after `prep gc` had removed the variant.
 
-    The files are commits, which have checksums, and then the files that these name. Return none for the folder of a
-    variant, and if the folder holds anything else.
+    The list contains the commits, which have checksums, and then the files that the commits list. It is empty if the
+    folder is a variant or holds any other file.
     """
     if (folder / RECIPE_FILE).exists() or folder.is_symlink() or not (folder / COMMITS_FOLDER).is_dir():
         return []
     commits = [commit for commit in read_commits(folder).commits.values() if commit.column == column]
-    named = [commit_path(folder, commit.shard_id) for commit in commits]
+    paths = [commit_path(folder, commit.shard_id) for commit in commits]
     files = [commit.files for commit in commits if commit.files is not None]
-    named += [folder / path for file in files for path in (file.tar, file.energon_index, file.index)]
-    present = {path for path in folder.rglob("*") if not path.is_dir()}
-    return [path for path in named if path in present] if present <= set(named) else []
+    paths += [folder / path for file in files for path in (file.tar, file.energon_index, file.index)]
+    existing = {path for path in folder.rglob("*") if not path.is_dir()}
+    return [path for path in paths if path in existing] if existing <= set(paths) else []
 
 
-def is_at_home(folder: str, name: str) -> bool:
-    """Return True if a file is in the folder of the shard that it is named after, or is not named after a shard."""
+def is_in_shard_folder(folder: str, name: str) -> bool:
+    """Return True if the file `name` belongs in `folder`: its name contains the ID of a shard there, or no shard ID."""
     if not FOLDER.fullmatch(folder):
         return True
     number = re.match(r"\d+", name)
@@ -447,7 +448,7 @@ def is_at_home(folder: str, name: str) -> bool:
 
 
 def is_ours(data_dir: Path, key: str) -> bool:
-    """Return True if only `prep` writes an object of this name: a table, or a file of a variant that it made."""
+    """Return True if `prep` wrote the object: it is a table or a file of a variant that prep made."""
     folder, _, name = key.rpartition("/")
     if folder in ("", MANIFEST_FOLDER):
         return is_table_file(name) if folder else name in ROOT_FILES
@@ -459,7 +460,7 @@ def is_ours(data_dir: Path, key: str) -> bool:
         return False
     if not part or FOLDER.fullmatch(part):
         extra = {file.name for work in usable_works(columns()) for file in work.extra_files} | {COMMIT_TABLE_FILE}
-        is_known = (FOLDER_FILE if part else SHARD_FILE).fullmatch(name) is not None and is_at_home(part, name)
+        is_known = (FOLDER_FILE if part else SHARD_FILE).fullmatch(name) is not None and is_in_shard_folder(part, name)
         return is_known or (not part and name in extra)
     return part in parts_of_variants() and parts_of_variants()[part][1].fullmatch(name) is not None
 
@@ -469,7 +470,7 @@ class BucketGarbage:
     """Uploads that can be aborted, and objects that are kept.
 
     Attributes:
-        foreign: Keys that no file of the format can have.
+        foreign: Keys of objects that do not belong to the format.
         unknown_because: Reason why the uploads could not be listed, or None.
     """
 
@@ -479,25 +480,30 @@ class BucketGarbage:
 
 
 def find_in_bucket(data_dir: Path) -> BucketGarbage:
-    """Find the uploads of killed commands, none in a local folder; call it while holding the locks of all columns.
+    """Find the uploads of killed commands in a bucket; call it while holding the locks of all columns.
 
-    The parts of an upload that was begun and not completed take room, and no listing shows them.
+    The parts of an unfinished upload take up space, but no listing of objects shows them. A local folder has none.
     """
     if (copy := _copy_of(data_dir)) is None:
         return BucketGarbage()
     foreign = copy.foreign_keys()
     try:
         uploads = [upload for upload in copy.objects.open_uploads() if is_ours(data_dir, upload.key)]
-    except (UserError, OSError) as error:  # the account may lack the right, or the server the request
+    except (UserError, OSError) as error:  # the account may lack permission, or the server may not support the request
         return BucketGarbage(foreign=foreign, unknown_because=str(getattr(error, "strerror", None) or error))
     return BucketGarbage(uploads, foreign)
 
 
 def abort(uploads: Sequence["OpenUpload"], data_dir: Path) -> None:
-    """Abort uploads, which frees their parts; raises as `Objects` does, and if a lock has been lost in any case."""
+    """Abort uploads, which frees the space of their parts.
+
+    Raises:
+        UserError, OSError: See `Objects`.
+        LeaseLost: A lock has been lost, even if there are no uploads.
+    """
     if (copy := _copy_of(data_dir)) is None:
         return
-    copy.require_locks()  # files that a successor has removed already take no request
+    copy.require_locks()
     for upload in uploads:
         copy.require_locks()
         copy.objects.abort(upload)
@@ -513,9 +519,10 @@ def _copy_of(data_dir: Path) -> "WorkingCopy | None":
 
 
 def garbage_text(garbage: Garbage, in_bucket: BucketGarbage, removed: Removed | None, *, data_dir: Path) -> str:
-    """Return lines about removed files, with sizes (one line per variant), and about kept files, with reasons.
+    """Return the report of `prep gc`: removed files with sizes, one line per variant, and kept files with reasons.
 
-    `removed` is None in a dry run.
+    Args:
+        removed: Result of the removal; None in a dry run.
     """
     verb = "to remove" if removed is None else "removed"
     lines = []
@@ -533,8 +540,8 @@ def garbage_text(garbage: Garbage, in_bucket: BucketGarbage, removed: Removed | 
         f"{verb:<11}{upload.key} (begun {upload.begun or 'at an unknown time'}): upload of a killed command"
         for upload in in_bucket.uploads
     ]
-    left = [*(str(path.relative_to(data_dir)) for path in garbage.unknown), *in_bucket.foreign]
-    lines += [f"{'left':<11}{on_one_line(name)}: not part of the format" for name in left]
+    names = [*(str(path.relative_to(data_dir)) for path in garbage.unknown), *in_bucket.foreign]
+    lines += [f"{'left':<11}{on_one_line(name)}: not part of the format" for name in names]
     if in_bucket.unknown_because is not None:
         lines.append(f"{'kept':<11}unfinished uploads, which cannot be listed: {in_bucket.unknown_because}")
     kept_because = dict.fromkeys(garbage.current if removed is None else (), "the current variant")

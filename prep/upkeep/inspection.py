@@ -1,4 +1,4 @@
-"""The reports of `prep inspect`, on a shard set or one sample, and of `prep diff`, on two variants."""
+"""The reports of `prep inspect` on a variant or a sample, and of `prep diff` on two variants."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ _NUM_NEAREST = 4
 
 
 def set_report(variant: Variant, *, column: ColumnSpec) -> Report:
-    """Return the report on a variant: its shards, totals and settings."""
+    """Return the report on a variant, with its shards, totals and settings."""
     problems, recipe = problems_of(variant), variant.recipe
     num_samples = f"num_{column.sample}s"
     rows: list[dict[str, Any]] = []
@@ -80,7 +80,7 @@ def set_report(variant: Variant, *, column: ColumnSpec) -> Report:
 
 
 def sample_report(variant: Variant, key: str, *, column: ColumnSpec, data_dir: Path) -> Report:
-    """Return the report on one sample, written by its column or, by default, from its index row.
+    """Return the report on one sample. The column may provide the report; by default, it shows the index row.
 
     Raises:
         UserError: No readable shard contains the key, or the sample cannot be read.
@@ -124,36 +124,37 @@ def find_sample(variant: Variant, name: str, *, column: ColumnSpec, data_dir: Pa
     """Return the shard and row of a sample.
 
     Args:
-        name: Key of the sample; or the beginning of the key or the file name of its video, if no other sample matches.
+        name: Key of the sample. A prefix of the key, or the file name of the video, is enough if it matches only one
+            sample.
 
     Raises:
-        UserError: No sample matches, or several do; the hint lists them, or the nearest keys.
+        UserError: No sample matches, or several samples match; the hint lists them, or the nearest keys.
     """
     shards = [shard for shard in variant.shards() if is_readable(shard)]
     for shard in shards:
         row = pc.index(shard.index["key"], name).as_py()
         if row >= 0:
             return shard, row
-    unread = len(variant.shards()) - len(shards) + len(variant.damaged)
-    # No key is equal: the name may be the beginning of a key, or the file name of a video, in any case.
+    num_unread = len(variant.shards()) - len(shards) + len(variant.damaged)
+    # If no key is equal, compare the prefixes of keys and the file names of videos, ignoring case.
     video_ids = pa.array([], pa.string())
     with suppress(UserError):  # without a manifest, only keys are known
         videos = read_videos(data_dir)
         paths = pc.utf8_lower(videos["path"])
         without_extension = pc.replace_substring_regex(paths, pattern=r"\.[^./]+$", replacement="")
         pattern = f"/{name.lower().removeprefix('/')}"
-        is_named = pc.or_(*(pc.ends_with(names, pattern=pattern) for names in (paths, without_extension)))
-        video_ids = videos["video_id"].filter(is_named).combine_chunks()
+        is_match = pc.or_(*(pc.ends_with(names, pattern=pattern) for names in (paths, without_extension)))
+        video_ids = videos["video_id"].filter(is_match).combine_chunks()
     matching: list[tuple[CommittedShard, int]] = []
     for shard in shards:
         matches = pc.starts_with(shard.index["key"], pattern=name, ignore_case=True)
         if "video_id" in shard.index.column_names:
             matches = pc.or_(matches, pc.is_in(shard.index["video_id"], value_set=video_ids))
         matching += [(shard, row) for row in pc.indices_nonzero(matches).to_pylist()]
-    if len(matching) == 1 and not unread:
+    if len(matching) == 1 and not num_unread:
         return matching[0]
-    if unread:
-        hint = f"{count_noun(unread, 'shard')} cannot be read; run `prep verify`"
+    if num_unread:
+        hint = f"{count_noun(num_unread, 'shard')} cannot be read; run `prep verify`"
     elif matching:
         keys = sorted(shard.index["key"][row].as_py() for shard, row in matching)
         more = f", and {len(keys) - _NUM_NEAREST:,} more" if len(keys) > _NUM_NEAREST else ""
@@ -172,8 +173,8 @@ def _nearest_keys(shards: list[CommittedShard], key: str) -> str:
     for shard in shards:
         if "start_ms" not in shard.index.column_names:
             continue
-        mine = shard.index.select(["video_id", "key", "start_ms"]).filter(pc.equal(shard.index["video_id"], video_id))
-        starts += zip(mine["start_ms"].to_pylist(), mine["key"].to_pylist(), strict=True)
+        rows = shard.index.select(["video_id", "key", "start_ms"]).filter(pc.equal(shard.index["video_id"], video_id))
+        starts += zip(rows["start_ms"].to_pylist(), rows["key"].to_pylist(), strict=True)
     if starts:
         nearest = sorted(starts, key=lambda entry: abs(entry[0] - start_ms))[:_NUM_NEAREST]
         return f"nearest keys of this video: {', '.join(name for _, name in sorted(nearest))}"
@@ -181,20 +182,20 @@ def _nearest_keys(shards: list[CommittedShard], key: str) -> str:
     return f"no video has this ID; keys look like {', '.join(first)}" if first else "there are no readable shards"
 
 
-_NUM_COMPARED = 16  # arrays, spread evenly over the arrays that both variants have
+_NUM_COMPARED = 16  # number of compared arrays, spread evenly over the samples that both variants have
 
 
 def variants_report(data_dir: Path, first: str, second: str) -> Report:
-    """Return the report on two variants, each named as in prep status.
+    """Return the report on two variants, identified by their names in `prep status`.
 
     Raises:
-        UserError: A variant does not exist, or they are of different columns.
+        UserError: A variant does not exist, or the variants belong to different columns.
     """
     column, other_column = (_column_of(data_dir, name) for name in (first, second))
     if column != other_column:
         raise UserError(
-            f"{first} is of the column {column}, and {second} of {other_column}",
-            hint="give two variants of the same column",
+            f"{first} is a variant of {column}, but {second} is a variant of {other_column}",
+            hint="use two variants of the same column",
         )
     variants = [Variant.open(data_dir, column=column, variant=name) for name in (first, second)]
     differences = recipe_differences(variants[0].recipe, variants[1].recipe)
@@ -220,7 +221,7 @@ def variants_report(data_dir: Path, first: str, second: str) -> Report:
         f"samples   {count_noun(len(keys[0]), 'sample')} and {len(keys[1]):,}; both have {num_common:,}",
         f"size      {size_text(sizes[0])} and {size_text(sizes[1])}",
     ]
-    # Only columns of tensors have values that can be subtracted.
+    # Only columns that store arrays have values that can be compared.
     if column in COLUMNS and any(".npy" in member for member in COLUMNS[column].members):
         arrays = [ColumnArrays.open(data_dir, column, variant=name) for name in (first, second)]
         comparison = _compare_arrays(arrays[0], arrays[1])
@@ -235,9 +236,9 @@ class Comparison:
 
     Attributes:
         num_arrays: Number of compared arrays.
-        num_other_shape: Number of other arrays, which have different shapes.
-        largest, mean: Absolute difference of two values; None if no array was compared.
-        deviation: Standard deviation of the values of the first variant.
+        num_other_shape: Number of arrays that were not compared, because their shapes differ.
+        largest, mean: Largest and mean absolute difference between two values; None if no array was compared.
+        deviation: Standard deviation of the values in the first variant; None if no array was compared.
     """
 
     num_arrays: int
@@ -249,7 +250,7 @@ class Comparison:
     def __str__(self) -> str:
         other = f"; {count_noun(self.num_other_shape, 'array')} of other shapes" if self.num_other_shape else ""
         if self.largest is None:
-            return f"no array of the same sample and shape to compare{other}"
+            return f"no arrays with the same sample and shape to compare{other}"
         return (
             f"{count_noun(self.num_arrays, 'array')} compared: largest difference {self.largest:.3g}, mean"
             f" {self.mean:.3g}, at a standard deviation of {self.deviation:.3g}{other}"
@@ -257,7 +258,8 @@ class Comparison:
 
 
 def _compare_arrays(first: ColumnArrays, second: ColumnArrays) -> Comparison:
-    rows: list[dict[tuple[Any, ...], int]] = []  # of the merged table, by video and, for a column of chunks, start
+    # Rows of the merged tables by video ID and, in a column of chunks, start.
+    rows: list[dict[tuple[Any, ...], int]] = []
     for arrays in (first, second):
         entries, codes = arrays.rows.dictionary_codes("video_id")
         ids = pc.take(entries, pa.array(codes)).to_pylist()
@@ -265,26 +267,26 @@ def _compare_arrays(first: ColumnArrays, second: ColumnArrays) -> Comparison:
         starts = (arrays.rows.table[name].to_pylist() for name in names)
         rows.append({sample: row for row, sample in enumerate(zip(ids, *starts, strict=True))})
     common = [sample for sample in rows[0] if sample in rows[1]]
-    chosen = [common[number * len(common) // _NUM_COMPARED] for number in range(_NUM_COMPARED)] if common else []
+    selection = [common[number * len(common) // _NUM_COMPARED] for number in range(_NUM_COMPARED)] if common else []
     num_other_shape = num_values = 0
     largest = total = squares = sum_of_values = 0.0
-    samples = [*dict.fromkeys(chosen)]
+    samples = [*dict.fromkeys(selection)]
     for sample in samples:
         pair = []
-        for arrays, of_variant in zip((first, second), rows, strict=True):
-            array: NDArray[Any] = arrays.array(of_variant[sample])
+        for arrays, variant_rows in zip((first, second), rows, strict=True):
+            array: NDArray[Any] = arrays.array(variant_rows[sample])
             if array.dtype == np.uint16:  # the bits of bfloat16
                 array = (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
             pair.append(array.astype(np.float64))
-        numbers, others = pair
-        if numbers.shape != others.shape:
+        values, other_values = pair
+        if values.shape != other_values.shape:
             num_other_shape += 1
             continue
-        difference = np.abs(numbers - others)
+        difference = np.abs(values - other_values)
         largest = max(largest, float(difference.max(initial=0)))
         total += float(difference.sum())
-        squares, sum_of_values = squares + float((numbers**2).sum()), sum_of_values + float(numbers.sum())
-        num_values += numbers.size
+        squares, sum_of_values = squares + float((values**2).sum()), sum_of_values + float(values.sum())
+        num_values += values.size
     if not num_values:
         return Comparison(0, num_other_shape, None, None, None)
     variance = max(0.0, squares / num_values - (sum_of_values / num_values) ** 2)

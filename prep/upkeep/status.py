@@ -1,4 +1,4 @@
-"""The status of a data folder, read from its records only: it takes seconds for a dataset of any size."""
+"""`prep status`: read the status of a data folder from its records only, in seconds for a dataset of any size."""
 
 import os
 import shlex
@@ -55,20 +55,20 @@ class VariantStatus:
     """Status of one variant of a column.
 
     Attributes:
-        num_shards: Number of committed shards that hold samples. num_samples counts their samples: chunks, or videos
-            for `text`.
+        num_shards: Number of committed shards that hold samples.
+        num_samples: Number of samples in these shards: chunks, or videos for `text`.
         hours: Hours of video in the shards whose length is known; 0 for `text`.
         failures: Code -> number of spans, chunks or videos that failed, from the commits.
         num_wanted: Number of samples that the recipe requires; None if unknown.
-        where: Condition on the samples that the last run selected; None for all.
+        where: Condition by which the last run selected samples; None if it selected all samples.
         num_running: Number of samples made so far in shards that are not committed yet; None if no worker is running.
-        num_missing: Number of shards that a variant which is not current lacks; `ColumnStatus.to_make` has the shards
-            of the current one.
-        num_unread: Number of shards that `hours` lacks, because their index cannot be read.
-        lost: Code -> number of failures that keep the variant from becoming the current one (`lost_samples`).
-        left_out: Lines about what its settings omit, such as tails.
-        is_late: True if a late run has written it after `prep gc` had removed the variant (`late_files`).
-        readers: Processes and unfinished runs that read it.
+        num_missing: Number of missing shards, only for variants that are not current; for the current variant, see
+            `ColumnStatus.to_make`.
+        num_unread: Number of shards that `hours` does not include, because their index cannot be read.
+        lost: Code -> number of failures that keep the variant from becoming the current variant (`lost_samples`).
+        left_out: Lines about the parts of videos that the settings omit, such as tails.
+        is_late: True if a late run wrote the files after `prep gc` had removed the variant (`late_files`).
+        readers: Processes and unfinished runs that read the variant.
     """
 
     name: str
@@ -94,14 +94,14 @@ class ColumnStatus:
     """Status of one column.
 
     Attributes:
-        problems: (shard id, "missing" or "corrupt", reason) for the current variant.
-        stale_because: Reason why a run would make another variant now, or None.
+        problems: (shard ID, "missing" or "corrupt", reason) for the current variant.
+        stale_because: Reason why a run would make a different variant now, or None.
         to_make: State -> number of shards that the column's command would make, according to the last probes.
-        num_orphaned: Number of shards that it would remove.
-        file_problems: Problems of files of the current variant that are derived from its shards.
-        failures_file: List of the last run's failures, if there were any.
+        num_orphaned: Number of shards that the command would remove.
+        file_problems: Problems with files that are derived from the shards of the current variant.
+        failures_file: File that lists the failures of the last run; None if there were none.
         first_failures: First few failures of the current variant; for `video`, also of unusable sources.
-        written_by: Command that writes the column of a data folder in a bucket, or None.
+        written_by: Command that is writing the column of a data folder in a bucket, or None.
     """
 
     column: str
@@ -141,21 +141,24 @@ class ColumnStatus:
 
 @dataclass(frozen=True)
 class VideosStatus:
-    """Status of the manifest's videos, from their last probe.
+    """Status of the videos in the manifest, according to their last probe.
 
     Attributes:
-        unusable: Code -> number of videos from which nothing can be made.
+        unusable: Code -> number of videos from which no chunk can be made.
         first_unusable: First few unusable videos.
-        lost: Code -> number of videos that were usable before and cannot be read now; their samples are kept.
+        lost: Code -> number of videos that were usable earlier and cannot be read now; their samples are kept.
         first_lost: First few lost videos.
-        is_indexed: True if the current chunks need the sources, whose size and time were therefore compared now.
-        num_to_read: Number of failed sources that a plan reads again: their failure may pass, or the file has changed.
+        is_indexed: True if the current chunks require the sources. In this case, the size and modification time of each
+            source were compared now.
+        num_to_read: Number of failed sources that a plan reads again, because the failure is transient or the file has
+            changed.
         num_with_audio: Number of usable videos whose source has audio.
-        num_noted: Number of videos with surprising properties, such as HDR or several video tracks.
-        first_notes: Notes of the first few of these videos, by ID.
-        num_captions_beyond: Number of captions that begin after the end of their video, among the probed ones; None if
+        num_noted: Number of videos with unusual properties, such as HDR or several video tracks.
+        first_notes: Notes on the first few of these videos, by ID.
+        num_captions_beyond: Number of captions that begin after the end of their video, for probed videos; None if
             unknown.
-        num_captions_ending_beyond: Number of other captions that end more than a second after it; None if unknown.
+        num_captions_ending_beyond: Number of other captions that end more than a second after the end of their video;
+            None if unknown.
         first_captions_beyond: First few captions of both kinds.
         caption_sources: Sources of captions; None if the table of captions is damaged.
     """
@@ -184,9 +187,9 @@ class Status:
     """Everything that `prep status` reports; `columns` holds all columns, including columns without variants.
 
     Attributes:
-        leakage: Leakage between splits; None without scores.
-        lost: What each split loses to captions of other splits in its videos.
-        damaged: Errors of damaged records that the status can be read without.
+        leakage: Leakage between splits; None if there are no scores.
+        lost: Time that each split loses to captions of other splits in its videos, by split.
+        damaged: Errors about damaged records without which the status could still be read.
     """
 
     data_dir: Path
@@ -215,11 +218,11 @@ def read_status(data_dir: Path) -> Status:
     """Read the status of the data folder.
 
     Raises:
-        UserError: A record is unreadable or of another version.
+        UserError: A record is unreadable or has a different version.
     """
-    is_written = has_manifest(data_dir)
+    has_videos = has_manifest(data_dir)
     damaged: list[UserError] = []
-    videos = _videos_status(data_dir, damaged) if is_written else None
+    videos = _videos_status(data_dir, damaged) if has_videos else None
     unusable = [] if videos is None else videos.first_unusable
     readers = read_readers(data_dir)
     return Status(
@@ -231,8 +234,8 @@ def read_status(data_dir: Path) -> Status:
             )
             for column in columns()
         },
-        leakage=find_leakage(data_dir) if is_written else None,
-        lost=stored_lost_times(data_dir) if is_written else {},
+        leakage=find_leakage(data_dir) if has_videos else None,
+        lost=stored_lost_times(data_dir) if has_videos else {},
         damaged=tuple(damaged),
     )
 
@@ -243,41 +246,40 @@ def _column_status(
     current, unfinished = current_variant(data_dir, column.name), unfinished_variant(data_dir, column.name)
     variants, status = [], ColumnStatus(column.name, first_failures=unusable)
     is_abandoned = has_stopped(data_dir, column=column.name)
-    for opened in variants_of(data_dir, column.name):
-        name, pending = opened.directory.name, Pending()
+    for variant in variants_of(data_dir, column.name):
+        name, pending = variant.directory.name, Pending()
         try:
-            pending = work_of(column).pending(data_dir, opened)
+            pending = work_of(column).pending(data_dir, variant)
         except DamagedLayout:
             raise
         except UserError:
             pass  # it is unknown what remains to be made
         if name == current:
             try:
-                _ = opened.recipe
+                _ = variant.recipe
             except UserError as error:
                 damaged.append(error)
-            listed = opened.directory / FAILURES_FILE
+            failures_file = variant.directory / FAILURES_FILE
             status = ColumnStatus(
                 column.name,
-                problems=[(shard_id, state, why) for shard_id, (state, why) in problems_of(opened).items()],
+                problems=[(shard_id, state, why) for shard_id, (state, why) in problems_of(variant).items()],
                 stale_because=pending.stale_because,
                 to_make=pending.to_make,
                 num_orphaned=pending.num_orphaned,
-                file_problems=work_of(column).file_problems(opened),
-                failures_file=listed if listed.exists() else None,
-                first_failures=first_few([*unusable, *first_failures(_failures(opened))]),
+                file_problems=work_of(column).file_problems(variant),
+                failures_file=failures_file if failures_file.exists() else None,
+                first_failures=first_few([*unusable, *first_failures(_failures(variant))]),
             )
-        running = [] if is_abandoned else running_shards(opened.directory)
+        running = [] if is_abandoned else running_shards(variant.directory)
         lost = lost_samples(data_dir, column.name, variant=name, former=current) if name == unfinished else []
-        variant = _variant_status(opened, pending, is_current=name == current, running=running)
         variants.append(
             replace(
-                variant,
+                _variant_status(variant, pending, is_current=name == current, running=running),
                 lost=dict(Counter(failure.code for failure in lost).most_common()),
                 readers=tuple(reader.text for reader in readers.of_variant(column.name, name)),
             )
         )
-    variants.sort(key=lambda variant: not variant.is_current)
+    variants.sort(key=lambda entry: not entry.is_current)
     return replace(status, variants=variants, written_by=writer_of(data_dir, column=column.name))
 
 
@@ -289,17 +291,18 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
     videos = read_videos(data_dir, columns=["video_id", "path", "num_captions"])
     names = ["path", "size_bytes", "mtime_ns", "code", "message", "end_s", "num_audio", "notes"]
     probes = read_probes(data_dir, paths=videos["path"], columns=names)
-    mine, is_known = probes_of(videos["path"], probes)
+    probes, is_known = probes_of(videos["path"], probes)
     ids = videos["video_id"] if is_known.all() else videos["video_id"].filter(pa.array(is_known))
-    mine = mine.append_column("video_id", ids)
+    probes = probes.append_column("video_id", ids)
     if reads_sources := is_indexed(current_variant(data_dir, VIDEO)):
-        mine = with_changed_files(mine, num_threads=NUM_CHECK_THREADS)
+        probes = with_changed_files(probes, num_threads=NUM_CHECK_THREADS)
     ends_s = np.full(len(videos), np.inf)
-    ends_s[is_known] = pc.fill_null(mine["end_s"], np.inf).to_numpy()
-    is_usable = pc.is_valid(mine["end_s"])  # fingerprints tell the same, but ten million of them take a gigabyte
-    unusable = mine.filter(pc.invert(is_usable))
-    lost = mine.filter(pc.and_(is_usable, pc.is_valid(mine["code"])))
-    noted = mine.filter(pc.fill_null(pc.not_equal(mine["notes"], ""), False))
+    ends_s[is_known] = pc.fill_null(probes["end_s"], np.inf).to_numpy()
+    # Fingerprints would show the same, but ten million fingerprints take a gigabyte of memory.
+    is_usable = pc.is_valid(probes["end_s"])
+    unusable = probes.filter(pc.invert(is_usable))
+    lost = probes.filter(pc.and_(is_usable, pc.is_valid(probes["code"])))
+    noted = probes.filter(pc.fill_null(pc.not_equal(probes["notes"], ""), False))
     sources, beyond = None, None
     try:
         sources = read_caption_sources(data_dir)
@@ -310,20 +313,20 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
     except UserError as error:
         damaged.append(error)
     except (OSError, pa.ArrowException):
-        pass  # reading the sources names the damage
+        pass  # read_caption_sources has reported the damage
     return VideosStatus(
         num_videos=len(videos),
         num_captions=pc.sum(videos["num_captions"]).as_py() or 0,
         num_usable=pc.sum(is_usable).as_py() or 0,
-        num_not_probed=len(videos) - len(mine),
+        num_not_probed=len(videos) - len(probes),
         unusable=dict(Counter[str](unusable["code"].to_pylist()).most_common()),
         first_unusable=_first_sources(unusable),
         lost=dict(Counter[str](lost["code"].to_pylist()).most_common()),
         first_lost=_first_sources(lost),
         caption_sources=sources,
         is_indexed=reads_sources,
-        num_to_read=num_to_read(mine),
-        num_with_audio=pc.sum(pc.greater(mine["num_audio"], 0)).as_py() or 0,
+        num_to_read=num_to_read(probes),
+        num_with_audio=pc.sum(pc.greater(probes["num_audio"], 0)).as_py() or 0,
         num_noted=len(noted),
         first_notes={row["video_id"]: row["notes"].splitlines() for row in noted.slice(0, MAX_NAMED).to_pylist()},
         num_captions_beyond=None if beyond is None else beyond.num_begin,
@@ -333,9 +336,9 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
 
 
 def _first_sources(probes: pa.Table) -> list[FailureEntry]:
-    """Return the first few failed sources of each code."""
-    of_code = (probes.filter(pc.equal(probes["code"], code)).slice(0, MAX_NAMED) for code in probes["code"].unique())
-    rows = (row for table in of_code for row in table.select(["video_id", "code", "path", "message"]).to_pylist())
+    """Return the first few failed sources for each failure code."""
+    tables = (probes.filter(pc.equal(probes["code"], code)).slice(0, MAX_NAMED) for code in probes["code"].unique())
+    rows = (row for table in tables for row in table.select(["video_id", "code", "path", "message"]).to_pylist())
     return first_few(FailureEntry(row["video_id"], row["code"], f"{row['path']}: {row['message']}") for row in rows)
 
 
@@ -372,7 +375,7 @@ _INDENT = " " * 10
 
 
 def status_text(status: Status) -> str:
-    """Return the text of the status, one fact per line."""
+    """Return the status as text, one fact per line."""
     lines = [f"data      {status.data_dir}"]
     lines += ["manifest  none"] if status.videos is None else _videos_lines(status.videos)
     for column in status.columns.values():
@@ -390,7 +393,7 @@ def status_text(status: Status) -> str:
         )
         if column.current_status is not None and column.current_status.failures:
             retry = shlex.join(retry_words(column_named(column.column), data=status.data_dir))
-            lines.append(f"{_INDENT}to try them again: {retry}")
+            lines.append(f"{_INDENT}to retry: {retry}")
     problems = [(name, problem) for name, column in status.columns.items() for problem in column.problems]
     for name, (shard_id, state, why) in problems[:_MAX_LISTED]:
         lines.append(f"{state:<10}{'' if column_named(name).is_first else f'{name} '}shard {shard_id:06d}: {why}")
@@ -402,14 +405,14 @@ def status_text(status: Status) -> str:
 
 
 def repair_command(status: Status) -> str:
-    """Return the command that makes missing and damaged shards again, for the first column that has any."""
+    """Return the command that rebuilds missing and damaged shards of the first column that has such shards."""
     statuses = list(status.columns.values())
     column = next((column for column in statuses if column.problems), statuses[0])
     return _command_of(column, status.data_dir)
 
 
 def _command_of(column: ColumnStatus, data_dir: Path) -> str:
-    """Return the command that reproduces the recipe of the current variant, or of the first one if none is current."""
+    """Return the command with the settings of the current variant or, if none is current, of the first variant."""
     spec = column_named(column.column)
     variant = column.current_status or next(iter(column.variants), None)
     if column.current_status is None and (deleted := current_variant(data_dir, column.column)) is not None:
@@ -459,7 +462,7 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
             by = f", by {', '.join(source.weights)}" if source.weights else ""
             lines.append(f"{_INDENT}{on_one_line(f'{source.name}: {source.num_captions:,}{by}')}")
             if is_of_model(source.name):
-                lines.append(f"{_INDENT}  used in training only if --captions.sources names it")
+                lines.append(f"{_INDENT}  used in training only if --captions.sources lists it")
             if source.stale_because is not None:
                 lines.append(f"{_INDENT}  stale: {on_one_line(source.stale_because)}")
         if len(sources) > _MAX_LISTED:
@@ -470,16 +473,16 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
 
 
 def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
-    lines, again = [], ""
+    lines, command_hint = [], ""
     if column.written_by is None and not any(variant.num_running is not None for variant in column.variants):
-        again = f": {_command_of(column, data_dir)}"
-    spec, place = column_named(column.column), "on disk" if mirror_of(data_dir) is None else "in the bucket"
+        command_hint = f": {_command_of(column, data_dir)}"
+    spec, location = column_named(column.column), "on disk" if mirror_of(data_dir) is None else "in the bucket"
     for variant in column.variants:
         hours = f" {length_text(3600 * variant.hours, num_unread=variant.num_unread)}," if spec.has_hours else ""
         total = f"{count_noun(variant.num_samples, spec.sample)} in {count_noun(variant.num_shards, 'shard')}"
         lines += [
             f"{column.column:<9} {variant.name}{' (current)' if variant.is_current else ''}",
-            f"{_INDENT}{total},{hours} {size_text(variant.size_bytes)} {place}",
+            f"{_INDENT}{total},{hours} {size_text(variant.size_bytes)} {location}",
         ]
         if variant.where is not None:
             lines.append(f"{_INDENT}selected by --where {shlex.quote(variant.where)}")
@@ -491,8 +494,8 @@ def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
             done = variant.num_samples + variant.num_running
             progress = f"{count_noun(done, spec.sample)} so far"
             if variant.num_wanted:
-                share = min(done / variant.num_wanted, 1)
-                progress = f"{done:,} of {count_noun(variant.num_wanted, spec.sample)} ({share:.0%})"
+                fraction = min(done / variant.num_wanted, 1)
+                progress = f"{done:,} of {count_noun(variant.num_wanted, spec.sample)} ({fraction:.0%})"
             lines.append(f"{_INDENT}in progress: {progress}")
         if variant.num_missing and variant.num_running is None and column.written_by is None:
             command = _command_of_variant(column.column, variant.name, data_dir)
@@ -501,15 +504,17 @@ def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
             lines.append(f"{_INDENT}written by a late run, after the variant had been removed: `prep gc` removes it")
         if variant.lost and variant.num_running is None and column.current_status is not None:
             codes = ", ".join(f"{count} x {code}" for code, count in variant.lost.items())
-            lines.append(f"{_INDENT}not current: {column.current_status.name} has samples that it lacks ({codes})")
+            lines.append(
+                f"{_INDENT}not current: {column.current_status.name} has samples that this variant lacks ({codes})"
+            )
         if variant.is_current and column.stale_because is not None:
-            lines.append(f"{_INDENT}stale: {column.stale_because}{again}")
+            lines.append(f"{_INDENT}stale: {column.stale_because}{command_hint}")
         if variant.is_current and column.to_make:
             shards = ", ".join(f"{count} {state}" for state, count in column.to_make.items())
-            lines.append(f"{_INDENT}shards to make: {shards}{again}")
+            lines.append(f"{_INDENT}shards to make: {shards}{command_hint}")
         if variant.is_current and column.num_orphaned:
             lines.append(f"{_INDENT}shards to remove: {column.num_orphaned:,}")
-        if variant.is_current and variant.num_running is None:  # a running command writes them at its end
+        if variant.is_current and variant.num_running is None:  # a running command writes these files at its end
             lines += [f"{_INDENT}{on_one_line(problem)}" for problem in column.file_problems]
     if column.written_by is not None:
         label = "" if column.variants else column.column
@@ -523,7 +528,7 @@ def _next_step(status: Status) -> str | None:
     """Return the command to run next; None while a command runs or a record is damaged."""
     statuses = status.columns.values()
     if status.damaged:
-        return None  # each error has its hint
+        return None  # each error has a hint
     if any(column.written_by or variant.num_running is not None for column in statuses for variant in column.variants):
         return None
     first = next(iter(statuses))
@@ -535,7 +540,7 @@ def _next_step(status: Status) -> str | None:
     if videos is not None and (videos.num_not_probed or videos.num_to_read):
         return _command_of(first, status.data_dir)
     if videos is not None and videos.is_indexed and videos.lost:
-        return None  # no command brings them back
+        return None  # no command can restore the sources
     for column in statuses:
         failures = column.current_status.failures if column.current_status is not None else {}
         is_incomplete = column.problems or column.stale_because or column.to_make or column.file_problems

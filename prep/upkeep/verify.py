@@ -1,11 +1,10 @@
-"""`prep verify`: every byte of the shards and records and, on request, every frame or number of the samples.
+"""`prep verify`: check every byte of the shards and records and, on request, every frame or value of the samples.
 
-Damage found here has to be repaired by the next run, which checks only sizes and modification times
-(clipmill.shards.verify.quick_check). A damaged file that would pass that check is therefore marked by making it newer
-than its commit.
+The next run repairs the damage, but it checks only sizes and modification times (clipmill.shards.verify.quick_check).
+If a damaged file would pass that check, `prep verify` therefore makes it newer than its commit.
 
-The records of the folder are manifest, probes, shots, layouts and dataset.json. Each finding names the command that
-repairs the record.
+The records of a data folder are its manifest, probes, shots, layouts and dataset.json. Each finding states the command
+that repairs the record.
 """
 
 import shlex
@@ -62,7 +61,7 @@ _WORKER_LOST, _INACCESSIBLE = "worker_lost", "inaccessible"
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem; `key` names the chunk if the problem concerns a single chunk."""
+    """One problem; `key` identifies the sample if the problem concerns a single sample."""
 
     shard_id: int
     key: str | None
@@ -77,9 +76,9 @@ class Verified:
     Attributes:
         num_deep: Number of decoded frames or checked array rows.
         findings: Differences from the committed bytes, in shard order.
-        unseen: Ids of damaged shards that could not be marked, so that the next run would not notice the damage.
+        unseen: IDs of damaged shards that could not be marked, so that the next run would not notice the damage.
         deep_findings: Problems of samples whose bytes match the commit.
-        inaccessible: Shards that a bucket does not deliver now; nothing is known about them.
+        inaccessible: Shards that the bucket cannot provide at present; it is unknown whether they are damaged.
     """
 
     variant: str
@@ -103,7 +102,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class DeepTask:
-    """One shard to check in depth; `check` is the import path of its column's `check_sample`."""
+    """One shard whose samples are checked; `check` is the import path of its column's `check_sample`."""
 
     variant_dir: Path
     commit: Commit
@@ -131,12 +130,13 @@ def verify_variant(
     """Read every byte of the committed shards; with `deep`, also check every sample of the undamaged shards.
 
     Args:
-        num_workers: Number of shards to check in parallel: by threads that read, by processes that decode.
-        on_shard: Function that is called with (shards read, number of shards).
-        on_deep_shard: Function that is called with the same values during the deep check.
+        num_workers: Number of shards to check in parallel, in threads that read or processes that decode.
+        on_shard: Function that is called with (number of shards read, total number of shards).
+        on_deep_shard: Function that is called with (number of shards checked, total number of shards) during the deep
+            check.
     """
     problems = {damaged.shard_id: [damaged] for damaged in map(damaged_commit, variant.damaged)}
-    refused: dict[int, Finding] = {}
+    inaccessible: dict[int, Finding] = {}
     with ThreadPoolExecutor(num_workers) as pool:
         running = {
             pool.submit(_verify_commit, variant.directory, commit): commit for commit in variant.commits.values()
@@ -146,18 +146,18 @@ def verify_variant(
                 on_shard(done, len(variant.commits))
                 shard_id, outcome = running[future].shard_id, future.result()
                 if isinstance(outcome, Inaccessible):
-                    refused[shard_id] = Finding(shard_id, None, _INACCESSIBLE, str(outcome))
+                    inaccessible[shard_id] = Finding(shard_id, None, _INACCESSIBLE, str(outcome))
                 elif outcome:
                     problems[shard_id] = outcome
         finally:
-            pool.shutdown(cancel_futures=True)  # an interrupted command does not read the rest
+            pool.shutdown(cancel_futures=True)  # if the command is interrupted, do not read the rest
     unseen = [
         shard_id
-        for shard_id, of_shard in problems.items()
-        if (commit_of := variant.commits.get(shard_id)) and not mark(variant.directory, commit_of, of_shard)
+        for shard_id, shard_problems in problems.items()
+        if (commit := variant.commits.get(shard_id)) and not mark(variant.directory, commit, shard_problems)
     ]
-    tried = problems.keys() | refused.keys()
-    intact = [commit for shard_id, commit in variant.commits.items() if shard_id not in tried and commit.files]
+    unusable = problems.keys() | inaccessible.keys()
+    intact = [commit for shard_id, commit in variant.commits.items() if shard_id not in unusable and commit.files]
     results = []
     if deep:
         for result in _check_deep(variant, intact, column=column, num_workers=num_workers):
@@ -169,7 +169,7 @@ def verify_variant(
         for result in sorted(results, key=lambda result: result.shard_id)
         for key, code, message in result.findings
     ]
-    refused |= {finding.shard_id: finding for finding in deep_findings if finding.code == _INACCESSIBLE}
+    inaccessible |= {finding.shard_id: finding for finding in deep_findings if finding.code == _INACCESSIBLE}
     return Verified(
         variant=variant.directory.name,
         num_shards=len(files),
@@ -178,17 +178,17 @@ def verify_variant(
         num_deep=sum(result.num_checked for result in results),
         findings=tuple(
             Finding(problem.shard_id, problem.key, str(problem.code), problem.message)
-            for _, of_shard in sorted(problems.items())
-            for problem in of_shard
+            for _, shard_problems in sorted(problems.items())
+            for problem in shard_problems
         ),
         unseen=tuple(sorted(unseen)),
         deep_findings=tuple(finding for finding in deep_findings if finding.code != _INACCESSIBLE),
-        inaccessible=tuple(refused[shard_id] for shard_id in sorted(refused)),
+        inaccessible=tuple(inaccessible[shard_id] for shard_id in sorted(inaccessible)),
     )
 
 
 def mark(folder: Path, commit: Commit, problems: list[Problem]) -> bool:
-    """Mark a damaged shard for the next run; return True if the next run will notice the damage."""
+    """Mark a damaged shard so that the next run remakes it; return True if the next run will notice the damage."""
     if any(problem.code == Code.COMMIT_DAMAGED for problem in problems):
         with suppress(OSError):
             distrust(commit_path(folder, commit.shard_id))
@@ -197,8 +197,8 @@ def mark(folder: Path, commit: Commit, problems: list[Problem]) -> bool:
     if commit.files is None:
         return True
     is_index = all(problem.code in _INDEX_CODES for problem in problems)
-    # The quick check reads files again that are newer than their commit. A flipped bit does not change the modification
-    # time, and neither does copying a file with its times preserved.
+    # The quick check rereads only files that are newer than their commit. Neither a flipped bit nor a copy that
+    # preserves times changes the modification time.
     with suppress(OSError, Inaccessible):
         if quick_check(folder, commit):
             return True
@@ -213,7 +213,7 @@ def mark(folder: Path, commit: Commit, problems: list[Problem]) -> bool:
 
 def _verify_commit(folder: Path, commit: Commit) -> list[Problem] | Inaccessible:
     try:
-        # The commit may come from the table of commits, so its record is checked too.
+        # The commit may come from the commit table, so its own file is checked too.
         return check_record(folder, commit) or verify_shard(folder, commit)
     except Inaccessible as error:
         return error
@@ -237,7 +237,7 @@ def _check_deep(
 
 
 def check_deep(task: DeepTask) -> DeepResult:
-    """Check the samples of a shard one after another, in a worker; one sample is in memory at a time."""
+    """Check the samples of a shard in a worker, with one sample in memory at a time."""
     findings: list[tuple[str | None, str, str]] = []
     num_checked, key = 0, None
     try:
@@ -261,14 +261,14 @@ def check_deep(task: DeepTask) -> DeepResult:
         findings.append((None, str(DeepCode.UNREADABLE), str(error)))
     except Inaccessible as error:
         findings.append((None, _INACCESSIBLE, str(error)))
-    except Exception as error:  # noqa: BLE001 - of any kind, as it may be the code of others
+    except Exception as error:  # noqa: BLE001 - a plugin's check may raise anything
         findings.append((key, str(DeepCode.CHECK_FAILED), f"{task.check}: {type(error).__name__}: {first_line(error)}"))
     return DeepResult(task.commit.shard_id, num_checked, tuple(findings))
 
 
 @dataclass(frozen=True)
 class RecordFinding:
-    """A damaged or missing record, the reason, and the command that repairs it."""
+    """A damaged or missing record, a description of the damage, and the command that repairs it."""
 
     path: str
     message: str
@@ -276,14 +276,14 @@ class RecordFinding:
 
 
 def check_folder_records(data_dir: Path) -> list[RecordFinding]:
-    """Read all records of the data folder that belong to no single variant, and verify their checksums."""
+    """Read all records of the data folder that do not belong to a variant, and verify their checksums."""
     return [*_manifest(data_dir), *_tables(data_dir), *_dataset(data_dir), *_layouts(data_dir)]
 
 
 def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Path) -> list[RecordFinding]:
-    """Check the records of one variant: its recipe, its list of commits, its lists of shards and its bank."""
+    """Check the records of one variant: recipe, list of commits, lists of shards, and the column's additional files."""
     folder = variant.directory
-    again = f"prep {command_for(column.name, folder.name)} with the settings of {folder.name}"
+    repair = f"prep {command_for(column.name, folder.name)} with the settings of {folder.name}"
     problems = []
     try:
         recipe = variant.recipe
@@ -293,8 +293,8 @@ def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Pat
         if not folder.name.endswith(f"-{recipe_fingerprint(recipe)[:8]}"):
             problems.append((folder / RECIPE_FILE, "the recipe does not match the fingerprint in the folder name"))
         else:
-            with suppress(UserError):  # the recipe is of another version, so its command is unknown
-                again = column.command_line(stored_request(variant), data_dir=data_dir)
+            with suppress(UserError):  # the recipe has a different version, so its command is unknown
+                repair = column.command_line(stored_request(variant), data_dir=data_dir)
     try:
         read_selection(folder)
     except UserError as error:
@@ -309,7 +309,7 @@ def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Pat
     for file in work_of(column).extra_files:
         if (problem := file.problem(variant)) is not None:
             problems.append((folder / file.name, problem))
-    return [RecordFinding(str(path), message, again) for path, message in problems]
+    return [RecordFinding(str(path), message, repair) for path, message in problems]
 
 
 def _manifest(data_dir: Path) -> Iterator[RecordFinding]:
@@ -338,7 +338,7 @@ def _read_captions(data_dir: Path) -> None:
 
 
 def _tables(data_dir: Path) -> Iterator[RecordFinding]:
-    """Check the tables of probes and shots; a missing table is made again when it is needed."""
+    """Check the tables of probes and shots; a missing table is rebuilt when it is needed."""
     for path, schema in ((data_dir / PROBES_FILE, PROBES), (data_dir / SHOTS_FILE, SHOTS)):
         try:
             read_table_file(path, schema=schema)
@@ -351,8 +351,8 @@ def _tables(data_dir: Path) -> Iterator[RecordFinding]:
             else:
                 detecting = f"prep {command_for(VIDEO)} --cut shots"
                 message = f"{error}; until it is repaired, shots are detected again by `{detecting}`"
-                again = _command_of(data_dir, column_named(VIDEO), lambda stored: stored.get("cut") == "shots")
-                repair = again or f"{detecting} with the same settings as before"
+                command = _command_of(data_dir, column_named(VIDEO), lambda stored: stored.get("cut") == "shots")
+                repair = command or f"{detecting} with the same settings as before"
             yield RecordFinding(str(path), message, repair)
 
 
@@ -371,15 +371,14 @@ def _dataset(data_dir: Path) -> Iterator[RecordFinding]:
                 message = "commits of a late run, written after the variant had been removed"
                 yield RecordFinding(str(folder), message, f"prep gc --data {shlex.quote(str(data_dir))}")
     if missing:
-        made_by = (
+        commands = ", ".join(
             _command_of(data_dir, column, lambda stored: True) or commands_of(data_dir, column.name)
             for column in missing
         )
-        commands = ", ".join(made_by)
         names = ", ".join(column.name for column in missing)
-        lost = f"no variant is current, but there are variants of {names}"
-        what = lost if path.exists() else "the file is missing, but variants exist"
-        yield RecordFinding(str(path), what, f"{commands} with the same settings as before")
+        no_current = f"no variant is current, but there are variants of {names}"
+        message = no_current if path.exists() else "the file is missing, but variants exist"
+        yield RecordFinding(str(path), message, f"{commands} with the same settings as before")
 
 
 def _layouts(data_dir: Path) -> Iterator[RecordFinding]:
@@ -391,7 +390,7 @@ def _layouts(data_dir: Path) -> Iterator[RecordFinding]:
     used = set()
     for column in columns():
         for variant in variants_of(data_dir, column.name):
-            # A damaged recipe is reported separately; otherwise it is of another version, or the column is unusable.
+            # A damaged recipe is reported separately. Other errors mean a different version or an unusable column.
             with suppress(UserError):
                 if (name := work_of(column).layout_file(variant.recipe)) is not None and variant.commits:
                     used.add(data_dir / LAYOUT_FOLDER / name)
@@ -402,21 +401,21 @@ def _layouts(data_dir: Path) -> Iterator[RecordFinding]:
 
 
 def _layout_repair(path: Path, data_dir: Path) -> str:
-    owner, again = owner_of_layout(path), None
+    owner, command = owner_of_layout(path), None
     column = next((column for column in columns() if column.name == owner), None)
     if column is not None:
-        name_of = work_of(column).layout_file
-        again = _command_of(data_dir, column, lambda stored: name_of(stored) == path.name)
-    return again or f"{commands_of(data_dir, owner)} with the same settings as before"
+        layout_file = work_of(column).layout_file
+        command = _command_of(data_dir, column, lambda stored: layout_file(stored) == path.name)
+    return command or f"{commands_of(data_dir, owner)} with the same settings as before"
 
 
 def _command_of(data_dir: Path, column: ColumnSpec, matches: Callable[[Stored], bool]) -> str | None:
-    """Return the command of a variant whose recipe matches, of the current one if possible; None if none matches."""
+    """Return the command of a variant whose recipe matches; prefer the current variant. None if no recipe matches."""
     current = None
     with suppress(UserError):  # a damaged dataset.json is reported separately
         current = current_variant(data_dir, column.name)
     for name in sorted(list_variants(data_dir, column.name), key=lambda name: name != current):
-        with suppress(UserError):  # its recipe is unreadable or of another version
+        with suppress(UserError):  # the recipe is unreadable or has a different version
             stored = stored_request(Variant(variant_dir(data_dir, column.name, name)))
             if matches(stored):
                 return column.command_line(stored, data_dir=data_dir)
@@ -438,7 +437,7 @@ def verified_text(verified: Verified, *, column: ColumnSpec, max_findings: int) 
     state = "damaged" if verified.num_damaged else "not read completely" if verified.inaccessible else "OK"
     lines.append(f"{column.name} {verified.variant}: {total}, {size_text(verified.num_bytes)} read{deep}: {state}")
     if not verified.num_shards and not verified.num_problems:
-        lines[-1] += "; no shard is made yet, and prep status shows what is to be made"
+        lines[-1] += "; no shards yet: prep status shows what has to be made"
     return "\n".join(lines)
 
 
@@ -452,14 +451,17 @@ def repairs_text(records: list[RecordFinding]) -> list[str]:
 
 
 def repair_text(command: str, messages: Iterable[str]) -> str:
-    """Return how to repair the damage in `messages`: no command replaces a folder that is in place of a file."""
+    """Return how to repair the damage in `messages`.
+
+    If a folder is in place of a file, the user has to move it first, because no command replaces it.
+    """
     has_folder = any(FOLDER_IN_PLACE in message for message in messages)
     first = "remove or move away the folders that are in place of files, then " if has_folder else ""
     return f"to repair, {first}run: {command}"
 
 
 def failure_text(verified: Verified, variant: Variant, *, column: ColumnSpec, data_dir: Path) -> str:
-    """Return the extent of the damage and how to repair it, and how many shards the bucket does not deliver."""
+    """Return the extent of the damage and how to repair it, and the number of shards that the bucket cannot provide."""
     num_shards = len({finding.shard_id for finding in (*verified.findings, *verified.deep_findings)})
     name, parts = variant.directory.name, []
     if verified.num_damaged:
@@ -470,7 +472,7 @@ def failure_text(verified: Verified, variant: Variant, *, column: ColumnSpec, da
         except UserError:
             command = f"prep {command_for(column.name, name)} with the settings of the variant"
         parts.append(repair_text(command, (finding.message for finding in verified.findings)))
-    # A run does not notice the damage of these shards: their commits have to be removed by hand.
+    # A run does not notice the damage in these shards, so their commits have to be removed by hand.
     by_hand = sorted({*verified.unseen, *(finding.shard_id for finding in verified.deep_findings)})
     if by_hand:
         paths = ", ".join(str(commit_path(variant.directory, shard_id)) for shard_id in by_hand[:5])

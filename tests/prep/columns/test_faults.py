@@ -89,7 +89,7 @@ def test_a_failure_is_named_and_tried_again_on_request_alone(folder: Folder) -> 
         told = folder.prep("status").stdout
         column = "" if case.name == "video" else f" --column {case.name}"
         assert f"1 x {case.code}{of_column}" in told
-        assert f"to try them again: prep retry{column} --data {folder.data}\n" in told
+        assert f"to retry: prep retry{column} --data {folder.data}\n" in told
         if not case.is_of_chunks:  # whose chunk may have been mended meanwhile
             again = folder.make()
             assert (again["num_shards_made"], again["failures"], again["unchanged"]) == (0, {case.code: 1}, 1)

@@ -71,7 +71,7 @@ def test_a_variant_that_lacks_samples_for_a_while_does_not_take_the_place_of_a_c
 
     shown = prep_here("status", "--data", data)
     assert f"{first} (current)" in shown.stdout and f"{other}\n" in shown.stdout
-    assert f"not current: {first} has samples that it lacks (1 x source_missing)" in shown.stdout
+    assert f"not current: {first} has samples that this variant lacks (1 x source_missing)" in shown.stdout
     assert shown.stdout.splitlines()[-1] == f"next      prep retry --data {data}"
     assert "nothing to do" in run_plan(data, "scores").stdout, "the scores of the current chunks are not usable"
 

@@ -35,7 +35,7 @@ def test_two_variants_of_latents(prep: Prep, shard_set: ShardSet) -> None:
     smaller = current_variant(shard_set.data, "latents")
     assert "5 arrays of other shapes" in prep("diff", names[0], smaller, "--data", shard_set.data).stdout
     assert (
-        "is of the column video"
+        "is a variant of video"
         in prep("diff", shard_set.variant.name, names[0], "--data", shard_set.data, status=2).error
     )
     assert "has no variant none" in prep("diff", names[0], "none", "--data", shard_set.data, status=2).error
