@@ -175,7 +175,7 @@ class Lease:
         if self._lost_to is not None:
             raise LeaseLost(
                 f"the lock of {self._what} was taken over by {self._lost_to}, because it was not renewed for "
-                f"{EXPIRY_S:g} s; this command publishes nothing more; run it again"
+                f"{EXPIRY_S:g} s; nothing more is published; run the same command again"
             )
 
     def release(self) -> None:
