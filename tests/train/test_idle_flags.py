@@ -122,8 +122,8 @@ def test_flags_without_effect_are_named_together_with_all_other_mistakes(capsys:
     assert [line.removeprefix("error: ") for line in lines[::2]] == [
         "--evaluate.neighbours is 0, which has no effect: --evaluate.every is 0",
         "--stride is 2, which has no effect: --sampling is uniform",
-        "--steps is 0",
-        "--optimizer.ema is 1.0",
+        "--steps is 0, which is out of range",
+        "--optimizer.ema is 1.0, which is out of range",
     ]
     assert all(line.startswith("hint: ") for line in lines[1::2]) and len(lines) == 8
     assert lines[3].endswith("--sampling stride") and lines[5].endswith("to 10,000,000,000")
