@@ -55,7 +55,7 @@ def test_without_a_network_a_model_is_looked_for_in_the_cache_alone(
     monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
     assert error(prep, shard_set, "--vae", "some-owner/some-vae") == (
         'the VAE "some-owner/some-vae" cannot be downloaded from the Hugging Face Hub: hub.invalid cannot be resolved, '
-        "and the cache does not have the files"
+        "and the cache does not contain the files"
     )
     assert not constants.HF_HUB_OFFLINE and "HF_HUB_OFFLINE" not in os.environ
 
