@@ -52,7 +52,7 @@ def test_the_first_lines_say_which_attention_and_why_and_what_a_warm_up_leaves(
     assert status == 0
     assert lines[0] == "attention: sdpa (requested by --attention sdpa); precision: fp32 (the device is a CPU)"
     assert lines[1].startswith("data: 9 of 9 captions of split 'train'")
-    assert lines[2] == "--warmup-steps 2 is not less than --steps 1: the learning rate increases to the end"
+    assert lines[2] == "--warmup-steps 2 is not less than --steps 1: the learning rate increases until the end"
     assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ step 1/1  loss ", lines[3])
 
 

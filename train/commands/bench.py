@@ -1,4 +1,4 @@
-"""`train bench` and `train bench TASK`: a command for each task, with the flags of its training."""
+"""The commands `train bench` and `train bench TASK`, which have the flags of the task's training command."""
 
 import json
 import os
@@ -31,19 +31,19 @@ class Several:
     """Flags for benchmarks of several processes."""
 
     strategies: Annotated[list[Strategy] | None, groups.PARALLEL, _MANY] = None
-    """Strategies to break down, one after another (several processes). Default: --parallel.strategy."""
+    """Strategies to measure, one after another (several processes). Default: --parallel.strategy."""
     exchanges: Annotated[list[Exchange] | None, groups.PARALLEL, _MANY] = None
-    """Exchanges of a contrastive loss to break down, one after another (several processes): scalars (FastCLIP, as in
-    training), features (OpenCLIP, the baseline of its tables)."""
+    """Exchanges of a contrastive loss to measure, one after another (several processes): scalars (FastCLIP, as in
+    training) or features (OpenCLIP, the baseline of FastCLIP's tables)."""
     page: Annotated[Path | None, groups.WHERE] = None
-    """File for the breakdown as an HTML page with a figure (several processes)."""
+    """HTML file for the breakdown, with a figure (several processes)."""
 
 
 _ONE = Several()
 
 
 def bench_command(name: str) -> Callable[..., None]:
-    """Return the command that measures a task, as cyclopts reads it."""
+    """Return the command that measures a task, for cyclopts."""
     spec = find_task(name)
     kind = spec.settings
     default = kind()
@@ -60,8 +60,8 @@ def bench_command(name: str) -> Callable[..., None]:
     ) -> None:
         if (page := several.page) is not None and not page.parent.is_dir():
             raise UserError(
-                f"--page is {page}, and there is no folder {page.parent}",
-                hint="name a file in an existing one",
+                f"--page is {page}, but there is no folder {page.parent}",
+                hint="use a file in an existing folder",
                 flags=("--page",),
             )
         if provenance is not None and os.environ.get("RANK", "0") == "0":
@@ -72,12 +72,12 @@ def bench_command(name: str) -> Callable[..., None]:
     which = f"train {name}, the default task" if name == DEFAULT else f"train {name}"
     command.__doc__ = docstring(
         f"Profile the input pipeline and training step of {which}, and report the bottleneck.\n\n"
-        "It measures the disk, the loader and its stages, the model, complete steps and their memory. With several "
-        "processes (torchrun), it breaks down the time of a step into computation and communication instead.",
+        "It measures the disk, the loader and its stages, the model, and time and memory of complete steps. With "
+        "several processes (torchrun), it instead breaks down the time of a step into computation and communication.",
         example=f"train bench{'' if name == DEFAULT else f' {name}'} --shards data --preset tiny",
         preset="Named settings, listed below. Flags and --config files override them.",
-        config="YAML file of settings. Keys are spelled as the flags; later files override earlier ones.",
-        seconds="Time to measure each stage for, in seconds.",
+        config="YAML file of settings. Keys are spelled like the flags; later files override earlier files.",
+        seconds="Measuring time per stage, in seconds.",
         as_json="Print one JSON object.",
     )
     return command
@@ -111,7 +111,7 @@ def _measure(
             for name, value in asdict(several).items():
                 if value:
                     raise UserError(
-                        f"--{name} is about several processes, and there is one",
+                        f"--{name} needs several processes, but there is only one",
                         hint="omit it, or launch with torchrun --nproc-per-node 2 --no-python train bench",
                         flags=(f"--{name}",),
                     )

@@ -1,4 +1,4 @@
-"""`train eval NAME`: evaluate a run's latest checkpoint, for the run's page, or other weights."""
+"""The `train eval` commands: evaluate a run's latest checkpoint, or other weights."""
 
 import json
 import sys
@@ -35,7 +35,7 @@ def score_run(
     say: Callable[[str], None] = print,
     written: Callable[[Path], object] = lambda path: None,
 ) -> dict[str, Any]:
-    """Evaluate a run's latest checkpoint or other weights, and write the result file and the run's page.
+    """Evaluate a run's latest checkpoint or other weights; write the result file and, for a run, its results page.
 
     Args:
         flags: Settings of the evaluation, an instance of `evaluation.settings`.
@@ -43,8 +43,8 @@ def score_run(
         written: Function that is called with the path of the result file.
 
     Raises:
-        UserError: The weights do not exist, are of a task without this evaluation, or the data lack something.
-        FailedWork: Nothing could be decoded.
+        UserError: The weights do not exist, or belong to a task without this evaluation; or the data lack something.
+        FailedWork: No sample could be decoded.
     """
     tasks = _tasks_with(evaluation)
     require_named_weights(weights, takes_tags=take_tags(tasks))
@@ -55,12 +55,12 @@ def score_run(
         from clipmill.train.report.results import write_page
         from clipmill.train.run.variants import reading_variants_of_run
 
-    place = local_folder(weights)
-    run = open_run(place) if is_run(place) or is_remote(str(weights)) else None
+    path = local_folder(weights)
+    run = open_run(path) if is_run(path) or is_remote(str(weights)) else None
     if run is not None:
-        task_of_run(run, tasks, suited=_evaluations_of)
-        for path in (run.metrics, run.failures):
-            read_lines(path)  # a damaged line is reported before anything is computed
+        task_of_run(run, tasks, hint_for_task=_evaluations_of)
+        for log in (run.metrics, run.failures):
+            read_lines(log)  # report a damaged line before anything is computed
         if out is not None:
             raise UserError(
                 f"--out is {out}, but the results of a run are written into {run.path}",
@@ -70,57 +70,59 @@ def score_run(
     elif use.shards is None:
         require_weights(weights, tasks)
         raise UserError(
-            f"--shards is missing: {weights} is not a run, which has data of its own",
-            hint="add it",
+            f"--shards is missing: {weights} is not a run with a data folder",
+            hint="add --shards DATA",
             flags=("--shards",),
         )
-    with ExitStack() as held:
-        held.enter_context(reading_variants_of_run(weights, use.shards, use.variant, say=say))
-        opened = open_weights_as(tasks, weights, use, suited=_evaluations_of, say=say)
-        held.enter_context(show_batch_counts())
+    with ExitStack() as stack:
+        stack.enter_context(reading_variants_of_run(weights, use.shards, use.variant, say=say))
+        opened = open_weights_as(tasks, weights, use, hint_for_task=_evaluations_of, say=say)
+        stack.enter_context(show_batch_counts())
         result = score_opened(opened, evaluation, flags, out=out, written=written)
     if run is not None:
         with Activity(f"writing {run.page}"):
             write_page(run)
         try:
             add_evaluation(run, opened.settings.track, result)
-        except UserError as error:  # the result is in its file
+        except UserError as error:  # the result file is already written
             say(f"not added to W&B: {error}; {error.hint}")
     return result
 
 
 def _tasks_with(evaluation: EvaluationSpec) -> Tasks:
-    return tasks_where(lambda spec: any(known.name == evaluation.name for known in spec.evaluations))
+    return tasks_where(lambda spec: any(item.name == evaluation.name for item in spec.evaluations))
 
 
 def data_of(weights: str | Path) -> tuple[str | None, ...]:
-    """Return the data to evaluate if none are named: None for the data of the run, or each folder of a mixture."""
-    if not is_run(place := local_folder(weights)):
+    """Return the data folders to evaluate without --shards: each folder of a mixture, or None for a single folder."""
+    if not is_run(path := local_folder(weights)):
         return (None,)
     try:
-        shards = read_values(open_run(place).settings).get("shards")
+        shards = read_values(open_run(path).settings).get("shards")
     except UserError:
-        return (None,)  # opening the run raises the error
+        return (None,)  # the error is raised again when the run is opened
     return tuple(map(str, shards)) if isinstance(shards, list) and len(shards) > 1 else (None,)
 
 
 def _evaluations_of(task: str) -> str:
     names = ", ".join(evaluation.name for evaluation in evaluations_of(task))
-    return f"evaluations of train {task}: {names}" if names else "name other weights"
+    return f"evaluations of train {task}: {names}" if names else "use other weights"
 
 
-def _folders_error(refused: Mapping[str, UserError], *, has_results: bool) -> UserError:
-    """Return the error for the folders of a mixture that cannot be evaluated; equal errors of all are reported once."""
-    if not has_results and len(set(map(str, refused.values()))) == 1:
-        return next(iter(refused.values()))
-    others = "the other data folders of the run are evaluated" if has_results else "none of the run's is evaluated"
-    text = "; ".join(f"{folder} is not evaluated: {error}" for folder, error in refused.items())
-    hints = dict.fromkeys(error.hint for error in refused.values() if error.hint)
+def _folders_error(errors: Mapping[str, UserError], *, has_results: bool) -> UserError:
+    """Return one error for the folders of a mixture that cannot be evaluated; equal errors are reported once."""
+    if not has_results and len(set(map(str, errors.values()))) == 1:
+        return next(iter(errors.values()))
+    others = (
+        "the run's other data folders are evaluated" if has_results else "none of the run's data folders is evaluated"
+    )
+    text = "; ".join(f"{folder} is not evaluated: {error}" for folder, error in errors.items())
+    hints = dict.fromkeys(error.hint for error in errors.values() if error.hint)
     return UserError(text, hint="; ".join([others, *hints]))
 
 
 def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
-    """Return the command of an evaluation as cyclopts reads it: its flags are the fields of its settings."""
+    """Return the command of an evaluation for cyclopts; the fields of the evaluation's settings are its flags."""
     settings = evaluation.settings
     kind = Annotated[settings, Parameter(name="*")]  # type: ignore[valid-type]
     default = settings()
@@ -138,7 +140,7 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
     ) -> None:
         say = partial(print, file=sys.stderr) if as_json else print
         files: list[Path] = []
-        refused: dict[str, UserError] = {}
+        errors: dict[str, UserError] = {}
         failed = 0
         for data in data_of(weights) if shards is None else (shards,):
             use = Use(shards=data, variant=variant, where=where, overrides=shown)
@@ -147,7 +149,7 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
             except UserError as error:
                 if data is None or shards is not None:
                     raise
-                refused[data] = error  # the other folders of the mixture are evaluated all the same
+                errors[data] = error  # continue with the other folders of the mixture
                 continue
             if as_json:
                 print(json.dumps({name: value for name, value in result.items() if name != evaluation.pictures}))
@@ -159,21 +161,22 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
                     page = f"; results page: {open_run(local_folder(weights)).page}" if out is None else ""
                     print(f"written: {files[-1]}{page}")
             failed += len(result["failed"])
-        if refused:
-            raise _folders_error(refused, has_results=bool(files))
+        if errors:
+            raise _folders_error(errors, has_results=bool(files))
         if failed:
-            listed = "; see `failed` in " + ", ".join(map(str, files)) if files else ""
-            hint = listed or ("" if as_json else "; --json or --out lists them")
+            details = "; see `failed` in " + ", ".join(map(str, files)) if files else ""
+            hint = details or ("" if as_json else "; --json or --out lists them")
             raise FailedWork(f"{count_noun(failed, 'sample')} could not be decoded{hint}")
 
     tags = ", NAME:TAG of open_clip" if take_tags(_tasks_with(evaluation)) else ""
     command.__doc__ = docstring(
         evaluation.help,
         example=evaluation.example,
-        weights=f"{evaluation.run_help} Or other weights: an exported folder, a file{tags} or hf:NAME of the Hub.",
-        shards="Data folder or tar files. Default: the data of the training run, of several folders one after another.",
-        variant="Names of variants to read, as prep status shows them. Default: the variants of the training, and of "
-        "other data the current ones.",
+        weights=f"{evaluation.run_help} Or other weights: an exported folder, a weights file{tags} or "
+        "hf:NAME on the Hub.",
+        shards="Data folder or tar files. Default: each data folder of the training run.",
+        variant="Names of variants to read, as listed by prep status. Default: the training's variants; for other "
+        "data, the current variants.",
         where="Condition that selects the samples, such as 'motion > 0.2 and words > 3' (docs/data.md). The "
         "condition of the training does not apply. Default: all.",
         out="Folder for the result file of weights that are not a run. Default: not written.",

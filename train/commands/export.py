@@ -1,4 +1,4 @@
-"""`train export`: write weights as a folder for other libraries, `--init.weights` and `train eval`."""
+"""The command `train export`: write weights as a folder for other libraries, `--init.weights` and `train eval`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,20 +28,20 @@ def export(
     checkpoint: Path | None = None,
     shown: Overrides = AS_TRAINED,
 ) -> None:
-    """Export weights: the command, whose help is made below from the formats of all tasks."""
+    """Export weights. The formats of all tasks make up the help of this command, below."""
     export_run(
         weights, form=form, out=out, frame_embedding=frame_embedding, checkpoint=checkpoint, overrides=shown, say=print
     )
 
 
-_PACKAGES = {"onnx": ("onnx", "onnxscript")}  # in the extra of the same name
+_PACKAGES = {"onnx": ("onnx", "onnxscript")}  # the extra of the same name installs them
 _FORMATS = [(task.name, form, opens) for task in tasks() for form, opens in task.formats.items()]
 export.__doc__ = docstring(
     "Export the weights of a run, or convert other weights, as a folder for other libraries.\n\n"
     "Task, format, and the call that opens the folder OUT:\n\n"
     + "\n".join(f"    {a:12} {b:9} {c}" for a, b, c in _FORMATS),
     example="train export runs/first --format open_clip --out exported",
-    weights="Run folder, exported folder, file of weights, or NAME:TAG of open_clip.",
+    weights="Run folder, exported folder, weights file, or NAME:TAG of open_clip.",
     form=f"Format: {', '.join(dict.fromkeys(form for _, form, _ in _FORMATS))}.",
     out="New folder to write.",
     frame_embedding="Temporal embedding of single images, for dual encoders: mean over all frames, or zero.",
@@ -59,11 +59,11 @@ def export_run(
     overrides: Overrides = AS_TRAINED,
     say: Callable[[str], None],
 ) -> None:
-    """Write the weights of a run's latest or named checkpoint, or other weights, in an export format.
+    """Write a checkpoint of a run (by default the latest), or other weights, in an export format.
 
     Raises:
         UserError: There is no checkpoint, its weights are not finite, `out` exists already, or the format cannot hold
-            such a model.
+            this model.
     """
     _require_format(form)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -85,16 +85,16 @@ def export_run(
     use = Use(overrides=overrides, is_without_data=bool(overrides.given_values()), checkpoint=path)
     opened = open_weights_as(tasks_where(), weights, use, say=say)
     spec, task = opened.spec, opened.spec.name
-    whose = f"{weights} is a run" if opened.run is not None else f"{weights} holds weights"
+    subject = f"{weights} is a run" if opened.run is not None else f"{weights} holds weights"
     if spec.export is None:
         known = [known.name for known in tasks() if known.export is not None]
         raise UserError(
-            f"{whose} of train {task}, which no format has a place for",
-            hint=f"name a run or other weights of train {', '.join(known)}",
+            f"{subject} of train {task}, which no format supports",
+            hint=f"use a run or other weights of train {', '.join(known)}",
         )
     if frame_embedding != "mean" and not spec.has_frame_embedding:
         raise UserError(
-            f"--frame-embedding is about the pictures of a dual encoder, and {whose} of train {task}",
+            f"--frame-embedding applies only to dual encoders, but {subject} of train {task}",
             hint="omit it",
             flags=("--frame-embedding",),
         )
@@ -136,12 +136,12 @@ def export_run(
 
 
 def _require_views(settings: Any, form: str) -> None:
-    """Raise a UserError if a format has no place for a model of several views."""
+    """Raise a UserError if a format cannot hold a model that takes several views."""
     if settings.views is None or form in ("torch", "onnx"):
         return
     if settings.towers.views == "concat" or form == "lm":
         raise UserError(
-            f"the model takes the views {settings.views} ({settings.towers.views}), and --format {form} has one view",
+            f"the model takes the views {settings.views} ({settings.towers.views}), but --format {form} takes one view",
             hint="use --format torch or onnx, or the file itself: train eval and load_model read it",
             flags=("--format",),
         )
@@ -163,7 +163,7 @@ def _require_format(form: str) -> None:
 
 
 def _checkpoint_of(run: RunFolder, path: Path) -> Path:
-    """Return a checkpoint that the run has; the run's settings fit no other weights."""
+    """Return the path of a checkpoint of the run; UserError for other files, because the run's settings do not fit."""
     from clipmill.train.run.checkpoint import all_checkpoints
 
     known = all_checkpoints(run.checkpoints).values()

@@ -60,24 +60,25 @@ from clipmill.train.run.variants import EVALUATED_FACT, VARIANTS_FACT, evaluated
 from clipmill.train.spec import TaskSpec
 from clipmill.train.weights.source import Say, Source
 
-# A lost rank ends within 50 s (clipmill.train.distributed.heartbeat); an NFS server frees its locks after 90 s.
+# Maximum wait for a run's lock: a lost rank ends within 50 s (clipmill.train.distributed.heartbeat), and an NFS server
+# releases its locks after 90 s.
 _LOST_S = 120.0
 
 
 def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance: Provenance) -> dict[str, Any] | None:
-    """Train a model on all ranks of torchrun, and write the results page; return the summary on the first rank."""
+    """Train a model on all ranks of torchrun, write the results page, and return the summary on rank 0."""
     check_tracking(settings.track)
     device = choose_device(settings.device, needs_gpu=settings.require_gpu)
     start = launch_facts(settings, resume=resume)
-    with open_world(device_type=device.type, start=start, hint=SAME_LAUNCH) as world, ExitStack() as held:
+    with open_world(device_type=device.type, start=start, hint=SAME_LAUNCH) as world, ExitStack() as stack:
         device = torch.device("cuda", world.local_rank) if device.type == "cuda" else device
-        # The first rank decides for all, as ranks may look at the run's folder at different times.
+        # Rank 0 decides for all ranks, because ranks may look at the run's folder at different times.
         old_run = None
-        if world.first(lambda: _find_and_hold(settings.out, resume, held=held) is not None):
-            old_run = RunFolder(settings.out)  # in a bucket, each rank has a folder of its own
+        if world.first(lambda: _find_and_lock(settings.out, resume, stack=stack) is not None):
+            old_run = RunFolder(settings.out)  # if the run is in a bucket, each rank has its own local folder
             require_shared(old_run.path, world=world)
         old_facts = world.first(lambda: {} if old_run is None else old_run.read_facts())
-        recorded, of_evaluated = old_facts.get(VARIANTS_FACT, []), old_facts.get(EVALUATED_FACT, {})
+        recorded, recorded_evaluated = old_facts.get(VARIANTS_FACT, []), old_facts.get(EVALUATED_FACT, {})
         evaluated = evaluated_data(settings)
         chosen = world.each(
             lambda: choose_variants(settings.folders, settings.variant, recorded=recorded, cache=settings.cache)
@@ -85,42 +86,44 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance
         chosen |= world.each(
             lambda: choose_variants(
                 evaluated,
-                recorded=[of_evaluated.get(normalise_address(address), {}) for address in evaluated],
+                recorded=[recorded_evaluated.get(normalise_address(address), {}) for address in evaluated],
                 cache=settings.cache,
                 say=partial(print, file=sys.stderr) if world.is_first else (lambda _: None),
             )
         )
-        held.enter_context(reading_variants(chosen))
+        stack.enter_context(reading_variants(chosen))
         try:
-            return _train(spec, settings, old_run=old_run, held=held, world=world, device=device, provenance=provenance)
+            return _train(
+                spec, settings, old_run=old_run, stack=stack, world=world, device=device, provenance=provenance
+            )
         except Stopped as stop:
-            again = f"continue with --resume --out {shlex.quote(str(settings.out))}"
-            raise Stopped(f"{stop}, {'the same command continues' if resume == 'auto' else again}") from None
+            resume_hint = f"continue with --resume --out {shlex.quote(str(settings.out))}"
+            raise Stopped(f"{stop}, {'the same command continues' if resume == 'auto' else resume_hint}") from None
 
 
-def _find_and_hold(path: Path, resume: Resume, *, held: ExitStack) -> RunFolder | None:
+def _find_and_lock(path: Path, resume: Resume, *, stack: ExitStack) -> RunFolder | None:
     """Lock the run to resume, clean up after a killed process, and return it; None for a new run."""
     if resume is False or (resume == "auto" and not RunFolder(path).settings.is_file()):
         return None
     run = open_run(path)
-    # A restart by torchrun may find a process of the attempt before it, on a node that the others have lost.
+    # After a restart by torchrun, a process of the previous attempt may still run, on a node that was lost.
     is_restart = resume == "auto" and "TORCHELASTIC_RUN_ID" in os.environ
-    held.enter_context(run.hold(wait_s=_LOST_S if is_restart else 0.0))
+    stack.enter_context(run.hold(wait_s=_LOST_S if is_restart else 0.0))
     sweep(run)
     recover(run.checkpoints)
     return run
 
 
-def _create_and_hold(settings: ClipSettings, *, held: ExitStack, world: World, comment: str) -> RunFolder:
+def _create_and_lock(settings: ClipSettings, *, stack: ExitStack, world: World, comment: str) -> RunFolder:
     def create() -> None:
         run = create_run(settings, comment=comment)
-        held.enter_context(run.hold())
+        stack.enter_context(run.hold())
 
     is_remote = mirror_of(settings.out) is not None
     if not is_remote:
         require_shared(settings.out, world=world)
     world.first(create)
-    if is_remote:  # what the ranks share is the lock
+    if is_remote:  # the ranks share only the lock
         require_shared(settings.out, world=world)
     return RunFolder(settings.out)
 
@@ -130,7 +133,7 @@ def _train(
     settings: ClipSettings,
     *,
     old_run: RunFolder | None,
-    held: ExitStack,
+    stack: ExitStack,
     world: World,
     device: torch.device,
     provenance: Provenance,
@@ -139,7 +142,7 @@ def _train(
     precision = open_precision(settings.precision, device_type=device.type)
     old_facts = world.first(lambda: {} if old_run is None else old_run.read_facts())
     with Activity("choosing an attention backend"):
-        attention, how_chosen = choose_attention(
+        attention, attention_facts = choose_attention(
             settings,
             device=device,
             products=precision.products,
@@ -148,7 +151,7 @@ def _train(
         )
     progress = Progress(is_quiet=not world.is_first)
     progress.say(f"attention: {attention.name} ({attention.reason}); precision: {precision.name} ({precision.reason})")
-    # Rank 0 looks for a checkpoint; the other ranks wait until they see it too.
+    # Rank 0 looks for a checkpoint; the other ranks wait until they also see it.
     step = None if old_run is None else world.first(lambda: max(all_checkpoints(old_run.checkpoints), default=None))
     if old_run is not None and step is not None:
         wait_for_files(old_run.checkpoints / checkpoint_name(step), world=world)
@@ -162,12 +165,12 @@ def _train(
         samples = open_consistent(
             lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world
         )
-    # With the reasons why captions are omitted, which explain a set that is too small.
+    # The description includes the reasons for omitted captions, which explain a set that is too small.
     progress.say(f"data: {'; '.join(filter(None, [samples.describe(), samples.variant_name]))}")
     check_batch(settings, samples)
     epochs = [*describe_epochs(settings, samples)]
     check_stages(task, samples, settings, world=world)
-    # The messages about the weights of a resumed run were printed when it started.
+    # A resumed run printed the messages about its weights when it started.
     start = (
         None
         if source is None
@@ -176,10 +179,10 @@ def _train(
     model = outline(task, samples)
     parameters = describe_parameters(task, model)
     fallback = [*describe_fallback(attention, model, device=device, products=precision.products)]
-    # The folder is made last, so that a mistake in the flags leaves nothing behind.
-    run = old_run or _create_and_hold(settings, held=held, world=world, comment=provenance.as_comment())
+    # Create the folder last, so that a mistake in the flags leaves nothing behind.
+    run = old_run or _create_and_lock(settings, stack=stack, world=world, comment=provenance.as_comment())
     about = {**parameters, **task.facts()}
-    # Warnings come after everything that can fail, so that an error stands alone.
+    # Print warnings after everything that can fail, so that an error is not preceded by warnings.
     for remark in (*provenance.remarks, *_remarks(settings, world=world, has_weights=has_weights)):
         progress.say(remark)
     if settings.freeze or settings.lora.rank:
@@ -191,7 +194,7 @@ def _train(
         parts += [plan.get("protocol", ""), plan.get("caution", "")]
         progress.say(f"evaluation {name}: {'; '.join(filter(None, parts))}")
     folders = getattr(samples, "folders", None)
-    # Latents have a size that an export needs and no tensor shows.
+    # An export needs the dimensions of the latents, which cannot be read from the model's tensors.
     latents = getattr(samples, "frame_shape", None)
     packages = packages_of([NamedPart("", TASKS, spec.name), *named_parts(settings)])
     facts = {
@@ -208,10 +211,10 @@ def _train(
         **variants_facts(settings, columns=task.columns),
         **({} if latents is None else {"latents": {"channels": latents.channels, "side": latents.height}}),
         **({} if folders is None else {"sources": folders.facts()}),
-        # A resumed run keeps the entries of run.json, as it reads no weights again.
+        # A resumed run does not read the initial weights, so it keeps their entries in run.json.
         **initial_weights(old_facts),
         **({} if has_weights or start is None else {"weights": start.as_json()}),
-        **how_chosen,
+        **attention_facts,
         **about,
         **consumption_entry(old_facts),
         "machine": machine(device),
@@ -230,13 +233,13 @@ def _train(
     ):
         train(task, samples, settings, run=run, world=world, device=device, progress=progress)
     if world.is_first:
-        refresh(run.path / EVALUATIONS)  # of evaluations on other machines
+        refresh(run.path / EVALUATIONS)  # which other machines may have written
         with Activity(f"writing {run.page}"):
             if spec.at_end is not None:
                 spec.at_end(run, settings, say=progress.say)
             write_page(run)
     failed, lines = len(read_lines(run.failures)), read_lines(run.metrics)
-    remark = f"; {count_noun(failed, 'sample')} failed, all are listed in {run.failures}" if failed else ""
+    remark = f"; {count_noun(failed, 'sample')} failed, listed in {run.failures}" if failed else ""
     if sources := lines[-1].get("sources") if lines else None:
         progress.say(f"samples: {', '.join(f'{count:,} of {name}' for name, count in sources.items())}")
     progress.say(
@@ -245,9 +248,9 @@ def _train(
     )
     if not world.is_first:
         return None
-    if (following := _next_command(spec, settings)) is not None:
-        progress.say(f"next: {following}")
-    return _summary(spec, settings, run=run, lines=lines, num_failed=failed, next_command=following)
+    if (next_command := _next_command(spec, settings)) is not None:
+        progress.say(f"next: {next_command}")
+    return _summary(spec, settings, run=run, lines=lines, num_failed=failed, next_command=next_command)
 
 
 def _summary(
@@ -259,7 +262,7 @@ def _summary(
     num_failed: int,
     next_command: str | None,
 ) -> dict[str, Any]:
-    """Return the summary of a finished run for `--json`; a number that is not finite becomes None."""
+    """Return the summary of a finished run for `--json`; non-finite numbers become None."""
     last = lines[-1] if lines else {}
     numbers = {name: value for name, value in last.items() if isinstance(value, int | float)}
     finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
@@ -296,17 +299,17 @@ def _next_command(spec: TaskSpec, settings: ClipSettings) -> str | None:
 
 
 def _remarks(settings: ClipSettings, *, world: World, has_weights: bool) -> Iterator[str]:
-    """Yield warnings about settings that are valid, but probably not intended."""
+    """Yield warnings about settings that are valid, but probably unintended."""
     share = world.replicas.share(settings.batch)
     if world.replicas.size > 1 and share % settings.samples_per_chunk:
         yield (
             f"--samples-per-chunk {settings.samples_per_chunk} does not divide the {count_noun(share, 'sample')} of a "
-            "process: batches differ from the batches of one process"
+            "process: batches differ from the batches of a single process"
         )
     if isinstance(settings.warmup_steps, int) and settings.warmup_steps >= settings.steps:
         yield (
             f"--warmup-steps {settings.warmup_steps} is not less than --steps {settings.steps}: the learning rate "
-            "increases to the end"
+            "increases until the end"
         )
     if settings.init.weights is None and not has_weights and (remark := random_freeze_warning(settings.freeze)):
         yield remark
@@ -322,13 +325,13 @@ def _processes(parallel: ParallelSettings, world: World) -> str:
 
 
 def _open_weights(settings: ClipSettings, *, world: World, say: Say, run: RunFolder | None) -> Source | None:
-    """Open the weights to start from, or those that checkpoints of the resumed `run` omit; None if there are none."""
+    """Open the weights to start from, or the base weights that checkpoints of a resumed `run` omit; None if unused."""
     if settings.init.weights is None and not settings.lora.rank:
         return None
     from clipmill.train.weights.sources import fetch_tag, open_base, open_weights
 
     if run is None or settings.lora.rank:
-        # One rank downloads; the others read the cache.
+        # Rank 0 downloads the weights; the other ranks read the cache.
         world.first(lambda: fetch_tag(settings.init, settings.towers, say=say))
     if run is None:
         return open_weights(settings.init, settings.towers)

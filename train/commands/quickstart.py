@@ -30,10 +30,10 @@ def quickstart(
     yes: Annotated[bool, Parameter(negative="")] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
-    """Look at the data and this machine, measure a few training steps, and propose a first run.
+    """Inspect the data and this machine, measure a few training steps, and propose a first run.
 
     The plan lists task, preset, batch size, steps, expected time, memory and disk, and ends with the complete command.
-    On a terminal it asks whether to run it; elsewhere it runs only with --yes.
+    On a terminal, it asks whether to run the command; otherwise the command runs only with --yes.
 
     Examples:
 
@@ -44,7 +44,7 @@ def quickstart(
     Parameters
     ----------
     data
-        Data folders made by prep: paths, or addresses such as s3://bucket/data.
+        Data folders made by prep: paths, or URLs such as s3://bucket/data.
     yes
         Run the command without asking.
     as_json
@@ -52,26 +52,30 @@ def quickstart(
     """
     if yes and as_json:
         raise UserError(
-            "--yes runs the command, and --json only prints the plan",
+            "--yes runs the command, but --json only prints the plan",
             hint="omit one of them",
             flags=("--yes", "--json"),
         )
     if request.minutes is not None and not 0 < request.minutes < float("inf"):
-        raise UserError(f"--minutes is {request.minutes}", hint="use a number above 0", flags=("--minutes",))
+        raise UserError(
+            f"--minutes {request.minutes} is not a finite number above 0",
+            hint="use a number above 0",
+            flags=("--minutes",),
+        )
     plan = _plan(data, request)
     if as_json:
         print(json.dumps(plan.as_json()))
         return
     print(plan.text(), flush=True)
-    if yes or (_is_asked() and _confirm()):
+    if yes or (_is_interactive() and _confirm()):
         _run(plan)
-    elif not _is_asked():
+    elif not _is_interactive():
         print("not run: copy the command, or add --yes to train quickstart")
 
 
 def _plan(data: Sequence[str], request: Request) -> "Plan":
     began_s = time.perf_counter()
-    from clipmill.train.quickstart.choice import survey  # before torch: reports mistakes in the data at once
+    from clipmill.train.quickstart.choice import survey  # before torch, to report mistakes in the data at once
 
     surveys = []
     for address in data:
@@ -88,12 +92,12 @@ def _plan(data: Sequence[str], request: Request) -> "Plan":
     proposal = propose(request, surveys, examine_in_run(asked_device=request.device, device_type=chosen.type))
     first = torch.device("cuda", 0) if chosen.type == "cuda" else chosen
     spec, settings = proposal.spec, proposal.settings
-    say = partial(print, file=sys.stderr, flush=True)  # standard output has the plan
+    say = partial(print, file=sys.stderr, flush=True)  # the plan is printed to standard output
     return make_plan(proposal, measure(spec, settings, device=first, seconds=_TRIAL_S, began_s=began_s, say=say))
 
 
-def _is_asked() -> bool:
-    """Return True on a terminal, where someone can answer."""
+def _is_interactive() -> bool:
+    """Return True on a terminal, where the user can answer."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
@@ -108,7 +112,7 @@ def _run(plan: "Plan") -> None:
     from clipmill.train.commands.launch import launch
 
     if plan.proposal.num_processes > 1:
-        # Replace this process, which frees its GPU memory, with the torchrun that is next to this interpreter.
+        # Replace this process, which frees its GPU memory, with the torchrun beside this interpreter.
         programs = Path(sys.executable).parent
         torchrun, *rest = plan.words
         rest = [str(programs / word) if word == "train" and (programs / word).exists() else word for word in rest]
@@ -116,5 +120,7 @@ def _run(plan: "Plan") -> None:
     launch(plan.proposal.spec, plan.settings, resume=False, provenance=Provenance())
     out = plan.settings.out
     print(f"page: {out / 'index.html'}\ncheckpoints: {out / 'checkpoints'}")
-    for command in plan.then[1:] if plan.proposal.held_out else plan.then:  # the run has suggested the evaluation
+    for command in (
+        plan.then[1:] if plan.proposal.held_out else plan.then
+    ):  # the run has already suggested the first one
         print(f"next: {command}")

@@ -1,4 +1,4 @@
-"""`train embed` and `train search`."""
+"""The commands `train embed` and `train search`."""
 
 import json
 import shlex
@@ -25,10 +25,10 @@ from clipmill.train.spec import Tasks, take_tags
 def embed(
     weights: Annotated[str, Parameter(help="Run folder, or other trained weights.")], /, request: EmbedRequest
 ) -> None:
-    """Embed the clips and captions of a split, as files for train search, numpy, polars and faiss.
+    """Embed the clips and captions of a split, into files for train search, numpy, polars and faiss.
 
-    The folder gets video.npy, text.npy, clips.parquet, captions.parquet and embed.json. The same command resumes an
-    interrupted run; under torchrun, all processes share the work.
+    The folder contains video.npy, text.npy, clips.parquet, captions.parquet and embed.json. Run the same command again
+    to resume interrupted work; under torchrun, all processes share the work.
 
     Examples:
 
@@ -50,11 +50,11 @@ def embed(
         from clipmill.train.search.embedding import open_work
         from clipmill.train.search.folder import FAILURES
 
-    decisive = ("split", "variant", "where", "features", "clips", "batch")
+    fields = ("split", "variant", "where", "features", "clips", "batch")
     start = {
         COMMAND: "train embed",
         "WEIGHTS": weights,
-        **{request.flag(name): getattr(request, name) for name in decisive},
+        **{request.flag(name): getattr(request, name) for name in fields},
         **{request.flag(name): value for name, value in vars(request.shown).items()},
     }
     with open_world(device_type=choose_device(request.device).type, start=start, hint=SAME_LAUNCH) as world:
@@ -73,8 +73,8 @@ def embed(
             progress.say(f'next: train search {shlex.quote(str(request.out))} "what to look for"')
     if record["num_failed"]:
         raise FailedWork(
-            f"{count_noun(record['num_failed'], 'clip')} could not be decoded; see {request.out / FAILURES}. After a "
-            f"repair of the data, remove {request.out} and run the same command again"
+            f"{count_noun(record['num_failed'], 'clip')} could not be decoded; see {request.out / FAILURES}. After "
+            f"repairing the data, remove {request.out} and run the same command again"
         )
 
 
@@ -83,23 +83,23 @@ def _embedding_tasks() -> Tasks:
 
 
 def _training_folder(weights: str) -> str:
-    """Return the data folder that a run was trained on; UserError without a run, or with several folders."""
-    if not is_run(place := local_folder(weights)):
+    """Return the data folder of a run; UserError if the weights are not a run, or the run has several data folders."""
+    if not is_run(path := local_folder(weights)):
         with Activity("importing torch"):
             from clipmill.train.evaluation.opening import require_weights
 
         require_weights(weights, _embedding_tasks())
         raise UserError(
-            f"--shards is missing: {weights} is not a run, which has data of its own",
-            hint="add it",
+            f"--shards is missing: {weights} is not a run with a data folder",
+            hint="add --shards DATA",
             flags=("--shards",),
         )
-    settings = read_values(open_run(place).settings)
+    settings = read_values(open_run(path).settings)
     folders = folders_of(settings.get("shards", DataSettings.shards))
     if len(folders) > 1:
         raise UserError(
-            f"{weights} was trained on {len(folders)} data folders, and train embed reads one: {', '.join(folders)}",
-            hint=f"name one of them: --shards {folders[0]}",
+            f"{weights} was trained on {len(folders)} data folders, but train embed reads one: {', '.join(folders)}",
+            hint=f"choose one, such as --shards {folders[0]}",
         )
     return folders[0]
 
@@ -123,7 +123,7 @@ def search(
     Parameters
     ----------
     folder
-        Folder of train embed.
+        Folder written by train embed.
     queries
         Texts to search for.
     """
@@ -134,7 +134,7 @@ def search(
     page = request.page
     if page is None and request.shards is not None:
         raise UserError(
-            f"--shards is {request.shards}, which has no effect without --page",
+            f"--shards {request.shards} has no effect without --page",
             hint="omit it, or add --page",
             flags=("--shards", "--page"),
         )
@@ -167,4 +167,6 @@ def search(
         if page is not None:
             print(f"written: {page}")
     if num_missing:
-        raise FailedWork(f"clips that {page} cannot show, because they could not be read or decoded: {num_missing}")
+        raise FailedWork(
+            f"{count_noun(num_missing, 'clip')} could not be read or decoded, and cannot be played on {page}"
+        )

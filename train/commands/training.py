@@ -1,4 +1,4 @@
-"""`train TASK`: the commands of the tasks. Training itself is loaded when one of them runs."""
+"""The commands `train TASK`. The training code is loaded only when a command runs."""
 
 import json
 import sys
@@ -30,53 +30,53 @@ if TYPE_CHECKING:
     from cyclopts import App
     from cyclopts.argument import ArgumentCollection
 
-# Flags with and without which a run is the same.
-_LEAVE_NO_TRACE = frozenset({"--resume", "--json", *map(Monitoring.flag, ("metrics_port", "log_format"))})
+# Flags that do not affect the run, so its record omits them.
+_UNRECORDED = frozenset({"--resume", "--json", *map(Monitoring.flag, ("metrics_port", "log_format"))})
 
 
 def parse(app: "App", words: Sequence[str], provenance: Provenance | None = None) -> Callable[[], object]:
-    """Return the command that the words name, with its arguments; its settings are checked together.
+    """Return the command of a command line with its arguments, after checking all its settings together.
 
     Args:
-        provenance: Record of where each value comes from; it is filled even if this function raises.
+        provenance: Record of the source of each value; it is filled in even if this function raises.
 
     Raises:
-        UserError: Settings are invalid, or typed flags have no effect with the other settings; lists all mistakes.
+        UserError: Settings are invalid, or flags have no effect with the other settings; the error lists all mistakes.
         CycloptsError: A flag is unknown or missing, or its value has the wrong type.
     """
     typed: dict[str, str] = {}
-    origin = provenance or Provenance()
+    record = provenance or Provenance()
 
     def fill(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
         given = {argument.name: argument.tokens[-1].value for argument in arguments if argument.tokens}
         if is_remote(given.get("--out", "")) and "--resume" not in {argument.name for argument in arguments}:
             raise UserError(
-                f"--out {given['--out']} is an address, and this command writes to a disk",
-                hint="give a path, and copy the files",
+                f"--out {given['--out']} is a URL, but this command writes to a disk",
+                hint="use a path, and copy the files afterwards",
                 flags=("--out",),
             )
-        add_files(app, commands, arguments, remarks=origin.remarks)
+        add_files(app, commands, arguments, remarks=record.remarks)
         for argument in arguments:
             if not argument.tokens:
                 continue
             source = argument.tokens[-1].source
-            if argument.name not in _LEAVE_NO_TRACE:
-                origin.sources[argument.name] = "" if source == "cli" else source
+            if argument.name not in _UNRECORDED:
+                record.sources[argument.name] = "" if source == "cli" else source
             if source == "cli":
                 typed[argument.name] = " ".join(str(token.value) for token in argument.tokens)
 
     app.config = (fill, check_values)
     with deferred_checks():
         command, bound, not_parsed = app.parse_args(words)
-    mistakes_found: list[UserError] = []
+    errors: list[UserError] = []
     for settings in bound.arguments.values():
         if isinstance(settings, Checked):
-            mistakes_found += flags_without_effect(settings, typed)
-            mistakes_found += [*mistakes(settings), *unknown_parts(settings)]
-    refuse(mistakes_found)
-    # Commands that print or save the origin of values have this parameter.
-    more = {"provenance": origin} if "provenance" in not_parsed else {}
-    return lambda: command(*bound.args, **bound.kwargs, **more)
+            errors += flags_without_effect(settings, typed)
+            errors += [*mistakes(settings), *unknown_parts(settings)]
+    refuse(errors)
+    # Commands that print or save the sources of values have this parameter.
+    extra = {"provenance": record} if "provenance" in not_parsed else {}
+    return lambda: command(*bound.args, **bound.kwargs, **extra)
 
 
 def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollection", *, remarks: list[str]) -> None:
@@ -88,7 +88,7 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
 
     tokens = {argument.name: argument.tokens for argument in arguments}
     if "--config" not in tokens:
-        return  # not a command with settings: --preset of train quickstart is only a name
+        return  # a command without settings, such as train quickstart, whose --preset is only a name
 
     def given_values(name: str) -> list[str]:
         return [token.value for token in tokens.get(name, ())]
@@ -98,26 +98,26 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
     def fill(path: Path, preset: str | None = None) -> None:
         yaml_source(path, kind, preset=preset, remarks=remarks)(app, commands, arguments)
 
-    # A source fills only values that are still empty, so the source that overrides all others comes first.
+    # A source fills in only missing values, so sources are read in order of decreasing precedence.
     for file in reversed(given_values("--config")):
         fill(Path(file))
     for preset in given_values("--preset"):
         fill(_preset_of(preset, commands[-1]), preset)
     if given_values("--resume"):
         out = local_folder(given_values("--out")[0]) if given_values("--out") else TrainingSettings.out
-        # If --out holds no run, a new run is started, or opening the run raises the error.
+        # If there is no run in --out, either a new run starts or the error is raised when the run is opened.
         if (saved := RunFolder(out).settings).is_file():
             RunFolder(out).require_task(commands[-1])
             old = load_settings(saved, find_task(commands[-1]).settings)
             require_parts(old, RunFolder(out))
-            # With another number of folders, the error would name flags that depend on them, such as --mix and names
-            # of metrics.
+            # Report a different number of folders here: later errors would be about flags that depend on it, such as
+            # --mix and names of metrics.
             folders = given_values("--shards")
             if folders and len(folders) != len(old.folders) and any(RunFolder(out).checkpoints.glob("step_*")):
                 raise UserError(
-                    f"--shards names {count_noun(len(folders), 'data folder')}, but the run in {out} has "
+                    f"--shards lists {count_noun(len(folders), 'data folder')}, but the run in {out} has "
                     f"{len(old.folders)}: {', '.join(old.folders)}",
-                    hint="to continue, name each of these folders or omit --shards; or start a new run with another "
+                    hint="to continue, list all these folders or omit --shards; or start a new run with a different "
                     "--out",
                     flags=("--shards",),
                 )
@@ -125,7 +125,7 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
 
 
 def _preset_of(name: str, command: str) -> Path:
-    """Return the file of a preset of this command."""
+    """Return the path of a preset of this command."""
     kind = _settings_of(command)
     known = {preset: preset_path(preset, kind.command) for preset in presets_of(kind)}
     try:
@@ -146,13 +146,13 @@ def _settings_of(command: str) -> type[TrainingSettings]:
 
 
 def docstring(help_text: str, *, example: str, **parameters: str) -> str:
-    """Return the docstring of a command that is made from a spec, as cyclopts reads it."""
+    """Return the docstring, in the form that cyclopts reads, of a command that is built from a spec."""
     lines = [help_text, "", "Example:", "", f"    {example}", "", "Parameters", "----------"]
     return "\n".join([*lines, *(line for name, text in parameters.items() for line in (name, f"    {text}"))])
 
 
 def training_command(name: str) -> Callable[..., None]:
-    """Return the command of a task as cyclopts reads it: its flags are the fields of the task's settings."""
+    """Return the command of a task for cyclopts; the fields of the task's settings are its flags."""
     spec = find_task(name)
     kind = spec.settings
     default = kind()
@@ -184,7 +184,7 @@ def training_command(name: str) -> Callable[..., None]:
         spec.help,
         example=spec.example,
         preset="Named settings, listed below. Flags and --config files override them.",
-        config="YAML file of settings. Keys are spelled as the flags; later files override earlier ones.",
+        config="YAML file of settings. Keys are spelled like the flags; later files override earlier files.",
         resume="Resume the run in --out from its latest checkpoint. auto: start a new run if there is none.",
         as_json="Print a summary of the finished run as one JSON object; the log goes to standard error.",
     )
@@ -192,7 +192,7 @@ def training_command(name: str) -> Callable[..., None]:
 
 
 def __getattr__(name: str) -> Callable[..., None]:
-    """Return the command of a task; `clipmill.train.cli` registers it by this import path."""
+    """Return the command of a task, which `clipmill.train.cli` registers by its import path in this module."""
     if (task := name.replace("_", "-")) in task_names():
         return training_command(task)
     raise AttributeError(name)

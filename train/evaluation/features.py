@@ -1,8 +1,8 @@
-"""Extraction of one feature vector per clip by frozen video towers; several towers share one pass over the clips.
+"""Extract one feature vector per clip with frozen video towers; several towers share one pass over the clips.
 
-Each rank extracts a part; `gather_features` gives every rank all features, in the order of the samples.
+Each rank extracts a part of the features; `gather_features` gathers them on every rank, in the order of the samples.
 
-Shape suffixes: B clips of a batch, C channels, T frames, H height, W width, D width of the features, N all clips.
+Shape suffixes: B clips in a batch, C channels, T frames, H height, W width, D width of the features, N all clips.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,10 +20,10 @@ from clipmill.train.distributed.world import World, gather_uneven
 
 
 class Tower(Protocol):
-    """A video tower to probe."""
+    """A video tower whose features are extracted."""
 
     def features(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
-        """Return one vector per clip, [B, D], before any projection or last layer."""
+        """Return one vector per clip, [B, D], before any projection or classification layer."""
         ...
 
 
@@ -46,7 +46,7 @@ class ClipFeatures:
 
 def tower_of(model: nn.Module) -> Tower:
     """Return the tower of a model: the model itself if it has `features`, otherwise its `video`."""
-    # A wrapper such as DDP forwards calls of the model, but not calls of its other methods.
+    # A wrapper such as DDP forwards calls of the model itself, but has none of the model's other methods.
     unwrapped = getattr(model, "module", model)
     return cast(Tower, unwrapped if hasattr(unwrapped, "features") else unwrapped.video)
 
@@ -62,7 +62,7 @@ def extract(
     """Run towers in evaluation mode on all batches of this rank.
 
     Args:
-        inputs: Function from a batch to clips [B, C, T, H, W], as the towers take them.
+        inputs: Function that takes a batch and returns the towers' input, clips [B, C, T, H, W].
 
     Raises:
         FailedWork: A feature is not finite.
@@ -75,12 +75,12 @@ def extract(
         if not loaded.batch:
             continue
         clips_BCTHW = inputs(to_device(loaded.batch, device))
-        for tower, its in zip(towers, parts, strict=True):
-            its.append(tower.features(clips_BCTHW).float())
-        # Copied, because later batches reuse the buffers.
+        for tower, features in zip(towers, parts, strict=True):
+            features.append(tower.features(clips_BCTHW).float())
+        # Copy the positions, because later batches reuse the buffers.
         samples.append(loaded.batch["position"].clone())
-    nothing = torch.empty(0, 0, device=device)
-    of_tower = tuple(torch.cat(its) if its else nothing for its in parts)
+    empty = torch.empty(0, 0, device=device)
+    of_tower = tuple(torch.cat(features) if features else empty for features in parts)
     sample_N = torch.cat(samples) if samples else torch.empty(0, dtype=torch.int64)
     for rows in of_tower:
         if num_bad := int((~rows.isfinite().all(dim=1)).sum()):
@@ -102,5 +102,5 @@ def gather_features(features: ClipFeatures, world: World) -> ClipFeatures:
         detail = f"; the first: {features.failed[0].detail}" if features.failed else ""
         raise FailedWork(f"none of {count_noun(num_failed, 'sample')} to probe could be decoded{detail}")
     order = sample_N.argsort()
-    rows = tuple(gather_uneven(its, world)[order] for its in features.of_tower)
+    rows = tuple(gather_uneven(rows, world)[order] for rows in features.of_tower)
     return replace(features, of_tower=rows, sample=sample_N[order], num_failed=num_failed)

@@ -1,4 +1,4 @@
-"""The identity of weights: a hash of everything that affects a model's outputs."""
+"""Hash of everything that affects a model's outputs, by which weights are recognised in runs and exports."""
 
 import hashlib
 import json
@@ -12,26 +12,27 @@ from clipmill.train.models.library_towers import LibraryTower
 from clipmill.train.models.video_vit import TokenTower
 from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD, MEANS, STDS, Mean
 
-# Settings that affect an output, in addition to tensors and kind of task.
-_DECISIVE = ("num_frames", "sampling", "stride", "size_px", "input", "segment")
+# Settings that affect outputs, in addition to the tensors and the task.
+_OUTPUT_SETTINGS = ("num_frames", "sampling", "stride", "size_px", "input", "segment")
 
 
 def identity_of(model: nn.Module, settings: ClipSettings, *, task: str) -> str:
-    """Return the SHA-256 of the tensors and of the settings that affect outputs. It is equal for a run and its exports.
+    """Return the SHA-256 of the tensors and of the settings that affect outputs.
 
-    It depends neither on device and precision, which only round the outputs, nor on file names.
+    A run and its exports have the same hash. It does not depend on file names, or on device and
+    precision, which affect only rounding.
 
     Args:
         task: Name of the task.
     """
     digest = hashlib.sha256()
-    decisive = {name: getattr(settings, name, None) for name in _DECISIVE}
+    settings_facts = {name: getattr(settings, name, None) for name in _OUTPUT_SETTINGS}
     if settings.views is not None:
-        decisive |= {"views": settings.views, "rule": settings.towers.views}
-    decisive |= {"task": task, "normalisation": normalisation_of(settings), **_unseen_facts(model)}
-    digest.update(json.dumps(decisive, sort_keys=True).encode())
+        settings_facts |= {"views": settings.views, "rule": settings.towers.views}
+    settings_facts |= {"task": task, "normalisation": normalisation_of(settings), **_hidden_facts(model)}
+    digest.update(json.dumps(settings_facts, sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
-        if not tensor.is_floating_point():  # a counter, which affects no output
+        if not tensor.is_floating_point():  # counters do not affect outputs
             continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
@@ -39,19 +40,19 @@ def identity_of(model: nn.Module, settings: ClipSettings, *, task: str) -> str:
 
 
 def normalisation_of(settings: ClipSettings) -> tuple[Mean, Mean]:
-    """Return means and standard deviations with which pixels are normalised."""
+    """Return the mean and standard deviation of each channel with which pixels are normalised."""
     init, kind = settings.init, kind_of(settings.towers)
     return init.pixel_mean or MEANS.get(kind, CLIP_MEAN), init.pixel_std or STDS.get(kind, CLIP_STD)
 
 
-def _unseen_facts(model: nn.Module) -> dict[str, Any]:
-    """Return values that a network uses but that no tensor shows."""
+def _hidden_facts(model: nn.Module) -> dict[str, Any]:
+    """Return values that affect a network's outputs, but cannot be read from its tensors."""
     facts: dict[str, Any] = {
-        name: [value for one in model.modules() if isinstance(value := getattr(one, name, None), int | float)]
+        name: [value for module in model.modules() if isinstance(value := getattr(module, name, None), int | float)]
         for name in ("num_heads", "eps")
     }
     video, text = model.video, getattr(model, "text", None)
     if isinstance(video, TokenTower):
         facts["activation"] = video.size.trunk.activation
-    towers = (one for one in (video, text) if isinstance(one, LibraryTower))
-    return facts | {f"tower {one.reference}": getattr(one, "pooling", "") for one in towers}
+    towers = (tower for tower in (video, text) if isinstance(tower, LibraryTower))
+    return facts | {f"tower {tower.reference}": getattr(tower, "pooling", "") for tower in towers}

@@ -1,11 +1,11 @@
-"""Opening of trained weights for evaluation, embedding, export and captioning; the record in an exported folder.
+"""Open trained weights for evaluation, embedding, export and captioning; write the record in an exported folder.
 
-The record says how clips are shown, and contains facts about the run that no tensor shows:
+The record describes how clips are preprocessed, and contains facts about the run that cannot be read from the tensors:
 
-    OUT/clipmill/settings.yaml   settings of the model, without data, paths and initial weights of the run
-    OUT/clipmill/run.json        task, classes, decoder, side of latents
+    OUT/clipmill/settings.yaml   settings of the model, without the run's data, paths and initial weights
+    OUT/clipmill/run.json        task, classes, decoder, height and width of latents
     OUT/clipmill/tokenizer.json  tokenizer of a captioner
-    OUT/clipmill/files.json      size and SHA-256 of these files, of the weights and of their configuration
+    OUT/clipmill/files.json      size and SHA-256 of these files, the weights and their configuration
 
 The weights are complete: adapters are merged, and the record's settings have neither adapters nor frozen parts. Other
 libraries ignore the record. `train eval OUT` evaluates a model on the same clips as its run.
@@ -49,26 +49,27 @@ def open_weights_as(
     weights: str | Path,
     use: Use = AS_IN_TRAINING,
     *,
-    suited: Callable[[str], str] | None = None,
+    hint_for_task: Callable[[str], str] | None = None,
     say: Say,
 ) -> OpenedRun:
     """Open weights as the model of one of several tasks.
 
     Args:
-        tasks: Specs of the tasks by name. A run that does not name its task belongs to the first one.
-        weights: A run, an exported folder, another project's file, or open_clip's NAME:TAG.
-        suited: Function from the name of a task to the hint for weights that belong to that task instead.
-        say: Function that prints the origin of the weights, and the names of interpolated tensors.
+        tasks: Specs of the tasks by name. A run that does not record its task belongs to the first one.
+        weights: A run, an exported folder, a file from a different project, or open_clip's NAME:TAG.
+        hint_for_task: Function that takes the name of a task that is not in `tasks`, and returns the hint for its
+            weights.
+        say: Function that prints the source of the weights, and the names of interpolated tensors.
 
     Raises:
         UserError: The weights do not exist, are damaged, or belong to an unknown task or an unsupported model.
     """
     path = local_folder(weights)
     if is_run(path) or is_remote(str(weights)):
-        return open_for(task_of_run(open_run(path), tasks, suited=suited), open_run(path), use, say=say)
+        return open_for(task_of_run(open_run(path), tasks, hint_for_task=hint_for_task), open_run(path), use, say=say)
     if use.checkpoint is not None:
         raise UserError(
-            f"--checkpoint is {use.checkpoint}, and {weights} is not a run",
+            f"--checkpoint is {use.checkpoint}, but {weights} is not a run",
             hint="omit it",
             flags=("--checkpoint",),
         )
@@ -77,15 +78,15 @@ def open_weights_as(
     if record is None:
         adopted, spec = _adopt(source := _source(str(weights), say=say), path, tasks, say=say)
     else:
-        spec = _task_of(record, tasks, whose=f"{record.path.parent} holds weights", suited=suited)
+        spec = _task_of(record, tasks, subject=f"{record.path.parent} holds weights", hint_for_task=hint_for_task)
         recorded: ClipSettings = load_settings(record.settings, spec.settings)
         require_parts(recorded.towers, record)
         source = _source(str(weights), recorded.towers, say=say)
-        # The side of latents depends on the data; no tensor shows it.
+        # The height and width of latents depend on the data, and cannot be read from the tensors.
         side = record.read_facts().get("latents", {}).get("side", recorded.size_px)
         size = match_size(size_of(recorded.model, recorded.towers, num_views=recorded.num_views), source)
         adopted = Adopted(settings=recorded, shape=ModelShape(size=size, image_px=side))
-    with deferred_checks():  # they are about --model
+    with deferred_checks():  # the checks are about --model
         settings, overrides = use.apply_to(adopted.settings)
     shape = adopted.shape
     if not settings.reads_latents:
@@ -115,7 +116,7 @@ def open_weights_as(
 def require_weights(weights: str | Path, tasks: Tasks) -> None:
     """Raise a UserError if there is neither a run nor a weights file.
 
-    open_clip's NAME:TAG is accepted if it may be the model of one of the tasks.
+    open_clip's NAME:TAG is accepted if one of the tasks can load such a model.
     """
     path = local_folder(weights)
     if path.is_file() or is_run(path) or any((path / name).is_file() for name in WEIGHT_FILES):
@@ -125,8 +126,8 @@ def require_weights(weights: str | Path, tasks: Tasks) -> None:
         raise no_weights(weights, takes_tags=takes_tags)
     if not takes_tags and not str(weights).startswith(HUB_PREFIX):
         raise UserError(
-            f"{weights} is a CLIP of open_clip, not a model of train {', '.join(tasks)}",
-            hint="name a run (a training command's --out), an exported folder, or a file of weights",
+            f"{weights} is a CLIP model of open_clip, not a model of train {', '.join(tasks)}",
+            hint="name a run (a training command's --out), an exported folder, or a weights file",
         )
 
 
@@ -140,25 +141,25 @@ def _source(weights: str, towers: Towers | None = None, *, say: Say) -> Source:
     return source
 
 
-def task_of_run(run: RunFolder, tasks: Tasks, *, suited: Callable[[str], str] | None = None) -> TaskSpec:
-    """Return the task of a run; UserError with the hint `suited(name)` if it is not among `tasks`."""
-    return _task_of(run, tasks, whose=f"{run.path} is a run", suited=suited)
+def task_of_run(run: RunFolder, tasks: Tasks, *, hint_for_task: Callable[[str], str] | None = None) -> TaskSpec:
+    """Return the task of a run; UserError with the hint `hint_for_task(name)` if it is not among `tasks`."""
+    return _task_of(run, tasks, subject=f"{run.path} is a run", hint_for_task=hint_for_task)
 
 
-def _task_of(run: RunFolder, tasks: Tasks, *, whose: str, suited: Callable[[str], str] | None) -> TaskSpec:
+def _task_of(run: RunFolder, tasks: Tasks, *, subject: str, hint_for_task: Callable[[str], str] | None) -> TaskSpec:
     facts = run.read_facts()
     task = str(facts.get("task", next(iter(tasks))))
     if task not in tasks:
         names = ", ".join(tasks)
-        hint = f"name a run or other weights of train {names}" if suited is None else suited(task)
+        hint = f"name a run or other weights of train {names}" if hint_for_task is None else hint_for_task(task)
         if package := facts.get(PACKAGES_FACT, {}).get(f"task {task}"):
-            hint = f"train {task} is of the package {package}, which has to be installed; {hint}"
-        raise UserError(f"{whose} of train {task}, not of train {names}", hint=hint)
+            hint = f"train {task} is provided by the package {package}, which is not installed: install it; {hint}"
+        raise UserError(f"{subject} of train {task}, not of train {names}", hint=hint)
     return tasks[task]()
 
 
 def _adopt(source: Source, path: Path, tasks: Tasks, *, say: Say) -> tuple[Adopted, TaskSpec]:
-    """Return the first task whose model can be built from another project's weights."""
+    """Return the first task whose model can be built from the weights of a different project."""
     specs = {name: open_spec() for name, open_spec in tasks.items()}
     adopting = {name: spec for name, spec in specs.items() if spec.adopt is not None}
     for spec in adopting.values():
@@ -167,7 +168,7 @@ def _adopt(source: Source, path: Path, tasks: Tasks, *, say: Say) -> tuple[Adopt
             return adopted, spec
     raise UserError(
         f"{source.title}: these are not the weights of a complete model of train {', '.join(tasks)}",
-        hint="there are " + "; ".join(f"{one.adopted} ({name})" for name, one in adopting.items()),
+        hint="there are " + "; ".join(f"{spec.adopted} ({name})" for name, spec in adopting.items()),
     )
 
 
@@ -189,10 +190,10 @@ def _skip_loading(_: object) -> None:
 
 FOLDER = "clipmill"
 _FILES = "files.json"
-# Further files that describe how the model computes.
-_BESIDE = (EXTRAS_FILE, "config.json", "open_clip_config.json")
-# Settings of the machine, of the training data, and of the choice of trained parameters.
-_LEFT_OUT = (
+# Other files in an exported folder that affect the outputs of the model.
+_OTHER_FILES = (EXTRAS_FILE, "config.json", "open_clip_config.json")
+# Settings that a record omits: the machine, the training data, and which parameters are trained.
+_OMITTED = (
     "shards",
     "mix",
     "cache",
@@ -214,21 +215,22 @@ def write_record(folder: Path, opened: OpenedRun) -> None:
     defaults: TrainingSettings = type(settings)()
     init = Init(pixel_mean=settings.init.pixel_mean, pixel_std=settings.init.pixel_std)
     facts: dict[str, Any] = {"task": opened.spec.name, **opened.task.facts()}
-    # The attention backend of the training, because others round differently, and the packages that have its parts.
-    kept = ("attention", CHOICE_FACT, PACKAGES_FACT)
-    facts |= {name: value for name, value in opened.trained.facts.items() if name in kept}
+    # Keep the attention backend of the training, because other backends round differently, and the packages that
+    # provide parts of the model.
+    keys = ("attention", CHOICE_FACT, PACKAGES_FACT)
+    facts |= {name: value for name, value in opened.trained.facts.items() if name in keys}
     if settings.reads_latents:
         shape = opened.shape
         facts["latents"] = {"channels": shape.size.video.num_channels, "side": shape.image_px}
     record.path.mkdir()
     with deferred_checks():
         save_settings(
-            replace(settings, init=init, **{name: getattr(defaults, name) for name in _LEFT_OUT}), record.settings
+            replace(settings, init=init, **{name: getattr(defaults, name) for name in _OMITTED}), record.settings
         )
     publish_json(record.facts, facts)
     for name, content in opened.task.files().items():
         publish_bytes(record.path / name, content)
-    files = [weights_file(folder), *_files_beside(folder), *sorted(record.path.iterdir())]
+    files = [weights_file(folder), *_other_files(folder), *sorted(record.path.iterdir())]
     publish_json(record.path / _FILES, {path.relative_to(folder).as_posix(): file_facts(path) for path in files})
 
 
@@ -245,17 +247,17 @@ def read_record(folder: Path) -> RunFolder | None:
     if known.get(weights.name) != file_facts(weights):
         raise UserError(
             f"{record.path} belongs to other weights than {weights.name}, which has changed since the export",
-            hint=f"to use {weights.name} as the weights of another project, remove {record.path}",
+            hint=f"to use {weights.name} as the weights of a different project, remove {record.path}",
         )
-    for name in sorted({*known, *(path.name for path in _files_beside(folder))}):
+    for name in sorted({*known, *(path.name for path in _other_files(folder))}):
         path = folder / name
         if not path.is_file() or known.get(name) != file_facts(path):
             raise UserError(
-                f"{path} {'has changed since the export' if path.is_file() else 'is missing, which was exported'}",
-                hint=f"export again; to use {weights.name} as the weights of another project, remove {record.path}",
+                f"{path} {'has changed since the export' if path.is_file() else 'was exported, but is missing'}",
+                hint=f"export again; to use {weights.name} as the weights of a different project, remove {record.path}",
             )
     return record
 
 
-def _files_beside(folder: Path) -> list[Path]:
-    return [folder / name for name in _BESIDE if (folder / name).is_file()]
+def _other_files(folder: Path) -> list[Path]:
+    return [folder / name for name in _OTHER_FILES if (folder / name).is_file()]

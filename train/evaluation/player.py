@@ -1,4 +1,4 @@
-"""Clips as small videos and pictures that a page contains and plays: H.264 in mp4, and JPEG, as data URIs."""
+"""Clips as small H.264 videos and JPEG images, in data URIs, which result and search pages contain and play."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 _LONGEST_S = 15.0
 _BUDGET_BYTES = 24 << 20
-_RESULT_BUDGET_BYTES = 8 << 20  # a page of a run may hold several results
+_RESULT_BUDGET_BYTES = 8 << 20  # smaller, because the page of a run may contain several results
 
 
 class PlayedClip(Protocol):
-    """A part of a video. `row` distinguishes it from the other clips on a page."""
+    """A clip that a page can play: a part of a video. `row` distinguishes it from the other clips on the page."""
 
     @property
     def row(self) -> int:
-        """Number of the clip."""
+        """Number of the clip, unique on the page."""
         ...
 
     @property
     def key(self) -> str:
-        """Key of the chunk in which the clip begins."""
+        """Key of the chunk in which the clip starts."""
         ...
 
     @property
@@ -47,7 +47,7 @@ class PlayedClip(Protocol):
 
     @property
     def begin_s(self) -> float:
-        """Begin of the clip in the video, in seconds."""
+        """Start of the clip in the video, in seconds."""
         ...
 
     @property
@@ -79,11 +79,11 @@ class PicturedSamples(Protocol):
         ...
 
     def key(self, sample: int) -> str:
-        """Return the key of the chunk in which the clip begins."""
+        """Return the key of the chunk in which the clip starts."""
         ...
 
     def span_s(self, sample: int) -> tuple[float, float]:
-        """Return begin and end of the clip in its video, in seconds."""
+        """Return the start and end of the clip in its video, in seconds."""
         ...
 
     def pictures(self, sample: int, *, num_frames: int) -> "list[NDArray[np.uint8]]":
@@ -109,11 +109,11 @@ class Shown:
 
 
 class Player:
-    """Encoder of the clips of a page, up to a total budget of video.
+    """Encoder for the clips on a page, up to a total size of videos.
 
     Args:
         shards: Data folder.
-        budget_bytes: Total size of the videos, 24 MB by default. Clips beyond it are shown as pictures.
+        budget_bytes: Total size of the videos, 24 MB by default. Clips beyond it are shown as images.
 
     Raises:
         UserError: The folder cannot be opened.
@@ -135,7 +135,7 @@ class Player:
         return bool((rows_of(pa.chunked_array([pa.array([clip.video])]), self._chunks.video_ids) >= 0).all())
 
     def show(self, clip: PlayedClip) -> Shown:
-        """Return the clip as data URIs. A repeated clip costs nothing."""
+        """Return the clip as data URIs. Each clip is encoded once."""
         if clip.row not in self._made:
             try:
                 self._made[clip.row] = self._make(clip)
@@ -171,35 +171,37 @@ class Player:
         first, last = int(usable.first_chunk[0]), int(usable.last_chunk[0])
         times = [chunks.times(chunk) for chunk in range(first, last + 1)]
         sampling = Sampling(num_frames=num_frames)
-        places = frame_indices(int(usable.begin_us[0]), int(usable.end_us[0]), sampling, times, rng=None)
+        positions = frame_indices(int(usable.begin_us[0]), int(usable.end_us[0]), sampling, times, rng=None)
         frames_of_chunk: dict[int, set[int]] = {}
-        for place in places:
-            frames_of_chunk.setdefault(first + place.chunk, set()).add(place.frame)
+        for position in positions:
+            frames_of_chunk.setdefault(first + position.chunk, set()).add(position.frame)
         decoded = {
             chunk: chunks.decoder.decode(chunks.read(chunk, frames)) for chunk, frames in frames_of_chunk.items()
         }
-        return [decoded[first + place.chunk][place.frame] for place in places]
+        return [decoded[first + position.chunk][position.frame] for position in positions]
 
 
 def open_player(settings: ClipSettings, *, split: str) -> Player | None:
-    """Open a player for the examples of a result, up to 8 MB; None if the data are tars, or have no chunks of video."""
+    """Open a player with a budget of 8 MB for the examples of a result; None for tars, or data without video chunks."""
     if not kind_of(settings.folder).has_manifest:
         return None
     try:
         return Player(settings.folder, split=split, cache=settings.cache, budget_bytes=_RESULT_BUDGET_BYTES)
-    except UserError:  # for example latents whose videos are elsewhere; their examples are pictures
+    except UserError:  # for example latents without their videos; their examples are images
         return None
 
 
 def clip_figure(
     samples: PicturedSamples, sample: int, *, num_frames: int, player: Player | None, at_most: int = 4
 ) -> dict[str, Any]:
-    """Return a clip for pages, in the form of result files: chunk, times in seconds, and data URIs.
+    """Return the entry of a result file that pages show as a clip: chunk, times in seconds, and data URIs.
 
-    `frames` are JPEGs of the model's input. `video` and `picture` are the clip for playing; empty without a player.
+    `frames` are JPEGs of the model's input. `video` and `picture` are the playable clip and its middle frame; empty
+    without a player.
 
     Args:
-        num_frames: Number of frames that are sampled from the clip. At most `at_most` of them are kept.
+        num_frames: Number of frames to sample from the clip.
+        at_most: Maximum number of sampled frames to return.
     """
     begin_s, end_s = samples.span_s(sample)
     clip = SampleClip(sample, samples.key(sample), begin_s, end_s)

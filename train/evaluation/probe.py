@@ -1,6 +1,6 @@
-"""`train eval probe`: flags and table for probes of frozen features by k-NN and a linear layer.
+"""Flags and table of `train eval probe`, which probes frozen features with k-NN and a linear layer.
 
-The classes of a label are all classes in both splits. Impossible probes are reported before training starts.
+The classes of a label are the classes in either split. Impossible probes are reported before training starts.
 Definitions and sources: docs/evaluation.md.
 """
 
@@ -35,13 +35,13 @@ class ProbeFlags(Checked):
     """Flags of `train eval probe`."""
 
     label: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    """Label of the captions to predict. Repeat it for several labels."""
+    """Caption label to predict. Repeat the flag for several labels."""
     method: Annotated[tuple[Method, ...], Parameter(negative="")] = METHODS
-    """Classifier. Default: both."""
+    """Classifier: knn or linear. Repeat the flag for both. Default: both."""
     split: str = "val"
     """Split to evaluate on."""
     train_split: str = "train"
-    """Split that neighbours and the training data of the linear probe come from."""
+    """Split for the neighbours of k-NN and the training data of the linear probe."""
     neighbours: Annotated[int, NEIGHBOURS] = 20
     """Number of neighbours (k)."""
 
@@ -51,7 +51,7 @@ class ProbeFlags(Checked):
         yield from named_once("--method", self.method, known=METHODS)
 
     def evaluation(self) -> ProbeEvaluation:
-        """Return the settings of this evaluation in training."""
+        """Return the same evaluation as settings of an evaluation during training."""
         return ProbeEvaluation(split=self.split, labels=self.label, methods=self.method, neighbours=self.neighbours)
 
 

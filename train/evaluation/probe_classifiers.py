@@ -1,8 +1,8 @@
-"""The classifiers of a probe, k-NN and a linear layer, and accuracies of their class scores.
+"""The k-NN and linear classifiers that `train eval probe` fits on frozen features, and their accuracies.
 
 Weighted k-NN (Wu et al. 2018, "Unsupervised Feature Learning via Non-Parametric Instance Discrimination", section 3.4):
-the score of a class is the sum of exp(cosine / temperature) over the clips of this class among the k nearest clips in
-the bank. Among equally near clips, the first ones in the bank are used. The paper uses k = 200 and a temperature of
+the score of a class is the sum of exp(cosine / temperature) over those of the k nearest clips in the bank that have
+this class. Among equally near clips, the first ones in the bank are used. The paper uses k = 200 and a temperature of
 0.07; Caron et al. 2021 (DINO, section 3.2) find that k = 20 is best.
 
 Linear probe: multinomial logistic regression on frozen features, solved to its optimum. Features are standardised with
@@ -10,13 +10,13 @@ the mean and standard deviation of the training clips. With weights W and biases
 
     sum over clips of -log softmax(W x + b)[class]  +  l2 / 2 * |W|^2
 
-in float64 (scikit-learn's C is 1 / l2). Biases are not regularised. The objective is convex, so the result depends on
-no seed, learning rate or number of epochs. `choose_l2` chooses l2.
+in float64 (scikit-learn's C is 1 / l2). Biases are not regularised. The objective is convex, so the result does not
+depend on a seed, a learning rate or a number of epochs. `choose_l2` chooses l2.
 
 The rank of a clip's class is 1 + the number of other classes that score at least as high. Ties count as wrong, so
 features that are all equal get no credit.
 
-Shape suffixes: N clips, M clips of the bank or the training set, D width, K classes, k neighbours; C candidates, or
+Shape suffixes: N clips, M clips in the bank or the training set, D width, K classes, k neighbours; C candidates, or
 classes that occur among the training clips.
 """
 
@@ -48,17 +48,17 @@ def vote(
     neighbours: int,
     temperature: float,
 ) -> torch.Tensor:
-    """Return class scores, float64 [N, K], up to a factor per clip; 0 for classes that no neighbour has.
+    """Return class scores, float64 [N, K], up to a factor per clip; 0 for classes without a neighbour.
 
     Args:
-        label_M: Classes of the bank's clips, int64.
+        label_M: Class of each clip in the bank, int64.
         neighbours: Number of neighbours k, at most the size of the bank.
     """
-    cosine_Nk, place_Nk = nearest(features_ND, bank_MD, neighbours=neighbours)
+    cosine_Nk, index_Nk = nearest(features_ND, bank_MD, neighbours=neighbours)
     # The nearest neighbour has weight 1, because exp() of large numbers would overflow.
     weight_Nk = ((cosine_Nk - cosine_Nk.amax(dim=1, keepdim=True)).double() / temperature).exp()
     votes_NK = weight_Nk.new_zeros(len(features_ND), num_classes)
-    return votes_NK.scatter_add_(1, label_M[place_Nk], weight_Nk)
+    return votes_NK.scatter_add_(1, label_M[index_Nk], weight_Nk)
 
 
 def nearest(features_ND: torch.Tensor, bank_MD: torch.Tensor, *, neighbours: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,36 +67,36 @@ def nearest(features_ND: torch.Tensor, bank_MD: torch.Tensor, *, neighbours: int
     Similarities are computed in blocks, so memory does not grow with N * M.
     """
     blocks = [
-        _nearest_of_block(block_ND, bank_MD, neighbours=neighbours) for block_ND in features_ND.split(_QUERIES_AT_ONCE)
+        _nearest_in_bank(block_ND, bank_MD, neighbours=neighbours) for block_ND in features_ND.split(_QUERIES_AT_ONCE)
     ]
-    cosine_Nk, place_Nk = (torch.cat(parts) for parts in zip(*blocks, strict=True))
-    return cosine_Nk, place_Nk
+    cosine_Nk, index_Nk = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+    return cosine_Nk, index_Nk
 
 
-def _nearest_of_block(
+def _nearest_in_bank(
     features_ND: torch.Tensor, bank_MD: torch.Tensor, *, neighbours: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     features_ND = torch.nn.functional.normalize(features_ND, dim=1)
     best_Nk = features_ND.new_empty(len(features_ND), 0)
-    place_Nk = torch.empty(len(features_ND), 0, dtype=torch.int64, device=features_ND.device)
+    index_Nk = torch.empty(len(features_ND), 0, dtype=torch.int64, device=features_ND.device)
     for begin in range(0, len(bank_MD), _BANK_AT_ONCE):
         block_CD = torch.nn.functional.normalize(bank_MD[begin : begin + _BANK_AT_ONCE], dim=1)
-        places_C = torch.arange(begin, begin + len(block_CD), device=place_Nk.device)
-        # Candidates stay in the order of the bank.
+        index_C = torch.arange(begin, begin + len(block_CD), device=index_Nk.device)
+        # Keep the candidates in the order of the bank.
         cosine_NC = torch.cat([best_Nk, features_ND @ block_CD.T], dim=1)
-        place_NC = torch.cat([place_Nk, places_C.expand(len(features_ND), -1)], dim=1)
+        index_NC = torch.cat([index_Nk, index_C.expand(len(features_ND), -1)], dim=1)
         chosen_Nk = _largest_indices(cosine_NC, min(neighbours, cosine_NC.shape[1]))
-        best_Nk, place_Nk = cosine_NC.gather(1, chosen_Nk), place_NC.gather(1, chosen_Nk)
-    return best_Nk, place_Nk
+        best_Nk, index_Nk = cosine_NC.gather(1, chosen_Nk), index_NC.gather(1, chosen_Nk)
+    return best_Nk, index_Nk
 
 
 def _largest_indices(values_NC: torch.Tensor, count: int) -> torch.Tensor:
-    """Return indices of the largest values in each row, int64 [N, k], ascending; the first of equal values."""
-    least_N1 = values_NC.topk(count, dim=1).values[:, -1:]
-    # topk may choose any of several equal values.
-    is_more, is_equal = values_NC > least_N1, values_NC == least_N1
-    num_missing_N1 = count - is_more.sum(dim=1, keepdim=True)
-    is_chosen = is_more | (is_equal & (is_equal.cumsum(dim=1) <= num_missing_N1))
+    """Return ascending indices of the largest values in each row, int64 [N, k]; of equal values, the first ones."""
+    smallest_N1 = values_NC.topk(count, dim=1).values[:, -1:]
+    # topk may return any of several equal values, so only its smallest value is used.
+    is_more, is_equal = values_NC > smallest_N1, values_NC == smallest_N1
+    num_ties_N1 = count - is_more.sum(dim=1, keepdim=True)
+    is_chosen = is_more | (is_equal & (is_equal.cumsum(dim=1) <= num_ties_N1))
     return is_chosen.nonzero()[:, 1].view(-1, count)
 
 
@@ -105,7 +105,7 @@ class Accuracy:
     """Accuracies in [0, 1].
 
     Attributes:
-        top1, top5: Shares of the clips whose class is first, or among the first five.
+        top1, top5: Fraction of the clips whose class is first, or among the first five.
         mean_class: Mean of top1 over the classes that have clips.
     """
 
@@ -125,19 +125,19 @@ def accuracy(scores_NK: torch.Tensor, label_N: torch.Tensor) -> Accuracy:
     rank_N = class_ranks(scores_NK, label_N)
     is_first = (rank_N == 1).double()
     num_classes = scores_NK.shape[1]
-    num_of_class = torch.bincount(label_N, minlength=num_classes)
-    first_of_class = torch.bincount(label_N, weights=is_first, minlength=num_classes)
-    has_clips = num_of_class > 0
+    num_by_class = torch.bincount(label_N, minlength=num_classes)
+    first_by_class = torch.bincount(label_N, weights=is_first, minlength=num_classes)
+    has_clips = num_by_class > 0
     return Accuracy(
         top1=is_first.mean().item(),
         top5=(rank_N <= 5).double().mean().item(),
-        mean_class=(first_of_class[has_clips] / num_of_class[has_clips]).mean().item(),
+        mean_class=(first_by_class[has_clips] / num_by_class[has_clips]).mean().item(),
     )
 
 
 GRID = (1.0, 10.0, 1e2, 1e3, 1e4)
 FALLBACK = 10.0
-_HELD_OUT = 5  # one video in five
+_HELD_OUT = 5  # every fifth video is held out
 _MAX_STEPS = 2000
 _SMALL_GRADIENT = 1e-7
 
@@ -174,7 +174,7 @@ def fit_linear(features_MD: torch.Tensor, label_M: torch.Tensor, *, l2: float) -
     x_MD = features_MD.double()
     mean_D = x_MD.mean(dim=0)
     scale_D = x_MD.std(dim=0, correction=0)
-    # A constant feature becomes 0, not 0 / 0.
+    # Give constant features a scale of 1, so that they become 0 instead of 0 / 0.
     scale_D = torch.where(scale_D > 1e-12 * x_MD.abs().amax(dim=0), scale_D, torch.ones_like(scale_D))
     x_MD = (x_MD - mean_D) / scale_D
     classes_C, target_M = label_M.unique(return_inverse=True)
@@ -190,7 +190,7 @@ def fit_linear(features_MD: torch.Tensor, label_M: torch.Tensor, *, l2: float) -
 def choose_l2(
     features_MD: torch.Tensor, label_M: torch.Tensor, video_M: NDArray[np.int64], *, grid: Sequence[float] = GRID
 ) -> float:
-    """Choose the l2 in `grid` with the lowest cross-entropy on a held-out fifth of the videos.
+    """Return the l2 in `grid` with the lowest cross-entropy on a held-out fifth of the videos.
 
     Held-out clips whose class does not occur among the other clips are ignored. If a comparison is impossible (no clip
     is left, or the other clips have a single class), l2 is 10.
@@ -207,35 +207,35 @@ def choose_l2(
         scores = layer.scores(features_MD[scored_M], num_classes=num_classes)
         return torch.nn.functional.cross_entropy(scores, label_M[scored_M]).item()
 
-    # Among equal values, the strongest regularisation is chosen.
+    # On a tie, the strongest regularisation wins.
     return min(sorted(grid, reverse=True), key=cross_entropy)
 
 
 def choose_held_out(video_M: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return a mask of held-out clips: a random fifth of the videos (rounded up), or every fifth clip of one video.
 
-    Complete videos are held out, because clips of one video are more similar than clips of two videos.
+    Complete videos are held out, because clips of the same video are more similar than clips of different videos.
     """
     videos = np.unique(video_M)
     if len(videos) < 2:
         return np.arange(len(video_M)) % _HELD_OUT == _HELD_OUT - 1
-    drawn = draw_uniform(videos, 1, seed=0, purpose="held out of a probe's training")[:, 0]
-    return np.isin(video_M, videos[np.argsort(drawn)[: -(-len(videos) // _HELD_OUT)]])
+    draws = draw_uniform(videos, 1, seed=0, purpose="held out of a probe's training")[:, 0]
+    return np.isin(video_M, videos[np.argsort(draws)[: -(-len(videos) // _HELD_OUT)]])
 
 
 @torch.enable_grad()
 def _solve(
     x_MD: torch.Tensor, target_M: torch.Tensor, *, num_classes: int, decay: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Minimise the mean over clips with preconditioned L-BFGS.
+    """Minimise the objective, divided by the number of clips, with preconditioned L-BFGS.
 
-    At W = 0, the Hessian is (covariance / classes + decay) for each class. In coordinates in which it is the identity,
-    nearly collinear features do not slow down the convergence.
+    At W = 0, the Hessian for each class is covariance / num_classes + decay. The solver works in coordinates in which
+    this Hessian is the identity, so nearly collinear features do not slow down convergence.
     """
     variance_D, axes_DD = torch.linalg.eigh(x_MD.T @ x_MD / len(x_MD))
     stretch_D = (variance_D.clamp(min=0) / num_classes + decay).rsqrt()
     z_MD = x_MD @ axes_DD * stretch_D
-    # Start with zero weights, and the biases that are optimal with them.
+    # Start from zero weights, and the biases that are optimal for zero weights.
     u_CD = x_MD.new_zeros(num_classes, x_MD.shape[1], requires_grad=True)
     v_C = (torch.bincount(target_M, minlength=num_classes).double() / len(target_M)).log() / num_classes**0.5
     v_C.requires_grad_()
@@ -276,23 +276,23 @@ class LabelledFeatures:
     video_N: NDArray[np.int64]
 
     def of_label(self, index: int) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
-        """Return features, classes and videos of the clips that have a label."""
+        """Return features, classes and videos of the clips that have the label with this index."""
         has_label = self.label_NL[:, index] >= 0
         return self.features_ND[has_label], self.label_NL[has_label, index], self.video_N[has_label.cpu().numpy()]
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Accuracy of a method on a label. The fields are keys of result files.
+    """Accuracy of a method on a label. The fields, except `predictions`, are keys of result files.
 
     Attributes:
         found: Accuracy of the probe.
         num_samples: Number of queries.
         num_bank: Number of labelled clips in the bank.
         num_classes: Number of classes in both splits together.
-        num_unseen: Number of queries whose class does not occur in the bank. They always count as wrong.
-        num_unseen_classes: Number of such classes.
-        predictions: Predictions for the queries; not a key of result files.
+        num_unseen: Number of queries whose class does not occur in the bank. Their predictions are always wrong.
+        num_unseen_classes: Number of classes that occur among the queries, but not in the bank.
+        predictions: Predictions for the queries.
         l2, gradient: Fields of `LinearProbe`; None for k-NN.
     """
 
@@ -309,8 +309,8 @@ class ProbeResult:
     gradient: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "predictions"}
+        """Return the entry of a result file, without the predictions."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "predictions"}
         return {**plain, "found": asdict(self.found)}
 
 
@@ -320,9 +320,9 @@ def probe(
     """Score a tower with every method on every label.
 
     Raises:
-        FailedWork: For one of the labels, no clip could be decoded.
+        FailedWork: For one of the labels, no query or fewer than two training classes could be decoded.
     """
-    # No autocast, because it would change the third digit of neighbours' cosines.
+    # Autocast is off, because it would change the third digit of the cosines.
     with torch.autocast(queries.features_ND.device.type, enabled=False):
         return [
             _probe(queries, bank, index=index, label=label, method=method, evaluation=evaluation)

@@ -1,6 +1,7 @@
-"""Runs of probes of frozen features: the scored clips, the bank of labelled clips, and the results.
+"""Run probes of frozen features: open the scored clips and the bank of labelled clips, and compute the results.
 
-A trained run is compared with the same tower with random weights. During training, all ranks probe together.
+`train eval probe` compares a trained run with the same tower with random weights. During training, all ranks probe
+the model together.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,11 +35,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProbeSets:
-    """Opened sets of samples. Every rank has a part of each set.
+    """The two sets of samples that a probe needs. Every rank has a part of each set.
 
     Attributes:
         queries: Clips to score; every `queries_every`-th one is used.
-        bank: Clips for neighbours and for training linear layers; every `bank_every`-th one is used.
+        bank: Neighbours for k-NN, and training set of linear layers; every `bank_every`-th one is used.
     """
 
     classes: tuple[ClassList, ...]
@@ -86,18 +87,18 @@ def open_sets(
     device: torch.device,
     is_whole: bool = False,
 ) -> ProbeSets:
-    """Open both sets.
+    """Open both sets of samples.
 
     Args:
-        is_whole: Visit all samples, regardless of `max_samples` and `max_bank`.
+        is_whole: True to use all samples, regardless of `max_samples` and `max_bank`.
 
     Raises:
-        UserError: The data are not a folder with a manifest; a split has no such clips; the bank is too small or has a
-            single class; or both splits are the same.
+        UserError: The data are not a folder with a manifest; a split has no clips with a label; the bank is too small
+            or has a single class; or both splits are the same.
     """
     if evaluation.split == bank_split:
         raise UserError(
-            f"{bank_split!r} is the split to learn from and the one to score: every clip would find itself",
+            f"{bank_split!r} is both the split to learn from and the split to score: every clip would find itself",
             hint="use two splits",
         )
     folder = open_labelled_folder(settings, column=None).path
@@ -118,7 +119,7 @@ def _open_labelled(
     settings: ClipSettings, *, split: str, classes: Sequence[ClassList], world: World, device: torch.device
 ) -> "Samples[Any]":
     """Open this rank's part of the clips (pixels or latents) of a split that have any of the labels; each clip once."""
-    # A training batch fits into memory. An autoencoder sees all cubes here, but keeps no activations.
+    # A batch of the training's size fits into memory: an autoencoder sees all cubes here, but keeps no activations.
     batch = settings.microbatch or world.share(settings.batch)
     loading = replace(loader_settings(settings, world, device=device), batch=batch, group=1)
     samples: Samples[Any] = open_samples(
@@ -142,16 +143,16 @@ def _check(sets: ProbeSets, evaluation: ProbeEvaluation, *, bank_split: str) -> 
             what = f"are of the class {label.names[int(classes[0])]!r}" if len(classes) else f"have no {label.label}"
             raise UserError(
                 f"all clips of split {bank_split!r} {what}: there is nothing to tell apart",
-                hint="use more data, or another label",
+                hint="use more data, or a different label",
             )
         if not (label_N >= 0).any():
             raise UserError(
-                f"no clip of split {evaluation.split!r} has a {label.label}", hint="use another split or label"
+                f"no clip of split {evaluation.split!r} has a {label.label}", hint="use a different split or label"
             )
         num_bank = int((bank_M >= 0).sum())
         if "knn" in evaluation.methods and evaluation.neighbours > num_bank:
             raise UserError(
-                f"{evaluation.neighbours} neighbours are to vote, and split {bank_split!r} has "
+                f"{evaluation.neighbours} neighbours are to vote, but split {bank_split!r} has only "
                 f"{count_noun(num_bank, 'clip')} "
                 f"with a {label.label}",
                 hint=f"use {num_bank} or fewer for --neighbours (in training --evaluate.neighbours), ideally far fewer "
@@ -160,12 +161,13 @@ def _check(sets: ProbeSets, evaluation: ProbeEvaluation, *, bank_split: str) -> 
 
 
 class LoopProbe:
-    """Repeated probe of a model during training, always on the same clips.
+    """Probe that is repeated during training, always on the same clips.
 
     Args:
-        settings: Settings of the run, with the data to evaluate. The bank has clips of their training split.
+        settings: Settings of the run, with the data to evaluate. The bank has clips of the training split.
         name: Prefix of the metrics.
-        inputs: Function from a batch to clips [B, C, T, H, W], as the video tower takes them in an evaluation.
+        inputs: Function that takes a batch and returns clips [B, C, T, H, W], as the video tower takes them in an
+            evaluation.
 
     Raises:
         UserError: The labels do not exist, or there are too few clips.
@@ -199,12 +201,12 @@ class LoopProbe:
         )
         metrics: dict[str, float] = {}
         for result in probe(queries, bank, evaluation=self._evaluation, classes=self._sets.classes):
-            its = asdict(result.found)
-            metrics |= {f"{result.label}_{result.method}_{name}": its[name] for name in PROBE_NUMBERS}
-        # All ranks computed the same values; rank 0 decides in case devices round differently.
+            accuracies = asdict(result.found)
+            metrics |= {f"{result.label}_{result.method}_{name}": accuracies[name] for name in PROBE_NUMBERS}
+        # All ranks compute the same values, up to the rounding of their devices: use the values of rank 0.
         values = torch.tensor(list(metrics.values()), dtype=torch.float64, device=self._device)
         metrics = dict(zip(metrics, world.gather(values)[: len(values)].tolist(), strict=True))
-        return split_metrics(self._name, metrics, num_failed=sum(one.num_failed for one in features))
+        return split_metrics(self._name, metrics, num_failed=sum(part.num_failed for part in features))
 
 
 def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
@@ -214,7 +216,7 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
         UserError: The labels do not exist, or there are too few clips.
         FailedWork: No clip could be decoded.
     """
-    features, settings, trained, how = opened.spec.features, opened.settings, opened.trained, flags.evaluation()
+    features, settings, trained, evaluation = opened.spec.features, opened.settings, opened.trained, flags.evaluation()
     assert features is not None  # every task with this evaluation has features
     if not flags.label:
         known = class_labels(read_captions(open_labelled_folder(settings, column=None).path).schema)
@@ -224,27 +226,27 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
             flags=("--label",),
         )
     device = trained.device
-    sets = open_sets(settings, how, bank_split=flags.train_split, world=World(), device=device, is_whole=True)
+    sets = open_sets(settings, evaluation, bank_split=flags.train_split, world=World(), device=device, is_whole=True)
     towers = {name: tower_of(model) for name, model in _models(opened, split=flags.split).items()}
     with trained.precision.autocast():
         queries, bank, *plain = sets.extract(
             list(towers.values()), inputs=features.inputs(opened.task), world=World(), device=device
         )
-    results_of_tower = {
-        name: probe(its_queries, its_bank, evaluation=how, classes=sets.classes)
-        for name, its_queries, its_bank in zip(towers, queries, bank, strict=True)
+    results_by_tower = {
+        name: probe(tower_queries, tower_bank, evaluation=evaluation, classes=sets.classes)
+        for name, tower_queries, tower_bank in zip(towers, queries, bank, strict=True)
     }
-    names = {its.label: its.names for its in sets.classes}
+    names = {classes.label: classes.names for classes in sets.classes}
     by_class = [
         probed.predictions.by_class(names[probed.label], title=f"{probed.label}, {METHOD_TITLES[probed.method]}")
-        for probed in results_of_tower["trained"]
+        for probed in results_by_tower["trained"]
     ]
     findings = [
-        {"encoder": name, **result.as_json(), "majority_baseline": majority_baseline(of_trained)}
-        for name, results in results_of_tower.items()
-        for result, of_trained in zip(results, by_class, strict=True)
+        {"encoder": name, **result.as_json(), "majority_baseline": majority_baseline(counts)}
+        for name, results in results_by_tower.items()
+        for result, counts in zip(results, by_class, strict=True)
     ]
-    # Trained and random weights follow each other for each label and method.
+    # For each label and method, random weights follow trained weights.
     findings.sort(key=lambda entry: (flags.label.index(entry["label"]), flags.method.index(entry["method"])))
     return Score(
         name=f"probe-{flags.split}",
@@ -253,7 +255,7 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
         values={
             "bank": sets.bank.describe(),
             "features": f"{features.description}; random: the same tower with weights drawn from seed {settings.seed}",
-            "protocol": _protocol(how, bank_split=flags.train_split),
+            "protocol": _protocol(evaluation, bank_split=flags.train_split),
             "num_samples": len(plain[0].sample),
             "findings": findings,
             "by_class": by_class,
@@ -265,7 +267,7 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
 def _models(opened: OpenedRun, *, split: str) -> dict[str, nn.Module]:
     """Return a run's model, and a model with weights drawn from its seed, in evaluation mode on the device."""
     task, trained = opened.task, opened.trained
-    # Samples determine the size of a run's clips. Other weights record it.
+    # The samples determine the resolution of a run's clips. Other weights record it.
     samples = None if opened.run is None else task.samples(split, World())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(opened.settings.seed)

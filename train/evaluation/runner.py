@@ -1,7 +1,7 @@
-"""The runner of evaluations: it scores trained weights, and writes the result file.
+"""Runner of all evaluations: it scores trained weights, and writes the result file.
 
-All evaluations share this module. It opens a run, and makes the common fields of a result, the description of the
-clips, and the command line that repeats the evaluation. The evaluation itself is a function in its spec
+It opens a run, and creates the common fields of a result, the description of the clips, and the command line that
+repeats the evaluation. The evaluation itself is a function in its spec
 (`clipmill.train.spec.EvaluationSpec.score`).
 """
 
@@ -39,7 +39,7 @@ _ONE_VIEW = Views()
 
 
 class EvaluatedSamples(EvaluatedClips, Protocol):
-    """Samples that a result describes."""
+    """Samples that an evaluation scores."""
 
     @property
     def variant_name(self) -> str:
@@ -59,11 +59,11 @@ class OpenedRun:
         title: Name of the weights, as the user wrote it.
         run: Folder of the run; None if the weights are not a run.
         settings: Settings of the model, with the data to evaluate and the overrides.
-        shape: Dimensions of the model.
+        shape: Sizes of the model's layers and inputs.
         shards: Data to use in place of the run's data, or None.
-        variant: Names of variants that were asked for.
+        variant: Names of the requested variants.
         task: Task of the weights, with the classes or tokens that were saved with them.
-        overrides: Overrides that differ from the training.
+        overrides: Overrides whose values differ from the training.
         lacks: Part of the task's model that the weights lack, such as "a decoder"; '' if none.
         source: Source of the weights if they are not a run.
         checkpoint: Checkpoint of a run.
@@ -84,7 +84,7 @@ class OpenedRun:
     checkpoint: Path | None = None
 
     def logits(self) -> Logits:
-        """Return scale and bias that convert cosines of embeddings to logits."""
+        """Return the scale and bias that convert cosine similarities of embeddings to logits."""
         if self.checkpoint is not None:
             return read_logits(self.checkpoint)
         return Logits() if self.source is None else logits_of(self.source.converted.tensors)
@@ -113,7 +113,7 @@ class OpenedRun:
         return result_name(f"{name}{suffix_of(self.differences(flags))}", self.facts())
 
     def differences(self, flags: Any) -> dict[str, Any]:
-        """Return, by flag, settings that differ from the training: clips, a condition, groups with the same name."""
+        """Return the settings that differ from the training, by flag: clips, condition, variants and groups."""
         differences = self.overrides.given_values()
         if self.settings.where:
             differences["where"] = self.settings.where
@@ -137,7 +137,7 @@ class OpenedRun:
 
 
 def _given_groups(flags: Any) -> dict[str, Any]:
-    """Return the groups of an evaluation's settings that replace groups of the training."""
+    """Return the groups of an evaluation's settings that replace groups of the training's settings."""
     groups = {group.name: getattr(flags, group.name) for group in fields(flags) if group.default is None}
     return {name: group for name, group in groups.items() if is_dataclass(group)}
 
@@ -147,12 +147,12 @@ class Score:
     """Result of an evaluation.
 
     Attributes:
-        name: Name of the result file. A repetition of the same evaluation replaces the file.
+        name: Name of the result file. A later run of the same evaluation replaces the file.
         samples: Scored samples.
         clip: Description of the clips (`describe_clip`).
-        values: Metrics and all other values of the result, as plain values.
+        values: JSON-serialisable metrics and other values of the result.
         failed: Samples that could not be decoded.
-        beside: Function of the result and the path of its file, which writes additional files beside it.
+        beside: Function that takes the path of the result file and the result, and writes additional files beside it.
     """
 
     name: str
@@ -170,7 +170,7 @@ def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: 
         say: Function that prints which tensors were interpolated.
 
     Raises:
-        UserError: There is no checkpoint, or it contradicts this machine, the run's settings or the overrides.
+        UserError: The run has no checkpoint, or this machine, the run's settings or the overrides do not fit it.
     """
     trained_with: ClipSettings = load_settings(run.settings, spec.settings)
     require_parts(trained_with.towers, run)
@@ -220,18 +220,18 @@ def score_opened(
 
     Args:
         flags: Settings of the evaluation.
-        out: Folder for the result file if the weights are not a run; by default it is not written.
-        written: Function to call with the path of the result file.
+        out: Folder for the result file if the weights are not a run; by default no file is written.
+        written: Function that is called with the path of the result file.
 
     Raises:
-        UserError: The data contradict the evaluation, or `out` has the result of other weights or data.
+        UserError: The data do not fit the evaluation, or `out` has the result of other weights or data.
         FailedWork: No sample could be decoded.
     """
     if not kind_of(opened.settings.folder).has_manifest:
-        flags = replace(flags, split=TARS_SPLIT)  # results are named after their data, and tars have no splits
+        flags = replace(flags, split=TARS_SPLIT)  # tars have no splits, and the result is named after its data
     score: Score = evaluation.score(opened, flags)
     facts = opened.facts()
-    held = held_out_facts(score.samples, opened.settings, split=flags.split, data=facts)
+    overlap = held_out_facts(score.samples, opened.settings, split=flags.split, data=facts)
     differences = opened.differences(flags)
     result = {
         "evaluation": evaluation.result_name,
@@ -243,7 +243,7 @@ def score_opened(
         "data": score.samples.describe(),
         "variant": score.samples.variant_name,
         "clip": score.clip,
-        **({} if held is None else {"held_out": asdict(held)}),
+        **({} if overlap is None else {"held_out": asdict(overlap)}),
         **score.values,
         **_incomplete_note(score),
         "failed": [asdict(failure) for failure in score.failed],
@@ -266,7 +266,7 @@ def score_opened(
 
 
 def _incomplete_note(score: Score) -> dict[str, str]:
-    """Return the note about missing samples in a result; empty if all samples of the protocol were scored."""
+    """Return the note about samples missing from a result; empty if all samples of the protocol were scored."""
     note = score.values.get("incomplete", "")
     if not score.failed:
         return {"incomplete": note} if note else {}
@@ -280,13 +280,13 @@ def _incomplete_note(score: Score) -> dict[str, str]:
 
 
 def split_metrics(split: str, metrics: Mapping[str, float], *, num_failed: int = 0) -> dict[str, float]:
-    """Return metrics of an evaluation during training as `<split>/<name>`, with the number of failures if any."""
-    counted = {**metrics, "num_failed": float(num_failed)} if num_failed else metrics
-    return {f"{split}/{name}": value for name, value in counted.items()}
+    """Return metrics of an evaluation in training as `<split>/<name>`, with the number of failures unless it is 0."""
+    named_metrics = {**metrics, "num_failed": float(num_failed)} if num_failed else metrics
+    return {f"{split}/{name}": value for name, value in named_metrics.items()}
 
 
 def every_for(num_samples: int, *, at_most: int) -> int:
-    """Return the smallest k for which every k-th of the samples gives at most `at_most` samples."""
+    """Return the smallest k for which taking every k-th sample leaves at most `at_most` samples."""
     return -(-num_samples // at_most)
 
 
@@ -298,31 +298,31 @@ def describe_clip(
     mean_of: str = "",
     is_consecutive: bool = False,
 ) -> str:
-    """Describe the clips of an evaluation: number and sampling of frames, views, crop and size.
+    """Describe the clips of an evaluation: number and sampling of frames, views, crops and resolution.
 
     Args:
-        samples: Loader of the clips. For latents, it knows the length of segments.
-        views: Views of pixel clips.
-        mean_of: Name of the values that are averaged over views.
+        samples: Loader of the clips. It is needed for latents, whose segment length it knows.
+        views: Temporal and spatial views of a pixel clip.
+        mean_of: Noun for the values that are averaged over views.
         is_consecutive: True if the frames of latents are consecutive.
     """
     frames = f"T = {count_noun(settings.num_frames, 'frame')}"
     if isinstance(settings, LatentSettings) and settings.reads_latents:
-        which = "in a row, in the middle" if is_consecutive else "one in the middle of each of equal parts"
-        return f"{frames} of latents of a segment of {samples.reader.segment_s:g}s, {which}"
+        position = "in a row, in the middle" if is_consecutive else "one in the middle of each of equal parts"
+        return f"{frames} of latents of a segment of {samples.reader.segment_s:g}s, {position}"
     crops = "1 crop (centre square)" if views.num_crops == 1 else f"{views.num_crops} crops along the longer side"
-    # A single temporal view lies in the middle of the span. Several views are spread over it.
+    # A single temporal view is in the middle of the span. Several views are spread over the span.
     is_centred = views.num_clips == 1
     middle = "the middle of " if is_centred else ""
-    moments = {
+    sampling = {
         "uniform": f"one in {middle}each of equal parts",
         "stride": f"every {count_noun(settings.stride, 'frame')}{', in the middle' if is_centred else ''}",
         "lavila": f"one in {middle}each of LaViLa's parts",
     }[settings.sampling]
     if len(views) == 1:
-        return f"{frames}, {moments}, {crops}, {settings.size_px} px"
+        return f"{frames}, {sampling}, {crops}, {settings.size_px} px"
     clips = count_noun(views.num_clips, "clip")
-    return f"{frames}, {moments}, {clips} x {crops}, {settings.size_px} px, mean of their {mean_of}"
+    return f"{frames}, {sampling}, {clips} x {crops}, {settings.size_px} px, mean of their {mean_of}"
 
 
 def command_line(name: str, opened: OpenedRun, flags: Any) -> str:
@@ -336,11 +336,11 @@ def command_line(name: str, opened: OpenedRun, flags: Any) -> str:
         words += [f"--{flag.replace('_', '-')}", str(value)]
     values, defaults = asdict(flags), flatten(asdict(type(flags)()))
     for group, given in _given_groups(flags).items():
-        # A group replaces the training's complete group, so values that differ from the group's defaults are named too.
-        used, trained, usual = (opened.in_effect(group, item) for item in (given, None, type(given)()))
+        # A group replaces the training's complete group, so include values that differ from the group's defaults too.
+        used, trained, default = (opened.in_effect(group, item) for item in (given, None, type(given)()))
         del values[group]
         if used != trained:
-            values |= {flag: used[flag] for flag in used if not used[flag] == trained[flag] == usual[flag]}
+            values |= {flag: used[flag] for flag in used if not used[flag] == trained[flag] == default[flag]}
     for flag, value in flatten(values).items():
         if flag == "split" or value is None or value == defaults.get(flag):
             continue

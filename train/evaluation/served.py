@@ -1,7 +1,7 @@
-"""A model of clips as a program that runs without clipmill (torch.export or ONNX), with its preprocessing beside it.
+"""Export a model of clips as a program that runs without clipmill (torch.export or ONNX), with its preprocessing.
 
-OUT/model.pt2 or OUT/model.onnx   normalised clips, float32 [B, C, T, H, W], to float32 [B, N], for any B
-OUT/preprocessing.json            number of frames, their preprocessing, and the meaning of the output
+OUT/model.pt2 or OUT/model.onnx   program from normalised clips, float32 [B, C, T, H, W], to float32 [B, N], for any B
+OUT/preprocessing.json            number and preprocessing of frames, and the meaning of the output
 """
 
 import logging
@@ -29,10 +29,10 @@ _USE = {
 
 
 def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[str, Any]) -> Exported:
-    """Export a model in evaluation mode on the CPU as a program.
+    """Export a model on the CPU, in evaluation mode, as a program.
 
     Args:
-        model: Module from float32 clips [B, C, T, H, W] to float32 [B, N], with SDPA attention.
+        model: Module that maps float32 clips [B, C, T, H, W] to float32 [B, N], with SDPA attention.
         output: Description of the output, for preprocessing.json.
 
     Raises:
@@ -43,7 +43,7 @@ def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[s
     example = torch.zeros(_EXAMPLE_CLIPS, *views, channels, settings.num_frames, side, side)
     model = model.eval().requires_grad_(False)
     try:
-        # strict: then `len(clips)` is the batch size, too, instead of a constant.
+        # strict=True makes `len(clips)` the batch size instead of a constant.
         program = torch.export.export(
             model, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},), strict=True
         )
@@ -73,7 +73,7 @@ def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[s
 def _as_onnx(program: torch.export.ExportedProgram, example: torch.Tensor) -> Any:
     logger = logging.getLogger("torch.onnx")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns about operators of packages that are not installed
+    logger.setLevel(logging.ERROR)  # the exporter warns about operators of packages that are not installed
     try:
         return torch.onnx.export(
             program, (example,), dynamo=True, input_names=["clips"], output_names=["output"], verbose=False
@@ -89,7 +89,7 @@ def _input_of(settings: Any, shape: list[int]) -> dict[str, Any]:
     if settings.sampling == "stride":
         frames["stride"] = settings.stride
     if settings.reads_latents:
-        return {**layout, "kind": "latents of the VAE, as the data loader of the run gives them", **frames}
+        return {**layout, "kind": "latents of the VAE, as the data loader of the run returns them", **frames}
     mean, std = normalisation_of(settings)
     return {
         **layout,
@@ -103,5 +103,5 @@ def _input_of(settings: Any, shape: list[int]) -> dict[str, Any]:
 
 
 def similarity(log_scale: float | None, bias: float | None) -> dict[str, float | None]:
-    """Return scale and bias from cosines of unit-length embeddings to logits: cosine * logit_scale + logit_bias."""
+    """Return the scale and bias that convert cosines to logits: cosine * logit_scale + logit_bias."""
     return {"logit_scale": None if log_scale is None else math.exp(log_scale), "logit_bias": bias}

@@ -1,8 +1,8 @@
-"""Results of `train eval` as tables with their protocols, and results by class, for the console and the results page.
+"""Tables of the results of `train eval`, with protocols and results by class, for the console and the results page.
 
-Results by class show how many clips of each class are recognised, the confusions, and the majority baseline. This
-baseline always predicts the classes that are most frequent among the evaluated clips. No model can do better without
-looking at the clips.
+Results by class show how many clips of each class are recognised, which classes are confused, and the majority
+baseline. This baseline always predicts the classes that are most frequent among the evaluated clips. No model can do
+better without looking at the clips.
 
 Shape suffixes: N clips, K classes.
 """
@@ -30,13 +30,13 @@ _INCOMPLETE = "(incomplete)"
 FEW_CLASSES = 5  # with at most this many classes, top-5 accuracy is always 100 %
 
 
-# References for the metrics of a table: random rankings, or a model that always predicts the most frequent classes.
+# References for a table's metrics: random rankings, or a model that always predicts the most frequent classes.
 CHANCE, MAJORITY = "chance", "majority baseline"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A value and its reference as text, and as fractions in [0, 1] if they are fractions.
+    """A value and its reference as text, and also as numbers if they are fractions in [0, 1].
 
     Attributes:
         baseline: Name and value of a trivial model, if the table has a column for it.
@@ -55,7 +55,7 @@ class Row:
 
     Attributes:
         detail: Numbers of queries, items or classes.
-        is_baseline: True if the row belongs to another, trivial model.
+        is_baseline: True if the row belongs to a trivial model for comparison.
     """
 
     label: str
@@ -66,13 +66,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Metrics with their protocol, without which they cannot be compared.
+    """Metrics with the protocol that a comparison needs.
 
     Attributes:
         headline: Index of the row that represents the table in overviews.
         reference: Reference of the cells, `CHANCE` or `MAJORITY`.
-        means_of: Number and noun of the items over which the metrics are means, if these are not clips.
-        cautions: Limitations of the metrics, in a few words.
+        means_of: Number and noun of the items that the metrics average over, if these are not clips.
+        cautions: Short descriptions of the metrics' limitations.
     """
 
     title: str
@@ -86,7 +86,7 @@ class Table:
 
     @property
     def baseline(self) -> Row | None:
-        """Row of a trivial model; None if there is none."""
+        """Row of the trivial model; None if the table has no such row."""
         return next((row for row in self.rows if row.is_baseline), None)
 
     @property
@@ -102,9 +102,9 @@ class Table:
 
 
 def table_of(make: Callable[[dict[str, Any]], Table], result: dict[str, Any]) -> Table:
-    """Return the table of a result, with limitations of its metrics: few clips, and look-alikes.
+    """Return the table of a result, with the limitations of its metrics: few clips, or similar training clips.
 
-    If a result is incomplete, its title and rows are marked.
+    The title and rows of an incomplete result are marked.
     """
     table = make(result)
     from clipmill.train.data.held_out import HeldOut
@@ -128,7 +128,7 @@ def mark_title(title: str) -> str:
 
 
 def describe(table: Table) -> str:
-    """Return the table as text, with the reference below each row, and the protocol below all rows."""
+    """Return the table as text, with the reference under each row, and the protocol under all rows."""
     reference = f"  {table.reference}"
     width = max(_LABEL_WIDTH, len(reference), *(len(row.label) for row in table.rows))
     lines = [_line("", table.columns, width=width)]
@@ -145,7 +145,7 @@ def share_cell(value: float | None, reference: float | None = None) -> Cell:
 
 
 def protocol_of(result: dict[str, Any], sizes: str, **more: str) -> dict[str, str]:
-    """Return data, protocol, clips and checkpoint of a result, without which it cannot be compared."""
+    """Return data, protocol, clips and checkpoint of a result, which a comparison needs."""
     data = f"{result['data']}; {result['variant']}"
     if address := other_data(result):
         data += f"; of {address}"
@@ -159,8 +159,8 @@ def protocol_of(result: dict[str, Any], sizes: str, **more: str) -> dict[str, st
         is_interpolated = not {"num_frames", "size_px"}.isdisjoint(overrides)
         interpolated = "; embeddings of time and place are interpolated" if is_interpolated else ""
         lines["overrides"] = f"{changed}, unlike in training{interpolated}"
-    origin = result["weights"] if result["step"] is None else f"step {result['step']}, {result['weights']}"
-    return lines | {"clip": result["clip"], "checkpoint": origin}
+    source = result["weights"] if result["step"] is None else f"step {result['step']}, {result['weights']}"
+    return lines | {"clip": result["clip"], "checkpoint": source}
 
 
 def _line(label: str, cells: tuple[str, ...] | list[str], *, width: int) -> str:
@@ -189,7 +189,7 @@ class Predictions:
     def of(scores_NK: torch.Tensor, label_N: torch.Tensor, *, rank_N: torch.Tensor) -> Predictions:
         """Return predictions, given class scores and the rank (1 is best) of each clip's class.
 
-        If a clip's class is not first, the prediction is the best of the other classes, even if scores are tied.
+        If a clip's class does not rank first, the best other class is the prediction, even if their scores are tied.
         """
         best_other_N = scores_NK.scatter(1, label_N[:, None], float("-inf")).argmax(dim=1)
         return Predictions(label_N, label_N.where(rank_N == 1, best_other_N), rank_N <= _TOP)
@@ -203,15 +203,15 @@ class Predictions:
         return Predictions(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
     def by_class(self, names: Sequence[str], *, title: str) -> dict[str, Any]:
-        """Return plain values for a result file, about the classes that occur.
+        """Return the counts of the classes that occur, for a result file.
 
         Args:
             names: Names of all classes.
             title: Description of the classes.
 
         Returns:
-            `names` of the classes that clips have, or that are predicted. `num`, `num_first` and `num_among`: for each
-            class, the number of clips, of recognised clips, and of clips whose class is among the first five.
+            `names`: classes that clips have, or that are predicted. `num`, `num_first` and `num_among`: for each class,
+            the number of clips, of recognised clips, and of clips whose class is among the first five.
             `confused`: rows [class, predicted class, number of clips], indices into `names`, most frequent first.
         """
         label_N, predicted_N = self.label_N.cpu().numpy(), self.predicted_N.cpu().numpy()
@@ -219,20 +219,20 @@ class Predictions:
         label_N, predicted_N = np.searchsorted(occurring, label_N), np.searchsorted(occurring, predicted_N)
         is_right_N, is_among_N = label_N == predicted_N, self.is_among_N.cpu().numpy()
 
-        def counts(of_N: NDArray[np.int64]) -> list[int]:
-            return [int(count) for count in np.bincount(of_N, minlength=len(occurring))]
+        def count_by_class(class_N: NDArray[np.int64]) -> list[int]:
+            return [int(count) for count in np.bincount(class_N, minlength=len(occurring))]
 
-        pairs, num_of_pair = np.unique(
+        pairs, pair_counts = np.unique(
             np.stack([label_N[~is_right_N], predicted_N[~is_right_N]]), axis=1, return_counts=True
         )
-        order = np.argsort(-num_of_pair, kind="stable")
+        order = np.argsort(-pair_counts, kind="stable")
         return {
             "title": title,
             "names": [names[index] for index in occurring.tolist()],
-            "num": counts(label_N),
-            "num_first": counts(label_N[is_right_N]),
-            "num_among": counts(label_N[is_among_N]),
-            "confused": np.concatenate([pairs, num_of_pair[None]])[:, order].T.tolist(),
+            "num": count_by_class(label_N),
+            "num_first": count_by_class(label_N[is_right_N]),
+            "num_among": count_by_class(label_N[is_among_N]),
+            "confused": np.concatenate([pairs, pair_counts[None]])[:, order].T.tolist(),
         }
 
 
@@ -250,14 +250,14 @@ def class_view(by_class: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a page section about `Predictions.by_class`, with the most frequent classes first.
 
     Returns:
-        `rows` of all classes with clips; `matrix`, the confusion matrix of the 12 most frequent classes, whose rows
-        have cells and the number of clips that are mistaken for other classes; `pairs`, the most confused classes,
-        empty if the matrix contains all classes.
+        `rows`: all classes with clips. `matrix`: the confusion matrix of the 12 most frequent classes; each row has
+        row_counts cells, and the number of clips that are mistaken for classes outside the matrix. `pairs`: the most
+        confused classes; empty if the matrix contains all classes.
     """
     names, num = by_class["names"], by_class["num"]
-    taken: dict[int, list[tuple[int, int]]] = {}
+    confusions: dict[int, list[tuple[int, int]]] = {}
     for label, predicted, count in by_class["confused"]:
-        taken.setdefault(label, []).append((predicted, count))
+        confusions.setdefault(label, []).append((predicted, count))
     order = sorted((index for index in range(len(names)) if num[index]), key=lambda index: -num[index])
     rows = [
         {
@@ -265,21 +265,21 @@ def class_view(by_class: Mapping[str, Any]) -> dict[str, Any]:
             "num": num[index],
             "first": by_class["num_first"][index] / num[index],
             "among": by_class["num_among"][index] / num[index],
-            "taken_for": names[taken[index][0][0]] if index in taken else "",
-            "num_taken": taken[index][0][1] if index in taken else 0,
+            "taken_for": names[confusions[index][0][0]] if index in confusions else "",
+            "num_taken": confusions[index][0][1] if index in confusions else 0,
         }
         for index in order
     ]
     shown = order[:_NUM_IN_MATRIX]
     matrix = []
     for index in shown:
-        counts = {**dict(taken.get(index, [])), index: by_class["num_first"][index]}
-        its = [counts.get(other, 0) for other in shown]
+        counts = {**dict(confusions.get(index, [])), index: by_class["num_first"][index]}
+        row_counts = [counts.get(other, 0) for other in shown]
         cells = [
-            {"count": count, "share": count / num[index], "is_own": at == index}
-            for at, count in zip(shown, its, strict=True)
+            {"count": count, "share": count / num[index], "is_own": column == index}
+            for column, count in zip(shown, row_counts, strict=True)
         ]
-        matrix.append({"name": names[index], "cells": cells, "others": num[index] - sum(its)})
+        matrix.append({"name": names[index], "cells": cells, "others": num[index] - sum(row_counts)})
     pairs = [
         {"name": names[label], "taken_for": names[predicted], "count": count, "share": count / num[label]}
         for label, predicted, count in by_class["confused"][:_NUM_PAIRS]

@@ -1,8 +1,8 @@
-"""`train embed`: store embeddings of a split's clips and captions, computed by all processes; can be resumed.
+"""Implementation of `train embed`: embed the clips and captions of a split with all processes, and store the result.
 
 Clips are divided into parts with a fixed number of batches, and captions into parts with a fixed number of texts.
-Therefore neither the number of processes nor an interruption changes any batch, or the resulting bytes. Each process
-publishes its parts in DIR/parts; the first process joins them when all exist (clipmill.train.search.folder defines the
+Therefore neither the number of processes nor an interruption changes the batches or the resulting bytes. Each process
+publishes its parts in DIR/parts; rank 0 joins the parts when all exist (clipmill.train.search.folder defines the
 layout).
 """
 
@@ -92,7 +92,7 @@ def publish_part(path: Path, rows: NDArray[np.float32], **more: NDArray[Any]) ->
 def publish_folder(
     out: Path, parts: Sequence[EmbeddingPart], samples: Samples[ClipReader], *, plan: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Join the parts and publish the folder; embed.json comes last, and then the parts are removed.
+    """Join the parts and publish the folder: embed.json is written last, then the parts are removed.
 
     Returns:
         The content of embed.json.
@@ -119,7 +119,7 @@ def publish_folder(
         _join(out, texts, out / TEXT, shape=(num_captions(samples), width))
     if failed:
         names += [FAILURES]
-        publish_bytes(out / FAILURES, "".join(json.dumps(one) + "\n" for one in failed).encode())
+        publish_bytes(out / FAILURES, "".join(json.dumps(failure) + "\n" for failure in failed).encode())
     record = {
         "format": FORMAT,
         **plan,
@@ -137,7 +137,7 @@ def publish_folder(
 def _read_outcomes(
     parts: Sequence[EmbeddingPart], out: Path
 ) -> tuple[NDArray[np.int64], list[dict[str, Any]], tuple[int, ...]]:
-    """Return the samples that have a row, in order, the failures, and the shape of a row."""
+    """Return the indices of the decoded samples, in order, the failures, and the shape of an embedding."""
     sample_N: list[NDArray[np.int64]] = []
     failed: list[dict[str, Any]] = []
     shape: tuple[int, ...] = ()
@@ -152,7 +152,7 @@ def _read_outcomes(
 
 
 def _join(out: Path, parts: Iterable[EmbeddingPart], path: Path, *, shape: tuple[int, ...]) -> None:
-    """Write the rows of parts as one npy file."""
+    """Write the rows of all parts into one npy file."""
     with publish_atomically(path) as temporary, temporary.open("wb") as file:
         header = {"descr": "<f4", "fortran_order": False, "shape": shape}
         npy_format.write_array_header_1_0(cast(BinaryIO, file), header)
@@ -176,7 +176,7 @@ def _clip_tables(samples: Samples[ClipReader], sample_N: NDArray[np.int64]) -> I
         if samples.table.captions is not None:
             captions = samples.captions.rows.choice.first(rows)
             texts = samples.captions.texts(captions)
-        columns = [np.arange(begin, begin + len(rows)), *_places(samples, rows, paths=paths), texts, captions]
+        columns = [np.arange(begin, begin + len(rows)), *_location_columns(samples, rows, paths=paths), texts, captions]
         yield pa.table(columns, schema=CLIP_SCHEMA)
 
 
@@ -187,12 +187,12 @@ def _caption_tables(samples: Samples[ClipReader], row_of_sample: NDArray[np.int6
         entries = np.arange(begin, begin + len(clips))
         rows = row_of_sample[clips]
         row = pa.array(rows, mask=rows < 0)
-        places = _places(samples, clips, paths=paths)
-        yield pa.table([entries, *places, samples.captions.texts(entries), row], schema=CAPTION_SCHEMA)
+        locations = _location_columns(samples, clips, paths=paths)
+        yield pa.table([entries, *locations, samples.captions.texts(entries), row], schema=CAPTION_SCHEMA)
 
 
-def _places(samples: Samples[ClipReader], rows: NDArray[np.int64], *, paths: pa.Array) -> list[Any]:
-    """Return keys, videos, files, and start and end in seconds, of clips."""
+def _location_columns(samples: Samples[ClipReader], rows: NDArray[np.int64], *, paths: pa.Array) -> list[Any]:
+    """Return key, video, path, and start and end in seconds, of each clip."""
     chunks, first = samples.reader.chunks, samples.table.first_part[rows]
     begin_us, end_us = samples.span_us(rows)
     video_row = pa.array(chunks.table.video_row[first])
@@ -216,10 +216,10 @@ class EmbeddingWork:
     """The clips and captions to embed.
 
     Attributes:
-        features: Kind of features: embedding, pooled or tokens.
+        features: Kind of features to store.
         has_text: True if captions are also embedded.
         batch: Number of clips per batch of the model.
-        plan: Everything that affects the embeddings, with descriptions, as plain values.
+        plan: Everything that affects the embeddings, with descriptions, as JSON-serialisable values.
     """
 
     model: LoadedModel
@@ -231,7 +231,7 @@ class EmbeddingWork:
 
     @property
     def parts(self) -> list[EmbeddingPart]:
-        """All parts, in the order of rows. A part with tokens has the clips of one batch."""
+        """All parts, in the order of their rows. A part with tokens has the clips of one batch."""
         clips = self.batch * (1 if self.features == "tokens" else _BATCHES_PER_PART)
         return [
             *_parts("video", len(self.samples), size=clips),
@@ -247,18 +247,20 @@ def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Emb
     """Open the clips to embed.
 
     Args:
-        request: Request that includes a data folder.
-        weights: Weights as the user named them.
+        request: Flags of the command, with a data folder.
+        weights: Weights as the user specified them.
 
     Raises:
-        UserError: The clips do not exist, or the model has no such features.
+        UserError: The clips do not exist, or the model does not have the requested features.
     """
     assert request.shards is not None
     has_embedding = isinstance(model.model, DualEncoder)
     features = request.features or ("embedding" if has_embedding else "pooled")
     settings = replace(model.settings, shards=request.shards, where=request.where)
     if settings.reads_latents:
-        raise UserError(f"{weights} takes latents, and train embed reads pixels", hint="use weights of --input pixels")
+        raise UserError(
+            f"{weights} takes latents, but train embed reads pixels", hint="use weights trained with --input pixels"
+        )
     if features == "embedding" and not has_embedding:
         raise UserError(
             f"{weights} has no embeddings: it is not a dual encoder", hint="use --features pooled, or tokens"
@@ -272,7 +274,11 @@ def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Emb
         batch=request.batch,
         plan={
             "clipmill": installed_version("clipmill"),
-            "weights": {"identity": model.identity, "source": _address(weights), "description": model.description},
+            "weights": {
+                "identity": model.identity,
+                "source": _locate_weights(weights),
+                "description": model.description,
+            },
             "data": {
                 "fingerprint": samples.fingerprint,
                 "video_variant": samples.reader.chunks.variant_name,
@@ -292,8 +298,8 @@ def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Emb
     )
 
 
-def _address(weights: str) -> str:
-    """Return the absolute path of local weights, so that a search finds them; return names unchanged."""
+def _locate_weights(weights: str) -> str:
+    """Return the absolute path of local weights, so that a search finds them, or a name unchanged."""
     return str(Path(weights).resolve()) if Path(weights).exists() else weights
 
 
@@ -312,7 +318,7 @@ def _open_samples(model: LoadedModel, settings: Any, request: EmbedRequest) -> S
     try:
         return open_captioned_clips(query, captions=getattr(settings, "captions", ALL_CAPTIONS))
     except NoCaptions as error:
-        error.add_hint("or embed complete chunks, which need no captions: --clips chunks")
+        error.add_hint("or embed complete chunks, which do not need captions: --clips chunks")
         raise
 
 
@@ -323,11 +329,11 @@ def embed(work: EmbeddingWork, out: Path, *, world: World, progress: Progress) -
         The content of embed.json.
 
     Raises:
-        UserError: The folder contains something else, is damaged, or is being written by another process.
+        UserError: The folder has other content, is damaged, or is being written by another process.
         FailedWork: No clip could be decoded, or an embedding is not finite.
     """
-    with ExitStack() as held:
-        finished = world.first(lambda: _begin(work, out, held=held))
+    with ExitStack() as stack:
+        finished = world.first(lambda: _begin(work, out, stack=stack))
         if finished is not None:
             progress.say(f"nothing to do: {out} is finished")
             return finished
@@ -339,7 +345,7 @@ def embed(work: EmbeddingWork, out: Path, *, world: World, progress: Progress) -
         return world.first(lambda: publish_folder(out, parts, work.samples, plan=work.plan))
 
 
-def _begin(work: EmbeddingWork, out: Path, *, held: ExitStack) -> dict[str, Any] | None:
+def _begin(work: EmbeddingWork, out: Path, *, stack: ExitStack) -> dict[str, Any] | None:
     """Lock and prepare the folder; return its record if it is finished."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file (--out)", hint="use another --out", flags=("--out",))
@@ -348,7 +354,7 @@ def _begin(work: EmbeddingWork, out: Path, *, held: ExitStack) -> dict[str, Any]
     if record is None and not plan.is_file() and out.is_dir() and any(path.name != PARTS for path in out.iterdir()):
         raise UserError(f"{out} exists already", hint="use another --out")
     out.mkdir(parents=True, exist_ok=True)
-    held.enter_context(hold_folder(out, work="embeds"))
+    stack.enter_context(hold_folder(out, work="embeds"))
     if record is not None:
         require_same_work(record, work.plan, path=out)
         require_whole_files(out, record)
@@ -362,7 +368,7 @@ def _begin(work: EmbeddingWork, out: Path, *, held: ExitStack) -> dict[str, Any]
 def _embed_parts(
     work: EmbeddingWork, parts: Sequence[EmbeddingPart], out: Path, *, world: World, progress: Progress
 ) -> None:
-    """Embed this rank's share of the parts. The loader's threads read ahead across borders of parts."""
+    """Embed this rank's share of the parts. The loader's threads read ahead across the boundaries of parts."""
     parts_of_rank = parts[world.rank :: world.size]
     clips = (part for part in parts_of_rank if part.kind == "video")
     outcomes = work.samples.outcomes(number for part in clips for number in range(part.begin, part.end))
@@ -371,7 +377,7 @@ def _embed_parts(
     def embed_part(part: EmbeddingPart) -> int:
         if part.kind == "video":
             return _embed_clips(work, part, outcomes, ring, out=out)
-        # Each distinct text in a part is encoded once, so that equal texts have equal rows.
+        # Encode each distinct text of a part once, so that equal texts have equal rows.
         texts = work.samples.captions.texts(np.arange(part.begin, part.end))
         distinct = {text: number for number, text in enumerate(dict.fromkeys(texts))}
         rows = work.model.encode_text(list(distinct)).cpu().numpy()
@@ -391,15 +397,15 @@ def _embed_clips(
     rows, samples, failed = [], [], []
     for begin in range(part.begin, part.end, work.batch):
         loaded = list(islice(outcomes, min(work.batch, part.end - begin)))
-        failed += [one for one in loaded if isinstance(one, FailedSample)]
-        clips = [one for one in loaded if not isinstance(one, FailedSample)]
+        failed += [sample for sample in loaded if isinstance(sample, FailedSample)]
+        clips = [sample for sample in loaded if not isinstance(sample, FailedSample)]
         if clips:
             rows.append(_features(work, ring.collate(clips)))
             samples += [clip["position"] for clip in clips]
     video = np.concatenate(rows) if rows else np.empty((0, 0), np.float32)
     if num_bad := int((~np.isfinite(video).all(axis=tuple(range(1, video.ndim)))).sum()):
         raise FailedWork(f"{num_bad} of {len(video)} embeddings are not finite: the weights have diverged")
-    lines = json.dumps([asdict(one) for one in failed]).encode()
+    lines = json.dumps([asdict(failure) for failure in failed]).encode()
     publish_part(part.path(out), video, sample=np.array(samples, np.int64), failed=np.frombuffer(lines, np.uint8))
     return len(failed)
 

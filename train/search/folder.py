@@ -1,17 +1,17 @@
-"""A folder of embeddings: `train embed` writes it; `train search` and any reader of npy and Parquet files can use it.
+"""Layout of the folder of embeddings that `train embed` writes, for `train search` and readers of npy and Parquet.
 
-    video.npy         float32 [N, E], unit length; or the tower's pooled features [N, D] or tokens [N, L, D]
-    text.npy          float32 [M, E], unit length; exists if the weights have a text tower and the data have captions
-    clips.parquet     one row per row of video.npy: row, key, video, path, begin_s, end_s, text; caption, the row of
-                      that text in captions.parquet
-    captions.parquet  one row per row of text.npy: row, key, video, path, begin_s, end_s, text; clip, the row of its
-                      clip in clips.parquet, null if the clip failed
-    failures.jsonl    the clips that could not be read or decoded; they have no row
-    embed.json        weights, data, features, and size and SHA-256 of each file; makes the folder valid
-    parts/            finished parts of unfinished work, and plan.json, which describes the work
+    video.npy         embeddings, float32 [N, E], unit length; or pooled features [N, D] or tokens [N, L, D]
+    text.npy          float32 [M, E], unit length; present if the weights have a text tower and the data have captions
+    clips.parquet     one row per row of video.npy: row, key, video, path, begin_s, end_s, text; caption (row of the
+                      text in captions.parquet)
+    captions.parquet  one row per row of text.npy: row, key, video, path, begin_s, end_s, text; clip (row of the
+                      clip in clips.parquet; null if the clip failed)
+    failures.jsonl    clips that could not be read or decoded, and have no row
+    embed.json        weights, data, features, and size and SHA-256 of each file; marks the folder as finished
+    parts/            in an unfinished folder: finished parts, and plan.json, which describes the work
 
-`key` is the key of the chunk in which a clip begins. `path` is the video's file or URL in the manifest. embed.json is
-written last, so a folder without it is unfinished, and the same `train embed` continues it.
+`key` is the key of the chunk in which the clip starts. `path` is the video's file or URL in the manifest. embed.json is
+written last, so a folder without it is unfinished, and the same `train embed` command resumes it.
 """
 
 import shlex
@@ -50,16 +50,16 @@ _COLUMNS = [
 CLIP_SCHEMA = pa.schema([*_COLUMNS, ("caption", pa.int64())])
 CAPTION_SCHEMA = pa.schema([*_COLUMNS, ("clip", pa.int64())])
 
-# Entries of a plan that are places, or that follow from other entries.
+# Entries of a plan that may differ: locations, and entries that follow from others.
 _FREE = frozenset({"weights.source", "weights.description", "data.shards", "data.description", "clip.description"})
 _IDENTITY = "weights.identity"
-_MAX_NAMED = 6
-_AGAIN = "run train embed with another --out"
+_MAX_LISTED = 6
+_AGAIN = "run train embed with a different --out"
 
 
 @dataclass(frozen=True)
 class EmbeddedClip:
-    """A row of clips.parquet; `path` is None if an old version wrote the folder and did not record it."""
+    """A row of clips.parquet; `path` is None in folders of old versions, which did not record it."""
 
     row: int
     key: str
@@ -71,7 +71,7 @@ class EmbeddedClip:
 
     @property
     def file(self) -> str:
-        """`path` for messages, without a URL's query string, which may contain a key; empty if unknown."""
+        """`path` for messages, without the query string of a URL, which may contain a secret; empty if unknown."""
         path = self.path or ""
         return path.partition("?")[0] if "://" in path else path
 
@@ -93,7 +93,7 @@ class Embedded:
         return int(self.record["num_clips"])
 
     def clips(self, rows: Sequence[int]) -> list[EmbeddedClip]:
-        """Return rows of clips.parquet. Only the row groups that contain them are read."""
+        """Return rows of clips.parquet, reading only the row groups that contain them."""
         clip_of_row: dict[int, EmbeddedClip] = {}
         with pq.ParquetFile(self.path / CLIPS) as file:
             begin = 0
@@ -108,7 +108,7 @@ class Embedded:
         return [clip_of_row[row] for row in rows]
 
     def row_of(self, name: str) -> int:
-        """Return the row of a clip, given its chunk's key or the row itself; UserError unless exactly one matches."""
+        """Return the row of a clip, given its row or its chunk's key; UserError unless exactly one clip matches."""
         if name.isascii() and name.isdigit():
             rows = [int(name)] if int(name) < self.num_clips else []
         else:
@@ -120,16 +120,16 @@ class Embedded:
             raise UserError(
                 f"{self.path} has no clip {name!r} (--like)",
                 hint=f"rows are 0 to {self.num_clips - 1}, keys look like {self.clips([0])[0].key}; "
-                f"they are in {self.path / CLIPS}",
+                f"{self.path / CLIPS} lists them",
                 flags=("--like",),
             )
         if len(rows) > 1:
             shown = ", ".join(
-                f"{clip.row} ({clip.begin_s:.2f}-{clip.end_s:.2f} s)" for clip in self.clips(rows[:_MAX_NAMED])
+                f"{clip.row} ({clip.begin_s:.2f}-{clip.end_s:.2f} s)" for clip in self.clips(rows[:_MAX_LISTED])
             )
             raise UserError(
                 f"{len(rows)} clips begin in {name} (--like)",
-                hint=f"name the row of one of them: {shown}",
+                hint=f"use the row of one of them: {shown}",
                 flags=("--like",),
             )
         return int(rows[0])
@@ -147,17 +147,17 @@ def open_embedded(path: Path) -> Embedded:
     """Open a finished folder of embeddings.
 
     Raises:
-        UserError: The folder does not exist or is unfinished, or a file is missing or has another size.
+        UserError: The folder does not exist or is unfinished, or a file is missing or has a different size.
     """
     record = read_folder_record(path)
     if record is None:
         if (path / PARTS / PLAN).is_file():
             raise UserError(
-                f"the embeddings in {path} are unfinished", hint="run the same train embed again: it continues"
+                f"the embeddings in {path} are unfinished", hint="run the same train embed command again to resume"
             )
         problem = f"{path} holds no embeddings: it has no {RECORD}" if path.is_dir() else f"there is no folder {path}"
         out = shlex.quote(f"{path}-embedded" if path.is_dir() else str(path))
-        raise UserError(problem, hint=f"make embeddings: train embed WEIGHTS --shards DATA --out {out}")
+        raise UserError(problem, hint=f"create embeddings: train embed WEIGHTS --shards DATA --out {out}")
     require_whole_files(path, record)
     return Embedded(path, record)
 
@@ -171,12 +171,12 @@ def require_whole_files(path: Path, record: Mapping[str, Any]) -> None:
             problem = "missing" if size_bytes is None else f"{size_bytes:,} bytes long, not {facts['size_bytes']:,}"
             raise UserError(
                 f"{file} is {problem}",
-                hint=f"the embeddings are damaged: remove {path} and run train embed again, or use another --out",
+                hint=f"the embeddings are damaged: remove {path} and run train embed again, or use a different --out",
             )
 
 
 def read_folder_record(path: Path) -> dict[str, Any] | None:
-    """Read embed.json; None if it is missing; UserError if it is damaged, or written by a newer clipmill."""
+    """Read embed.json; None if it is missing; UserError if it is damaged, or has the format of another version."""
     try:
         record = read_checked_json(path / RECORD)
         if record["format"] != FORMAT:
@@ -186,19 +186,22 @@ def read_folder_record(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        why = f"it has no {error}" if isinstance(error, KeyError) else error
-        raise UserError(f"{path / RECORD} cannot be read: {why}", hint=_AGAIN) from error
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise UserError(f"{path / RECORD} cannot be read: {reason}", hint=_AGAIN) from error
     return record
 
 
 def require_same_work(old: Mapping[str, Any], new: Mapping[str, Any], *, path: Path) -> None:
     """Raise a UserError that lists the differences between the work in a folder and the requested work."""
-    shown = [differences(old, new, free=_FREE | {_IDENTITY})]
+    changes = [differences(old, new, free=_FREE | {_IDENTITY})]
     if old["weights"]["identity"] != new["weights"]["identity"]:
         was, now = ("{description} ({source})".format(**plan["weights"]) for plan in (old, new))
-        shown.insert(0, f"the weights were {was} and are {now if now != was else 'the weights of another training'}")
-    if any(shown):
+        changes.insert(
+            0,
+            f"the weights were {was} and are {now if now != was else 'the weights of a different run'}",
+        )
+    if any(changes):
         raise UserError(
-            f"{path} holds other embeddings: {'; '.join(filter(None, shown))}",
-            hint=f"use another --out, such as one in the folder of each run, or remove {path}",
+            f"{path} holds other embeddings: {'; '.join(filter(None, changes))}",
+            hint=f"use a different --out, such as one in the folder of each run, or remove {path}",
         )

@@ -1,4 +1,4 @@
-"""Exact nearest neighbours by blocks: a file of any size is read once, using a few megabytes per thread.
+"""Exact nearest neighbours in an npy file, which is read once, in blocks, with a few megabytes of memory per thread.
 
 Shape suffixes: Q queries, N rows of the file, R rows of a block, E width, K best rows.
 """
@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.mapped_files import report_lost_pages
 
-# Rows that are read together, and scored while they are still in the CPU cache.
+# Size of a block of rows, which is scored while it is in the CPU cache.
 _BLOCK_BYTES = 1 << 22
 _MAX_BLOCK_ROWS = 1 << 16
 _MAX_THREADS = 16
-_AGAIN = "run train embed again, with another --out"
+_AGAIN = "run train embed again, with a different --out"
 
 
 @dataclass(frozen=True)
 class Nearest:
-    """The best rows for each query, best first; rows with equal scores are in ascending order.
+    """The most similar rows for each query, by descending score; rows with equal scores are in ascending order.
 
     Attributes:
         row_QK: Rows, int64.
@@ -46,7 +46,7 @@ def nearest(
     """Find the `count` rows of an npy file (float32 [N, E]) that are most similar to each unit-length query.
 
     Args:
-        is_unit_length: False if the rows of the file have other lengths; they are then divided by their lengths.
+        is_unit_length: False if the rows of the file are not unit vectors; they are then divided by their lengths.
         say_done: Function to call with the number of finished rows after each block, from several threads.
 
     Raises:
@@ -55,13 +55,13 @@ def nearest(
     num_rows, offset = _header(path, width=query_QE.shape[1])
     block_rows = min(_MAX_BLOCK_ROWS, max(1, _BLOCK_BYTES // (4 * query_QE.shape[1])))
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), -(-num_rows // block_rows))
-    each = -(-num_rows // (num_threads * block_rows)) * block_rows
+    rows_per_thread = -(-num_rows // (num_threads * block_rows)) * block_rows
 
-    def part(begin: int) -> Nearest:
+    def search_part(begin: int) -> Nearest:
         best = Nearest(np.empty((len(query_QE), 0), np.int64), np.empty((len(query_QE), 0), np.float32))
-        rows = range(begin, min(begin + each, num_rows))
+        rows = range(begin, min(begin + rows_per_thread, num_rows))
         for first, block_RE in _blocks(path, rows, offset=offset, block_rows=block_rows, width=query_QE.shape[1]):
-            # No matrix product: BLAS would start threads for each block, which wait for each other.
+            # Avoid a matrix product: BLAS would start threads for each block, and they would wait for each other.
             score_QR: NDArray[np.float32] = np.vecdot(query_QE[:, None], block_RE)
             if not is_unit_length:
                 length_R = np.sqrt(np.vecdot(block_RE, block_RE))
@@ -74,9 +74,9 @@ def nearest(
         return best
 
     with ThreadPoolExecutor(num_threads) as threads:
-        parts = list(threads.map(part, range(0, num_rows, each)))
-    row_QK = np.concatenate([one.row_QK for one in parts], axis=1)
-    score_QK = np.concatenate([one.score_QK for one in parts], axis=1)
+        parts = list(threads.map(search_part, range(0, num_rows, rows_per_thread)))
+    row_QK = np.concatenate([part.row_QK for part in parts], axis=1)
+    score_QK = np.concatenate([part.score_QK for part in parts], axis=1)
     best_QK = np.lexsort((row_QK, -score_QK), axis=1)[:, :count]
     return Nearest(np.take_along_axis(row_QK, best_QK, axis=1), np.take_along_axis(score_QK, best_QK, axis=1))
 
@@ -86,7 +86,7 @@ def _blocks(
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """Yield (first row, rows [R, E]) for blocks of an npy file. A block is valid until the next one is requested.
 
-    The file is read, not mapped: mapped pages count as memory of the process, and a truncated file would kill it.
+    The file is read, not mapped: mapped pages count as memory of the process, which a truncated file would kill.
     """
     buffer = np.empty((block_rows, width), np.float32)
     with path.open("rb", buffering=0) as file:
@@ -97,7 +97,7 @@ def _blocks(
             while filled < len(view):
                 count = file.readinto(view[filled:])
                 if not count:
-                    raise UserError(f"{path} ends too early", hint=_AGAIN)
+                    raise UserError(f"{path} is truncated", hint=_AGAIN)
                 filled += count
             yield begin, block
 
@@ -105,17 +105,17 @@ def _blocks(
 def _header(path: Path, *, width: int) -> tuple[int, int]:
     """Return the number of rows in an npy file, and the byte offset of its first row."""
     mapped = open_matrix(path)
-    num_rows, its_width = mapped.shape
-    if its_width != width:
+    num_rows, file_width = mapped.shape
+    if file_width != width:
         raise UserError(
-            f"{path} has vectors of width {its_width}, and the queries are of width {width}",
+            f"{path} has vectors of width {file_width}, but the queries have width {width}",
             hint="search with the weights that made the embeddings",
         )
     return num_rows, mapped.offset  # type: ignore[attr-defined]  # of np.memmap
 
 
 def open_matrix(path: Path) -> NDArray[np.float32]:
-    """Map an npy file with float32 rows; UserError if it is missing, truncated or of another kind."""
+    """Map an npy file with float32 rows; UserError if it is missing, truncated or not a float32 matrix."""
     report_lost_pages()
     try:
         mapped: NDArray[np.float32] = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -128,24 +128,24 @@ def open_matrix(path: Path) -> NDArray[np.float32]:
         or not isinstance(mapped, np.memmap)
     ):
         raise UserError(
-            f"{path} is not float32 [N, E] but {mapped.dtype} {list(mapped.shape)}",
+            f"{path} is not float32 [N, E], but {mapped.dtype} {list(mapped.shape)}",
             hint=_AGAIN,
         )
     return mapped
 
 
 def _with_block(best: Nearest, begin: int, score_QR: NDArray[np.float32], *, count: int) -> Nearest:
-    """Merge the best rows of earlier blocks with a later block; return the best rows."""
+    """Return the best rows of earlier blocks and a later block together."""
     if best.score_QK.shape[1] == count and not (score_QR > best.score_QK[:, -1:]).any():
         return best
     rows, scores = [], []
-    for before_K, best_K, score_R in zip(best.row_QK, best.score_QK, score_QR, strict=True):
-        # A later row with an equal score ranks lower, so a row must score higher than the last of the best.
+    for best_row_K, best_K, score_R in zip(best.row_QK, best.score_QK, score_QR, strict=True):
+        # A later row with an equal score ranks lower, so a new row must score higher than the last of the best rows.
         new = np.flatnonzero(score_R > best_K[-1]) if len(best_K) == count else np.arange(len(score_R))
         if len(new) > count:
-            least = np.partition(score_R[new], -count)[-count]
-            new = new[score_R[new] >= least]
-        row = np.concatenate([before_K, begin + new])
+            threshold = np.partition(score_R[new], -count)[-count]
+            new = new[score_R[new] >= threshold]
+        row = np.concatenate([best_row_K, begin + new])
         score = np.concatenate([best_K, score_R[new]])
         order = np.lexsort((row, -score))[:count]
         rows.append(row[order])

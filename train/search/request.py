@@ -1,4 +1,4 @@
-"""The flags of `train embed` and `train search`."""
+"""Flags of `train embed` and `train search`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,8 @@ class EmbedRequest(Checked):
     shards: str | None = None
     """Data folder. Default: the data of the training run."""
     variant: Annotated[tuple[str, ...], SEVERAL] = ()
-    """Names of variants to read, as prep status shows them. Default: the variants of the training, and of other data
-    the current ones."""
+    """Names of variants to read, as listed by prep status. Default: the training's variants; for other data, the
+    current variants."""
     out: Path
     """Folder to write."""
     split: str = "val"
@@ -31,18 +31,19 @@ class EmbedRequest(Checked):
     where: str | None = None
     """Condition that selects the clips, such as "motion > 0.2 and not duplicate" (docs/data.md). Default: all."""
     features: FeatureKind | None = None
-    """Features to store for each clip: embedding (unit length, with captions), pooled (one vector of the video
-    tower before any projection) or tokens (all tokens of the tower). Default: embedding for dual encoders, otherwise
-    pooled."""
+    """Features to store for each clip: embedding (unit length; captions are also embedded), pooled (one vector of the
+    video tower, before any projection) or tokens (all tokens of the tower). Default: embedding for dual encoders,
+    otherwise pooled."""
     clips: Literal["captions", "chunks"] = "captions"
-    """Rows: each time span that has captions, or each complete chunk, for videos without captions."""
+    """Clips to embed: captions (each time span with captions) or chunks (each complete chunk, for videos without
+    captions)."""
     shown: Overrides = AS_TRAINED
     batch: Annotated[int, Range(least=1)] = 64
     """Number of clips per forward pass and process."""
     workers: Annotated[int, Range(least=1)] = 4
-    """Number of threads that read and decode, per process."""
+    """Number of threads per process that read and decode."""
     device: Device = "auto"
-    """Device of the model."""
+    """Device to run the model on."""
 
 
 @Parameter(name="*")
@@ -51,16 +52,16 @@ class SearchRequest(Checked):
     """Flags of `train search`."""
 
     like: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    """Clip to find similar clips to: the key of its chunk, or its row in clips.parquet."""
+    """Example clip, to find clips that are similar to it: the key of its chunk, or its row in clips.parquet."""
     top: int = 10
     """Number of clips to find for each query."""
     page: Path | None = None
-    """HTML file to write, which plays the clips."""
+    """HTML page to write, on which the clips can be played."""
     weights: str | None = None
-    """Weights that the clips were embedded with. Default: where they were at that time."""
+    """Weights that the clips were embedded with. Default: their location at that time."""
     shards: str | None = None
-    """Data folder of the page's clips. Default: where it was when the clips were embedded."""
+    """Data folder with the page's clips. Default: its location when the clips were embedded."""
     device: Device = "auto"
-    """Device of the text tower."""
+    """Device to run the text tower on."""
     json: Annotated[bool, Parameter(name="--json", negative="")] = False
     """Print one JSON object."""

@@ -1,4 +1,4 @@
-"""`train search`: find the clips in a folder of embeddings that are most similar to texts or to other clips."""
+"""Implementation of `train search`: find the embedded clips that are most similar to texts or to example clips."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -34,9 +34,9 @@ class Result:
     """Result of a query, best clips first.
 
     Attributes:
-        query: Text, or name of the clip.
-        like: Clip of a query by example. It is not among the hits.
-        found: Hits.
+        query: Text, or key or row of the example clip.
+        like: Example clip, which is not among the hits; None for a text query.
+        found: Hits, by descending score.
     """
 
     query: str
@@ -45,7 +45,7 @@ class Result:
 
     @property
     def title(self) -> str:
-        """The query as a heading."""
+        """Heading for the query."""
         return self.query if self.like is None else f"like “{self.like.text or self.like.key}”"
 
 
@@ -58,15 +58,15 @@ def search(
     encode: EncodeTexts,
     say_done: Callable[[int], object] = lambda num_rows: None,
 ) -> list[Result]:
-    """Find the best `top` clips of each text and of each example, in one pass over the embeddings.
+    """Find the `top` most similar clips for each text and each example clip, in one pass over the embeddings.
 
     Args:
-        like: Keys or rows of clips.
-        encode: Function from texts to unit-length embeddings [Q, E]. Called only if there are texts.
+        like: Keys or rows of the example clips.
+        encode: Function that takes texts and returns unit-length embeddings [Q, E]; called only if there are texts.
         say_done: Function to call with the number of finished rows after each block of rows.
 
     Raises:
-        UserError: There is no query, a query is empty or unknown, or the folder lacks embeddings to compare it with.
+        UserError: There is no query, a query is empty, a clip is unknown, or the folder lacks embeddings for it.
     """
     _check(embedded, texts, like=like, top=top)
     examples = [embedded.row_of(name) for name in like]
@@ -99,7 +99,7 @@ def search_folder(
     weights: str | None,
     device: Literal["auto", "cpu", "cuda"],
 ) -> list[Result]:
-    """Encode texts with the weights that embedded the clips, search, and show the progress.
+    """Encode texts with the weights that embedded the clips, search, and show the progress of the search.
 
     Raises:
         UserError: See `search`; or the weights have changed or are missing.
@@ -124,38 +124,38 @@ def _encode(
         with Activity(f"loading {source}"):
             model = load_model(source, device=device, **shown)
     except UserError as error:
-        error.add_hint("if the weights have moved, name them with --weights")
+        error.add_hint("if the weights have moved, pass their location with --weights")
         raise
     if model.identity != record["identity"]:
         raise UserError(
             f"{embedded.path} was embedded with other weights than {source} has now: {record['description']}",
-            hint="name those with --weights, or run train embed with these and another --out",
+            hint="pass the original weights with --weights, or run train embed again with a new --out",
         )
     return model.encode_text(texts).cpu().numpy()
 
 
 def _check(embedded: Embedded, texts: Sequence[str], *, like: Sequence[str], top: int) -> None:
     if not texts and not like:
-        raise UserError("there is no query", hint='name a text, such as "a dog catches a frisbee", or --like KEY')
+        raise UserError("there is no query", hint='pass a text, such as "a dog catches a frisbee", or --like KEY')
     if any(not text.strip() for text in texts):
-        raise UserError("a query is empty", hint='name a text, such as "a dog catches a frisbee"')
+        raise UserError("a query is empty", hint='pass a text, such as "a dog catches a frisbee"')
     if top < 1:
-        raise UserError(f"--top is {top}", hint="it must be 1 or more", flags=("--top",))
+        raise UserError(f"--top {top} is less than 1", hint="use 1 or more", flags=("--top",))
     features = embedded.record["features"]
     if features == "tokens":
         raise UserError(
-            f"{embedded.path} holds all tokens of each clip, and a search compares one vector per clip",
-            hint="run train embed with --features pooled, or without --features, and another --out",
+            f"{embedded.path} holds all tokens of each clip, but a search compares one vector per clip",
+            hint="run train embed with --features pooled, or without --features, and a new --out",
         )
     if texts and features != "embedding":
         raise UserError(
-            f"{embedded.path} holds {features} features, which no text can be compared with",
+            f"{embedded.path} holds {features} features, which cannot be compared with texts",
             hint="search by example: --like KEY; or embed with the weights of a dual encoder",
         )
 
 
 def result_json(embedded: Embedded, results: Sequence[Result]) -> dict[str, Any]:
-    """Return results as plain values."""
+    """Return the results as a JSON-serialisable dict."""
     return {
         "folder": str(embedded.path),
         "weights": embedded.record["weights"],
@@ -180,8 +180,8 @@ def describe(results: Sequence[Result]) -> str:
         for rank, hit in enumerate(result.found, start=1):
             clip = hit.clip
             times = f"{clip.begin_s:8.2f}-{clip.end_s:.2f} s"
-            words = filter(None, (on_one_line(clip.text or ""), on_one_line(clip.file)))
-            lines.append(f"{rank:4}  {hit.score:6.3f}  {clip.key:{width}}  {times:20}  {'  '.join(words)}".rstrip())
+            details = filter(None, (on_one_line(clip.text or ""), on_one_line(clip.file)))
+            lines.append(f"{rank:4}  {hit.score:6.3f}  {clip.key:{width}}  {times:20}  {'  '.join(details)}".rstrip())
     return "\n".join(lines)
 
 
@@ -189,13 +189,13 @@ def write_search_page(path: Path, embedded: Embedded, results: Sequence[Result],
     """Publish a page on which the clips of the results can be played.
 
     Args:
-        shards: Present location of the data folder; by default, its location when the clips were embedded.
+        shards: Current location of the data folder. Default: its location when the clips were embedded.
 
     Returns:
-        The number of clips that could not be read or decoded. The page shows the reasons in their places.
+        The number of clips that could not be read or decoded. The page shows the reasons instead of the clips.
 
     Raises:
-        UserError: The data cannot be opened, or contain none of the videos that were found.
+        UserError: The data cannot be opened, or contain none of the hits' videos.
     """
     record = embedded.record
     data = {**record["data"], **({} if shards is None else {"shards": shards})}
@@ -205,7 +205,7 @@ def write_search_page(path: Path, embedded: Embedded, results: Sequence[Result],
         raise UserError(
             f"{data['shards']} has other data than {embedded.path}: no video of the clips that were found, such as "
             f"{clips[0].video}, is in split {data['split']!r}",
-            hint=f"name the data folder that was embedded with --shards: {record['data']['description']}",
+            hint=f"use --shards with the data folder that was embedded: {record['data']['description']}",
         )
     facts = {
         "weights": record["weights"]["description"],

@@ -129,9 +129,9 @@ def test_two_processes_break_their_steps_down_under_each_strategy(data_dir: Path
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--strategies ddp fsdp", "--strategies is about several processes, and there is one"),
-        ("--exchanges features", "--exchanges is about several processes, and there is one"),
-        ("--page bench.html", "--page is about several processes, and there is one"),
+        ("--strategies ddp fsdp", "--strategies needs several processes, but there is only one"),
+        ("--exchanges features", "--exchanges needs several processes, but there is only one"),
+        ("--page bench.html", "--page needs several processes, but there is only one"),
         ("--page nowhere/bench.html", "--page is nowhere/bench.html, and there is no folder nowhere"),
     ],
 )

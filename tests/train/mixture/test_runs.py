@@ -79,7 +79,7 @@ def test_a_run_goes_on_with_its_weights_and_folders_only(
     assert train("dual-encoder", "--resume", "--out", finished_run, *shards(far, near)) == 2
     assert "here are mixture of 2 data folders" in two_lines(capsys)[0]
     assert train("dual-encoder", "--resume", "auto", "--out", finished_run, *shards(near), *BEST) == 2
-    assert f"--shards names 1 data folder, but the run in {finished_run} has 2: {near}, {far}" in two_lines(capsys)[0]
+    assert f"--shards lists 1 data folder, but the run in {finished_run} has 2: {near}, {far}" in two_lines(capsys)[0]
 
 
 def test_each_folder_is_evaluated_with_the_settings_of_the_run(
@@ -194,4 +194,4 @@ def test_a_folder_of_a_mixture_that_cannot_be_evaluated_is_named_and_the_others_
     output = capsys.readouterr()
     error, hint = output.err.splitlines()[-2:]
     assert error.startswith(f"error: {incomplete} is not evaluated: ") and "'val'" in error
-    assert hint.startswith("hint: the other data folders of the run are evaluated") and f"{far}" in output.out
+    assert hint.startswith("hint: the run's other data folders are evaluated") and f"{far}" in output.out

@@ -151,7 +151,7 @@ def error_of_search(capsys: pytest.CaptureFixture[str], *words: object) -> str:
         (["--like", "9"], "has no clip '9'.*rows are 0 to 8"),
         (["it begins", "--shards", "elsewhere"], "has no effect without --page"),
         (["--like", "a_000000000"], r"2 clips begin in a_000000000.*0 \(0.00-1.00 s\), 1 \(1.20-2.80 s\)"),
-        (["it begins", "--top", "0"], "--top is 0"),
+        (["it begins", "--top", "0"], "--top 0 is less than 1"),
         (["it begins", "--weights", "nowhere"], "nowhere"),
         (["it begins", "--page", "no/page.html"], "there is no folder no"),
     ],
