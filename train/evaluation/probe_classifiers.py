@@ -1,8 +1,8 @@
 """The k-NN and linear classifiers that `train eval probe` fits on frozen features, and their accuracies.
 
 Weighted k-NN (Wu et al. 2018, "Unsupervised Feature Learning via Non-Parametric Instance Discrimination", section 3.4):
-the score of a class is the sum of exp(cosine / temperature) over those of the k nearest clips in the bank that have
-this class. Among equally near clips, the first ones in the bank are used. The paper uses k = 200 and a temperature of
+the score of a class is the sum of exp(cosine / temperature) over all clips with this class among the k nearest clips
+in the bank. Among equally near clips, the first ones in the bank are used. The paper uses k = 200 and a temperature of
 0.07; Caron et al. 2021 (DINO, section 3.2) find that k = 20 is best.
 
 Linear probe: multinomial logistic regression on frozen features, solved to its optimum. Features are standardised with
