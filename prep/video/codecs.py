@@ -1,11 +1,11 @@
-"""The video codecs of `prep chunk`: encoder, defaults, and arguments for rate control and GOP.
+"""The video codecs of `prep chunk`, with their encoders, defaults, and arguments for rate control and GOP.
 
 All encoders run single-threaded and without adaptive frame placement, so that the output bytes depend only on the
 frames and the settings. GOP layouts:
 
-    comb    closed, `I b ... b P b ... b P ...`: a P frame every 16 frames; b frames are never references. To decode a
-            frame, only the key frame, the P frames up to it, and the frame itself are required
-    star    a comb with a single P frame: any frame requires at most three decodes
+    comb    closed, `I b ... b P b ... b P ...`: a P frame every 16 frames; b frames are never references. Decoding a
+            frame requires only the key frame, the P frames up to this frame, and the frame itself
+    star    a comb with a single P frame: any frame requires decoding at most three frames
     closed  a closed GOP, whose frame types the encoder chooses
     intra   every frame is a key frame
 
@@ -32,8 +32,8 @@ COMB_STEP = 16  # distance in frames between consecutive P frames
 X26X_PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
 MAX_CONSECUTIVE_B_FRAMES = 16  # limit of libx264 and libx265; a star has keyint - 2 consecutive B frames
 
-# Lookahead of the preset `faster`. Quicker presets look ahead by less than the distance between P frames. This costs
-# 0.6 dB at the same file size.
+# Lookahead of the preset `faster` in frames. The lookahead of quicker presets is shorter than the distance between P
+# frames, which costs 0.6 dB at the same file size.
 _COMB_LOOKAHEAD = 20
 
 Arguments = dict[str, str | int]
@@ -46,9 +46,9 @@ class Codec:
     Attributes:
         encoder: Name of the ffmpeg encoder.
         decoder: libav name of the decoder, stored in the index.
-        gops: Supported GOP layouts, the default first.
+        gops: Supported GOP layouts, with the default first.
         crf_range: Smallest (best) and largest value of `--crf`; for MJPEG, the quantiser scale.
-        presets: Values of `--preset`; empty if the encoder has none.
+        presets: Values of `--preset`; empty if the encoder has no presets.
         gop_arguments: (gop, keyint) -> ffmpeg output arguments.
         crf_argument: ffmpeg option that takes the value of `--crf`.
         encode_s_per_megapixel: Core-seconds per megapixel at the default settings, on an x86-64 server core at about 3
@@ -233,7 +233,7 @@ def codec_named(name: str) -> Codec:
     """Return the codec for a value of `--codec`.
 
     Raises:
-        UserError: There is no codec of that name.
+        UserError: There is no codec with that name.
     """
     try:
         return CODECS[name]
@@ -280,8 +280,8 @@ _AT_SCHEMA_1: dict[str, dict[str, str]] = {
 }
 
 
-# Types of NAL units with a slice: H.264 table 7-1, H.265 table 7-1. Even types of HEVC up to _HEVC_LAST_SUBLAYER_TYPE
-# are sub-layer non-reference pictures.
+# Types of NAL units with a slice: H.264 table 7-1, H.265 table 7-1. Even HEVC types up to _HEVC_LAST_SUBLAYER_TYPE are
+# sub-layer non-reference pictures.
 _H264_SLICE_TYPES = frozenset({1, 2, 3, 4, 5})
 _HEVC_LAST_SLICE_TYPE = 31
 _HEVC_LAST_SUBLAYER_TYPE = 14
@@ -291,7 +291,7 @@ _IDR_TYPES = {"h264": (5,), "hevc": (16, 17, 18, 19, 20)}
 def slice_reader(codec: str, extradata: bytes) -> "Callable[[Packet | bytes], int | None]":
     """Return a function that reads the NAL unit header of the first slice in a packet of H.264 or HEVC.
 
-    The function returns None if the packet has no slice, or if its units have no lengths, and for other codecs.
+    The function returns None for other codecs, for packets without a slice, and for streams without NAL unit lengths.
     """
     is_h264 = codec == "h264" and len(extradata) > 4 and extradata[0] == 1
     if not is_h264 and not (codec == "hevc" and len(extradata) > 21):
@@ -311,7 +311,7 @@ def slice_reader(codec: str, extradata: bytes) -> "Callable[[Packet | bytes], in
 
 
 def is_reference(codec: str, header: int | None) -> bool:
-    """Return True if the header of a picture's first slice says that other frames may need it, or if it is unknown."""
+    """Return True if the header of a frame's first slice states that other frames may reference it, or is unknown."""
     if header is None:
         return True
     if codec == "h264":
@@ -321,7 +321,7 @@ def is_reference(codec: str, header: int | None) -> bool:
 
 
 def is_idr(codec: str, header: int | None) -> bool:
-    """Return True if the header of a key picture's first slice says that it is an IDR picture."""
+    """Return True if the header of a key frame's first slice states that the frame is an IDR picture."""
     if codec not in _IDR_TYPES:
         return True
     return header is not None and (header & 31 if codec == "h264" else header >> 1 & 63) in _IDR_TYPES[codec]

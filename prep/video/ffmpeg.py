@@ -1,12 +1,12 @@
-"""The only interface to the ffmpeg program: finding it, checking its features, and running it safely.
+"""Find the ffmpeg program, check its features, and run it safely; no other module starts ffmpeg.
 
-The program is `$CLIPMILL_FFMPEG` if set, otherwise the `ffmpeg` on PATH if it is recent enough, otherwise the one in
-the imageio-ffmpeg wheel.
+The program is `$CLIPMILL_FFMPEG` if set, otherwise the `ffmpeg` on PATH if it is recent enough, otherwise the program
+in the imageio-ffmpeg wheel.
 
-`require_success` maps its standard error to failure codes, with a one-line message that is the same in every run. An
-exit status of 0 does not prove success: for a truncated Matroska file or GIF frame, ffmpeg prints one line and encodes
-the readable part. However, most lines at level `error` are harmless, for example when decoding starts in an open GOP
-after a seek. Therefore a run with exit status 0 fails only if it prints a line that `_LOSSES` lists.
+`require_success` maps ffmpeg's standard error to failure codes, with a one-line message that is the same in every run.
+An exit status of 0 does not prove success: for a truncated Matroska file or GIF frame, ffmpeg prints one line and
+encodes the readable part. However, most lines at level `error` are harmless, for example when decoding starts in an
+open GOP after a seek. Therefore a run with exit status 0 fails only if it prints a line that matches `_LOSSES`.
 """
 
 import errno
@@ -28,18 +28,18 @@ from clipmill.prep.engines import CRASH_SIGNALS, die_with_parent, exit_reason
 from clipmill.prep.video.codecs import CODECS
 
 PROGRAM_VARIABLE = "CLIPMILL_FFMPEG"
-MIN_VERSION = (6, 1)  # the first with -stats_enc_pre, which reports the timestamp of every frame
+MIN_VERSION = (6, 1)  # first version with -stats_enc_pre, which reports the timestamp of every frame
 LEAST_VERSION = ".".join(map(str, MIN_VERSION))
-_TRIES, _ANSWER_LIMIT_S = 3, 30.0  # for commands that usually take hundredths of a second
+_TRIES, _QUERY_LIMIT_S = 3, 30.0  # for queries that usually take hundredths of a second
 _POLL_S = 0.1
 _KILL_GRACE_S = 2.0
-_STDERR_BYTES = 4000  # size of the beginning that is kept, and of the end
+_STDERR_BYTES = 4000  # size of the start of the output that is kept, and of the end
 
-# Missing or unreadable data, whatever the exit status: pattern and code. The first match decides.
+# (pattern, code) of missing or unreadable data, regardless of the exit status. The first match decides.
 _LOSSES = (
     (r"File ended prematurely", FailureCode.SOURCE_TRUNCATED),
     (r"CRC mismatch!", FailureCode.DECODE_ERRORS),  # ffmpeg skips this page of an Ogg file
-    (r"exceeds containing master element", FailureCode.DECODE_ERRORS),  # Matroska: the rest of a cluster is skipped
+    (r"exceeds containing master element", FailureCode.DECODE_ERRORS),  # ffmpeg skips the rest of a Matroska cluster
     (r"invalid as first byte of an EBML number", FailureCode.DECODE_ERRORS),
     (r"corrupt input packet", FailureCode.DECODE_ERRORS),
     (r"Error during demuxing", FailureCode.DECODE_ERRORS),
@@ -47,7 +47,7 @@ _LOSSES = (
     (r"corrupt decoded frame", FailureCode.DECODE_ERRORS),
 )
 # Errors of the operating system that make a run fail.
-_REFUSALS = (
+_SYSTEM_ERRORS = (
     (os.strerror(errno.ENOSPC), FailureCode.DISK_FULL),
     (os.strerror(errno.EDQUOT), FailureCode.DISK_FULL),
     (os.strerror(errno.ENOMEM), FailureCode.OUT_OF_MEMORY),
@@ -74,17 +74,18 @@ _CONSEQUENCES = re.compile(
 _CONTEXTS = re.compile(r"^(?:\[[^\]]*\]\s*)+")
 _CONTEXT_NAME = re.compile(r"\[(?:[^\]]*[/:])?([^\]/:@]*?)\s*(?:@ 0x[0-9a-f]+)?\]")
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
-_LONGEST_MESSAGE = 300
+_MAX_MESSAGE_CHARS = 300
 _STOPPED = 255  # exit status of ffmpeg after SIGTERM, SIGINT or SIGHUP
 
 
 @dataclass(frozen=True)
 class Ffmpeg:
-    """An ffmpeg program that works.
+    """A working ffmpeg program.
 
     Attributes:
+        path: Path or name of the program.
         version: Version, such as "9.0.2", or the name of the build.
-        passed_over: Program on PATH that was too old, with its version; None if no program was too old.
+        passed_over: Program on PATH that is too old, with its version; None if there is no such program.
     """
 
     path: str
@@ -98,7 +99,7 @@ class Outcome:
 
     Attributes:
         return_code: Exit status, or the negative number of the signal that ended the process.
-        stderr_head: First bytes of the standard error output, which contain the first error.
+        stderr_head: Start of the standard error output, which contains the first error.
         stderr_tail: End of the standard error output.
         timed_out: True if the process was killed because it exceeded its wall-clock limit.
         cpu_s: User and system CPU time of the process in seconds.
@@ -112,27 +113,27 @@ class Outcome:
 
     @property
     def stderr(self) -> str:
-        """Standard error output: all of it, or its beginning and end if it is long."""
+        """Standard error output; if it is long, only its start and end."""
         return self.stderr_head if self.stderr_head == self.stderr_tail else f"{self.stderr_head}\n{self.stderr_tail}"
 
 
 def find_ffmpeg() -> Ffmpeg:
-    """Find the program, in the order given in the module's docstring.
+    """Find the program, in the order that the module's docstring states.
 
     Raises:
-        UserError: No program was found, or the requested one does not work or is too old.
-        FailedWork: The program was killed or did not answer each time it was asked for its version.
+        UserError: No program was found, or the program that the user selected does not work or is too old.
+        FailedWork: Each query for the version was killed or timed out.
     """
-    named = os.environ.get(PROGRAM_VARIABLE)
-    if named:
-        version = _version(named, where=f"${PROGRAM_VARIABLE}")
+    selected = os.environ.get(PROGRAM_VARIABLE)
+    if selected:
+        version = _version(selected, where=f"${PROGRAM_VARIABLE}")
         if not has_version(version, MIN_VERSION):
             raise UserError(
-                f'the ffmpeg program "{named}" (${PROGRAM_VARIABLE}) has version {version}, but {LEAST_VERSION} or '
+                f'the ffmpeg program "{selected}" (${PROGRAM_VARIABLE}) has version {version}, but {LEAST_VERSION} or '
                 "newer is required",
                 hint="set it to a newer program, or unset it to use the ffmpeg of the imageio-ffmpeg package",
             )
-        return Ffmpeg(path=named, version=version)
+        return Ffmpeg(path=selected, version=version)
     on_path, passed_over = shutil.which("ffmpeg"), None
     if on_path:
         version = _version(on_path, where="PATH")
@@ -146,22 +147,22 @@ def find_ffmpeg() -> Ffmpeg:
             "no ffmpeg program found",
             hint=f"install clipmill[prep], which includes one, or set ${PROGRAM_VARIABLE} to a program",
         ) from None
-    # The file in the package is tried first, because `get_ffmpeg_exe` runs it. If that run is killed, the function
-    # returns another program or finds none.
-    shipped = next(map(str, Path(imageio_ffmpeg.__file__).parent.glob("binaries/ffmpeg-*")), None)
-    if shipped is None:
+    # Look for the file in the package first. `get_ffmpeg_exe` runs this program, and if that run is killed, it returns
+    # a different program or none.
+    bundled = next(map(str, Path(imageio_ffmpeg.__file__).parent.glob("binaries/ffmpeg-*")), None)
+    if bundled is None:
         try:
-            shipped = imageio_ffmpeg.get_ffmpeg_exe()
+            bundled = imageio_ffmpeg.get_ffmpeg_exe()
         except RuntimeError as error:
             raise UserError(
                 f"the imageio-ffmpeg package has no ffmpeg program: {error}",
                 hint=f"install its wheel, or set ${PROGRAM_VARIABLE} to a working program",
             ) from None
-    return Ffmpeg(shipped, _version(shipped, where="the imageio-ffmpeg package"), passed_over=passed_over)
+    return Ffmpeg(bundled, _version(bundled, where="the imageio-ffmpeg package"), passed_over=passed_over)
 
 
 def version_mismatch(version: str) -> str | None:
-    """Return the reason why a worker's machine cannot carry out a plan for ffmpeg `version`; None if it can."""
+    """Return the reason why this machine cannot carry out a plan for ffmpeg `version`; None if it can."""
     try:
         available = find_ffmpeg().version
     except (UserError, FailedWork) as error:
@@ -172,36 +173,36 @@ def version_mismatch(version: str) -> str | None:
 @cache
 def _version(path: str, *, where: str) -> str:
     try:
-        answer = _ask([path, "-version"], what=f'the ffmpeg program "{path}" ({where})')
-        answer.check_returncode()
+        result = _query([path, "-version"], what=f'the ffmpeg program "{path}" ({where})')
+        result.check_returncode()
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(
             f'the ffmpeg program "{path}" ({where}) does not run: {error}',
             hint=f"set ${PROGRAM_VARIABLE} to a working program",
         ) from None
-    words = answer.stdout.split()
+    words = result.stdout.split()
     if words[:2] != ["ffmpeg", "version"] or len(words) < 3:
         raise UserError(f'"{path}" ({where}) is not ffmpeg', hint=f"set ${PROGRAM_VARIABLE} to an ffmpeg program")
     return words[2]
 
 
-def _ask(command: Sequence[str], *, what: str) -> "subprocess.CompletedProcess[str]":
-    """Run a short ffmpeg command; repeat it if it is killed or takes too long, for example because memory is short.
+def _query(command: Sequence[str], *, what: str) -> "subprocess.CompletedProcess[str]":
+    """Run a short ffmpeg command; retry it if it is killed or takes too long, for example because memory is short.
 
     Raises:
         OSError: The command cannot be started.
-        FailedWork: The command was killed or took too long each time; the message begins with `what`.
+        FailedWork: Each attempt was killed or took too long; the message begins with `what`.
     """
     why = ""
     for _ in range(_TRIES):
         try:
-            answer = subprocess.run(list(command), capture_output=True, text=True, timeout=_ANSWER_LIMIT_S)
+            result = subprocess.run(list(command), capture_output=True, text=True, timeout=_QUERY_LIMIT_S)
         except subprocess.TimeoutExpired:
-            why = f"did not answer within {_ANSWER_LIMIT_S:.0f} s"
+            why = f"did not respond within {_QUERY_LIMIT_S:.0f} s"
             continue
-        if answer.returncode >= 0:
-            return answer
-        why = f"was ended by {exit_reason(answer.returncode)}"
+        if result.returncode >= 0:
+            return result
+        why = f"was ended by {exit_reason(result.returncode)}"
     raise FailedWork(f"{what} {why}, {_TRIES} times; run the same command again")
 
 
@@ -220,23 +221,23 @@ def require_encoder(ffmpeg: Ffmpeg, codec_name: str) -> None:
         FailedWork: The program was killed.
     """
     encoder = CODECS[codec_name].encoder
-    asked = f'"{encoder}" (required by --codec {codec_name})'
-    what = f"ffmpeg, tested for the encoder {asked},"
-    listed = _ask([ffmpeg.path, "-hide_banner", "-encoders"], what=what)
-    if listed.returncode == 0 and not any(line.split()[1:2] == [encoder] for line in listed.stdout.splitlines()):
+    encoder_text = f'"{encoder}" (required by --codec {codec_name})'
+    what = f"ffmpeg, tested for the encoder {encoder_text},"
+    encoders = _query([ffmpeg.path, "-hide_banner", "-encoders"], what=what)
+    if encoders.returncode == 0 and not any(line.split()[1:2] == [encoder] for line in encoders.stdout.splitlines()):
         raise UserError(
-            f"ffmpeg {ffmpeg.version} has no encoder {asked}",
+            f"ffmpeg {ffmpeg.version} has no encoder {encoder_text}",
             hint=f"use --codec h264, or set ${PROGRAM_VARIABLE} to an ffmpeg built with this encoder",
         )
     source = ["-f", "lavfi", "-i", "color=size=256x256:rate=30", "-frames:v", "4"]
-    trial = _ask(
+    trial = _query(
         [ffmpeg.path, "-v", "error", "-nostdin", *source, "-c:v", encoder, "-f", "null", "-"],
         what=what,
     )
     if trial.returncode:
         last_line = (trial.stderr.strip().splitlines() or [f"exit status {trial.returncode}"])[-1]
         raise UserError(
-            f"the encoder {asked} does not work on this machine: {last_line}",
+            f"the encoder {encoder_text} does not work on this machine: {last_line}",
             hint="use --codec h264, or a machine with the required hardware",
         )
 
@@ -255,7 +256,7 @@ def run(
         limit_s: Wall-clock limit in seconds.
         on_poll: Function that is called about ten times a second, for progress reports.
     """
-    # The output goes to a pipe, because a file could not hold a message about a full disk.
+    # Read the output from a pipe, because a message about a full disk could not be written to a file.
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     try:
@@ -329,7 +330,7 @@ def _read_ends(descriptor: int, head: bytes, tail: bytes) -> tuple[bytes, bytes]
 
 
 def require_success(outcome: Outcome, *, limit_s: float) -> None:
-    """Return if ffmpeg read all of its source and wrote its files.
+    """Check that ffmpeg read its complete source and wrote its files.
 
     Args:
         limit_s: Wall-clock limit of the run in seconds.
@@ -340,7 +341,7 @@ def require_success(outcome: Outcome, *, limit_s: float) -> None:
     text = outcome.stderr
     if outcome.timed_out:
         raise SourceFailure(FailureCode.TIMEOUT, f"ffmpeg did not finish within {limit_s:.0f} s")
-    # The signal ended ffmpeg, or a program that started it. On SIGTERM, ffmpeg finishes its files and exits with 255.
+    # A signal may have ended ffmpeg or its wrapper. On SIGTERM, ffmpeg completes its files and exits with 255.
     killed_by: int | None = None
     if outcome.return_code < 0:
         killed_by = -outcome.return_code
@@ -352,7 +353,7 @@ def require_success(outcome: Outcome, *, limit_s: float) -> None:
         raise SourceFailure(
             loss_code(crashed=killed_by in CRASH_SIGNALS), f"ffmpeg ended with {exit_reason(-killed_by)}"
         )
-    marks = _LOSSES if outcome.return_code == 0 else (*_REFUSALS, *_DAMAGE)
+    marks = _LOSSES if outcome.return_code == 0 else (*_SYSTEM_ERRORS, *_DAMAGE)
     for mark, code in marks:
         if re.search(mark, text):
             raise SourceFailure(code, cause(text))
@@ -363,18 +364,18 @@ def require_success(outcome: Outcome, *, limit_s: float) -> None:
 def cause(text: str) -> str:
     """Return the line of ffmpeg's standard error that states the cause, without parts that vary between runs.
 
-    This is the first line about damage or an operating system error that is not a mere consequence of another error. If
-    there is none, it is the first line that is not a consequence; otherwise the first line (a decoder may conceal
-    damage silently). Memory addresses are removed: `[in#0/mpegts @ 0x5616b5]` becomes `mpegts`.
+    This is the first line about damage or an operating system error that is not only a consequence of another error. If
+    there is no such line, it is the first line that is not a consequence or, failing that, the first line. Memory
+    addresses are removed: `[in#0/mpegts @ 0x5616b5]` becomes `mpegts`.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return "no message"
     causes = [line for line in lines if not _CONSEQUENCES.search(line)]
-    telling = re.compile("|".join(mark for mark, _ in (*_REFUSALS, *_DAMAGE)))
-    line = next(chain(filter(telling.search, causes), causes, filter(telling.search, lines), lines))
+    cause_pattern = re.compile("|".join(mark for mark, _ in (*_SYSTEM_ERRORS, *_DAMAGE)))
+    line = next(chain(filter(cause_pattern.search, causes), causes, filter(cause_pattern.search, lines), lines))
     contexts = _CONTEXTS.match(line)
     message = _ADDRESS.sub("0x...", line[contexts.end() :] if contexts else line)
     names = _CONTEXT_NAME.findall(contexts.group()) if contexts else []
     text = f"{names[-1]}: {message}" if names and names[-1] else message
-    return text if len(text) <= _LONGEST_MESSAGE else f"{text[: _LONGEST_MESSAGE - 3]}..."
+    return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[: _MAX_MESSAGE_CHARS - 3]}..."

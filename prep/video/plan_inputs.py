@@ -1,7 +1,7 @@
-"""The inputs of a `video` plan, the plan as a job for the driver, and the number of chunks that the manifest requires.
+"""Read the inputs of a `video` plan, turn the plan into a job for the driver, and compute the chunks still to be made.
 
-`make_plan` probes the sources, on a cluster in its workers. `with_shots` detects the shots that its plan lacks, and
-plans again. `pending_chunks` uses stored records only; it serves the commands that maintain a data folder.
+`make_plan` probes the sources, on a cluster in its workers. `with_shots` detects the shots that are missing in a plan,
+and plans again. `pending_chunks` uses only stored records; it serves the commands that maintain a data folder.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from clipmill.prep.sources.shot_table import Detection
     from clipmill.prep.video.worker import ShardTask
 
-_IDS_AT_ONCE = 1 << 20  # number of IDs per lookup, because each lookup builds a hash table of all videos
+_IDS_AT_ONCE = 1 << 20  # number of IDs per lookup; it is large because each lookup builds a hash table of all videos
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,12 @@ class Planned:
     """A plan and its inputs.
 
     Attributes:
-        probes: One row per video, in the same order (clipmill.prep.sources.table.PROBES, without paths).
+        commits: Commits of the variant, by shard ID.
+        probes: One row per video, in the order of `videos` (clipmill.prep.sources.table.PROBES, without paths).
         shots: Stored shots (clipmill.prep.sources.shot_table.SHOTS); None with `--cut even`.
+        retry_codes: Codes of failures to retry even if nothing changed.
         changes: Differences between the shards to write and the stored shards, by shard ID.
-        detection: Result of the detection of shots, if `with_shots` ran it.
+        detection: Result of the shot detection, if `with_shots` ran it.
         read_again: IDs of the videos whose unchanged source was read again and failed again.
     """
 
@@ -95,12 +97,13 @@ class Planned:
         return self.plan.num_videos
 
     def rows_to_encode(self) -> np.ndarray:
-        """Return the rows of the plan with the spans that are encoded rather than copied, int64."""
+        """Return the rows of the plan whose spans are encoded rather than copied, int64."""
         rows = [np.zeros(0, np.int64)]
+        # If a changed shard is not in `changes`, its index cannot be read, and its rows to encode are unknown.
         for shard in self.shards:
             if shard.has_work and shard.shard_id in self.changes:
                 rows.append(np.asarray(self.changes[shard.shard_id].rows, np.int64))
-            elif shard.has_work and shard.state != ShardState.CHANGED:  # its index cannot be read, so it is unknown
+            elif shard.has_work and shard.state != ShardState.CHANGED:
                 rows.append(np.asarray(shard.rows, np.int64))
         return np.concatenate(rows)
 
@@ -116,10 +119,10 @@ def make_plan(
     """Plan `recipe` for the manifest in `data_dir`. With an engine, call it while holding the lock of the column.
 
     Args:
-        retry_codes: Failure codes to try again even if nothing changed. If there are any, failed sources are probed
+        retry_codes: Codes of failures to retry even if nothing changed. If there are any, failed sources are probed
             again.
         engine: Engine of a cluster whose workers probe the sources; None to probe them on this machine.
-        part_run: Part of a run, which divides the probing; None for a command without `--part`.
+        part_run: Part of a run, among which the probing is divided; None for a command without `--part`.
     """
     videos = Videos(open_videos(data_dir), path=manifest_dir(data_dir) / VIDEOS_FILE)
     divide = None
@@ -160,7 +163,7 @@ def _run_probes(
     from clipmill.prep.sources.probe_tasks import probe_group
 
     folder = variant_dir(data_dir, VIDEO, recipe.variant)
-    make_variant(folder, dict(recipe.values))  # the folder for the ticket of the workers
+    make_variant(folder, dict(recipe.values))  # creates the folder for the ticket of the workers
     with worker_ticket(folder, package=COLUMN.package) as ticket:
         yield from engine.run(probe_group, tasks, check=ticket, name=lambda task: task.name)
 
@@ -177,19 +180,19 @@ def _plan_shards(
 ) -> Planned:
     folder = variant_dir(data_dir, VIDEO, recipe.variant)
     stored = stored_shards(folder)
-    of_videos = shots_of(recipe, probes, shots=shots, retry_failed=bool(retry_codes) and detection is None)
+    video_shots = shots_of(recipe, probes, shots=shots, retry_failed=bool(retry_codes) and detection is None)
     plan = Plan(
         recipe=recipe,
         videos=videos,
         probes=probes,
-        shots=of_videos,
+        shots=video_shots,
         layout=stored_or_rebuilt_layout(
             layout_path(data_dir, recipe.settings),
             lambda: video_layout_of_commits(
                 data_dir,
                 recipe.settings,
                 video_ids=videos.ids,
-                cutting=cutting_of(recipe.settings, frames_of(recipe, probes), of_videos),
+                cutting=cutting_of(recipe.settings, frames_of(recipe, probes), video_shots),
             ),
             video_ids=videos.ids,
             splits=videos.splits,
@@ -202,7 +205,7 @@ def _plan_shards(
 
 
 def with_shots(planned: Planned, engine: "Engine") -> Planned:
-    """Detect the shots that the plan lacks, and plan again; return `planned` itself if it lacks none.
+    """Detect the shots that are missing in the plan, and plan again; return `planned` if no shots are missing.
 
     Call it while holding the lock of the column.
     """
@@ -211,15 +214,15 @@ def with_shots(planned: Planned, engine: "Engine") -> Planned:
         return planned
     from clipmill.prep.sources.shot_table import detect_shots
 
-    # The folder of the variant holds the ticket of the workers and, in its recipe, the detector in use.
+    # The folder of the variant holds the ticket of the workers, and its recipe states the detector in use.
     make_variant(planned.variant_dir, dict(recipe.values))
     # Shots that any variant uses stay in the table.
     used_detectors = set()
     for variant in variants_of(planned.data_dir, VIDEO):
-        with suppress(UserError):  # a variant of another schema
-            used = _stored_recipe(variant)
-            if used.settings.cut == "shots":
-                used_detectors.add(detector_key(used))
+        with suppress(UserError):  # the variant has a different schema
+            variant_recipe = _stored_recipe(variant)
+            if variant_recipe.settings.cut == "shots":
+                used_detectors.add(detector_key(variant_recipe))
     needs = ("clipmill.prep.sources.detector:version_mismatch", recipe.values["scenedetect"])
     detecting = "detecting shots"
     with (
@@ -249,7 +252,7 @@ def with_shots(planned: Planned, engine: "Engine") -> Planned:
 
 
 def left_out_values(plan: Plan) -> dict[str, Any]:
-    """Return the shots or tails of a plan that are in no chunk, as JSON values; empty if no frame is omitted."""
+    """Return totals of the shots or tails that no chunk contains, as JSON values; empty if the plan omits no frame."""
     if plan.shots is None and plan.recipe.settings.tail != "drop":
         return {}
     cutting = plan.cutting
@@ -262,9 +265,10 @@ def left_out_values(plan: Plan) -> dict[str, Any]:
 
 
 def left_out_lines(values: Mapping[str, Any], *, cut: str) -> list[str]:
-    """Return lines about parts of videos that are in no chunk, with the first few videos; empty without such parts.
+    """Return lines about parts of videos that no chunk contains, with the first few videos; empty without such parts.
 
     Args:
+        values: Result of `left_out_values`.
         cut: Value of `--cut`.
     """
     if not values.get("num_left_out"):
@@ -279,7 +283,7 @@ def left_out_lines(values: Mapping[str, Any], *, cut: str) -> list[str]:
 
 
 def named_videos(video_ids: Sequence[str], *, num_all: int) -> str:
-    """Return the names of the first few videos, and the number of other videos."""
+    """Return the IDs of the first few videos and the number of other videos, as text."""
     more = f", and {num_all - len(video_ids):,} more" if num_all > len(video_ids) else ""
     return f"{on_one_line(', '.join(video_ids))}{more}"
 
@@ -293,7 +297,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
     """Write the layout of the plan and return the plan as a job for the driver.
 
     Args:
-        scratch_bytes: Limit of the copies of remote sources on a node; None for most of the free space.
+        scratch_bytes: Maximum total size of the copies of remote sources on a node; None for most of the free space.
     """
     from clipmill.prep.core.run import Job
     from clipmill.prep.video.worker import ShardTask, make_shard
@@ -343,7 +347,7 @@ class CaptionGroups:
     """The row groups of the caption table that contain each video's captions, so that workers read no other groups.
 
     Attributes:
-        begins: First entry of each video in `groups`, and the number of all entries, int64 [videos + 1].
+        begins: First entry of each video in `groups`, followed by the total number of entries, int64 [videos + 1].
         groups: Row groups of one video after another, in ascending order, int32.
     """
 
@@ -357,10 +361,10 @@ class CaptionGroups:
 
 
 def caption_groups(captions_file: Path, video_ids: pa.Array) -> CaptionGroups:
-    """Find the row groups of each of `video_ids` by reading the video column of the caption table once."""
+    """Find the row groups that contain captions of each video, by reading the ID column of the caption table once."""
     videos, groups = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
-    waiting: list[pa.Array] = []  # IDs of videos, each once per row group that contains it
-    numbers: list[int] = []  # the row groups, in the same order
+    waiting: list[pa.Array] = []  # distinct video IDs of each row group, not looked up yet
+    numbers: list[int] = []  # numbers of these row groups
     with pq.ParquetFile(captions_file, read_dictionary=["video_id"]) as file:
         for group in range(file.num_row_groups):
             table = file.read_row_group(group, columns=["video_id"], use_threads=False)
@@ -375,9 +379,9 @@ def caption_groups(captions_file: Path, video_ids: pa.Array) -> CaptionGroups:
             videos.append(rows[rows >= 0])
             groups.append(group_of_id[rows >= 0])
             waiting, numbers = [], []
-    of_videos, of_groups = np.concatenate(videos), np.concatenate(groups)
-    begins = np.concatenate([[0], np.cumsum(np.bincount(of_videos, minlength=len(video_ids)))])
-    return CaptionGroups(begins, of_groups[np.argsort(of_videos, kind="stable")])
+    all_videos, all_groups = np.concatenate(videos), np.concatenate(groups)
+    begins = np.concatenate([[0], np.cumsum(np.bincount(all_videos, minlength=len(video_ids)))])
+    return CaptionGroups(begins, all_groups[np.argsort(all_videos, kind="stable")])
 
 
 def _known_chunks(data_dir: Path, recipe: ResolvedRecipe) -> tuple[np.ndarray, np.ndarray, int]:
@@ -387,10 +391,10 @@ def _known_chunks(data_dir: Path, recipe: ResolvedRecipe) -> tuple[np.ndarray, n
     """
     paths = read_videos(data_dir, columns=["path"])["path"]
     columns = ["path", "end_s", *(["fingerprint"] if recipe.settings.cut == "shots" else [])]
-    of_videos, is_known = probes_of(paths, read_probes(data_dir, paths=paths, columns=columns))
-    known_shots = shots_of(recipe, of_videos, shots=_stored_shots(data_dir, recipe), retry_failed=False)
+    probes, is_known = probes_of(paths, read_probes(data_dir, paths=paths, columns=columns))
+    known_shots = shots_of(recipe, probes, shots=_stored_shots(data_dir, recipe), retry_failed=False)
     num_chunks = np.zeros(len(is_known), np.int64)
-    num_chunks[is_known] = cutting_of(recipe.settings, frames_of(recipe, of_videos), known_shots).num_chunks
+    num_chunks[is_known] = cutting_of(recipe.settings, frames_of(recipe, probes), known_shots).num_chunks
     undetected = known_shots.undetected if known_shots is not None else np.zeros(0, np.int64)
     is_known[np.flatnonzero(is_known)[undetected]] = False
     return num_chunks, is_known, len(undetected)
@@ -400,7 +404,7 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
     """Return the missing part of a variant, without checking whether its sources have changed.
 
     Raises:
-        UserError: There is no manifest, the recipe is of another version, or the layout is damaged.
+        UserError: There is no manifest, the recipe has a different version, or the layout is damaged.
     """
     if not has_manifest(data_dir):
         raise UserError(
@@ -412,27 +416,27 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
     paths = videos.column("path")
     probes, is_known = probes_of(paths, read_probes(data_dir, paths=paths))
     shots = _stored_shots(data_dir, recipe)
-    of_videos = shots_of(recipe, probes, shots=shots, retry_failed=False) if is_known.all() else None
-    if not is_known.all() or (of_videos is not None and len(of_videos.undetected)):
-        # The required content is unknown, and therefore also whether the variant is complete.
+    video_shots = shots_of(recipe, probes, shots=shots, retry_failed=False) if is_known.all() else None
+    if not is_known.all() or (video_shots is not None and len(video_shots.undetected)):
+        # The required chunks are unknown, so it is unknown whether the variant is complete.
         return _pending_in_part(data_dir, variant, recipe)
     plan = Plan(
         recipe=recipe,
         videos=videos,
         probes=probes.drop_columns(["path", "mtime_ns"]),
-        shots=of_videos,
+        shots=video_shots,
         layout=read_layout(layout_path(data_dir, recipe.settings)),
         stored=StoredShards(dict(variant.commits), {}),
     )
     pending = pending_of(plan.shards)
     left_out = tuple(left_out_lines(left_out_values(plan), cut=recipe.settings.cut))
-    names = {str(ShardState.NEW): str(ShardState.MISSING)}  # a shard without a commit is missing in a variant
+    names = {str(ShardState.NEW): str(ShardState.MISSING)}  # in a variant, a shard without a commit is missing
     to_make = {names.get(state, state): count for state, count in pending.to_make.items()}
     return replace(pending, to_make=to_make, left_out=left_out)
 
 
 def _pending_in_part(data_dir: Path, variant: Variant, recipe: ResolvedRecipe) -> Pending:
-    """Return the missing part of a variant, as far as it follows from the known probes and shots.
+    """Return the missing part of a variant, as far as the known probes and shots determine it.
 
     If the probe or the shots of a video are unknown, all of its spans in the layout count as required.
     """
@@ -440,10 +444,10 @@ def _pending_in_part(data_dir: Path, variant: Variant, recipe: ResolvedRecipe) -
     layout = read_layout(layout_path(data_dir, recipe.settings))
     videos = read_videos(data_dir, columns=["video_id", "split"])
     ids, splits = as_array(videos["video_id"]), as_array(videos["split"])
-    for_ever = np.where(is_known, num_chunks, np.iinfo(np.int64).max)
+    max_chunks = np.where(is_known, num_chunks, np.iinfo(np.int64).max)
     layout_videos = video_rows_of(layout, ids)
-    layout_rows, _ = wanted_rows(layout, video_rows=layout_videos, splits=splits, num_chunks=for_ever)
+    layout_rows, _ = wanted_rows(layout, video_rows=layout_videos, splits=splits, num_chunks=max_chunks)
     shard_ids = frozenset(np.asarray(layout["shard_id"])[layout_rows].tolist())
-    missing = len(shard_ids - variant.commits.keys())
-    to_make = {"missing": missing} if missing else {}
+    num_missing = len(shard_ids - variant.commits.keys())
+    to_make = {"missing": num_missing} if num_missing else {}
     return Pending(to_make=to_make) if num_undetected else Pending(int(num_chunks.sum()), shard_ids, to_make)

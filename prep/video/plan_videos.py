@@ -1,4 +1,4 @@
-"""Parts of the report of `prep plan` that name single videos."""
+"""Parts of the report of `prep plan` that list individual videos."""
 
 import math
 
@@ -13,13 +13,13 @@ from clipmill.prep.video.plan import Plan
 from clipmill.prep.video.plan_inputs import Planned, named_videos
 from clipmill.prep.video.spans import EvenCutting
 
-_SLOW_BYTES_PER_S = 1e8  # of a disk, or of one connection to a bucket
-_UNINDEXED = '"is_indexed":false'  # in a timeline as JSON
-_SHORT_TAIL_S = 1  # too short for most clips
+_SLOW_BYTES_PER_S = 1e8  # speed of a slow disk, or of one connection to a bucket
+_UNINDEXED = '"is_indexed":false'  # part of the JSON of a timeline
+_SHORT_TAIL_S = 1  # shorter than most clips
 
 
 def sources_read_twice(planned: Planned) -> Addition:
-    """Return the report's lines about sources without an index, which a plan and then a run read from end to end."""
+    """Return the report's lines about sources without an index, which both the plan and the run read completely."""
     plan = planned.plan
     videos = np.unique(plan.video_rows[planned.rows_to_encode()])
     timelines = plan.probes["timeline"].take(pa.array(videos))

@@ -1,6 +1,6 @@
-"""The complete settings of `prep chunk`, which the planner, the encoder and the fingerprint use.
+"""The complete settings of `prep chunk` and `prep index`, for the planner, the encoder and the fingerprint.
 
-A task carries these settings to its worker, which therefore does not load the command line (`column.py`).
+A task passes these settings to its worker, so the worker does not load the command line (`column.py`).
 """
 
 import math
@@ -19,7 +19,7 @@ from clipmill.shards.columns import INDEXED
 if TYPE_CHECKING:
     from clipmill.prep.sources.detector import Detector
 
-RECIPE_SCHEMA = 4  # increment it when the same settings begin to produce different bytes
+RECIPE_SCHEMA = 4  # increment it when the same settings produce different bytes than before
 SPAN_CHUNKS = 20  # chunks per encoder pass: five minutes of video at 15 s per chunk
 
 
@@ -33,26 +33,28 @@ SHOT_SETTINGS = ("detector", "threshold", "min_scene_len", "min_len")  # None if
 
 
 class Cutting:
-    """The even chunks of videos: their length and frame rate."""
+    """Length and frame rate of chunks, shared by `prep chunk` and `prep index`."""
 
     len: str
     fps: str
 
     def wrong_frames(self) -> Iterator[UserError]:
-        """Yield errors for lengths and rates that are invalid, or do not give a whole number of frames."""
-        if wrong_times := [*errors_of(lambda: self.len_s), *errors_of(lambda: self.fps_exact)]:
-            yield from wrong_times
+        """Yield errors for invalid lengths and rates, and for chunks without a whole number of frames."""
+        if parse_errors := [*errors_of(lambda: self.len_s), *errors_of(lambda: self.fps_exact)]:
+            yield from parse_errors
             return
-        wrong = [*_FPS.mistakes("--fps", self.fps_exact)]
+        range_errors = [*_FPS.mistakes("--fps", self.fps_exact)]
         if self.len_s > 3600:
-            wrong.append(UserError(f"--len is {self.len}", hint="--len must be at most 3600s", flags=("--len",)))
-        if not wrong and (self.len_s * self.fps_exact).denominator != 1:
+            range_errors.append(
+                UserError(f"--len {self.len} is longer than 1 hour", hint="use at most 3600s", flags=("--len",))
+            )
+        if not range_errors and (self.len_s * self.fps_exact).denominator != 1:
             yield UserError(
                 f"a chunk of {self.len} at {self.fps} fps has {float(self.len_s * self.fps_exact):g} frames",
                 hint="choose --len and --fps for a whole number of frames per chunk, for example --len 15s --fps 30",
                 flags=("--len", "--fps"),
             )
-        yield from wrong
+        yield from range_errors
 
     @property
     def len_s(self) -> Fraction:
@@ -77,15 +79,15 @@ class Cutting:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkSettings(Cutting, Checked):
-    """Every setting that affects the bytes of chunks; see `clipmill.prep.video.column.Recipe` for their meaning.
+    """All settings that affect the bytes of chunks; see `clipmill.prep.video.column.Recipe` for their meaning.
 
     Attributes:
-        crf: Constant rate factor; None if `bitrate` is given.
+        crf: Constant rate factor; None if `bitrate` is set.
         preset: Speed preset; None if the encoder has no presets.
-        detector, threshold, min_scene_len, min_len: Settings of shots; None if `cut` is not shots.
+        detector, threshold, min_scene_len, min_len: Settings for shots; None if `cut` is not "shots".
 
     Raises:
-        UserError: The codec does not support a value, or two settings exclude each other.
+        UserError: The codec does not support a value, or two settings conflict.
     """
 
     len: str
@@ -107,7 +109,7 @@ class ChunkSettings(Cutting, Checked):
     min_len: str | None = None
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for values that the codec does not support, and for settings that exclude each other."""
+        """Yield errors for values that the codec does not support, and for settings that conflict."""
         codec = codec_named(self.codec)
         low, high = codec.crf_range
         yield from Range(
@@ -128,51 +130,51 @@ class ChunkSettings(Cutting, Checked):
         if self.gop == INTRA and self.keyint != 1:
             yield UserError(
                 f"--keyint {self.keyint} is incompatible with --gop intra, in which every frame is a key frame",
-                hint="omit --keyint, or give another --gop",
+                hint="omit --keyint, or use a different --gop",
                 flags=flags,
             )
         if self.gop == STAR and not 3 <= self.keyint <= MAX_CONSECUTIVE_B_FRAMES + 2:
             yield UserError(
                 f"--keyint {self.keyint} is incompatible with --gop star",
-                hint="give 3 to 18 frames, or use --gop comb",
+                hint="use --keyint 3 to 18, or --gop comb",
                 flags=flags,
             )
         if self.gop == "comb" and self.keyint < 3:
             yield UserError(
                 f"--keyint {self.keyint} is incompatible with --gop comb",
-                hint="give 3 frames or more, or use --gop intra",
+                hint="use --keyint 3 or more, or --gop intra",
                 flags=flags,
             )
         if self.short_side % 2:
             yield UserError(
-                f"--short-side is {self.short_side}",
-                hint="--short-side must be an even number",
+                f"--short-side {self.short_side} is not an even number",
+                hint="use an even number, such as 288",
                 flags=("--short-side",),
             )
-        wrong = [*self.wrong_frames()]
-        yield from wrong
+        length_errors = [*self.wrong_frames()]
+        yield from length_errors
         if self.cut == "shots" and self.tail != "keep":
             yield UserError(
                 f"--tail {self.tail} has no effect with --cut shots",
                 hint="omit --tail; --min-len determines which shots are too short",
                 flags=("--tail",),
             )
-        if not wrong and self.cut == "shots" and self.min_frames > -(-self.chunk_frames // 2):
+        if not length_errors and self.cut == "shots" and self.min_frames > -(-self.chunk_frames // 2):
             yield UserError(
                 f"--min-len {self.min_len} is longer than half of --len {self.len}",
-                hint="longer shots are divided into equal chunks: give at most half of --len",
+                hint="use at most half of --len, because long shots are divided into equal chunks",
                 flags=("--min-len",),
             )
 
     @property
     def min_frames(self) -> int:
-        """Minimum number of frames in a chunk of --cut shots."""
+        """Minimum number of frames in a chunk with `--cut shots`."""
         assert self.min_len is not None
         return math.ceil(_seconds("--min-len", self.min_len) * self.fps_exact)
 
     @property
     def shot_detector(self) -> "Detector":
-        """Detector of --cut shots."""
+        """Shot detector for `--cut shots`."""
         from clipmill.prep.sources.detector import Detector
 
         assert self.detector is not None and self.threshold is not None and self.min_scene_len is not None
@@ -186,10 +188,11 @@ class ChunkSettings(Cutting, Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class IndexSettings(Cutting, Checked):
-    """Settings of `prep index`, whose chunks have their packets in the source files.
+    """Settings of `prep index`, whose packets stay in the source files.
 
     Attributes:
-        fps: Nominal frame rate of the chunks, in which other columns count frames.
+        len: Length of a chunk, such as "15s".
+        fps: Nominal frame rate of the chunks, at which other columns count frames.
     """
 
     len: str
@@ -208,10 +211,10 @@ ResolvedRecipe = Recipe[ChunkSettings]
 
 
 def _seconds(flag: str, length: str) -> Fraction:
-    """Return a length such as 15s or 500ms in seconds, exact.
+    """Return the exact number of seconds in a length such as 15s or 500ms.
 
     Raises:
-        UserError: It is not a length, or not a whole number of milliseconds.
+        UserError: `length` is not a length, or not a whole number of milliseconds.
     """
     seconds = parse_length(length, flag=flag)
     if (seconds * 1000).denominator != 1:
@@ -224,10 +227,10 @@ def _seconds(flag: str, length: str) -> Fraction:
 
 
 def canonical_length(flag: str, length: str) -> str:
-    """Return the canonical form of a length: whole seconds as 15s, others in milliseconds.
+    """Return the canonical form of a length: in seconds if it is a whole number of seconds, otherwise in milliseconds.
 
     Raises:
-        UserError: It is not a length, or not a whole number of milliseconds.
+        UserError: `length` is not a length, or not a whole number of milliseconds.
     """
     length_s = _seconds(flag, length)
     return f"{length_s}s" if length_s.denominator == 1 else f"{int(length_s * 1000)}ms"

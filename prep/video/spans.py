@@ -1,7 +1,6 @@
-"""The chunks of all videos of a plan, cut evenly or at shot boundaries, and the assignment of their spans to shards.
+"""Divide all videos of a plan into chunks, evenly or at shot boundaries, and assign their spans to shards.
 
-Cutting only computes with frame counts. `shot_chunks` states the rule for shots that are too long or too short for a
-chunk.
+Cutting uses only frame counts. `shot_chunks` defines how shots that are too long or too short for a chunk are handled.
 
 The layout, which assigns spans to shards, is stored in `<data>/layout/<len>-<tail>.parquet`, or
 `<len>-shots-<hash>.parquet` with `--cut shots`, where the hash represents the settings that determine the chunks. New
@@ -39,7 +38,7 @@ from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Failure
 
 MAX_SHARD_CHUNKS = 256  # about half a gigabyte at the default settings
-MIN_SHARDS = 16  # so that even a small set keeps all cores of a server busy
+MIN_SHARDS = 16  # number of new shards to aim at, so that even a small dataset keeps all cores of a server busy
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class ShotChunks:
 
     Attributes:
         chunks: (first frame, number of frames) of each chunk, in ascending order.
-        num_left_out: Number of shots that are too short for a chunk and fit into no neighbour.
+        num_left_out: Number of shots that are too short for a chunk and do not fit into a neighbour.
     """
 
     chunks: list[tuple[int, int]]
@@ -58,52 +57,55 @@ class ShotChunks:
 def shot_chunks(cuts: Sequence[int], num_frames: int, *, max_frames: int, min_frames: int) -> ShotChunks:
     """Divide a video at its shot boundaries into chunks of `min_frames` to `max_frames` frames.
 
-    1. A shot longer than `max_frames` is divided into the smallest number of chunks, whose lengths differ by at most
-       one frame. The parts are equal, instead of many full chunks and a short remainder.
-    2. In the order of the video, a shot shorter than `min_frames` is joined to its shorter neighbour (the chunk before
-       it or the shot after it) until it is long enough, unless the result would exceed `max_frames`.
+    1. A shot longer than `max_frames` is divided into as few chunks as possible. Their lengths differ by at most one
+       frame, so there is no short remainder.
+    2. In the order of the video, a shot shorter than `min_frames` is joined to its shorter neighbour (the previous
+       chunk or the next shot) until it is long enough, unless the result would exceed `max_frames`.
     3. A shot that is still too short is omitted.
 
     Args:
-        cuts: First frame of every shot but the first, in ascending order.
+        cuts: First frame of every shot except the first, in ascending order.
         min_frames: Minimum length. It is at most half of `max_frames`, rounded up, so that the parts of a long shot are
-            not shorter.
+            long enough.
     """
-    parts: list[tuple[int, int]] = []  # first frame and number of frames of each shot, or of a part of a long shot
+    parts: list[tuple[int, int]] = []  # (first frame, number of frames) of each shot, or of each part of a long shot
     for shot_begin, shot_end in zip([0, *cuts], [*cuts, num_frames], strict=True):
         length, num_parts = shot_end - shot_begin, -(-(shot_end - shot_begin) // max_frames)
-        borders = [shot_begin + length * part // num_parts for part in range(num_parts + 1)]
-        parts += [(first, behind - first) for first, behind in pairwise(borders)]
+        bounds = [shot_begin + length * part // num_parts for part in range(num_parts + 1)]
+        parts += [(begin, end - begin) for begin, end in pairwise(bounds)]
     chunks: list[tuple[int, int]] = []
     num_left_out, number = 0, 0
     while number < len(parts):
         first, frames = parts[number]
-        begin = number
+        first_number = number
         number += 1
         while frames < min_frames:
-            # The last chunk is the neighbour: the shot after an omitted one is longer than half of `max_frames`.
-            before = chunks[-1][1] if chunks else max_frames
-            after = parts[number][1] if number < len(parts) else max_frames
-            if frames + min(before, after) > max_frames:
+            # The last chunk is adjacent, because the shot after an omitted shot is longer than half of `max_frames`.
+            previous_frames = chunks[-1][1] if chunks else max_frames
+            next_frames = parts[number][1] if number < len(parts) else max_frames
+            if frames + min(previous_frames, next_frames) > max_frames:
                 break
-            if before <= after:
-                first, frames = chunks.pop()[0], before + frames
+            if previous_frames <= next_frames:
+                first, frames = chunks.pop()[0], previous_frames + frames
             else:
-                frames += after
+                frames += next_frames
                 number += 1
         if frames >= min_frames:
             chunks.append((first, frames))
         else:
-            num_left_out += number - begin
+            num_left_out += number - first_number
     return ShotChunks(chunks, num_left_out)
 
 
 @dataclass(frozen=True)
 class EvenCutting:
-    """Chunks of equal length; a video without chunks is unusable.
+    """Chunks of equal length. A video without chunks is unusable.
 
     Attributes:
-        num_frames: Number of frames of each video, int64; 0 if it is unusable.
+        num_frames: Number of frames in each video, int64; 0 if it is unusable.
+        chunk_frames: Number of frames in a full chunk.
+        tail: Handling of the remainder of a video: keep, drop or merge.
+        span_chunks: Number of chunks in a full span.
     """
 
     num_frames: np.ndarray
@@ -118,12 +120,12 @@ class EvenCutting:
 
     @property
     def num_left_out(self) -> int:
-        """Number of tails that are in no chunk."""
+        """Number of tails that no chunk contains."""
         return len(self.videos_left_out)
 
     @property
     def frames_left_out(self) -> int:
-        """Number of frames of these tails."""
+        """Number of frames in these tails."""
         return int(self._rests[self.videos_left_out].sum())
 
     @cached_property
@@ -137,7 +139,7 @@ class EvenCutting:
         return self.num_frames % self.chunk_frames
 
     def short_tails(self, *, max_frames: int) -> dict[int, int]:
-        """Return the videos whose last chunk is a tail of fewer than `max_frames` frames, with its length."""
+        """Return the row of each video whose last chunk is a tail of fewer than `max_frames` frames -> its length."""
         rest = self._rests if self.tail == "keep" else np.zeros_like(self.num_frames)
         rows = np.flatnonzero((rest > 0) & (rest < max_frames) & (self.num_frames > self.chunk_frames))
         return dict(zip(rows.tolist(), rest[rows].tolist(), strict=True))
@@ -148,14 +150,14 @@ class EvenCutting:
         return span_of(chunks, index=index, span_chunks=self.span_chunks)
 
     def span_frames(self, videos: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """Return the number of frames of spans, int64, for an estimate."""
+        """Return the approximate number of frames in spans, int64, for an estimate."""
         frames_per_span = self.span_chunks * self.chunk_frames
         return np.minimum(self.num_frames[videos] - index * frames_per_span, frames_per_span)
 
     def identities(self, videos: np.ndarray) -> pa.Array:
-        """Return a string array: for each of some videos (which may repeat), a text that identifies all its chunks.
+        """Return a string for each of the given videos (which may repeat) that identifies all chunks of the video.
 
-        The texts are part of the fingerprints of shards.
+        The strings are part of the fingerprints of shards.
         """
         return pa.array(self.num_frames[videos]).cast(pa.string())
 
@@ -167,12 +169,13 @@ class ShotCutting:
     A video without chunks is unusable, or its shots are unknown.
 
     Attributes:
-        begins: Index of the first chunk of each video, and the number of all chunks, int64 [videos + 1].
+        begins: Index of the first chunk of each video, followed by the total number of chunks, int64 [videos + 1].
         first_frame: First frame of each chunk in its video, int64 [chunks].
-        chunk_frames: Number of frames of each chunk, int64 [chunks].
-        num_left_out: Number of shots of all videos that are in no chunk.
-        frames_left_out: Number of frames of these shots.
-        videos_left_out: Videos with such shots.
+        chunk_frames: Number of frames in each chunk, int64 [chunks].
+        span_chunks: Number of chunks in a full span.
+        num_left_out: Number of shots, in all videos, that no chunk contains.
+        frames_left_out: Number of frames in these shots.
+        videos_left_out: Rows of the videos with such shots.
     """
 
     begins: np.ndarray
@@ -201,28 +204,28 @@ class ShotCutting:
         )
 
     def span_frames(self, videos: np.ndarray, index: np.ndarray) -> np.ndarray:
-        before = np.concatenate([[0], np.cumsum(self.chunk_frames)])
+        offsets = np.concatenate([[0], np.cumsum(self.chunk_frames)])
         begin, end = self._rows(videos, index)
-        return before[end] - before[begin]
+        return offsets[end] - offsets[begin]
 
     def identities(self, videos: np.ndarray) -> pa.Array:
         distinct, positions = np.unique(videos, return_inverse=True)
         identities = []
         for video in distinct.tolist():
-            mine = slice(self.begins[video], self.begins[video + 1])
-            content = np.stack([self.first_frame[mine], self.chunk_frames[mine]]).astype("<i8").tobytes()
+            rows = slice(self.begins[video], self.begins[video + 1])
+            content = np.stack([self.first_frame[rows], self.chunk_frames[rows]]).astype("<i8").tobytes()
             identities.append(hashlib.sha256(content).hexdigest())
         return pa.array(identities, pa.string()).take(pa.array(positions))
 
     def left_out(self, video: int, *, num_frames: int) -> list[tuple[int, int]]:
-        """Return (first frame, frame behind the last) of each part of a video that is in no chunk."""
-        mine = slice(self.begins[video], self.begins[video + 1])
-        begins = [*self.first_frame[mine].tolist(), num_frames]
-        ends = [0, *(self.first_frame[mine] + self.chunk_frames[mine]).tolist()]
+        """Return (first frame, frame after the last) of each part of a video that no chunk contains."""
+        rows = slice(self.begins[video], self.begins[video + 1])
+        begins = [*self.first_frame[rows].tolist(), num_frames]
+        ends = [0, *(self.first_frame[rows] + self.chunk_frames[rows]).tolist()]
         return [(end, begin) for end, begin in zip(ends, begins, strict=True) if begin > end]
 
     def span_index(self, videos: np.ndarray, first_frame: np.ndarray) -> np.ndarray:
-        """Return the span of the chunks that begin at these frames, int64; -1 if no chunk begins there."""
+        """Return the span index of the chunks that begin at these frames, int64; -1 if no chunk begins there."""
         from clipmill.shards.chunk_table import Moments
 
         owners = np.repeat(np.arange(len(self.begins) - 1), self.num_chunks)
@@ -233,7 +236,7 @@ class ShotCutting:
         return np.where(is_known, (rows - self.begins[videos]) // self.span_chunks, -1)
 
     def _rows(self, videos: Any, index: Any) -> tuple[Any, Any]:
-        """Return the first chunk of a span and the chunk after its last, for one span or for arrays of spans."""
+        """Return (first chunk of a span, chunk after the last), for one span or for arrays of spans."""
         begin = self.begins[videos] + index * self.span_chunks
         return begin, np.minimum(begin + self.span_chunks, self.begins[videos + 1])
 
@@ -253,13 +256,13 @@ def shot_cutting(
     chunks: list[tuple[int, int]] = []
     begins, num_left_out, frames_left_out = [0], 0, 0
     videos_left_out: list[int] = []
-    for video, (of_video, frames) in enumerate(zip(cuts, num_frames.tolist(), strict=True)):
-        if of_video is not None:
-            made = shot_chunks(of_video, frames, max_frames=max_frames, min_frames=min_frames)
-            chunks += made.chunks
-            num_left_out += made.num_left_out
-            videos_left_out += [video] if made.num_left_out else []
-            frames_left_out += frames - sum(length for _, length in made.chunks)
+    for video, (video_cuts, frames) in enumerate(zip(cuts, num_frames.tolist(), strict=True)):
+        if video_cuts is not None:
+            video_chunks = shot_chunks(video_cuts, frames, max_frames=max_frames, min_frames=min_frames)
+            chunks += video_chunks.chunks
+            num_left_out += video_chunks.num_left_out
+            videos_left_out += [video] if video_chunks.num_left_out else []
+            frames_left_out += frames - sum(length for _, length in video_chunks.chunks)
         begins.append(len(chunks))
     table = np.array(chunks, np.int64).reshape(-1, 2)
     return ShotCutting(
@@ -278,9 +281,9 @@ class VideoShots:
     """Known shots of videos.
 
     Attributes:
-        cuts: First frame of every shot but the first, list<int32> [videos]; null if they are unknown.
+        cuts: First frame of every shot except the first, list<int32> [videos]; null if they are unknown.
         failures: Row of a video -> (failure code, message) of its last detection.
-        undetected: Rows of the videos whose shots have to be detected, in ascending order.
+        undetected: Rows of the videos whose shots must be detected, in ascending order.
     """
 
     cuts: pa.ListArray
@@ -320,13 +323,13 @@ def shots_of(
 
     fingerprints = as_array(probes["fingerprint"])
     rows = shot_rows(shots, key=detector_key(recipe), fingerprints=fingerprints, num_frames=frames_of(recipe, probes))
-    of_videos = shots.take(pa.array(rows, mask=rows < 0))
-    has_failed = np.asarray(pc.is_valid(of_videos["code"]))
+    video_shots = shots.take(pa.array(rows, mask=rows < 0))
+    has_failed = np.asarray(pc.is_valid(video_shots["code"]))
     is_undetected = np.asarray(pc.is_valid(fingerprints)) & ((rows < 0) | (has_failed & retry_failed))
     failed = np.flatnonzero(has_failed & ~is_undetected)
-    reasons = of_videos.select(["code", "message"]).take(pa.array(failed)).to_pylist()
+    reasons = video_shots.select(["code", "message"]).take(pa.array(failed)).to_pylist()
     return VideoShots(
-        cuts=as_array(of_videos["cuts"]),
+        cuts=as_array(video_shots["cuts"]),
         failures={row: (why["code"], why["message"]) for row, why in zip(failed.tolist(), reasons, strict=True)},
         undetected=np.flatnonzero(is_undetected),
     )
@@ -375,8 +378,9 @@ class ExtendedLayout:
     """A layout in which every required span has a shard.
 
     Attributes:
-        table: Layout with schema LAYOUT; the original table if it had all spans.
-        video_rows: For each row of `table`, the manifest row of its video, int64; -1 if the manifest lacks it.
+        table: Layout with schema LAYOUT; the original table if it contained all spans.
+        video_rows: For each row of `table`, the manifest row of its video, int64; -1 if the video is not in the
+            manifest.
         wanted: Rows of `table` with required spans, in ascending order, int64.
     """
 
@@ -386,7 +390,7 @@ class ExtendedLayout:
 
 
 def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_chunks: np.ndarray) -> ExtendedLayout:
-    """Append rows to `layout` that assign a shard to every span of the given videos that has none yet.
+    """Append rows to `layout` that assign a shard to every span without a shard.
 
     Args:
         layout: Table with schema LAYOUT.
@@ -396,7 +400,7 @@ def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, nu
     """
     rows_of_layout = video_rows_of(layout, video_ids)
     required, videos = wanted_rows(layout, video_rows=rows_of_layout, splits=splits, num_chunks=num_chunks)
-    # Spans that have a shard keep it, because a move would rewrite existing shards.
+    # Spans stay in their shards, because a move would rewrite existing shards.
     spans_per_video = -(-num_chunks // SPAN_CHUNKS)
     first = np.cumsum(spans_per_video) - spans_per_video
     is_new = np.ones(int(spans_per_video.sum()), bool)
@@ -406,34 +410,35 @@ def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, nu
     video_rows = np.repeat(np.arange(len(num_chunks)), spans_per_video)[is_new]
     span_index = np.flatnonzero(is_new) - first[video_rows]
     span_chunks = np.minimum(num_chunks[video_rows] - span_index * SPAN_CHUNKS, SPAN_CHUNKS)
-    # About MIN_SHARDS shards in all; a shard holds at least one span and, beyond that, at most MAX_SHARD_CHUNKS chunks.
+    # Aim at MIN_SHARDS shards in total. A shard holds at least one span and, unless this span is larger, at most
+    # MAX_SHARD_CHUNKS chunks.
     target = int(np.clip(-(-span_chunks.sum() // MIN_SHARDS), SPAN_CHUNKS, MAX_SHARD_CHUNKS))
     next_shard = pc.max(layout["shard_id"]).as_py() + 1 if len(layout) else 0
     tables, rows = [layout], [rows_of_layout]
     for split in sorted(pc.unique(splits).to_pylist()):
-        mine = np.flatnonzero(np.asarray(pc.equal(splits, split))[video_rows])
-        # Shards are filled one after another with up to the target of chunks.
-        counts = span_chunks[mine]
-        behind = np.cumsum(counts)
+        split_spans = np.flatnonzero(np.asarray(pc.equal(splits, split))[video_rows])
+        # Fill one shard after another, up to `target` chunks.
+        counts = span_chunks[split_spans]
+        ends = np.cumsum(counts)
         begins, begin = [], 0
-        while begin < len(behind):
+        while begin < len(ends):
             begins.append(begin)
-            most = behind[begin] - counts[begin] + target
-            begin = max(begin + 1, int(np.searchsorted(behind, most, side="right")))
-        sizes = np.diff([*begins, len(behind)])
+            limit = ends[begin] - counts[begin] + target
+            begin = max(begin + 1, int(np.searchsorted(ends, limit, side="right")))
+        sizes = np.diff([*begins, len(ends)])
         shard_of, next_shard = next_shard + np.repeat(np.arange(len(begins)), sizes), next_shard + len(begins)
         tables.append(
             pa.table(
                 [
                     pa.array(shard_of, pa.int32()),
-                    pa.repeat(split, len(mine)),
-                    video_ids.take(pa.array(video_rows[mine])),
-                    pa.array(span_index[mine], pa.int32()),
+                    pa.repeat(split, len(split_spans)),
+                    video_ids.take(pa.array(video_rows[split_spans])),
+                    pa.array(span_index[split_spans], pa.int32()),
                 ],
                 schema=LAYOUT,
             )
         )
-        rows.append(video_rows[mine])
+        rows.append(video_rows[split_spans])
     extended = pa.concat_tables(tables).combine_chunks()
     required = np.concatenate([required, np.arange(len(layout), len(extended))])
     return ExtendedLayout(extended, np.concatenate(rows), required)
@@ -442,7 +447,7 @@ def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, nu
 def wanted_rows(
     layout: pa.Table, *, video_rows: np.ndarray, splits: pa.Array, num_chunks: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return `wanted_spans` for videos with the given numbers of chunks, int64."""
+    """Return the result of `wanted_spans` for videos with the given numbers of chunks, int64."""
     num_spans = num_chunks // SPAN_CHUNKS + (num_chunks % SPAN_CHUNKS > 0)
     return wanted_spans(layout, video_rows=video_rows, splits=splits, num_spans=num_spans)
 
@@ -450,16 +455,16 @@ def wanted_rows(
 def shards_of_moved_videos(
     layout: pa.Table, *, video_rows: np.ndarray, splits: pa.Array, stored: Collection[int]
 ) -> dict[int, bool]:
-    """Find the shards that videos leave or enter because their split has changed.
+    """Find the shards from which or into which videos move because their split has changed.
 
     Args:
-        layout: Table with schema LAYOUT, including the shards that videos enter.
+        layout: Table with schema LAYOUT, including the shards into which videos move.
         video_rows: Result of `clipmill.prep.core.tables.video_rows_of`.
         splits: Splits of the videos, in manifest order.
         stored: IDs of the shards that were written.
 
     Returns:
-        Shard ID -> True if all of its videos leave or enter it.
+        Shard ID -> True if all videos of the shard move.
     """
     is_known = video_rows >= 0
     has_other_split = np.zeros(len(layout), bool)
@@ -479,11 +484,11 @@ def shards_of_moved_videos(
 def video_layout_of_commits(
     data_dir: Path, settings: ChunkSettings, *, video_ids: pa.Array, cutting: Cutting
 ) -> pa.Table:
-    """Rebuild the layout (schema LAYOUT) for the recipe's chunks from all variants that share it.
+    """Rebuild the layout (schema LAYOUT) for chunks with `settings` from all variants that share it.
 
     Args:
         video_ids: IDs of the videos, in manifest order.
-        cutting: Chunks of these videos. With `--cut shots`, other stored chunks are omitted.
+        cutting: Chunks of these videos. With `--cut shots`, stored chunks that it does not contain are omitted.
     """
     chunk_ms = float(1000 * settings.chunk_frames / settings.fps_exact)
 
@@ -496,9 +501,8 @@ def video_layout_of_commits(
 
     def spans(index: pa.Table) -> list[SpanId]:
         ids = as_array(index["video_id"].cast(pa.string()))
-        of_rows = span_indexes(ids, index["start_ms"].to_numpy()).tolist()
-        both = zip(ids.to_pylist(), of_rows, strict=True)
-        return list(dict.fromkeys(span for span in both if span[1] >= 0))
+        indexes = span_indexes(ids, index["start_ms"].to_numpy()).tolist()
+        return list(dict.fromkeys(span for span in zip(ids.to_pylist(), indexes, strict=True) if span[1] >= 0))
 
     def span_of_failure(failure: Failure) -> SpanId | None:
         if failure.key is None:
@@ -509,7 +513,7 @@ def video_layout_of_commits(
 
     variants = []
     for variant in variants_of(data_dir, VIDEO):
-        with suppress(UserError):  # a variant of another schema
+        with suppress(UserError):  # the variant has a different schema
             other = COLUMN.stored_settings(variant.recipe).settings()
             if (layout_file(other), other.fps_exact) == (layout_file(settings), settings.fps_exact):
                 variants.append(variant)

@@ -1,17 +1,17 @@
-"""Local copies of remote sources for the encoder, shared by the workers of a node under a limit of bytes.
+"""Local copies of remote sources for the encoder, shared by the workers of a node, with a limit on their total size.
 
     $TMPDIR/sources-clipmill-<uid>/      accessible to this user only (0700), locked (shared) by the processes using it
-        objects/, locks/                 a bounded cache (`clipmill.manifests.storage.cache`)
+        objects/, locks/                 a cache of limited size (`clipmill.manifests.storage.cache`)
             <32 hex>                     in objects/: copy of one version of one source
 
-ffmpeg may not use the network (`clipmill.shards.opening`), so it gets a copy of the complete file. The spans of a long
-video are in several shards. A copy therefore stays while there is room, so that the node fetches the video only once.
-Copies that no worker reads are removed to make room, the least recently used first. If that is not enough, a worker
-waits for others to finish. A waiting worker holds no copy.
+ffmpeg is not allowed to use the network (`clipmill.shards.opening`), so it reads a copy of the complete file. The spans
+of a long video are in several shards. A copy therefore stays while there is space, so that the node downloads the video
+only once. Copies that no worker reads are removed to free space, the least recently used first. If this is not enough,
+a worker waits for other workers to finish. A waiting worker holds no copy.
 
 The first process that uses the folder starts a sweeper. This small process waits until all processes that use the
-folder have ended, even if they are killed, and then removes the folder. If the sweeper is killed too, the next process
-that uses the folder finds it unlocked, and removes its content.
+folder have ended, even if they were killed, and then removes the folder. If the sweeper is killed too, the next process
+finds the folder unlocked, and removes its content.
 """
 
 import hashlib
@@ -45,12 +45,12 @@ if os.path.samestat(os.stat(sys.argv[1]), os.fstat(folder)):
 _RANGE_BYTES = 16 << 20
 _NUM_RANGES = 4  # ranges requested in parallel, because one connection does not use the full bandwidth
 _WAIT_S = 0.5
-_in_use: tuple[int, Path, int] | None = None  # (process, folder, descriptor of its lock): until the process exits
+_in_use: tuple[int, Path, int] | None = None  # (process ID, folder, descriptor that holds the lock until exit)
 _sweepers: "list[subprocess.Popen[bytes]]" = []
 
 
 def _lock_root() -> Path:
-    """Return the folder of the copies, locked until this process exits; remove files left by killed processes.
+    """Lock the folder of the copies until this process exits, and return it; remove files left by killed processes.
 
     Raises:
         OSError: The folder cannot be created, or is not exclusive to this user.
@@ -67,7 +67,7 @@ def _lock_root() -> Path:
         lock(folder, is_shared=True)
         if is_still_at(root, folder):
             break
-        os.close(folder)  # the sweeper has removed it in the meantime
+        os.close(folder)  # the sweeper has removed the folder in the meantime
     if is_first:
         command = [sys.executable, "-I", "-S", "-c", _SWEEPER, os.fspath(root)]
         null = subprocess.DEVNULL
@@ -77,11 +77,11 @@ def _lock_root() -> Path:
 
 
 def copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) -> CachedFile:
-    """Return a copy of an object that stays on this node until it is closed.
+    """Return a copy of an object. The copy stays on this node until it is closed.
 
     Args:
-        limit_bytes: Limit of all copies on this node; None for most of the free space.
-        on_wait: Heartbeat: function that is called repeatedly while the object is fetched or waited for.
+        limit_bytes: Maximum total size of the copies on this node; None for most of the free space.
+        on_wait: Heartbeat function, called repeatedly while the object is downloaded or awaited.
 
     Raises:
         SourceFailure: source_missing, source_unreadable, source_changed, source_too_large, disk_full or io_error.
@@ -98,9 +98,9 @@ def copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) -
         if state[0] > cache.limit_bytes:
             free = f"{FREE_SHARE:.0%} of the free space in {root.parent}; set TMPDIR to a larger disk"
             what = "--scratch-size" if limit_bytes is not None else free
-            message = f"the source has {state[0]:,} bytes, and a copy may have {cache.limit_bytes:,} ({what})"
+            message = f"the source has {state[0]:,} bytes, but a copy may have only {cache.limit_bytes:,} ({what})"
             raise SourceFailure(FailureCode.SOURCE_TOO_LARGE, message, is_lasting=False)
-        with as_source_failure(), suppress(NoRoom):  # until other workers have released their copies
+        with as_source_failure(), suppress(NoRoom):  # retry until other workers have released their copies
             copy = cache.get(name, size_bytes=state[0], fetch=fetch, waits=False)
             if copy is not None:
                 return copy
@@ -109,11 +109,12 @@ def copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) -
 
 
 def _fetch(objects: Objects, key: str, path: Path, *, state: tuple[int, int], on_wait: Callable[[], None]) -> None:
-    """Fetch an object by ranges in parallel, and check that it has not changed during the fetch.
+    """Download the ranges of an object in parallel, and check that the object has not changed during the download.
 
     Raises:
         SourceFailure: source_changed.
-        UserError, OSError: See `Objects`; or the file cannot be written.
+        UserError, OSError: See `Objects`.
+        OSError: The file cannot be written.
     """
     size_bytes = state[0]
     begins = range(0, size_bytes, _RANGE_BYTES)
@@ -134,4 +135,4 @@ def _fetch(objects: Objects, key: str, path: Path, *, state: tuple[int, int], on
             pool.shutdown(cancel_futures=True)
             raise
     if len(begins) > 1 and object_state(objects.info(key)) != state:
-        raise SourceFailure(FailureCode.SOURCE_CHANGED, "the object changed while it was fetched", is_lasting=False)
+        raise SourceFailure(FailureCode.SOURCE_CHANGED, "the object changed while it was downloaded", is_lasting=False)

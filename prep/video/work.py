@@ -1,4 +1,4 @@
-"""The `ColumnWork` of `video`: the functions that its commands call, and the reports of its runs."""
+"""The `ColumnWork` of `video`: the functions that the commands call, and the reports on runs."""
 
 import sys
 from contextlib import suppress
@@ -38,7 +38,7 @@ from clipmill.shards.columns import INDEXED, VIDEO
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 
-_WORKER_GB = 0.5  # measured (benchmarks/README.md): a source of 2160 lines takes 0.27 GB
+_WORKER_GB = 0.5  # memory per worker; 0.27 GB were measured for a 2160p source (benchmarks/README.md)
 
 
 def _require(recipe: Recipe | IndexRecipe) -> None:
@@ -87,7 +87,7 @@ def _run(plan: Planned, recipe: Recipe | IndexRecipe, request: Request, part_run
 
 
 def audio_lines(planned: Planned) -> list[str]:
-    """Return the notice on audio that precedes the first chunks of a variant without audio."""
+    """Return the notice about omitted audio that precedes the first run of a variant."""
     plan = planned.plan
     if planned.commits or plan.recipe.settings.audio != "drop" or not plan.num_with_audio:
         return []
@@ -100,7 +100,7 @@ def other_settings_lines(planned: Planned) -> list[str]:
     try:
         against, current = settings_against_current(planned), current_variant(planned.data_dir, VIDEO)
     except UserError:
-        return []  # the record is damaged, and the run writes it again
+        return []  # the record is damaged, and the run rewrites it
     if not against or current is None:
         return []
     plan, variant = planned.plan, planned.plan.recipe.variant
@@ -116,11 +116,11 @@ def other_settings_lines(planned: Planned) -> list[str]:
         lines.append(f"         `{plan_line}` estimates time and disk")
     else:
         lost = lost_samples(planned.data_dir, VIDEO, variant=variant, former=current)
-        lacking = f"lacks samples of the current one ({codes_line(lost)}), which stays current"
-        lines.append(f"variant  {variant} {lacking if lost else 'is complete, and becomes the current one again'}")
-    with suppress(UserError):  # a recipe of another version of clipmill
-        kept = COLUMN.command_line(Variant.open(planned.data_dir, column=VIDEO).recipe, data_dir=planned.data_dir)
-        lines.append(f"         {current} is kept until `prep gc`; to use its settings: {kept}")
+        incomplete = f"lacks samples of the current one ({codes_line(lost)}), which stays current"
+        lines.append(f"variant  {variant} {incomplete if lost else 'is complete, and becomes the current one again'}")
+    with suppress(UserError):  # the recipe is from a different version of clipmill
+        command = COLUMN.command_line(Variant.open(planned.data_dir, column=VIDEO).recipe, data_dir=planned.data_dir)
+        lines.append(f"         {current} is kept until `prep gc`; to use its settings: {command}")
     return lines
 
 
@@ -140,7 +140,7 @@ def chunk_summary(summary: Summary, recipe: Recipe | IndexRecipe, listed: Path) 
 
 
 def left_out_report(plan: Plan) -> list[str]:
-    """Return the lines of a report on the parts of videos that are in no chunk."""
+    """Return the lines of a report about the parts of videos that no chunk contains."""
     lines = left_out_lines(left_out_values(plan), cut=plan.recipe.settings.cut)
     return [f"{'' if number else 'left out':<8} {line}" for number, line in enumerate(lines)]
 

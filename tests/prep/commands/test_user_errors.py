@@ -42,7 +42,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Pa
         (["--recipe", "small", "--preset", "veryfast"], 'av1 has no preset "veryfast"'),
         (["--recipe", "large"], "large"),
         (["--preset", "warp"], '"warp"'),
-        (["--short-side", "287"], "--short-side is 287"),
+        (["--short-side", "287"], "--short-side 287 is not an even number"),
         (["--fps", "0"], "--fps is 0"),
         (["--fps", "thirty"], '"thirty"'),
         (["--tail", "wag"], "wag"),

@@ -66,7 +66,7 @@ def test_a_program_that_is_killed_or_slow_once_is_asked_again(
     program.chmod(0o755)
     monkeypatch.setenv("CLIPMILL_FFMPEG", str(program))
     if "sleep" in first:
-        monkeypatch.setattr(ffmpeg, "_ANSWER_LIMIT_S", 5.0)
+        monkeypatch.setattr(ffmpeg, "_QUERY_LIMIT_S", 5.0)
     found_program = find_ffmpeg()
     assert found_program == Ffmpeg(path=str(program), version=real.version) and (tmp_path / "asked").exists()
     require_encoder(found_program, "h264")
