@@ -1,4 +1,4 @@
-"""Inspection of stored chunks: the report of `prep inspect` on one chunk, and the deep check of `prep verify`."""
+"""Inspect stored chunks: the report of `prep inspect` on one chunk, and the check of `prep verify --deep`."""
 
 import json
 from dataclasses import asdict
@@ -33,7 +33,7 @@ from clipmill.shards.reader import CommittedShard
 _MAX_CAPTIONS = 20
 _PACKET_FIELDS = ("offset", "size", "frame", "flags", "crc32")
 _PACKET_KINDS = (np.uint32, np.uint32, np.int32, np.uint8, np.uint32)
-_MAX_PATTERN = 32  # longest GOP in frames that is printed in full
+_MAX_PATTERN = 32  # maximum length, in frames, of a GOP that is printed in full
 _MAX_PATTERNS = 4
 
 
@@ -65,7 +65,8 @@ def chunk_report(shard: CommittedShard, number: int, data_dir: Path) -> Report:
     for caption in captions[:_MAX_CAPTIONS]:
         end = "the end" if caption["end_s"] is None else clock(caption["end_s"], decimals=3)
         caption_lines.append(f"  {clock(caption['begin_s'], decimals=3)} to {end}  {caption['text']}")
-    size_bytes = row["mp4_size"] if "mp4_size" in row else sum(row["packet_size"])  # of the packets in the source file
+    # The size of an indexed chunk is the size of its packets.
+    size_bytes = row["mp4_size"] if "mp4_size" in row else sum(row["packet_size"])
     lines = [
         f"key       {key}",
         f"tar       {shard.tar_path} ({shard.split})",
@@ -98,9 +99,9 @@ def chunk_report(shard: CommittedShard, number: int, data_dir: Path) -> Report:
 
 
 def gop_line(packet_frame: list[int], packet_flags: list[int]) -> str:
-    """Return the frame types of a chunk in presentation order: `IbbbP x 28 + IP`.
+    """Return the frame types of a chunk in presentation order, such as `IbbbP x 28 + IP`.
 
-    I is a key frame, P is a frame that other frames may reference, and b is a frame that no other frame references.
+    I is a key frame, P is a frame that other frames may reference, and b is a non-reference frame.
     """
     shown = [flags for _, flags in sorted(zip(packet_frame, packet_flags, strict=True))]
     letters = "".join("I" if flag & PACKET_KEY else "P" if flag & PACKET_REFERENCE else "b" for flag in shown)
@@ -109,35 +110,35 @@ def gop_line(packet_frame: list[int], packet_flags: list[int]) -> str:
     parts = []
     for group, repeated in groupby(groups):
         count = len(list(repeated))
-        spelled = group
-        if len(group) > _MAX_PATTERN:  # printed as runs of equal letters, such as 3b
+        pattern = group
+        if len(group) > _MAX_PATTERN:  # print runs of equal letters, such as 3b
             runs = [(letter, len(list(run))) for letter, run in groupby(group)]
             shown_runs = " ".join(
                 f"{length}{letter}" if length > 1 else letter for letter, length in runs[:_MAX_PATTERN]
             )
-            spelled = f"({shown_runs}{' ...' if len(runs) > _MAX_PATTERN else ''})"
-        parts.append(f"{spelled} x {count}" if count > 1 else spelled)
+            pattern = f"({shown_runs}{' ...' if len(runs) > _MAX_PATTERN else ''})"
+        parts.append(f"{pattern} x {count}" if count > 1 else pattern)
     more = f" + {count_noun(len(parts) - _MAX_PATTERNS, 'other pattern')}" if len(parts) > _MAX_PATTERNS else ""
     return " + ".join(parts[:_MAX_PATTERNS]) + more
 
 
 def check_video(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
-    """Decode every frame of a chunk and compare it and its JSON member with the index row.
+    """Decode every frame of a chunk, and compare the frames and the JSON member with the index row.
 
-    Only one frame is in memory at a time.
+    For an indexed chunk, compare only the checksums of its packets. Only one frame is in memory at a time.
     """
-    in_json = _check_description(row, members, split=split)
-    if SOURCE_MEMBER in members:  # compare the packets in the source file with their checksums; nothing is decoded
+    json_differences = _check_description(row, members, split=split)
+    if SOURCE_MEMBER in members:  # compare checksums, and decode nothing
         table = PacketTable(
             *(np.array(row[f"packet_{name}"], kind) for name, kind in zip(_PACKET_FIELDS, _PACKET_KINDS, strict=True))
         )
         payload = row["source_offset"], row["source_bytes"] - row["source_offset"]
         try:
-            place = SourceFile(place_of(row["tar"], row["video_id"]))
-            packets = read_packets(place, payload, table, list(range(len(table.frame))))
+            source = SourceFile(place_of(row["tar"], row["video_id"]))
+            packets = read_packets(source, payload, table, list(range(len(table.frame))))
         except (DamagedPacket, Damaged, OSError, KeyError) as error:
-            return CheckedSample([(DeepCode.UNREADABLE, f"the source cannot be read: {error}"), *in_json], 0)
-        return CheckedSample(in_json, len(packets))
+            return CheckedSample([(DeepCode.UNREADABLE, f"the source cannot be read: {error}"), *json_differences], 0)
+        return CheckedSample(json_differences, len(packets))
     content = members["mp4"]
     try:
         facts = read_chunk(content, fps=Fraction(row["fps_num"], row["fps_den"]))
@@ -149,7 +150,7 @@ def check_video(row: dict[str, Any], members: dict[str, bytes], split: str) -> C
             size_bytes=len(content),
         )
     except SourceFailure as failure:
-        return CheckedSample([(DeepCode.PACKETS_DIFFER, failure.message), *in_json], 0)
+        return CheckedSample([(DeepCode.PACKETS_DIFFER, failure.message), *json_differences], 0)
     differences = [
         (DeepCode.PACKETS_DIFFER, f"{name} in the index differs from the demuxed packets")
         for name, value in asdict(facts).items()
@@ -158,12 +159,12 @@ def check_video(row: dict[str, Any], members: dict[str, bytes], split: str) -> C
     try:
         num_decoded, difference = _decode(content, row)
     except av.error.FFmpegError as error:
-        return CheckedSample([*differences, (DeepCode.DECODE_ERRORS, str(error)), *in_json], 0)
-    return CheckedSample([*differences, *([] if difference is None else [difference]), *in_json], num_decoded)
+        return CheckedSample([*differences, (DeepCode.DECODE_ERRORS, str(error)), *json_differences], 0)
+    return CheckedSample([*differences, *([] if difference is None else [difference]), *json_differences], num_decoded)
 
 
 def _check_description(row: dict[str, Any], members: dict[str, bytes], *, split: str) -> list[tuple[DeepCode, str]]:
-    """Compare the JSON member of a chunk, and its txt member if it has one, with the index row."""
+    """Compare the JSON member of a chunk with the index row, and the txt member, if present, with the JSON member."""
     try:
         description = parse_json(members["json"])
         captions = [caption["text"] for caption in description["captions"]]
@@ -194,13 +195,13 @@ def _check_description(row: dict[str, Any], members: dict[str, bytes], *, split:
 
 
 def _decode(content: bytes, row: dict[str, Any]) -> tuple[int, tuple[DeepCode, str] | None]:
-    """Decode a chunk; return the number of intact frames and the first difference between it and the index row."""
+    """Decode a chunk; return (number of intact frames, first difference from the index row or None)."""
     fps, size = Fraction(row["fps_num"], row["fps_den"]), (row["width"], row["height"])
     num_decoded = 0
     with av.open(BytesIO(content), "r", format="mp4") as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
-        # The decoder must not conceal errors, because not every decoder marks the frames in which it conceals them.
+        # The decoder must not conceal errors, because some decoders do not mark frames with concealed errors.
         stream.codec_context.options = {"err_detect": "explode"}
         for frame in container.decode(stream):
             if frame.is_corrupt:

@@ -1,9 +1,9 @@
 """The reports of `prep plan`: the work of a run, its reasons and its cost; with `--explain`, one chunk or video.
 
-Core-hours come from a model with two terms: reading is proportional to the source's pixels, writing to the output's
-pixels. Both were fitted to runs on natural videos; trial encodes (`run_trials`) correct them for this machine and these
-videos. The number of bytes follows from the bitrate or from measured averages, which the trials correct too. If shards
-are already committed, their mean is used, because it is more accurate.
+Core-hours come from a model with two terms: the cost of reading is proportional to the number of source pixels, and the
+cost of writing to the number of output pixels. Both were fitted to runs on natural videos; trial encodes (`run_trials`)
+correct them for this machine and these videos. The number of bytes follows from the bitrate or from measured averages,
+which the trials also correct. If shards are already committed, their mean is used, because it is more accurate.
 """
 
 import math
@@ -66,18 +66,18 @@ from clipmill.shards.timeline.model import Timeline
 
 # Core-seconds per megapixel, measured on an x86-64 server core at about 3 GHz.
 _DECODE_S_PER_MEGAPIXEL = 0.0029
-_DETECT_S_PER_FRAME = 0.0006  # the time to scale a decoded frame to the detector's size and compare it
-_CHUNK_BYTES = 5_000  # mp4 header, json, blocks of the tar and columns of the index
+_DETECT_S_PER_FRAME = 0.0006  # time to scale a decoded frame for the detector and to compare it
+_CHUNK_BYTES = 5_000  # MP4 header, JSON member, tar headers and index columns
 _FRAME_BYTES = 17  # row in the packet table of the index
-_INDEX_BYTES_PER_S = 3e8  # bytes of sources that prep index reads per core-second
-_INDEX_ROW_BYTES, _INDEX_FRAME_BYTES = 3_000, 40  # a row of the index with its members, and one of its frames
+_INDEX_BYTES_PER_S = 3e8  # source bytes that prep index reads per core-second
+_INDEX_ROW_BYTES, _INDEX_FRAME_BYTES = 3_000, 40  # size of an index row with its members, and of each frame in it
 _NO_RANGE = (1.0, 1.0, 1.0)
 _NUM_VIDEOS = 3  # number of videos in trials, in addition to the heaviest
-_SHORT_S, _LONG_S = 1.0, 4.0
-UseSection = Callable[[str, Sequence[Path]], None]  # called with a video and the files of an encoded section
+_SHORT_S, _LONG_S = 1.0, 4.0  # lengths of the two encoded sections of each video
+UseSection = Callable[[str, Sequence[Path]], None]  # called with a video ID and the files of an encoded section
 _IGNORE: UseSection = lambda video_id, segments: None  # noqa: E731
-_MAX_COPY_BYTES = 512 << 20  # limit of the size of a remote source in trials
-# Reasons to make or remove shards that videos enter or leave; the key is True if all of their videos do.
+_MAX_COPY_BYTES = 512 << 20  # maximum size of a source that is copied for trials
+# Reasons to make or remove shards into which or from which videos move: (state, True if all videos move) -> reason.
 _MOVED = {
     (ShardState.NEW, True): "the split of the videos has changed",
     (ShardState.NEW, False): "new videos, videos that have become longer, or videos whose split has changed",
@@ -90,10 +90,12 @@ _REPLACED = (ShardState.CHANGED, ShardState.RETRY, ShardState.ORPHANED)
 
 @dataclass(frozen=True)
 class EncodeTrial:
-    """Cost of one second of a video.
+    """Measured cost of encoding one second of a video.
 
     Attributes:
-        row: Index in the estimated workload.
+        row: Index of the video's span in the estimated workload.
+        core_s: CPU time in seconds.
+        size_bytes: Size of the output in bytes.
     """
 
     row: int
@@ -106,24 +108,25 @@ class EncodeTrials:
     """The trial encodes of a plan.
 
     Attributes:
-        lacking: Reasons why videos were omitted; empty if no video was omitted.
+        skip_reasons: Reasons why videos were omitted; empty if no video was omitted.
     """
 
     trials: tuple[EncodeTrial, ...] = ()
-    lacking: tuple[str, ...] = ()
+    skip_reasons: tuple[str, ...] = ()
 
 
 def run_trials(plan: Plan, rows: np.ndarray, work: Workload, *, use: UseSection = _IGNORE) -> EncodeTrials:
-    """Encode sections of a small, a medium, a large and the heaviest video that a plan has work for.
+    """Encode sections of a small, a medium, a large and the heaviest video among the videos to encode.
 
-    The heaviest video has the most bytes per second at the size of the chunks: content that is expensive in its source,
-    such as grain and fast motion, is expensive in chunks too. Its costs are the upper end of the range. Videos that
-    cannot be encoded, are too short, or are too large for a copy that they need, are omitted. No output is kept.
+    The heaviest video has the most source bytes per second, scaled to the resolution of the chunks. Content that takes
+    many bytes in the source, such as grain and fast motion, is also expensive to encode, so this video gives the upper
+    end of the range. The function omits videos that cannot be encoded, are too short, or require a copy that is too
+    large. It keeps no output.
 
     Args:
-        rows: Rows of the layout with work, int64[N].
-        work: `plan.workload(rows)`.
-        use: Function that is called with a video and the files of its longer section.
+        rows: Rows of the plan with the spans to encode, int64 [N].
+        work: Result of `plan.workload(rows)`.
+        use: Function that is called with the ID of a video and the files of its longer section.
     """
     order = np.argsort(work.width * work.height * work.fps, kind="stable")
     scale = np.minimum(1.0, plan.recipe.settings.short_side / np.maximum(1, np.minimum(work.width, work.height)))
@@ -131,41 +134,42 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload, *, use: UseSection 
     size_bytes, end_s = (np.asarray(plan.probes[name])[videos] for name in ("size_bytes", "end_s"))
     heaviest = int(np.argmax(size_bytes / end_s * scale**2))
     by_size = (int(order[(2 * part + 1) * len(order) // (2 * _NUM_VIDEOS)]) for part in range(_NUM_VIDEOS))
-    chosen = sorted({heaviest, *by_size})
-    trials, lacking = [], []
-    spans = plan.spans([int(rows[index]) for index in chosen])
+    indexes = sorted({heaviest, *by_size})
+    trials, skip_reasons = [], []
+    spans = plan.spans([int(rows[index]) for index in indexes])
     with_sound = plan.recipe.settings.audio == "keep"
     with tempfile.TemporaryDirectory() as folder, StagedSources(folder=Path(folder)) as sources:
-        for index, span in zip(chosen, spans, strict=True):
+        for index, span in zip(indexes, spans, strict=True):
             try:
                 is_copied = is_remote(span.path) or not Timeline.from_json(span.source.timeline).is_continuous
                 if is_copied and span.source.size_bytes > _MAX_COPY_BYTES:
                     size = size_text(span.source.size_bytes)
-                    message = f"{span.path} has {size}, and a plan copies up to {size_text(_MAX_COPY_BYTES)}"
+                    message = f"{span.path} has {size}, but a plan copies up to {size_text(_MAX_COPY_BYTES)}"
                     raise SourceFailure(FailureCode.SOURCE_TOO_LARGE, message)
                 path, source = sources.continuous(sources.path_of(span.path), span.source, with_sound=with_sound)
                 sections, copied = ((_SHORT_S, _IGNORE), (_LONG_S, use)), replace(span, source=source)
                 costs = [_cost(plan, copied, path, length_s=length_s, use=reader) for length_s, reader in sections]
             except SourceFailure as failure:
-                lacking.append(failure.message if span.path in failure.message else f"{span.path}: {failure.message}")
+                message = failure.message
+                skip_reasons.append(message if span.path in message else f"{span.path}: {message}")
                 continue
             except OSError as error:
-                lacking.append(f"{span.path}: {error.strerror or error}")
+                skip_reasons.append(f"{span.path}: {error.strerror or error}")
                 continue
-            # The difference between two sections does not contain the cost of starting the encoder.
+            # The difference between two sections excludes the cost of starting the encoder.
             (short_s, short_core_s, short_bytes), (long_s, long_core_s, long_bytes) = costs
             if long_s > short_s:
                 more_s = long_s - short_s
                 core_s, bytes_per_s = (long_core_s - short_core_s) / more_s, (long_bytes - short_bytes) / more_s
-                if core_s <= 0:  # the clock cannot distinguish them, so the start of the encoder is included
+                if core_s <= 0:  # the difference is below the clock's precision, so include the start
                     core_s = long_core_s / long_s
                 if core_s > 0 and bytes_per_s > 0:
                     trials.append(EncodeTrial(index, core_s, bytes_per_s))
-    return EncodeTrials(tuple(trials), tuple(lacking))
+    return EncodeTrials(tuple(trials), tuple(skip_reasons))
 
 
 def _cost(plan: Plan, span: SpanPlan, path: Path, *, length_s: float, use: UseSection) -> tuple[float, float, int]:
-    """Encode a section in the middle of a span of a local file; return its length in seconds, CPU seconds and bytes."""
+    """Encode a section from the middle of a span; return (length in seconds, CPU seconds, bytes)."""
     fps = plan.recipe.settings.fps_exact
     num_frames = min(span.span.num_frames, round(length_s * fps))
     first_frame = span.span.first_frame + (span.span.num_frames - num_frames) // 2
@@ -184,13 +188,13 @@ def _cost(plan: Plan, span: SpanPlan, path: Path, *, length_s: float, use: UseSe
 
 
 def factor_range(measured: Sequence[float], expected: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median, the lowest and the highest ratio of measured to expected costs.
+    """Return the (median, lowest, highest) ratio of measured to expected costs.
 
-    The range extends at least a fifth to each side, because few videos represent many.
+    The range extends by at least a fifth to each side, because a few videos represent many.
     """
     ratios = np.asarray(measured) / np.asarray(expected)
-    middle = float(np.median(ratios))
-    return middle, min(float(ratios.min()), 0.8 * middle), max(float(ratios.max()), 1.2 * middle)
+    median = float(np.median(ratios))
+    return median, min(float(ratios.min()), 0.8 * median), max(float(ratios.max()), 1.2 * median)
 
 
 @dataclass(frozen=True)
@@ -198,11 +202,12 @@ class Estimate:
     """Estimated cost of encoding. Chunks that are copied from old shards cost nothing.
 
     Attributes:
-        core_hours_range, size_bytes_range: Lowest and highest value, from trial encodes; None without any.
+        core_hours_range, size_bytes_range: Lowest and highest value from trial encodes; None without trials.
         num_trials: Number of videos with sections that were encoded on this machine.
         lacking_trials: Reasons why other videos were omitted from the trials.
         num_cores: Number of cores of this machine that the run may use.
-        wall_hours_range: Duration of the run on this machine: on idle cores, and under the present load.
+        wall_hours_range: Shortest duration of the run on idle cores of this machine, and longest duration under the
+            current load.
         idle_hours: Longest duration on idle cores.
     """
 
@@ -225,12 +230,12 @@ def estimate(
     settings: ChunkSettings,
     bytes_per_second: float | None = None,
 ) -> Estimate:
-    """Estimate the cost of encoding `work`, scaled by the ratio of measured to estimated costs of trial encodes.
+    """Estimate the cost of encoding `work`, scaled by the ratio of measured to expected costs of trial encodes.
 
     Args:
         bytes_per_second: Bytes per second of video, measured on shards of the same variant; None without such shards.
     """
-    # The model of a machine on which the constants were measured, in core-seconds per second of video.
+    # Core-seconds per second of video on the machine where the constants were measured.
     codec = codec_named(settings.codec)
     scale = np.minimum(1.0, settings.short_side / np.maximum(1, np.minimum(work.width, work.height)))
     source_megapixels_per_s = work.width * work.height * work.fps / 1e6
@@ -252,7 +257,7 @@ def estimate(
         bytes_per_second = parse_bitrate(settings.bitrate, flag="--bitrate") / 8
         size_bytes, size_factors = float(work.seconds.sum()) * bytes_per_second, _NO_RANGE
     elif bytes_per_second is not None:
-        # Stored videos of the variant give a better mean than a few trials, which give the range.
+        # Stored chunks of the variant provide a better mean than a few trials; the trials provide the range.
         low, high = _range(size_bytes, size_factors)
         size_bytes = float(work.seconds.sum()) * bytes_per_second
         if trials:
@@ -273,24 +278,24 @@ def _range(value: float, factors: tuple[float, float, float]) -> tuple[float, fl
 
 
 def estimate_of(planned: Planned) -> Estimate:
-    """Estimate the cost of the shards that must be encoded. Shards that are only rewritten cost nothing.
+    """Estimate the cost of the spans that must be encoded. Chunks that are only copied cost nothing.
 
-    Short sections of some videos are encoded, so that the estimate holds for this machine and these videos.
+    The function encodes short sections of some videos, so that the estimate is valid for this machine and these videos.
     """
     plan, rows = planned.plan, planned.rows_to_encode()
     num_shards = sum(shard.has_work for shard in plan.shards)
     if plan.recipe.settings.codec == INDEXED:
         cost = _index_estimate(plan, rows)
         return with_wall_time(cost, num_cores=count_cores(), num_shards=num_shards, load=0) if len(rows) else cost
-    work, load = plan.workload(rows), os.getloadavg()[0]  # before the trials add to it
+    work, load = plan.workload(rows), os.getloadavg()[0]  # read before the trials increase it
     trials = run_trials(plan, rows, work) if len(rows) else EncodeTrials()
     cost = estimate(work, trials.trials, settings=plan.recipe.settings, bytes_per_second=_bytes_per_second(planned))
-    cost = replace(cost, lacking_trials=trials.lacking)
+    cost = replace(cost, lacking_trials=trials.skip_reasons)
     return with_wall_time(cost, num_cores=count_cores(), num_shards=num_shards, load=load) if len(rows) else cost
 
 
 def _index_estimate(plan: Plan, rows: np.ndarray) -> Estimate:
-    """Estimate the cost of reading the sources of some spans once, from their size in bytes."""
+    """Estimate the cost of reading the sources of the spans in `rows` once, from the size of the sources."""
     work, videos = plan.workload(rows), np.unique(plan.video_rows[rows])
     size_bytes = np.asarray(plan.probes["size_bytes"])[videos]
     seconds, num_frames = work.seconds.sum(), (work.seconds * work.fps).sum()
@@ -303,11 +308,11 @@ def _index_estimate(plan: Plan, rows: np.ndarray) -> Estimate:
 
 
 def with_wall_time(cost: Estimate, *, num_cores: int, num_shards: int, load: float) -> Estimate:
-    """Return an estimate with the duration of the run, with one worker per core.
+    """Add the duration of a run with one worker per core to an estimate.
 
     Args:
-        num_shards: Number of shards to make; a worker makes one after another.
-        load: Mean number of other processes that need a core. They get the same share of the cores as the workers.
+        num_shards: Number of shards to make; a worker makes one shard at a time.
+        load: Mean number of other processes that require a core. They get the same CPU time as the workers.
     """
     low, high = cost.core_hours_range or (cost.core_hours, cost.core_hours)
     workers = min(num_cores, num_shards)
@@ -319,7 +324,7 @@ def with_wall_time(cost: Estimate, *, num_cores: int, num_shards: int, load: flo
 
 
 def container_bytes(plan: Plan, rows: np.ndarray) -> float:
-    """Return the number of bytes besides the encoded video in shards with the spans in some rows of the plan."""
+    """Return the number of bytes that shards with the spans in `rows` contain in addition to the encoded video."""
     settings = plan.recipe.settings
     seconds = plan.workload(rows).seconds
     num_chunks = np.ceil(seconds / float(settings.len_s)).sum()
@@ -327,14 +332,14 @@ def container_bytes(plan: Plan, rows: np.ndarray) -> float:
 
 
 def _bytes_per_second(planned: Planned) -> float | None:
-    """Return the bytes per second of video of one committed shard of this variant; None if there is none."""
+    """Return the bytes per second of video in one committed shard of this variant; None if no shard is readable."""
     for commit in planned.commits.values():
         if commit.files is None:
             continue
         try:
             frames = open_index(planned.variant_dir / commit.files.index)["num_frames"].to_numpy().sum()
         except (DamagedIndex, OSError):
-            continue  # its shard is planned again; use another shard
+            continue  # try the next shard
         return float(commit.files.tar_bytes * planned.plan.recipe.settings.fps_exact / int(frames))
     return None
 
@@ -350,17 +355,17 @@ def estimate_lines(cost: Estimate) -> list[str]:
         size = range_text(*(size_text(round(size_bytes)) for size_bytes in cost.size_bytes_range))
     lines = [f"estimate {core_hours} of CPU time for {duration_text(3600 * cost.video_hours)} of video; {size}"]
     if cost.wall_hours_range is not None and cost.idle_hours is not None:
-        first, busy = (duration_text(3600 * hours) for hours in cost.wall_hours_range)
+        shortest, busy = (duration_text(3600 * hours) for hours in cost.wall_hours_range)
         idle = duration_text(3600 * cost.idle_hours)
         trials = f"; measured by encoding 5 s of {count_noun(cost.num_trials, 'video')}" if cost.num_trials else ""
         cores = f"the {count_noun(cost.num_cores, 'core')} of this machine"
         load = "" if busy == idle else f", up to {busy} beside the other processes that are running now"
-        lines.append(f"         {range_text(first, idle)} on {cores}{load}{trials}")
+        lines.append(f"         {range_text(shortest, idle)} on {cores}{load}{trials}")
     if cost.lacking_trials:
-        what = "some videos were" if cost.num_trials else "no video was"
+        subject = "some videos were" if cost.num_trials else "no video was"
         basis = "" if cost.num_trials else "; the estimate is based on averages of other machines and videos"
         verb = "not tried" if cost.num_trials else "tried"
-        lines.append(f"         {what} {verb}: {on_one_line(cost.lacking_trials[0])}{basis}")
+        lines.append(f"         {subject} {verb}: {on_one_line(cost.lacking_trials[0])}{basis}")
     return lines
 
 
@@ -371,10 +376,10 @@ def plan_report(planned: Planned) -> Report:
         UserError: The table of captions is damaged.
     """
     if planned.plan.has_captions:
-        captions_path(planned.data_dir)  # verified, because a run needs them
+        captions_path(planned.data_dir)  # verifies the table, because a run requires it
     plan, cost, against = planned.plan, estimate_of(planned), settings_against_current(planned)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in against)]
-    # The plan knows more specific reasons for the shards' videos; they replace the generic reasons of a state.
+    # The plan knows specific reasons for each shard, which replace the generic reason of its state.
     moved = plan.shards_of_moved_videos(planned.commits)
     if planned.commits:
         why_new = "new videos, or videos that have become longer"
@@ -409,7 +414,7 @@ def plan_report(planned: Planned) -> Report:
         *others.lines,
         *note_lines(notes, num_all=num_noted, indent=9),
     ]
-    # A run writes tars of encoded and copied chunks, and indexes; estimates from stored tars include the containers.
+    # A run writes tars with encoded and copied chunks, and indexes. Estimates from stored tars include the containers.
     low, high = cost.size_bytes_range or (cost.size_bytes, cost.size_bytes)
     copied = sum(change.copied_bytes for change in planned.changes.values())
     disk = disk_use(
@@ -435,8 +440,8 @@ def plan_report(planned: Planned) -> Report:
         command = shlex.join(retry_words(COLUMN, data=planned.data_dir))
         lines.append(next_line(command))
     else:
-        is_lacking = failed or (lost and column is INDEX)
-        lines.append(f"{NOTHING_TO_DO} until the sources can be read again" if is_lacking else NOTHING_TO_DO)
+        is_incomplete = failed or (lost and column is INDEX)
+        lines.append(f"{NOTHING_TO_DO} until the sources can be read again" if is_incomplete else NOTHING_TO_DO)
     values = {
         "variant": plan.recipe.variant,
         "changed_settings": against,
@@ -460,26 +465,26 @@ def plan_report(planned: Planned) -> Report:
 
 
 def can_be_retried(failed: Sequence[Failure]) -> bool:
-    """Return True if `prep retry` would repeat a failure that a run does not repeat."""
+    """Return True if `prep retry` would retry a failure that a normal run does not retry."""
     return any(failure.code not in SOURCE_AWAY | TRANSIENT for failure in failed)
 
 
 def retry_lines(failed: Sequence[Failure], planned: Planned) -> list[str]:
-    """Return lines about earlier failures that left chunks missing, and the command that tries them again."""
+    """Return lines about earlier failures that caused missing chunks, and about the commands that retry them."""
     if not failed:
         return []
     codes, command = {failure.code for failure in failed}, column_of(planned.plan.recipe).command
-    ways = [f"`prep {command}` tries them again"] if codes & TRANSIENT else []
-    ways += [f"`prep {command}` tries them again as soon as the source can be read"] if codes & SOURCE_AWAY else []
+    hints = [f"`prep {command}` tries them again"] if codes & TRANSIENT else []
+    hints += [f"`prep {command}` tries them again as soon as the source can be read"] if codes & SOURCE_AWAY else []
     if can_be_retried(failed):
-        ways.append(f"`{shlex.join(retry_words(COLUMN, data=planned.data_dir))}` tries them again")
+        hints.append(f"`{shlex.join(retry_words(COLUMN, data=planned.data_dir))}` tries them again")
     lines = [f"missing  chunks, because of {count_noun(len(failed), 'earlier failure')}: {codes_line(failed)}"]
     lines += named_lines(first_failures(failed), num_all=len(failed), listed=None, indent=" " * 9)
-    return [*lines, f"         {'; '.join(ways)}"]
+    return [*lines, f"         {'; '.join(hints)}"]
 
 
 def _undetected_shots(plan: Plan) -> Addition:
-    """Return the report's lines about videos whose shots a run detects first; empty with `--cut even`."""
+    """Return the report's lines about videos whose shots the run still has to detect; empty with `--cut even`."""
     if plan.shots is None:
         return Addition([], {})
     videos = plan.shots.undetected
@@ -504,18 +509,18 @@ def _undetected_shots(plan: Plan) -> Addition:
 
 
 def _of_other_splits(planned: Planned) -> Addition:
-    """Return the report's lines about seconds that splits lose to captions of other splits; empty without any."""
+    """Return the report's lines about the time that splits lose to captions of other splits; empty if none is lost."""
     divided = read_divided_videos(planned.data_dir)
     if divided is None:
         return Addition([], {})
     plan, us_per_frame = planned.plan, 1_000_000 / planned.plan.recipe.settings.fps_exact
     rows = np.flatnonzero(np.isin(plan.video_rows, divided.video))
-    video, borders = list[int](), list[tuple[int, int]]()
+    video, times_us = list[int](), list[tuple[int, int]]()
     for row, span in zip(rows.tolist(), plan.spans(rows.tolist()), strict=True):
         firsts = accumulate(span.span.chunk_frames, initial=span.span.first_frame)
-        borders += pairwise(round(first * us_per_frame) for first in firsts)
+        times_us += pairwise(round(first * us_per_frame) for first in firsts)
         video += [int(plan.video_rows[row])] * len(span.span.chunk_frames)
-    begin_us, end_us = np.array(borders, np.int64).reshape(-1, 2).T
+    begin_us, end_us = np.array(times_us, np.int64).reshape(-1, 2).T
     splits = read_videos(planned.data_dir, columns=["split"])["split"].combine_chunks()
     lost = lost_times(divided, splits, video=np.array(video, np.int64), begin_us=begin_us, end_us=end_us)
     return Addition(
@@ -524,10 +529,13 @@ def _of_other_splits(planned: Planned) -> Addition:
 
 
 def explanation(planned: Planned, name: str) -> Report:
-    """Explain why one chunk, or one video, would or would not be made.
+    """Explain why a run would or would not make a chunk or a video.
+
+    Args:
+        name: Key of a chunk, or ID or source name of a video.
 
     Raises:
-        UserError: The manifest does not contain the video.
+        UserError: The manifest does not contain the video, or several videos match.
     """
     plan = planned.plan
     video_id = name
@@ -543,7 +551,7 @@ def explanation(planned: Planned, name: str) -> Report:
         if len(video_ids) != 1:
             raise UserError(
                 f'{len(video_ids) or "no"} videos "{name}" in the manifest',
-                hint="give a key or video ID as shown by `prep inspect`, or the name in the table of captions",
+                hint="use a key or video ID from `prep inspect`, or the name in the table of captions",
             )
         video_id = video_ids[0]
     shards = [shard for shard in plan.shards if any(span.video_id == video_id for span in plan.spans(shard.rows))]

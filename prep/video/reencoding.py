@@ -1,10 +1,11 @@
-"""The computation of `prep advise` on an index: after how many visits a re-encoding saves more CPU time than it costs.
+"""Compute the advice of `prep advise` on an index: after how many visits re-encoding saves more CPU time than it costs.
 
-    N = E / (C x (a - r))      visits of each clip, after which re-encoding pays
+    N = E / (C x (a - r))      visits of each clip after which re-encoding pays off
 
 E is the CPU time of encoding all videos with a recipe, and C is the number of clips. a is the CPU time of reading and
-decoding a clip from the original sources, measured on clips of random chunks; r is the same for chunks of the recipe. E
-and r come from the trial encodes of a plan (clipmill.prep.video.plan_report), whose sections are decoded like chunks.
+decoding a clip from the original sources, measured on clips of random chunks; r is the same for chunks made with the
+recipe. E and r come from the trial encodes of a plan (clipmill.prep.video.plan_report), whose sections are decoded like
+chunks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,21 +37,22 @@ from clipmill.shards.timeline.pictures import Upright
 if TYPE_CHECKING:
     from av.video.frame import VideoFrame
 
-_NUM_FRAMES, _CLIP_S = 4, (1.0, 4.0)  # frames per clip, and the shortest and longest length of a clip
-_SIZE_PX = 224  # size of the resized frames
+_NUM_FRAMES, _CLIP_S = 4, (1.0, 4.0)  # frames per clip, and the minimum and maximum length of a clip
+_SIZE_PX = 224  # side length of the resized frames
 _NUM_CHUNKS, _CLIPS_PER_CHUNK = 48, 4
 _CLIPS_PER_SECTION = 16
-_MAX_CPU_S = 15.0  # limit for reading clips from sources
+_MAX_CPU_S = 15.0  # CPU time after which a measurement ends
 
 
 @dataclass(frozen=True)
 class ClipCost:
-    """CPU time and bytes of clips that were read, decoded and resized.
+    """CPU time and bytes for clips that were read, decoded and resized.
 
     Attributes:
+        num_clips: Number of clips.
         num_videos: Number of videos that contain the clips.
-        cpu_s: CPU time of the process, for all clips.
-        read_bytes: Bytes of the packets, for all clips.
+        cpu_s: CPU time of the process for all clips, in seconds.
+        read_bytes: Total size of the packets that were read for all clips.
     """
 
     num_clips: int = 0
@@ -59,21 +61,21 @@ class ClipCost:
     read_bytes: int = 0
 
     def __add__(self, other: "ClipCost") -> "ClipCost":
-        """Return the cost of the clips of two disjoint sets of videos."""
+        """Return the total cost of clips from two disjoint sets of videos."""
         return ClipCost(*(a + b for a, b in zip(self.values().values(), other.values().values(), strict=True)))
 
     def values(self) -> dict[str, Any]:
-        """Return the fields."""
+        """Return the fields by name."""
         return dict(vars(self))
 
     @property
     def clip_s(self) -> float:
-        """CPU time of a clip in seconds."""
+        """CPU time per clip in seconds."""
         return self.cpu_s / self.num_clips
 
     @property
     def clip_bytes(self) -> float:
-        """Bytes of the packets of a clip."""
+        """Number of bytes read per clip."""
         return self.read_bytes / self.num_clips
 
 
@@ -83,9 +85,10 @@ class _Chunk:
 
     Attributes:
         length_s: Length in seconds.
-        frame_at: Function that returns the frame shown at a number of seconds from the start.
-        read: Function that reads the packets of some frames.
-        upright: Filter that turns the decoded frames upright.
+        frame_at: Function that takes a time in seconds from the start and returns the number of the frame shown then.
+        read: Function that takes frame numbers and reads the packets that these frames require.
+        is_strict: True to raise errors that the decoder could conceal.
+        upright: Filter that rotates the decoded frames upright.
     """
 
     video_id: str
@@ -99,16 +102,16 @@ class _Chunk:
 
 
 def measure_sources(variant: Variant) -> ClipCost:
-    """Read clips of random chunks of an index, decode and resize them.
+    """Measure reading, decoding and resizing clips from random chunks of an index.
 
     Raises:
         UserError: A source has changed, or cannot be read.
         Damaged, OSError: An index cannot be read.
     """
     rows = [(shard, row) for shard in variant.shards() for row in range(shard.num_samples)]
-    chosen = Random(0).sample(rows, min(_NUM_CHUNKS, len(rows)))
+    selection = Random(0).sample(rows, min(_NUM_CHUNKS, len(rows)))
     try:
-        chunks = [_source_chunk(shard, row) for shard, row in chosen]
+        chunks = [_source_chunk(shard, row) for shard, row in selection]
     except KeyError as error:
         raise UserError(str(error.args[0]), hint="run `prep index` again") from None
     with Activity("decoding clips from the sources"):
@@ -118,16 +121,16 @@ def measure_sources(variant: Variant) -> ClipCost:
 def _source_chunk(shard: CommittedShard, row: int) -> _Chunk:
     tables, index = shard.packet_tables, shard.index
     table, is_closed, source = tables.of_row(row), tables.has_closed_gops(row), tables.source(row)
-    assert source is not None, "an index of another kind"
+    assert source is not None, "the index is not from prep index"
     start_us, fps = index["start_ms"][row].as_py() * 1000, index["fps_num"][row].as_py() / index["fps_den"][row].as_py()
     timeline, video_id = Timeline.from_json(source.timeline), index["video_id"][row].as_py()
-    place = SourceFile(place_of(shard.index_path, video_id))
+    source_file = SourceFile(place_of(shard.index_path, video_id))
     codec, extradata = tables.stream(row)
     return _Chunk(
         video_id,
         index["num_frames"][row].as_py() / fps,
         lambda seconds: source.frame_at(start_us + round(seconds * US_PER_S), 1),
-        lambda frames: read_source_packets(place, source, table, frames, is_closed=is_closed),
+        lambda frames: read_source_packets(source_file, source, table, frames, is_closed=is_closed),
         codec,
         extradata,
         not table.has_recovery_points,
@@ -136,9 +139,9 @@ def _source_chunk(shard: CommittedShard, row: int) -> _Chunk:
 
 
 def _section_chunk(path: Path, video_id: str, *, recipe: Recipe) -> _Chunk:
-    """Return an encoded section as a chunk."""
+    """Return the chunk for an encoded section."""
     content, fps = path.read_bytes(), recipe.settings().fps_exact
-    facts, place = read_chunk(content, fps=fps), SourceFile(str(path))
+    facts, file = read_chunk(content, fps=fps), SourceFile(str(path))
     table = PacketTable(
         np.array(facts.packet_offset, np.uint32),
         np.array(facts.packet_size, np.uint32),
@@ -150,7 +153,7 @@ def _section_chunk(path: Path, video_id: str, *, recipe: Recipe) -> _Chunk:
         video_id,
         float(facts.num_frames / fps),
         lambda seconds: min(int(seconds * fps), facts.num_frames - 1),
-        lambda frames: read_packets(place, (0, len(content)), table, table.needed_for(frames)),
+        lambda frames: read_packets(file, (0, len(content)), table, table.needed_for(frames)),
         facts.codec,
         facts.extradata,
         True,
@@ -159,7 +162,7 @@ def _section_chunk(path: Path, video_id: str, *, recipe: Recipe) -> _Chunk:
 
 
 def _measure(chunks: Sequence[_Chunk], *, clips_per_chunk: int) -> ClipCost:
-    """Measure clips of some chunks, one clip per chunk in each turn. The first clip is a warm-up and does not count."""
+    """Measure clips of `chunks`, one clip per chunk in each round. The first clip is a warm-up and is not counted."""
     import av.error
 
     random, decoder, videos = Random(0), PacketDecoder(), set[str]()
@@ -191,7 +194,7 @@ def _measure(chunks: Sequence[_Chunk], *, clips_per_chunk: int) -> ClipCost:
 
 
 def _resize(frame: "VideoFrame") -> None:
-    """Resize the planes of a frame, as training does with a crop of it."""
+    """Resize the planes of a frame, as training does with a crop of the frame."""
     import cv2
 
     for plane in (frame if "420p" in frame.format.name else frame.reformat(format="yuv420p")).planes:
@@ -203,19 +206,19 @@ def _resize(frame: "VideoFrame") -> None:
 
 @dataclass(frozen=True)
 class RecipeCost:
-    """Cost of a recipe's clips, and of encoding the videos of the index with it."""
+    """Cost of clips made with a recipe, and cost of encoding the videos of the index with this recipe."""
 
     clips: ClipCost
     encoding: Estimate
 
     @property
     def encoding_s(self) -> float:
-        """CPU time of encoding all videos, seconds."""
+        """CPU time of encoding all videos in seconds."""
         return 3600 * self.encoding.core_hours
 
 
 def measure_recipe(data_dir: Path, name: RecipeName, *, video_ids: set[str]) -> RecipeCost | None:
-    """Encode sections of some videos, decode clips of them, and estimate the cost of encoding all videos of an index.
+    """Encode sections of some videos, decode clips from them, and estimate the cost of encoding all videos of an index.
 
     Returns:
         The costs; None if no section could be encoded.
@@ -238,15 +241,15 @@ def measure_recipe(data_dir: Path, name: RecipeName, *, video_ids: set[str]) -> 
 
 @dataclass(frozen=True)
 class Advice:
-    """Costs of training on the original sources, and on the chunks of each recipe.
+    """Costs of training on the original sources, and on chunks made with each recipe.
 
     Attributes:
-        sources: Clips of the sources.
-        size_bytes: Size of the sources, bytes.
-        num_clips: Number of clips that an epoch visits.
-        clips_of: What these clips are: "caption" or "chunk".
-        recipes: Costs of each recipe whose sections could be encoded.
-        clips_per_s: Clips that a training step needs in a second; None if unknown.
+        sources: Cost of clips from the sources.
+        size_bytes: Total size of the sources in bytes.
+        num_clips: Number of clips in an epoch.
+        clips_of: Item that each clip covers: "caption" or "chunk".
+        recipes: Costs of each recipe with which sections could be encoded.
+        clips_per_s: Number of clips that training requires per second; None if unknown.
     """
 
     sources: ClipCost
@@ -257,7 +260,7 @@ class Advice:
     clips_per_s: float | None = None
 
     def visits(self, name: str) -> float | None:
-        """Return the number of visits per clip after which re-encoding saves time; None if it never does."""
+        """Return the number of visits per clip after which re-encoding saves CPU time; None if it never does."""
         recipe = self.recipes[name]
         saved_s = self.sources.clip_s - recipe.clips.clip_s
         return recipe.encoding_s / (self.num_clips * saved_s) if saved_s > 0 else None
@@ -274,7 +277,7 @@ class Advice:
         return {"num_clips": self.num_clips, "clips_of": self.clips_of, "clips_per_s": self.clips_per_s, "ways": ways}
 
     def lines(self) -> Iterator[str]:
-        """Yield a table, a description of the measurement, and the number of visits that re-encoding needs."""
+        """Yield a table, a description of the measurement, and the number of visits after which re-encoding pays."""
         needs = "" if self.clips_per_s is None else f"  cores for {self.clips_per_s:.3g} clips/s"
         yield f"{'':<13}{'clips/CPU s':>12}{'bytes/clip':>12}{'all':>10}{'encoding':>12}{'pays after':>14}{needs}"
         for way, clips in self._clips():
@@ -302,15 +305,15 @@ class Advice:
         every = f"a visit of each clip is {count_noun(self.num_clips, 'clip')}, one for each {self.clips_of}"
         paying = {name: visits for name in self.recipes if (visits := self.visits(name)) is not None}
         if not self.recipes:
-            yield "no section of a video could be encoded; `prep plan` says why"
+            yield "no section of a video could be encoded; `prep plan` shows the reason"
         elif not paying:
             yield "re-encoding never pays in CPU time: clips of the sources cost less than clips of every recipe"
         else:
             best = min(paying, key=paying.__getitem__)
-            share = short_number(self.recipes[best].encoding.size_bytes / self.size_bytes)
+            ratio = short_number(self.recipes[best].encoding.size_bytes / self.size_bytes)
             yield (
                 f"re-encoding pays after {short_number(paying[best])} visits of each clip, with --recipe {best} and"
-                f" {share} times the bytes of the sources; {every}"
+                f" {ratio} times the bytes of the sources; {every}"
             )
             yield f"next      for more visits: prep chunk --recipe {best}; for fewer, train on the index"
 
@@ -319,7 +322,7 @@ class Advice:
 
 
 def advise_on_sources(variant: Variant, data_dir: Path, *, clips_per_s: float | None) -> Advice:
-    """Measure the clips of an index, and each named recipe.
+    """Measure clips from the sources of an index, and clips made with each named recipe.
 
     Raises:
         UserError: A source has changed or cannot be read, or the manifest is damaged.

@@ -1,7 +1,7 @@
-"""The chunks of one span of `prep index`: which packets of the source they need, and when each frame is shown.
+"""Make the chunks of one span for `prep index`: find the packets of the source that they require, and the frame times.
 
 A chunk has all packets from the key frame on which its first frame depends to the last packet that its last frame
-needs, so that packets at the borders belong to two chunks.
+requires. Therefore packets at a boundary may belong to two chunks.
 """
 
 import json
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 
 _CONTAINERS = ("mp4", "matroska")  # names of libav's demuxers contain them
 _CODECS = ("h264", "hevc", "vp9", "av1")
-_SEARCHED_BYTES = 4096  # headers of a block in Matroska
-_MAX_LEAD_S = 120  # between the key frame that a chunk needs and its begin
+_SEARCHED_BYTES = 4096  # range searched for a packet's content, longer than the headers of a Matroska block
+_MAX_LEAD_S = 120  # maximum time between the key frame that a chunk requires and the start of the chunk
 _MAX_CHUNK_BYTES = 2**32 - 1  # packet offsets have 32 bits
-_MAX_COMPARED = 32  # packets behind a key frame
+_MAX_COMPARED = 32  # maximum number of packets to compare after a key frame
 _NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
 class SourceFacts(PacketFacts):
-    """Properties of an indexed chunk, by the names of its index fields."""
+    """Properties of an indexed chunk, under the names of its index fields."""
 
     num_frames: int
     source_offset: int
@@ -61,9 +61,9 @@ class SourceChunk:
     """A chunk whose packets are in the source file.
 
     Attributes:
-        facts: Properties, from demuxing the source.
+        facts: Properties read from the demuxed source.
         num_source_frames: Number of distinct source frames that the chunk shows.
-        source: Content of the member of SOURCE_MEMBER.
+        source: Content of the tar member SOURCE_MEMBER.
     """
 
     facts: SourceFacts
@@ -72,12 +72,12 @@ class SourceChunk:
 
     @property
     def content(self) -> tuple[str, bytes]:
-        """Extension and content of the member that stands for the frames."""
+        """Extension and content of the tar member that identifies the source of the frames."""
         return SOURCE_MEMBER, self.source
 
     @classmethod
-    def of_sample(cls, sample: "SalvagedSample", *, num_source_frames: int) -> "SourceChunk | None":
-        """Return the chunk of a stored sample; None if its index row, which has the packets, is lost."""
+    def from_sample(cls, sample: "SalvagedSample", *, num_source_frames: int) -> "SourceChunk | None":
+        """Return the chunk of a stored sample; None if its index row, which lists the packets, is lost."""
         if sample.fields is None:
             return None
         facts = SourceFacts(**{field.name: sample.fields[field.name] for field in fields(SourceFacts)})
@@ -89,11 +89,11 @@ class _Source:
     """All packets of the video track of a source, in decoding order.
 
     Attributes:
-        offset: Byte of the file at which each packet begins.
-        time: Begin of the frame of each packet, in units of 1 / `rate` seconds from time 0.
+        offset: Byte offset of each packet in the file.
+        time: Start of the frame of each packet, in units of 1 / `rate` seconds from time 0.
         order: Presentation index of each packet.
-        gop: Position of the key packet from which each packet's frame is decoded; -1 if there is none.
-        is_usable: True for packets whose frame is shown and can be decoded.
+        gop: Index of the key packet from which decoding of each packet's frame starts; -1 if there is none.
+        is_usable: True for packets whose frame is displayed and can be decoded.
     """
 
     codec: str
@@ -110,13 +110,13 @@ class _Source:
 
     @cached_property
     def display_order(self) -> NDArray[np.int64]:
-        """Positions of the usable packets in the order in which their frames are shown."""
+        """Indices of the usable packets in presentation order."""
         usable = np.flatnonzero(self.is_usable)
         return usable[np.argsort(self.order[usable])]
 
     @cached_property
     def times(self) -> NDArray[np.int64]:
-        """Time of the frame of each packet in `display_order`."""
+        """Start of the frame of each packet in `display_order`, in units of 1 / `rate` seconds."""
         return self.time[self.display_order]
 
 
@@ -133,7 +133,7 @@ def index_span(path: Path, plan: SpanPlan, *, settings: ChunkSettings) -> list[S
         _index_chunk(source, plan, begin_s=first / fps, end_s=(first + length) / fps, num_frames=length)
         for first, length in zip(plan.span.chunk_starts(), plan.span.chunk_frames, strict=True)
     ]
-    # A stream may have parameters at its beginning only: decode the first key packet of a chunk alone.
+    # Some streams store parameters only at their start. Check that a chunk's first key packet can be decoded alone.
     facts = chunks[len(chunks) // 2].facts
     with path.open("rb") as file:
         file.seek(facts.source_offset + facts.packet_offset[0])
@@ -148,9 +148,9 @@ def index_span(path: Path, plan: SpanPlan, *, settings: ChunkSettings) -> list[S
     return chunks
 
 
-@lru_cache(maxsize=1)  # the spans of a video follow one another
+@lru_cache(maxsize=1)  # a worker makes the spans of a video one after another
 def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
-    """Read all packets of a source once, and find where each of them is in the file."""
+    """Read all packets of a source once, and find the offset of each packet in the file."""
     known = Timeline.from_json(timeline_json)
     if len(known.aspects) > 1:
         raise SourceFailure(FailureCode.NOT_INDEXABLE, "the shape of its pixels changes")
@@ -178,7 +178,7 @@ def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
                 if packet.is_keyframe and not is_idr(codec, header):
                     flags |= PACKET_RECOVERY
                 offset = packet.pos if packet.pos is not None else -1
-                rows.append((_place_in(file, offset, content), len(content), zlib.crc32(content), flags))
+                rows.append((_find_offset(file, offset, content), len(content), zlib.crc32(content), flags))
 
         timeline, packets = read_timeline(container, file=file, on_packet=add)
         if timeline.cut:
@@ -214,21 +214,22 @@ def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
     )
 
 
-def _place_in(file: Any, position: int, content: bytes) -> int:
-    """Return the byte of a file at which a packet's content begins, at or shortly behind a position; -1 if nowhere."""
+def _find_offset(file: Any, position: int, content: bytes) -> int:
+    """Return the byte offset of a packet's content in a file, at or shortly after `position`; -1 if it is not there."""
     if position < 0:
         return -1
     file.seek(position)
     if (stored := file.read(len(content))) == content:
         return position
-    behind = (stored + file.read(_SEARCHED_BYTES)).find(content)
-    return position + behind if behind >= 0 else -1
+    distance = (stored + file.read(_SEARCHED_BYTES)).find(content)
+    return position + distance if distance >= 0 else -1
 
 
 def _keys_of(order: NDArray[np.int64], flags: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the position of the key packet from which the frame of each packet is decoded; -1 if there is none.
+    """Return the index of the key packet from which decoding of each packet's frame starts; -1 if there is none.
 
-    A frame that is shown before the key frame that it follows in decoding order may depend on the one before.
+    A frame that follows a key frame in decoding order, but is displayed before it, may depend on the previous key
+    frame.
     """
     keys = np.flatnonzero(flags & PACKET_KEY)
     gop = np.searchsorted(keys, np.arange(len(order)), side="right") - 1
@@ -243,8 +244,8 @@ def _index_chunk(
     """Return the chunk that shows [begin_s, end_s) of the video."""
     begin, end = (moment * source.rate for moment in (begin_s, end_s))
     first = max(0, int(np.searchsorted(source.times, int(begin), side="right")) - 1)
-    behind = max(first + 1, int(np.searchsorted(source.times, -(-end.numerator // end.denominator), side="left")))
-    shown = source.display_order[first:behind]
+    stop = max(first + 1, int(np.searchsorted(source.times, -(-end.numerator // end.denominator), side="left")))
+    shown = source.display_order[first:stop]
     first_packet, last_packet = int(source.gop[shown].min()), int(shown.max())
     lead_s = float((source.time[shown[0]] - source.time[first_packet]) / source.rate)
     if lead_s > _MAX_LEAD_S:
@@ -253,17 +254,17 @@ def _index_chunk(
             FailureCode.NOT_INDEXABLE, f"no key frame in the {duration_text(lead_s)} before a chunk {where}"
         )
     packets = np.arange(first_packet, last_packet + 1)
-    # Leading frames of the first key frame depend on packets that the chunk does not have.
+    # Leading frames of the first key frame depend on packets outside of the chunk.
     packets = packets[(packets == first_packet) | (source.order[packets] > source.order[first_packet])]
     offset = int(source.offset[packets].min())
     if int((source.offset[packets] + source.size[packets]).max()) - offset > _MAX_CHUNK_BYTES:
         raise SourceFailure(FailureCode.NOT_INDEXABLE, f"a chunk at {float(begin_s):.1f} s needs more than 4 GB")
-    by_order = np.argsort(source.order[packets])
-    in_order, frame = packets[by_order], np.empty(len(packets), np.int64)
-    frame[by_order] = np.arange(len(packets))
-    frame_time = np.where(source.is_usable[in_order], source.time[in_order], _NEVER)
+    order = np.argsort(source.order[packets])
+    sorted_packets, frame = packets[order], np.empty(len(packets), np.int64)
+    frame[order] = np.arange(len(packets))
+    frame_time = np.where(source.is_usable[sorted_packets], source.time[sorted_packets], _NEVER)
     frame_time = np.minimum.accumulate(frame_time[::-1])[::-1]
-    # Crop, orientation and pixel aspect of the timeline; the times of frames are in the index.
+    # Store only crop, orientation and pixel aspect of the timeline, because the index has the times of the frames.
     known = Timeline.from_json(plan.source.timeline)
     shape = Timeline(shape=known.shape, aspects=known.aspects).to_json()
     facts = SourceFacts(
@@ -292,12 +293,13 @@ def _index_chunk(
 
 
 def _check_recovery(path: Path, source: _Source) -> None:
-    """Decode the first two GOPs of H.264 without IDR pictures between them, together and the second one by itself.
+    """Check that the second GOP of an H.264 stream does not depend on the first, unless it starts with an IDR frame.
 
-    H.264 does not say that the pictures behind a key frame that is not an IDR picture do without those before it.
+    H.264 does not guarantee that frames after a non-IDR key frame are independent of the frames before it. Therefore
+    the second GOP is decoded twice: after the first GOP, and alone.
 
     Raises:
-        SourceFailure: not_indexable, if the pictures differ.
+        SourceFailure: not_indexable, if the decoded frames differ.
     """
     keys = np.flatnonzero(source.flags & PACKET_KEY)
     if source.codec != "h264" or len(keys) < 2 or not source.flags[keys[1]] & PACKET_RECOVERY:
@@ -308,9 +310,9 @@ def _check_recovery(path: Path, source: _Source) -> None:
         for row in range(min(end, keys[1] + _MAX_COMPARED)):
             file.seek(source.offset[row])
             packets.append((int(source.order[row]), file.read(source.size[row])))
-    key_frame, by_itself = source.order[keys[1]], packets[keys[1] :]
+    key_frame, second_gop = source.order[keys[1]], packets[keys[1] :]
     pictures = []
-    for run in (packets, [packet for packet in by_itself if packet[0] >= key_frame]):
+    for run in (packets, [packet for packet in second_gop if packet[0] >= key_frame]):
         decoded = PacketDecoder().decode(codec=source.codec, extradata=source.extradata, packets=run, is_strict=False)
         pictures.append(
             {number: zlib.crc32(frame.to_ndarray().tobytes()) for number, frame in decoded if number >= key_frame}

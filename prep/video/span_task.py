@@ -326,7 +326,7 @@ class OldChunks:
                 if SOURCE_MEMBER in sample.members:
                     from clipmill.prep.video.source_span import SourceChunk
 
-                    source = SourceChunk.of_sample(sample, num_source_frames=description["num_source_frames"])
+                    source = SourceChunk.from_sample(sample, num_source_frames=description["num_source_frames"])
                     if source is not None:
                         chunks[begin_ms] = source, description
                     continue

@@ -1,20 +1,21 @@
-"""Make one shard of the `video` column in a worker, independent of machine and engine.
+"""Make one shard of the `video` column in a worker, on any machine and with any engine.
 
-Spans whose encoder pass is unchanged are copied from stored tars; all others are encoded. Every chunk, new or copied,
-is read back and compared with the plan before it is written to the tar. A failed span is recorded in the commit and
-does not affect the others.
+If the encoder pass of a span is unchanged, its chunks are copied from stored tars; otherwise they are encoded. Every
+chunk, new or copied, is demuxed and compared with the plan before it is written to the tar. A failed span is recorded
+in the commit and does not affect other spans.
 
-The worker has scratch space on the node's local disk, which is removed when its work is done, even if it was killed.
+The worker has scratch space on the node's local disk. It is removed at the end of the work or, if the worker is killed,
+by a later worker or run.
 
     $TMPDIR/scratch-clipmill-<uid>/      accessible to this user only (0700), removed once it is empty
-        <12 hex>/                        folder of one worker, locked while the worker lives
+        <12 hex>/                        folder of one worker, locked while the worker is alive
             clipmill-scratch.json        the marker: program, format, name of the folder, run
         <12 hex>.json                    a marker being moved into its folder, or out of it
 
-A folder is removed only if it is unlocked and holds a marker with its own name. Folders without a marker are never
-touched, whatever their names, and neither is anything else in $TMPDIR. A worker holds the lock of the parent folder
-while it creates or removes a folder. If this lock is free, a killed worker has left any incomplete folder, and the
-marker beside the folder names it.
+A folder is removed only if it is unlocked and holds a marker that states the name of this folder. Folders without a
+marker are never touched, and neither is anything else in $TMPDIR. A worker holds the lock of the parent folder while it
+creates or removes a folder. If this lock is free, any incomplete folder was left by a killed worker, and the marker
+beside the folder identifies it.
 """
 
 import errno
@@ -60,7 +61,7 @@ _MARKER = "clipmill-scratch.json"
 _FOLDER = re.compile(r"[0-9a-f]{12}")
 _LOOSE_MARKER = re.compile(r"([0-9a-f]{12})\.json")
 _MAX_MARKER_BYTES = 1 << 16
-_BEGINNING = json.dumps({"program": _PROGRAM})[:-1].encode()  # every marker begins with it, even an incomplete one
+_MARKER_PREFIX = json.dumps({"program": _PROGRAM})[:-1].encode()  # start of every marker, even if it is incomplete
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,14 @@ class Caption:
 
 @dataclass(frozen=True)
 class ShardTask:
-    """Input of a worker: paths and small values only.
+    """Input of a worker: only paths and small values.
 
     Attributes:
         old_commit: Previous commit of the shard, from which unchanged chunks are copied.
-        others: Other tars with chunks of these spans.
+        others: Other tars that contain chunks of these spans.
         captions_file: Caption table of the manifest, or None if no video has captions.
-        caption_groups: Row groups of that table with captions of the shard's videos.
-        scratch_bytes: Limit of the copies of remote sources on a node; None for most of the free space.
+        caption_groups: Row groups of this table that contain captions of the shard's videos.
+        scratch_bytes: Maximum total size of the copies of remote sources on a node; None for most of the free space.
     """
 
     variant_dir: Path
@@ -100,7 +101,7 @@ class ShardTask:
 
 
 def make_shard(task: ShardTask) -> ShardResult:
-    """Make, publish and commit one shard. A repetition writes the same bytes under the same names."""
+    """Make, publish and commit one shard. Running the task again writes the same bytes under the same names."""
     if task.recipe.settings.codec == INDEXED:
         return system_errors_as_results(_make, task)
     try:
@@ -138,17 +139,17 @@ def _make(task: ShardTask) -> ShardResult:
         for plan in task.spans:
             done, starts = shard.num_samples, plan.span.chunk_starts()
 
-            # Progress counts chunks, and an encoder pass reports frames.
+            # Progress is shown in chunks, but an encoder pass reports frames.
             def show(frames: int, done: int = done, starts: list[int] = starts) -> None:
                 shard.show(done + max(0, bisect_right(starts, starts[0] + frames) - 1))
 
-            # A folder for each span, so that scratch space holds the new files of a single span.
+            # Use one folder per span, so that scratch space holds the new files of only one span at a time.
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
                 span = old.span(plan, recipe=task.recipe)
                 is_new = len(span.chunks) != span.num_chunks
                 if is_new:
                     try:
-                        made = make_span(
+                        new_chunks = make_span(
                             plan,
                             sources=sources,
                             recipe=task.recipe,
@@ -156,8 +157,8 @@ def _make(task: ShardTask) -> ShardResult:
                             folder=Path(folder),
                             on_frames=show,
                         )
-                        span = SpanChunks(dict(enumerate(made)), len(made))
-                        encoded_s += float(sum(chunk.facts.num_frames for chunk in made) / fps)
+                        span = SpanChunks(dict(enumerate(new_chunks)), len(new_chunks))
+                        encoded_s += float(sum(chunk.facts.num_frames for chunk in new_chunks) / fps)
                     except SourceFailure as failure:
                         # Intact chunks stay in the shard even if their source can no longer be read.
                         is_new = False
@@ -182,10 +183,10 @@ def _make(task: ShardTask) -> ShardResult:
 def captions_of(
     captions_file: Path, video_ids: Sequence[str], *, row_groups: Sequence[int]
 ) -> dict[str, list[Caption]]:
-    """Return the captions of some videos, sorted by time.
+    """Return the captions of the given videos, sorted by time.
 
     Args:
-        row_groups: Row groups of the table that contain the captions. Only one of them is in memory at a time.
+        row_groups: Row groups of the table that contain the captions. Only one row group is in memory at a time.
     """
     import pyarrow.parquet as pq
 
@@ -218,7 +219,7 @@ def video_sample(
     """Return the sample of chunk `number` of a span.
 
     Args:
-        span_chunks: Number of chunks that the span actually has.
+        span_chunks: Actual number of chunks in the span.
         captions: Captions of the complete video; None if the dataset has no captions, in which case the sample has no
             txt member.
     """
@@ -226,7 +227,7 @@ def video_sample(
     begin_s, end_s = first_frame / fps, (first_frame + chunk.facts.num_frames) / fps
     key = chunk_key(plan.video_id, start_ms(first_frame, fps=fps))
     full_frames = settings.chunk_frames if settings.cut == "even" else plan.span.chunk_frames[number]
-    mine = [
+    chunk_captions = [
         caption
         for caption in captions or ()
         if caption.begin_s < end_s and (caption.end_s is None or caption.end_s > begin_s)
@@ -238,7 +239,7 @@ def video_sample(
         "source_fingerprint": plan.source.fingerprint,
         "dataset": plan.dataset,
         "split": split,
-        # The exact frame rate, as [numerator, denominator].
+        # Exact values as [numerator, denominator].
         "begin_s": begin_s.as_integer_ratio(),
         "end_s": end_s.as_integer_ratio(),
         "fps": fps.as_integer_ratio(),
@@ -250,13 +251,13 @@ def video_sample(
         "codec": chunk.facts.codec,
         "span_fingerprint": plan.fingerprint,
         "span_chunks": span_chunks,
-        "captions": [asdict(caption) for caption in mine],
+        "captions": [asdict(caption) for caption in chunk_captions],
     }
     text = json.dumps(description, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     extension, content = chunk.content
     members = {extension: content, "json": text.encode("utf-8", "replace")}
     if captions is not None:
-        members["txt"] = "\n".join(caption.text for caption in mine).encode("utf-8", "replace")
+        members["txt"] = "\n".join(caption.text for caption in chunk_captions).encode("utf-8", "replace")
     fields = {
         "video_id": plan.video_id,
         "start_ms": start_ms(first_frame, fps=fps),
@@ -271,10 +272,10 @@ def video_sample(
 
 @contextmanager
 def scratch_folder(run: str = "") -> Iterator[Path]:
-    """Yield a new folder and remove it at the end; first remove folders left here by this user's killed workers.
+    """Yield a new folder and remove it at the end; first remove folders that killed workers of this user left.
 
     Args:
-        run: Purpose of the folder, stored in the marker for information.
+        run: Description of the work, stored in the marker for information.
 
     Raises:
         OSError: The folder cannot be created, or its parent folder is not exclusive to this user.
@@ -284,13 +285,13 @@ def scratch_folder(run: str = "") -> Iterator[Path]:
     try:
         yield folder
     finally:
-        with suppress(OSError):  # if removal fails, the folder counts as abandoned and the next worker removes it
+        with suppress(OSError):  # if the removal fails, the next worker removes the folder as abandoned
             _remove_scratch(folder)
         os.close(descriptor)
 
 
 def remove_abandoned() -> None:
-    """Remove folders left on this machine by this user's killed workers; skip folders that cannot be removed."""
+    """Remove folders that killed workers of this user left on this machine; skip folders that cannot be removed."""
     root = private_root("scratch")
     if not root.is_dir() or root.is_symlink():
         return
@@ -302,18 +303,18 @@ def remove_abandoned() -> None:
                         content = _read_marker(os.open(loose, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK))
                         if _is_marker_of(content, name[1]):
                             _finish_removing(root / name[1])
-                        elif content.startswith(_BEGINNING) or _BEGINNING.startswith(content):
-                            loose.unlink()  # its writer was killed before the folder was created
+                        elif content.startswith(_MARKER_PREFIX) or _MARKER_PREFIX.startswith(content):
+                            loose.unlink()  # the worker was killed before it created the folder
             entries = [entry for entry in root.iterdir() if _FOLDER.fullmatch(entry.name)]
         for folder in entries:
             with suppress(OSError):
                 _remove_if_abandoned(folder)
         with _lock_scratch_root(root):
-            pass  # the root is removed if it is empty
+            pass  # releasing this lock removes the root if it is empty
 
 
 def _make_scratch(root: Path, run: str) -> tuple[Path, int]:
-    """Create a folder below `root` with its marker; return it with the descriptor that holds its lock."""
+    """Create a folder with a marker under `root`; return the folder and the descriptor that holds its lock."""
     with _lock_scratch_root(root):
         folder = root / secrets.token_hex(6)
         loose = _loose_marker(folder)
@@ -337,7 +338,7 @@ def _make_scratch(root: Path, run: str) -> tuple[Path, int]:
 
 
 def _remove_scratch(folder: Path) -> None:
-    """Remove a folder whose lock is held: first its content, then the marker and the folder in one step."""
+    """Remove a folder whose lock is held: first its content, then the marker and the folder under the parent's lock."""
     for entry in folder.iterdir():
         if entry.name == _MARKER:
             continue
@@ -351,7 +352,7 @@ def _remove_scratch(folder: Path) -> None:
 
 
 def _finish_removing(folder: Path) -> None:
-    """Remove an empty folder whose marker is beside it, then the marker; the parent's lock must be held."""
+    """Remove an empty folder, and then the marker beside it; the caller holds the lock of the parent folder."""
     with suppress(FileNotFoundError):
         folder.rmdir()
     _loose_marker(folder).unlink(missing_ok=True)
@@ -369,10 +370,10 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 
 def _read_marker(descriptor: int) -> bytes:
-    """Return the content of a small regular file, and close it.
+    """Return the content of a small regular file, and close the file.
 
     Raises:
-        OSError: The descriptor is not a regular file's.
+        OSError: The descriptor does not belong to a regular file.
     """
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -381,7 +382,7 @@ def _read_marker(descriptor: int) -> bytes:
 
 
 def _is_marker_of(marker: bytes, folder: str) -> bool:
-    """Return True if the marker was written by this program for that folder."""
+    """Return True if this program wrote the marker for `folder`."""
     try:
         content: Any = parse_json(marker)
     except ValueError:
@@ -392,7 +393,7 @@ def _is_marker_of(marker: bytes, folder: str) -> bool:
 
 @contextmanager
 def _lock_scratch_root(root: Path) -> Iterator[None]:
-    """Hold the lock of the parent folder, which is created if missing and removed at the end if empty.
+    """Hold the lock of the parent folder; create the folder if it is missing, and remove it at the end if it is empty.
 
     Raises:
         OSError: The folder cannot be created, or is not exclusive to this user.
@@ -406,7 +407,7 @@ def _lock_scratch_root(root: Path) -> Iterator[None]:
             try:
                 yield
             finally:
-                with suppress(OSError):  # fails if other workers have folders in it
+                with suppress(OSError):  # fails if other workers have folders in the root
                     root.rmdir()
             return
         finally:
