@@ -1,4 +1,7 @@
-"""The functions of a column with one sample for each chunk, derived from its `ColumnSpec` and its `ChunkWork`."""
+"""Commands, plan, run and reports of a column with one sample per chunk.
+
+They are derived from the `ColumnSpec` and the `ChunkWork` of the column.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -35,7 +38,7 @@ from clipmill.shards.reader import Variant
 
 
 def column_work(column: ColumnSpec, work: ChunkWork) -> ColumnWork:
-    """Return the functions of a column."""
+    """Return the `ColumnWork` of a column with one sample per chunk."""
     return ColumnWork(
         require=work.require,
         plan=partial(_plan, column, work),
@@ -52,10 +55,10 @@ def column_work(column: ColumnSpec, work: ChunkWork) -> ColumnWork:
 
 
 def resolve(column: ColumnSpec, work: ChunkWork, settings: Any, *, video: str) -> Recipe[Any]:
-    """Return the recipe of settings on this machine.
+    """Return the recipe that settings give on this machine.
 
     Args:
-        video: Name of the variant of `video` whose chunks the column is made of.
+        video: Name of the variant of `video` whose chunks are the input of the column.
 
     Raises:
         UserError: The model does not exist, or does not support the settings.
@@ -81,7 +84,7 @@ def _plan(column: ColumnSpec, work: ChunkWork, data_dir: Path, settings: Any, re
 
 
 def _pending(column: ColumnSpec, work: ChunkWork, data_dir: Path, variant: Variant) -> Pending:
-    """Return the work that a variant still needs; none if the variant is not current."""
+    """Return the remaining work of a variant; no work if the variant is not the current one."""
     if current_variant(data_dir, column.name) != variant.directory.name:
         return Pending()
     try:
@@ -89,7 +92,7 @@ def _pending(column: ColumnSpec, work: ChunkWork, data_dir: Path, variant: Varia
             return Pending(stale_because=f"made with schema {variant.recipe['schema']}; it is {column.schema} now")
         recipe = stored_recipe(column, variant)
     except UserError:
-        return Pending()  # its recipe is missing or incomplete, which the status names
+        return Pending()  # the recipe is missing or incomplete, which `prep status` reports
     if recipe.video != (video := current_variant(data_dir, VIDEO)):
         return Pending(stale_because=f"made from {recipe.video}; the current variant of video is {video}")
     try:
@@ -100,13 +103,13 @@ def _pending(column: ColumnSpec, work: ChunkWork, data_dir: Path, variant: Varia
 
 
 def chunk_job(column: ColumnSpec, plan: ChunksPlan, *, use: Any = None) -> Job[ChunkTask]:
-    """Return a plan as a job for the driver; `use` is passed on to its workers."""
+    """Return the job that the driver runs for a plan; `use` is passed on to the workers."""
     work: ChunkWork = import_object(column.work)
     more = work.more(plan)
 
-    def task(shard: ShardPlan) -> ChunkTask:
+    def make_task(shard: ShardPlan) -> ChunkTask:
         chunks = plan.chunk_shards[shard.shard_id]
-        needed = {shard.shard_id, *(after.shard_id for after in chunks.following.values())}
+        needed = {shard.shard_id, *(next_chunk.shard_id for next_chunk in chunks.following.values())}
         return ChunkTask(
             column=column.name,
             work=column.work,
@@ -123,7 +126,7 @@ def chunk_job(column: ColumnSpec, plan: ChunksPlan, *, use: Any = None) -> Job[C
             more=more(shard.shard_id),
         )
 
-    # The flags besides the recipe with which other commands continue the run.
+    # Flags that are not part of the recipe, recorded so that other commands can resume the run.
     flags = {**values_not_stored(plan.recipe.settings), WEIGHTS: work.weights(plan.recipe)}
     return Job(
         column=column,
@@ -132,7 +135,7 @@ def chunk_job(column: ColumnSpec, plan: ChunksPlan, *, use: Any = None) -> Job[C
         recipe=dict(plan.recipe.values),
         shards=plan.shards,
         make=make_chunk_shard,
-        task=task,
+        task=make_task,
         video_ids=plan.video_ids,
         failed_before=plan.unreadable,
         chunk_s=None,
@@ -153,7 +156,7 @@ def _run(
     flags = {**job.asked, **request.recorded_flags}
     summary = execute(replace(job, lag_limit_s=request.lag_limit_s, asked=flags), engine, part_run=part_run)
     names = []
-    # Only the last of several parts sees all shards, from which the extra files are made.
+    # The extra files are derived from all shards, and only the last of several parts sees all of them.
     if part_run is None or part_run.is_last:
         variant = Variant(plan.variant_dir)
         for file in work.extra_files:
@@ -170,20 +173,20 @@ def _run(
 
 
 def _plan_report(column: ColumnSpec, work: ChunkWork, plan: ChunksPlan) -> Report:
-    """Return the report of a plan: the work by state and reason, and its cost."""
+    """Return the report of a plan: the number of shards by state and reason, and the estimated cost."""
     if work.estimate is not None:
         estimate = work.estimate(plan)
     else:
         seconds = sum(plan.chunk_shards[shard.shard_id].seconds for shard in plan.shards if shard.has_work)
-        # Unchanged chunks of a changed shard are copied; their number is known only while the shard is made.
+        # Samples of unchanged chunks in a changed shard are copied; their number is known only during the run.
         about = (
             f"estimate at most {duration_text(seconds)} of video to {column.verb}",
             "         how long it takes is unknown; each chunk is read once",
         )
         estimate = Addition(about if seconds else (), {"estimate": {"seconds": seconds}})
-    further = {**values_not_stored(plan.recipe.settings), WEIGHTS: work.weights(plan.recipe)}
-    flags = {name: value for name, value in further.items() if value is not None}
-    where = {WHERE: further[WHERE]} if WHERE in further else {}
+    unstored = {**values_not_stored(plan.recipe.settings), WEIGHTS: work.weights(plan.recipe)}
+    flags = {name: value for name, value in unstored.items() if value is not None}
+    where = {WHERE: unstored[WHERE]} if WHERE in unstored else {}
     recipe = plan.recipe.values
     differences = changed_settings(plan.data_dir, column.name, variant=plan.recipe.variant, recipe=recipe)
     command = column.command_line({**recipe, **flags}, data_dir=plan.data_dir)
@@ -212,7 +215,7 @@ def _summary_report(column: ColumnSpec, work: ChunkWork, summary: Summary, setti
     speed = None
     if summary.encoded_s:
         speed = f"{summary.encoded_s / summary.wall_s:.1f}x real time"
-        # The speed per core tells nothing of a column that waits for a GPU or a server.
+        # The speed per core is meaningless for a column that waits for a GPU or a server.
         if work.has_cpu_speed and summary.cpu_s:
             per_core = summary.encoded_s / summary.cpu_s
             speed += f"; {per_core:.1f}x per core ({summary.cpu_s:.1f} s of CPU time)"

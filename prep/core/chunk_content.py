@@ -1,4 +1,4 @@
-"""The content of a chunk: its file, or its packets in the source file; decoding single frames of it."""
+"""Read a chunk, from its MP4 file or from its packets in the source file, and decode selected frames."""
 
 import os
 import zlib
@@ -38,10 +38,10 @@ def frame_rate(index: pa.Table, row: int) -> Fraction:
 
 @dataclass(frozen=True)
 class ChunkContent:
-    """The bytes of a chunk, and the part of its index row that decoding needs.
+    """The bytes of a chunk, and the values of its index row that are needed for decoding.
 
     Attributes:
-        mp4: Bytes of the MP4 file; empty if the packets of the chunk are in its source file.
+        mp4: Content of the MP4 file; empty if the packets of the chunk are in its source file.
         num_frames: Number of frames.
         fps: Frames per second.
         packet_frame, packet_flags: Packet table in decoding order (clipmill.shards.format.VIDEO_FIELDS).
@@ -56,7 +56,7 @@ class ChunkContent:
     def frames(self, indices: Sequence[int]) -> "Iterator[VideoFrame]":
         """Decode the frames `indices` (ascending), and yield them in order.
 
-        The packet table tells which frames others depend on, so that no other frame is decoded.
+        The packet table marks the frames that other frames reference. Only these and the requested frames are decoded.
 
         Raises:
             SourceFailure: decode_errors, or frames_differ if the decoder does not return one of the frames.
@@ -70,7 +70,7 @@ class ChunkContent:
         try:
             with av.open(BytesIO(self.mp4), "r", format="mp4") as container:
                 stream = container.streams.video[0]
-                stream.codec_context.thread_count = 1  # the caller already works in parallel
+                stream.codec_context.thread_count = 1  # callers decode several chunks in parallel
                 frames_per_tick = (stream.time_base or Fraction(0)) * self.fps
                 number = 0
                 for packet in container.demux(stream):
@@ -98,7 +98,7 @@ def read_chunk(video: CommittedShard, row: int) -> ChunkContent:
     """Read the content of a chunk.
 
     Raises:
-        SourceFailure: chunk_damaged, if its bytes differ from those committed.
+        SourceFailure: chunk_damaged, if the chunk does not match its committed checksum.
     """
     if SOURCE_MEMBER in video.extensions:  # packets are read from the source file when frames are decoded
         source = video.packet_tables.source(row)
@@ -109,11 +109,12 @@ def read_chunk(video: CommittedShard, row: int) -> ChunkContent:
             start_ms * 1000 + (2 * number + 1) * US_PER_S / (2 * fps) for number in range(fields["num_frames"])
         ]
         shown = [source.frame_at(*moment.as_integer_ratio()) for moment in moments_us]
-        # The table of packets in frames of the nominal rate: a source frame is where it is shown first.
-        flags_of = dict(zip(fields["packet_frame"], fields["packet_flags"], strict=True))
+        # Express the packet table in frames at the nominal rate: a source frame gets the first index at which it is
+        # shown.
+        frame_flags = dict(zip(fields["packet_frame"], fields["packet_flags"], strict=True))
         firsts = {frame: number for number, frame in reversed(list(enumerate(shown)))}
         numbers = sorted(firsts.values())
-        flags = [flags_of[shown[number]] for number in numbers]
+        flags = [frame_flags[shown[number]] for number in numbers]
         fields |= {"packet_frame": numbers, "packet_flags": flags}
         return SourceContent(b"", **fields, video=video, row=row, source=source, shown=shown)
     try:
@@ -126,7 +127,7 @@ def read_chunk(video: CommittedShard, row: int) -> ChunkContent:
 
 
 def content_fields(index: pa.Table, row: int) -> dict[str, Any]:
-    """Return the attributes of a `ChunkContent` that are values of the index row."""
+    """Return the attributes of a `ChunkContent` that come from its index row."""
     fields = {name: index[name][row].as_py() for name in ("num_frames", "packet_frame", "packet_flags")}
     return {**fields, "fps": frame_rate(index, row)}
 
@@ -137,8 +138,8 @@ class SourceContent(ChunkContent):
 
     Attributes:
         video, row: Shard and row of the chunk.
-        source: Frames of the source.
-        shown: Presentation index of the source frame that is shown as each frame of the chunk.
+        source: Frames of the source file.
+        shown: For each frame of the chunk, the presentation index of the source frame that it shows.
     """
 
     video: CommittedShard
@@ -162,8 +163,8 @@ class SourceContent(ChunkContent):
         upright = Upright(timeline.shape, aspect=timeline.aspects[0][1])
         counts = Counter(due)  # a source frame may be shown as several frames of the chunk
         try:
-            place = SourceFile(place_of(self.video.index_path, video_id))
-            packets = read_source_packets(place, self.source, table, counts, is_closed=closed)
+            source_file = SourceFile(place_of(self.video.index_path, video_id))
+            packets = read_source_packets(source_file, self.source, table, counts, is_closed=closed)
             codec, extradata = tables.stream(self.row)
             frames = PacketDecoder().decode(
                 codec=codec, extradata=extradata, packets=packets, is_strict=not table.has_recovery_points
@@ -180,10 +181,10 @@ class SourceContent(ChunkContent):
 
 
 def place_of(index_path: Path, video_id: str) -> str:
-    """Return the path or address of the source file of a video in the data folder of an index."""
+    """Return the path or URL of the source file of a video, as listed in the manifest of the index's data folder."""
     data_dir = next(folder for folder in index_path.parents if (folder / "manifest").is_dir())
     state = (manifest_dir(data_dir) / VIDEOS_FILE).stat()
-    videos = _read_places(data_dir, state.st_mtime_ns, os.getpid())
+    videos = _read_source_paths(data_dir, state.st_mtime_ns, os.getpid())
     row = pc.index(videos["video_id"], video_id).as_py()
     if row < 0:
         raise KeyError(f"video {video_id} is not in the manifest")
@@ -191,5 +192,5 @@ def place_of(index_path: Path, video_id: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def _read_places(data_dir: Path, _mtime_ns: int, _process: int) -> pa.Table:
+def _read_source_paths(data_dir: Path, _mtime_ns: int, _process: int) -> pa.Table:
     return read_videos(data_dir, columns=["video_id", "path"])

@@ -1,7 +1,7 @@
-"""The chunks of one shard as the input of a worker: their content, what identifies it, and samples made of it before.
+"""The chunks of one shard as the input of a worker: content, fingerprints, and samples from earlier commits.
 
-A sample belongs to the content of its chunk, not to its key: it is kept when the video gets another name or shard. This
-module loads neither plan nor driver.
+A sample belongs to the content of its chunk, not to its key: it is reused when the video gets a different name or
+shard. Workers import this module, so it loads neither plan nor driver.
 """
 
 import json
@@ -39,15 +39,15 @@ FINGERPRINT_COLUMNS = [
     "span_fingerprint",
     *(f"{member}_{name}" for member in ("mp4", SOURCE_MEMBER) for name in ("size", "crc32")),
 ]
-_NAMES = ("key", "video_id", "start_ms")  # of a chunk in `video`, and of its sample in another column
-_FIELDS = ("video_id", "start_ms", "num_frames", "fps_num", "fps_den")  # that a sample may take from its chunk
+_NAMES = ("key", "video_id", "start_ms")  # fields that identify a chunk, and its sample in other columns
+_FIELDS = ("video_id", "start_ms", "num_frames", "fps_num", "fps_den")  # fields that samples copy from their chunks
 FINGERPRINT_FIELD = "chunk_fingerprint"
-# Exceptions that tell of the machine, the bucket or the model: they end the shard, and others may be made.
+# Exceptions caused by the machine, the bucket or the model, and not by one chunk: they end the shard.
 NOT_OF_COLUMN = (UserError, Inaccessible, OSError, MemoryError)
 
 
 def chunk_fingerprints(index: pa.Table) -> list[str]:
-    """Return one hash (hex) per chunk of a `video` index over its bytes and what they are encoded from, not its key."""
+    """Return one hash (hex) for each chunk of a `video` index, over its bytes and its source span, but not its key."""
     columns = [index[name].to_pylist() for name in FINGERPRINT_COLUMNS if name in index.column_names]
     lines = ("\0".join(map(str, line)) for line in zip(*columns, strict=True))
     return [blake2b(line.encode(), digest_size=16).hexdigest() for line in lines]
@@ -58,7 +58,7 @@ class ChunkLength(NamedTuple):
 
     Attributes:
         fps: Frames per second.
-        has_next: True if another chunk follows it in the video, and samples depend on that one too.
+        has_next: True if another chunk follows in the video and the sample depends on that chunk too.
     """
 
     num_frames: int
@@ -71,10 +71,10 @@ class ChunkLength(NamedTuple):
 
 
 class NextChunk(NamedTuple):
-    """The chunk that follows another one in its video.
+    """Reference to the chunk that follows a chunk in the same video.
 
     Attributes:
-        shard_id: Shard of `video` that holds it.
+        shard_id: Id of the shard of `video` that holds the next chunk.
         row: Row of the chunk in this shard.
         content: Hash (hex) of the content of the chunk.
     """
@@ -84,7 +84,7 @@ class NextChunk(NamedTuple):
     content: str
 
 
-Following = Mapping[int, NextChunk]  # by row of the chunk that it follows
+Following = Mapping[int, NextChunk]  # next chunks, by row of the chunk before them
 
 
 def chunks_of_shard(
@@ -95,34 +95,34 @@ def chunks_of_shard(
     Args:
         commits: Commits of the shard and of the shards in `following`.
         following: The next chunks, if samples depend on them too.
-        names: Names of the index fields of the column that is made.
+        names: Names of the index fields of the column to make.
 
     Raises:
         Damaged: An index cannot be read.
         FileNotFoundError: An index is missing.
     """
-    needed = {shard_id, *(after.shard_id for after in following.values())}
+    needed = {shard_id, *(next_chunk.shard_id for next_chunk in following.values())}
     shards = {number: open_shard(video_dir, commits[number]) for number in sorted(needed)}
     contents = {number: chunk_fingerprints(shard.index) for number, shard in shards.items()}
     chunks = []
     for row, content in enumerate(contents[shard_id]):
         chunk = Chunk(shards[shard_id], row, content, content, names)
-        if (after := following.get(row)) is not None:
-            its_content = contents[after.shard_id][after.row]
-            both = blake2b(f"{content} {its_content}".encode(), digest_size=16).hexdigest()
-            next_chunk = Chunk(shards[after.shard_id], after.row, its_content, its_content, names)
-            chunk = replace(chunk, fingerprint=both, next=next_chunk)
+        if (successor := following.get(row)) is not None:
+            next_content = contents[successor.shard_id][successor.row]
+            fingerprint = blake2b(f"{content} {next_content}".encode(), digest_size=16).hexdigest()
+            next_chunk = Chunk(shards[successor.shard_id], successor.row, next_content, next_content, names)
+            chunk = replace(chunk, fingerprint=fingerprint, next=next_chunk)
         chunks.append(chunk)
     return chunks
 
 
 def column_failure(error: Exception) -> SourceFailure:
-    """Return the failure column_error for an exception that the code of a column raised."""
-    # The first frame is the caller. The last frame in the folder of the column tells more than one in a library.
+    """Return a failure with code column_error for an exception that the code of a column raised."""
+    # The first frame is the caller. The last frame in the column's folder tells the author more than a library's frame.
     frames = traceback.extract_tb(error.__traceback__)[1:]
     in_column = [frame for frame in frames if Path(frame.filename).parent == Path(frames[0].filename).parent]
-    place = f" ({Path(in_column[-1].filename).name}, line {in_column[-1].lineno})" if in_column else ""
-    return SourceFailure(FailureCode.COLUMN_ERROR, f"{type(error).__name__}: {first_line(error)}{place}")
+    location = f" ({Path(in_column[-1].filename).name}, line {in_column[-1].lineno})" if in_column else ""
+    return SourceFailure(FailureCode.COLUMN_ERROR, f"{type(error).__name__}: {first_line(error)}{location}")
 
 
 def seconds_of(index: pa.Table, row: int) -> Fraction:
@@ -131,11 +131,11 @@ def seconds_of(index: pa.Table, row: int) -> Fraction:
 
 
 class OldSamples:
-    """Samples of earlier commits by `chunk_fingerprint`, as far as their bytes are undamaged.
+    """Undamaged samples from earlier commits, by `chunk_fingerprint`.
 
     Args:
-        commits: Commits of the column that may hold samples of the chunks; the first commit that has a sample counts.
-        fields: Index fields of the column, among them `chunk_fingerprint`.
+        commits: Commits of the column that may hold samples of the chunks; if several hold a sample, the first is used.
+        fields: Index fields of the column, including `chunk_fingerprint`.
         fingerprints: Fingerprints of the chunks.
     """
 
@@ -144,7 +144,7 @@ class OldSamples:
     ) -> None:
         self._rows: dict[str, tuple[CommittedShard, int]] = {}
         self._fields = [field.name for field in fields]
-        of_chunks = frozenset(fingerprints)
+        wanted_fingerprints = frozenset(fingerprints)
         for commit in commits:
             if commit.files is None:
                 continue
@@ -153,7 +153,7 @@ class OldSamples:
                 (extension,) = extensions_of(shard.index)
                 crc32s = shard.index[f"{extension}_crc32"].to_pylist()
                 for row, fingerprint in enumerate(shard.index[FINGERPRINT_FIELD].to_pylist()):
-                    is_missing = fingerprint in of_chunks and fingerprint not in self._rows
+                    is_missing = fingerprint in wanted_fingerprints and fingerprint not in self._rows
                     if is_missing and zlib.crc32(shard.read(row, extension)) == crc32s[row]:
                         self._rows[fingerprint] = shard, row
 
@@ -161,10 +161,11 @@ class OldSamples:
         return fingerprint in self._rows
 
     def sample(self, fingerprint: str, index: pa.Table, row: int) -> Sample:
-        """Return the sample of the chunk in `row` of a `video` index, under the key that the chunk has there.
+        """Return the stored sample of a chunk, under the current key of the chunk.
 
         Args:
-            fingerprint: Fingerprint of a chunk that has a sample.
+            fingerprint: Fingerprint of a chunk that has a stored sample.
+            index, row: Index of the `video` shard and row of the chunk, from which the current key is read.
         """
         shard, old_row = self._rows[fingerprint]
         (extension,) = extensions_of(shard.index)
@@ -181,15 +182,16 @@ class OldSamples:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk that has no sample yet.
+    """A chunk of a shard of `video`.
 
     Attributes:
         video: Shard of `video` that holds the chunk.
         row: Row of the chunk in this shard.
         content: Hash (hex) of the content of the chunk.
-        fingerprint: Hash (hex) of all that the sample depends on: the content of the chunk, and of the next one if any.
-        names: Names of the index fields of the column that is made.
-        next: The chunk that follows, of columns that read it (`ChunkWork.reads_next`); None at the end of a video.
+        fingerprint: Hash (hex) of everything that the sample depends on: the content of the chunk, and of the next
+            chunk if the column reads it.
+        names: Names of the index fields of the column to make.
+        next: Next chunk of the video, for columns that read it (`ChunkWork.reads_next`); None at the end of a video.
     """
 
     video: CommittedShard
@@ -222,15 +224,15 @@ class Chunk:
         """Read the content of the chunk.
 
         Raises:
-            SourceFailure: chunk_damaged, if its bytes differ from those committed.
+            SourceFailure: chunk_damaged, if the chunk does not match its committed checksum.
         """
         return read_chunk(self.video, self.row)
 
     def frames(self, indices: Sequence[int] | None = None) -> "Iterator[VideoFrame]":
-        """Decode frames of the chunk, and yield them in the order of their indices, which is also the order of time.
+        """Decode frames of the chunk, and yield them in presentation order.
 
-        Frames on which none of them depends are not decoded. The frame with index i is displayed i / `fps` seconds
-        after the beginning of the chunk.
+        Frames that no requested frame depends on are not decoded. Frame i is displayed i / `fps` seconds after the
+        start of the chunk.
 
         Args:
             indices: Indices of the frames, each larger than the previous one, from 0 to `num_frames` - 1; None for all.
@@ -241,11 +243,11 @@ class Chunk:
         """
         num_frames = self["num_frames"]
         numbers = range(num_frames) if indices is None else indices
-        for before, number in pairwise((-1, *numbers)):
-            if not before < number < num_frames:
-                after = f" after {before}" if before >= 0 else ""
+        for previous, number in pairwise((-1, *numbers)):
+            if not previous < number < num_frames:
+                context = f" after {previous}" if previous >= 0 else ""
                 raise ValueError(
-                    f"{self.key}: frames() got index {number}{after}; "
+                    f"{self.key}: frames() got index {number}{context}; "
                     f"indices must increase, from 0 to at most {num_frames - 1}"
                 )
         return self.read().frames(numbers)
@@ -256,23 +258,23 @@ class Chunk:
         Args:
             values: Fields by name. Missing fields, such as `video_id` and `num_frames`, are copied from the chunk.
         """
-        of_chunk = {name: self[name] for name in _FIELDS if name in self.names and name not in values}
-        all_fields = {**of_chunk, **values, FINGERPRINT_FIELD: self.fingerprint}
+        copied = {name: self[name] for name in _FIELDS if name in self.names and name not in values}
+        all_fields = {**copied, **values, FINGERPRINT_FIELD: self.fingerprint}
         return {name: all_fields[name] for name in [*self.names, *all_fields] if name in all_fields}
 
     def sample(self, members: Mapping[str, bytes], values: Mapping[str, Any]) -> Sample:
         """Return the sample of the chunk.
 
         Args:
-            members: Content of the member by extension.
+            members: Content of each member, by extension.
             values: Index fields; see `fields`.
 
         Raises:
             SourceFailure: not_finite, if a value is not a finite number.
         """
         fields = self.fields(values)
-        if wrong := [name for name, value in fields.items() if isinstance(value, float) and not math.isfinite(value)]:
-            raise SourceFailure(FailureCode.NOT_FINITE, f"{', '.join(wrong)}: not a finite number")
+        if names := [name for name, value in fields.items() if isinstance(value, float) and not math.isfinite(value)]:
+            raise SourceFailure(FailureCode.NOT_FINITE, f"{', '.join(names)}: not a finite number")
         return Sample(key=self.key, members=dict(members), fields=fields)
 
 
@@ -281,15 +283,15 @@ class Chunks:
     """The chunks of a shard that have no sample yet, in order; a column's `make` iterates over them.
 
     Attributes:
-        variant_dir: Folder of the variant that is made.
-        wanted: Rows of the shard that get a sample, copied samples included.
-        rows: Rows of the chunks without a sample.
+        variant_dir: Folder of the variant to make.
+        wanted: Rows of the shard that get a sample, including copied samples.
+        rows: Rows of the chunks without a stored sample.
         of_shard: All chunks of the shard, by row.
         fingerprints: Fingerprints of `of_shard`.
         use: Value that `ChunkWork.workers` hands to each worker; None by default.
         more: Value that `ChunkWork.more` hands to the worker of this shard; None by default.
-        known: Rows that `make` need not make, such as rows with an answer on disk: they do not count as work.
-        show: Function that shows the number of finished chunks of the shard; for chunks that are not made in order.
+        known: Rows whose result `make` already has, such as a server's response on disk: they do not count as work.
+        show: Function that reports the number of finished chunks of the shard, if chunks do not finish in order.
     """
 
     variant_dir: Path
@@ -315,9 +317,9 @@ class Chunks:
         return len(self.rows)
 
     def each(self, make: Callable[[Chunk], Sample]) -> Iterator[Sample | SourceFailure]:
-        """Call a function for each chunk, and yield its result, or the failure that it raises.
+        """Call a function for each chunk, and yield its result or the failure that it raises.
 
-        An exception of another kind is a failure of the chunk, too: column_error, with the line that raised it.
+        An unexpected exception becomes a failure of the chunk with code column_error and the line that raised it.
         """
         for chunk in self:
             try:
@@ -326,5 +328,5 @@ class Chunks:
                 yield failure
             except NOT_OF_COLUMN:
                 raise
-            except Exception as error:  # noqa: BLE001 - of any kind, as it is the code of others
+            except Exception as error:  # noqa: BLE001 - the code of a column may raise anything
                 yield column_failure(error)

@@ -1,8 +1,8 @@
 """The plan of a column with one sample for each chunk: shard N holds the chunks of shard N of `video`.
 
-Columns with one sample for each chunk (`latents`, `scores`, `captions`) have shards with the ids, splits and keys of
-`video`. A plan covers the shards of `video` committed so far, even while `prep chunk` is running; a later plan covers
-the rest.
+The shards of such a column (`latents`, `scores`, `captions`) have the same ids, splits and keys as the shards of
+`video`. A plan covers the shards of `video` that are committed, even while `prep chunk` is running; a later plan covers
+the others.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ from clipmill.shards.opening import Damaged, DamagedIndex
 from clipmill.shards.selection import empty_selection_error, selected_chunks
 from clipmill.shards.where import Where, parse_where
 
-# Why a column that is made of chunks had nothing to do.
+# Reason why a column made from chunks had nothing to do.
 NO_CHUNKS = "there are no committed chunks yet; `prep status` shows the command that makes them"
 _COLUMNS = [*FINGERPRINT_COLUMNS, "key", "video_id", "num_frames", "fps_num", "fps_den"]
 
@@ -54,12 +54,12 @@ HasSample = Callable[[ChunkLength], bool]
 
 @dataclass(frozen=True)
 class ChunkShard:
-    """Facts about a shard of chunks, for a plan.
+    """The chunks of one shard of `video`, as far as a plan needs them.
 
     Attributes:
-        fingerprint: Hash of the keys and bytes of its chunks; captions do not affect it.
-        lengths: Number of chunks by their length.
-        video_ids: Ids of the videos of its chunks, without duplicates; a long video spans several shards.
+        fingerprint: Hash of the keys and bytes of the chunks; captions do not affect it.
+        lengths: Number of chunks of each length.
+        video_ids: Unique ids of the videos of the chunks; a long video spans several shards.
         rows: Rows of the chunks that get a sample; None for all.
         following: Next chunks, if samples depend on them too.
     """
@@ -75,7 +75,7 @@ class ChunkShard:
 
     @property
     def seconds(self) -> float:
-        """Total duration of the chunks."""
+        """Total duration of the chunks in seconds."""
         return float(sum(length.seconds * count for length, count in self.lengths.items()))
 
     @property
@@ -93,7 +93,7 @@ def current_chunks(data_dir: Path) -> str:
     """Return the current variant of `video`.
 
     Raises:
-        UserError: There is none.
+        UserError: The data folder has no chunks.
     """
     video = current_variant(data_dir, VIDEO)
     if video is None:
@@ -113,9 +113,9 @@ def read_chunk_shards(
     """Return the committed shards of chunks, and by shard id the failures of shards whose index is unreadable.
 
     Args:
-        chosen: Selected rows of each shard, by shard id; shards without any are omitted. None for all rows.
-        following: Next chunks of each shard, by shard id, if samples depend on them; None if they do not.
-        has_sample: Function that says which of the selected chunks get a sample; None for all.
+        chosen: Selected rows of each shard, by shard id; shards without selected rows are omitted. None for all rows.
+        following: Next chunks of each shard, by shard id; None if samples do not depend on them.
+        has_sample: Function that returns True for the lengths of chunks that get a sample; None for all chunks.
     """
     shards, unreadable = [], {}
     with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
@@ -150,56 +150,56 @@ def _read_chunk_shard(
         return None
     path = video_dir / commit.files.index
     try:
-        # Its checksum is verified by the worker that reads chunks: a plan reads few columns of all indexes.
+        # A plan reads a few columns of all indexes, so the checksum is left to the worker, which reads complete ones.
         index = open_index(path, columns=_COLUMNS)
         if not pc.min(index["fps_den"]).as_py():
             raise DamagedIndex(path, "a frame rate is not a number")
     except (DamagedIndex, OSError) as error:
-        # A shard that cannot be read is the failure of that shard only.
+        # An unreadable shard does not prevent the others from being planned.
         return commit.shard_id, Failure(shard_name(commit.shard_id), None, str(FailureCode.CHUNK_DAMAGED), str(error))
     if rows is not None and not rows:
         return None
     index = index if rows is None else index.take(pa.array(rows))
     lines = zip(index["key"].to_pylist(), chunk_fingerprints(index), strict=True)
     digest = hashlib.sha256("\n".join(map(" ".join, lines)).encode()).hexdigest()
-    selected, after = range(index.num_rows) if rows is None else rows, following or {}
+    selected, successors = range(index.num_rows) if rows is None else rows, following or {}
     if following is not None:
-        covered = "".join(after[row].content if row in after else "-" for row in selected)
-        digest = hashlib.sha256(f"{digest}{covered}".encode()).hexdigest()
-    # Most chunks have the same few lengths, so that `has_sample` is called once for each length.
+        next_contents = "".join(successors[row].content if row in successors else "-" for row in selected)
+        digest = hashlib.sha256(f"{digest}{next_contents}".encode()).hexdigest()
+    # Most chunks share a few lengths, so `has_sample` is called once for each length.
     columns = [index[name].to_pylist() for name in ("num_frames", "fps_num", "fps_den")]
-    numbers = [*zip(*columns, (row in after for row in selected), strict=True)]
+    numbers = [*zip(*columns, (row in successors for row in selected), strict=True)]
     counts = Counter(numbers)
-    length_of = {key: ChunkLength(key[0], Fraction(key[1], key[2]), key[3]) for key in counts}
+    lengths = {key: ChunkLength(key[0], Fraction(key[1], key[2]), key[3]) for key in counts}
     if has_sample is not None:
-        have_sample = {key: has_sample(length) for key, length in length_of.items()}
-        rows = tuple(row for row, key in zip(selected, numbers, strict=True) if have_sample[key])
+        is_sampled = {key: has_sample(length) for key, length in lengths.items()}
+        rows = tuple(row for row, key in zip(selected, numbers, strict=True) if is_sampled[key])
     return ChunkShard(
         shard_id=commit.shard_id,
         split=commit.split,
         fingerprint=digest,
         num_chunks=index.num_rows if rows is None else len(rows),
-        lengths=Counter({length_of[key]: count for key, count in counts.items()}),
+        lengths=Counter({lengths[key]: count for key, count in counts.items()}),
         video_ids=index["video_id"].unique(),
         rows=rows,
-        following={row: after[row] for row in selected if row in after},
+        following={row: successors[row] for row in selected if row in successors},
     )
 
 
-_DIGITS = "S32"  # of the fingerprint of a chunk
+_DIGITS = "S32"  # NumPy type of the fingerprint of a chunk
 
 
 class Holders:
-    """Shards that hold something about chunks, by the fingerprints of these chunks.
+    """Lookup table from chunk fingerprints to the shards that hold data about these chunks, such as old samples.
 
     Args:
-        fingerprints: Pairs of a shard id and the fingerprints of the chunks that the shard holds something about.
+        fingerprints: Pairs of a shard id and the fingerprints of the chunks that the shard holds data about.
     """
 
     def __init__(self, fingerprints: Iterable[tuple[int, Sequence[str | bytes]]]) -> None:
-        pairs = [(shard_id, np.array(of_shard, _DIGITS)) for shard_id, of_shard in fingerprints if len(of_shard)]
-        digits = np.concatenate([np.empty(0, _DIGITS), *(of_shard for _, of_shard in pairs)])
-        shard_ids = np.repeat([shard_id for shard_id, _ in pairs], [len(of_shard) for _, of_shard in pairs])
+        pairs = [(shard_id, np.array(hashes, _DIGITS)) for shard_id, hashes in fingerprints if len(hashes)]
+        digits = np.concatenate([np.empty(0, _DIGITS), *(hashes for _, hashes in pairs)])
+        shard_ids = np.repeat([shard_id for shard_id, _ in pairs], [len(hashes) for _, hashes in pairs])
         order = np.argsort(digits, kind="stable")
         self._digits, self._shard_ids = digits[order], shard_ids[order]
 
@@ -207,22 +207,22 @@ class Holders:
         return len(self._digits)
 
     def of(self, fingerprints: Sequence[str]) -> list[int]:
-        """Return the shards that hold something about any of the chunks, in ascending order."""
+        """Return the ids of the shards that hold data about any of the chunks, in ascending order."""
         digits = np.array(fingerprints, _DIGITS)
-        begins, ends = (np.searchsorted(self._digits, digits, side) for side in ("left", "right"))
-        pairs = zip(begins.tolist(), ends.tolist(), strict=True)
-        return sorted({shard_id for begin, end in pairs for shard_id in self._shard_ids[begin:end].tolist()})
+        starts, ends = (np.searchsorted(self._digits, digits, side) for side in ("left", "right"))
+        pairs = zip(starts.tolist(), ends.tolist(), strict=True)
+        return sorted({shard_id for start, end in pairs for shard_id in self._shard_ids[start:end].tolist()})
 
 
 @dataclass(frozen=True)
 class ChunksPlan:
-    """A plan and its inputs.
+    """The plan of a column with one sample per chunk, and the inputs of the plan.
 
     Attributes:
-        shards: Shards in order of their ids.
+        shards: Planned shards, in the order of their ids.
         chunk_shards: Shards of `video` whose chunks get samples, by shard id.
         num_videos: Number of videos with committed chunks.
-        unreadable: Shards of `video` that cannot be planned because their index is unreadable.
+        unreadable: Failures of the shards of `video` that cannot be planned because their index is unreadable.
     """
 
     recipe: Recipe[Any]
@@ -257,21 +257,21 @@ class ChunksPlan:
         return chunks_of_shard(self.video_dir, shard_id, commits=self.video_commits, following=following)
 
     def old_commits(self, shard_id: int) -> tuple[Commit, ...]:
-        """Return the commits that may hold samples of a shard: of the shard, and of shards that lost its chunks."""
+        """Return the commits that may hold samples for a shard: its own, and those of shards that lost chunks to it."""
         same = [shard_id] if shard_id in self.commits else []
         holding = self.holding(shard_id, self._holders_of_lost_samples)
         return tuple(self.commits[other] for other in dict.fromkeys([*same, *holding]))
 
     def holding(self, shard_id: int, holders: Holders) -> list[int]:
-        """Return the ids of the holders that hold something about chunks of a shard."""
+        """Return the ids of the shards in `holders` that hold data about chunks of a shard."""
         if len(holders):
-            with suppress(Damaged, OSError):  # the worker names an index that cannot be read
+            with suppress(Damaged, OSError):  # the worker reports an index that cannot be read
                 return holders.of([chunk.fingerprint for chunk in self.chunks(shard_id)])
         return []
 
     @cached_property
     def _holders_of_lost_samples(self) -> Holders:
-        """Stored samples of the shards that may have lost chunks to other shards."""
+        """Lookup table of the stored samples in shards that may have lost chunks to other shards."""
         states = (ShardState.CHANGED, ShardState.ORPHANED, ShardState.MISSING, ShardState.CORRUPT)
         fingerprints: list[tuple[int, list[str]]] = []
         for shard in self.shards:
@@ -296,10 +296,10 @@ def plan_chunks(
     Args:
         retry_codes: Failure codes to try again even if nothing changed.
         reads_next: True if samples also depend on the next chunks.
-        has_sample: Function that says which chunks get a sample; None for all.
+        has_sample: Function that returns True for the lengths of chunks that get a sample; None for all chunks.
 
     Raises:
-        UserError: The condition of its settings selects nothing, or uses scores that chunks lack.
+        UserError: The `where` of the settings selects no chunk, or uses scores that the chunks lack.
     """
     column, where = recipe.values["column"], getattr(recipe.settings, WHERE, None)
     video_dir = variant_dir(data_dir, VIDEO, recipe.video)
@@ -317,7 +317,7 @@ def plan_chunks(
         following=next_chunks(video_dir, video.commits) if reads_next else None,
         has_sample=has_sample,
     )
-    # It is unknown what these shards hold now, so their stored samples are neither made again nor orphaned.
+    # The current content of these shards is unknown, so their stored samples are neither made again nor orphaned.
     unknown = {damaged.shard_id for damaged in video.damaged} | unreadable.keys()
     fingerprint = recipe.fingerprint
     shards = plan_shards(
@@ -370,8 +370,8 @@ def selected_rows(
     )
     if not selected.any():
         raise empty_selection_error(where, what=count_noun(len(selected), "chunk"))
-    of_shards = np.split(selected, np.cumsum(sizes)[:-1])
-    return {shard_id: tuple(np.flatnonzero(mask).tolist()) for shard_id, mask in zip(shard_ids, of_shards, strict=True)}
+    masks = np.split(selected, np.cumsum(sizes)[:-1])
+    return {shard_id: tuple(np.flatnonzero(mask).tolist()) for shard_id, mask in zip(shard_ids, masks, strict=True)}
 
 
 _NUMBERS = ("start_ms", "num_frames", "fps_num", "fps_den", "width", "height")
@@ -379,10 +379,11 @@ _NEXT_COLUMNS = [*FINGERPRINT_COLUMNS, "video_id", *_NUMBERS]
 
 
 def next_chunks(video_dir: Path, commits: Mapping[int, Commit]) -> dict[int, Following]:
-    """Return the next chunk of each chunk that has one (in the same video, without a gap), by shard and row.
+    """Return the next chunks (same video, no gap, same resolution), by the shard and row of the chunks before them.
 
-    The next chunk may be in another shard. It may also be missing, because encoding it failed or `prep chunk` is still
-    running. The sample of the chunk before it is then made as at the end of a video, and again when the next one comes.
+    The next chunk may be in a different shard. It may also be missing, because encoding it failed or `prep chunk` is
+    still running. The sample of the preceding chunk is then made as at the end of a video, and made again once the next
+    chunk exists.
     """
     indexes: dict[int, pa.Table] = {}
     for shard_id, commit in commits.items():
@@ -400,19 +401,19 @@ def next_chunks(video_dir: Path, commits: Mapping[int, Commit]) -> dict[int, Fol
     }
     shard = np.repeat([*indexes], [len(index) for index in indexes.values()])
     row = np.concatenate([np.arange(len(index)) for index in indexes.values()])
-    # In order of video and time, each chunk stands before the one that may follow it.
+    # Sorted by video and time, each chunk is followed by its only candidate for the next chunk.
     order = np.lexsort((columns["start_ms"], video_row))
     first, second = order[:-1], order[1:]
-    # A gap of less than a frame, and a millisecond for the rounding of both times.
-    most_ms = (columns["num_frames"] + 1) * 1000 * columns["fps_den"] // columns["fps_num"] + 1
+    # Allow a gap of less than a frame, and a millisecond because both times are rounded.
+    max_step_ms = (columns["num_frames"] + 1) * 1000 * columns["fps_den"] // columns["fps_num"] + 1
     is_next = (video_row[first] == video_row[second]) & (
-        columns["start_ms"][second] - columns["start_ms"][first] <= most_ms[first]
+        columns["start_ms"][second] - columns["start_ms"][first] <= max_step_ms[first]
     )
     for name in ("width", "height"):
         is_next &= columns[name][first] == columns[name][second]
     following: dict[int, dict[int, NextChunk]] = {}
-    for chunk, after in zip(first[is_next].tolist(), second[is_next].tolist(), strict=True):
-        shard_id, its_row = int(shard[after]), int(row[after])
-        next_chunk = NextChunk(shard_id, its_row, contents[shard_id][its_row])
+    for chunk, successor in zip(first[is_next].tolist(), second[is_next].tolist(), strict=True):
+        shard_id, next_row = int(shard[successor]), int(row[successor])
+        next_chunk = NextChunk(shard_id, next_row, contents[shard_id][next_row])
         following.setdefault(int(shard[chunk]), {})[int(row[chunk])] = next_chunk
     return {**following}

@@ -1,7 +1,7 @@
-"""`ChunkWork`, the making half of a column with one sample for each chunk, and the worker that makes its shards.
+"""`ChunkWork`, which describes how a column makes one sample for each chunk, and the worker code that makes its shards.
 
-All functions of its `ColumnWork` are derived from `ColumnSpec` and `ChunkWork` (`prep/core/chunk_column.py`). This
-module loads neither plan nor driver, since workers and packages with a column import it.
+The `ColumnWork` of such a column is derived from its `ColumnSpec` and `ChunkWork` (`prep/core/chunk_column.py`).
+Workers and packages that provide a column import this module, so it loads neither plan nor driver.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,10 +57,10 @@ class Workers:
     """Needs of the workers of a run.
 
     Attributes:
-        request: Request of the run, which has the number of workers.
-        gpus_each: GPUs of each worker, such as 1 or 0.5.
-        memory_gb: Memory that a worker takes on a cluster.
-        use: Value of `Chunks.use` in each worker: how it uses its machine, without effect on the stored bytes.
+        request: Request of the run, which contains the number of workers.
+        gpus_each: GPUs per worker, such as 1 or 0.5.
+        memory_gb: Memory to reserve for a worker on a cluster, in GB.
+        use: Value of `Chunks.use` in each worker: options for the machine that do not affect the stored bytes.
     """
 
     request: "Request"
@@ -71,39 +71,39 @@ class Workers:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkWork:
-    """The part of a column with one sample for each chunk that makes and describes its samples.
+    """Functions and values with which a column makes and describes one sample for each chunk.
 
     Attributes:
         fields: Index fields, in order (`clipmill.shards.format.chunk_fields`).
         extension: Extension of the member of each sample, or a function recipe -> extension.
         make: Function (chunks, recipe) -> one outcome for each chunk, in order: a sample, a `SourceFailure`, or a
-            `Stop`, which ends the shard without a commit. It runs in workers. A UserError that it raises means that the
-            worker cannot open the model, and also ends the shard.
+            `Stop`, which ends the shard without a commit. It runs in workers. It raises UserError if the worker cannot
+            open the model, which also ends the shard.
         require: Function (settings) that raises UserError if this machine lacks something that the settings need;
             called before any lock is taken.
         resolve: Function settings -> the settings to use, and other values of the recipe by name, such as the hash of
             a model; a value with the name of a setting replaces it. It raises UserError if the model does not exist.
         name: Function recipe -> readable part of the variant's name: letters, digits, `-`, `_` and dots.
-        weights: Function recipe -> path of local weights, which the records of a run keep; None if there are none.
-        needs: Import path of a function that returns why a machine must not work, or None, and the name of the recipe
-            value that is its argument. None if there are no such requirements.
-        workers: Function (plan, request) -> workers of a run. None: as many as the request says, without GPUs.
+        weights: Function recipe -> path of local weights, to be recorded with the run; None without local weights.
+        needs: Import path of a function that returns the reason why a machine must not work, or None, and the name of
+            the recipe value that is its argument. None if every machine may work.
+        workers: Function (plan, request) -> needs of the workers. None: the number in the request, without GPUs.
         more: Function plan -> function of a shard id that returns what the worker needs besides the chunks of the shard
             (`Chunks.more`), such as files of other shards.
         reads_next: Function recipe -> True if a sample also depends on the chunk that follows in the video
-            (`Chunk.next`); the sample is made again when the next chunk comes, changes or leaves. By default, a sample
-            depends on its chunk only.
+            (`Chunk.next`); the sample is made again when the next chunk is added, changed or removed. By default, a
+            sample depends on its chunk only.
         has_sample: Function (recipe, length of a chunk) -> True if the chunk gets a sample. None: all chunks do.
-        on_plan: Function (plan, request), called once a plan is complete: raises UserError if the plan makes no sense,
-            or makes a few samples for its estimate (`PlanRequest.trial`).
-        memory_gb: Memory that a worker takes on a cluster.
-        is_function_of_plan: True if the same plan always gives the same bytes.
-        estimate: Function of a plan with work -> lines about its cost, and JSON values. None: the duration of the
-            chunks.
-        summary: Function (plan, result of the run, names of the extra files that it has written) -> additions to its
-            report. None: the files.
-        left_out: Function plan -> lines about what it leaves out, for `prep status`; estimate and summary say the same.
-        has_cpu_speed: True if the report of a run has the speed per CPU core.
+        on_plan: Function (plan, request), called once a plan is complete: raises UserError if the plan is invalid, or
+            makes a few samples for the estimate (`PlanRequest.trial`).
+        memory_gb: Memory to reserve for a worker on a cluster, in GB.
+        is_function_of_plan: True if the same plan always produces the same bytes.
+        estimate: Function plan -> lines about the cost of the plan, and JSON values. None: the duration of the chunks.
+        summary: Function (plan, result of the run, names of the extra files that the run wrote) -> additions to the
+            report. None: lines about these files.
+        left_out: Function plan -> lines about what the plan omits, for `prep status`; estimate and summary report it
+            too.
+        has_cpu_speed: True if the report of a run includes the speed per CPU core.
         extra_folders, extra_files, sample_facts, write_page, next_command: See `ColumnWork`.
     """
 
@@ -145,12 +145,12 @@ class ChunkWork:
 
     def for_column(self, column: ColumnSpec) -> ColumnWork:
         """Return the functions of a column."""
-        # The module with these functions, which imports this one, loads plan and driver.
+        # Import late: chunk_column.py imports this module, and loads plan and driver.
         derived: ColumnWork = import_object("clipmill.prep.core.chunk_column:column_work")(column, self)
         return derived
 
 
-_END = object()  # after the last outcome
+_END = object()  # default of next() after the last outcome
 _AT_LEAST_1 = ("num_frames", "fps_num", "fps_den")
 
 
@@ -162,12 +162,12 @@ class ChunkTask:
         column: Name of the column.
         work: Import path of the column's `ChunkWork`.
         video_dir: Folder of the `video` variant with the chunks.
-        video_commits: Commit of the shard with the chunks, as planned, and of the shards in `following`.
+        video_commits: Planned commits of the shard with the chunks and of the shards in `following`, by shard id.
         following: Next chunks, if samples depend on them too (`ChunkWork.reads_next`).
         old_commits: Commits of the column with samples of unchanged chunks.
         rows: Rows of the chunks that get a sample; None for all.
-        use: Value that the column hands to its workers (`Workers.use`).
-        more: Value that the column hands to the worker of this shard (`ChunkWork.more`).
+        use: Value that the column passes to all workers (`Workers.use`).
+        more: Value that the column passes to the worker of this shard (`ChunkWork.more`).
     """
 
     column: str
@@ -188,14 +188,14 @@ class ChunkTask:
 def make_chunk_shard(task: ChunkTask) -> ShardResult:
     """Make, publish and commit one shard, in a worker.
 
-    Samples of unchanged chunks are copied from stored shards; the column's `ChunkWork.make` makes all others. A failed
-    chunk is recorded in the commit and does not affect the others.
+    Samples of unchanged chunks are copied from stored shards; `ChunkWork.make` of the column makes the others. A failed
+    chunk is recorded in the commit and does not affect other chunks.
     """
     return system_errors_as_results(_make, task)
 
 
 def open_chunks(task: ChunkTask) -> tuple[Chunks, OldSamples]:
-    """Open a shard, and return its chunks and the samples that are copied.
+    """Open the chunks of a shard, and return them with the stored samples to copy.
 
     Raises:
         Damaged: The chunks cannot be read.
@@ -203,10 +203,10 @@ def open_chunks(task: ChunkTask) -> tuple[Chunks, OldSamples]:
     """
     work: ChunkWork = import_object(task.work)
     names = tuple(field.name for field in work.fields)
-    of_shard = chunks_of_shard(
+    shard_chunks = chunks_of_shard(
         task.video_dir, task.shard_id, commits=task.video_commits, following=task.following, names=names
     )
-    fingerprints = [chunk.fingerprint for chunk in of_shard]
+    fingerprints = [chunk.fingerprint for chunk in shard_chunks]
     old = OldSamples(task.variant_dir, task.old_commits, fields=work.fields, fingerprints=fingerprints)
     rows = range(len(fingerprints)) if task.rows is None else task.rows
     chunks = Chunks(
@@ -214,7 +214,7 @@ def open_chunks(task: ChunkTask) -> tuple[Chunks, OldSamples]:
         shard_id=task.shard_id,
         wanted=rows,
         rows=[row for row in rows if fingerprints[row] not in old],
-        of_shard=of_shard,
+        of_shard=shard_chunks,
         fingerprints=fingerprints,
         use=task.use,
         more=task.more,
@@ -238,12 +238,12 @@ def _make(task: ChunkTask) -> ShardResult:
         num_planned=len(chunks.wanted),
     ) as shard:
         chunks = replace(chunks, show=shard.show)
-        made = _outcomes(work, chunks, task, shard)
-        # Copied and new samples stand in the order of the chunks, so that the bytes do not depend on earlier runs.
+        outcomes = _outcomes(work, chunks, task, shard)
+        # Write copied and new samples in the order of the chunks, so that the bytes do not depend on earlier runs.
         for row in chunks.wanted:
             is_old = chunks.fingerprints[row] in old
             try:
-                outcome = old.sample(chunks.fingerprints[row], index, row) if is_old else next(made)
+                outcome = old.sample(chunks.fingerprints[row], index, row) if is_old else next(outcomes)
             except UserError as error:
                 return stop_result(task, FailureCode.MODEL_UNAVAILABLE, str(error))
             if isinstance(outcome, Stop):
@@ -256,7 +256,7 @@ def _make(task: ChunkTask) -> ShardResult:
             shard.add(outcome, content=b"" if work.is_function_of_plan else outcome.members[extension])
             if not is_old and row not in chunks.known:
                 made_s += float(seconds_of(index, row))
-        if isinstance(end := next(made, None), Stop):
+        if isinstance(end := next(outcomes, None), Stop):
             return stop_result(task, end.code, end.message)
         return shard.commit(num_reused=len(chunks.wanted) - len(chunks.rows), encoded_s=made_s)
 
@@ -264,52 +264,52 @@ def _make(task: ChunkTask) -> ShardResult:
 def _outcomes(
     work: ChunkWork, chunks: Chunks, task: ChunkTask, shard: NewShard
 ) -> Iterator[Sample | SourceFailure | Stop]:
-    """Yield the outcome of each chunk that has no stored sample: its sample, its failure, or why the shard ends.
+    """Yield the outcome of each chunk without a stored sample: its sample, its failure, or the reason to end the shard.
 
-    An outcome that is not a sample of its chunk becomes a failure. The shard ends if an outcome belongs to no chunk.
+    A sample that is invalid for its chunk becomes a failure. The shard ends if an outcome does not belong to a chunk.
     """
-    broken = FailureCode.COLUMN_ERROR
+    code = FailureCode.COLUMN_ERROR
     try:
-        made = iter(work.make(chunks, task.recipe)) if chunks.rows else iter(())
+        outcomes = iter(work.make(chunks, task.recipe)) if chunks.rows else iter(())
         for number, chunk in enumerate(chunks):
-            outcome = next(made, _END)
+            outcome = next(outcomes, _END)
             if outcome is _END:
-                yield Stop(broken, f"{task.work} has yielded {number} outcomes for {len(chunks)} chunks")
+                yield Stop(code, f"{task.work} has yielded {number} outcomes for {len(chunks)} chunks")
                 return
             if isinstance(outcome, Sample):
                 if outcome.key != chunk.key:
-                    yield Stop(broken, f"{task.work} has made {outcome.key} in place of {chunk.key}")
+                    yield Stop(code, f"{task.work} has made {outcome.key} in place of {chunk.key}")
                     return
                 try:
-                    _require_sample_of(chunk, outcome, work)
+                    _check_sample(chunk, outcome, work)
                     shard.check(outcome)
                 except (ValueError, TypeError, OverflowError) as error:
-                    outcome = SourceFailure(broken, first_line(error))
+                    outcome = SourceFailure(code, first_line(error))
                 except SourceFailure as failure:
                     outcome = failure
             elif not isinstance(outcome, SourceFailure | Stop):
                 kind = type(outcome).__name__
                 message = f"{task.work} has yielded an object of type {kind}, which is not a Sample"
-                outcome = SourceFailure(broken, message)
+                outcome = SourceFailure(code, message)
             yield outcome
-        if next(made, _END) is not _END:
-            yield Stop(broken, f"{task.work} has yielded more outcomes than the {len(chunks)} chunks")
+        if next(outcomes, _END) is not _END:
+            yield Stop(code, f"{task.work} has yielded more outcomes than the {len(chunks)} chunks")
     except NOT_OF_COLUMN:
         raise
-    except Exception as error:  # noqa: BLE001 - of any kind, as it is the code of others
-        yield Stop(broken, column_failure(error).message)
+    except Exception as error:  # noqa: BLE001 - the code of a column may raise anything
+        yield Stop(code, column_failure(error).message)
 
 
-def _require_sample_of(chunk: Chunk, sample: Sample, work: ChunkWork) -> None:
-    """Check the values of a sample, and that it is the sample of a chunk.
+def _check_sample(chunk: Chunk, sample: Sample, work: ChunkWork) -> None:
+    """Check that the values of a sample can be stored and match its chunk.
 
     Raises:
         ValueError: A value cannot be stored, or differs from the value of the chunk.
         TypeError: A value has the wrong type.
         OverflowError: A value is too large for its type.
-        SourceFailure: not_finite, if an array has a number that is not finite.
+        SourceFailure: not_finite, if an array contains NaN or infinity.
     """
-    of_chunk = {"video_id": chunk["video_id"], "start_ms": chunk["start_ms"], FINGERPRINT_FIELD: chunk.fingerprint}
+    chunk_values = {"video_id": chunk["video_id"], "start_ms": chunk["start_ms"], FINGERPRINT_FIELD: chunk.fingerprint}
     for field in work.fields:
         value = sample.fields.get(field.name)
         if value is None:
@@ -320,8 +320,8 @@ def _require_sample_of(chunk: Chunk, sample: Sample, work: ChunkWork) -> None:
             raise ValueError(f"{field.name} is {value!r}, which is not an integer")
         if field.name in _AT_LEAST_1 and value < 1:
             raise ValueError(f"{field.name} is {value!r}, and must be 1 or more")
-        if value != of_chunk.get(field.name, value):
-            raise ValueError(f"{field.name} is {value!r}, but the chunk has {of_chunk[field.name]!r}")
+        if value != chunk_values.get(field.name, value):
+            raise ValueError(f"{field.name} is {value!r}, but the chunk has {chunk_values[field.name]!r}")
     for extension, member in sample.members.items():
         if extension.endswith("npy"):
             from clipmill.shards.npy import load_npy

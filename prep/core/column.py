@@ -1,11 +1,11 @@
-"""`ColumnSpec`: the half of a column that the command line needs whenever `prep` starts.
+"""`ColumnSpec`: the declaration of a column, which the command line loads whenever `prep` starts.
 
 `clipmill.prep.registry` lists the columns. Code that plans, makes, shows, verifies, retries or removes a column
-receives its spec and calls the functions of its `ColumnWork`, which is loaded when it is needed; no code outside a
-column's own folder refers to the column by name.
+receives the spec and calls the functions of the `ColumnWork`, which is loaded when it is needed. No code outside the
+folder of a column refers to the column by name.
 
-A column with one sample for each chunk declares its settings here, and how it makes a sample in a `ChunkWork`
-(`prep/core/chunk_work.py`); its commands, recipe, plan, runs, reports and retries are derived from the two.
+A column with one sample for each chunk declares its settings in a `ColumnSpec`, and how it makes a sample in a
+`ChunkWork` (`prep/core/chunk_work.py`); its commands, recipe, plan, runs, reports and retries are derived from the two.
 docs/plugins.md has a complete example.
 """
 
@@ -32,26 +32,26 @@ from clipmill.prep.core.recipe import (
 from clipmill.shards.columns import VIDEO, command_for
 
 DATA_VARIABLE = "CLIPMILL_DATA"
-ENGINE_FLAGS = ("engine", "address")  # which the records of a run keep if they were given
-# Names that settings may not have: values that each recipe has, and flags of all columns (`prep/core/request.py`).
+ENGINE_FLAGS = ("engine", "address")  # flags that are recorded with a run if the user passed them
+# Names that settings must not have: values of every recipe, and flags of all columns (`prep/core/request.py`).
 TAKEN_SETTINGS = frozenset(
     {*("column", "schema", VIDEO, "weights"), *("data", "json", "engine", "address", "execution", "workers", "part")}
     | {"max_failures", "trial", "explain", "retry_codes", "only_variant", "variant", "monitoring"}
 )
-WEIGHTS = "weights"  # path of a local model, by which commands name it; recipes have its hash
+WEIGHTS = "weights"  # name of the value with the path of a local model; recipes contain its hash instead
 Stored = Mapping[str, Any]  # content of a variant's recipe.json
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Work that remains for a variant, derived from stored records only.
+    """Remaining work of a variant, derived from stored records only.
 
     Attributes:
         num_wanted: Number of samples that the variant should hold; None if unknown.
         wanted_shards: Ids of the shards that the variant should have; None if unknown.
         to_make: Number of shards that need work, by state.
-        num_orphaned: Number of shards to remove, because no part of the plan needs their content any more.
-        stale_because: Reason why a new run would make another variant, or None.
+        num_orphaned: Number of shards to remove because the plan no longer needs their content.
+        stale_because: Reason why a new run would make a different variant, or None.
         left_out: Lines about what the settings omit, such as tails.
     """
 
@@ -68,7 +68,7 @@ class Addition:
     """Text lines and JSON values that a column adds to a report.
 
     Attributes:
-        about: Lines before the settings and the work; of plans only.
+        about: Lines to print before the settings and the work; used by plans only.
     """
 
     lines: Sequence[str] = ()
@@ -82,7 +82,7 @@ class DeepCode(StrEnum):
     UNREADABLE = "unreadable"
     PACKETS_DIFFER = "packets_differ"  # the packet table in the index does not match the demuxed packets
     DECODE_ERRORS = "decode_errors"
-    FRAMES_DIFFER = "frames_differ"  # wrong number, order or size of decoded frames
+    FRAMES_DIFFER = "frames_differ"  # wrong number, order or resolution of decoded frames
     ARRAY_DIFFERS = "array_differs"  # an array does not match its index row, or holds invalid values
     CHECK_FAILED = "check_failed"  # the function that checks the samples of the column raised an exception
     JSON_DIFFERS = "json_differs"  # the .json or .txt member does not match the index
@@ -103,36 +103,36 @@ def _settings_text(stored: Stored) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSpec:
-    """Description of a column for the command line and the upkeep of a data folder; its code is not loaded.
+    """Declaration of a column for the command line and the upkeep of a data folder, without the code of the column.
 
     Attributes:
         name: Name of the column's folder and value of `--column`: lower case, beginning with a letter. The command is
             `prep NAME`.
         package: Import name of the package with the column's code; workers must have the same version.
         work: Import path `package.module:NAME` of the column's `ChunkWork` (`prep/core/chunk_work.py`), or of its
-            `ColumnWork` if the column has another plan (`prep/core/work.py`).
+            `ColumnWork` (`prep/core/work.py`) if the column does not have one sample for each chunk.
         check_sample: Import path `package.module:function` of a function (index row, members, split) -> `CheckedSample`
             that compares a sample with its index row, to which `tar`, the path of the shard, is added. It runs in
             workers, which load nothing else.
-        settings: Frozen dataclass whose fields are flags of `prep NAME` and `prep plan NAME` and, without those that
-            are `NOT_STORED`, part of the recipe (`prep/core/recipe.py`). A field `where` selects chunks. No field may
-            have a name of `TAKEN_SETTINGS`.
-        schema: Version of the recipe, incremented when the same settings begin to produce other bytes.
-        help: Help of `prep NAME`: a first sentence that begins with a verb, text, and an example.
+        settings: Frozen dataclass whose fields are flags of `prep NAME` and `prep plan NAME`. All fields except the
+            `NOT_STORED` ones are part of the recipe (`prep/core/recipe.py`). A field `where` selects chunks. No field
+            may have a name in `TAKEN_SETTINGS`.
+        schema: Version of the recipe, incremented when the same settings begin to produce different bytes.
+        help: Help of `prep NAME`: a first sentence that begins with a verb, further text, and an example.
         plan_help: Help of `prep plan NAME`.
         request: Import path of the dataclass with the flags that are not settings, a `Request`
             (`prep/core/request.py`). Fields that are `KEPT` are recorded, and used again by `prep retry`.
         plan_request: Import path of the dataclass with the additional flags of `prep plan NAME`, a `PlanRequest`.
         sample: Noun for a sample of the column, singular.
         verb: Regular verb for making a sample, such as encode.
-        checked_noun: Noun for the things that `verify --deep` counts, singular: "decoded frame".
+        checked_noun: Noun for the items that `verify --deep` counts, singular: "decoded frame".
         has_hours: True if `status` reports hours of video, computed from num_frames and the frame rate in the index.
-        page: Content of the page of `prep inspect --html`, as a clause; empty without such a page.
-        read_settings: Function (stored recipe of this schema, path of local weights or None) -> settings that make the
-            variant again. None if stored values and settings have the same names.
-        write_flags: Function settings of a stored recipe -> flags of `prep NAME` that give them. None if each setting
-            is the flag of its name.
-        settings_line: Function stored recipe -> its settings on one line.
+        page: Content of the page that `prep inspect --html` writes, as a clause; empty without such a page.
+        read_settings: Function (stored recipe of this schema, path of local weights or None) -> settings that
+            reproduce the variant. None if stored values and settings have the same names.
+        write_flags: Function settings of a stored recipe -> flags of `prep NAME` that reproduce them. None if each
+            setting is the flag of its name.
+        settings_line: Function stored recipe -> one line with its settings.
     """
 
     name: str
@@ -164,17 +164,17 @@ class ColumnSpec:
 
     @property
     def is_first(self) -> bool:
-        """True if the column is made from the source videos; others are made from it or from the manifest."""
+        """True for `video`, the column made from the source videos; other columns are made from it or the manifest."""
         return self.name == VIDEO
 
     @property
     def doing(self) -> str:
-        """Participle for making samples: "encoding"."""
+        """Present participle of `verb`, such as "encoding"."""
         return f"{self.verb.removesuffix('e')}ing"
 
     @property
     def command(self) -> str:
-        """Name of the command that makes the column with settings of this kind."""
+        """Name of the command that makes the column with settings of this type."""
         return getattr(self.settings, "command", None) or command_for(self.name)
 
     @property
@@ -184,10 +184,10 @@ class ColumnSpec:
         return request
 
     def stored_settings(self, stored: Stored, weights: str | None = None) -> Any:
-        """Return the settings that make a variant again.
+        """Return the settings that reproduce a variant.
 
         Args:
-            stored: Recipe, and the request of the last run (`selection.stored_request`).
+            stored: Recipe, and the request of the last run (`variants.stored_request`).
             weights: Path of local weights that replace the stored ones; None for the stored ones.
 
         Raises:
@@ -215,7 +215,7 @@ class ColumnSpec:
         return [*flags, *changed_flags(kept, dict.fromkeys(kept))]
 
     def command_line(self, stored: Stored, *, data_dir: Path) -> str:
-        """Return the command line that reproduces the recipe in a recipe.json, by the engine that made it.
+        """Return the command line that reproduces a stored recipe with the same engine.
 
         Raises:
             UserError: The recipe was written with another version of the recipe schema.
@@ -231,13 +231,13 @@ class ColumnSpec:
 
 
 def data_flags(data: Path) -> list[str]:
-    """Return the flag that names a data folder; none if commands take that folder without it."""
+    """Return the `--data` flag for a data folder; empty if the folder is the default."""
     default = Path(os.environ.get(DATA_VARIABLE, "data"))
     return [] if data.resolve() == default.resolve() else ["--data", short_path(data)]
 
 
 def short_path(path: Path) -> str:
-    """Return a path relative to the current folder if it is inside; the copy of a bucket is shown as its address."""
+    """Return a path relative to the current folder if it is inside; paths in a bucket's copy are printed as URLs."""
     if mirror_of(path) is not None:
         return os.fspath(path)
     with suppress(ValueError, OSError):
@@ -248,13 +248,13 @@ def short_path(path: Path) -> str:
 def recipe_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return the differences between two recipes as `name: old → new`, in the order of the new recipe.
 
-    A recipe that was stored has lists where another has tuples; both are compared in the form that is stored.
+    A recipe read from a file has lists where a new recipe has tuples, so both are compared in the stored form.
     """
     old, new = json.loads(json.dumps(old)), json.loads(json.dumps(new))
     differences = []
     for name in [*new, *(name for name in old if name not in new)]:
         values = old.get(name), new.get(name)
         if values[0] != values[1]:
-            before, after = ("not set" if value is None else value for value in values)
-            differences.append(f"{name}: {before} → {after}")
+            old_text, new_text = ("not set" if value is None else value for value in values)
+            differences.append(f"{name}: {old_text} → {new_text}")
     return differences

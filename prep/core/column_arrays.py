@@ -1,4 +1,7 @@
-"""The arrays of a column of latents or texts, verified as they are read, and byte ranges of tars in a bucket."""
+"""Read and verify single arrays of the columns `latents` and `text`.
+
+Commands that need a few chunks of many shards use this module. In a bucket, it fetches only the requested byte ranges.
+"""
 
 import zlib
 from collections.abc import Sequence
@@ -24,23 +27,23 @@ from clipmill.shards.tars import TarBytes
 
 
 def tars_of(data_dir: Path) -> TarBytes | None:
-    """Return a reader of byte ranges of the tars of a data folder in a bucket; None if the folder is local."""
+    """Return a reader for byte ranges of tars if the data folder is in a bucket; None if the folder is local."""
     mirror = mirror_of(data_dir)
     return None if mirror is None else BucketTars(mirror)
 
 
 @dataclass(eq=False)
 class BucketTars:
-    """`TarBytes` by ranges, for commands that read a few chunks of many shards.
+    """`TarBytes` that fetches only the requested byte ranges, for commands that read a few chunks of many shards.
 
-    Opening such a tar as a file would fetch all of it, half a gigabyte, for a single chunk.
+    Opening a tar as a file would fetch all of it, half a gigabyte, for a single chunk.
     """
 
     mirror: Mirror
     gap_bytes = 1 << 18
 
     def name(self, path: Path) -> str:
-        """Return the local path: the commands show addresses in place of the folders that mirror them."""
+        """Return the local path; when a command prints it, it is replaced with the URL in the bucket."""
         return str(path)
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
@@ -53,12 +56,12 @@ class BucketTars:
         return [self.read(path, offset, size) for offset, size in ranges]
 
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
-        """Do nothing: opening the index fetches it."""
+        """Do nothing, because opening the index fetches it."""
 
 
 @dataclass(frozen=True)
 class ColumnArrays:
-    """The samples of a column and the reader of their arrays."""
+    """The samples of a variant, with access to their arrays by row."""
 
     name: str
     variant: Variant
@@ -66,7 +69,7 @@ class ColumnArrays:
 
     @classmethod
     def open(cls, data_dir: Path, name: str, *, variant: str | None = None) -> "ColumnArrays":
-        """Open a variant of a column, by default the current one.
+        """Open a variant of a column, by default the current variant.
 
         Raises:
             UserError: The variant does not exist, or is empty.
@@ -110,6 +113,6 @@ class ColumnArrays:
         return array
 
     def video_rows(self, video_ids: pa.Array) -> NDArray[np.int64]:
-        """Return the row of each sample's video in `video_ids`, -1 for others."""
+        """Return, for each sample, the row of its video in `video_ids` (int64); -1 if the video is not listed."""
         entries, codes = self.rows.dictionary_codes("video_id")
         return pc.fill_null(pc.index_in(entries, video_ids), -1).to_numpy().astype(np.int64)[codes]

@@ -1,4 +1,4 @@
-"""The data folder of a command: its files, and the locks that allow one writer per column; who is writing now."""
+"""The data folder of a command: its files, and the locks that allow one writer for each column."""
 
 import os
 import re
@@ -24,13 +24,13 @@ from clipmill.shards.opening import Damaged
 
 PROBES_FILE = "probes.parquet"
 SHOTS_FILE = "shots.parquet"
-# Written by every command, under the lock of the data folder.
+# Files that any command may write while it holds the lock of the data folder.
 ROOT_FILES = frozenset({DATASET_FILE, PROBES_FILE, SHOTS_FILE})
 RUNNING_FILE = re.compile(r"\d{6,}\.json")
 
 
 def require_data_folder(data_dir: Path) -> Path:
-    """Return the absolute path of an existing data folder, or of the working copy of one in a bucket.
+    """Return the absolute path of an existing data folder, or of the local copy of a data folder in a bucket.
 
     Raises:
         UserError: The path does not exist, is not a folder, or is not accessible.
@@ -53,7 +53,7 @@ def require_data_folder(data_dir: Path) -> Path:
 
 @contextmanager
 def writing(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
-    """Lock a column for a writing command and remove what killed commands left in it.
+    """Lock a column for a command that writes it, and remove the files that killed commands left in it.
 
     Raises:
         UserError: See `column_lock`.
@@ -68,8 +68,8 @@ def writing(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
 def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
     """Hold the lock of one column. The kernel releases the lock when the process ends, even if it is killed.
 
-    Other columns can be written at the same time. The lock of a column also covers its layouts, and the lock of `video`
-    covers the manifest.
+    Other commands can write other columns at the same time. The lock of a column also covers its layouts, and the lock
+    of `video` covers the manifest.
 
     Raises:
         UserError: Another command holds the lock, or the data folder is not writable.
@@ -101,7 +101,7 @@ def lock_path(data_dir: Path, column: str) -> Path:
 
 
 def part_lock_names(column: str) -> re.Pattern[str]:
-    """Return the pattern of the names of the locks of a column's parts (`parts.py`): number and count."""
+    """Return the pattern of the lock names of a column's parts (`parts.py`), with the groups number and count."""
     return re.compile(rf"\.{re.escape(column)}\.part-(\d+)-of-(\d+)\.lock", re.ASCII)
 
 
@@ -127,7 +127,7 @@ def remove_leftovers(data_dir: Path, *, column: str) -> None:
 
 
 def remove_variant_temporaries(folder: Path) -> None:
-    """Remove leftovers of killed or lost writers from a variant's folder; call it only with the lock of its column."""
+    """Remove leftovers of killed or lost writers from a variant's folder; call it only inside `column_lock`."""
     for part in (folder, *folders_in(folder), folder / COMMITS_FOLDER, *folders_in(folder / COMMITS_FOLDER)):
         remove_temporaries(part)
     running = folder / RUNNING_FOLDER
@@ -140,7 +140,7 @@ def remove_variant_temporaries(folder: Path) -> None:
 
 
 def incomplete_variants(data_dir: Path, column: str) -> list[Path]:
-    """Return variant folders under a temporary name, left by a killed command; they hold at most a recipe."""
+    """Return the temporary variant folders that killed commands left; they hold at most a recipe."""
     column_dir = data_dir / column
     return [
         path
@@ -157,10 +157,13 @@ _INTERVAL_S = 0.5
 
 
 def wait_until_seen(what: str, is_seen: Callable[[], bool], *, limit_s: float = LIMIT_S) -> bool:
-    """Wait until `is_seen` returns True, and print a line about it; return False after `limit_s` seconds.
+    """Wait until `is_seen` returns True; return False after `limit_s` seconds. Print a line if it has to wait.
 
-    Shared disks may show the files of other machines late: an NFS client caches the attributes and entries of a folder
-    for up to a minute.
+    Files from other machines may appear late on shared disks: an NFS client caches the attributes and entries of a
+    folder for up to a minute.
+
+    Args:
+        what: Noun phrase for the awaited files, used in the line.
     """
     if is_seen():
         return True
@@ -178,7 +181,7 @@ def is_committed(folder: Path, fingerprints: Iterable[tuple[int, str]]) -> bool:
     """Return True if the commits of all shards, given as (shard id, plan fingerprint), and their files are visible."""
     for shard_id, fingerprint in fingerprints:
         path = commit_path(folder, shard_id)
-        with suppress(OSError):  # opening a folder makes NFS compare it with the server's
+        with suppress(OSError):  # opening a folder makes an NFS client revalidate its cached entries
             os.close(os.open(path.parent, os.O_RDONLY))
         try:
             commit = read_commit(path)
@@ -190,15 +193,15 @@ def is_committed(folder: Path, fingerprints: Iterable[tuple[int, str]]) -> bool:
     return True
 
 
-_SILENT_S = 5.0  # a running part touches its file every second
+_SILENT_S = 5.0  # age at which the lock file of a part is stale; a running part touches it every second
 
 
 def has_stopped(data_dir: Path, *, column: str) -> bool:
-    """Return True if no process writes a column of a local data folder any more, whatever its heartbeats show.
+    """Return True if no process writes a column of a local data folder any more, even if recent heartbeats exist.
 
-    It reads the notes of commands and parts in their lock files. On this machine, it looks for the process that the
-    note names. A part on another node, which touches its file, has stopped if the file is untouched and its lock free;
-    a command without `--part` on another node is known only by its heartbeats.
+    Commands and parts write a note with their process id and node into their lock files. For a note from this machine,
+    check whether the process exists. A part on a different node, which touches its file while it runs, has stopped if
+    the file is stale and its lock is free. A command without `--part` on a different node is assumed to run.
     """
     if mirror_of(data_dir) is not None:
         return False
@@ -208,13 +211,13 @@ def has_stopped(data_dir: Path, *, column: str) -> bool:
 
 
 def _may_run(path: Path, *, is_part: bool) -> bool:
-    """Return True if the process that has noted itself in a lock file may run."""
-    words = holder_of(path).partition("\n")[0].split()
-    if not words:
+    """Return True if the process whose note is in a lock file may still be running."""
+    fields = holder_of(path).partition("\n")[0].split()
+    if not fields:
         return False  # the lock is free, or its holder has ended
-    if len(words) == 4 and words[1].isdecimal() and words[3] == os.uname().nodename:
+    if len(fields) == 4 and fields[1].isdecimal() and fields[3] == os.uname().nodename:
         try:
-            os.kill(int(words[1]), 0)
+            os.kill(int(fields[1]), 0)
         except ProcessLookupError:
             return False
         except (OSError, OverflowError):
@@ -226,19 +229,19 @@ def _may_run(path: Path, *, is_part: bool) -> bool:
         with path.open("rb") as file:
             if time.time() - os.fstat(file.fileno()).st_mtime < _SILENT_S:
                 return True
-            # The lock is tried only now, and shared, so that a part which begins at this moment is not refused.
+            # Try the lock only now, and in shared mode, so that a part that starts at this moment is not refused.
             return not lock(file.fileno(), is_shared=True, waits=False)
     except FileNotFoundError:
-        return False  # it has just ended
+        return False  # the process has just ended and removed the file
     except OSError:
         return True
 
 
 def writer_of(data_dir: Path, *, column: str) -> str | None:
-    """Return the command that writes a column of a data folder in a bucket, on any machine, and since when.
+    """Return the command, on any machine, that writes a column of a data folder in a bucket, with its start time.
 
-    Return None if no command does, or if the data folder is local: its heartbeats tell more
-    (`clipmill.prep.core.shard_result`).
+    Return None if no command writes it, or if the data folder is local: heartbeats (`clipmill.prep.core.shard_result`)
+    give more information there.
     """
     mirror = mirror_of(data_dir)
     if mirror is None:

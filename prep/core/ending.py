@@ -1,4 +1,4 @@
-"""The last lines of a run: the content of the variant, its folder, and the next command."""
+"""The last lines of a run's report: the total of the variant, its folder, and the next command."""
 
 import os
 import shlex
@@ -31,13 +31,13 @@ _SHARD_ENDINGS = (".tar", ".tar.idx", ".index.arrow")
 def with_ending(
     report: Report, column: ColumnSpec, variant_dir: Path, *, data: Path, has_ended: bool, gave_up: bool = False
 ) -> Report:
-    """Return the report of a run with the total of its variant and the next command.
+    """Return the report of a run, extended by the total of its variant and the next command.
 
     Args:
-        report: Report of the run; of a part, with its `PartRun.values`: if other parts have left shards unmade, the
-            next command makes them.
-        data: Data folder as the user gave it.
-        has_ended: False for a part that leaves the end of the run to others.
+        report: Report of the run. The report of a part includes `PartRun.values`: if other parts ended before their
+            shards were made, the next command makes these shards.
+        data: Data folder as passed by the user.
+        has_ended: False for a part that leaves finishing the run to other parts.
         gave_up: True if the run ended before all shards were tried.
     """
     variant = Variant(variant_dir)
@@ -45,19 +45,19 @@ def with_ending(
     num_samples = sum(file.num_samples for file in files)
     num_bytes = sum(file.tar_bytes + file.index_bytes for file in files)
     length = length_of(variant) if column.has_hours else None
-    of_video = ""
+    video_length = ""
     if length is not None:
-        of_video = f" ({length_text(length.seconds, num_unread=length.num_unread)})"
+        video_length = f" ({length_text(length.seconds, num_unread=length.num_unread)})"
     folder = short_path(variant_dir)
     lines = [
-        f"total    {count_noun(num_samples, column.sample)}{of_video} in {count_noun(len(files), 'shard')},"
+        f"total    {count_noun(num_samples, column.sample)}{video_length} in {count_noun(len(files), 'shard')},"
         f" {size_text(num_bytes)}: {folder}"
     ]
     current = current_variant(variant_dir.parent.parent, column.name)
-    # Videos that failed do not keep the others from being used, unless an earlier variant has stayed the current one.
+    # The variant can be used although some videos failed, unless an earlier variant is still the current one.
     is_done = has_ended and current == variant_dir.name and not gave_up
     words: Sequence[str] = ()
-    if not_made := report.values.get("part", {}).get("not_made", {}):  # by parts that have ended
+    if not_made := report.values.get("part", {}).get("not_made", {}):  # shards of parts that have ended
         words = shlex.split(column.command_line(stored_request(variant), data_dir=data))
         words = [*words, "--part", *not_made] if len(not_made) == 1 else words
     if has_ended and current is not None and current != variant_dir.name:
@@ -97,29 +97,28 @@ def why_unfinished(column: ColumnSpec, variant_dir: Path, *, current: str) -> st
     """Return the reason why the variant of the last run is not current, and the command that completes it."""
     data = variant_dir.parent.parent
     lost = lost_samples(data, column.name, variant=variant_dir.name, former=current)
-    again = shlex.join(retry_words(column, data=data))
-    with suppress(UserError):  # the recipe is of another version
-        again = again if lost else column.command_line(stored_request(Variant(variant_dir)), data_dir=data)
-    return (
-        f"{current} stays the current variant: {_why_not_current(variant_dir.name, lost)}; to complete it, run: {again}"
-    )
+    command = shlex.join(retry_words(column, data=data))
+    with suppress(UserError):  # a different version of clipmill wrote the recipe
+        command = command if lost else column.command_line(stored_request(Variant(variant_dir)), data_dir=data)
+    reason = _why_not_current(variant_dir.name, lost)
+    return f"{current} stays the current variant: {reason}; to complete it, run: {command}"
 
 
 def retry_words(column: ColumnSpec, *, data: Path) -> list[str]:
-    """Return the words of the command that retries the failures of a column."""
+    """Return the command that retries the failures of a column, as a list of arguments."""
     return ["prep", "retry", *([] if column.is_first else ["--column", column.name]), *data_flags(data)]
 
 
 def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, column: str) -> int:
-    """Return the size of the files of a column that `prep gc` removes: shards without a commit, and other variants.
+    """Return the size in bytes of the files that `prep gc` would remove: shards without a commit, and other variants.
 
-    Files that have readers, which `prep gc` keeps, are not counted. In a bucket, where looking at them costs requests,
-    return 0.
+    Files that have readers are not counted, because `prep gc` keeps them. Return 0 in a bucket, where listing the files
+    costs requests.
     """
     if mirror_of(data) is not None:
         return 0
     directory = variant.directory
-    named = {directory / path for file in files for path in (file.tar, file.energon_index, file.index)}
+    committed_paths = {directory / path for file in files for path in (file.tar, file.energon_index, file.index)}
     others = [
         name
         for name in list_variants(data, column)
@@ -129,7 +128,7 @@ def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, 
         path
         for folder in (directory, *folders_in(directory))
         for path in folder.iterdir()
-        if path.name.endswith(_SHARD_ENDINGS) and path not in named
+        if path.name.endswith(_SHARD_ENDINGS) and path not in committed_paths
     ]
     if not others and not stray:
         return 0
@@ -137,27 +136,28 @@ def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, 
 
     try:
         readers = read_readers(data)
-    except (OSError, UserError):  # `prep gc` says why
+    except (OSError, UserError):  # `prep gc` reports the cause
         return 0
     unused_bytes = sum(folder_bytes(directory.parent / name) for name in others if not readers.of_variant(column, name))
-    # A run that is continued reads the shards that are committed then; a process, the shards that it has opened.
+    # A training run that resumes reads only committed shards, but a running process may still read shards that it has
+    # opened.
     if all(reader.is_run for reader in readers.of_variant(column, directory.name)):
         for path in stray:
-            with suppress(OSError):  # removed since the folder was listed
+            with suppress(OSError):  # the file was removed after the folder was listed
                 unused_bytes += path.stat().st_size
     return unused_bytes
 
 
 @dataclass(frozen=True)
 class Length:
-    """Seconds of video in the shards of a variant whose index can be read, and the number of the other shards."""
+    """Seconds of video in the shards with a readable index, and the number of shards with an unreadable one."""
 
     seconds: float
     num_unread: int
 
 
 def length_text(seconds: float, *, num_unread: int) -> str:
-    """Return a length of video in words."""
+    """Return a length of video as text, with the number of unreadable shards."""
     unread = f" without {count_noun(num_unread, 'unreadable shard')}" if num_unread else ""
     return f"{duration_text(seconds)} of video{unread}"
 
@@ -179,7 +179,7 @@ def _seconds(shard: CommittedShard) -> float | None:
 
 
 def with_file_problems(report: Report, column: ColumnSpec, variant_dir: Path, *, data_dir: Path) -> Report:
-    """Return the report of a plan with the damaged files that the run derives again from the shards.
+    """Return the report of a plan with the damaged files that the run rebuilds from the shards.
 
     Raises:
         UserError: The records of the variant are damaged.

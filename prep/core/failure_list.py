@@ -1,4 +1,4 @@
-"""Lists of failures: the complete list of a variant, and short lists for a command's text and `--json` output."""
+"""Lists of failures: the complete list in a variant's folder, and short lists for text and `--json` output."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from clipmill.shards.commits import Failure
 
 FAILURES_FILE = "failures.jsonl"
 MAX_NAMED = 5
-_CUES = (".srt", ".vtt")  # their entries are numbered from 1
+_CUES = (".srt", ".vtt")  # suffixes of subtitle files, whose entries are called cues and numbered from 1
 _MAX_REREAD_BYTES = 64 << 20
 
 
@@ -44,7 +44,7 @@ def write_failures(path: Path, failures: Sequence[Failure]) -> None:
 
 
 def read_failures(path: Path) -> list[Failure]:
-    """Return the failures that the last run has listed; none if the file is missing or damaged."""
+    """Return the failures that the last run listed; an empty list if the file is missing or damaged."""
     try:
         return [Failure(**json.loads(line)) for line in read_record(path).splitlines()]
     except (OSError, ValueError, TypeError):
@@ -52,17 +52,17 @@ def read_failures(path: Path) -> list[Failure]:
 
 
 def shard_name(shard_id: int) -> str:
-    """Return the name of a complete shard in a failure, in place of a video."""
+    """Return the name that identifies a complete shard in a failure, in place of a video id."""
     return f"shard {shard_id:06d}"
 
 
 def codes_line(failures: Iterable[Failure]) -> str:
-    """Return the number of failures by code, most frequent first: 10 x source_unreadable, 1 x timeout."""
+    """Return the number of failures by code, most frequent first, such as "10 x source_unreadable, 1 x timeout"."""
     return ", ".join(f"{count} x {code}" for code, count in Counter(failure.code for failure in failures).most_common())
 
 
 def first_failures(failures: Iterable[Failure]) -> list[FailureEntry]:
-    """Return the first few failures; a chunk is named by its key, a complete video by its id."""
+    """Return the first few failures; a chunk is identified by its key, a complete video by its id."""
     return first_few(
         FailureEntry(failure.key or failure.video_id, failure.code, failure.message) for failure in failures
     )
@@ -71,11 +71,11 @@ def first_failures(failures: Iterable[Failure]) -> list[FailureEntry]:
 def failure_lines(
     failures: Sequence[Failure], *, listed: Path | None, retry: Sequence[str] = ("prep", "retry")
 ) -> list[str]:
-    """Return the number of failures by code, what to do, and the first few by name; nothing if there are none.
+    """Return lines with the number of failures by code, hints, and the first few failures; empty without failures.
 
     Args:
         listed: Path of the complete list of failures; None if there is no such file.
-        retry: Words of the command that tries the failures of the column again.
+        retry: Arguments of the command that retries the failures of the column.
     """
     lines = []
     for code, count in Counter(failure.code for failure in failures).most_common():
@@ -86,10 +86,11 @@ def failure_lines(
 
 
 def lost_source_lines(codes: Mapping[str, int], *, is_indexed: bool) -> list[str]:
-    """Return a line for each code of sources that were readable before.
+    """Return a line for each failure code of sources that were readable in an earlier run.
 
     Args:
-        is_indexed: True if chunks have their packets in the sources, and not in tars.
+        codes: Number of sources by failure code.
+        is_indexed: True if the packets of chunks are in the sources, and not in tars.
     """
     effect = "their chunks cannot be read" if is_indexed else "existing chunks are kept"
     lines = []
@@ -110,24 +111,24 @@ def failure_values(failures: Sequence[Failure], *, listed: Path) -> dict[str, An
 
 
 def note_lines(notes: Mapping[str, Sequence[str]], *, num_all: int, indent: int) -> list[str]:
-    """Return the notes about surprising properties of videos, a line each; empty if there are none.
+    """Return a line for each note about an unexpected property of a video; empty without notes.
 
     Args:
-        notes: Notes of the first few videos, by ID.
+        notes: Notes on the first few videos, by video id.
         num_all: Number of videos with notes.
         indent: Width of the column of labels.
     """
-    lines = [on_one_line(f"{video}: {note}") for video, of_video in notes.items() for note in of_video]
+    lines = [on_one_line(f"{video}: {note}") for video, video_notes in notes.items() for note in video_notes]
     if num_all > len(notes):
         lines.append(f"... and {num_all - len(notes):,} more; `prep plan --explain VIDEO` shows the notes of a video")
     return [f"{'' if number else 'notes':<{indent}}{line}" for number, line in enumerate(lines)]
 
 
 def first_rejected(rejected: pa.Table, *, dataset: str | None = None) -> list[FailureEntry]:
-    """Return the first few rows of a table with schema REJECTED, named by file, place and value.
+    """Return the first few rows of a table with schema REJECTED, identified by file, location and value.
 
     Args:
-        dataset: Name of the dataset whose rows count; None for all.
+        dataset: Name of the dataset whose rows to include; None for all.
     """
     if dataset is not None:
         rejected = rejected.filter(pc.equal(rejected["dataset"], dataset))
@@ -141,25 +142,25 @@ def first_rejected(rejected: pa.Table, *, dataset: str | None = None) -> list[Fa
         if row["row"] is not None and Path(row["file"]).suffix.lower() in TEXT_SUFFIXES | LINE_SUFFIXES:
             numbers.setdefault(row["file"], set()).add(row["row"])
     lines: dict[tuple[str, int], int] = {}
-    for file, of_file in numbers.items():
+    for file, file_rows in numbers.items():
         with suppress(OSError, UserError):
-            if Path(file).stat().st_size <= _MAX_REREAD_BYTES:  # reading a larger table again would take long
-                lines |= {(file, row): line for row, line in line_numbers(Path(file), of_file).items()}
+            if Path(file).stat().st_size <= _MAX_REREAD_BYTES:  # reading a larger table again would take too long
+                lines |= {(file, row): line for row, line in line_numbers(Path(file), file_rows).items()}
     return first_few(
         FailureEntry(_location(row, line=lines.get((row["file"], row["row"]))), row["reason"], row["detail"])
         for row in rows
     )
 
 
-def first_few(named: Iterable[FailureEntry]) -> list[FailureEntry]:
+def first_few(entries: Iterable[FailureEntry]) -> list[FailureEntry]:
     """Return the first failure of each code, then the second of each, up to MAX_NAMED, so that every code is shown."""
     by_code: dict[str, list[FailureEntry]] = {}
-    for entry in named:
-        of_code = by_code.setdefault(entry.code, [])
-        if len(of_code) < MAX_NAMED:
-            of_code.append(entry)
-    turns = (entry for turn in zip_longest(*by_code.values()) for entry in turn if entry is not None)
-    return list(islice(turns, MAX_NAMED))
+    for entry in entries:
+        same_code = by_code.setdefault(entry.code, [])
+        if len(same_code) < MAX_NAMED:
+            same_code.append(entry)
+    interleaved = (entry for rank in zip_longest(*by_code.values()) for entry in rank if entry is not None)
+    return list(islice(interleaved, MAX_NAMED))
 
 
 def named_lines(entries: Sequence[FailureEntry], *, num_all: int, listed: Path | None, indent: str) -> Iterator[str]:
@@ -179,10 +180,10 @@ def named_values(entries: Sequence[FailureEntry]) -> list[dict[str, Any]]:
 
 
 def _location(row: dict[str, Any], *, line: int | None) -> str:
-    """Return the place and value of a rejected row: `captions.csv, line 5: clip.mp4`; for a rejected file, its path.
+    """Return the location and value of a rejected row, such as `captions.csv, line 5: clip.mp4`, or a rejected file.
 
     Args:
-        line: Number of the line from 1; None if it is unknown.
+        line: Line number, from 1; None if it is unknown.
     """
     file, source_id = Path(row["file"]), row["source_id"]
     if row["row"] is None and (source_id is None or file.stem == Path(source_id).name):

@@ -1,4 +1,4 @@
-"""Failure codes, and which codes are transient."""
+"""Failure codes with their meaning and advice, and the groups of codes that runs treat alike."""
 
 from enum import StrEnum
 
@@ -19,7 +19,7 @@ class FailureCode(StrEnum):
     ZERO_DURATION = "zero_duration"
     BAD_TIMESTAMPS = "bad_timestamps"  # a raw stream without timestamps, or impossible timestamps
     NOT_INDEXABLE = "not_indexable"  # the packets of the source cannot be read in place
-    PROBE_FAILED = "probe_failed"  # reading the source crashed its process, also when no other process ran
+    PROBE_FAILED = "probe_failed"  # reading the source crashed the process, even when no other process was running
     DECODE_ERRORS = "decode_errors"  # the source contains damaged frames
     FRAMES_DIFFER = "frames_differ"  # the chunk does not contain the planned frames
     ENCODE_FAILED = "encode_failed"
@@ -30,24 +30,24 @@ class FailureCode(StrEnum):
     ANSWER_EMPTY = "answer_empty"  # a language model wrote nothing
     ANSWER_REFUSED = "answer_refused"  # the model declined to answer, or a filter removed the answer
     ANSWER_TRUNCATED = "answer_truncated"  # the answer reached the limit of tokens
-    ANSWER_INCOMPLETE = "answer_incomplete"  # a server ended its answer for another reason than its end: error, abort
-    PROMPT_TOO_LONG = "prompt_too_long"  # pictures, text and answer exceed the context of the model
-    OTHER_MODEL = "other_model"  # a server answered with another model than the requested one
+    ANSWER_INCOMPLETE = "answer_incomplete"  # a server broke off the response because of an error or an abort
+    PROMPT_TOO_LONG = "prompt_too_long"  # images, text and answer exceed the context length of the model
+    OTHER_MODEL = "other_model"  # a server responded with a different model than the requested one
     REQUEST_INVALID = "request_invalid"  # a server rejected a single request
-    ENDPOINT_REFUSED = "endpoint_refused"  # a server rejects all requests: key, credit, address or name of the model
-    ENDPOINT_FAILED = "endpoint_failed"  # no usable answer of a server, after all retries
+    ENDPOINT_REFUSED = "endpoint_refused"  # a server rejects all requests: key, credit, URL or name of the model
+    ENDPOINT_FAILED = "endpoint_failed"  # no usable response from a server, after all retries
     BUDGET_SPENT = "budget_spent"
     TIMEOUT = "timeout"
     OUT_OF_MEMORY = "out_of_memory"
     DISK_FULL = "disk_full"
     IO_ERROR = "io_error"
-    WORKER_LOST = "worker_lost"  # a process was killed from outside at each try
-    WORKER_CRASHED = "worker_crashed"  # a process was ended by a fault of its program at each try
-    COLUMN_ERROR = "column_error"  # the code of a column raised an exception, or gave no valid sample of the chunk
+    WORKER_LOST = "worker_lost"  # a process was killed from outside in every attempt
+    WORKER_CRASHED = "worker_crashed"  # a process crashed in every attempt
+    COLUMN_ERROR = "column_error"  # the code of a column raised an exception, or returned no valid sample for the chunk
     SHARD_MISSING = "shard_missing"  # the run ended without the planned commit
 
 
-# Meaning of a failure, and what to do about it; {retry} is the command that tries the failures of the column again.
+# Meaning of each failure code, and advice; {retry} stands for the command that retries the failures of the column.
 WORDS: dict[str, tuple[str, str]] = {
     FailureCode.SOURCE_MISSING: ("the file does not exist", "put it back, or run prep manifest again without it"),
     FailureCode.SOURCE_UNREADABLE: (
@@ -128,8 +128,8 @@ WORDS: dict[str, tuple[str, str]] = {
     FailureCode.SHARD_MISSING: ("the shard was not made", "run the same command again"),
 }
 
-# Failures that may disappear when tried again, without anyone fixing anything. All others wait for `prep retry` or for
-# a repaired source.
+# Failures that may disappear in another attempt, without any change by the user. All others wait for `prep retry` or
+# for a repaired source.
 TRANSIENT = frozenset(
     {
         FailureCode.SOURCE_CHANGED,
@@ -156,7 +156,7 @@ TRANSIENT = frozenset(
 # Failures that may disappear as soon as the source is readable again, such as a missing file or an unmounted disk.
 SOURCE_AWAY = frozenset({FailureCode.SOURCE_MISSING, FailureCode.SOURCE_UNREADABLE})
 
-# Failures of the machine that a worker runs on: others may have a disk with room, more memory, the weights, valid keys.
+# Failures caused by the machine of a worker: other machines may have disk space, memory, the weights, or valid keys.
 MACHINE_FAULTS = frozenset(
     {
         FailureCode.DISK_FULL,
@@ -167,13 +167,13 @@ MACHINE_FAULTS = frozenset(
     }
 )
 
-# Refusals by object storage or a web server.
+# Requests that object storage or a web server refused.
 REFUSALS = frozenset({FailureCode.ACCESS_REFUSED, FailureCode.STORAGE_REFUSED})
 
-# Failures of a machine without a mount, or of a few samples.
+# Failures caused by a machine that lacks a mount, or by a few samples.
 MOUNT_FAULTS = SOURCE_AWAY | {FailureCode.ACCESS_REFUSED, FailureCode.IO_ERROR}
 
-# Failures of a machine whose programs do not run, or of a few samples that no machine can make.
+# Failures caused by a machine whose programs do not run, or by a few samples that no machine can make.
 PROGRAM_FAULTS = frozenset(
     {
         FailureCode.WORKER_LOST,
@@ -187,21 +187,21 @@ PROGRAM_FAULTS = frozenset(
 
 
 def loss_code(*, crashed: bool) -> FailureCode:
-    """Return the failure code of a task whose worker ended without a result."""
+    """Return the failure code for a task whose worker ended without a result."""
     return FailureCode.WORKER_CRASHED if crashed else FailureCode.WORKER_LOST
 
 
 def refusal_code(refused: StorageRefused) -> FailureCode:
-    """Return the failure code of work that object storage refused."""
+    """Return the failure code for a request that object storage refused."""
     return FailureCode.STORAGE_REFUSED if refused.concerns_all else FailureCode.ACCESS_REFUSED
 
 
 class SourceFailure(Exception):
-    """Part of the work failed with a failure code; the rest of the run continues.
+    """A failure of one sample or source, with its failure code; the rest of the run continues.
 
     Args:
-        is_lasting: True if the cause lies in the file itself, so that the same bytes will fail again. Permissions,
-            mounts, disks and timeouts are causes that can disappear without the file changing.
+        is_lasting: True if the cause lies in the file itself, so that the same bytes will fail again. False for
+            permissions, mounts, disks and timeouts, which can recover while the file stays the same.
     """
 
     def __init__(self, code: FailureCode, message: str, *, is_lasting: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Plan and make a column: the commands `prep NAME`, `prep plan NAME` and `prep retry`, built from its spec."""
+"""Build the commands `prep NAME`, `prep plan NAME` and `prep retry`, which plan and make a column, from its spec."""
 
 import sys
 from collections.abc import Callable
@@ -16,26 +16,26 @@ from clipmill.prep.core.request import PlanRequest, Request
 
 
 def parse_budget(text: str) -> Callable[[int], float]:
-    """Parse `--max-failures` into a function from the number of videos to the number that may fail.
+    """Parse `--max-failures` into a function that takes the number of videos and returns the number that may fail.
 
     Raises:
         UserError: `text` is neither a number nor a percentage.
     """
-    share = text.removesuffix("%")
+    number = text.removesuffix("%")
     try:
-        value = float(share) if share != text else int(text)
+        value = float(number) if number != text else int(text)
     except ValueError:
         value = -1
-    if not 0 <= value <= (100 if share != text else float("inf")):
+    if not 0 <= value <= (100 if number != text else float("inf")):
         raise UserError(
             f'--max-failures "{text}" is not a number or percentage',
             hint="give a number of videos such as 10, or a percentage such as 1%",
         )
-    return (lambda num_videos: int(num_videos * value / 100)) if share != text else (lambda num_videos: value)
+    return (lambda num_videos: int(num_videos * value / 100)) if number != text else (lambda num_videos: value)
 
 
 def make_command(column: ColumnSpec) -> Callable[..., None]:
-    """Return the function behind `prep NAME`; its parameters are the column's settings and its request."""
+    """Return the function that runs `prep NAME`; its parameters are the column's settings and its request."""
 
     def make(settings: Any, request: Request) -> None:
         make_column(column, settings, request)
@@ -44,7 +44,7 @@ def make_command(column: ColumnSpec) -> Callable[..., None]:
 
 
 def plan_command(column: ColumnSpec) -> Callable[..., None]:
-    """Return the function behind `prep plan NAME`; its parameters are the column's settings and its plan request."""
+    """Return the function that runs `prep plan NAME`; its parameters are the column's settings and plan request."""
 
     def plan(settings: Any, request: PlanRequest) -> None:
         with Activity("planning"):
@@ -54,14 +54,14 @@ def plan_command(column: ColumnSpec) -> Callable[..., None]:
             from clipmill.prep.core.work import work_of
 
             work, data_dir = work_of(column), require_data_folder(request.data)
-            # A dry run holds no lock, without which workers must not write: it reads all sources on this machine.
-            making = column.request_type(data=request.data, engine="processes", trial=request.trial)
-            made = work.plan(data_dir, settings, making)
+            # A dry run holds no lock, and workers must not write without one, so this process reads all sources.
+            run_request = column.request_type(data=request.data, engine="processes", trial=request.trial)
+            column_plan = work.plan(data_dir, settings, run_request)
             if request.explain is not None and work.explain is not None:
-                report = work.explain(made, request.explain)
+                report = work.explain(column_plan, request.explain)
             else:
-                report = work.plan_report(made)
-                report = with_file_problems(report, column, made.variant_dir, data_dir=data_dir)
+                report = work.plan_report(column_plan)
+                report = with_file_problems(report, column, column_plan.variant_dir, data_dir=data_dir)
         show(report, json=request.json)
 
     help = column.plan_help or (
@@ -72,7 +72,7 @@ def plan_command(column: ColumnSpec) -> Callable[..., None]:
 
 
 def _as_command(function: Callable[..., None], column: ColumnSpec, *, request: type, help: str) -> Callable[..., None]:
-    """Give a function of settings and request the types, defaults and help from which the command line is built."""
+    """Set the annotations, defaults and docstring from which cyclopts builds a command with settings and a request."""
     kinds = {"settings": column.settings, "request": request}
     has_defaults = all(field.default is not MISSING for field in fields(column.settings))
     function.__annotations__ = {name: Annotated[kind, Parameter(name="*")] for name, kind in kinds.items()}
@@ -85,12 +85,12 @@ def retry_column(column: ColumnSpec, stored: Stored, *, weights: str | None, req
     """Retry the failures of a variant, with the settings and the flags of its last run.
 
     Args:
-        stored: Recipe and request of the last run (`selection.stored_request`).
+        stored: Recipe and request of the last run (`variants.stored_request`).
         weights: Path of local weights; None for the weights of the last run.
-        request: Flags of `prep retry`; a flag that is None keeps its value of the last run.
+        request: Flags of `prep retry`; a flag that is None keeps its value from the last run.
 
     Raises:
-        UserError: Another version wrote the recipe; see also `make_column`.
+        UserError: A different version wrote the recipe; see also `make_column`.
         FailedWork: See `make_column`.
     """
     kind = column.request_type
@@ -106,9 +106,9 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
 
     Raises:
         UserError: The request is invalid, or this machine lacks something that the settings need.
-        FailedWork: The run gave up (exit code 3 if object storage refused, otherwise 1), or more videos failed than
-            `--max-failures` allows, not counting the failures that an earlier run has reported and that cannot have
-            passed.
+        FailedWork: The run gave up (exit code 3 if object storage refused access, otherwise 1), or more videos failed
+            than `--max-failures` allows, not counting failures that an earlier run reported and that this run had no
+            reason to retry.
     """
     from clipmill.prep.core.data_folder import require_data_folder, writing
     from clipmill.prep.core.ending import with_ending
@@ -151,7 +151,7 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
             f"{summary.gave_up}; finished work is kept; run the same command again to resume",
             exit_code=summary.exit_code,
         )
-    # A variant that is empty, or not the current one, is not the requested one, whatever was reported before.
+    # If the variant is empty or not the current one, the run has not succeeded: count the reported failures too.
     is_usable = report.values["current"] == plan.variant_dir.name and report.values["total_bytes"] > 0
     unchanged = summary.unchanged if is_usable else ()
     new = [failure for failure in summary.failures if failure not in unchanged]
@@ -160,7 +160,7 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
         sys.stderr.write(f"not counted: {known} with failures that an earlier run has reported, listed in {listed}\n")
     num_videos = len({failure.video_id for failure in new})
     failed = f"{num_videos} of {count_noun(plan.num_videos, 'video')}"
-    # If single spans or samples have failed, and not complete videos, their number tells more.
+    # If single spans or samples failed rather than complete videos, report their number too.
     sample = column.sample
     if sample != "video" and any(failure.key is not None for failure in new):
         failed = f"{count_noun(len(new), 'span' if column.is_first else sample)} in {failed}"

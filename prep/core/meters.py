@@ -1,4 +1,4 @@
-"""Metrics of the driver of a column for Prometheus (`--metrics-port`); deploy/grafana.json shows them."""
+"""Prometheus metrics of the driver that makes a column (`--metrics-port`); deploy/grafana.json displays them."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -10,7 +10,7 @@ from clipmill.shards.commits import Failure
 
 
 class Meters:
-    """Metrics of the runs of this process, by column."""
+    """Metrics of all runs in this process, by column."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -31,10 +31,10 @@ class Meters:
         self._done = gauge("done_samples", "Samples that are done, in shards that are not committed yet too.")
 
     def begin(self, column: str, failures: Iterable[Failure], *, num_samples: int) -> None:
-        """Set the number of samples of a run, and count the failures that are known before it."""
+        """Set the number of samples of a run, and count the failures that are known before it starts."""
         self._planned.labels(column).set(num_samples)
         for counter in (self._made, self._copied, self._shards, self._bytes, self._encoded_s, self._cpu_s):
-            counter.labels(column)  # 0 from now on: the rate of a counter that is missing is unknown
+            counter.labels(column)  # export 0 from the start, because the rate of a missing counter is unknown
         self._excluded.labels(column)
         for failure in failures:
             self._failures.labels(column, failure.code).inc()
@@ -60,4 +60,4 @@ class Meters:
         self._done.labels(column).set(num_done)
 
 
-meters_of = cache(Meters)  # a registry has each metric once, and a process may run several jobs
+meters_of = cache(Meters)  # one per registry: metrics register once, but a process may run several jobs

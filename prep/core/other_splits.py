@@ -1,4 +1,4 @@
-"""Seconds of chunks that captions of other splits show: training without captions leaves them out."""
+"""Compute how much of the chunks of a split belongs to captions of other splits; training without captions omits it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _TIMES = ("start_ms", "num_frames", "fps_num", "fps_den")
 
 @dataclass(frozen=True)
 class LostTime:
-    """The seconds of the videos of a split that belong to other splits, and the number of chunks with such seconds."""
+    """Seconds of a split's chunks that belong to captions of other splits, and the number of chunks affected."""
 
     seconds: float
     num_chunks: int
@@ -37,21 +37,22 @@ def lost_times(
     begin_us: NDArray[np.int64],
     end_us: NDArray[np.int64],
 ) -> dict[str, LostTime]:
-    """Return what each split loses of the chunks of its videos; splits that lose nothing are omitted.
+    """Return the time that each split loses in the chunks of its videos; splits that lose nothing are omitted.
 
     Args:
-        splits: Split of each video of the manifest.
+        divided: Videos whose captions belong to several splits.
+        splits: Split of each video in the manifest.
         video: Video of each chunk, as a row of the manifest.
-        begin_us, end_us: Times of each chunk, microseconds.
+        begin_us, end_us: Start and end of each chunk in its video, in microseconds.
     """
     lost: dict[str, LostTime] = {}
     is_divided = np.isin(video, divided.video)
     video, begin_us, end_us = video[is_divided], begin_us[is_divided], end_us[is_divided]
-    of_chunk = np.array(splits.take(pa.array(video)).to_pylist(), object)
-    for split in dict.fromkeys(of_chunk.tolist()):
-        mine = of_chunk == split
-        lengths_us = (end_us - begin_us)[mine]
-        parts = divided.parts_of(split, video=video[mine], begin_us=begin_us[mine], end_us=end_us[mine])
+    chunk_splits = np.array(splits.take(pa.array(video)).to_pylist(), object)
+    for split in dict.fromkeys(chunk_splits.tolist()):
+        in_split = chunk_splits == split
+        lengths_us = (end_us - begin_us)[in_split]
+        parts = divided.parts_of(split, video=video[in_split], begin_us=begin_us[in_split], end_us=end_us[in_split])
         kept_us = np.bincount(parts.span, weights=parts.end_us - parts.begin_us, minlength=len(lengths_us))
         lost_us = lengths_us - kept_us.astype(np.int64)
         if lost_us.any():
@@ -60,7 +61,7 @@ def lost_times(
 
 
 def stored_lost_times(data_dir: Path) -> dict[str, LostTime]:
-    """Return `lost_times` of the chunks of the current variant; empty if it has none, or no caption has a split.
+    """Return `lost_times` for the chunks of the current variant; empty without chunks, or if no caption has a split.
 
     Raises:
         UserError: The manifest is damaged.
@@ -70,7 +71,7 @@ def stored_lost_times(data_dir: Path) -> dict[str, LostTime]:
         return {}
     try:
         chunks = read_chunk_rows(Variant.open(data_dir), columns=("video_id", *_TIMES))
-    except (Damaged, OSError):  # the status names the damage
+    except (Damaged, OSError):  # `prep status` reports the damage
         return {}
     videos = read_videos(data_dir, columns=["video_id", "split"])
     entries, codes = chunks.dictionary_codes("video_id")
@@ -82,7 +83,7 @@ def stored_lost_times(data_dir: Path) -> dict[str, LostTime]:
 
 
 def lost_lines(lost: Mapping[str, LostTime], *, indent: int) -> list[str]:
-    """Return the lines of a report.
+    """Return report lines about the lost time of each split.
 
     Args:
         indent: Width of the column of labels.

@@ -1,8 +1,8 @@
-"""The locks of a part for a data folder in a bucket: leases, which reach every machine and expire.
+"""The locks of a part for a data folder in a bucket: leases, which every machine sees, and which expire.
 
-A part and a command without `--part` exclude each other without a lock that both hold: each takes its lease first and
-then looks at the leases of the others, so at least one of them sees the other and is refused. Looking at a lease whose
-holder has died releases it, so that the holder, if it is alive after all, cannot publish any more.
+A part and a command without `--part` exclude each other without a common lock: each takes its own lease first and then
+reads the leases of the others, so at least one of them sees the other and is refused. Reading an expired lease releases
+it, so that its holder, if it is still alive, can no longer publish.
 """
 
 import re
@@ -18,7 +18,7 @@ from clipmill.prep.core.parts import Part, RunningPart, column_is_written
 
 
 class PartLeases:
-    """`clipmill.prep.core.parts.PartLocks`, which documents the methods, as leases in a bucket."""
+    """Implementation of `clipmill.prep.core.parts.PartLocks`, which documents the methods, with leases in a bucket."""
 
     def __init__(self, copy: Mirror, column: str, part: Part) -> None:
         assert isinstance(copy, WorkingCopy)
@@ -28,17 +28,17 @@ class PartLeases:
             copy.objects, f".{column}.part-{part.number}-of-{part.count}.lock", what=f"part {part} of {copy.address}"
         )
         self._own_held, self._turn_held = ExitStack(), ExitStack()
-        self._is_held = False  # the lease of this part
+        self._is_held = False  # True while this process holds the lease of the part
         self._turn: Lease | None = None
 
     def lock_column(self) -> None:
-        """Refuse a column that is locked; `take_own` checks again, within the turn."""
+        """Raise UserError if the column is locked; `take_own` checks again during the turn."""
         for record in held_leases(self._copy.objects, re.compile(re.escape(self._column_lock))).values():
             by = f"{record.get('holder')} since {record.get('since')}"
             raise column_is_written(self._copy.folder, self._column, by=by)
 
     def take_turn(self, doing: str, *, on_wait: Callable[[str], object]) -> str:
-        """Wait for the turn. Parts leave no texts in it: their files are visible at once."""
+        """Wait for the turn. The text is always empty: files in a bucket are visible at once."""
         turn = Lease(
             self._copy.objects, f".{self._column}.parts.lock", what=f"parts of {self._copy.address}", note=doing
         )
@@ -79,14 +79,14 @@ class PartLeases:
         self._turn = None
 
     def touch(self) -> None:
-        """Do nothing: a lease renews itself."""
+        """Do nothing, because leases are renewed in the background."""
 
     def release(self) -> None:
         is_removable = False
         if self._is_held and self._turn is not None:
             with suppress(OSError):  # a lease was taken over, or the bucket cannot be reached
                 self._own.require()
-                self._turn.require()  # the lease of a part is only taken within the turn
+                self._turn.require()  # the lease of a part is only taken during the turn
                 is_removable = True
         self._own_held.close()
         self._is_held = False

@@ -1,32 +1,33 @@
 """Parts of a run (`--part K/N`): commands on several nodes, such as the tasks of a SLURM array, that make one column.
 
-They share nothing but the data folder. If the implementation is inconsistent with the following, it is a bug.
+Parts share only the data folder. An implementation that does not match the following description is a bug.
 
 Part K of N makes the shards whose id modulo N is K - 1, so parts never make the same shard. A part
 
 1. takes the lock of the column, shared with other parts, waits for the turn, a lock that one part at a time holds for a
-   short while, and then takes the lock of its own number. It is refused if a command without `--part` is running, if
-   the same part is, or parts of another count;
-2. keeps the turn, if no other part is running, until everything that the parts have in common is published: probes,
-   shots, layout and the folder of the variant. Other parts wait and then find all of it. Before that, parts of `video`
-   probe sources together: a part claims a share within a turn, by a note in the lock of its number, and probes it
-   without the turn (`claim_share`). The first part that finds no share left keeps the turn and publishes the rest;
+   short time, and then takes the lock of its own number. It is refused if a command without `--part`, the same part, or
+   parts of a different count are running;
+2. keeps the turn, if no other part is running, until everything that the parts share is published: probes, shots,
+   layout and the folder of the variant. Other parts wait and then read these files. Before that, parts of `video` probe
+   sources together: a part claims a share during a turn, by a note in the lock file of its number, and probes the share
+   without the turn (`claim_share`). The first part that finds no unclaimed share keeps the turn and publishes the
+   results;
 3. makes its shards;
-4. waits for the turn again. If no other part is running, it finishes the run of all of them: lists, contents.json,
-   failures, current variant. Otherwise it ends, and the last part finishes.
+4. waits for the turn again. If no other part is running, it finishes the run for all parts: lists, contents.json,
+   failures, current variant. Otherwise it ends, and the last part finishes the run.
 
-The kernel releases the locks of a part that is killed. Since every change of "who is running" happens within a turn,
-exactly one of several parts that end at the same time is the last. A last part that is killed leaves the
-finishing to its next attempt, or to a command without `--part`.
+The kernel releases the locks of a killed part. Since parts register and end only during a turn, exactly one of several
+parts that end at the same time is the last. If the last part is killed, its next attempt, or a command without
+`--part`, finishes the run.
 
 Where locks do not reach other nodes (NFS mounted with `nolock`, Lustre with `localflock`), a part would not see the
-others. A running part therefore touches the file of its lock, and a part that can take a lock whose file keeps changing
-is refused. Network file systems may show a new commit late: a part that ends notes in the file of the turn, which a
-lock keeps up to date, how much it has made, and the last one waits until it sees all of it.
+others. A running part therefore touches its lock file, and a part that can take a lock whose file keeps changing is
+refused. Network file systems may show a new commit late. A part that ends therefore writes the number of its shards to
+the file of the turn, which locking keeps up to date, and the last part waits until it sees all of them.
 
-A running part is known to the others by a file in the data folder (`PartFiles`). In a bucket, locks are leases, which
-expire when a part is killed (`clipmill.prep.core.part_leases`). The files of other parts are seen at once, and fetched
-at the two turns.
+A running part is registered by a file in the data folder (`PartFiles`). In a bucket, locks are leases, which expire
+when a part is killed (`clipmill.prep.core.part_leases`). The files of other parts are visible at once there, and are
+fetched during both turns.
 """
 
 import os
@@ -50,10 +51,10 @@ from clipmill.prep.core.data_folder import lock_path, part_lock_names, remove_le
 from clipmill.prep.engines.admission import source_sha256
 
 _PART = re.compile(r"(-?\d{1,6})/(-?\d{1,6})", re.ASCII)
-SIGN_INTERVAL_S = 1.0  # a running part touches its file
-_NUM_MISSED_SIGNS = 5  # intervals without a sign of life after which a part is gone
-_LONGEST_WAIT_S = 15.0  # between two looks at the shares of other parts
-_GLANCE_S = 0.005  # `prep status` holds the lock of a silent part for less than this
+SIGN_INTERVAL_S = 1.0  # interval at which a running part touches its file
+_NUM_MISSED_SIGNS = 5  # number of intervals without a sign of life after which a part is assumed dead
+_LONGEST_WAIT_S = 15.0  # maximum interval between two checks of the shares of other parts
+_GLANCE_S = 0.005  # upper limit of the time for which `prep status` holds the lock of a silent part
 
 
 @dataclass(frozen=True, order=True)
@@ -68,7 +69,7 @@ class Part:
         """Parse the value of `--part`.
 
         Raises:
-            UserError: It is not K/N with 1 <= K <= N.
+            UserError: `text` is not K/N with 1 <= K <= N.
         """
         match = _PART.fullmatch(text)
         if match is None:
@@ -92,12 +93,13 @@ _PLANS = "plans"
 
 @dataclass(frozen=True)
 class RunningPart:
-    """Note in the lock file of a running part.
+    """Content of the note in the lock file of a running part.
 
     Attributes:
+        holder: Process and node that run the part.
         makes: Variant that the part makes; empty while it plans.
-        source: Hash of its code; empty while it plans.
-        stage: Share that it has claimed, or `_PLANS` if it plans from what another part has published.
+        source: Hash of the source code of the part; empty while it plans.
+        stage: Share that the part has claimed, or `_PLANS` if it plans from the files that another part has published.
     """
 
     part: Part
@@ -108,49 +110,49 @@ class RunningPart:
 
     @classmethod
     def read(cls, note: str, part: Part) -> "RunningPart":
-        """Read the note of a part."""
+        """Parse the note of a part."""
         holder, makes, source, stage, *_ = [*note.splitlines(), "", "", "", ""]
         return cls(part, holder or "unknown process", makes, source, stage)
 
     @property
     def is_past_publishing(self) -> bool:
-        """True if everything that the parts have in common is published."""
+        """True if everything that the parts share is published."""
         return bool(self.makes) or self.stage == _PLANS
 
 
 class PartLocks(Protocol):
-    """The locks of one part. All methods except the first and the last two are called within the turn."""
+    """The locks of one part. All methods except `lock_column`, `touch` and `release` are called during the turn."""
 
     def lock_column(self) -> None:
         """Exclude commands without `--part`.
 
         Raises:
-            UserError: One is writing the column, or the data folder is not writable.
+            UserError: Such a command is writing the column, or the data folder is not writable.
         """
 
     def take_turn(self, doing: str, *, on_wait: Callable[[str], object]) -> str:
-        """Wait for the turn, and return the text that the previous part has left in it.
+        """Wait for the turn, and return the text that the previous part left in it.
 
         Args:
-            doing: Activity of this part in its turn, shown to waiting parts.
-            on_wait: Function that is called with the activity of another part if that takes long.
+            doing: Activity of this part during the turn, shown to waiting parts.
+            on_wait: Function that is called with the activity of the part that has the turn, if the wait is long.
         """
 
     def running(self) -> list[RunningPart]:
-        """Return the other parts of the column that are running; forget those that were killed.
+        """Return the other running parts of the column; forget the parts that were killed.
 
         Raises:
             UserError: See `take_part_lock`.
         """
 
     def take_own(self) -> str | None:
-        """Take the lock of this part; return who holds it if the part is running already, else None."""
+        """Take the lock of this part; return its holder if the part is running already, otherwise None."""
 
     def note_own(self, *, makes: str = "", source: str = "", stage: str = "") -> None:
-        """Note the variant that this part makes, the hash of its code, and its stage, as in `RunningPart`."""
+        """Write the note of this part: variant, hash of the code, and stage, as in `RunningPart`."""
 
     def leave_turn(self, text: str) -> None:
-        """Let other parts have the turn, and leave a text in it."""
+        """Release the turn, and leave a text in it for the next part."""
 
     def touch(self) -> None:
         """Give a sign of life."""
@@ -160,7 +162,7 @@ class PartLocks(Protocol):
 
 
 class PartFiles:
-    """`PartLocks`, which documents the methods, as files on a local or shared disk."""
+    """Implementation of `PartLocks`, which documents the methods, with files on a local or shared disk."""
 
     def __init__(self, data_dir: Path, column: str, part: Part) -> None:
         self._data_dir, self._column, self._part = data_dir, column, part
@@ -174,7 +176,7 @@ class PartFiles:
         self._shared = FileLock.take(path, is_shared=True)
         if self._shared is None:
             raise column_is_written(self._data_dir, self._column, by=holder_of(path))
-        self._shared.note("")  # a note of a killed command
+        self._shared.note("")  # remove the note of a killed command
 
     def take_turn(self, doing: str, *, on_wait: Callable[[str], object]) -> str:
         path = self._data_dir / f".{self._column}.parts.lock"
@@ -233,7 +235,7 @@ class PartFiles:
 
 
 def column_is_written(data_dir: Path, column: str, *, by: str) -> UserError:
-    """Return the error for a part that meets a command without `--part`."""
+    """Return the error for a part whose column is being written by a command without `--part`."""
     return UserError(
         f"another command is writing to {data_dir} ({by or 'unknown'})",
         hint=f"it makes column {column} without --part: wait until it finishes, or stop it",
@@ -241,10 +243,10 @@ def column_is_written(data_dir: Path, column: str, *, by: str) -> UserError:
 
 
 def take_part_lock(path: Path) -> FileLock | None:
-    """Return the lock of a part; None if that part is running.
+    """Take and return the lock of a part; return None if the part is running.
 
     Raises:
-        UserError: The lock is free, although that part is running on another node.
+        UserError: The lock is free although the part is running on a different node.
     """
     lock = FileLock.take(path)
     if lock is None:
@@ -266,25 +268,25 @@ def take_part_lock(path: Path) -> FileLock | None:
 
 
 def _changed_ns(path: Path) -> int:
-    """Return the time of the last change of a file; opening the file makes NFS ask for it."""
+    """Return the modification time of a file; opening the file makes an NFS client request it from the server."""
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_mtime_ns
 
 
 _MADE_LINE = re.compile(r"^(\d+)/(\d+) (\d+)$", re.ASCII | re.MULTILINE)
-_MAX_LAG_S, _LAG_INTERVAL_S = 120.0, 1.0  # NFS clients keep listings for up to a minute
+_MAX_LAG_S, _LAG_INTERVAL_S = 120.0, 1.0  # longest wait for commits, and poll interval; NFS caches listings for 60 s
 
 
 @dataclass
 class PartRun:
-    """The part that this process makes, and its place among the others.
+    """The part that this process runs, and its coordination with the other parts.
 
     Attributes:
-        is_first: True if no other part was running when it began, or, after `claim_share`, if no other part has
-            published a plan. It publishes the files that all parts share.
-        is_last: True if it finishes the run; None until it has ended.
-        num_running: Number of other parts that were running when it ended.
-        not_made: Work of other parts that was not done when the last part ended: number of shards by part.
+        is_first: True if no other part was running when this part started, or, after `claim_share`, if no other part
+            has published a plan. The first part publishes the files that all parts share.
+        is_last: True if this part finishes the run; None until it has ended.
+        num_running: Number of other parts that were running when this part ended.
+        not_made: Number of shards that were not made when the last part ended, by part.
         unit: Noun for the units that `not_made` counts, singular.
     """
 
@@ -304,7 +306,7 @@ class PartRun:
         if (mirror := mirror_of(self.data_dir)) is None:
             self._locks = PartFiles(self.data_dir, self.column, self.part)
         else:
-            # That module, which imports this one, loads the storage of a bucket.
+            # Import late: part_leases.py imports this module, and loads the code for buckets.
             leases: Callable[..., PartLocks] = import_object("clipmill.prep.core.part_leases:PartLeases")
             self._locks = leases(mirror, self.column, self.part)
 
@@ -312,8 +314,8 @@ class PartRun:
         """Exclude commands without `--part`, wait for the turn, check the other parts, and take the lock of this part.
 
         Raises:
-            UserError: A command without `--part` is writing the column, the data folder is not writable, the part is
-                running, parts of another count are running, or locks do not reach other nodes.
+            UserError: A command without `--part` is writing the column, the data folder is not writable, this part is
+                running already, parts of a different count are running, or locks do not reach other nodes.
         """
         self._locks.lock_column()
         self._take_turn("planning")
@@ -327,7 +329,7 @@ class PartRun:
         holder = self._locks.take_own()
         if holder is not None:
             raise UserError(f"part {self.part} is running already ({holder})", hint="wait until it ends, or stop it")
-        refresh(self.data_dir)  # what other parts have published
+        refresh(self.data_dir)  # fetch the files that other parts have published
         self.is_first = not others
         if self.is_first:
             self._made = {}
@@ -337,12 +339,12 @@ class PartRun:
     def claim_share(self, find_unfinished: Callable[[], Sequence[int]]) -> int | None:
         """Claim a share of the work that parts divide before they plan; return None once it is time to plan.
 
-        While the shares that are left belong to other running parts, wait for them: a part that is killed leaves its
-        share to the others. After None, this part has the turn if `is_first` is True, and otherwise finds what another
+        While other running parts hold all unfinished shares, wait for them; the share of a killed part can be claimed
+        again. When the result is None, this part either has the turn (`is_first`) or can read the files that another
         part has published.
 
         Args:
-            find_unfinished: Function that returns the shares without a result; called within a turn.
+            find_unfinished: Function that returns the shares without a result; called during a turn.
         """
         interval_s = SIGN_INTERVAL_S
         while True:
@@ -373,16 +375,16 @@ class PartRun:
             package: Package of the column's code.
 
         Raises:
-            UserError: Another part makes another variant, selects other samples, or runs other code.
+            UserError: Another part makes a different variant, selects different samples, or runs different code.
         """
         if not self.is_first:
             self._take_turn("planning")
         source = (source_sha256(package) or "unknown")[:8]
-        mine = variant if where is None else f"{variant} where {' '.join(where.split())}"
+        name = variant if where is None else f"{variant} where {' '.join(where.split())}"
         for other in self._locks.running():
-            if other.makes not in ("", mine):
+            if other.makes not in ("", name):
                 raise UserError(
-                    f"part {self.part} would make {mine}, but part {other.part}, which is running, makes {other.makes}",
+                    f"part {self.part} would make {name}, but part {other.part}, which is running, makes {other.makes}",
                     hint="give all parts the same settings, or wait until the others have ended",
                 )
             if other.source not in ("", source):
@@ -391,40 +393,40 @@ class PartRun:
                     f"which is running (source {other.source}, {other.holder})",
                     hint="install the same clipmill on all nodes",
                 )
-        self._locks.note_own(makes=mine, source=source)
+        self._locks.note_own(makes=name, source=source)
         if not self.is_first:
             self._leave_turn()
 
     def begin(self) -> None:
-        """Let the other parts continue: everything that they share is published."""
+        """Release the turn, so that the other parts continue; call it once all shared files are published."""
         self._leave_turn()
 
     def end(self) -> bool:
-        """Wait for the turn; return True if this part is the last one, which finishes the run before it leaves."""
+        """Wait for the turn; return True if this part is the last one, which must finish the run before it leaves."""
         if self.is_last is None:
             self._take_turn("ending")
             self.num_running = len(self._locks.running())
             self.is_last = self.num_running == 0
             if self.is_last:
-                refresh(self.data_dir)  # what other parts have made
+                refresh(self.data_dir)  # fetch the commits of other parts
         return self.is_last
 
     def tell(self, num_made: int) -> None:
-        """Tell the last part how many shards (or other units of work) of this part there are; call it after `end`."""
+        """Report the number of shards (or other units) of this part to the last part; call it after `end`."""
         self._made[self.part] = num_made
 
     def await_others(self, visible: Callable[[], Mapping[int, int]]) -> None:
-        """Wait until this node sees all work that ended parts have told of; call it in the last part.
+        """Wait until this node sees all shards (or other units) that ended parts reported; call it in the last part.
 
         Args:
-            visible: Function that returns how much work of each part is visible now, by `number` - 1.
+            visible: Function that returns the number of units of each part that are visible now, by `number` - 1.
         """
-        told, self._made = {part.number - 1: made for part, made in self._made.items()}, {}
+        reported, self._made = {part.number - 1: made for part, made in self._made.items()}, {}
         deadline_s = time.monotonic() + _MAX_LAG_S
         is_late = False
         while True:
-            seen = visible()
-            if all(seen.get(owner, 0) >= made for owner, made in told.items()) or time.monotonic() > deadline_s:
+            counts = visible()
+            if all(counts.get(owner, 0) >= made for owner, made in reported.items()) or time.monotonic() > deadline_s:
                 return
             if not is_late:
                 is_late = True
@@ -443,11 +445,11 @@ class PartRun:
             self._leave_turn()
 
     def part_of(self, number: int) -> Part:
-        """Return the part that a shard, or other numbered work, is left to."""
+        """Return the part that a shard, or other numbered unit of work, belongs to."""
         return Part(number % self.part.count + 1, self.part.count)
 
     def leave_to(self, number: int, *, count: int = 1) -> None:
-        """Count work that was not done."""
+        """Count units that were not made as work of the part that unit `number` belongs to."""
         self.not_made[self.part_of(number)] += count
 
     def touch(self) -> None:
@@ -455,7 +457,7 @@ class PartRun:
         self._locks.touch()
 
     def line(self) -> str:
-        """Return how the part ended, for the summary."""
+        """Return a line for the summary about how the part ended."""
         if not self.is_last:
             verb = "is" if self.num_running == 1 else "are"
             others = f"{count_noun(self.num_running, 'other part')} {verb} running"
@@ -478,12 +480,12 @@ class PartRun:
         }
 
     def _take_turn(self, doing: str) -> None:
-        told = self._locks.take_turn(
+        text = self._locks.take_turn(
             f"part {self.part} is {doing} ({this_process()})",
             on_wait=lambda holder: sys.stderr.write(f"part {self.part} waits: {holder or 'for another part'}\n"),
         )
         self._has_turn = True
-        lines = _MADE_LINE.findall(told)
+        lines = _MADE_LINE.findall(text)
         self._made = {Part(int(number), int(count)): int(made) for number, count, made in lines}
 
     def _leave_turn(self) -> None:
@@ -493,7 +495,7 @@ class PartRun:
 
 @contextmanager
 def writing_part(data_dir: Path, part: Part, *, column: str) -> Iterator[PartRun]:
-    """Take part in a run of a column; remove leftovers of killed commands if no other part is running.
+    """Register a part of a run for the duration of the block; the first part removes leftovers of killed commands.
 
     Raises:
         UserError: See `PartRun.register`.
@@ -502,7 +504,7 @@ def writing_part(data_dir: Path, part: Part, *, column: str) -> Iterator[PartRun
     run, has_ended = PartRun(data_dir, column, part), Event()
     try:
         run.register()
-        signs = Thread(target=_give_signs, args=(run, has_ended), daemon=True)
+        signs = Thread(target=_send_signs, args=(run, has_ended), daemon=True)
         signs.start()
         try:
             if run.is_first:
@@ -515,6 +517,6 @@ def writing_part(data_dir: Path, part: Part, *, column: str) -> Iterator[PartRun
         run.leave()
 
 
-def _give_signs(run: PartRun, has_ended: Event) -> None:
+def _send_signs(run: PartRun, has_ended: Event) -> None:
     while not has_ended.wait(SIGN_INTERVAL_S):
         run.touch()

@@ -1,6 +1,6 @@
-"""The common part of all plans: the state of each shard with its reason, and the disk use of a plan.
+"""Compute the state of each shard in a plan, with its reason, and the disk use of the plan.
 
-States are computed from the shards that should exist and the stored ones.
+All columns use this module. A state follows from the comparison of the shards that should exist with the stored shards.
 """
 
 import os
@@ -36,7 +36,7 @@ class ShardState(StrEnum):
     MISSING = "missing"  # committed, but a file is missing
     CORRUPT = "corrupt"  # committed, but a file is damaged
     RETRY = "retry"  # committed with failures that another try may fix
-    ORPHANED = "orphaned"  # committed, but the plan needs none of its content any more
+    ORPHANED = "orphaned"  # committed, but the plan no longer needs any of its content
 
 
 Problems = Mapping[int, tuple[ShardState, str]]  # shard id -> (MISSING or CORRUPT, reason)
@@ -66,8 +66,8 @@ class ShardPlan:
     Attributes:
         rows: Rows of the shard in the column's plan, in the order in which the shard stores them.
         num_chunks: Number of planned samples.
-        num_copied: Number of samples that are copied from the stored shard; None if that is unknown before it is made.
-        num_failed: Number of samples that failed when the shard was made, of a current shard.
+        num_copied: Number of samples to copy from the stored shard; None if it is unknown until the shard is made.
+        num_failed: Number of samples of a current shard that failed when it was made.
     """
 
     shard_id: int
@@ -116,12 +116,12 @@ def plan_shards(
     unreadable: frozenset[str] = frozenset(),
     held: HeldShards = HeldShards(),
 ) -> Iterator[ShardPlan]:
-    """Return the state of every shard: the planned shards in their order, followed by orphaned ones.
+    """Yield the state of every shard: the planned shards in their order, followed by orphaned shards.
 
     Args:
         shards: Shards that should exist.
-        what_changed: Name of the input that changed if the fingerprint differs; used in the reason.
-        orphaned_because: Reason why the plan needs none of a committed shard's content.
+        what_changed: Noun phrase for the input that changed if the fingerprint differs; used in the reason.
+        orphaned_because: Reason for orphaned shards.
         retry_codes: Failure codes to try again even if nothing changed, in addition to the transient ones.
         unreadable: Ids of videos whose sources cannot be read at present.
         held: Shards to leave unchanged.
@@ -137,12 +137,12 @@ def plan_shards(
             unreadable=unreadable,
             what_changed=what_changed,
         )
-        # Its planned content is unknown at present: the stored shard is better than a part of it.
+        # The planned content is currently incomplete: keep the stored shard rather than replace it with a part.
         if state == ShardState.CHANGED and shard.shard_id in held.shard_ids:
             yield _stored_plan(commits[shard.shard_id], ShardState.CURRENT, held.because)
             continue
         commit = commits.get(shard.shard_id)
-        num_held = commit.files.num_samples if commit is not None and commit.files is not None else 0
+        num_stored = commit.files.num_samples if commit is not None and commit.files is not None else 0
         is_partial = state == ShardState.CURRENT and commit is not None and commit.failures
         yield ShardPlan(
             shard_id=shard.shard_id,
@@ -152,7 +152,7 @@ def plan_shards(
             plan_fingerprint=shard.fingerprint,
             rows=shard.rows,
             num_chunks=shard.num_chunks,
-            num_failed=shard.num_chunks - num_held if is_partial else 0,
+            num_failed=shard.num_chunks - num_stored if is_partial else 0,
         )
     for shard_id, commit in commits.items():
         if shard_id not in known and shard_id in held.shard_ids:
@@ -170,7 +170,7 @@ def state_of(
     unreadable: frozenset[str] = frozenset(),
     what_changed: str,
 ) -> tuple[ShardState, str]:
-    """Return the state of a shard and its reason; `unreadable` are the videos whose sources cannot be read now."""
+    """Return the state of a shard and its reason; the arguments are described at `plan_shards`."""
     if problem is not None:
         return problem
     if commit is None:
@@ -189,7 +189,7 @@ def state_of(
 
 
 def _stored_plan(commit: Commit, state: ShardState, reason: str) -> ShardPlan:
-    """Return the plan of a stored shard that is kept as it is, or removed."""
+    """Return the plan for a stored shard that is kept unchanged, or removed."""
     return ShardPlan(
         shard_id=commit.shard_id,
         split=commit.split,
@@ -202,7 +202,7 @@ def _stored_plan(commit: Commit, state: ShardState, reason: str) -> ShardPlan:
 
 
 def with_work(shards: Sequence[ShardPlan]) -> list[ShardPlan]:
-    """Return the shards that need work, longest first, so that no long shard runs last while other workers are idle."""
+    """Return the shards that need work, largest first, so that no large shard runs alone at the end."""
     return sorted((shard for shard in shards if shard.has_work), key=lambda shard: -shard.num_chunks)
 
 
@@ -235,10 +235,10 @@ def file_problems(folder: Path, commits: Mapping[int, Commit]) -> dict[int, tupl
 
 
 def problems_of(variant: Variant) -> dict[int, tuple[str, str]]:
-    """Return shard id -> (problem, reason), from a quick check of all files listed in an open variant's commits."""
+    """Return shard id -> (problem, reason), from a quick check of all files that the variant's commits list."""
     problems: dict[int, tuple[str, str]] = {
-        shard_id: (str(state), why)
-        for shard_id, (state, why) in file_problems(variant.directory, variant.commits).items()
+        shard_id: (str(state), reason)
+        for shard_id, (state, reason) in file_problems(variant.directory, variant.commits).items()
     }
     problems |= {damaged.shard_id: ("corrupt", str(damaged)) for damaged in variant.damaged}
     return dict(sorted(problems.items()))
@@ -254,15 +254,15 @@ def is_readable(shard: CommittedShard) -> bool:
 
 @dataclass(frozen=True)
 class DiskUse:
-    """Disk use of a plan before and after its run, in bytes, with all variants that are kept side by side.
+    """Disk use before and after the run of a plan, in bytes, if no variant is removed.
 
     Attributes:
-        data_bytes: Size of the complete data folder now.
+        data_bytes: Size of the complete data folder before the run.
         variant_bytes: Size of each variant of the planned column, by name.
-        has_variant: True if the planned variant is one of them.
-        added_bytes: Lowest and highest size of the files that the run writes, copies included; None if unknown.
-        freed_bytes: Size that `prep gc` frees once the planned variant is complete, unless trainings read the files:
-            the column's other variants, and the shards of this variant that are replaced or removed.
+        has_variant: True if `variant_bytes` contains the planned variant.
+        added_bytes: Lowest and highest size of the files that the run writes, including copies; None if unknown.
+        freed_bytes: Size that `prep gc` frees once the planned variant is complete, unless training runs read the
+            files: the column's other variants, and the shards of this variant that are replaced or removed.
         free_bytes: Free space of the disk; None in a bucket.
     """
 
@@ -291,7 +291,7 @@ class DiskUse:
         }
 
     def lines(self) -> list[str]:
-        """Return the disk use in words."""
+        """Return the disk use as text lines."""
         variants = f" in {count_noun(len(self.variant_bytes), 'variant')}" if self.variant_bytes else ""
         column_bytes = sum(self.variant_bytes.values())
         now = f"{size_text(column_bytes)}{variants} now" if variants else "nothing of this column yet"
@@ -322,11 +322,11 @@ def disk_use(
     added_bytes: tuple[float, float] | None,
     replaced_bytes: int = 0,
 ) -> DiskUse:
-    """Measure the data folder.
+    """Measure the disk use of a data folder and of a plan for it.
 
     Args:
         variant: Name of the planned variant.
-        added_bytes: Lowest and highest size of the files that the run writes, copies included; None if unknown.
+        added_bytes: Lowest and highest size of the files that the run writes, including copies; None if unknown.
         replaced_bytes: Size of the shards that the run replaces or removes.
     """
     sizes = {name: folder_bytes(variant_dir(data_dir, column, name)) for name in list_variants(data_dir, column)}
@@ -346,12 +346,12 @@ def disk_use(
 
 def folder_bytes(folder: Path) -> int:
     """Return the total size in bytes of all readable files in a folder and its subfolders."""
-    total, waiting = 0, [os.fspath(folder)]
-    while waiting:
-        with suppress(OSError), os.scandir(waiting.pop()) as entries:
+    total, folders = 0, [os.fspath(folder)]
+    while folders:
+        with suppress(OSError), os.scandir(folders.pop()) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
-                    waiting.append(entry.path)
+                    folders.append(entry.path)
                 else:
                     with suppress(OSError):  # removed since the folder was listed
                         total += entry.stat(follow_symlinks=False).st_size

@@ -1,4 +1,4 @@
-"""Progress of a run on standard error: chunks done, speed relative to real time, time left, and failures by code."""
+"""Show the progress of a run on standard error: samples done, speed in video time, time left, and failures by code."""
 
 import sys
 from collections import Counter
@@ -15,14 +15,14 @@ class RunProgress:
     """Context manager that shows the progress of a run.
 
     Args:
-        doing: Participle for the work: "encoding".
+        doing: Present participle for the work, such as "encoding".
         noun: Noun for a sample of the column, singular.
         num_samples: Number of samples that the run will make.
-        work: Number of samples without the copied ones, which cost almost nothing; the time left depends on it only.
+        work: Number of samples, with copied samples weighted close to 0; the time left is computed from it.
         sample_s: Seconds of video in a sample; None to omit the speed.
         num_shards: Number of shards that the run will make.
 
-    A KeyboardInterrupt or `Stopped` leaves it with a message about the finished shards, which are kept.
+    A KeyboardInterrupt or `Stopped` is raised again with a message about the finished shards, which are kept.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RunProgress:
             raise KeyboardInterrupt(self._finished_text()) from None
 
     def start(self) -> None:
-        """Begin to measure: workers are ready."""
+        """Start to measure the speed; call it when the workers are ready."""
         self._pace = ProgressRate()
 
     def finish_shard(self, num_samples: int) -> None:
@@ -66,10 +66,10 @@ class RunProgress:
         self._failures[code] += 1
 
     def show(self, num_done: int, work_done: float, *, has_begun: bool) -> None:
-        """Show how many samples and how much work are done, running shards included.
+        """Show how many samples and how much work are done, including those of running shards.
 
         Args:
-            has_begun: True if a worker has begun a shard.
+            has_begun: True if a worker has started a shard.
         """
         self._has_begun = self._has_begun or has_begun or num_done > 0
         self._done = max(self._done, min(num_done, self._num_samples))
@@ -99,5 +99,5 @@ class RunProgress:
 
 
 def warn_refused(refused: Refused) -> None:
-    """Print that a node was excluded, and why."""
+    """Print a warning that a node was excluded, with the reason."""
     print(f"warning: {refused.node} is excluded from the run: {refused.reason}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""The recipe of a column: its settings, and everything else that its bytes depend on besides its input.
+"""The recipe of a column: its settings, and everything else besides the input that determines the stored bytes.
 
-The settings are a frozen dataclass whose fields are the flags of the command. A recipe is stored as `recipe.json`, and
-its fingerprint is part of the name of the variant, so that other settings make another variant.
+The settings are a frozen dataclass whose fields are the flags of the command. A recipe is stored as `recipe.json`. Its
+fingerprint is part of the variant's name, so different settings make a different variant.
 """
 
 import hashlib
@@ -24,10 +24,10 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True)
 class Recipe(Generic[Settings]):
-    """Everything that a column depends on besides its input.
+    """Everything besides its input that determines the stored bytes of a column.
 
     Attributes:
-        settings: Settings of the command; for `video` with all values filled in.
+        settings: Settings of the command; for `video`, with all defaults resolved.
         values: Content of recipe.json.
         name: Readable part of the name of the variant.
     """
@@ -38,7 +38,7 @@ class Recipe(Generic[Settings]):
 
     @property
     def video(self) -> str:
-        """Name of the variant of `video` whose chunks the column is made of."""
+        """Name of the variant of `video` whose chunks are the input of the column."""
         return str(self.values["video"])
 
     @property
@@ -53,7 +53,7 @@ class Recipe(Generic[Settings]):
 
 
 def recipe_fingerprint(values: Mapping[str, Any]) -> str:
-    """Return the SHA-256 (hex) of a recipe's values as canonical JSON; variant names end in its first 8 digits."""
+    """Return the SHA-256 (hex) of a recipe's values as canonical JSON; variant names end with its first 8 digits."""
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -73,19 +73,19 @@ def values_not_stored(settings: Any) -> dict[str, Any]:
 
 
 def marked_fields(kind: type, mark: str) -> dict[str, type]:
-    """Return the fields of a dataclass with a mark in their annotation: names, and types without None."""
+    """Return the fields of a dataclass that have a mark in their annotation, as name -> type without None."""
     hints = get_type_hints(kind, include_extras=True)
     types: dict[str, type] = {}
     for field in fields(kind):
-        value_type, *words = get_args(hints[field.name]) or (None,)
-        if mark in words:
+        value_type, *marks = get_args(hints[field.name]) or (None,)
+        if mark in marks:
             # The type of an optional field is a union with None.
             types[field.name] = next((part for part in get_args(value_type) if part is not type(None)), value_type)
     return types
 
 
 def settings_from(stored: Mapping[str, Any], kind: type[Settings], *, column: str, schema: int) -> Settings:
-    """Return the settings in a stored recipe, and in the request of its last run (`selection.stored_request`).
+    """Return the settings from a stored recipe and the request of its last run (`variants.stored_request`).
 
     Raises:
         UserError: The recipe was written with another version of the recipe schema, or lacks a setting.
@@ -102,7 +102,7 @@ def settings_from(stored: Mapping[str, Any], kind: type[Settings], *, column: st
 
 
 def require_schema(stored: Mapping[str, Any], *, column: str, schema: int) -> None:
-    """Raise a UserError if another column or another version of the recipe schema has written a recipe."""
+    """Raise a UserError if a recipe belongs to a different column or a different version of the recipe schema."""
     if stored.get("schema") != schema or stored.get("column", VIDEO) != column:
         command = command_for(column, str(stored.get("codec")))
         raise UserError(
@@ -112,7 +112,7 @@ def require_schema(stored: Mapping[str, Any], *, column: str, schema: int) -> No
 
 
 def setting_flags(settings: Any) -> list[str]:
-    """Return the flags of settings: those without a default first, then all that differ from their default."""
+    """Return the flags of settings: first the settings without a default, then all that differ from their default."""
     values = asdict(settings)
     defaults = {field.name: field.default for field in fields(settings)}
     required = {name: values.pop(name) for name, default in defaults.items() if default is MISSING}
@@ -122,9 +122,9 @@ def setting_flags(settings: Any) -> list[str]:
 
 def changed_flags(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
     """Return the flags for all settings that differ from their defaults."""
-    words: list[str] = []
+    flags: list[str] = []
     for name, value in values.items():
         if value is not None and value != defaults[name]:
             flag = name.replace("_", "-")
-            words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-    return words
+            flags += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return flags

@@ -1,4 +1,4 @@
-"""Human-readable and machine-readable reports of plans and runs, and HTML pages; shared by all columns."""
+"""Reports of plans and runs as text and JSON, and HTML pages; shared by all columns."""
 
 import json as json_module
 from collections import Counter
@@ -25,13 +25,13 @@ _REASONS = {
     ShardState.MISSING: "files are missing",
     ShardState.CORRUPT: "files are damaged; intact samples are copied",
 }
-# States whose reasons are worth a line for each shard.
+# States whose reasons are listed shard by shard.
 _LISTED = (ShardState.MISSING, ShardState.CORRUPT)
 
 
 @dataclass(frozen=True)
 class Report:
-    """A command's output in two forms: text lines and JSON values."""
+    """Output of a command in two forms: text lines and JSON values."""
 
     text: str
     values: dict[str, Any]
@@ -57,13 +57,13 @@ def states_lines(
     verb: str = "encode",
     reasons: Mapping[int, str] | None = None,
 ) -> list[str]:
-    """Return lines about the shards that a plan keeps, makes, copies and removes, and that need attention.
+    """Return lines about the shards that a plan keeps, makes and removes, and about shards with damaged files.
 
     Args:
         sample: Noun for a sample of the column, singular.
         verb: Regular verb for making a sample, such as encode.
-        reasons: Reasons why single shards are made again or removed, by shard ID; others have the reason of their
-            state.
+        reasons: Reasons why single shards are made again or removed, by shard id. For other shards, the reason follows
+            from their state.
     """
     lines = []
     kept = [shard for shard in shards if shard.state == ShardState.CURRENT]
@@ -72,8 +72,8 @@ def states_lines(
         num_held = sum(shard.num_chunks for shard in kept) - num_failed
         held = f"{count_noun(num_held, sample)} in {count_noun(len(kept), 'shard')}"
         lines.append(f"kept     {held}{f'; {num_failed:,} failed, see prep status' if num_failed else ''}")
-        reasons_to_hold = {shard.reason for shard in kept if shard.reason.startswith("kept, ")}
-        lines += [f"         {reason.removeprefix('kept, ')}" for reason in sorted(reasons_to_hold)]
+        hold_reasons = {shard.reason for shard in kept if shard.reason.startswith("kept, ")}
+        lines += [f"         {reason.removeprefix('kept, ')}" for reason in sorted(hold_reasons)]
     # Shards with the same reason share a line: a plan may have thousands of them.
     groups: dict[str, _Group] = {}
     for shard in shards:
@@ -122,7 +122,7 @@ def next_line(command: str) -> str:
 
 
 def changed_settings(data_dir: Path, column: str, *, variant: str, recipe: Mapping[str, Any]) -> list[str]:
-    """Return the settings in which a planned recipe differs from the current variant; empty if it is that variant."""
+    """Return the differences of a planned recipe from the current variant; empty if it makes the current variant."""
     current = current_variant(data_dir, column)
     if current is None or current == variant:
         return []
@@ -144,9 +144,9 @@ def summary_report(
     Args:
         listed: Path of the list of failures.
         speed: Text about the speed of the work, if any was done.
-        nothing: Reason why there was no work, if the reason is not that everything is up to date.
-        verb: Regular verb for making a chunk, such as encode.
-        retry: Words of the command that tries the failures of the column again.
+        nothing: Reason why there was no work; None if everything was up to date.
+        verb: Regular verb for making a sample, such as encode.
+        retry: Arguments of the command that retries the failures of the column.
         more: Additional JSON values, placed before the common ones.
     """
     lines = [f"variant  {summary.variant}"]
@@ -181,7 +181,7 @@ def summary_report(
 
 
 def _work(group: _Group, sample: str, verb: str) -> str:
-    """Return "12 chunks encoded and 6 copied into 2 shards"."""
+    """Return the work of a group as text, such as "12 chunks encoded and 6 copied into 2 shards"."""
     into = f"into {count_noun(group.num_shards, 'shard')}"
     made = f"{count_noun(group.num_made, sample)} {verb.removesuffix('e')}ed"
     if not group.is_known:
@@ -195,13 +195,13 @@ def _work(group: _Group, sample: str, verb: str) -> str:
 
 @dataclass(frozen=True)
 class PageRequest:
-    """Request for a page of `prep inspect --html`.
+    """Request for a page that `prep inspect --html` writes.
 
     Attributes:
         path: HTML file to write.
-        where: Expression (clipmill.shards.where), or None.
+        where: Expression that selects samples (clipmill.shards.where); None for all.
         num_samples: Number of samples to show; None for the default of the page.
-        on_sample: Function that is called with (number of samples read, number to read).
+        on_sample: Function that is called with (number of samples read, number to read) after each sample.
     """
 
     path: Path
@@ -211,7 +211,7 @@ class PageRequest:
 
 
 def publish_page(path: Path, template: Path, **values: Any) -> int:
-    """Publish a page from a template, remove temporary files of killed commands, and return its size in bytes.
+    """Render and publish a page, remove temporary files of killed commands, and return the size of the page in bytes.
 
     Raises:
         UserError: The page cannot be written.

@@ -1,7 +1,7 @@
-"""The flags that the commands of all columns share: `Request` has them, and the request of a column adds some.
+"""Flags that the commands of all columns share: `Request` defines them, and the request of a column may add flags.
 
-A request is passed on as one object, from the command line to the column's work. `model_folder` resolves a model that a
-flag names.
+A request is passed on as one object, from the command line to the column's work. `model_folder` resolves the value of a
+flag that selects a model.
 """
 
 import re
@@ -31,7 +31,7 @@ EXECUTION = Parameter(group=Group("Execution", sort_key=8))
 
 
 def _data_folder(_type: Any, tokens: Sequence[Token]) -> Path:
-    """Convert --data: a local path, or the address of a folder in a bucket, which a local folder then mirrors."""
+    """Convert --data: a local path, or the URL of a folder in a bucket, for which a local copy is created."""
     value = tokens[0].value
     if not is_remote(value):
         require_not_mistyped(value)
@@ -117,19 +117,20 @@ _HIDDEN = Parameter(parse=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Checked):
-    """Options of a command that are not settings of its column.
+    """Flags of a command that are not settings of its column.
 
     Attributes:
         execution: Settings of the Ray engine.
         monitoring: Metrics and log.
         part: Value of `--part`, or None.
-        num_gpus: Number of GPUs per worker; None if not given.
-        batch: Batch size of the model; None if not given.
-        scratch_size: Limit of the copies of remote videos on a node, such as 200GB; None for most of the free space.
+        num_gpus: Number of GPUs per worker; None for the default.
+        batch: Batch size of the model; None for the default.
+        scratch_size: Maximum size of the copies of remote videos on a node, such as 200GB; None for most of the free
+            space.
         trial: Number of samples to make for the estimate of a plan.
         retry_codes: Failure codes to try again even if nothing changed.
         only_variant: Name of the variant that the settings must produce, or None.
-        part_run: Part that runs (`clipmill.prep.core.parts.PartRun`), or None.
+        part_run: Part that this command runs (`clipmill.prep.core.parts.PartRun`), or None.
     """
 
     data: Data = Path("data")
@@ -139,13 +140,13 @@ class Request(Checked):
     monitoring: Annotated[Monitoring, Parameter(name="*")] = Monitoring()  # noqa: RUF009 - frozen
     workers: Workers = None
     max_failures: MaxFailures = "0"
-    # Only commands whose request declares them again have these flags.
+    # These fields are flags only in subclasses that declare them again.
     part: Annotated[str | None, _HIDDEN] = None
     num_gpus: Annotated[float | None, _HIDDEN] = None
     batch: Annotated[int | None, _HIDDEN] = None
     scratch_size: Annotated[str | None, _HIDDEN] = None
     json: Json = False
-    # The program sets these.
+    # These fields are set by the program, not by flags.
     trial: Annotated[int, _HIDDEN] = 0
     retry_codes: Annotated[frozenset[str], _HIDDEN] = frozenset()
     only_variant: Annotated[str | None, _HIDDEN] = None
@@ -174,33 +175,33 @@ class Request(Checked):
 
     @property
     def recorded_flags(self) -> dict[str, str]:
-        """Flags that a retry uses again and that differ from their defaults, for the records of a run."""
+        """Flags to record with a run: flags that a retry uses again and that differ from their defaults."""
         default = type(self)()
-        given = {name: getattr(self, name) for name in marked_fields(type(self), KEPT)}
-        kept = {name: str(value) for name, value in given.items() if value != getattr(default, name)}
-        # The engine is recorded unless it is the default one.
+        values = {name: getattr(self, name) for name in marked_fields(type(self), KEPT)}
+        flags = {name: str(value) for name, value in values.items() if value != getattr(default, name)}
+        # The engine is recorded unless it is the default engine.
         if self.address is not None:
-            kept["address"] = self.address
+            flags["address"] = self.address
         elif self.engine is not None and self.engine != replace(self, engine=None).engine_name:
-            kept["engine"] = self.engine
-        return kept
+            flags["engine"] = self.engine
+        return flags
 
     @property
     def lag_limit_s(self) -> float:
-        """Time that files of workers may take to become visible here, in seconds."""
+        """Time that files of workers on other nodes may take to become visible on this node, in seconds."""
         from clipmill.prep.core.data_folder import LIMIT_S
 
         return LIMIT_S if self.cluster is not None else 0.0
 
     def __post_init__(self) -> None:
-        """Leave the checks to `check`: some depend on the environment, and commands have default requests."""
+        """Do nothing: `check` runs the checks. Some depend on the environment, but default requests exist at import."""
 
     def check(self) -> None:
-        """Raise a UserError with all flags that have an invalid value, or that contradict each other."""
+        """Raise a UserError that lists all flags with an invalid value, and flags that contradict each other."""
         refuse(mistakes(self))
 
     def rules(self) -> Iterator[UserError]:
-        """Yield an error for an invalid size, an invalid address of a cluster, and contradicting flags."""
+        """Yield an error for an invalid size, for an invalid cluster address, and for contradictory flags."""
         yield from errors_of(lambda: self.scratch_bytes)
         if self.address is not None and not _CLUSTER.fullmatch(self.address):
             yield UserError(
@@ -226,7 +227,7 @@ class Request(Checked):
                 hint=f"give --engine ray or --address, or omit {flags}",
                 flags=(*changed, "--engine"),
             )
-        # The parts would be divided among the nodes a second time.
+        # Ray already divides the work among the nodes, so parts would divide it twice.
         if self.cluster is not None and self.part is not None:
             source = "RAY_ADDRESS=" if self.address is None else "--address "
             yield UserError(
@@ -239,17 +240,17 @@ class Request(Checked):
         """Return `num_gpus`, or its default; 0.0 without work, because detecting GPUs takes seconds.
 
         Raises:
-            UserError: There is no cluster at the address.
+            UserError: No cluster is running at the address.
         """
         from clipmill.prep.engines.choice import resolve_gpus_per_worker
 
         return resolve_gpus_per_worker(self.num_gpus, address=self.cluster) if has_work else 0.0
 
     def open_engine(self, *, memory_gb: float, gpus_per_worker: float = 0.0) -> "Engine":
-        """Return the engine that the flags describe.
+        """Return the engine that the flags select.
 
         Args:
-            memory_gb: Memory that a worker of the column takes on a cluster, unless a flag gives it.
+            memory_gb: Memory to reserve for a worker on a cluster, in GB, unless a flag sets it.
 
         Raises:
             UserError: There are fewer GPUs than one worker needs.
@@ -270,10 +271,11 @@ class Request(Checked):
 
         Args:
             variant: Variant that the recipe produces now.
-            command: Command line that makes it.
+            command: Command line that makes this variant.
 
         Raises:
-            UserError: The weights, the libraries or the current variant of `video` have changed since.
+            UserError: The recipe produces a different variant, because the weights, the libraries or the current
+                variant of `video` have changed.
         """
         if self.only_variant is not None and variant != self.only_variant:
             raise UserError(
@@ -284,14 +286,14 @@ class Request(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class PartRequest(Request):
-    """The flags of a column that several commands can make, one for each part."""
+    """The flags of a column that several commands can make together, each a part of it."""
 
     part: PartOf = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest(PartRequest):
-    """The flags of a column that a model computes; each worker loads a replica of the model."""
+    """The flags of a column that is computed by a model; each worker loads a replica of the model."""
 
     workers: ModelWorkers = None
     num_gpus: NumGpus = None
@@ -302,11 +304,11 @@ class PlanRequest(Checked):
     """The flags of `prep plan NAME` that are not settings of the column.
 
     Attributes:
-        explain: Key or id to explain in place of the plan, or None.
+        explain: Chunk key or video id whose state to explain, in place of the plan; None to report the plan.
         trial: Number of samples to make for the estimate.
     """
 
-    # Only commands whose request declares them again have the flags `explain` and `trial`.
+    # `explain` and `trial` are flags only in subclasses that declare them again.
     trial: Annotated[int, _HIDDEN] = 0
     data: Data = Path("data")
     explain: Annotated[str | None, _HIDDEN] = None
@@ -317,10 +319,10 @@ def model_folder(name: str, *, files: Sequence[str], what: str, asked: str, hint
     """Return the folder of a model: a folder on this machine, absolute, or a model on the Hub, downloaded once.
 
     Args:
-        files: Patterns of the files to download.
-        what: Noun for the model in messages: "VAE", "model"; "" for none.
-        asked: Flag that asks for the model, with its value where that is not `name`.
-        hint: Hint of the error.
+        files: Glob patterns of the files to download.
+        what: Noun for the model in messages, such as "VAE"; "" for none.
+        asked: Flag that requests the model, with its value if the value is not `name`.
+        hint: Hint for the error.
 
     Raises:
         UserError: The folder does not exist, and neither the Hub nor its cache has the model.

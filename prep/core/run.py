@@ -1,4 +1,4 @@
-"""The driver that carries out a plan. Its state is in the commits, so it can be killed and restarted at any time."""
+"""The driver that runs a plan. Its state is in the commits, so it can be killed and restarted at any time."""
 
 import sys
 import time
@@ -30,7 +30,7 @@ from clipmill.shards.dataset import begin_variant, current_variant, set_current_
 from clipmill.shards.lists import finish_run
 from clipmill.shards.reader import Variant
 
-# Number of consecutive shards that may stop for a reason that stops the others too, before the run gives up.
+# Number of consecutive shards that stop for the same reason before the run gives up, by failure code.
 _MOST_STOPS = {FailureCode.DISK_FULL: 3, FailureCode.ACCESS_REFUSED: 3, FailureCode.ENDPOINT_FAILED: 3}
 _MOST_STOPS |= dict.fromkeys(SOURCE_AWAY, 3)  # a lost mount
 _MOST_STOPS |= {FailureCode.ENDPOINT_REFUSED: 1, FailureCode.OTHER_MODEL: 1, FailureCode.STORAGE_REFUSED: 1}
@@ -38,15 +38,16 @@ _MOST_STOPS |= {FailureCode.ENDPOINT_REFUSED: 1, FailureCode.OTHER_MODEL: 1, Fai
 
 @dataclass
 class Summary:
-    """Result of a run, based on the commits that the driver finds on disk at its end.
+    """Result of a run, based on the commits that are on disk at its end.
 
     Attributes:
-        num_shards_empty: Number of the shards that were made and in which every sample failed.
-        failures: All failures, including failures of earlier runs that were not tried again.
-        unchanged: Failures that an earlier run has reported and that this run had no reason to try again.
+        num_shards_empty: Number of shards made in this run in which every sample failed.
+        failures: All failures, including failures from earlier runs that were not retried.
+        unchanged: Failures that an earlier run reported and that this run had no reason to retry.
         gave_up: Reason why the run ended before all shards were tried, or None.
-        exit_code: Exit code of a run that gave up.
-        refused_workers: Machines that failed the admission check, failed their tasks or were lost, and got no more.
+        exit_code: Exit code if the run gave up.
+        refused_workers: Machines that got no further tasks: they failed the admission check or their tasks, or were
+            lost.
         added: Lines and values that the column adds to the report.
     """
 
@@ -79,7 +80,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Job(Generic[W]):
-    """One column's plan in the form that the driver runs.
+    """Plan of a column in the form that the driver runs.
 
     Attributes:
         recipe: Content of recipe.json.
@@ -87,13 +88,13 @@ class Job(Generic[W]):
         make: Function task -> result that makes and commits one shard; at module level, since it is sent to workers.
         task: Function shard -> its task, the argument of `make`.
         video_ids: Function shard -> ids of its videos; an id may occur more than once.
-        failed_before: Failures that belong to no shard, such as unusable sources.
-        read_again: Ids of the videos whose unusable sources were read again, as their failure may pass.
+        failed_before: Failures that do not belong to a shard, such as unusable sources.
+        read_again: Ids of the videos whose unusable sources were read again because their failure may be temporary.
         chunk_s: Seconds of video in a full chunk, for the progress bar; None to omit the speed.
-        where: Condition on the samples of the plan, which the variant's records keep; None for all.
-        asked: Additional values of the request that the records keep, by the names of their flags.
-        lag_limit_s: Time to wait for commits that workers report and that are not visible here.
-        needs: Requirements on the worker's machine (`clipmill.prep.engines.admission.Ticket`); None if there are none.
+        where: Condition that selects the samples of the plan, to be recorded with the variant; None for all.
+        asked: Additional values of the request to be recorded with the variant, by flag name.
+        lag_limit_s: Time to wait for commits that workers have reported but that are not visible yet, in seconds.
+        needs: Requirements on the worker's machine (`clipmill.prep.engines.admission.Ticket`), or None.
     """
 
     column: ColumnSpec
@@ -123,7 +124,7 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
     Call it while holding the lock of the column (`clipmill.prep.core.data_folder.writing`).
 
     Args:
-        part_run: Part whose shards to make (`ColumnWork.run`); None for all. The last part updates the records.
+        part_run: Part whose shards to make (`ColumnWork.run`); None for all shards. The last part updates the records.
     """
     folder = job.variant_dir
     if part_run is not None:
@@ -133,7 +134,7 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
     has_work = any(shard.has_work for shard in job.shards)
     if has_work and (part_run is None or part_run.is_first):
         remove_variant_temporaries(folder)
-    # A dataset's first variant is readable while it grows; a later variant replaces it only once it is complete.
+    # The first variant of a dataset is readable while it grows; a later variant replaces it only once it is complete.
     begin_variant(job.data_dir, job.column.name, job.variant)
     if part_run is not None:
         part_run.begin()
@@ -146,7 +147,7 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
     summary.wall_s = time.monotonic() - begin_s
     with Activity("checking the shards and writing the lists"):
         if has_work:
-            refresh(folder)  # made by workers on other nodes
+            refresh(folder)  # fetch commits from workers on other nodes
         if part_run is None or part_run.end():
             if part_run is not None:
                 num_parts, shard_ids = part_run.part.count, [shard.shard_id for shard in job.shards]
@@ -156,7 +157,7 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
                     )
                 )
             if has_work:
-                remove_variant_temporaries(folder)  # left by lost workers
+                remove_variant_temporaries(folder)  # remove files of lost workers
             _finish(job, part_job, summary, results, part_run)
         else:
             commits = read_commits_of(folder, {shard.shard_id for shard in part_job.shards})
@@ -174,7 +175,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
     if not work:
         return
     num_chunks = {shard.shard_id: shard.num_chunks for shard in work}
-    # Share of the samples of a shard that are not copied, above 0: copying costs little, but not nothing.
+    # Relative cost of the samples of a shard: copying a sample costs about 2 % of making it.
     shares = {shard.shard_id: 1.0 - 0.98 * (shard.num_copied or 0) / max(1, shard.num_chunks) for shard in work}
     column, num_samples, meters = job.column.name, sum(num_chunks.values()), None
     if (registry := metrics_registry()) is not None:
@@ -196,7 +197,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
         yield from (job.task(shard) for shard in work if summary.gave_up is None)
 
     made, work_done = 0, 0.0
-    num_alike, last_code = 0, None  # consecutive shards that stopped for the same reason
+    num_alike, last_code = 0, None  # number of consecutive shards that stopped for the same reason
     running = RunningChunks(job.variant_dir, shard_ids=num_chunks.keys(), shares=shares)
     with worker_ticket(job.variant_dir, package=job.column.package, needs=job.needs) as ticket, progress:
         command = job.column.command
@@ -231,7 +232,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                     if stop.code == FailureCode.DISK_FULL:
                         summary.gave_up = f"stopped, because the disk was full for {num_alike} consecutive shards"
                         return
-                    # Workers that wait for answers end their shards: answers on their way have been paid for.
+                    # Let the running shards finish: responses that a server is computing have been paid for.
             num_running = running.num_done()
             if meters is not None:
                 meters.show(column, num_done=made + num_running)
@@ -241,16 +242,16 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
 def _finish(
     job: Job[W], part_job: Job[W], summary: Summary, results: dict[int, ShardResult], part_run: PartRun | None
 ) -> None:
-    """Drop commits that the plan does not need, write the lists, and make a complete variant the current one.
+    """Drop orphaned commits, write the lists, and make the variant the current one if it is complete.
 
     Args:
-        part_job: Job with the shards of this process only.
+        part_job: Job that contains only the shards of this process.
     """
     orphaned = {shard.shard_id for shard in job.shards if shard.state == ShardState.ORPHANED}
     planned = {shard.shard_id for shard in job.shards} - orphaned
     commits = finish_run(job.variant_dir, dropped=orphaned, planned=planned)
     if job.lag_limit_s:
-        # Network file systems may show the shards that workers have reported only later.
+        # On network file systems, shards that workers have reported may become visible late.
         made = {shard_id for shard_id, result in results.items() if result.stopped_by is None}
         unseen_ids = made & _missing_shards(part_job, commits, results, gave_up=summary.gave_up).keys()
         unseen = [(shard.shard_id, shard.plan_fingerprint) for shard in part_job.shards if shard.shard_id in unseen_ids]
@@ -268,10 +269,10 @@ def _finish(
     write_failures(job.variant_dir / FAILURES_FILE, [*summary.failures, *left])
     try:
         update_chunk_table(Variant(job.variant_dir), column=job.column.name)
-    except (UserError, Inaccessible) as error:  # training can read the indexes instead, which takes longer
+    except (UserError, Inaccessible) as error:  # without the table, training reads the indexes, which takes longer
         hint = f"hint: {error.hint}\n" if isinstance(error, UserError) and error.hint else ""
         sys.stderr.write(f"warning: {error}\n{hint}")
-    if missing or not summary.num_chunks:  # a variant in which everything failed replaces nothing
+    if missing or not summary.num_chunks:  # a variant without samples must not replace another variant
         return
     column, former = job.column.name, current_variant(job.data_dir, job.column.name)
     if not lost_samples(job.data_dir, column, variant=job.variant, former=former):
@@ -285,7 +286,7 @@ def _account(
     results: dict[int, ShardResult],
     missing: dict[int, Stop],
 ) -> None:
-    """Add the content of the commits and the work of this process to the summary."""
+    """Add the totals of the commits and the work of this process to the summary."""
     summary.num_shards = sum(commit.files is not None for commit in commits.values())
     summary.num_chunks = sum(commit.files.num_samples for commit in commits.values() if commit.files)
     for shard in with_work(part_job.shards):
@@ -294,14 +295,14 @@ def _account(
         summary.num_shards_made += 1
         summary.num_shards_empty += commits[shard.shard_id].files is None
         result = results.get(shard.shard_id)
-        if result is not None and result.stopped_by is None:  # else the worker was lost after its commit
+        if result is not None and result.stopped_by is None:  # otherwise the worker was lost after its commit
             summary.num_encoded += result.num_chunks - result.num_reused
             summary.num_reused += result.num_reused
             summary.num_bytes_written += result.num_bytes
             summary.encoded_s += result.encoded_s
             summary.cpu_s += result.cpu_s
     summary.failures = [failure for commit in commits.values() for failure in commit.failures]
-    # A missing shard is one failure for each of its videos; in state RETRY, for each video that had failed before.
+    # A missing shard counts as one failure for each of its videos; in state RETRY, for each video that failed earlier.
     for shard in part_job.shards:
         if (stop := missing.get(shard.shard_id)) is not None:
             commit = commits.get(shard.shard_id)
@@ -318,7 +319,7 @@ def _missing_shards(
     gave_up: str | None,
     part_run: PartRun | None = None,
 ) -> dict[int, Stop]:
-    """Return the planned shards that are not on disk as planned, by shard id, with the reason."""
+    """Return the reason for each shard that is not on disk as planned, by shard id."""
     due = {shard.shard_id: commits[shard.shard_id] for shard in with_work(job.shards) if shard.shard_id in commits}
     problems = file_problems(job.variant_dir, due)
     missing = {}
@@ -348,14 +349,14 @@ def why_missing(
     gave_up: str | None = None,
     other_part: Part | None = None,
 ) -> Stop | None:
-    """Return the reason why a shard is not on disk as planned; None if it is, or if it is orphaned.
+    """Return the reason why a shard is not on disk as planned; None if it is on disk, or orphaned.
 
     Args:
-        commit: Commit on disk.
-        problem: Problem of its files.
-        result: Result that its worker reported; None if no worker has returned one.
-        gave_up: Reason why the run ended early.
-        other_part: Part that the shard was left to; None if it was left to this process.
+        commit: Commit on disk, or None.
+        problem: Problem with the files of the commit, or None.
+        result: Result reported by the worker; None without a result.
+        gave_up: Reason why the run ended early, or None.
+        other_part: Part that the shard belongs to; None if it belongs to this process.
     """
     if shard.state == ShardState.ORPHANED:
         return None
@@ -387,26 +388,26 @@ def unchanged_failures(
     shards: Sequence[ShardPlan],
     read_again: Collection[str],
 ) -> frozenset[Failure]:
-    """Return the failures that an earlier run has reported and that this run had no reason to try again.
+    """Return the failures that an earlier run reported and that this run had no reason to retry.
 
     Args:
-        reported: Failures that the earlier run has listed.
+        reported: Failures that the earlier run listed.
         shards: Shards of the plan.
-        read_again: IDs of videos whose source was read again, as its failure may pass.
+        read_again: Ids of the videos whose source was read again because its failure may be temporary.
     """
     if not reported:
         return frozenset()
-    tried: set[Failure] = set()
+    retried: set[Failure] = set()
     due = {shard.shard_id: shard.state for shard in with_work(shards)}
     for shard_id, commit in read_commits_of(variant_dir, due).items():
-        # In a shard that is made again for another reason, lasting failures occur again.
+        # Lasting failures occur again in a shard that is made again for a different reason.
         is_retried = due[shard_id] == ShardState.RETRY
-        tried.update(failure for failure in commit.failures if is_retried or failure.code in SOURCE_AWAY)
+        retried.update(failure for failure in commit.failures if is_retried or failure.code in SOURCE_AWAY)
     return frozenset(
         failure
         for failure in failures
         if failure in reported
-        and failure not in tried
+        and failure not in retried
         and failure.code not in TRANSIENT
         and failure.video_id not in read_again
     )

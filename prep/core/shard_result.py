@@ -1,7 +1,7 @@
-"""Make a shard in a worker, in all columns: samples, failures and commit, progress, and the result.
+"""Make a shard of any column in a worker: add samples, record failures, show progress, commit, and return the result.
 
-Progress is a heartbeat: a small file in `<variant>/.tmp-running/`, where the driver's progress bar and `prep status` in
-another terminal read it, from any node of a cluster. Heartbeats are not part of the records: each run begins by
+A worker writes its progress to a heartbeat, a small file in `<variant>/.tmp-running/`. The driver's progress bar and
+`prep status` in another terminal read it from any node of a cluster. Heartbeats are temporary: each run starts by
 deleting the heartbeats of earlier runs. System errors become results with failure codes.
 """
 
@@ -36,7 +36,7 @@ from clipmill.shards.writer import Sample, ShardWriter
 RUNNING_FOLDER = f"{TEMPORARY_PREFIX}running"
 _INTERVAL_S = 0.5
 _STALE_S = 60.0
-_MAX_READING = 0.02  # share of a driver's time that may be spent on reading heartbeats
+_MAX_READING = 0.02  # maximum fraction of the driver's time for reading heartbeats
 
 
 class ShardWork(Protocol):
@@ -76,7 +76,7 @@ class ShardResult:
         num_bytes: Size of the tar in bytes; the summary omits 0.
         failures: Failures listed in the commit.
         stopped_by: Reason why no commit was written, or None.
-        encoded_s: Seconds of video encoded.
+        encoded_s: Seconds of video that were encoded or read to make samples.
         cpu_s: User and system CPU time in seconds, including child processes.
     """
 
@@ -97,8 +97,8 @@ class ShardResult:
     @property
     def machine_fault(self) -> MachineFault | None:
         """Failure that the worker's machine may have caused, or None."""
-        # A mount that is lost in the middle of a shard leaves samples; a machine without a mount makes none at all, and
-        # neither does one whose programs do not run.
+        # If a mount is lost in the middle of a shard, the shard has some new samples. A machine without the mount, or
+        # whose programs do not run, makes no samples at all.
         sure = MACHINE_FAULTS if self.has_new_samples else MACHINE_FAULTS | MOUNT_FAULTS
         doubtful = MOUNT_FAULTS if self.has_new_samples else PROGRAM_FAULTS
         for codes in (sure, doubtful):
@@ -109,15 +109,15 @@ class ShardResult:
 
     @property
     def has_new_samples(self) -> bool:
-        """True if the worker made samples, and did not only copy some."""
+        """True if the worker made at least one sample that is not a copy."""
         return self.num_chunks > self.num_reused
 
     @property
     def common_cause(self) -> Stop | None:
-        """Reason why no commit or no sample was made, if it may stop other shards too; None if it may not."""
+        """Reason why no commit was written or no sample was made, if it may stop other shards too; otherwise None."""
         if self.stopped_by is not None:
             return self.stopped_by
-        shared = {FailureCode.STORAGE_REFUSED}  # also if it began in the middle of the shard
+        shared = {FailureCode.STORAGE_REFUSED}  # affects other shards even if this shard has new samples
         if not self.has_new_samples:
             shared |= {FailureCode.DISK_FULL, FailureCode.ACCESS_REFUSED, *SOURCE_AWAY}
         causes = (Stop(FailureCode(failure.code), failure.message) for failure in self.failures)
@@ -130,9 +130,9 @@ def stop_result(work: ShardWork, code: FailureCode, message: str) -> ShardResult
 
 
 def system_errors_as_results(make: Callable[[W], ShardResult], work: W) -> ShardResult:
-    """Call `make(work)`, and return its result with the CPU time that it took.
+    """Call `make(work)`, and return its result with the CPU time that the call took.
 
-    Errors of machine and bucket (disk full, out of memory, unreadable file) become a result.
+    Errors caused by the machine or the bucket (disk full, out of memory, unreadable file) become a result.
     """
     begin_cpu_s = cpu_s()
     try:
@@ -154,7 +154,7 @@ def system_errors_as_results(make: Callable[[W], ShardResult], work: W) -> Shard
 
 
 def cpu_s() -> float:
-    """Return the user and system CPU time in seconds of this process and of the child processes that it waited for."""
+    """Return the user and system CPU time in seconds of this process and the child processes that it has waited for."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
@@ -193,19 +193,19 @@ class Heartbeat:
             return
         self._written_s = now_s
         text = json.dumps(asdict(ShardProgress(self._shard_id, self._num_chunks, num_done)))
-        # A heartbeat must not fail the shard: if the disk is full, the shard itself will report it.
+        # A failed heartbeat must not fail the shard: if the disk is full, writing the shard reports it.
         with suppress(OSError):
             self._path.parent.mkdir(exist_ok=True)
             self._path.write_text(text)
 
 
 class NewShard:
-    """A shard that is being made (`begin_shard`).
+    """A shard while it is being made (`begin_shard`).
 
     Attributes:
         failures: Failures of its samples so far.
-        show: Function that shows the number of finished samples; `add` calls it.
-        check: Function that raises a ValueError if `add` would not take a sample.
+        show: Function that reports the number of finished samples; `add` calls it.
+        check: Function that raises a ValueError if `add` would reject a sample.
     """
 
     def __init__(self, work: NewShardWork, writer: ShardWriter, beat: Heartbeat, *, column: str, split: str) -> None:
@@ -216,17 +216,17 @@ class NewShard:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples so far."""
+        """Number of samples added so far."""
         return self._writer.num_samples
 
     def add(self, sample: Sample, *, content: bytes = b"") -> None:
-        """Append a sample; the names of the files depend on `content` besides the plan."""
+        """Append a sample; `content` enters the hash in the file names, together with the plan."""
         self._writer.add(sample)
         self._content.update(content)
         self.show(self.num_samples)
 
     def fail(self, failure: Failure, *, content: str) -> None:
-        """Record that a sample failed; the names of the files depend on `content` besides the plan."""
+        """Record the failure of a sample; `content` enters the hash in the file names, together with the plan."""
         self.failures.append(failure)
         self._content.update(content.encode())
 
@@ -251,13 +251,13 @@ def begin_shard(
     fields: Sequence[pa.Field],
     num_planned: int,
 ) -> Iterator[NewShard]:
-    """Begin a shard, and remove its files at the end unless it was committed.
+    """Start a shard, and remove its files at the end unless it was committed.
 
     Args:
         work: Task of the worker.
         column: Name of the column.
-        split: Split of its samples.
-        extensions: Members of every sample, in order.
+        split: Split of the samples.
+        extensions: Extensions of the members of every sample, in order.
         fields: Index fields of the column.
         num_planned: Number of planned samples, for the progress.
     """
@@ -267,18 +267,18 @@ def begin_shard(
 
 
 class RunningChunks:
-    """Number of chunks that are done in running shards, for the progress bar of the driver.
+    """Counter of finished chunks in running shards, for the progress bar of the driver.
 
-    The heartbeats of thousands of workers take time to read, above all on a network disk. They are read at most once a
-    second, and less often if reading takes long.
+    Reading the heartbeats of thousands of workers takes time, especially on a network disk. They are read at most once
+    a second, and less often if reading takes long.
 
     Args:
-        shard_ids: Shards to count; other parts of the same work may be running too.
-        shares: Share of a shard's chunks that are work, by shard ID; the other chunks are copied at almost no cost.
-            Shards that are not listed have no chunks to copy.
+        shard_ids: Ids of the shards to count; other parts of the run may write heartbeats too.
+        shares: Fraction of a shard's chunks that count as work, by shard id; the other chunks are copied at almost no
+            cost. Shards that are not listed have no chunks to copy.
 
     Attributes:
-        has_begun: True once a worker has begun a shard.
+        has_begun: True once a worker has started a shard.
     """
 
     def __init__(
@@ -291,11 +291,11 @@ class RunningChunks:
         self._next_s = time.monotonic()
 
     def finish(self, shard_id: int) -> None:
-        """Stop counting a shard, which has finished."""
+        """Stop counting a shard that has finished."""
         self._total -= self._num_done.pop(shard_id, 0)
 
     def work_done(self) -> float:
-        """Return the work done in running shards when `num_done` was called, in chunks."""
+        """Return the work done in running shards, in chunks, as of the last call of `num_done`."""
         return sum(done * self._shares.get(shard_id, 1.0) for shard_id, done in self._num_done.items())
 
     def num_done(self) -> int:

@@ -1,14 +1,14 @@
 """Parquet tables with checksums, and layouts, the tables that assign spans of videos to shards.
 
-Parquet readers do not verify the data: a flipped bit often reads as another value. Layouts and probes therefore hold
-the SHA-256 of the values of each column in the schema metadata; the checksums of the manifest's files are in
-manifest.json. Each column has its checksum, so that a reader of a few columns of millions of rows need not read the
+Parquet readers do not verify the data: a flipped bit often reads as a different value. Layouts and probes therefore
+store the SHA-256 of each column's values in the schema metadata; the checksums of the manifest's files are in
+manifest.json. Each column has its own checksum, so a reader of a few columns of millions of rows need not read the
 others.
 
 An assignment never changes: adding videos does not move existing spans. Layouts are stored in `<data>/layout/`. Layouts
-of `video` are named after the chunk length and shared by all recipes with that length, so that their variants have the
+of `video` are named after the chunk length and shared by all recipes with this length, so that their variants have the
 same shards; the layout of any other column is `<column>.parquet`. If a layout file is damaged or missing, the layout is
-rebuilt from the commits, which record what each shard holds. Spans of shards that were never committed are assigned
+rebuilt from the commits, which record the content of each shard. Spans of shards that were never committed are assigned
 again when the layout is next extended.
 """
 
@@ -36,12 +36,12 @@ _CHECKSUM_KEY = b"clipmill_sha256"
 
 
 def write_table_file(path: Path, table: pa.Table) -> None:
-    """Publish `table` (columns of strings, numbers and lists of numbers) and its metadata with their checksums."""
-    given = table.schema.metadata or {}
-    header = _header(path.name, table.num_rows, metadata=given)
+    """Publish `table` (columns of strings, numbers and lists of numbers) and its metadata, with checksums."""
+    stored_metadata = table.schema.metadata or {}
+    header = _header(path.name, table.num_rows, metadata=stored_metadata)
     sha256 = b" ".join(_sha256(header, name, table[name]) for name in table.column_names)
     with publish_atomically(path) as temporary:
-        pq.write_table(table.replace_schema_metadata({**given, _CHECKSUM_KEY: sha256}), temporary)
+        pq.write_table(table.replace_schema_metadata({**stored_metadata, _CHECKSUM_KEY: sha256}), temporary)
 
 
 def read_table_file(
@@ -51,19 +51,20 @@ def read_table_file(
     columns: Collection[str] | None = None,
     expected: Mapping[str, pa.ChunkedArray] | None = None,
 ) -> pa.Table:
-    """Read the table at `path`, or some of its columns, and verify the columns.
+    """Read and verify the table at `path`, or some of its columns.
 
     Args:
         columns: Names of the columns to return, in the order of `schema`; None for all.
-        expected: Columns that the table probably has. Where it has them, they are returned, so that memory holds them
-            once. They are read and verified nevertheless: a run repairs a damaged file, whatever it needs of it.
+        expected: Columns that the table probably contains. If a column is equal, the expected object is returned, so
+            that memory holds it once. The column in the file is read and verified nevertheless, because a run must
+            detect and repair a damaged file.
 
     Raises:
         FileNotFoundError: The file does not exist.
         ValueError: The file is damaged, or its columns differ from `schema`.
         OSError: The file cannot be read.
     """
-    kept: dict[str, pa.ChunkedArray] = {}
+    verified: dict[str, pa.ChunkedArray] = {}
     try:
         require_regular(path, path=path)
         with naming(path), pq.ParquetFile(path) as file:
@@ -77,21 +78,21 @@ def read_table_file(
             for name, sha256 in zip(schema.names, recorded, strict=True):
                 if columns is not None and name not in columns:
                     continue
-                column = file.read(columns=[name])[name]  # one chunk if it is small, unlike `read_table`
+                column = file.read(columns=[name])[name]  # a small column is one chunk, unlike with `read_table`
                 if sha256 != _sha256(header, name, column):
                     raise ValueError(f"the checksum of {name} does not match its content")
                 is_held = expected is not None and name in expected and column.equals(expected[name])
-                kept[name] = expected[name] if expected and is_held else column
+                verified[name] = expected[name] if expected and is_held else column
     except FileNotFoundError:
         raise
     except OSError as error:
         if error.errno is not None:
             raise
-        raise ValueError(str(error)) from error  # from Thrift, which reports a broken footer as an input error
+        raise ValueError(str(error)) from error  # Thrift reports a damaged footer as an OSError without errno
     except pa.ArrowException as error:
         raise ValueError(str(error)) from error
-    fields = [schema.field(name) for name in kept]
-    return pa.table(kept, schema=pa.schema(fields, metadata=metadata or None))
+    fields = [schema.field(name) for name in verified]
+    return pa.table(verified, schema=pa.schema(fields, metadata=metadata or None))
 
 
 def as_array(column: pa.ChunkedArray) -> pa.Array:
@@ -100,9 +101,9 @@ def as_array(column: pa.ChunkedArray) -> pa.Array:
 
 
 def _header(file_name: str, num_rows: int, *, metadata: Mapping[bytes, bytes]) -> bytes:
-    """Return the bytes that all checksums cover besides their column: file name, number of rows, and metadata.
+    """Return the bytes that the checksums of all columns cover: file name, number of rows, and metadata.
 
-    The file name is included to detect files of the same schema, such as layouts, that were swapped.
+    The file name is included to detect swapped files of the same schema, such as layouts.
     """
     return b"\0".join(
         [f"{file_name}\0{num_rows}".encode(), *(part for item in sorted(metadata.items()) for part in item)]
@@ -114,7 +115,7 @@ def _sha256(header: bytes, name: str, column: pa.ChunkedArray) -> bytes:
     digest = hashlib.sha256(header + f"\0{name}\0{column.type}\0".encode())
     if column.null_count:
         digest.update(np.packbits(np.asarray(pc.is_valid(column))).data)
-    # Lengths of lists and texts come before their values. The chunks are not joined, which would copy them.
+    # The lengths of lists and strings precede their values. Do not combine the chunks, which would copy them.
     chunks = column.chunks
     if pa.types.is_list(column.type):
         for chunk in chunks:
@@ -148,7 +149,7 @@ LAYOUT = pa.schema(
 
 
 def owner_of_layout(path: Path) -> str:
-    """Return the column that owns a layout: the column that the file is named after, otherwise `video`."""
+    """Return the column that owns a layout: the column with the name of the file, otherwise `video`."""
     name = path.name.partition(".")[0]
     is_column = name in COLUMNS or any((path.parent.parent / name).glob(f"*/{RECIPE_FILE}"))
     return name if is_column else VIDEO
@@ -169,7 +170,7 @@ def read_layout(path: Path, *, expected: Mapping[str, pa.ChunkedArray] | None = 
     """Read the layout at `path`; return an empty layout if the file does not exist.
 
     Args:
-        expected: Columns that the layout probably has, which are then returned instead of copies.
+        expected: Columns that the layout probably contains, returned in place of equal copies (`read_table_file`).
 
     Raises:
         DamagedLayout: The file is damaged.
@@ -188,14 +189,14 @@ def stored_or_rebuilt_layout(
     """Read the layout at `path`, or rebuild it from the commits with `rebuild()` if the file is damaged or missing.
 
     Args:
-        video_ids: Ids of the manifest's videos, in its order.
-        splits: Splits of these videos. If each video has one span and all have one split, the layout has the same
-            columns.
+        video_ids: Ids of the manifest's videos, in manifest order.
+        splits: Splits of these videos. If each video has one span and all have the same split, the layout contains
+            the same two columns, and shares their memory.
     """
     try:
         if path.exists():
-            given = {"video_id": video_ids, "split": splits}
-            return read_layout(path, expected={name: pa.chunked_array([array]) for name, array in given.items()})
+            arrays = {"video_id": video_ids, "split": splits}
+            return read_layout(path, expected={name: pa.chunked_array([array]) for name, array in arrays.items()})
         layout, why = rebuild(), f"the layout {path} is missing"
     except DamagedLayout as damage:
         layout, why = rebuild(), str(damage)
@@ -211,17 +212,17 @@ def write_layout(path: Path, layout: pa.Table) -> None:
         if path.exists() and read_layout(path, expected=expected).equals(layout):
             return
     except DamagedLayout:
-        pass  # replaced with the rebuilt layout
+        pass  # the file is replaced with the rebuilt layout
     path.parent.mkdir(exist_ok=True)
     write_table_file(path, layout)
 
 
 def video_rows_of(layout: pa.Table, video_ids: pa.Array) -> np.ndarray:
-    """Return the row in `video_ids` of the video of each row of `layout`, int64; -1 for an unknown video."""
+    """Return, for each row of `layout`, the row of its video in `video_ids` (int64); -1 for an unknown video."""
     if not len(layout):
         return np.zeros(0, np.int64)
     ids = layout["video_id"]
-    if ids.equals(pa.chunked_array([video_ids])):  # usual if each video has one span; looked up, millions take seconds
+    if ids.equals(pa.chunked_array([video_ids])):  # fast path if each video has one span: millions of look-ups are slow
         return np.arange(len(ids))
     return np.asarray(pc.fill_null(pc.index_in(ids, value_set=video_ids), -1)).astype(np.int64)
 
@@ -229,9 +230,9 @@ def video_rows_of(layout: pa.Table, video_ids: pa.Array) -> np.ndarray:
 def wanted_spans(
     layout: pa.Table, *, video_rows: np.ndarray, splits: pa.Array, num_spans: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of `layout` whose span is still wanted, in layout order, and the row of the video for each.
+    """Return the rows of `layout` whose span is still needed, in layout order, and the row of the video of each.
 
-    A span is wanted while its video is in the manifest with the split of the shard and is long enough to contain it.
+    A span is needed while its video is in the manifest with the split of the shard and is long enough for the span.
 
     Args:
         layout: Table with schema LAYOUT.
@@ -265,12 +266,12 @@ def layout_of_commits(
     spans: Callable[[pa.Table], list[SpanId]],
     span_of_failure: Callable[[Failure], SpanId | None],
 ) -> pa.Table:
-    """Rebuild the layout (schema LAYOUT) from the commits of some variants.
+    """Rebuild the layout (schema LAYOUT) from the commits of variants.
 
     Args:
-        video_ids: Ids of the manifest's videos, in its order.
+        video_ids: Ids of the manifest's videos, in manifest order.
         spans: Function index of a shard -> its spans.
-        span_of_failure: Function failure in a commit -> the span that it belongs to, or None.
+        span_of_failure: Function failure in a commit -> the span that failed, or None.
     """
     position = {video_id: row for row, video_id in enumerate(video_ids.to_pylist())} if variants else {}
     shards: dict[int, tuple[str, list[SpanId]]] = {}
@@ -280,14 +281,14 @@ def layout_of_commits(
                 files = commit.files
                 held = [] if files is None else spans(open_index(variant.directory / files.index))
             except (Damaged, OSError):
-                continue  # it will be assigned to a new shard
+                continue  # the spans of the shard will be assigned to a new shard
             failed = {span for span in map(span_of_failure, commit.failures) if span is not None}.difference(held)
             if failed:
-                # The layout was made in the order of the manifest.
+                # Restore the order of the layout, which is the order of the manifest.
                 held = sorted([*held, *failed], key=lambda span: (position.get(span[0], len(position)), span[1]))
             if len(held) > len(shards.get(commit.shard_id, ("", []))[1]):
                 shards[commit.shard_id] = (commit.split, held)
-    rows = [(shard_id, split, *span) for shard_id, (split, of_shard) in sorted(shards.items()) for span in of_shard]
+    rows = [(shard_id, split, *span) for shard_id, (split, held) in sorted(shards.items()) for span in held]
     columns = list(zip(*rows, strict=True)) or [(), (), (), ()]
     arrays = [pa.array(values, field.type) for values, field in zip(columns, LAYOUT, strict=True)]
     return pa.table(arrays, schema=LAYOUT)

@@ -2,15 +2,16 @@
 
 `<variant>/selection.json` holds `--where`, `--endpoint`, the path of local weights, and `--engine` or `--address`
 unless the default engine was used, so that the commands that continue the run (`prep retry`, the `next` lines) use the
-same.
+same values.
 
-The selection is a part of the request and not of the recipe: the bytes of a sample do not depend on it, so that another
-selection keeps the variant and its samples, and makes only the missing ones. It has a separate file, because the
-checksum of recipe.json is recorded at the end of a run, while status and plans must know the selection from the start.
+The selection is part of the request and not of the recipe: the bytes of a sample do not depend on it, so a different
+selection keeps the variant and its samples, and makes only the missing samples. It has a separate file because the
+checksum of recipe.json is recorded at the end of a run, but status and plans must know the selection from the start.
 
-A variant may replace another one unless it lacks samples that the other variant holds for a reason that can pass:
-refused credentials, a full disk, a lost worker. `prep retry`, or the same command, then makes them. A source that is
-damaged for good blocks nothing. Runs, `prep status` and `prep gc` follow this rule (`lost_samples`).
+A variant may replace the current variant unless it lacks samples of the current variant because of a temporary failure,
+such as refused credentials, a full disk or a lost worker. `prep retry`, or the same command, can still make these
+samples. A permanently damaged source does not prevent the replacement. Runs, `prep status` and `prep gc` follow this
+rule (`lost_samples`).
 """
 
 from collections.abc import Collection, Mapping
@@ -46,22 +47,22 @@ Value = str | int | float  # value of a flag
 
 
 def write_selection(folder: Path, where: str | None, further: Mapping[str, Value | None] | None = None) -> None:
-    """Record the selection of a run in its variant's folder; a run without any needs no file.
+    """Record the selection of a run in its variant's folder; a run without a selection needs no file.
 
     Args:
-        where: Condition on the samples; None for all.
-        further: Other values of the request by the names of their flags; None for a flag that was not given.
+        where: Condition that selects samples; None for all.
+        further: Other values of the request by flag name; None for a flag that was not passed.
     """
     path = folder / SELECTION_FILE
-    asked = {name: value for name, value in {WHERE: where, **(further or {})}.items() if value is not None}
-    if not asked:
+    selection = {name: value for name, value in {WHERE: where, **(further or {})}.items() if value is not None}
+    if not selection:
         remove(path)
-    elif not path.is_file() or _read(path) != asked:
-        publish_checked_json(path, asked)
+    elif not path.is_file() or _read(path) != selection:
+        publish_checked_json(path, selection)
 
 
 def read_selection(folder: Path) -> dict[str, Any]:
-    """Read the request of the last run of a variant; without `where` it selected everything.
+    """Read the selection of the last run of a variant; without `where`, the run selected all samples.
 
     Raises:
         UserError: The file is damaged.
@@ -69,12 +70,12 @@ def read_selection(folder: Path) -> dict[str, Any]:
     path = folder / SELECTION_FILE
     if not path.exists():
         return {}
-    asked = _read(path)
-    if asked is None:
+    selection = _read(path)
+    if selection is None:
         raise UserError(
             f"{path} is damaged", hint=f"run prep {folder.parent.name} again, with its --where, to rewrite it"
         )
-    return asked
+    return selection
 
 
 def stored_request(variant: Variant) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def stored_recipe(column: ColumnSpec, variant: Variant) -> Recipe[Any]:
     """Return the recipe of a variant, with the settings of its last run.
 
     Raises:
-        UserError: The recipe cannot be read, or another version has written it.
+        UserError: The recipe cannot be read, or was written by a different version.
     """
     stored = stored_request(variant)
     settings = column.stored_settings(stored, stored.get(WEIGHTS))
@@ -99,10 +100,10 @@ def stored_recipe(column: ColumnSpec, variant: Variant) -> Recipe[Any]:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        asked = read_checked_json(path)
+        selection = read_checked_json(path)
     except (OSError, ValueError):
         return None
-    return asked if asked and all(isinstance(value, Value) for value in asked.values()) else None
+    return selection if selection and all(isinstance(value, Value) for value in selection.values()) else None
 
 
 def make_variant(folder: Path, recipe: dict[str, Any]) -> None:
@@ -130,21 +131,21 @@ def write_recipe(folder: Path, recipe: dict[str, Any]) -> None:
         publish_json(folder / RECIPE_FILE, recipe)
 
 
-# An encoder may also fail because of the settings of the variant.
+# Codes of failures that may not occur again; an encoder may also have failed because of the variant's settings.
 _CAN_PASS = TRANSIENT | SOURCE_AWAY | {FailureCode.ENCODE_FAILED}
 
 
 def lost_samples(data_dir: Path, column: str, *, variant: str, former: str | None) -> list[Failure]:
-    """Return the failures for which a variant lacks samples of another variant, although another try may make them.
+    """Return the failures because of which a variant lacks samples of a former one, if a retry may make the samples.
 
     Args:
         variant: Name of the variant to keep.
-        former: Name of the variant to give up; None if there is none.
+        former: Name of the variant to replace; None if there is none.
     """
     if former is None or former == variant:
         return []
     new = Variant(variant_dir(data_dir, column, variant))
-    listed = read_failures(new.directory / FAILURES_FILE)  # includes sources that belong to no shard
+    listed = read_failures(new.directory / FAILURES_FILE)  # includes failures of sources that are not in a shard
     failures = [*(failure for commit in new.commits.values() for failure in commit.failures), *listed]
     failures = [failure for failure in dict.fromkeys(failures) if failure.code in _CAN_PASS]
     folder = variant_dir(data_dir, column, former)
@@ -155,33 +156,33 @@ def lost_samples(data_dir: Path, column: str, *, variant: str, former: str | Non
     shards -= {shard_name(shard.shard_id) for shard in new.shards()}
     try:
         video_ids = {failure.video_id for failure in failures}
-        latest: dict[str, int] = {}  # of the samples that only the other variant holds, by video
+        latest: dict[str, int] = {}  # latest start (ms) of the samples that only the former variant holds, by video
         for video_id, start_ms in _starts(old, video_ids) - _starts(new, video_ids):
             latest[video_id] = max(start_ms, latest.get(video_id, 0))
     except (Damaged, OSError):
-        return failures  # the samples of the variants are unknown
+        return failures  # it is unknown which samples the variants hold
     return [
         failure
         for failure in failures
-        # A failed part begins with the sample that it is named after.
+        # The key of a failure is the key of the first sample that failed.
         if failure.video_id in shards
-        or latest.get(failure.video_id, -1) >= (0 if failure.key is None else _place(failure.key)[1])
+        or latest.get(failure.video_id, -1) >= (0 if failure.key is None else _video_and_start(failure.key)[1])
     ]
 
 
 def _starts(variant: Variant, video_ids: Collection[str]) -> set[tuple[str, int]]:
-    """Return the video and the start in ms of all samples of some videos."""
+    """Return the video and the start in ms of each sample of the given videos."""
     starts = set()
     for shard in variant.shards():
         for key in open_index(shard.index_path, columns=["key"])["key"].to_pylist():
             if key in video_ids:  # a sample that holds the complete video
                 starts.add((key, 0))
-            elif (place := _place(key))[0] in video_ids:
-                starts.add(place)
+            elif (start := _video_and_start(key))[0] in video_ids:
+                starts.add(start)
     return starts
 
 
-def _place(key: str) -> tuple[str, int]:
+def _video_and_start(key: str) -> tuple[str, int]:
     """Return the video and the start in ms of a chunk; (key, 0) for a sample that is not a chunk."""
     try:
         return split_key(key)

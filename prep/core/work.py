@@ -1,6 +1,6 @@
 """`ColumnWork`: the functions that plan, make, show and maintain a column.
 
-A column with one sample for each chunk has a `ChunkWork` (`prep/core/chunk_work.py`), from which they are derived.
+For a column with one sample for each chunk, they are derived from its `ChunkWork` (`prep/core/chunk_work.py`).
 """
 
 import re
@@ -43,7 +43,7 @@ class ExtraFolder:
     """A folder for intermediate results inside a variant's folder.
 
     Attributes:
-        file_names: Pattern that must match a file's full name; no other file is ever removed.
+        file_names: Pattern that must match the complete name of a file; other files are never removed.
         is_whole: Function that returns True if a file is complete and undamaged.
     """
 
@@ -54,12 +54,11 @@ class ExtraFolder:
 
 @dataclass(frozen=True)
 class ExtraFile:
-    """A file in a variant's folder that is derived from its shards, and that a run writes again.
+    """A file in a variant's folder that is derived from the shards, and that a run rebuilds.
 
     Attributes:
-        problem: Function that returns why the file of a variant cannot be used (missing, stale or damaged), or None.
-        publish: Function that writes the file of a variant at the end of a run if there is a problem; None if the
-            driver writes it.
+        problem: Function that returns the reason why the file cannot be used (missing, stale or damaged), or None.
+        publish: Function that writes the file at the end of a run if there is a problem; None if the driver writes it.
     """
 
     name: str
@@ -67,7 +66,7 @@ class ExtraFile:
     publish: Callable[[Variant], object] | None = None
 
 
-# Training reads the columns that have it.
+# Merged index of all shards, which training reads.
 MERGED_TABLE = ExtraFile(CHUNKS_FILE, import_late("clipmill.shards.chunk_table:chunk_table_problem"))
 
 
@@ -79,23 +78,22 @@ class ColumnWork:
         require: Function that raises UserError if this machine lacks something that the settings need; called before
             any lock is taken.
         plan: Function (data folder, settings, request) -> plan: the shards to make, and why.
-        run: Function (plan, settings, request, part that runs or None) -> summary; called while the column's lock is
+        run: Function (plan, settings, request, running part or None) -> summary; called while the column's lock is
             held.
         plan_report: Function plan -> report.
         explain: Function (plan, chunk key or video ID) -> report on its state. None if the command has no `--explain`.
         summary_report: Function (summary, settings, path of the list of failures) -> report.
-        pending: Function (data folder, variant) -> work that remains for the variant.
-        layout_file: Function stored recipe -> name of the layout file that the variant uses, or None; named after the
-            column.
+        pending: Function (data folder, variant) -> remaining work of the variant.
+        layout_file: Function stored recipe -> name of the layout file that the variant uses, or None. The name of the
+            file begins with the name of the column.
         extra_folders: Folders for intermediate results in each variant.
         extra_files: Files derived from the shards in each variant.
-        sample_report: Function (shard, row, data folder) -> report printed by `prep inspect KEY`; the index row by
-            default.
+        sample_report: Function (shard, row, data folder) -> report printed by `prep inspect KEY`. None: the index row.
         sample_facts: Function (data folder, key) -> facts that `prep inspect KEY` shows besides the index row.
-        write_page: Function (variant, request) -> report that writes the page of `prep inspect --html`. None if the
-            column has no page.
-        next_command: Function data folder as the user gave it -> words of the command that comes after `prep NAME`;
-            empty if there is none in particular.
+        write_page: Function (variant, request) that writes the page of `prep inspect --html` and returns a report.
+            None if the column has no page.
+        next_command: Function data folder as passed by the user -> arguments of the usual command after `prep NAME`;
+            empty if there is none.
     """
 
     require: Callable[[Any], None] = lambda settings: None
@@ -114,15 +112,15 @@ class ColumnWork:
     next_command: Callable[[Path], list[str]] = lambda data: []
 
     def file_problems(self, variant: Variant) -> list[str]:
-        """Return the problems of files that are derived from a variant's shards; the next run writes these files."""
-        # A merged table that is only in a bucket would have to be fetched; `prep verify` does.
+        """Return the problems of files that are derived from a variant's shards; the next run rebuilds these files."""
+        # A merged table that is only in a bucket is not fetched here; `prep verify` fetches and checks it.
         files = (
             file for file in self.extra_files if file is not MERGED_TABLE or not is_away(variant.directory / file.name)
         )
         return [why for file in files if (why := file.problem(variant)) is not None]
 
     def for_column(self, column: ColumnSpec) -> "ColumnWork":
-        """Return the functions of a column."""
+        """Return the object itself, which already has the functions of the column."""
         return self
 
 
@@ -130,7 +128,7 @@ def work_of(column: ColumnSpec) -> ColumnWork:
     """Return the functions of a column.
 
     Raises:
-        UserError: Another package has the column, and the `work` of its spec cannot be used.
+        UserError: A different package provides the column, and the `work` of its spec cannot be imported.
     """
     try:
         work: ColumnWork = import_object(column.work).for_column(column)
@@ -144,7 +142,7 @@ def work_of(column: ColumnSpec) -> ColumnWork:
 
 
 def usable_works(columns: Iterable[ColumnSpec]) -> Iterator[ColumnWork]:
-    """Yield the functions of columns; omit columns of packages that cannot be used."""
+    """Yield the functions of columns; omit columns from packages that cannot be imported."""
     for column in columns:
         with suppress(UserError):
             yield work_of(column)
