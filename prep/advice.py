@@ -1,4 +1,6 @@
-"""Advice on whether a disk or a bucket keeps up with training: one inequality, for each way of reading a clip.
+"""Estimate whether a disk or a bucket keeps up with training, for `prep advise`.
+
+The estimate is an inequality, which is evaluated for each way to read a clip:
 
     B x b <= S_r x delta                  b = rho x T for whole chunks: AVION, arXiv 2309.16669, equation 3
 
@@ -6,14 +8,14 @@ B is the batch size in clips, b the bytes that are read for a clip, rho the byte
 length in seconds, S_r the read speed of the disk in bytes per second, and delta the time of a training step in seconds
 without waiting for data. The bytes of a clip's packets, or of a segment of latents, do not depend on the chunk length.
 
-If N nodes read one disk, B is the batch of all of them, and S_r is the speed that the disk delivers to all of them
-together. A single node measures at most that, and perhaps only the speed of its network link: S_r is between the speed
-that one node measures and N times that speed.
+If N nodes read the same disk, B is the batch size of all nodes together, and S_r is the speed that the disk delivers to
+all nodes together. A single node measures at most this speed, and perhaps only the speed of its network link. S_r is
+therefore between the measured speed and N times the measured speed.
 
-Reading is measured on some shards of a column (`open_column`, `disk_speed`, `bucket_speed`); step times come from the
+The read speed is measured on a sample of shards (`open_column`, `disk_speed`, `bucket_speed`). Step times come from the
 files in the folder of a training run (`read_run_steps`), since prep does not import train.
 
-A bucket answers many requests at once, each after tens of milliseconds:
+A bucket serves many requests at once, each with a latency of tens of milliseconds:
 
     requests in flight = requests per second x latency        (Little's law: Little 1961, Operations Research 9)
     reading ranges:           E x C x b / N  bytes per node   for E epochs of C clips
@@ -44,21 +46,22 @@ from clipmill.shards.reader import CommittedShard, Variant
 
 _SOURCE = "AVION, arXiv:2309.16669, equation 3"
 _USD_PER_GET = 0.40e-6  # S3 Standard in us-east-1
-_GETS_PER_S = 5_500  # requests that S3 serves at least for each prefix
+_GETS_PER_S = 5_500  # minimum request rate that S3 supports per prefix
 WHOLE = "whole chunks"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Requirements of training on a disk or a bucket.
+    """Load that training puts on a disk or a bucket.
 
     Attributes:
-        batch: B, clips per step of all nodes together.
-        step_s: Step time delta in seconds.
-        read_bytes_per_s: S_r, as one node measures it or as given for all nodes.
-        video_bytes_per_s, chunk_s: Rho, for latents the rate of their column, and T.
-        clip_bytes: Bytes b of a clip by the data that is read: packets, latents.
-        num_nodes, gpus_per_node: Size of the cluster; all of its nodes read the disk.
+        batch: Clips per step on all nodes together (B).
+        step_s: Step time in seconds (delta).
+        read_bytes_per_s: Read speed in bytes per second (S_r), measured by one node or specified for all nodes.
+        video_bytes_per_s: Bytes per second of video (rho), or of latents if training reads latents.
+        chunk_s: Chunk length in seconds (T).
+        clip_bytes: Bytes of a clip (b) by the kind of data that is read: packets, latents.
+        num_nodes, gpus_per_node: Size of the cluster; all nodes read the disk.
         is_total: True if S_r is the speed of all nodes together; False if one node measured it.
     """
 
@@ -79,7 +82,7 @@ class Load:
 
     @property
     def longest_chunk_s(self) -> float:
-        """T for which reading whole chunks takes exactly as long as the step."""
+        """Chunk length in seconds for which reading whole chunks takes exactly as long as the step."""
         return self.readable_bytes / (self.batch * self.video_bytes_per_s)
 
     @property
@@ -92,7 +95,7 @@ class Load:
 
     @cached_property
     def ways(self) -> dict[str, float]:
-        """Bytes per clip by the data that is read."""
+        """Bytes per clip for each way to read it."""
         return {WHOLE: self.video_bytes_per_s * self.chunk_s, **self.clip_bytes}
 
     def headroom(self, way: str) -> float:
@@ -102,13 +105,13 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Requests of training to a bucket.
+    """Requests that training sends to a bucket.
 
     Attributes:
-        latency_s: Latency of a request for a range of a clip, in seconds.
-        requests_per_clip: Number of ranges, after short gaps were closed.
-        set_bytes, num_shards: Size and number of all tars of the variant.
-        clips_per_epoch: C, clips of an epoch.
+        latency_s: Latency of a request for one range of a clip, in seconds.
+        requests_per_clip: Mean number of ranges per clip, after ranges with short gaps were merged.
+        set_bytes, num_shards: Total size in bytes and number of the tars of the variant.
+        clips_per_epoch: Clips per epoch (C).
     """
 
     load: Load
@@ -122,7 +125,7 @@ class Bucket:
         """Return the figures as JSON values."""
         load, values = self.load, {"latency_s": self.latency_s, "set_bytes": self.set_bytes}
         values |= {"num_shards": self.num_shards, "clips_per_epoch": self.clips_per_epoch}
-        if "packets" not in load.clip_bytes:  # train fetches whole tars of other columns
+        if "packets" not in load.clip_bytes:  # train fetches complete tars of columns other than video
             return values | {"fetch_s": self.set_bytes / load.read_bytes_per_s}
         per_s, per_epoch = load.clips_per_s * self.requests_per_clip, self.clips_per_epoch * self.requests_per_clip
         return values | {
@@ -193,10 +196,10 @@ def advice_values(load: Load) -> dict[str, Any]:
 
 
 def advice_text(load: Load, origin: Mapping[str, str], *, storage: str = "disk") -> str:
-    """Return lines with the figures, their origin, and the conclusions.
+    """Return lines with the figures, their sources, and the conclusions.
 
     Args:
-        origin: Origin of step, read speed, bitrate and clips, in words.
+        origin: Descriptions of where step, read speed, bitrate and clips come from.
         storage: "disk" or "bucket".
     """
     lines = [f"step          {load.step_s:.3g} s, {count_noun(load.batch, 'clip')}  ({origin['step']})"]
@@ -218,8 +221,8 @@ def advice_text(load: Load, origin: Mapping[str, str], *, storage: str = "disk")
         headroom, nodes, longest = load.headroom(way), count_noun(load.num_nodes, "node"), ""
         if way == WHOLE:
             longest = f"; the longest chunk that it sustains is {load.longest_chunk_s:.3g} s ({_SOURCE})"
-        # A speed that one of several nodes has measured allows three answers: all nodes together get between this speed
-        # and this speed times the number of nodes.
+        # If one of several nodes measured the speed, three verdicts are possible: all nodes together get between this
+        # speed and this speed times the number of nodes.
         if headroom >= 1:
             least = "" if load.is_total else f", even if {nodes} together get only the speed that this node measured"
             verdict = f"fine, {headroom:.1f} times as much is delivered{least}"
@@ -235,10 +238,10 @@ def advice_text(load: Load, origin: Mapping[str, str], *, storage: str = "disk")
     return "\n".join(lines)
 
 
-READERS = 32  # threads by which a process of train reads clips in a bucket ahead
+READERS = 32  # number of threads with which a process of train reads clips ahead from a bucket
 SEGMENT_S = 5.0  # train's default for --segment
 _MAX_THREADS, _NUM_LATENCIES = 128, 25
-_MAX_SHARDS = 64  # number of sampled shards, spread over the set
+_MAX_SHARDS = 64  # maximum number of sampled shards, spread evenly over the variant
 _CHUNKS_PER_SHARD, _CLIPS_PER_CHUNK, _CLIP_FRAMES = 8, 4, 4
 _CLIP_S = (1.0, 4.0)  # shortest and longest length of a clip in seconds
 
@@ -247,17 +250,17 @@ Ranges = Sequence[tuple[int, int]]  # (offset, size) in a tar
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """Facts about the reads of training from the current variant of a column.
+    """Statistics of the reads that training makes from the current variant of a column.
 
     Attributes:
         bytes_per_s: Bytes of chunks, or of their latents, per second of video.
         chunk_s: Median length of a chunk in seconds.
-        clip_bytes, requests_per_clip: Bytes and ranges of a clip whose packets only are read, or of a segment.
+        clip_bytes, requests_per_clip: Mean bytes and ranges of a clip (only its packets are read) or of a segment.
         clips_per_epoch: Number of chunks, or of segments of latents.
-        clips: Description of the clips that these are means of.
-        set_bytes: Size of all tars.
-        sampled: Shards that were read, of `num_shards`.
-        reads: Reads of the clips of these shards.
+        clips: Description of the clips over which the means are taken.
+        set_bytes: Total size of the tars in bytes.
+        sampled: Sampled shards, out of `num_shards`.
+        reads: Reads of the clips in the sampled shards.
     """
 
     name: str
@@ -275,13 +278,13 @@ class Column:
 
 
 def open_column(variant: Variant, name: str) -> Column:
-    """Sample the reads of clips of a column.
+    """Sample the reads that training makes from a column.
 
     Args:
         name: Name of the column, VIDEO or LATENTS.
 
     Raises:
-        UserError: There are no shards.
+        UserError: The variant has no shards.
         Damaged, OSError: An index cannot be read.
     """
     shards = variant.shards()
@@ -303,9 +306,9 @@ def open_column(variant: Variant, name: str) -> Column:
         clips = f"mean of {len(reads)} clips with {_CLIP_FRAMES} frames, 1 to 4 s long"
     else:
         reads = chunk_reads(sampled)
-        # A compressed array is read completely.
-        share = 1.0 if sampled[0].extensions[0].endswith(".zst") else np.minimum(1.0, SEGMENT_S / seconds)
-        clip_bytes, requests = float(np.mean(sizes * share)), 1.0
+        # A compressed array is always read completely.
+        fraction = 1.0 if sampled[0].extensions[0].endswith(".zst") else np.minimum(1.0, SEGMENT_S / seconds)
+        clip_bytes, requests = float(np.mean(sizes * fraction)), 1.0
         num_clips = max(1, round(num_chunks * float(np.floor(seconds / SEGMENT_S + 1e-6).mean())))
         clips = f"segments of {SEGMENT_S:g} s, mean over {count_noun(len(sizes), 'chunk')}"
     return Column(
@@ -325,19 +328,19 @@ def open_column(variant: Variant, name: str) -> Column:
 
 
 def clip_reads(shards: Sequence[CommittedShard]) -> list[tuple[CommittedShard, Ranges]]:
-    """Return the reads of clips of four frames if only their packets are read.
+    """Return the reads of random clips of four frames, of which only the packets are read.
 
-    The clips are like the clips of a training set without long captions: 1 to 4 s, anywhere in a chunk.
+    The clips resemble the clips of a training set without long captions: 1 to 4 s, at any time in a chunk.
     """
-    choose, reads = Random(0), list[tuple[CommittedShard, Ranges]]()
+    rng, reads = Random(0), list[tuple[CommittedShard, Ranges]]()
     for shard in shards:
-        for row in sorted(choose.sample(range(shard.num_samples), min(_CHUNKS_PER_SHARD, shard.num_samples))):
+        for row in sorted(rng.sample(range(shard.num_samples), min(_CHUNKS_PER_SHARD, shard.num_samples))):
             table = shard.packet_tables.of_row(row)
             offset, _ = shard.packet_tables.payload(row)
             fps = shard.index["fps_num"][row].as_py() / shard.index["fps_den"][row].as_py()
             for _ in range(_CLIPS_PER_CHUNK):
-                length = min(choose.uniform(*_CLIP_S) * fps, len(table.frame))
-                begin = choose.uniform(0, len(table.frame) - length)
+                length = min(rng.uniform(*_CLIP_S) * fps, len(table.frame))
+                begin = rng.uniform(0, len(table.frame) - length)
                 frames = [int(begin + (part + 0.5) * length / _CLIP_FRAMES) for part in range(_CLIP_FRAMES)]
                 ranges = packet_ranges(table, frames, gap_bytes=shard.gap_bytes)
                 reads.append((shard, [(offset + first, size) for first, size in ranges]))
@@ -352,26 +355,26 @@ def chunk_reads(shards: Sequence[CommittedShard]) -> list[tuple[CommittedShard, 
 
 
 def packet_ranges(table: PacketTable, frames: Sequence[int], *, gap_bytes: int) -> list[tuple[int, int]]:
-    """Return the ranges (offset, size) of a chunk that are read for `frames`: packets, and gaps up to `gap_bytes`.
+    """Return the ranges (offset, size) of a chunk that are read for `frames`; gaps of up to `gap_bytes` are merged.
 
     A chunk with open GOPs is read completely.
     """
     if not table.has_closed_gops:
         return [(0, int(table.offset.max() + table.size[table.offset.argmax()]))]
     needed = table.needed_for(frames)
-    begins = table.offset[needed].tolist()
+    starts = table.offset[needed].tolist()
     ends = (table.offset[needed].astype(np.int64) + table.size[needed]).tolist()
     ranges: list[tuple[int, int]] = []
-    for begin, end in zip(begins, ends, strict=True):
-        if ranges and 0 <= begin - sum(ranges[-1]) <= gap_bytes:
+    for start, end in zip(starts, ends, strict=True):
+        if ranges and 0 <= start - sum(ranges[-1]) <= gap_bytes:
             ranges[-1] = (ranges[-1][0], end - ranges[-1][0])
         else:
-            ranges.append((begin, end - begin))
+            ranges.append((start, end - start))
     return ranges
 
 
 def disk_speed(column: Column) -> tuple[ReadSpeed, str]:
-    """Measure the disk by reads of complete chunks in random order; return the speed, and how it was measured.
+    """Measure the disk by reading complete chunks in random order; return the speed, and a note on the method.
 
     Raises:
         Damaged, OSError: A tar cannot be read.
@@ -379,15 +382,15 @@ def disk_speed(column: Column) -> tuple[ReadSpeed, str]:
     for shard in column.sampled:
         drop_cache(shard.tar_path)
     speed = read_speed([partial(_read, shard, ranges) for shard, ranges in chunk_reads(column.sampled)])
-    how = f"measured on {count_noun(speed.num_reads, 'chunk')} in random order, one at a time, page cache dropped"
-    return speed, how
+    method = f"measured on {count_noun(speed.num_reads, 'chunk')} in random order, one at a time, page cache dropped"
+    return speed, method
 
 
 def bucket_speed(column: Column, *, num_processes: int) -> tuple[ReadSpeed, ReadSpeed, str]:
-    """Read clips from a bucket, one request after another, and then as processes of train would read them together.
+    """Measure a bucket: send single requests first, and then read clips in parallel, as processes of train would.
 
     Returns:
-        The time of one request, the speed of all threads, and how it was measured.
+        Speed of single requests, speed of all threads together, and a note on the method.
 
     Raises:
         Damaged, Inaccessible, OSError: An object cannot be read.
@@ -395,14 +398,14 @@ def bucket_speed(column: Column, *, num_processes: int) -> tuple[ReadSpeed, Read
     reads = list(column.reads)
     Random(0).shuffle(reads)
     num_threads = min(READERS * num_processes, _MAX_THREADS)
-    alone = read_speed([partial(_read, shard, ranges[:1]) for shard, ranges in reads[:_NUM_LATENCIES]], seconds=10.0)
+    single = read_speed([partial(_read, shard, ranges[:1]) for shard, ranges in reads[:_NUM_LATENCIES]], seconds=10.0)
     clips = [partial(_read, shard, ranges) for shard, ranges in reads]
-    together = read_speed(clips, num_threads=num_threads, repeats=True)
-    how = (
-        f"measured from this machine on {count_noun(together.num_reads, 'clip')}, {num_threads} at a time; one request "
-        f"alone takes {alone.read_s * 1000:.0f} ms, 95th percentile {alone.slow_read_s * 1000:.0f} ms"
+    parallel = read_speed(clips, num_threads=num_threads, repeats=True)
+    method = (
+        f"measured from this machine on {count_noun(parallel.num_reads, 'clip')}, {num_threads} at a time; one request "
+        f"alone takes {single.read_s * 1000:.0f} ms, 95th percentile {single.slow_read_s * 1000:.0f} ms"
     )
-    return alone, together, how
+    return single, parallel, method
 
 
 def _read(shard: CommittedShard, ranges: Ranges) -> int:
@@ -411,17 +414,17 @@ def _read(shard: CommittedShard, ranges: Ranges) -> int:
 
 METRICS_FILE, SETTINGS_FILE, FACTS_FILE = "metrics.jsonl", "settings.yaml", "run.json"
 _WARM_UP_SHARE = 0.1
-_PROCESSES = re.compile(r"(\d+)(?:, \w+(?:, (\d+) x \d+ stages.*)?)?")  # as train writes them: "4, ddp, 2 x 2 stages"
+_PROCESSES = re.compile(r"(\d+)(?:, \w+(?:, (\d+) x \d+ stages.*)?)?")  # format of train: "4, ddp, 2 x 2 stages"
 _BATCH = re.compile(r"^batch: *(\d+) *$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class RunSteps:
-    """Step statistics of a run.
+    """Step statistics of a training run.
 
     Attributes:
-        step_s: Median seconds per step without the wait for data.
-        batch: Clips per step of all processes.
+        step_s: Median step time in seconds, without waiting for data.
+        batch: Clips per step of all processes together.
         num_readers: Number of processes that read data: all of them, or the first stage of each pipeline.
     """
 
@@ -432,7 +435,7 @@ class RunSteps:
 
 
 def read_run_steps(run: Path) -> RunSteps:
-    """Read `metrics.jsonl` and `settings.yaml` of a run; the first tenth, at least one step, counts as warm-up.
+    """Read the step statistics from the files of a run; the first tenth of the steps, at least one, is warm-up.
 
     Raises:
         UserError: The folder does not belong to a run, or the run has too few steps.
@@ -445,7 +448,7 @@ def read_run_steps(run: Path) -> RunSteps:
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}", hint=hint) from None
     steps = []
     for line in lines:
-        with suppress(ValueError, TypeError, KeyError):  # a line without these values, or a truncated one
+        with suppress(ValueError, TypeError, KeyError):  # skip lines without these values, and a truncated line
             values: Any = json.loads(line)
             seconds = float(values["step_s"]) - float(values["data_wait_s"])
             if math.isfinite(seconds):

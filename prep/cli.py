@@ -1,4 +1,4 @@
-"""The `prep` command."""
+"""Entry point of the `prep` command: the list of its subcommands, which are loaded when they are called."""
 
 import signal
 import sys
@@ -23,11 +23,11 @@ First run:
 """
 
 
-# Name of a command -> import path, first line of its help. The code of a command is loaded when it is called.
-_BEFORE = {
+# Name of a command -> import path and first help line. The code of a command is loaded when it is called.
+_FIRST_COMMANDS = {
     "manifest": ("clipmill.prep.commands.manifest:app", "Read videos and captions of a dataset into the manifest."),
 }
-_AFTER = {
+_LAST_COMMANDS = {
     "index": (
         "clipmill.prep.commands.index:index",
         "Index the videos of the manifest without encoding them; packets stay in the source files.",
@@ -82,12 +82,13 @@ def build_app() -> App:
         config=check_values,
         group_parameters=OPTIONS,
         suppress_keyboard_interrupt=False,  # run_command prints the message for an interruption
-        default_parameter=Parameter(allow_repeating=True),  # the last one counts, so that `script.sh "$@"` overrides
+        # The last value wins, so flags passed through `script.sh "$@"` override the flags in the script.
+        default_parameter=Parameter(allow_repeating=True),
     )
     columns = {
         command_for(name): (f"clipmill.prep.commands.columns:make_{name}", SUMMARIES.get(name)) for name in COLUMNS
     }
-    for name, (path, summary) in {**_BEFORE, **columns, **_AFTER}.items():
+    for name, (path, summary) in {**_FIRST_COMMANDS, **columns, **_LAST_COMMANDS}.items():
         app.command(path, name=name, help=summary)
     register_completion(app)
     return app
@@ -117,8 +118,8 @@ def _run(arguments: list[str]) -> None:
         else:
             app(arguments, exit_on_error=False, print_error=False)
     except KeyboardInterrupt as interrupt:
-        how = (*interrupt.args, "run the same command again to continue")
-        raise KeyboardInterrupt("; ".join(how)) from None
+        messages = (*interrupt.args, "run the same command again to continue")
+        raise KeyboardInterrupt("; ".join(messages)) from None
     except CycloptsError as error:
         from clipmill.manifests.usage_errors import usage_error
 

@@ -1,10 +1,10 @@
-"""The columns of clipmill, one row each, and the columns of installed packages (docs/plugins.md)."""
+"""Registry of the columns of clipmill, and of the columns that installed packages provide (docs/plugins.md)."""
 
 from clipmill.manifests.plugins import Parts
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.shards.columns import CAPTIONS, COLUMN_NAME, LATENTS, SCORES, TEXT, VIDEO
 
-# First line of the help of the command that makes a column: `prep --help` shows it without loading the column.
+# First help line of the command that makes each column; `prep --help` shows it without loading the column.
 SUMMARIES = {
     VIDEO: "Encode the videos of the manifest as chunks, and write them to WebDataset shards.",
     LATENTS: "Encode frames of the chunks with a VAE, and write the latents to shards.",
@@ -13,13 +13,13 @@ SUMMARIES = {
     "hash.",
     CAPTIONS: "Caption the chunks with a vision-language model, here or on a server with OpenAI's interface.",
 }
-# The specs are named by import path, and loaded when they are used.
+# Specs are registered by import path, and loaded on first use.
 COLUMNS = Parts(
     "column",
     group="columns",
     kind=ColumnSpec,
     builtin={name: f"clipmill.prep.{name}.column:COLUMN" for name in SUMMARIES},
-    # Names of other commands of `prep`, and of folders of a data folder.
+    # Reserved names: other commands of `prep`, and folders in a data folder.
     taken=(
         "advise",
         "chunk",
@@ -40,7 +40,7 @@ COLUMNS = Parts(
 
 
 def columns() -> tuple[ColumnSpec, ...]:
-    """Return all columns; the one made from the source videos comes first."""
+    """Return all columns; `video`, which is made from the source videos, comes first."""
     return tuple(COLUMNS.list_usable())
 
 
@@ -50,5 +50,5 @@ def column_named(name: str) -> ColumnSpec:
 
 
 def column_names() -> tuple[str, ...]:
-    """Return the names of all columns, which are loaded when they are used."""
+    """Return the names of all columns, without loading the columns."""
     return tuple(COLUMNS)

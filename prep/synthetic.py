@@ -1,13 +1,13 @@
-"""Synthetic videos: a dataset of moving shapes for the demo, and videos whose pixels encode the frame number for tests.
+"""Synthetic videos: a dataset of moving shapes for demos, and videos whose pixels encode the frame number for tests.
 
-They need no ffmpeg program: PyAV encodes in this process, with one thread per video, so that the bytes are always the
-same.
+No ffmpeg program is needed: PyAV encodes the videos in this process, with one thread per video, so that the bytes are
+reproducible.
 
-The number, seed, length and mode of a video of the dataset determine its pixels and its name. A file with that name was
+The number, seed, length and mode of a video in the dataset determine its pixels and its file name. An existing file was
 published completely, so it is not made again, and a larger dataset leaves the existing videos unchanged. Every fifth
 video is in the split val. Scenes last 3 to 6 s (the last one is longer if the remainder would be too short) and tile
-the video. Each scene is a caption, with colour, shape and motion as labels. The background is plain, with a dim level
-that differs between videos.
+the video. Each scene has a caption, with colour, shape and motion as labels. The background is plain and dark, with a
+level that differs between videos.
 """
 
 import hashlib
@@ -32,14 +32,14 @@ from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
 from clipmill.manifests.locks import folder_lock
 from clipmill.manifests.publish import publish_atomically, remove_temporaries
 
-# Timestamps are in quarters of a frame, so that variable frame rates stay exact in the container's time base.
+# Timestamps are in quarters of a frame, so that variable frame rates are exact in the container's time base.
 TICKS_PER_FRAME = 4
 _UNITY, _UNITY_W = 1 << 16, 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoTrack:
-    """Form of a video track: frame rate, coded size, and encoder."""
+    """Parameters of a video track: frame rate, coded resolution, and encoder."""
 
     fps: Fraction
     width: int
@@ -60,7 +60,7 @@ def encode_video(
     """
     import av
 
-    # Single-threaded: the bytes must not depend on the machine, and starting threads for a picture takes longer.
+    # Use a single thread: the bytes must not depend on the machine, and starting threads for a picture takes longer.
     with av.open(str(path), "w") as container:
         stream = container.add_stream(track.codec, rate=track.fps, options={"threads": "1", **track.options})
         if not isinstance(stream, av.VideoStream):
@@ -76,7 +76,7 @@ def encode_video(
 
 
 def set_rotation(path: Path, *, degrees: int, width: int, height: int) -> None:
-    """Set the display matrix of an MP4's first track: players rotate its pictures clockwise by `degrees`.
+    """Set the display matrix of an MP4's first track, so that players rotate its pictures clockwise by `degrees`.
 
     The muxer has no option for this, so the matrix is written into the track header box (ISO 14496-12, 8.3.2).
 
@@ -123,7 +123,7 @@ COMBINATIONS = tuple(product(COLOURS, SHAPES, MOTIONS))
 
 @dataclass(frozen=True)
 class Scene:
-    """One shape, shown from begin_s to end_s."""
+    """A scene with one moving shape, shown from begin_s to end_s."""
 
     begin_s: float
     end_s: float
@@ -144,18 +144,18 @@ class Scene:
 def plan_scenes(*, duration_s: float, seed: int, split: str, number: int) -> list[Scene]:
     """Plan scenes that fill the video with index `number` in `split`.
 
-    All videos of a split draw from one shuffled deck of all combinations, so that few sentences are repeated before
-    most of them have occurred. The content of a video does not depend on the number of videos.
+    All videos of a split draw from a shuffled deck of all combinations, so that few captions repeat before most
+    combinations have occurred. The content of a video does not depend on the number of videos.
     """
     rng = random.Random(f"{seed} {split} {number}")
-    most_scenes = int(duration_s / SHORTEST_SCENE_S) + 1
+    max_scenes = int(duration_s / SHORTEST_SCENE_S) + 1
     scenes: list[Scene] = []
     begin_s = 0.0
     while begin_s < duration_s:
         end_s = round(begin_s + rng.uniform(SHORTEST_SCENE_S, LONGEST_SCENE_S), 2)
         if duration_s - end_s < SHORTEST_SCENE_S:
             end_s = duration_s
-        deck, position = divmod(number * most_scenes + len(scenes), len(COMBINATIONS))
+        deck, position = divmod(number * max_scenes + len(scenes), len(COMBINATIONS))
         order = list(COMBINATIONS)
         random.Random(f"{seed} {split} deck {deck}").shuffle(order)
         colour, shape, motion = order[position]
@@ -167,19 +167,19 @@ def plan_scenes(*, duration_s: float, seed: int, split: str, number: int) -> lis
 
 def draw_scenes(scenes: list[Scene], *, fps: Fraction, num_frames: int, seed: int) -> Iterator[np.ndarray]:
     """Yield frames as yuv420p, uint8[HEIGHT * 3 / 2, WIDTH], on a plain background."""
-    # The background is one dark level with a weak colour. Random texture cannot be predicted from its surroundings,
-    # unlike the texture of natural videos, and would dominate the loss of a masked autoencoder.
+    # The background is a uniform dark level with a weak colour. Unlike the texture of natural videos, random texture
+    # cannot be predicted from its surroundings, and would dominate the loss of a masked autoencoder.
     rng = np.random.default_rng(seed)
-    ground = np.empty((HEIGHT * 3 // 2, WIDTH), np.uint8)
-    ground[:HEIGHT] = rng.integers(50, 100)
-    for plane in ground[HEIGHT:].reshape(2, HEIGHT // 2, WIDTH // 2):
+    background = np.empty((HEIGHT * 3 // 2, WIDTH), np.uint8)
+    background[:HEIGHT] = rng.integers(50, 100)
+    for plane in background[HEIGHT:].reshape(2, HEIGHT // 2, WIDTH // 2):
         plane[:] = rng.integers(122, 134)
     scene_number = 0
     for n in range(num_frames):
         time_s = float(n / fps)
         while time_s >= scenes[scene_number].end_s and scene_number + 1 < len(scenes):
             scene_number += 1
-        frame = ground.copy()
+        frame = background.copy()
         _draw(frame, scenes[scene_number], time_s)
         yield frame
 
@@ -198,21 +198,21 @@ def _draw(frame: np.ndarray, scene: Scene, time_s: float) -> None:
     dx, dy = np.arange(left, right)[None] - x, np.arange(top, bottom)[:, None] - y
     match scene.shape:
         case "circle":
-            inside = dx * dx + dy * dy <= radius * radius
+            mask = dx * dx + dy * dy <= radius * radius
         case "square":
-            inside = (abs(dx) <= 0.8 * radius) & (abs(dy) <= 0.8 * radius)
+            mask = (abs(dx) <= 0.8 * radius) & (abs(dy) <= 0.8 * radius)
         case "triangle":
-            inside = (dy <= 0.8 * radius) & (2 * abs(dx) <= dy + radius)
+            mask = (dy <= 0.8 * radius) & (2 * abs(dx) <= dy + radius)
         case "cross":
             arm = 0.3 * radius
-            inside = ((abs(dx) <= arm) & (abs(dy) <= radius)) | ((abs(dy) <= arm) & (abs(dx) <= radius))
+            mask = ((abs(dx) <= arm) & (abs(dy) <= radius)) | ((abs(dy) <= arm) & (abs(dx) <= radius))
         case _:
             raise ValueError(f"no shape is called {scene.shape!r}")
     luma, *chroma = COLOURS[scene.colour]
-    frame[top:bottom, left:right][inside] = luma
+    frame[top:bottom, left:right][mask] = luma
     planes = frame[HEIGHT:].reshape(2, HEIGHT // 2, WIDTH // 2)
     for plane, level in zip(planes, chroma, strict=True):
-        plane[top // 2 : bottom // 2, left // 2 : right // 2][inside[::2, ::2]] = level
+        plane[top // 2 : bottom // 2, left // 2 : right // 2][mask[::2, ::2]] = level
 
 
 LABELS = {f"label_{name}": pa.string() for name in ("colour", "shape", "motion")}
@@ -233,7 +233,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True)
 class SyntheticVideo:
-    """One video to make; everything that its pixels depend on is in its file name."""
+    """A video to make; its file name contains everything that determines its pixels."""
 
     mode: Mode
     number: int
@@ -314,11 +314,13 @@ def make_synthetic(
     paths = [directory / f"{video.source_id}.mp4" for video in videos]
     with folder_lock(directory), ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
         remove_temporaries(directory, of={path.name for path in paths}.__contains__)
-        # An existing file is complete and has these settings: it was published atomically, and its name has the
-        # settings.
-        made = [pool.submit(video.write, path) for video, path in zip(videos, paths, strict=True) if not path.exists()]
-        num_done = num_videos - len(made)
-        for future in as_completed(made):
+        # An existing file is complete and has these settings: it was published atomically, and its name contains a
+        # hash of the settings.
+        futures = [
+            pool.submit(video.write, path) for video, path in zip(videos, paths, strict=True) if not path.exists()
+        ]
+        num_done = num_videos - len(futures)
+        for future in as_completed(futures):
             future.result()
             num_done += 1
             on_video(num_done)
@@ -333,7 +335,7 @@ def make_synthetic(
     return builder.build()
 
 
-# Frame durations of a variable-frame-rate video in ticks, repeated; their mean is TICKS_PER_FRAME.
+# Repeating sequence of frame durations (ticks) in a variable-frame-rate video; their mean is TICKS_PER_FRAME.
 VARIABLE_DURATIONS = (4, 4, 6, 2, 8, 3, 1, 4)
 
 
@@ -344,10 +346,10 @@ class FrameNumberVideo:
     It can have the irregularities of real files: start offsets, variable frame rates, rotation and open GOPs.
 
     Attributes:
-        width, height: Display size after rotation, in pixels. Odd sizes need a pixel format without chroma subsampling
-            (yuv444p), or a codec that supports them (mpeg4, mjpeg).
+        width, height: Display resolution after rotation, in pixels. Odd values need a pixel format without chroma
+            subsampling (yuv444p), or a codec that supports them (mpeg4, mjpeg).
         start_offset_s: Presentation time of the first frame, rounded to a quarter of a frame.
-        variable_rate: True for the frame durations VARIABLE_DURATIONS; the mean frame rate is `fps`.
+        variable_rate: True to use the frame durations VARIABLE_DURATIONS; the mean frame rate is `fps`.
         rotation_degrees: Clockwise rotation, 0, 90, 180 or 270, stored in the display matrix; pictures are coded
             rotated back.
         open_gop: True to allow frames after a key frame to depend on the previous GOP (libx264 and libx265).
@@ -368,8 +370,8 @@ class FrameNumberVideo:
 
     def write(self, path: Path) -> None:
         """Encode the video and publish it."""
-        turned = self.rotation_degrees in {90, 270}
-        width, height = (self.height, self.width) if turned else (self.width, self.height)
+        is_transposed = self.rotation_degrees in {90, 270}
+        width, height = (self.height, self.width) if is_transposed else (self.width, self.height)
         options = {"g": str(self.gop)}
         if self.codec in {"libx264", "libx265"}:
             parameters = f"open-gop={int(self.open_gop)}:scenecut=0:bframes=2"
@@ -411,10 +413,10 @@ _DARK_BELOW, _LIGHT_ABOVE = 96, 160
 
 
 def draw_frame_number(number: int, *, width: int, height: int) -> np.ndarray:
-    """Draw `number` as a picture, uint8[height, width] of 0 and 255, that scaling and compression leave readable.
+    """Draw `number` as a picture (uint8[height, width], 0 or 255) that stays readable after scaling and compression.
 
     The picture is a grid of 8 x 4 black or white cells: 20 bits of the number and 12 bits of its CRC-32, row by row,
-    most significant bit first. A cell is read as the mean of its central region, so that any size from about 32 x 16
+    most significant bit first. A cell is read as the mean of its central region, so any resolution from about 32 x 16
     pixels works. Blending two frames produces grey cells, and a grey cell is an error.
 
     Raises:
@@ -431,7 +433,7 @@ def draw_frame_number(number: int, *, width: int, height: int) -> np.ndarray:
 
 
 def read_frame_number(picture: np.ndarray) -> int:
-    """Read the number in a picture of any size: [H, W] grey or [H, W, 3] RGB, values 0 to 255.
+    """Read the number in a picture of any resolution: [H, W] grey or [H, W, 3] RGB, values 0 to 255.
 
     Raises:
         ValueError: A cell is neither black nor white, or the check bits do not match.
@@ -440,7 +442,7 @@ def read_frame_number(picture: np.ndarray) -> int:
     if grey.ndim == 3:
         grey = grey.mean(axis=2)
     height, width = grey.shape
-    # Two products of matrices: the mean of each region by itself takes ten times as long, and tests read many frames.
+    # Two matrix products are ten times as fast as separate means of each region, and tests read many frames.
     levels = _region_weights(_ROWS, height) @ grey @ _region_weights(_COLUMNS, width).T
     code = 0
     for cell, level in enumerate(levels.ravel().tolist()):
@@ -456,14 +458,14 @@ def read_frame_number(picture: np.ndarray) -> int:
 
 @cache
 def _region_weights(num_cells: int, length: int) -> np.ndarray:
-    """Return the weights of pixels in the means of the central regions of cells, float32[num_cells, length]."""
+    """Return the pixel weights for the means over the central regions of cells, float32[num_cells, length]."""
     weights = np.zeros((num_cells, length), np.float32)
     for index in range(num_cells):
         first, last = index * length / num_cells, (index + 1) * length / num_cells
         quarter = (last - first) / 4
-        begin = int(first + quarter)
-        end = max(int(last - quarter), begin + 1)
-        weights[index, begin:end] = 1 / (end - begin)
+        start = int(first + quarter)
+        end = max(int(last - quarter), start + 1)
+        weights[index, start:end] = 1 / (end - start)
     return weights
 
 

@@ -23,8 +23,8 @@ _MAX_NODES, _MAX_GPUS = 100_000, 1_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(Checked):
-    """The flags of `prep advise`."""
+class AdviseRequest(Checked):
+    """Flags of `prep advise`."""
 
     step_time: Annotated[float | None, _Number, Range(above=0)] = None
     """Duration of a training step in seconds, without waiting for data. Default: the median of --run."""
@@ -51,7 +51,7 @@ class Asked(Checked):
     """Bitrate of the chunks in bit/s, such as 800k, 0.8M or 2M. Default: bitrate of the existing chunks."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield an error for --bitrate beside a column that has none."""
+        """Yield an error for --bitrate with a column other than `video`."""
         if self.bitrate is not None and self.column != VIDEO:
             yield UserError(
                 f"--bitrate has no effect on {self.column}",
@@ -61,7 +61,7 @@ class Asked(Checked):
 
 
 def advise(
-    asked: Annotated[Asked, Parameter(name="*")] = Asked(),
+    request: Annotated[AdviseRequest, Parameter(name="*")] = AdviseRequest(),
     *,
     data: Data = Path("data"),
     json: Json = False,
@@ -90,43 +90,43 @@ def advise(
     from clipmill.shards.opening import Damaged
     from clipmill.shards.reader import Variant
 
-    given_bytes_per_s = None if asked.bitrate is None else parse_bitrate(asked.bitrate, flag="--bitrate") / 8
+    bitrate_bytes_per_s = None if request.bitrate is None else parse_bitrate(request.bitrate, flag="--bitrate") / 8
     data_dir = require_data_folder(data)
-    if asked.column == VIDEO and _advise_on_sources(asked, data_dir, json=json):
+    if request.column == VIDEO and _advise_on_sources(request, data_dir, json=json):
         return
-    step = _step(asked)
-    num_nodes, gpus_per_node = asked.nodes or 1, asked.gpus or 1
-    latency_s, is_total, speed_of = None, True, "given by --read-speed"
-    read_bytes_per_s = 1e6 * (asked.read_speed or 0)
+    step = _step(request)
+    num_nodes, gpus_per_node = request.nodes or 1, request.gpus or 1
+    latency_s, is_total, speed_source = None, True, "given by --read-speed"
+    read_bytes_per_s = 1e6 * (request.read_speed or 0)
     try:
         with Activity("reading chunks to measure the reads of training"):
-            # Where latents are stored beside the chunks, training may read them, too.
-            tars, names = tars_of(data_dir), [asked.column]
+            # If latents are stored beside the chunks, training may also read the latents.
+            tars, names = tars_of(data_dir), [request.column]
             is_remote = tars is not None
-            if asked.column == VIDEO and not is_remote and current_variant(data_dir, LATENTS) is not None:
+            if request.column == VIDEO and not is_remote and current_variant(data_dir, LATENTS) is not None:
                 names.append(LATENTS)
             opened = {name: Variant.open(data_dir, column=name, tars=tars).require_complete() for name in names}
             columns = {name: open_column(variant, name) for name, variant in opened.items()}
-            column = columns[asked.column]
+            column = columns[request.column]
             if is_remote:
-                alone, together, how = bucket_speed(column, num_processes=gpus_per_node)
-                latency_s = alone.read_s
-                if asked.read_speed is None:
+                single, parallel, method = bucket_speed(column, num_processes=gpus_per_node)
+                latency_s = single.read_s
+                if request.read_speed is None:
                     # A bucket delivers this speed to each node.
-                    each = "" if num_nodes == 1 else f"{num_nodes} x {size_text(round(together.bytes_per_s))}/s, "
-                    read_bytes_per_s, speed_of = together.bytes_per_s * num_nodes, f"{each}{how}"
-            elif asked.read_speed is None:
-                speed, speed_of = disk_speed(column)
+                    per_node = "" if num_nodes == 1 else f"{num_nodes} x {size_text(round(parallel.bytes_per_s))}/s, "
+                    read_bytes_per_s, speed_source = parallel.bytes_per_s * num_nodes, f"{per_node}{method}"
+            elif request.read_speed is None:
+                speed, speed_source = disk_speed(column)
                 read_bytes_per_s, is_total = speed.bytes_per_s, num_nodes == 1
     except (Damaged, OSError) as error:
         raise UserError(f"the shards cannot be read: {error}", hint="run `prep verify` to find the damage") from None
-    scale = 1.0 if given_bytes_per_s is None else given_bytes_per_s / column.bytes_per_s
+    scale = 1.0 if bitrate_bytes_per_s is None else bitrate_bytes_per_s / column.bytes_per_s
     ways = {"packets" if name == VIDEO else name: facts.clip_bytes for name, facts in columns.items()}
     load = Load(
         batch=step.batch,
         step_s=step.step_s,
         read_bytes_per_s=read_bytes_per_s,
-        video_bytes_per_s=given_bytes_per_s or column.bytes_per_s,
+        video_bytes_per_s=bitrate_bytes_per_s or column.bytes_per_s,
         chunk_s=column.chunk_s,
         clip_bytes={name: size * (scale if name == "packets" else 1.0) for name, size in ways.items()},
         num_nodes=num_nodes,
@@ -137,9 +137,9 @@ def advise(
     clips = "; ".join(facts.clips for facts in columns.values())
     origin = {
         "step": step.origin,
-        "read_speed": speed_of,
-        "bitrate": sampled if asked.bitrate is None else f"given by --bitrate {asked.bitrate}",
-        "clips": clips if asked.bitrate is None else f"{clips}, scaled to --bitrate",
+        "read_speed": speed_source,
+        "bitrate": sampled if request.bitrate is None else f"given by --bitrate {request.bitrate}",
+        "clips": clips if request.bitrate is None else f"{clips}, scaled to --bitrate",
     }
     bucket = None
     if latency_s is not None:
@@ -160,8 +160,8 @@ def advise(
         print(line)
 
 
-def _advise_on_sources(asked: Asked, data_dir: Path, *, json: bool) -> bool:
-    """Print when re-encoding pays, if the current variant is an index of sources; return False if it is not."""
+def _advise_on_sources(request: AdviseRequest, data_dir: Path, *, json: bool) -> bool:
+    """Print when re-encoding pays off, if the current variant is an index of sources; otherwise return False."""
     from clipmill.prep.core.column_arrays import tars_of
     from clipmill.shards.columns import SOURCE_MEMBER
     from clipmill.shards.opening import Damaged
@@ -172,13 +172,13 @@ def _advise_on_sources(asked: Asked, data_dir: Path, *, json: bool) -> bool:
         if not any(SOURCE_MEMBER in shard.extensions for shard in variant.shards()[:1]):
             return False
         for name in ("read_speed", "bitrate"):
-            if getattr(asked, name) is not None:
+            if getattr(request, name) is not None:
                 flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"{flag} has no effect on an index of videos", hint="omit it", flags=(flag,))
         from clipmill.prep.video.reencoding import advise_on_sources
 
-        needs_step = asked.run is not None or asked.step_time is not None or asked.batch is not None
-        step = _step(asked) if needs_step else None
+        needs_step = request.run is not None or request.step_time is not None or request.batch is not None
+        step = _step(request) if needs_step else None
         rate = None if step is None else step.batch / step.step_s
         costs = advise_on_sources(variant.require_complete(), data_dir, clips_per_s=rate)
     except (Damaged, OSError) as error:
@@ -194,17 +194,20 @@ class _Step:
     origin: str
 
 
-def _step(asked: Asked) -> _Step:
-    """Return duration and batch size of a step, as given or of a run, whose batch size is scaled to the given GPUs."""
+def _step(request: AdviseRequest) -> _Step:
+    """Return the duration and batch size of a step, from the flags or from a run.
+
+    The batch size of a run is scaled to the number of GPUs in the flags.
+    """
     from clipmill.prep.advice import read_run_steps
 
-    num_gpus = None if asked.nodes is None and asked.gpus is None else (asked.nodes or 1) * (asked.gpus or 1)
-    step_s, batch, origin = asked.step_time, asked.batch, "given by --step-time"
-    if asked.run is not None:
-        steps = read_run_steps(asked.run)
+    num_gpus = None if request.nodes is None and request.gpus is None else (request.nodes or 1) * (request.gpus or 1)
+    step_s, batch, origin = request.step_time, request.batch, "given by --step-time"
+    if request.run is not None:
+        steps = read_run_steps(request.run)
         if step_s is None:
             step_s = steps.step_s
-            origin = f"median of {count_noun(steps.num_steps, 'step')} of {asked.run}, without waiting for data"
+            origin = f"median of {count_noun(steps.num_steps, 'step')} of {request.run}, without waiting for data"
         if batch is None and steps.batch is not None:
             batch = steps.batch
             if num_gpus is not None and steps.num_readers not in (None, num_gpus):

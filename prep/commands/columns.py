@@ -1,6 +1,7 @@
-"""`prep NAME` and `prep plan NAME` of the columns, by import path, so that a column is loaded only when it is used.
+"""The commands `prep NAME` and `prep plan NAME` of each column, registered by import path.
 
-This module has `make_NAME` and `plan_NAME`, the functions behind the commands of a column, and `plan`: `prep plan`.
+The attributes `make_NAME` and `plan_NAME` of this module run the commands of a column, and `plan` is the command group
+`prep plan`. They are created on access, so that a column is loaded only when its command is called.
 """
 
 from typing import Annotated, Any
@@ -14,7 +15,7 @@ from clipmill.prep.registry import COLUMNS, column_named
 
 
 def __getattr__(name: str) -> Any:
-    """Return the object of this module at an import path."""
+    """Return `plan`, or the command `make_NAME` or `plan_NAME` of a column."""
     if name == "plan":
         first, *others = COLUMNS
         command = plan_command(column_named(first))
@@ -36,8 +37,8 @@ def __getattr__(name: str) -> Any:
     except UnusablePart as error:
         unusable = error
 
-        # Help and completion of the other commands do not need the column: only its command fails.
-        def refuse(*words: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]) -> None:
+        # Only the command of this column fails: help and completion of the other commands do not need the column.
+        def refuse(*arguments: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]) -> None:
             raise unusable
 
         refuse.__doc__ = "Cannot be used; the command reports why."

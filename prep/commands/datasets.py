@@ -1,7 +1,7 @@
-"""The datasets that `prep manifest` reads: `DATASETS` has a row for each.
+"""The kinds of dataset that `prep manifest` reads: `DATASETS` has an `Adapter` for each.
 
-To add a dataset, write a reader in `manifests/adapters/` and add a row to `DATASETS`, or declare the row in another
-package (docs/plugins.md).
+To add a kind, write a reader in `manifests/adapters/` and add an `Adapter` to `DATASETS`, or declare the `Adapter` in a
+different package (docs/plugins.md).
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,10 @@ class Adapter:
 
     Attributes:
         name: Name of the command, and default name of the dataset.
-        reader: Import path `package.module:function` of its reader, which returns a `Reading`.
+        reader: Import path `package.module:function` of the reader, which returns a `Reading`.
         takes: Input of the reader: "captions" for a folder of videos and one table of captions, "annotations" for a
-            folder of videos and annotation files, "lists" for lists of clips, "folder" for a folder with both.
+            folder of videos and annotation files, "lists" for lists of clips, "folder" for a folder that contains
+            videos and annotations.
         text: Help text of the command and its parameters.
     """
 

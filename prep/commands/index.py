@@ -1,4 +1,4 @@
-"""`prep index`: the column `video` with packets that stay in the source files, of a folder or of the manifest."""
+"""`prep index`: make the column `video` without encoding: the packets of its chunks stay in the source files."""
 
 import sys
 from contextlib import redirect_stdout
@@ -36,11 +36,11 @@ def index(
     settings: Annotated[IndexRecipe, Parameter(name="*")] = _SETTINGS,
     request: Annotated[ChunkRequest, Parameter(name="*")] = _REQUEST,
 ) -> None:
-    """Read a folder into the manifest if there is one, and make the index."""
+    """Read a folder into the manifest if one is passed, and make the index."""
     if videos is not None:
         _require_new(request.data, videos)
         into = Target(request.data, "folder", videos, may_remove=False, as_json=False)
-        with redirect_stdout(sys.stderr):  # the result of this command is the index
+        with redirect_stdout(sys.stderr):  # standard output is for the result of this command, the index
             read_captioned(ADAPTERS["folder"], None, into=into, has_next=False)
     make_column(INDEX, settings, request)
 
@@ -49,10 +49,11 @@ index.__doc__ = INDEX.help
 
 
 def _require_new(data: Path, videos: "Place") -> None:
-    """Refuse a folder whose videos the manifest has with captions, or by another dataset: reading it would lose them.
+    """Check that reading a folder into the manifest would not lose captions, or videos of a different dataset.
 
     Raises:
-        UserError: The manifest has such videos, or the folder is a dataset that has an adapter.
+        UserError: The manifest lists videos of the folder with captions or in a different dataset, or the folder is a
+            LeRobot dataset, which has its own command.
     """
     if not is_remote(str(videos)) and (Path(videos) / "meta" / "info.json").is_file():
         raise UserError(

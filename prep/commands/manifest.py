@@ -1,8 +1,8 @@
 """`prep manifest KIND`: the commands that read datasets into the manifest, one per kind of dataset.
 
 `datasets.py` lists the kinds. A kind takes a table of captions, annotation files, lists of clips, or a folder with
-everything; a kind with another input needs a function here that makes its command. `captions` adds tables as further
-sources of videos that are in the manifest.
+everything; a kind with a different input needs a function in this module that builds its command. `captions` adds
+tables of captions for videos that are already in the manifest.
 """
 
 import json as json_module
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from clipmill.manifests.write import FurtherResult
     from clipmill.prep.core.failure_list import FailureEntry
 else:
-    Place = Path  # with a converter: flags are local paths or URLs
+    Place = Path  # a converter makes local paths or URLs from the flags
 
 
 Dataset = Annotated[
@@ -103,7 +103,7 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
 def read_captioned(
     adapter: Adapter, captions: "Place | None", *, subtitles: bool = False, into: "Target", has_next: bool = True
 ) -> None:
-    """Read a folder of videos, and a table of captions if there is one, into the manifest; see `write_dataset`."""
+    """Read a folder of videos, and optionally a table of captions, into the manifest; see `write_dataset`."""
 
     def read(tables: list[Path]) -> "Reading":
         from clipmill.manifests.store import known_files
@@ -245,8 +245,9 @@ class Target:
     """Destination of a dataset, and flags for writing it.
 
     Attributes:
-        dataset: Name in the manifest.
-        videos: Folder of its videos, or None if the tables name them.
+        data: Data folder.
+        dataset: Name of the dataset in the manifest.
+        videos: Folder of the videos; None if the tables list them by URL.
         may_remove: Value of `--yes`.
         as_json: Value of `--json`.
     """
@@ -264,9 +265,9 @@ def write_dataset(
     """Read a dataset and write it to the manifest.
 
     Args:
-        read: Function that is called with local copies of the tables.
-        tables: Annotation files.
-        has_next: Print the next command.
+        read: Function that takes local copies of the tables and returns the dataset.
+        tables: Annotation files, paths or URLs.
+        has_next: True to print the next command.
     """
     from clipmill.manifests.adapters.reading import is_encodable, read_with_local_tables
     from clipmill.manifests.errors import DISK_ERRORS
@@ -280,7 +281,7 @@ def write_dataset(
 
     data, dataset = into.data, into.dataset
     check_data_dir(data, videos=into.videos)
-    # A manifest of another format is an error before the work begins rather than at its end.
+    # Report a manifest of an unsupported format before reading the dataset rather than afterwards.
     if (data / "manifest" / "manifest.json").exists():
         with suppress(DamagedManifest):  # writing the manifest repairs it, or fails with the reason
             read_manifest(data)
@@ -292,16 +293,16 @@ def write_dataset(
         message, hint = manifest_text.no_video_text(reading, dataset)
         raise UserError(message, hint=hint)
     if manifest_text.unused_files(reading):
-        # If it were written, it would replace the existing captions, and their ids would be lost for good.
+        # Writing the dataset would replace the existing captions, and permanently lose their ids.
         raise FailedWork(manifest_text.unused_text(reading))
     try:
         data.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         if error.errno in DISK_ERRORS:
             raise
-        why = error.strerror or str(error)
+        reason = error.strerror or str(error)
         raise UserError(
-            f"cannot create the data folder {data}: {why}", hint="give another folder with --data"
+            f"cannot create the data folder {data}: {reason}", hint="give another folder with --data"
         ) from error
     with writing(data), Activity("writing the manifest"):
         written = write_manifest(
@@ -400,7 +401,7 @@ def add_captions(
         return
     if not tables:
         raise UserError("there are no tables", hint="give tables of captions, or --remove and the name of a source")
-    # The lock is held while tables are read, because their rows refer to the videos of the manifest.
+    # Hold the lock while reading the tables, because their rows refer to videos of the manifest.
     with writing(folder), Activity("reading captions"):
         videos = read_videos(folder)
         limits = Limits(ends_of_videos(folder, videos), chunk_finder(folder, videos))
@@ -458,14 +459,14 @@ def _remove_sources(folder: Path, names: Sequence[str], *, beside: Mapping[str, 
 def _select_captions(
     table: "pa.Table", *, min_likelihood: float | None, drop_duplicates: bool
 ) -> tuple["pa.Table", dict[str, int]]:
-    """Return the captions to keep, and the number of dropped ones by reason.
+    """Return the captions to keep, and the number of dropped captions by reason.
 
     Args:
         table: Captions of all sources.
 
     Raises:
-        UserError: There is a minimum, but no caption has a likelihood.
-        FailedWork: No caption of a source is left; its earlier captions would be lost.
+        UserError: A minimum was passed, but no caption has a likelihood.
+        FailedWork: No caption of a source is left, so its earlier captions would be lost.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -484,7 +485,7 @@ def _select_captions(
     if drop_duplicates:
         duplicates = is_duplicate(kept)
         num_dropped["duplicate"], kept = int(duplicates.sum()), kept.filter(pa.array(~duplicates))
-    # A source replaces its earlier captions, so an empty one would remove them.
+    # New captions of a source replace the earlier ones, so an empty source would remove them.
     left = set(pc.unique(kept["source"]).to_pylist())
     for name in pc.unique(table["source"]).to_pylist():
         if name not in left:

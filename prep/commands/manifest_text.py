@@ -25,7 +25,7 @@ from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 
 _INDENT = "  "
-# Advice on rows rejected for a given reason, where it is the same for all datasets.
+# Advice by reason for rejected rows, if it is the same for all datasets.
 ADVICE = {
     Reason.MALFORMED_ROW: "in CSV files, enclose text that contains commas in double quotes",
     Reason.AMBIGUOUS_VIDEO: "give the path of each video relative to the folder, with the extension",
@@ -50,18 +50,18 @@ def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry], note
         changes += f", {written.num_videos_removed:,} removed"
     if written.num_splits_changed:
         changes += f", {written.num_splits_changed:,} in another split than before"
-    of_captions = f"{written.num_captions_added:,} new"
+    caption_changes = f"{written.num_captions_added:,} new"
     if written.num_captions_removed:
-        of_captions += f", {written.num_captions_removed:,} removed"
+        caption_changes += f", {written.num_captions_removed:,} removed"
     lines = [
         f"{written.dataset}: {count_noun(written.num_videos, 'video')} ({changes}), "
-        f"{count_noun(written.num_captions, 'caption')} ({of_captions})"
+        f"{count_noun(written.num_captions, 'caption')} ({caption_changes})"
     ]
-    of_splits = (
+    split_counts = (
         f"{name} {count_noun(num_videos, 'video')} with {count_noun(num_captions, 'caption')}"
         for name, (num_videos, num_captions) in written.splits.items()
     )
-    lines.append(f"splits: {', '.join(of_splits)}")
+    lines.append(f"splits: {', '.join(split_counts)}")
     if written.num_rejected:
         lines += rejected_lines(
             written.num_rejected,
@@ -88,7 +88,7 @@ def rejected_lines(
     num_captions_lost: int,
     folder: Path,
 ) -> list[str]:
-    """Return the numbers of rejected files and rows by reason, and the first few by name.
+    """Return lines with the number of rejected files and rows by reason, and the first few of them.
 
     Args:
         num_rejected: Number of rejected files and rows by reason.
@@ -135,15 +135,15 @@ def written_values(
 
 
 def unused_files(reading: Reading) -> list[str]:
-    """Return the given annotation files from which no row was used."""
+    """Return the annotation files from which no row was used."""
     return [file for file, num_rows in reading.num_rows_used.items() if not num_rows]
 
 
 def unused_text(reading: Reading) -> str:
-    """Return the reasons why all rows in `unused_files` are unusable, with the first few rows by name, and advice."""
+    """Return text with the reasons why no row in `unused_files` is usable, the first few rows, and advice."""
     files = unused_files(reading)
     is_from = pc.is_in(reading.rejected["file"], value_set=pa.array(files, pa.string()))
-    for file in files:  # a folder of annotation files
+    for file in files:  # an entry may be a folder of annotation files
         is_from = pc.or_(is_from, pc.starts_with(reading.rejected["file"], pattern=f"{file}/"))
     rejected = reading.rejected.filter(is_from)
     names = ", ".join(on_one_line(file) for file in files)
@@ -154,7 +154,7 @@ def unused_text(reading: Reading) -> str:
     lines += named_lines(first_rejected(rejected), num_all=rejected.num_rows, listed=None, indent=_INDENT)
     malformed = rejected.filter(pc.equal(rejected["reason"], Reason.MALFORMED_ROW))["file"].to_pylist()
     if not any(Path(file).suffix.lower() in TEXT_SUFFIXES for file in malformed):
-        counts.pop(Reason.MALFORMED_ROW, None)  # the advice is about cells
+        counts.pop(Reason.MALFORMED_ROW, None)  # the advice applies to CSV files only
     advice = [text for reason, text in ADVICE.items() if reason in counts]
     if Reason.MISSING_FILE in counts and reading.example_file is not None:
         advice.insert(0, f"the video files have names such as {on_one_line(reading.example_file)}")

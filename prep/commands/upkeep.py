@@ -1,4 +1,4 @@
-"""`prep status`, `verify`, `inspect`, `diff`, `gc` and `retry`: the commands for an existing data folder."""
+"""`prep status`, `verify`, `inspect`, `diff`, `gc`, `use` and `retry`: the commands for an existing data folder."""
 
 import json as json_module
 import os
@@ -89,7 +89,7 @@ def verify(
     reading = "reading the records"
     with Activity(reading):
         if (mirror := mirror_of(data_dir)) is not None:
-            mirror.drop_content()  # an earlier copy tells nothing about the bucket
+            mirror.drop_content()  # verify the content of the bucket, and not of an earlier copy
         records = check_folder_records(data_dir)
     if column is not None or variant is not None:
         selected = [column_named(column or VIDEO)]
@@ -97,7 +97,7 @@ def verify(
         try:
             selected = [known for known in columns() if current_variant(data_dir, known.name) is not None]
         except DamagedDataset:
-            selected = []  # reported below as one of the damaged records
+            selected = []  # the damage is reported below, with the other damaged records
         if not selected and not records:
             selected = [column_named(VIDEO)]
     with Activity(reading):
@@ -294,12 +294,12 @@ def gc(
 
     younger_than_s = 0.0 if older_than is None else parse_age(older_than, flag="--older-than")
     data_dir = require_data_folder(data)
-    # All columns are locked: the files of a running command are not committed yet, and would be garbage.
-    with ExitStack() as held:
+    # Lock all columns: the files of a running command are not committed yet and would be taken for garbage.
+    with ExitStack() as locks:
         for column in columns():
-            held.enter_context(column_lock(data_dir, column=column.name))
-        held.enter_context(folder_lock(data_dir))
-        needed = Needed(held.enter_context(exclude_new_readers(data_dir)), keep, younger_than_s)
+            locks.enter_context(column_lock(data_dir, column=column.name))
+        locks.enter_context(folder_lock(data_dir))
+        needed = Needed(locks.enter_context(exclude_new_readers(data_dir)), keep, younger_than_s)
         with Activity("looking for files that are no longer needed"):
             garbage, in_bucket = find_garbage(data_dir, needed), find_in_bucket(data_dir)
         removing = f"removing {count_noun(len(garbage.items), 'file')}"
@@ -366,7 +366,7 @@ ColumnOfFailures = Annotated[AnyColumn, FIRST_RUN, Parameter(help="Column whose 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryRequest(Request):
-    """The flags of `prep retry`; a column ignores flags that it does not need."""
+    """Flags of `prep retry`; a column ignores flags that it does not need."""
 
     scratch_size: ScratchSize = None
     in_flight: Annotated[
@@ -431,14 +431,14 @@ def retry(
         raise UserError(f"unknown failure code: {', '.join(unknown)}", hint=f"failure codes: {', '.join(FailureCode)}")
     data_dir = require_data_folder(request.data)
     unfinished = unfinished_variant(data_dir, column)
-    # A run that was killed has listed no failures: whether its variant is wanted is unknown.
+    # A killed run has not listed its failures, and it is unknown whether its variant is still needed.
     has_failed = unfinished is not None and (variant_dir(data_dir, column, unfinished) / FAILURES_FILE).exists()
     if variant is None and has_failed:
         variant = unfinished
         sys.stderr.write(f"note: a variant that is not the current one is retried: {variant}\n")
     opened = Variant.open(data_dir, column=column, variant=variant)
     stored = stored_request(opened)
-    if request.engine is None and request.address is None:  # the engine of the run that failed
+    if request.engine is None and request.address is None:  # use the engine of the run that failed
         request = replace(request, **{name: stored[name] for name in ENGINE_FLAGS if name in stored})
     request = replace(request, retry_codes=codes, only_variant=opened.directory.name)
     retry_column(column_named(column), stored, weights=weights, request=request)
