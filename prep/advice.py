@@ -328,7 +328,7 @@ def open_column(variant: Variant, name: str) -> Column:
 
 
 def clip_reads(shards: Sequence[CommittedShard]) -> list[tuple[CommittedShard, Ranges]]:
-    """Return the reads of random clips of four frames, of which only the packets are read.
+    """Return the reads of random clips of four frames; only the packets of these frames are read.
 
     The clips resemble the clips of a training set without long captions: 1 to 4 s, at any time in a chunk.
     """

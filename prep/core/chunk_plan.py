@@ -257,7 +257,7 @@ class ChunksPlan:
         return chunks_of_shard(self.video_dir, shard_id, commits=self.video_commits, following=following)
 
     def old_commits(self, shard_id: int) -> tuple[Commit, ...]:
-        """Return the commits that may hold samples for a shard: its own commit, and commits of shards that lost chunks to it."""
+        """Return the commits that may hold samples for a shard: its own, and commits of shards that lost chunks."""
         same = [shard_id] if shard_id in self.commits else []
         holding = self.holding(shard_id, self._holders_of_lost_samples)
         return tuple(self.commits[other] for other in dict.fromkeys([*same, *holding]))

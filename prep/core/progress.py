@@ -66,7 +66,7 @@ class RunProgress:
         self._failures[code] += 1
 
     def show(self, num_done: int, work_done: float, *, has_begun: bool) -> None:
-        """Show how many samples and how much work are done, including those of running shards.
+        """Show how many samples and how much work are done, including running shards.
 
         Args:
             has_begun: True if a worker has started a shard.

@@ -136,7 +136,7 @@ _CAN_PASS = TRANSIENT | SOURCE_AWAY | {FailureCode.ENCODE_FAILED}
 
 
 def lost_samples(data_dir: Path, column: str, *, variant: str, former: str | None) -> list[Failure]:
-    """Return the failures because of which a variant lacks samples of a former one, if a retry may make the samples.
+    """Return the failures that cost a variant samples of a former one, if a retry may still make these samples.
 
     Args:
         variant: Name of the variant to keep.
