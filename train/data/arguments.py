@@ -1,4 +1,4 @@
-"""Arguments of the Python interface: their names in errors; checks of numbers, choices, devices, data and ranks."""
+"""Arguments of the Python interface: their names in error messages, and checks of their values."""
 
 import inspect
 import os
@@ -25,9 +25,9 @@ _ARGUMENTS = {"--shards": "data"}  # arguments whose names differ from their fla
 
 
 def names_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Wrap a function of the Python interface so that its errors name arguments (`num_frames=`) instead of flags.
+    """Wrap a function of the Python interface so that its errors mention arguments (`num_frames=`) instead of flags.
 
-    Errors from lower layers name flags of a command (`--num-frames`). A flag that has no argument is kept.
+    Errors from lower layers mention flags of a command (`--num-frames`). A flag without a matching argument stays.
     """
     names = inspect.signature(call).parameters.keys()
 
@@ -43,7 +43,7 @@ def names_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _argument(flag: str, names: Collection[str]) -> str:
-    """Return the argument for a flag: by its name, its name within the group, or the group; otherwise the flag."""
+    """Return the argument with the name of the flag, its name within its group, or its group; otherwise the flag."""
     group, _, name = flag.removeprefix("--").replace("-", "_").partition(".")
     if (argument := _ARGUMENTS.get(flag, name or group)) in names:
         return argument
@@ -51,48 +51,48 @@ def _argument(flag: str, names: Collection[str]) -> str:
 
 
 def require_whole_numbers(**arguments: object) -> None:
-    """Raise a UserError if an argument, given by name, is not an integer."""
+    """Raise a UserError if one of these arguments is not an integer."""
     for name, value in arguments.items():
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise UserError(f"{name} is {quote_value(value)}", hint="use a whole number")
 
 
 def require_texts(**arguments: object) -> None:
-    """Raise a UserError if an argument, given by name, is neither a string nor None."""
+    """Raise a UserError if one of these arguments is neither a string nor None."""
     for name, value in arguments.items():
         if not isinstance(value, str | NoneType):
             raise UserError(f"{name} is {quote_value(value)}", hint="use a text")
 
 
 def colours_of(name: str, values: Sequence[float] | None) -> tuple[float, float, float] | None:
-    """Convert a list, an array or a tensor to a mean or standard deviation; raise UserError for other values."""
+    """Convert a list, array or tensor of three numbers to a tuple; raise UserError for other values."""
     if values is None:
         return None
     try:
         red, green, blue = map(float, values)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{name} is {quote_value(values)}", hint="give three numbers, for R, G and B") from error
+        raise UserError(f"{name} is {quote_value(values)}", hint="pass three numbers, for R, G and B") from error
     return red, green, blue
 
 
 def require_device(device: object) -> None:
-    """Raise a UserError if this machine lacks a device. None means no device."""
+    """Raise a UserError if `device` is not available on this machine. None means no device."""
     if device is None:
         return
     kind = torch.accelerator.current_accelerator(check_available=True)
     gpus = [] if kind is None else [f"{kind.type}:{number}" for number in range(torch.accelerator.device_count())]
     available = ["cpu", *gpus]
     try:
-        asked = torch.device(device)  # type: ignore[call-overload]
+        requested = torch.device(device)  # type: ignore[call-overload]
     except (RuntimeError, TypeError):  # torch does not know the name
-        asked = None
-    if asked is None or (f"{asked.type}:{asked.index or 0}" not in available and asked.type != "cpu"):
-        given = str(device) if isinstance(device, torch.device) else device
-        raise UserError(f"device is {quote_value(given)}", hint=f"available here: {', '.join(available)}")
+        requested = None
+    if requested is None or (f"{requested.type}:{requested.index or 0}" not in available and requested.type != "cpu"):
+        name = str(device) if isinstance(device, torch.device) else device
+        raise UserError(f"device is {quote_value(name)}", hint=f"available here: {', '.join(available)}")
 
 
 def require_process(process: int, *, what: str) -> None:
-    """Raise an error in a fork of the original process, because a fork does not copy threads."""
+    """Raise a UserError unless this is the process with the ID `process`, because a fork does not copy threads."""
     if os.getpid() != process:
         raise UserError(
             f"{what} that process {process} opened are used in process {os.getpid()}, a fork of it",
@@ -101,10 +101,10 @@ def require_process(process: int, *, what: str) -> None:
 
 
 def ranks_of(rank: int | None, world: int | None) -> World | None:
-    """Return the ranks that the caller gives; None to use the ranks of this process group.
+    """Return the rank and world size that the caller passed; None to use the rank in this process group.
 
     Raises:
-        UserError: One of the two is missing or out of range, or both are missing in a worker of a DataLoader.
+        UserError: Only one of the two is given, one is out of range, or both are missing in a DataLoader worker.
     """
     if (rank is None) != (world is None):
         raise UserError(f"rank is {rank} and world is {world}", hint="give both, or neither of them")

@@ -14,23 +14,23 @@
                                       [B, T, S, S, 3]; T counts the frames of all views, one view after another
     time_s       float64 [B, T]       time in the video at which each frame appears on screen, seconds; for latents, the
                                       time of each latent frame; nan for images and padding. T counts the frames of
-                                      all sets of moments. Stays on the CPU
-    is_padded    bool [B, T]          frames whose moment lies outside the video, in clips at given times
+                                      all sets of moments. It stays on the CPU
+    is_padded    bool [B, T]          True for frames whose moment lies outside the video, in clips at given times
     colour       uint8 [B]            colour matrix and range of YUV frames (clipmill.train.augment.colour)
     tokens       int64 [B, L]         token ids of the caption
-    latents      float16 or bfloat16 [B, T, C, h, w]  a segment of the chunk, scaled as its recipe says; for a VAE of
-                                      videos, a view of [B, C, T, h, w], which `open_latents` returns
+    latents      float16 or bfloat16 [B, T, C, h, w]  a segment of the chunk, scaled as its recipe says; for a video
+                                      VAE, a view of [B, C, T, h, w], which `open_latents` returns
     num_frames   int64 [B]            valid frames among the T, if tails are zero-padded
     text         float16 [B, D]       unit-length embedding of the caption; or, for stored sequences, [B, L, D]: the
                                       vectors of its tokens, zero-padded to the longest sequence in the batch
     text_mask    bool [B, L]          True for the vectors of tokens
-    length       int64 [B]            number of tokens of the caption including the end token; of the longest of K.
-                                      Computed by `to_device` and kept on the CPU, where it is needed
+    length       int64 [B]            number of tokens in the caption, or in the longest of K captions, including the
+                                      end token. `to_device` computes it and leaves it on the CPU, where it is needed
     caption      list of B strings    the caption as text, in sets that neither tokenize nor embed it
-    begin_s, end_s  float64 [B]       the span shown, in its video, seconds (clipmill.train.data.interface)
+    begin_s, end_s  float64 [B]       start and end of the span in its video, seconds (clipmill.train.data.interface)
     folder       int64 [B]            in a mixture, index of the data folder (clipmill.train.data.interface)
 
-A task declares which entries it needs. A sample has the same entries without the dimension B.
+Each task declares the entries that it needs. A sample has the same entries without the batch dimension B.
 """
 
 import weakref
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 Input = Literal["pixels", "latents"]
 
 PICTURES = ("video", "colour", "latents")
-# Inputs of models. Position, key and IDs stay on the CPU, where they are needed.
+# Model inputs, which move to the device. Position, key and IDs stay on the CPU, where they are needed.
 TENSORS = (*PICTURES, "tokens", "num_frames", "text", "text_mask", "relevancy", "label", "targets")
 
-# Numbers of a sample, or lists of numbers.
+# Entries of a sample that are numbers or lists of numbers, with their dtypes.
 _SCALARS = {"clip_id": "int64", "caption_id": "int64", "label": "int64", "relevancy": "float32", "colour": "uint8"}
 _SCALARS |= {"time_s": "float64", "is_padded": "bool"}
 NUM_BUFFERS = 2  # a batch is overwritten by the second batch after it
@@ -58,7 +58,7 @@ _ARRAYS = ("tokens", "targets", "text")
 
 
 class Sample(TypedDict, total=False):
-    """A clip of pixels, with its annotations."""
+    """One clip of pixels, with its annotations."""
 
     position: int
     key: str
@@ -77,7 +77,7 @@ class Sample(TypedDict, total=False):
 
 
 class Batch(TypedDict, total=False):
-    """Several clips."""
+    """A batch of clips or latents. See the module docstring for the entries."""
 
     input: Input
     position: "torch.Tensor"
@@ -106,9 +106,9 @@ class Batch(TypedDict, total=False):
 
 
 class KeptMemory:
-    """Memory for batches that the caller may keep. It is reused once nothing refers to the array made from it.
+    """Memory for batches that the caller may keep. It is reused once nothing refers to the array that uses it.
 
-    New memory for each batch would cost page faults, which take as long as a large copy.
+    Allocating memory for each batch would cause page faults, which take as long as a large copy.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
@@ -117,7 +117,7 @@ class KeptMemory:
         self._loans: dict[int, _Loan] = {}
 
     def array(self, num: int) -> NDArray[Any]:
-        """Return an array with `num` rows, at most as many as the shape has. Its values are arbitrary."""
+        """Return an uninitialised array with `num` rows, which must not exceed the first dimension of the shape."""
         memory = self._free.pop() if self._free else np.empty(self._shape, self._dtype)
         rows = memory[:num]
         # A tensor made from the array, and everything that shares its memory, keeps the array alive.
@@ -137,12 +137,12 @@ class _Loan(weakref.ref[NDArray[Any]]):
 
 
 class BatchMemory:
-    """Memory for the rows of batches: `NUM_BUFFERS` buffers in turn, `KeptMemory`, or pinned memory.
+    """Memory for the rows of batches: `NUM_BUFFERS` buffers used in rotation, `KeptMemory`, or pinned memory.
 
     Args:
         shape: Shape of the largest batch.
         pin: Use pinned memory, for copies to a GPU. No batch is ever overwritten (clipmill.train.device.transfer).
-        can_keep: Reuse memory only after nothing refers to its batch, instead of using buffers in turn.
+        can_keep: Reuse memory only when nothing refers to its batch any more, instead of rotating buffers.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: "torch.dtype", *, pin: bool, can_keep: bool) -> None:
@@ -152,12 +152,13 @@ class BatchMemory:
         # Integers of the same size, because NumPy has no bfloat16.
         self._kept = KeptMemory(shape, np.dtype(f"i{dtype.itemsize}").type) if can_keep and not pin else None
         has_ring = not (pin or can_keep)
-        # Writing zeros touches every page now; page faults would cost the first batches more than the copy.
+        # Zeroing touches every page now; otherwise the first batches would pay for page faults, which cost more than
+        # the copy.
         rings = [torch.zeros(shape, dtype=dtype) for _ in range(NUM_BUFFERS if has_ring else 0)]
         self._ring = deque((tensor, _bytes_of(tensor)) for tensor in rings)
 
     def rows(self, num: int) -> "tuple[torch.Tensor, memoryview]":
-        """Return memory for the first `num` rows of a batch, as a tensor and as bytes. Its values are arbitrary."""
+        """Return uninitialised memory for the first `num` rows of a batch, as a tensor and as bytes."""
         if self._kept is not None:
             array = self._kept.array(num)
             return self._from_numpy(array).view(self._dtype), array.data.cast("B")
@@ -165,9 +166,9 @@ class BatchMemory:
             self._ring.rotate()
             tensor, content = self._ring[0]
         else:
-            from clipmill.train.device.transfer import pinned_memory  # here, so that reading tars needs no torch
+            from clipmill.train.device.transfer import pinned_memory  # here, so that reading tars does not load torch
 
-            # The full size, so that the memory of any batch suits the next one.
+            # Always allocate the full size, so that the memory of a smaller batch can be reused for a full batch.
             tensor = pinned_memory(self._shape, self._dtype)
             content = _bytes_of(tensor)
         return (tensor if num == self._shape[0] else tensor[:num]), content
@@ -181,7 +182,7 @@ def _bytes_of(tensor: "torch.Tensor") -> memoryview:
 
 
 class BatchRing:
-    """Collation of samples of equal shapes into batches whose videos lie in a `BatchMemory`.
+    """Collator of equally shaped samples into batches whose videos lie in a `BatchMemory`.
 
     Args:
         batch: Number of samples in the largest batch.
@@ -193,7 +194,7 @@ class BatchRing:
         self._memory: BatchMemory | None = None
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """Return a batch of `samples`, in order. The second batch after it may overwrite its video."""
+        """Return a batch of `samples`, in order. The second batch after this one may overwrite its video."""
         import torch
 
         batch = Batch(
@@ -224,8 +225,8 @@ class BatchRing:
 
 
 def to_device(batch: Batch, device: "torch.device", *, names: Sequence[str] = TENSORS) -> Batch:
-    """Move the tensors `names` of a batch to `device`; the lengths of captions stay on the CPU."""
-    from clipmill.train.device.transfer import send_pinned  # here, so that reading tars needs no torch
+    """Copy a batch with the tensors in `names` moved to `device`. The lengths of captions stay on the CPU."""
+    from clipmill.train.device.transfer import send_pinned  # here, so that reading tars does not load torch
 
     moved = batch.copy()
     if "length" not in moved:

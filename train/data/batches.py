@@ -1,4 +1,4 @@
-"""`Batches`: the training commands' loaders with the interface for Python users, one epoch per iteration."""
+"""`Batches`: the training commands' loaders as an iterable for Python users, one epoch per iteration."""
 
 import os
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
@@ -22,8 +22,8 @@ from clipmill.train.distributed.world import World, joined_world
 class Batches:
     """Batches of one split for one process, opened by `open_clips` or `open_latents`.
 
-    `for batch in batches` is an epoch with `len(batches)` batches of equal size, the same number on every rank. Samples
-    that are left over begin the next iteration: as in the training commands, the order has no end, and no sample is
+    `for batch in batches` is an epoch with `len(batches)` batches of equal size, the same number on every rank.
+    Leftover samples begin the next iteration: as in the training commands, the order is endless, and no sample is
     dropped or repeated. With `shuffle=False`, an iteration yields every sample once, in order, and the last batch may
     be smaller. A stream of tars has no length and, with `shuffle`, no end.
 
@@ -33,13 +33,13 @@ class Batches:
     Args:
         samples: Loader of this rank.
         finish: Function that adds the entries that only Python users need to a batch (of arrays if `device` is None).
-            It is called in the caller's thread, because the thread that loads ahead has more work.
+            It is called in the caller's thread, because the prefetching thread has more work.
         world: Ranks; None for `joined_world()`.
         batch: Number of samples in this rank's batch.
 
     Attributes:
-        failures: Failed samples so far, with key, reason and detail (clipmill.train.data.outcomes). After more than
-            `max_failures`, iterating raises FailedWork.
+        failures: Failed samples so far, with key, reason and detail (clipmill.train.data.outcomes). Once there are
+            more than `max_failures`, iterating raises FailedWork.
         classes: Names of the classes in the order of their numbers; empty without labels.
     """
 
@@ -80,7 +80,7 @@ class Batches:
         return self._batch * self._world.size
 
     def __len__(self) -> int:
-        """Return the number of batches per iteration; TypeError for a stream of tars."""
+        """Return the number of batches per iteration; raise TypeError for a stream of tars."""
         if self.num_samples is None:
             raise TypeError(f"{self._samples.variant_name} has no length")
         if self._shuffle:
@@ -110,7 +110,7 @@ class Batches:
         return f"<Batches of {self._batch}, {ranks}: {self._samples.describe()}>"
 
     def close(self) -> None:
-        """End the threads, and drop what was loaded ahead.
+        """Stop the threads, and discard prefetched batches.
 
         A new iteration continues after the last batch that was used.
         """
@@ -119,33 +119,32 @@ class Batches:
             running.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch as plain values.
+        """Return the state after the last batch as a JSON-serialisable dict.
 
         It is equal on all ranks unless a sample has failed.
         """
-        # `taken`: samples of this iteration, over all ranks.
+        # `taken` is the number of samples used in this iteration, over all ranks.
         state: dict[str, Any] = {**self._samples.state_dict(), "taken": self._taken, "shuffle": self._shuffle}
         return state | {"position": self._cursor.position, "ahead": list(self._cursor.ahead)}
 
     def load_state_dict(self, *states: dict[str, Any]) -> None:
-        """Continue after the batch at which a state was taken. The next iteration is the rest of the interrupted one.
+        """Continue after the batch at which the state was saved. The next iteration yields the rest of that epoch.
 
         Batch size and number of ranks may differ. A single state is enough if no sample had failed, or if there was
         only one rank; otherwise the states of all ranks are needed.
-        rank; otherwise all ranks' states are needed.
 
         Raises:
-            UserError: The states belong to other data, another split, seed or order, or to different steps; or they
-            are not states, or no state is given.
+            UserError: The states belong to different data, a different split, seed or order, or to different steps;
+                or they are not states, or no state is given.
         """
         entries = self.state_dict().keys()
         if not states:
-            raise UserError("no state is given", hint="give what state_dict() returned")
+            raise UserError("no state is given", hint="pass the value that state_dict() returned")
         for state in states:
             if not isinstance(state, Mapping) or not entries <= state.keys() or not _is_sound(state):
                 raise UserError(
                     f"not a state of these batches: {quote_value(state)}",
-                    hint="give what state_dict() returned, as a separate argument for each rank",
+                    hint="pass the value that state_dict() returned, as a separate argument for each rank",
                 )
             if state["shuffle"] != self._shuffle:
                 raise UserError(
@@ -162,8 +161,8 @@ class Batches:
         self._cursor, self._taken, self._resumes = self._samples.cursor, states[0]["taken"], True
 
     def _iterate(self) -> Iterator[dict[str, Any]]:
-        # An iteration begins with the request for its first batch, because Lightning makes iterators that it does not
-        # use.
+        # An iteration begins only when its first batch is requested, because Lightning creates iterators that it never
+        # uses.
         require_process(self._process, what="batches")
         self._num_iterations += 1
         iteration, taken = self._num_iterations, self._taken if self._resumes else 0
@@ -195,7 +194,7 @@ class Batches:
             self._cursor = Cursor(0)
 
     def _next(self) -> LoadedBatch | None:
-        """Return the next batch of the running loader; None after the last one of `shuffle=False`."""
+        """Return the next batch of the running loader; None after the last batch if `shuffle` is False."""
         if self._running is None:
             self._samples.cursor = self._cursor
             loaded = (
@@ -218,7 +217,7 @@ _AS_THEN = "open the same data, in their order, with the split, where=, captions
 
 
 def _is_sound(state: Mapping[str, Any]) -> bool:
-    """Return True if the entries have the types that state_dict() gives them."""
+    """Return True if the entries have the types that state_dict() returns."""
     if not all(isinstance(state[name], kind) for name, kind in _KINDS.items() if name in state):
         return False
     numbers = (state["position"], state["taken"], *state["ahead"])
@@ -229,7 +228,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _complete_first(method: _Method) -> _Method:
-    """Wrap a method of a dictionary so that it first makes the late entries, also if its argument is a batch."""
+    """Wrap a dictionary method so that it first makes the late entries of the batch and of any batch it is passed."""
 
     @wraps(method)
     def call(batch: "LateBatch", *values: Any, **names: Any) -> Any:
@@ -244,8 +243,9 @@ def _complete_first(method: _Method) -> _Method:
 class LateBatch(dict[str, Any]):
     """A batch whose `late` entries are made when one of them is first read. Otherwise it is like any dictionary.
 
-    Most training steps need neither keys nor times. Making strings would take several per cent of the time of a loader
-    that only copies. Copies and pickles of such a batch, and results of frameworks, have all entries.
+    Most training steps need neither keys nor times, and making the strings would take several per cent of the time of
+    a loader that only copies. Copies and pickles of such a batch, and the batches that frameworks derive from it, have
+    all entries.
 
     Args:
         entries: Other entries, by name.

@@ -1,8 +1,8 @@
-"""The captions of a split, grouped into clips: the table of captioned clips.
+"""Table of captioned clips: the captions of a split, grouped into clips.
 
-Captions come in the order of videos and times (clipmill.manifests.caption_spans). The code searches spans instead of
-captions, and does not move texts. The arrays that are kept are collected in `scratch`, so that tens of millions of
-captions take little memory.
+Captions are ordered by video and time (clipmill.manifests.caption_spans). The code searches spans instead of captions,
+and does not copy texts. The resulting arrays are allocated with `scratch`, so that tens of millions of captions take
+little memory.
 """
 
 from collections import Counter
@@ -44,11 +44,11 @@ class UsableCaptions:
     """The usable captions. Each array has one entry per caption.
 
     Attributes:
-        caption: Index in the given arrays.
+        caption: Index in the arrays passed to `usable_captions`.
         begin_us, end_us: Span to show, microseconds.
-        first_chunk, last_chunk: Chunks that contain the span, as rows of the chunk table.
+        first_chunk, last_chunk: First and last chunk of the span, as rows of the chunk table.
         num_unusable: Number of captions that cannot be shown, by reason.
-        num_shortened: Number of captions that end after the last chunk of their video, and are shown up to its end.
+        num_shortened: Number of captions that end after the last chunk of their video, and are cut at its end.
     """
 
     caption: NDArray[np.int64]
@@ -60,7 +60,7 @@ class UsableCaptions:
     num_shortened: int
 
     def remarks(self) -> list[str]:
-        """Return remarks about excluded and shortened captions, by reason."""
+        """Return remarks on excluded captions, by reason, and on shortened captions."""
         return remarks_of(self.num_unusable, self.num_shortened)
 
 
@@ -77,75 +77,76 @@ def usable_captions(
 ) -> UsableCaptions:
     """Find the span and the chunks of each caption. An `end_s` of inf means the end of the video.
 
-    A caption is usable if all chunks of its span are present. If it ends after the last chunk, it is shortened to it.
+    A caption is usable if all chunks of its span are present. If it ends after the last chunk of its video, it is cut
+    at the end of that chunk.
 
     Args:
         selected: Mask of the captions to use; None for all.
         selected_chunks: Mask of the chunks to use; None for all. A caption is usable only if all its chunks are
             selected.
-        is_of_split: Mask of the captions without seconds of other splits; None for all.
-        counts: Number of captions that each entry stands for; None if it is one.
+        is_of_split: Mask of the captions that do not overlap other splits; None for all.
+        counts: Number of captions that each entry represents; None if each represents one caption.
     """
     search = ChunkSearch(chunks)
-    left = np.arange(len(video_row))
+    remaining = np.arange(len(video_row))
     num_unusable: dict[Unusable, int] = {}
 
     def count(mask: NDArray[np.bool_]) -> int:
-        return int(mask.sum() if counts is None else counts[left[mask]].sum())
+        return int(mask.sum() if counts is None else counts[remaining[mask]].sum())
 
     def drop(reason: Unusable, bad: NDArray[np.bool_]) -> NDArray[np.int64]:
         if bad.any():
             num_unusable[reason] = count(bad)
-        return left[~bad]
+        return remaining[~bad]
 
     # Negated comparison, so that NaN counts as empty.
-    left = drop("empty_span", ~(end_s > begin_s) | ~np.isfinite(begin_s))
+    remaining = drop("empty_span", ~(end_s > begin_s) | ~np.isfinite(begin_s))
     if is_of_split is not None:
-        left = drop("other_split", ~is_of_split[left])
+        remaining = drop("other_split", ~is_of_split[remaining])
     last_of_video = search.last_of(video_row)
     if len(chunks):
         has_chunks = (last_of_video >= 0) & (chunks.video_row[last_of_video] == video_row)
     else:
         has_chunks = np.zeros(len(video_row), dtype=bool)
-    left = drop("video_without_chunks", ~has_chunks[left])
+    remaining = drop("video_without_chunks", ~has_chunks[remaining])
 
-    begin_us, stated_end_us = to_whole_us(begin_s[left]), to_whole_us(end_s[left])
-    video_end_us = search.end_us[last_of_video[left]]
-    wanted_end_us = np.where(np.isinf(end_s[left]), video_end_us, stated_end_us)
-    # Two times less than a microsecond apart may round to the same value. The span is then one microsecond long.
-    wanted_end_us = np.maximum(wanted_end_us, begin_us + 1)
-    after_the_end = begin_us >= video_end_us
-    left = drop("begins_after_the_last_chunk", after_the_end)
-    begin_us, wanted_end_us, video_end_us = (array[~after_the_end] for array in (begin_us, wanted_end_us, video_end_us))
-    end_us = np.minimum(wanted_end_us, video_end_us)
+    begin_us, stated_end_us = to_whole_us(begin_s[remaining]), to_whole_us(end_s[remaining])
+    video_end_us = search.end_us[last_of_video[remaining]]
+    full_end_us = np.where(np.isinf(end_s[remaining]), video_end_us, stated_end_us)
+    # Times less than a microsecond apart may round to the same value. The span is then made one microsecond long.
+    full_end_us = np.maximum(full_end_us, begin_us + 1)
+    starts_too_late = begin_us >= video_end_us
+    remaining = drop("begins_after_the_last_chunk", starts_too_late)
+    begin_us, full_end_us, video_end_us = (array[~starts_too_late] for array in (begin_us, full_end_us, video_end_us))
+    end_us = np.minimum(full_end_us, video_end_us)
 
-    first = search.last_started(video_row[left], begin_us // 1000)
-    last = search.last_started(video_row[left], (end_us - 1) // 1000)
+    first = search.last_started(video_row[remaining], begin_us // 1000)
+    last = search.last_started(video_row[remaining], (end_us - 1) // 1000)
     num_gaps = search.num_gaps
     is_missing = (
         (first < 0)
-        | (chunks.video_row[first] != video_row[left])
+        | (chunks.video_row[first] != video_row[remaining])
         | (num_gaps[first] != num_gaps[last])
         | (end_us > search.end_us[last] + START_ROUNDING_US)
         | (begin_us >= search.end_us[first] + START_ROUNDING_US)
     )
     kept = ~is_missing
-    left = drop("chunk_missing", is_missing)
-    is_selected = np.ones(len(left), bool) if selected is None else selected[left]
+    remaining = drop("chunk_missing", is_missing)
+    is_selected = np.ones(len(remaining), bool) if selected is None else selected[remaining]
     if selected_chunks is not None:
         num_dropped = np.concatenate([[0], np.cumsum(~selected_chunks)])
         is_selected &= num_dropped[last[kept] + 1] == num_dropped[first[kept]]
-    left = drop("not_selected", ~is_selected)
+    remaining = drop("not_selected", ~is_selected)
     kept[kept] = is_selected
     one_frame_us = US_PER_S * chunks.fps_den[last].astype(np.int64) // np.maximum(chunks.fps_num[last], 1)
     return UsableCaptions(
-        caption=left,
+        caption=remaining,
         begin_us=begin_us[kept],
         end_us=end_us[kept],
         first_chunk=first[kept],
         last_chunk=last[kept],
         num_unusable=num_unusable,
-        num_shortened=count((wanted_end_us - end_us > one_frame_us)[kept]),
+        num_shortened=count((full_end_us - end_us > one_frame_us)[kept]),
     )
 
 
@@ -155,7 +156,7 @@ class Spans:
 
     Attributes:
         begin_us, end_us: Span in the video, microseconds.
-        first_part, last_part: Chunks that hold the span, as rows of the chunk table.
+        first_part, last_part: First and last chunk of the span, as rows of the chunk table.
     """
 
     begin_us: NDArray[np.int64]
@@ -167,25 +168,26 @@ class Spans:
         return len(self.begin_us)
 
 
-def spans_at(usable: UsableCaptions, which: NDArray[np.int64]) -> Spans:
-    """Return the spans of some captions."""
+def spans_at(usable: UsableCaptions, indices: NDArray[np.int64]) -> Spans:
+    """Return the spans of the captions at these indices."""
     return Spans(
-        begin_us=usable.begin_us[which],
-        end_us=usable.end_us[which],
-        first_part=smallest_integers(usable.first_chunk[which]),
-        last_part=smallest_integers(usable.last_chunk[which]),
+        begin_us=usable.begin_us[indices],
+        end_us=usable.end_us[indices],
+        first_part=smallest_integers(usable.first_chunk[indices]),
+        last_part=smallest_integers(usable.last_chunk[indices]),
     )
 
 
 @dataclass(frozen=True)
 class SplitCaptions:
-    """Facts about the captions of a split that are known before the captions are read.
+    """Number, sources and highest ID of the captions of a split, counted before they are grouped into clips.
 
     Attributes:
         videos: Videos of the split, which select its captions.
+        sources: Caption sources in use.
         rank_of_code: Rank in `sources` of each source of the manifest, int16; -1 for omitted sources.
-        num_by_code: Number of captions of the split by source of the manifest, int64.
-        max_id: Highest ID of a caption.
+        num_by_code: Number of captions of the split for each source of the manifest, int64.
+        max_id: Highest caption ID.
     """
 
     videos: SplitVideos
@@ -201,14 +203,14 @@ class SplitCaptions:
 
     @property
     def num_other_sources(self) -> int:
-        """Number of captions of omitted sources."""
+        """Number of captions from omitted sources."""
         return int(self.num_by_code[self.rank_of_code < 0].sum())
 
 
 def captions_of_split(
     spans: CaptionSpans, data_dir: Path, *, split: str, video_ids: pa.Array, weights: str | None
 ) -> SplitCaptions:
-    """Count the captions of a split, and choose among their sources.
+    """Count the captions of a split by source, and select the sources to use.
 
     Args:
         video_ids: Videos of the split.
@@ -219,10 +221,10 @@ def captions_of_split(
     for block in spans.blocks(videos):
         count += np.bincount(block.source, minlength=len(count))
         max_id = max(max_id, int(block.caption_id.max(initial=-1)))
-    used = np.flatnonzero(count)  # all captions of other sources belong to other splits
-    sources = choose_sources([spans.sources[code] for code in used], weights=weights, elsewhere=spans.sources)
+    used_codes = np.flatnonzero(count)  # all captions from other sources belong to other splits
+    sources = choose_sources([spans.sources[code] for code in used_codes], weights=weights, elsewhere=spans.sources)
     rank_of_code = np.full(len(count), -1, np.int16)
-    rank_of_code[used] = sources.rank
+    rank_of_code[used_codes] = sources.rank
     return SplitCaptions(videos, sources, rank_of_code, count, max_id)
 
 
@@ -241,30 +243,30 @@ def make_clip_table(
 
     Args:
         spans: Captions of the videos of `data_dir`.
-        weights: `--captions.sources`; see `choose_sources`.
+        weights: Value of `--captions.sources`; see `choose_sources`.
         stored_text: Stored embeddings; captions without an embedding are omitted. None to use all captions.
-        each_caption: Make a clip for each caption, instead of one for each span.
-        table: Captions as a table, if they are not the manifest's captions.
+        each_caption: True to make a clip for each caption, instead of one for each span.
+        table: Captions as a table; None for the captions of the manifest.
 
     Raises:
         UserError: The split has no captions, or none is selected.
     """
-    of_split = captions_of_split(spans, data_dir, split=split, video_ids=chunks.video_ids, weights=weights)
-    if not of_split.num_captions:
+    split_captions = captions_of_split(spans, data_dir, split=split, video_ids=chunks.video_ids, weights=weights)
+    if not split_captions.num_captions:
         raise no_captions(data_dir, split)
     selected = chunks.selection.of_captions(table)
     chunks.require_same_manifest()  # rows and selected rows must come from the same manifest
     groups = ClipGroups(
-        of_split.sources,
-        num_captions=of_split.num_captions,
+        split_captions.sources,
+        num_captions=split_captions.num_captions,
         num_chunks=len(chunks.table),
-        max_id=of_split.max_id,
+        max_id=split_captions.max_id,
     )
     num_unusable = Counter[Unusable]()
     num_not_embedded = num_shortened = 0
-    for stored in spans.blocks(of_split.videos):
+    for stored in spans.blocks(split_captions.videos):
         block = stored.each_caption() if each_caption or selected is not None else stored
-        rank = of_split.rank_of_code[block.source]
+        rank = split_captions.rank_of_code[block.source]
         if stored_text is not None:
             video_row = np.repeat(block.video, block.counts).astype(np.int64)
             has_text = stored_text.has(block.caption_id, video_row=video_row)
@@ -296,14 +298,14 @@ def make_clip_table(
     else:
         texts_sha256, text = used_texts(spans.texts, is_used)
     chunks.require_same_manifest()
-    clips, rows, sources = len(captions.spans), captions.rows, of_split.sources
-    num_used = f"{len(rows):,} of {count_noun(of_split.num_captions, 'caption')} of split {split!r}"
+    clips, rows, sources = len(captions.spans), captions.rows, split_captions.sources
+    num_used = f"{len(rows):,} of {count_noun(split_captions.num_captions, 'caption')} of split {split!r}"
     if len(rows) != clips:
         num_used += f", one at a time for each of {clips:,} clips"
     remarks = [num_used]
     if len(sources.names) > 1 or weights is not None:
         remarks.append(sources.describe(captions.rank_counts))
-    remarks.append(sources.describe_excluded(of_split.num_other_sources))
+    remarks.append(sources.describe_excluded(split_captions.num_other_sources))
     if num_not_embedded:
         remarks.append(f"{num_not_embedded:,} without embedding")
     remarks += remarks_of({why: num_unusable[why] for why in get_args(Unusable) if num_unusable[why]}, num_shortened)
@@ -351,10 +353,10 @@ class ClipCaptions:
     """Clips and their captions: 24 bytes per clip, 8 to 28 per caption.
 
     Attributes:
-        choice: Choice among the captions of a clip, as entries of the next two arrays.
-        rows: Row of the text of each caption, [P], grouped by clip, then by source.
-        caption_ids: Id of each caption, [P].
-        rank_counts: Number of captions by source, int64.
+        choice: Choice among the captions of a clip, as indices of the next two arrays.
+        rows: Row of each caption's text, [P], grouped by clip, then by source.
+        caption_ids: ID of each caption, [P].
+        rank_counts: Number of captions for each source, int64.
     """
 
     spans: Spans
@@ -366,7 +368,7 @@ class ClipCaptions:
 
 @dataclass(frozen=True)
 class Clips:
-    """Clips in order of videos and time, and for each of their captions clip, rank of the source, row and id."""
+    """Clips ordered by video and time, and the clip, source rank, text row and ID of each of their captions."""
 
     spans: Spans
     clip: NDArray[np.int64]
@@ -376,12 +378,12 @@ class Clips:
 
 
 def clips_of(usable: UsableCaptions, block: SpanBlock, rank: NDArray[np.int16], *, each_caption: bool = False) -> Clips:
-    """Form clips: all captions whose spans are equal in microseconds become one clip.
+    """Group captions into clips: all captions whose spans are equal in microseconds become one clip.
 
     Args:
         usable: Usable spans of `block`.
         rank: Rank of the source of each caption, [captions]; captions with -1 are omitted.
-        each_caption: Make a clip for each caption instead; `block` then has one span per caption.
+        each_caption: True to make a clip for each caption instead; `block` then has one span per caption.
     """
     # The first chunk identifies the video.
     keys: tuple[NDArray[np.integer], ...] = (usable.end_us, usable.begin_us, usable.first_chunk)
@@ -394,33 +396,33 @@ def clips_of(usable: UsableCaptions, block: SpanBlock, rank: NDArray[np.int16], 
     is_new = np.ones(len(spans), bool)
     is_new[1:] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
     counts = block.counts[spans]
-    which: Any = slice(None)
+    entries: Any = slice(None)
     if len(spans) < len(block.counts) or order is not None:
         first = np.cumsum(block.counts) - block.counts
-        which = np.repeat(first[spans] - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
-    number = np.repeat(np.arange(len(spans), dtype=np.int32), counts)  # index of each caption's span in `spans`
-    clip, rank_of_caption, row = np.repeat(np.cumsum(is_new, dtype=np.int32) - 1, counts), rank[which], block.row[which]
-    caption_id = block.caption_id[which]
+        entries = np.repeat(first[spans] - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+    span_index = np.repeat(np.arange(len(spans), dtype=np.int32), counts)  # index of each caption's span in `spans`
+    clip, rank_of_caption = np.repeat(np.cumsum(is_new, dtype=np.int32) - 1, counts), rank[entries]
+    row, caption_id = block.row[entries], block.caption_id[entries]
     is_used = rank_of_caption >= 0
     if not is_used.all():
-        clip, rank_of_caption, row, caption_id, number = (
-            array[is_used] for array in (clip, rank_of_caption, row, caption_id, number)
+        clip, rank_of_caption, row, caption_id, span_index = (
+            array[is_used] for array in (clip, rank_of_caption, row, caption_id, span_index)
         )
-    # Some spans round to the same values, or sources are in another order.
+    # Sort again if spans rounded to equal values, or if the sources have a different order.
     if not _ascend((row, rank_of_caption, clip)):
         by_clip = np.lexsort((row, rank_of_caption, clip))
-        clip, rank_of_caption, row, caption_id, number = (
-            array[by_clip] for array in (clip, rank_of_caption, row, caption_id, number)
+        clip, rank_of_caption, row, caption_id, span_index = (
+            array[by_clip] for array in (clip, rank_of_caption, row, caption_id, span_index)
         )
-    begins = np.ones(len(clip), bool)
-    begins[1:] = clip[1:] != clip[:-1]
-    first_of_clip = number[begins].astype(np.int64)
+    is_first = np.ones(len(clip), bool)
+    is_first[1:] = clip[1:] != clip[:-1]
+    first_of_clip = span_index[is_first].astype(np.int64)
     spans_of_clips = spans_at(usable, first_of_clip if order is None else order[first_of_clip])
-    return Clips(spans_of_clips, np.cumsum(begins) - 1, rank_of_caption, row, caption_id)
+    return Clips(spans_of_clips, np.cumsum(is_first) - 1, rank_of_caption, row, caption_id)
 
 
 def _ascend(keys: tuple[NDArray[Any], ...]) -> bool:
-    """Return True if rows are in the order of `np.lexsort(keys)`."""
+    """Return True if rows are already in the order of `np.lexsort(keys)`."""
     num_pairs = max(0, len(keys[0]) - 1)
     is_less, is_same = np.zeros(num_pairs, bool), np.ones(num_pairs, bool)
     for key in keys[::-1]:
@@ -430,25 +432,25 @@ def _ascend(keys: tuple[NDArray[Any], ...]) -> bool:
 
 
 class ClipGroups:
-    """Collection of the clips of blocks of videos.
+    """Collection of clips that are added in blocks of videos.
 
     Args:
         num_captions: Maximum number of captions.
-        max_id: Highest ID of a caption.
+        max_id: Highest caption ID.
     """
 
     def __init__(self, sources: Sources, *, num_captions: int, num_chunks: int, max_id: int) -> None:
-        of_chunk, of_caption = index_type(num_chunks), index_type(num_captions)
+        chunk_type, caption_type = index_type(num_chunks), index_type(num_captions)
         self._sources = sources
         self._spans = {name: Rows(num_captions, np.int64) for name in ("begin_us", "end_us")}
-        self._spans |= {name: Rows(num_captions, of_chunk) for name in ("first_part", "last_part")}
-        self._first_entry, self._num_runs = Rows(num_captions + 1, of_caption), Rows(num_captions, of_caption)
+        self._spans |= {name: Rows(num_captions, chunk_type) for name in ("first_part", "last_part")}
+        self._first_entry, self._num_runs = Rows(num_captions + 1, caption_type), Rows(num_captions, caption_type)
         self._rank, self._rows = Rows(num_captions, np.int16), Rows(num_captions, np.int32)
         self._caption_ids = Rows(num_captions, index_type(max_id))
         self._rank_counts = np.zeros(len(sources.names), np.int64)
 
     def add(self, part: Clips, *, first_chunk: int = 0) -> None:
-        """Add a block whose chunks begin at `first_chunk`."""
+        """Add the clips of a block whose chunk rows count from `first_chunk`."""
         for name, rows in self._spans.items():
             rows.add(getattr(part.spans, name) + (first_chunk if name.endswith("part") else 0))
         runs = runs_of(part.clip, part.rank, num_clips=len(part.spans))

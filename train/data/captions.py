@@ -1,7 +1,8 @@
-"""`Captions`: the choice of a sample's caption, and its form: tokens, a text or an embedding.
+"""`Captions`: the caption that a sample shows, as tokens, as a string or as an embedding.
 
-Training shows one caption at a time: a source is drawn by its weight, then one of its captions, with equal probability.
-The draw is a pure function of (seed, position). An evaluation shows the first caption of the first source.
+Training shows one caption at a time: it draws a source by weight, then one of the clip's captions from that source with
+equal probability. The draw is a pure function of (seed, position). An evaluation shows the first caption of the first
+source.
 
 All captions of a clip are consecutive entries of an array, ordered by source. A run consists of a clip's entries from
 one source.
@@ -36,7 +37,7 @@ _MAX_TOKENIZED = 20_000
 
 
 class Annotations(Protocol):
-    """Entries of samples other than frames and names, such as captions or labels."""
+    """Source of the sample entries other than frames and keys, such as captions or labels."""
 
     def add(self, sample: Sample, request: "SampleRequest") -> None:
         """Add the entries to a sample; `request.sample` is the row of the table."""
@@ -50,7 +51,7 @@ class Sources:
         names: Names in order of priority.
         weights: Sampling weights, float64 [names], all positive.
         rank: Index in `names` for each source code of the manifest, int16; -1 for excluded sources.
-        not_asked_for: Sources of models that are excluded because the user did not name them.
+        not_asked_for: Model sources that are excluded because the user did not select them.
     """
 
     names: tuple[str, ...]
@@ -59,13 +60,13 @@ class Sources:
     not_asked_for: tuple[str, ...] = ()
 
     def describe(self, num_captions: NDArray[np.int64]) -> str:
-        """Return the names with their weights and numbers of captions."""
+        """Return the source names with their weights and numbers of captions, as text."""
         each = zip(self.names, self.weights.tolist(), num_captions.tolist(), strict=True)
         parts = (f"{name} = {weight:g} ({count_noun(number, 'caption')})" for name, weight, number in each)
         return f"sources {', '.join(parts)}"
 
     def describe_excluded(self, num_captions: int) -> str:
-        """Count the excluded captions, and name the sources that would include them; empty if there are none."""
+        """Report the number of excluded captions, and the sources that would include them; '' if there are none."""
         if not num_captions:
             return ""
         if not self.not_asked_for:
@@ -77,7 +78,7 @@ class Sources:
 
 
 def asking_for(names: Sequence[str]) -> str:
-    """Return a value of `--captions.sources` that weights these sources equally, for any model fingerprints."""
+    """Return a value for `--captions.sources` that weights these sources equally, for any model fingerprint."""
     pairs = dict.fromkeys(f"{name.partition('@')[0]}@*=1" if is_of_model(name) else f"{name}=1" for name in names)
     return ",".join(pairs)
 
@@ -86,27 +87,27 @@ def choose_sources(names: list[str], *, weights: str | None, elsewhere: Collecti
     """Select sources among `names`, the sources of a split.
 
     Args:
-        weights: `--captions.sources`: names or shell patterns with weights. A source gets the weight of the first
-            pattern that matches it. With None, every source has the weight 1, in alphabetical order, except sources of
-            models (`captioner@1f2e3d4c`), which are used only if they are named.
-        elsewhere: Sources of other splits, such as pseudo-captions of training videos in an evaluation. They may also
-            be named, if the split has captions from another named source.
+        weights: Value of `--captions.sources`: names or shell patterns with weights. A source gets the weight of the
+            first pattern that matches it. If None, every source has weight 1, in alphabetical order, except model
+            sources (`captioner@1f2e3d4c`), which are used only if `weights` lists them.
+        elsewhere: Sources of other splits, such as pseudo-captions of training videos in an evaluation. `weights` may
+            also list these sources, if the split has captions from at least one of the listed sources.
 
     Raises:
-        UserError: A name or pattern matches no source, or no source of the split is left.
+        UserError: A name or pattern does not match any source, or the split has no captions from the selected sources.
     """
-    left = sorted(names, key=source_order)
-    by_people = [name for name in left if not is_of_model(name)]
-    if weights is None and left and not by_people:
+    remaining = sorted(names, key=source_order)
+    by_people = [name for name in remaining if not is_of_model(name)]
+    if weights is None and remaining and not by_people:
         raise UserError(
-            f"all captions of this split are of models ({', '.join(left)}), which are used only if they are named",
-            hint=f'name them: --captions.sources "{asking_for(left)}"',
+            f"all captions of this split are from models ({', '.join(remaining)}), which are used only if selected",
+            hint=f'select them: --captions.sources "{asking_for(remaining)}"',
         )
-    not_asked_for = tuple(left[len(by_people) :]) if weights is None else ()
+    not_asked_for = tuple(remaining[len(by_people) :]) if weights is None else ()
     pairs = [(name, 1.0) for name in by_people] if weights is None else list(parse_weights(weights).items())
     chosen: list[tuple[str, float]] = []
     for pattern, weight in pairs:
-        # The full name of a source means this source, even if it could be read as a pattern.
+        # A full source name selects only that source, even if it could also be read as a pattern.
         matching = [name for name in names if name == pattern or (pattern not in names and fnmatchcase(name, pattern))]
         if not matching and not any(name == pattern or fnmatchcase(name, pattern) for name in elsewhere):
             raise UserError(
@@ -114,12 +115,12 @@ def choose_sources(names: list[str], *, weights: str | None, elsewhere: Collecti
                 hint=f"available sources: {', '.join(sorted(names)) or 'none'}",
                 flags=("--captions.sources",),
             )
-        matching = [name for name in left if name in matching]
-        left = [name for name in left if name not in matching]
+        matching = [name for name in remaining if name in matching]
+        remaining = [name for name in remaining if name not in matching]
         chosen += [(name, weight) for name in matching if weight > 0]
     if names and not chosen:
         raise UserError(
-            f"--captions.sources is {weights!r}, and this split has no captions of these sources",
+            f"--captions.sources is {weights!r}, but this split has no captions from these sources",
             hint=f"sources of this split: {', '.join(sorted(names))}",
             flags=("--captions.sources",),
         )
@@ -131,12 +132,12 @@ def choose_sources(names: list[str], *, weights: str | None, elsewhere: Collecti
 
 @dataclass(frozen=True)
 class CaptionChoice:
-    """The captions of clips.
+    """Captions of each clip, as runs of entries, and the draw among them.
 
     Attributes:
         first_entry: First entry of each run, [R + 1].
         first_run: First run of each clip, [N + 1]; None if every clip has one run.
-        before: Sum of the weights of all earlier runs, float64 [R + 1]; None if every clip has one run.
+        before: Sum of the weights of all runs before each run, float64 [R + 1]; None if every clip has one run.
     """
 
     first_entry: NDArray[Any]
@@ -149,42 +150,42 @@ class CaptionChoice:
         return len(self.first_entry if self.first_run is None else self.first_run) - 1
 
     def first(self, clips: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the first caption of each clip's first source, as entries."""
+        """Return the entry of each clip's first caption from its first source."""
         runs = clips if self.first_run is None else self.first_run[clips]
         return self.first_entry[runs].astype(np.int64)
 
     def draw(self, clips: NDArray[np.int64], *, position: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """Draw a caption for each clip, given its `position` in the sample order; return entries."""
+        """Draw a caption for each clip, given its `position` in the sample order; return the entries."""
         runs = clips
         if self.first_run is not None and self.before is not None:
             low, high = self.first_run[clips], self.first_run[clips + 1]
-            share = draw_uniform(position, 1, seed=seed, purpose="source")[:, 0]
-            point = self.before[low] + share * (self.before[high] - self.before[low])
-            # Rounding may lead slightly beyond the clip.
+            fraction = draw_uniform(position, 1, seed=seed, purpose="source")[:, 0]
+            point = self.before[low] + fraction * (self.before[high] - self.before[low])
+            # Clip the runs, because rounding may lead slightly past the last run of the clip.
             runs = np.clip(np.searchsorted(self.before, point, side="right") - 1, low, high - 1)
         begin, end = self.first_entry[runs].astype(np.int64), self.first_entry[runs + 1].astype(np.int64)
         return begin + integers_below(end - begin, position, seed=seed, purpose="caption")
 
     def draw_one(self, clip: int, *, position: int, seed: int) -> int:
-        """Draw a caption for one clip. A single caption has a shortcut, because this is called for every sample."""
+        """Draw a caption for one clip; return its entry."""
         entries = self.entries(clip)
-        if len(entries) == 1:
+        if len(entries) == 1:  # a shortcut, because this method is called for every sample
             return entries[0]
         return int(self.draw(np.array([clip]), position=np.array([position]), seed=seed)[0])
 
     def entries(self, clip: int) -> range:
-        """Return all captions of a clip, as entries."""
+        """Return the entries of all captions of a clip."""
         first, last = (clip, clip + 1) if self.first_run is None else self.first_run[clip : clip + 2].tolist()
         return range(int(self.first_entry[first]), int(self.first_entry[last]))
 
     @property
     def clip_of_entry(self) -> NDArray[np.int64]:
-        """Clip of each caption."""
+        """Clip of each entry."""
         bounds = self.first_entry if self.first_run is None else self.first_entry[self.first_run]
         return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
 
     def weights(self, clip: int) -> NDArray[np.float64]:
-        """Return the probability of each caption of a clip, in the order of `entries`. The sum is 1."""
+        """Return the probability of each caption of a clip, in the order of `entries`. The probabilities sum to 1."""
         if self.first_run is None or self.before is None:
             count = len(self.entries(clip))
             return np.full(count, 1 / count)
@@ -196,11 +197,11 @@ class CaptionChoice:
 
 @dataclass(frozen=True)
 class Runs:
-    """The entries of consecutive clips, divided by source.
+    """The entries of consecutive clips, divided into runs by source.
 
     Attributes:
         first_entry: First entry of each run, [R].
-        rank: Rank of its source, int16 [R].
+        rank: Rank of each run's source, int16 [R].
         num_runs: Number of runs of each clip, [N].
     """
 
@@ -210,15 +211,15 @@ class Runs:
 
 
 def runs_of(clip: NDArray[np.int64], rank: NDArray[np.int16], *, num_clips: int) -> Runs:
-    """Return the runs for entries with these clips and sources, which must be sorted by both."""
-    begins = np.flatnonzero(np.r_[len(clip) > 0, (clip[1:] != clip[:-1]) | (rank[1:] != rank[:-1])])
-    return Runs(begins, rank[begins], np.bincount(clip[begins], minlength=num_clips))
+    """Return the runs for entries with these clips and source ranks. Entries must be sorted by clip, then by rank."""
+    starts = np.flatnonzero(np.r_[len(clip) > 0, (clip[1:] != clip[:-1]) | (rank[1:] != rank[:-1])])
+    return Runs(starts, rank[starts], np.bincount(clip[starts], minlength=num_clips))
 
 
 def choice_of(
     first_entry: NDArray[Any], *, rank: NDArray[np.int16], num_runs: NDArray[Any], weights: NDArray[np.float64]
 ) -> CaptionChoice:
-    """Make the choice, given the runs of all clips: the fields of `Runs`, and the number of entries."""
+    """Make the choice from the runs of all clips: the fields of `Runs`, and the number of entries."""
     if len(rank) == len(num_runs):
         return CaptionChoice(first_entry, None, None)
     first_run = scratch(len(num_runs) + 1, index_type(len(rank)))
@@ -233,7 +234,7 @@ def choice_of(
 def caption_choice(
     clip: NDArray[np.int64], rank: NDArray[np.int16], *, num_clips: int, weights: NDArray[np.float64]
 ) -> CaptionChoice:
-    """Make the choice, given the clip and the source's rank of each entry, sorted by both."""
+    """Make the choice from the clip and the source rank of each entry. Entries must be sorted by clip, then by rank."""
     runs = runs_of(clip, rank, num_clips=num_clips)
     first_entry = smallest_integers(np.append(runs.first_entry, len(clip)))
     return choice_of(first_entry, rank=runs.rank, num_runs=runs.num_runs, weights=weights)
@@ -246,10 +247,10 @@ def smallest_integers(numbers: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def describe_cut(texts: pa.ChunkedArray, rows: NDArray[np.integer], tokenize: "Tokenize") -> str:
-    """Count the texts at `rows` that fill a tokenizer's context, so that longer ones are cut; '' if there are none.
+    """Report how many texts at `rows` fill the tokenizer's context and may therefore be cut; '' if there are none.
 
-    A token has at least one byte, and a word has at least one token, so only a few texts have to be tokenized. If more
-    than 20,000 such texts exist, evenly spaced ones are tokenized.
+    A token has at least one byte, and a word has at least one token, so only a few texts have to be tokenized. If there
+    are more than 20,000 of them, an evenly spaced sample is tokenized.
     """
     empty = tokenize("")
     context, padding = len(empty), empty[-1]
@@ -269,7 +270,7 @@ def describe_cut(texts: pa.ChunkedArray, rows: NDArray[np.integer], tokenize: "T
 
 
 def same_text(texts: pa.ChunkedArray, rows: NDArray[np.integer] | None = None) -> str | None:
-    """Return the common text of `rows` (ascending; None for all); None if texts differ."""
+    """Return the text that all `rows` (ascending; None for all) have in common; None if the texts differ."""
     first, begin = texts[0 if rows is None else int(rows[0])], 0
     for chunk in texts.chunks:  # in most sets, texts already differ in the first chunk
         is_same = pc.equal(chunk, first).to_numpy(zero_copy_only=False)
@@ -282,17 +283,17 @@ def same_text(texts: pa.ChunkedArray, rows: NDArray[np.integer] | None = None) -
 
 @dataclass(frozen=True, kw_only=True)
 class RowCaptions:
-    """The captions of rows.
+    """The captions of a table's rows.
 
     Attributes:
         choice: Choice of an entry, by the weights of caption sources.
-        sources: The caption sources in use.
-        texts_sha256: Digest of the texts.
-        same_text: The text of all captions if it is the same; otherwise None.
-        caption_id: Ids of captions in the manifest, int [C].
+        sources: Caption sources in use.
+        texts_sha256: SHA-256 digest of the texts.
+        same_text: Text of all captions if they are the same; otherwise None.
+        caption_id: IDs of the captions in the manifest, int [C].
         text_row: Rows of the texts in the stored captions, int32 [C].
-        caption: Index of each entry in the arrays of captions, int32 [P]; None if entries and captions are identical.
-        place: Places of stored embeddings, int64 [C] (clipmill.train.data.mapped_tars); None without embeddings.
+        caption: Index of each entry in the arrays [C], int32 [P]; None if entries and captions are identical.
+        place: Locations of stored embeddings, int64 [C] (clipmill.train.data.mapped_tars); None without embeddings.
         num_tokens: Lengths of stored sequences, int32 [C]; None if embeddings are single vectors.
     """
 
@@ -329,7 +330,7 @@ class RowCaptions:
         return int(self.choice.first_entry[-1])
 
     def of_entries(self, entries: Any) -> Any:
-        """Return the captions of some entries, or of one, as indices of the arrays of captions."""
+        """Return the index or indices of `entries` (an index or an array) in the arrays [C]."""
         return entries if self.caption is None else self.caption[entries]
 
 
@@ -337,13 +338,13 @@ class CaptionDraw(Protocol):
     """A draw that does not use the weights of sources (clipmill.train.data.relevancy.RelevantCaptions).
 
     Attributes:
-        sha256: Digest of everything that affects the draw.
+        sha256: SHA-256 digest of everything that affects the draw.
     """
 
     sha256: str
 
     def draw(self, clip: int, *, position: int, seed: int) -> tuple[int, float]:
-        """Draw a caption for a clip; return its entry, and its relevancy in [0, 1]."""
+        """Draw a caption for a clip; return its entry and its relevancy in [0, 1]."""
 
 
 class Captions:
@@ -351,10 +352,10 @@ class Captions:
 
     Args:
         rows: Captions of each row.
-        texts: The stored texts of the manifest.
-        tokenize: Tokenizer of captions; None for texts.
-        stored_text: Embeddings that samples get in place of captions; None to use captions.
-        relevant: Draw of captions by relevancy; None to draw among the clip's own captions.
+        texts: Stored texts of the manifest.
+        tokenize: Tokenizer of captions; None to add captions as text.
+        stored_text: Embeddings that samples get instead of captions; None to use captions.
+        relevant: Draw of captions by relevancy; None to draw only from the captions of the clip.
     """
 
     def __init__(
@@ -379,7 +380,7 @@ class Captions:
         return num_samples
 
     def add(self, sample: Sample, request: "SampleRequest") -> None:
-        """Add a caption and its id."""
+        """Add a caption and its ID to a sample."""
         relevancy = 1.0
         if request.seed is None:
             entry = self.first_entry(request.sample)
@@ -398,28 +399,28 @@ class Captions:
             sample["relevancy"] = relevancy
 
     def caption_id(self, entry: int) -> int:
-        """Return the id of a caption in the manifest."""
+        """Return the ID of an entry's caption in the manifest."""
         return int(self.rows.caption_id[self.rows.of_entries(entry)])
 
     def text(self, row: int) -> str:
-        """Return the text of a row's caption in an evaluation."""
+        """Return the text of the caption that an evaluation shows for a row."""
         return self.text_at(self.first_entry(row))
 
     def text_at(self, entry: int) -> str:
-        """Return the text of a caption."""
+        """Return the text of an entry's caption."""
         return self.texts(np.array([entry]))[0]
 
     def texts(self, entries: NDArray[np.int64]) -> list[str]:
-        """Return the texts of some captions."""
+        """Return the texts of the captions of these entries."""
         return self.texts_at(self.rows.text_row[self.rows.of_entries(entries)])
 
     def texts_at(self, text_rows: NDArray[np.integer]) -> list[str]:
-        """Return the texts at some rows of the stored captions."""
+        """Return the texts at these rows of the stored captions."""
         # Arrow's own `take` would first concatenate all chunks.
         return [str(self.stored_texts[row].as_py()) for row in text_rows.tolist()]
 
     def texts_of(self, row: int) -> list[str]:
-        """Return the texts of all captions of a row, in the order of their sources."""
+        """Return the texts of all captions of a row, ordered by source."""
         return self.texts(np.array(self.rows.choice.entries(row)))
 
     def all_texts(self) -> Iterator[str]:
@@ -428,11 +429,11 @@ class Captions:
             yield from self.texts(np.arange(begin, min(begin + _BLOCK, self.num_entries)))
 
     def first_entry(self, row: int) -> int:
-        """Return the entry of the caption that an evaluation shows."""
+        """Return the entry of the caption that an evaluation shows for a row."""
         return int(self.rows.choice.first(np.array([row]))[0])
 
     def require_different_texts(self, *, split: str) -> None:
-        """Raise a UserError if all captions are the same text, which leaves nothing to distinguish."""
+        """Raise a UserError if all captions have the same text, so that a model could not tell clips apart."""
         if self.rows.same_text is not None:
             raise UserError(
                 f"all {len(self.rows.caption_id):,} captions of split {split!r} are {self.rows.same_text!r:.60}: there "
@@ -441,7 +442,7 @@ class Captions:
             )
 
     def describe(self) -> list[str]:
-        """Count the captions that the tokenizer cuts, for the log."""
+        """Report how many captions the tokenizer cuts, for the log."""
         return (
             []
             if self.tokenize is None
@@ -449,5 +450,5 @@ class Captions:
         )
 
     def facts(self) -> tuple[Any, ...]:
-        """Return facts that affect the samples, for their fingerprint."""
+        """Return the values that affect the samples, for their fingerprint."""
         return () if self._relevant is None else (self._relevant.sha256,)

@@ -1,6 +1,6 @@
-"""`read_chunks` and `chunks_table`: the decoded chunks of a split, and a table of all chunks, for analysis in Python.
+"""`read_chunks` and `chunks_table`: decoded chunks of a split, and a table of all chunks, for analysis in Python.
 
-docs/python.md has examples.
+See docs/python.md for examples.
 """
 
 import base64
@@ -47,9 +47,9 @@ class Chunk:
     """A decoded chunk of a video. A notebook shows up to eight of its frames.
 
     Attributes:
-        key: `<video id>_<start in ms>`.
+        key: Key of the chunk, `<video id>_<start in ms>`.
         begin_s, end_s: Span in the video, seconds.
-        frames: RGB frames in the stored size, uint8 [T, H, W, 3].
+        frames: RGB frames at the stored resolution, uint8 [T, H, W, 3].
         time_s: Time of each frame in the video, seconds, float64 [T].
     """
 
@@ -74,7 +74,7 @@ class Chunk:
 
 
 class Chunks:
-    """The chunks of a split, or the parts that belong to it, decoded in the order of videos and times (`read_chunks`).
+    """Iterable of a split's decoded chunks, or of their parts in the split, ordered by video and time (`read_chunks`).
 
     Attributes:
         failures: Chunks that could not be decoded so far, with key, reason and detail.
@@ -110,11 +110,11 @@ class Chunks:
     def _load(self, number: int) -> Chunk | FailedSample:
         chunks, chunk = self._chunks, int(self._parts.chunk[number])
         key, begin_us, end_us = chunks.key(chunk), int(self._parts.begin_us[number]), int(self._parts.end_us[number])
-        pictures: dict[int, NDArray[np.uint8]] = {}
+        rgb_frames: dict[int, NDArray[np.uint8]] = {}
 
         def add(frame: int, picture: "av.VideoFrame") -> None:
-            # A single thread, because starting more takes longer than converting a picture of this size.
-            pictures[frame] = np.asarray(picture.to_ndarray(format="rgb24", threads=1), np.uint8)
+            # Use one thread, because starting more would take longer than converting a frame of this resolution.
+            rgb_frames[frame] = np.asarray(picture.to_ndarray(format="rgb24", threads=1), np.uint8)
 
         try:
             grid, times = chunks.table.times(chunk), chunks.times(chunk)
@@ -132,7 +132,7 @@ class Chunks:
             video_id=split_key(key)[0],
             begin_s=begin_us / US_PER_S,
             end_s=end_us / US_PER_S,
-            frames=np.stack([pictures[frame] for frame in frames]),
+            frames=np.stack([rgb_frames[frame] for frame in frames]),
             time_s=np.array([to_seconds(times.frame_begin_us(frame)) for frame in frames]),
         )
 
@@ -148,11 +148,11 @@ def read_chunks(
     max_failures: int = 100,
     cache: Path | None = None,
 ) -> Chunks:
-    """Read the chunks of a split for analysis, without seconds of other splits: an iterable of `Chunk`, with a length.
+    """Return an iterable of the chunks of a split, for analysis. Frames that belong to other splits are omitted.
 
     Args:
-        data: Data folder that prep made, as a path or an address.
-        every: Decode every n-th frame, from the first one on. A chunk of 450 frames of 456 x 256 takes 158 MB.
+        data: Path or URL of a data folder that prep made.
+        every: Decode every n-th frame, starting with the first. A chunk of 450 frames at 456 x 256 takes 158 MB.
         split, workers, max_failures, cache: See `open_clips`.
 
     Raises:
@@ -175,17 +175,17 @@ _MS_PER_S, _LABEL = 1000, "label_"
 def chunks_table(data: str | Path, *, cache: Path | None = None) -> pa.Table:
     """Return the chunks of all splits as a pyarrow table, ordered by video and time; no video is decoded.
 
-    Columns: key, video_id, split, begin_s, end_s (seconds in the video); captions (list of strings: the captions that
-    are shown during the chunk or a part of it, in the order of caption_id) and caption_id (list of int64); each label
-    column `label_NAME` (list of strings, one per caption); and with `prep scores`, each score and `duplicate` (bool),
-    null for chunks without scores.
+    Columns: key, video_id, split, begin_s, end_s (seconds in the video); captions (list of strings: the captions whose
+    span overlaps the chunk, in the order of caption_id) and caption_id (list of int64); each label column `label_NAME`
+    (list of strings, one per caption); and after `prep scores`, each score and `duplicate` (bool), null for chunks
+    without scores.
 
     Args:
-        data: Data folder that prep made, as a path or an address.
+        data: Path or URL of a data folder that prep made.
         cache: Folder for copies of remote data. Default: the user's cache folder.
 
     Raises:
-        UserError: The data do not exist, one of their tables is damaged, or the scores are of other chunks.
+        UserError: The data do not exist, one of their tables is damaged, or the scores belong to other chunks.
     """
     folder = open_data_folder(str(data), cache=cache)
     data_dir = folder.path
@@ -214,13 +214,13 @@ def chunks_table(data: str | Path, *, cache: Path | None = None) -> pa.Table:
         table = open_scores(data_dir, columns={"video_id", "start_ms", *NUMBERS, "duplicate_of"}).table
         rows = find_chunks(table, video_ids=video_ids, video_row=chunks.video_row, start_ms=chunks.start_ms)
         scored = pa.array(rows, mask=rows < 0)
-        of_chunks = {name: table[name].take(scored) for name in NUMBERS}
-        columns |= of_chunks | {"duplicate": pa.compute.greater_equal(table["duplicate_of"].take(scored), 0)}
+        scores = {name: table[name].take(scored) for name in NUMBERS}
+        columns |= scores | {"duplicate": pa.compute.greater_equal(table["duplicate_of"].take(scored), 0)}
     return pa.table(columns)
 
 
 def _captions(data_dir: Path, chunks: ChunkTable, video_ids: pa.Array) -> Iterator[tuple[str, pa.Array]]:
-    """Yield the captions of each chunk, and their columns of labels: a list for each chunk."""
+    """Yield the captions, caption IDs and label columns of the chunks, as (name, one list per chunk)."""
     captions = read_captions(data_dir)
     rows, chunk = _shown_pairs(captions, chunks, video_ids)
     order = np.lexsort((rows, chunk))
@@ -235,17 +235,17 @@ def _captions(data_dir: Path, chunks: ChunkTable, video_ids: pa.Array) -> Iterat
 def _shown_pairs(
     captions: pa.Table, chunks: ChunkTable, video_ids: pa.Array
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return all pairs of a caption (row) and a chunk that shows a part of it."""
+    """Return all pairs of a caption and a chunk that overlap, as caption rows and chunk rows."""
     video = rows_of(captions["video_id"], video_ids)
     begin_s, end_s = captions["begin_s"].to_numpy(), captions["end_s"].to_numpy()
     search = ChunkSearch(chunks)
-    before = search.last_of(video - 1)  # the last chunk of the videos before
+    previous_last = search.last_of(video - 1)  # last chunk of all earlier videos
     last = search.last_of(video)
     is_within = np.isfinite(end_s)
     end_ms = np.ceil(end_s[is_within] * _MS_PER_S).astype(np.int64) - 1
     last[is_within] = np.minimum(last[is_within], search.last_started(video[is_within], end_ms))
-    first = np.maximum(before + 1, search.last_started(video, (begin_s * _MS_PER_S).astype(np.int64)))
-    # The last chunk that began before may have ended, because shots or failures leave gaps.
+    first = np.maximum(previous_last + 1, search.last_started(video, (begin_s * _MS_PER_S).astype(np.int64)))
+    # The last chunk that starts before the caption may also end before it, because shots or failures leave gaps.
     has_ended = chunks.end_us[np.minimum(first, len(chunks) - 1)] <= begin_s * US_PER_S
     counts = np.maximum(last - (first + has_ended) + 1, 0)
     rows = np.repeat(np.arange(len(captions)), counts)

@@ -1,4 +1,4 @@
-"""Chunks of a split in the `video` column, and the clips that are made from them.
+"""Chunks of a split in the `video` column, and the clips that training makes from them.
 
 `ClipQuery` describes the clips. `ChunkSet` opens, reads and decodes the chunks. `ClipReader` makes clips from them.
 """
@@ -57,9 +57,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _OpenedChunks:
-    """Videos of a split, their chunks, the divided videos among them, and the number of shards with open GOPs.
+    """Videos and chunks of a split, which the processes of a node share.
 
-    The last two are None if there are no divided videos, or if the number is unknown.
+    Attributes:
+        video_ids: Videos of the split.
+        table: Chunks of these videos.
+        divided: Videos with seconds of several splits; None if there are none.
+        num_open: Number of shards with open GOPs; None if it is unknown.
     """
 
     video_ids: pa.Array
@@ -81,7 +85,7 @@ def _open_chunks(variant: Variant, data_dir: Path, *, split: str | None) -> _Ope
 
 
 def manifest_mark(data_dir: Path) -> tuple[object, ...]:
-    """Return the identity of the manifest: its fingerprint, and the checksums of its tables."""
+    """Return values that identify a version of the manifest: its fingerprint and the checksums of its tables."""
     manifest = read_manifest(data_dir)
     tables = manifest.get("tables") or [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(manifest_dir(data_dir).iterdir())
@@ -109,17 +113,17 @@ class ChunkSet:
         has_captions: True if the samples have captions.
 
     Attributes:
-        video_ids: Videos of the split, including videos with some seconds of it.
-        table: Chunks. The video row of a chunk is an index of `video_ids`.
+        video_ids: Videos of the split, including videos that belong to it only in part.
+        table: Table of chunks. A chunk's video row is an index into `video_ids`.
         divided: Videos with seconds of several splits, by their rows in `video_ids`; None if there are none.
-        selection: Chunks and captions that `where` selects. The table still has all chunks.
-        decoder: Decoder of the chunks that were read.
-        num_readers: Number of threads that read ahead of decoding; 0 for a local folder, in which decoding threads
-            read.
+        selection: Chunks and captions that `where` selects. `table` still has all chunks.
+        decoder: Decoder for chunks that were read.
+        num_readers: Number of threads that read ahead of decoding; 0 for a local folder, which the decoding threads
+            read themselves.
 
     Raises:
-        UserError: The data folder does not exist or has no shards, the split has no videos, or `where` is not an
-            expression, selects nothing, or uses scores that chunks lack.
+        UserError: The data folder does not exist or has no shards, the split has no videos, or `where` is not a valid
+            expression, selects nothing, or uses scores that the chunks do not have.
     """
 
     def __init__(
@@ -135,7 +139,7 @@ class ChunkSet:
         if not resolved_folder(data_dir).is_dir():
             raise UserError(
                 f"there is no data folder {data_dir}",
-                hint="name, with --shards, the data folder that prep made",
+                hint="use --shards with the data folder that prep made",
                 flags=("--shards",),
             )
         self._data_dir, self.split = data_dir, split or ""
@@ -175,14 +179,14 @@ class ChunkSet:
     def shows_only_split(
         self, *, video_row: NDArray[np.integer], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
     ) -> NDArray[np.bool_] | None:
-        """Return True for each span that has no seconds of other splits; None if no video is divided."""
+        """Return a mask of the spans that do not overlap other splits; None if no video is divided."""
         if self.divided is None:
             return None
         begin_us, end_us = to_whole_us(begin_s), to_whole_us(end_s)
         return self.divided.shows_only(self.split, video=video_row, begin_us=begin_us, end_us=end_us)
 
     def require_same_manifest(self) -> None:
-        """Raise a UserError if the manifest has changed since the chunks were opened: a table could mix both."""
+        """Raise a UserError if the manifest has changed since the chunks were opened; a table must not mix versions."""
         _, *mark = self.videos
         require_same_manifest(self._data_dir, tuple(mark))
 
@@ -201,14 +205,14 @@ class ChunkSet:
             frames,
             rule=self.rule,
             key=self.key(chunk),
-            source=lambda: SourceFile(str(self._places[video].as_py())),
+            source=lambda: SourceFile(str(self._source_paths[video].as_py())),
         )
 
     def times(self, chunk: int) -> ChunkTimes:
-        """Return the position of a chunk in its video, and of its frames.
+        """Return the times of a chunk and of its frames in the video.
 
         Raises:
-            SampleFailed: The frames are in a source file, and their times cannot be read.
+            SampleFailed: The frames are in a source file, but their times cannot be read.
         """
         times = self.table.times(chunk)
         if not self.table.is_in_sources:
@@ -222,11 +226,11 @@ class ChunkSet:
         return SourceTimes(**vars(times), source=source)
 
     @cached_property
-    def _places(self) -> pa.Array:
+    def _source_paths(self) -> pa.Array:
         return self.source_paths()
 
     def describe(self) -> str:
-        """Name the shards that are decoded in another way than the rule says; empty if there are none."""
+        """Report how many shards are not decoded by `rule`; '' if there are none."""
         if not self._num_open:
             return ""
         return (
@@ -235,16 +239,16 @@ class ChunkSet:
         )
 
     def source_paths(self) -> pa.Array:
-        """Return the path or URL of each video's file in the manifest, in the order of `video_ids`."""
+        """Return the path or URL of each video's source file, in the order of `video_ids`."""
         videos = read_videos(self._data_dir)
         rows = pc.index_in(self.video_ids.cast(pa.string()), value_set=videos["video_id"].combine_chunks())
         return videos["path"].combine_chunks().take(rows)
 
     @cached_property
     def _num_open(self) -> int:
-        """Number of shards whose first chunk cannot be decoded from packets.
+        """Number of shards whose chunks cannot be decoded from packets, because their GOPs are open.
 
-        All chunks of a shard have the same recipe.
+        Only the first chunk is examined: all chunks of a shard have the same recipe.
         """
         if self.rule != "packets":
             return 0
@@ -261,7 +265,7 @@ def _has_closed_gops(shard: CommittedShard) -> bool:
 
 
 def evenly_of_each(videos: NDArray[np.int64], *, at_most: int) -> NDArray[np.int64]:
-    """Return rows of at most `at_most` evenly spaced samples per video; `videos` of the samples must be ascending."""
+    """Return the rows of at most `at_most` evenly spaced samples per video. `videos` must be ascending."""
     _, first, count = np.unique(videos, return_index=True, return_counts=True)
     count, number = np.repeat(count, count), np.arange(len(videos)) - np.repeat(first, count)
     num_taken = np.minimum(count, at_most)
@@ -273,14 +277,14 @@ class ClipQuery:
     """Query for the clips of a data folder.
 
     Attributes:
-        data_dir: Folder, or the local copy of its small files if its tars are elsewhere.
+        data_dir: Data folder, or the local copy of its small files if the tars are elsewhere.
         split: Split of the videos.
         shape: Rules by which clips are sampled, cropped and resized.
         loading: Batches, threads and this rank's share.
         decode: Rule by which frames are decoded.
         tars: Reader of the tars, if they are not in `data_dir`.
         where: Expression that selects samples (`clipmill.shards.where`); None for all.
-        views: Cameras that show the moment of a caption; empty for clips of single captions.
+        views: Cameras that show the moment of a caption; empty for clips from a single camera.
     """
 
     data_dir: Path
@@ -296,7 +300,7 @@ class ClipQuery:
         """Open the chunks of the split for these clips.
 
         Args:
-            has_captions: True if the clips have captions, so that conditions may concern them.
+            has_captions: True if the clips have captions, so that `where` may refer to captions.
 
         Raises:
             UserError: See `ChunkSet`.
@@ -311,7 +315,7 @@ class ClipQuery:
         )
 
     def nothing(self, chunks: ChunkSet) -> tuple[str, str]:
-        """Return message and hint of the error for the case that no clip is usable."""
+        """Return the message and the hint of the error that no clip is usable."""
         hint = (
             "see prep status; captions and labels come from prep manifest"
             if not chunks.selection.text
@@ -322,7 +326,7 @@ class ClipQuery:
 
 
 def clip_query(settings: ClipSettings, folder: DataFolder, *, split: str, loading: LoaderSettings) -> ClipQuery:
-    """Return the clips of a folder that the settings describe, with the shape for training."""
+    """Return the query for the clips of a folder that the settings describe, with the shape for training."""
     return ClipQuery(
         folder.path,
         split=split,
@@ -336,7 +340,7 @@ def clip_query(settings: ClipSettings, folder: DataFolder, *, split: str, loadin
 
 
 def query_clips(query: DataQuery) -> ClipQuery:
-    """Return the clips of the data folder that a task needs; raise UserError if the folder cannot be read."""
+    """Return the query for the clips that a task needs; raise UserError if the data folder cannot be read."""
     folder = query.open_folder(column=VIDEO)
     clips = clip_query(query.settings, folder, split=query.split, loading=query.loading)
     return replace(clips, shape=query.shape)
@@ -344,10 +348,15 @@ def query_clips(query: DataQuery) -> ClipQuery:
 
 @dataclass(frozen=True)
 class ClipPlan:
-    """The frames of a requested clip, as (chunk, frame); `rng` draws the crop.
+    """The frames to read for a requested clip.
 
-    `request.sample` is the row of the clip, and `key` its first chunk. A clip with a `failure` has no frames. `time_s`
-    are the begins of the frames, seconds.
+    Attributes:
+        request: Request, whose `sample` is the row of the clip.
+        key: Key of the first chunk.
+        frames: Frames in order, as (chunk, frame).
+        rng: Generator that draws the crop; None in evaluation.
+        failure: Reason why the clip cannot be read; it then has no frames.
+        time_s: Start of each frame in the video, seconds.
     """
 
     request: SampleRequest
@@ -359,7 +368,7 @@ class ClipPlan:
 
     @cached_property
     def by_chunk(self) -> dict[int, dict[int, list[int]]]:
-        """Frames needed of each chunk, and the indices of each frame in the clip."""
+        """Indices in the clip of each frame, by chunk and frame."""
         by_chunk: dict[int, dict[int, list[int]]] = {}
         for index, (chunk, frame) in enumerate(self.frames):
             by_chunk.setdefault(chunk, {}).setdefault(frame, []).append(index)
@@ -368,9 +377,10 @@ class ClipPlan:
 
 @dataclass(frozen=True)
 class ReadClips:
-    """Clips for a group of requests, read ahead of decoding: the bytes of each chunk, or why they cannot be read.
+    """Clips for a group of requests, read ahead of decoding: the bytes of each chunk, or the reason for a failed read.
 
     Attributes:
+        plans: Frames of each clip.
         shared: Chunks that several of the clips need.
         others: Other chunks of each clip.
     """
@@ -384,19 +394,21 @@ MomentsOf = Callable[[int, np.random.Generator | None], Moments]
 
 
 class ClipReader(ThreadedReader):
-    """Reader of a table's clips from chunks: the frames of their spans, decoded and cropped. Thread-safe.
+    """Reader that decodes and crops the clips of a table from chunks. Thread-safe.
 
     Sample i shows row i // repeats.
 
     Args:
-        chunks: Chunks, which are the parts of the table.
+        chunks: Chunks to which the parts in the table refer.
+        table: Spans of the clips.
         shape: Rules by which clips are made.
         annotations: Entries that samples get in addition to frames.
         repeats: Number of samples per clip in an epoch. They are consecutive, so that their chunks are read and decoded
             once if they are loaded as a group.
         same_frames: Number of consecutive requests for one clip that draw the same moments in training.
-        moments: Function that returns the moments of a row, given the generator for its draws in training; it raises
-            ValueError if there are none. By default, moments are sampled from the row's span by the rule of `shape`.
+        moments: Function that takes a row and the generator for its draws in training, and returns its moments; it
+            raises ValueError if there are none. By default, moments are sampled from the row's span by the rule of
+            `shape`.
     """
 
     def __init__(
@@ -415,10 +427,10 @@ class ClipReader(ThreadedReader):
         self._shape, self._annotations = shape, annotations
         self._begin_us, self._end_us, self._first_chunk = table.begin_us, table.end_us, table.first_part
         self._last_chunk = table.first_part if table.last_part is None else table.last_part
-        self._repeats, self._of_same_frames, self._moments = repeats, same_frames, moments
+        self._repeats, self._num_same_frames, self._moments = repeats, same_frames, moments
 
     def key(self, sample: int) -> str:
-        """Return the chunk in which the clip begins."""
+        """Return the key of the chunk in which the clip begins."""
         return self.chunks.key(int(self._first_chunk[sample // self._repeats]))
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -426,7 +438,7 @@ class ClipReader(ThreadedReader):
         return self._begin_us[rows], self._end_us[rows]
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the numbers of the videos of clips."""
+        """Return the video row of each clip."""
         return self.chunks.table.video_row[self._first_chunk[rows]].astype(np.int64)
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
@@ -439,10 +451,10 @@ class ClipReader(ThreadedReader):
         return to_seconds(first.frame_begin_us(first_frame)), to_seconds(end_us)
 
     def deviations(self) -> list[str]:
-        """Return deviations from the settings, with their numbers."""
+        """Return deviations from the settings, with their counts, as text."""
         parts = [self.chunks.describe()]
         if self._repeats > 1:
-            noun = "crops of the same frames" if self._of_same_frames > 1 else "samples"
+            noun = "crops of the same frames" if self._num_same_frames > 1 else "samples"
             parts.append(f"{self._repeats} {noun} of each in an epoch")
         sampling, table = self._shape.sampling, self.chunks.table
         if sampling.rule == "stride":
@@ -455,7 +467,7 @@ class ClipReader(ThreadedReader):
 
     @property
     def ahead(self) -> ReadAhead | None:
-        """Function that reads clips of a remote folder ahead of decoding; None for a local folder."""
+        """Functions that read clips of a remote folder ahead of decoding; None for a local folder."""
         num_readers = self.chunks.num_readers
         return ReadAhead(self.read, self.load_read, num_readers) if num_readers else None
 
@@ -474,12 +486,12 @@ class ClipReader(ThreadedReader):
         return ReadClips(plans, shared, others)
 
     def load_read(self, read: ReadClips) -> list[Sample | FailedSample]:
-        """Decode and crop clips that were read; return the same as `load`."""
+        """Decode and crop clips that `read` has read; return the same samples as `load`."""
         return self._load(read.plans, read)
 
     def _load(self, plans: Sequence[ClipPlan], read: ReadClips | None) -> list[Sample | FailedSample]:
-        # A chunk that several plans need is decoded once. If it fails, each of these plans fails when it reads the
-        # chunk.
+        # A chunk that several plans need is decoded once. If that fails, `_make` decodes the chunk again for each plan,
+        # which then fails by itself.
         shared: dict[int, ChunkFrames] = {}
         for chunk, needed in _shared_chunks(plans).items() if len(plans) > 1 else ():
             with suppress(SampleFailed):
@@ -510,7 +522,7 @@ class ClipReader(ThreadedReader):
         request = replace(request, sample=request.sample // self._repeats) if self._repeats > 1 else request
         row = request.sample
         first, last = int(self._first_chunk[row]), int(self._last_chunk[row])
-        key, rng = self.chunks.key(first), request.generator("frames", num_alike=self._of_same_frames)
+        key, rng = self.chunks.key(first), request.generator("frames", num_alike=self._num_same_frames)
         begin_us, end_us, num_views = int(self._begin_us[row]), int(self._end_us[row]), self._shape.views.num_clips
         try:
             chunks = [self.chunks.times(chunk) for chunk in range(first, last + 1)]
@@ -524,15 +536,15 @@ class ClipReader(ThreadedReader):
             if self._moments is None:
                 raise
             return ClipPlan(request, key, (), None, SampleFailed(key, reason="chunk_missing", detail=str(error)))
-        places = tuple((first + place.chunk, place.frame) for place in frames)
-        time_s = [to_seconds(chunks[place.chunk].frame_begin_us(place.frame)) for place in frames]
-        return ClipPlan(request, key, places, request.generator("crop"), time_s=time_s)
+        numbers = tuple((first + index.chunk, index.frame) for index in frames)
+        time_s = [to_seconds(chunks[index.chunk].frame_begin_us(index.frame)) for index in frames]
+        return ClipPlan(request, key, numbers, request.generator("crop"), time_s=time_s)
 
     def clip(self, plan: ClipPlan, decoded: Mapping[int, ChunkFrames]) -> Clip:
-        """Crop the frames of a plan, given each chunk's decoded frames; raise SampleFailed if they differ in form."""
-        pictures = [decoded[chunk][frame] for chunk, frame in plan.frames]
+        """Crop the frames of a plan, given each chunk's decoded frames; raise SampleFailed if their formats differ."""
+        frames = [decoded[chunk][frame] for chunk, frame in plan.frames]
         in_graph = self.chunks.rule == "filter"
-        return make_clip(pictures, self._shape, rng=plan.rng, in_graph=in_graph, key=plan.key)
+        return make_clip(frames, self._shape, rng=plan.rng, in_graph=in_graph, key=plan.key)
 
     def annotate(self, sample: Sample, request: SampleRequest) -> None:
         """Add the entries other than frames to a sample."""
@@ -542,9 +554,9 @@ class ClipReader(ThreadedReader):
     def _make(
         self, plan: ClipPlan, shared: Mapping[int, ChunkFrames], read: Mapping[int, ChunkBytes | SampleFailed]
     ) -> Clip:
-        """Decode the chunks that are not in `shared`; first read the chunks that are not in `read`.
+        """Make a clip: decode the chunks that are not in `shared`, after reading those that are not in `read`.
 
-        Each frame is cropped as soon as the decoder outputs it.
+        Each frame is cropped as soon as it is decoded.
         """
         chunks = self.chunks
         if chunks.rule == "filter":

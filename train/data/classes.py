@@ -1,6 +1,6 @@
-"""Classes of clips, from the label columns of captions, and files with names of classes.
+"""Classes of clips, from the label columns of captions, and files with class names.
 
-The classes come from all captions of the training split and the evaluation split, even if their videos are missing. An
+The classes come from all captions of the training and evaluation splits, even if their videos are missing. An
 action of EPIC-KITCHENS-100 is a string "verb:noun" of two class numbers, and actions are sorted as strings: "0:10"
 comes before "0:2". Other classes are sorted as numbers if all are numbers, otherwise as strings.
 
@@ -26,7 +26,7 @@ from clipmill.manifests.store import read_captions, read_videos
 
 ACTION = "action"
 _PREFIX = "label_"
-_NUM_SHOWN = 5  # classes in a message
+_NUM_SHOWN = 5  # maximum number of class names in a message
 _VERB, _NOUN = "label_verb", "label_noun"
 _PAIR = re.compile(r"-?\d+:-?\d+")
 
@@ -55,16 +55,16 @@ class ClassList:
         return {"verb": pairs[:, 0], "noun": pairs[:, 1]}
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values for a settings file."""
+        """Return a JSON-serialisable dict for a settings file."""
         return {"label": self.label, "names": list(self.names)}
 
     def describe(self, label: NDArray[np.int64]) -> str:
-        """Count how many of the classes occur in samples with these labels (-1: none)."""
+        """Report how many of the classes occur in samples with these labels (-1: none)."""
         return f"{len(np.unique(label[label >= 0])):,} of {count_noun(len(self), 'class', 'classes')} ({self.label})"
 
 
 def read_classes(*data_dirs: Path, label: str, splits: Collection[str], also: Collection[str] = ()) -> ClassList:
-    """Return the union of the classes in some splits of one or more data folders.
+    """Return the union of the classes in these splits of one or more data folders.
 
     Args:
         also: Names of classes of other data.
@@ -75,9 +75,9 @@ def read_classes(*data_dirs: Path, label: str, splits: Collection[str], also: Co
     class_names = set(also)
     for data_dir in data_dirs:
         captions, videos = read_captions(data_dir), read_videos(data_dir)
-        is_of_one = pa.array(is_of_splits(captions, videos, splits))
-        of = f" of {data_dir}" if len(data_dirs) > 1 else ""
-        names = class_names_of(captions, label=label, of=of).filter(is_of_one)
+        is_selected = pa.array(is_of_splits(captions, videos, splits))
+        source = f" of {data_dir}" if len(data_dirs) > 1 else ""
+        names = class_names_of(captions, label=label, of=source).filter(is_selected)
         class_names.update(pc.unique(names.drop_null()).to_pylist())
     if len(class_names) < 2:
         values = f"only the value {min(class_names)!r}" if class_names else "no value"
@@ -91,7 +91,7 @@ def read_classes(*data_dirs: Path, label: str, splits: Collection[str], also: Co
 
 
 def class_labels(schema: pa.Schema) -> tuple[str, ...]:
-    """Return the labels of captions that are usable as classes: not lists; `action` if there are verbs and nouns."""
+    """Return the labels that are usable as classes: labels that are not lists, and `action` for verbs and nouns."""
     columns = [field.name for field in schema if field.name.startswith(_PREFIX) and not pa.types.is_nested(field.type)]
     action = [ACTION] if _has_pairs(schema) else []
     return (*(name.removeprefix(_PREFIX) for name in columns), *action)
@@ -104,7 +104,7 @@ def _has_pairs(schema: pa.Schema) -> bool:
 
 
 def proposed_label(labels: Sequence[str]) -> str:
-    """Return the label to propose: `action`, for which verbs and nouns are also scored, or else the first label."""
+    """Return the label to propose: `action`, for which verbs and nouns are also scored; otherwise the first label."""
     return ACTION if ACTION in labels else labels[0]
 
 
@@ -116,13 +116,13 @@ def list_labels(labels: Sequence[str]) -> str:
 
 
 def class_names_of(captions: pa.Table, *, label: str, of: str = "") -> pa.ChunkedArray:
-    """Return the name of each caption's class, null if it has none.
+    """Return the name of each caption's class; null for captions without a class.
 
     Args:
-        of: Source of the captions, for the message: " of FOLDER".
+        of: Suffix that identifies the source of the captions in the error message: " of FOLDER".
 
     Raises:
-        UserError: The label does not exist, or a caption may have several values of it.
+        UserError: The label does not exist, or a caption may have several values for it.
     """
     is_pair = label == ACTION and _has_pairs(captions.schema)
     columns = (_VERB, _NOUN) if is_pair else (f"{_PREFIX}{label}",)
@@ -143,22 +143,23 @@ def class_names_of(captions: pa.Table, *, label: str, of: str = "") -> pa.Chunke
 
 
 def class_numbers_of(names: pa.ChunkedArray, classes: ClassList) -> NDArray[np.int64]:
-    """Return the class number of each name, int64; -1 if it is null or unknown."""
+    """Return the class number of each name, int64; -1 if the name is null or unknown."""
     numbers = pc.index_in(names, value_set=pa.array(classes.names))
     return pc.fill_null(numbers, -1).to_numpy().astype(np.int64)
 
 
 @dataclass(frozen=True)
 class LabelledRows:
-    """The captions of a split that have at least one of some labels.
+    """The captions of a split that have at least one of the labels.
 
     Attributes:
         row: Rows in the table of captions, ascending, int64 [R].
-        label: Class in each class list, int64 [R, L]; -1 if the caption has none of its classes.
+        label: Class number in each class list, int64 [R, L]; -1 if the caption has no class from the list.
         num_captions: Number of captions of the split, with or without labels.
         num_unlabelled: Number of captions without any of the labels.
         num_other_classes: Number of captions with labels, but without any of the classes.
-        other_classes: Some names of other classes and of the classes, if no caption has one of the classes; else ''.
+        other_classes: Some names of other classes and of the classes, if no caption has any of the classes; otherwise
+            ''.
     """
 
     row: NDArray[np.int64]
@@ -181,24 +182,24 @@ def labelled_rows(captions: pa.Table, *, is_of_split: NDArray[np.bool_], classes
     """Find the labelled captions of a split and number their classes.
 
     Raises:
-        UserError: The captions lack the label, or may have several values of it.
+        UserError: The captions lack a label, or may have several values for it.
     """
-    of_split = np.flatnonzero(is_of_split)
-    label_RL = np.empty((len(of_split), len(classes)), np.int64)
-    has_any = np.zeros(len(of_split), bool)
+    rows = np.flatnonzero(is_of_split)
+    label_RL = np.empty((len(rows), len(classes)), np.int64)
+    has_any = np.zeros(len(rows), bool)
     for column, class_list in enumerate(classes):
-        names = class_names_of(captions, label=class_list.label).take(pa.array(of_split))
+        names = class_names_of(captions, label=class_list.label).take(pa.array(rows))
         label_RL[:, column] = class_numbers_of(names, class_list)
         has_any |= names.is_valid().to_numpy()
     is_kept = (label_RL >= 0).any(axis=1)
     other_classes = ""
     if has_any.any() and not is_kept.any():
-        here = class_names_of(captions, label=classes[-1].label).take(pa.array(of_split)).drop_null().unique()
-        other_classes = f" ({_some_names(here.to_pylist())}; classes of the model: {_some_names(classes[-1].names)})"
+        absent = class_names_of(captions, label=classes[-1].label).take(pa.array(rows)).drop_null().unique()
+        other_classes = f" ({_some_names(absent.to_pylist())}; classes of the model: {_some_names(classes[-1].names)})"
     return LabelledRows(
-        row=of_split[is_kept],
+        row=rows[is_kept],
         label=label_RL[is_kept],
-        num_captions=len(of_split),
+        num_captions=len(rows),
         num_unlabelled=int((~has_any).sum()),
         num_other_classes=int((has_any & ~is_kept).sum()),
         other_classes=other_classes,
@@ -213,21 +214,21 @@ def _some_names(names: Sequence[str]) -> str:
 Names = tuple[tuple[str, ...], ...]
 _TABLE, _UNUSED = ("id", "key"), ("instances", "category")
 _FORMS = "give EPIC_100_verb_classes.csv as it was published (id,key,instances,category), or one class name per line"
-# A first line of several words, including one of these, is a header and not the name of a class.
-_OF_HEADERS = frozenset({"id", "key", "name", "label", "class", "category", "index", "class_id", "class_name"})
+# A first line of several words that include one of these words is a header, not a class name.
+_HEADER_WORDS = frozenset({"id", "key", "name", "label", "class", "category", "index", "class_id", "class_name"})
 _WORD = re.compile(r"\w+")
 
 
 def read_class_file(path: Path) -> Names:
-    """Return the names of each class, one or more.
+    """Return the names of each class, which may have several.
 
     Raises:
-        UserError: The file cannot be read, is empty, is a table with other columns, or has a name twice.
+        UserError: The file cannot be read, is empty, is a table with other columns, or contains a name twice.
     """
     lines = [line.strip() for line in text_lines(path) if line.strip()]
     header = header_cells(lines[0]) if lines else []
     words = [cell.strip().lower() for cell in header]
-    is_header = len(words) > 1 and all(map(_WORD.fullmatch, words)) and not _OF_HEADERS.isdisjoint(words)
+    is_header = len(words) > 1 and all(map(_WORD.fullmatch, words)) and not _HEADER_WORDS.isdisjoint(words)
     if set(_TABLE) <= set(header) <= {*_TABLE, *_UNUSED}:
         classes = _names_of_table(path)
     elif path.suffix.lower() == ".csv" or is_header:
@@ -245,11 +246,11 @@ def read_class_file(path: Path) -> Names:
 
 def require_names(classes: NDArray[np.integer], names: Sequence[object], *, path: Path, label: str) -> None:
     """Raise a UserError if a label's class number has no name, because the file is incomplete or for another label."""
-    most = int(classes.max(initial=-1))
-    if most >= len(names):
+    largest = int(classes.max(initial=-1))
+    if largest >= len(names):
         raise UserError(
             f"{path} names {count_noun(len(names), 'class', 'classes')}, numbered from 0, and the captions "
-            f"have {label} {most}",
+            f"have {label} {largest}",
             hint="give the names of all classes of this label, in the order of their numbers",
         )
 

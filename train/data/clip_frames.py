@@ -1,4 +1,4 @@
-"""The frames of a clip, which are all cropped and resized in the same way: from decoded frames to a batch's clip."""
+"""Cropping and resizing of the decoded frames of a clip. All frames of a clip are processed in the same way."""
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import av
 
 
-# Crop rectangles. All frames of a clip have the same one, whatever chunks they come from.
+# Crop rectangles. All frames of a clip have the same rectangle, even if they come from different chunks.
 
 
 SIMPLE_SHARE = 224 / 256  # AlexNet, and AVION for EPIC-KITCHENS-100
@@ -26,8 +26,8 @@ _NUM_TRIES = 10
 _MIN_RATIO, _MAX_RATIO = 3 / 4, 4 / 3
 _LOG_MIN_RATIO, _LOG_MAX_RATIO = math.log(_MIN_RATIO), math.log(_MAX_RATIO)
 _SCALES = (1.0, 0.875, 0.75, 0.66)
-_SNAP_PX = 3  # a side this close to the frame's side is set to it
-# Offsets of a multi-scale crop, in quarters of the free space: corners and edges, the centre, and points between.
+_SNAP_PX = 3  # a crop side that differs from the frame's side by less than this is set to the frame's side
+# Offsets of a multi-scale crop, in quarters of the free space: corners, centre, edge midpoints and points between.
 _QUARTERS = ((0, 0), (4, 0), (0, 4), (4, 4), (2, 2), (0, 2), (4, 2), (2, 4), (2, 0), (1, 1), (3, 1), (1, 3), (3, 3))
 
 CropRule = Literal["random", "simple", "multi-scale", "centre"]
@@ -50,9 +50,9 @@ def random_resized_rectangle(width: int, height: int, *, min_area: float, rng: n
     ratio.
     """
     # All numbers are drawn at once, because a call of the generator costs more than everything else.
-    for of_area, of_ratio, across, down in rng.random((_NUM_TRIES, 4)).tolist():
-        area = width * height * (min_area + (1 - min_area) * of_area)
-        ratio = math.exp(_LOG_MIN_RATIO + (_LOG_MAX_RATIO - _LOG_MIN_RATIO) * of_ratio)
+    for area_draw, ratio_draw, across, down in rng.random((_NUM_TRIES, 4)).tolist():
+        area = width * height * (min_area + (1 - min_area) * area_draw)
+        ratio = math.exp(_LOG_MIN_RATIO + (_LOG_MAX_RATIO - _LOG_MIN_RATIO) * ratio_draw)
         crop_width, crop_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < crop_width <= width and 0 < crop_height <= height:
             left, top = int(across * (width - crop_width + 1)), int(down * (height - crop_height + 1))
@@ -63,11 +63,11 @@ def random_resized_rectangle(width: int, height: int, *, min_area: float, rng: n
 
 
 def simple_rectangle(width: int, height: int, *, share: float, rng: np.random.Generator) -> Rectangle:
-    """Return a square of `share` of the short side, at a random position: SimpleRandomCrop (AlexNet; AVION, 4.2).
+    """Return a square with `share` of the short side, at a random position: SimpleRandomCrop (AlexNet; AVION, 4.2).
 
-    Resizing it to S pixels is the same as resizing the frame's short side to S / `share`, and cropping. Side and
-    offsets are even, because ffmpeg's crop filter rounds offsets. If the frame already has the right size, it is
-    copied, with chroma.
+    Resizing the square to S pixels is the same as resizing the frame's short side to S / `share`, and then cropping.
+    Side and offsets are even, because ffmpeg's crop filter rounds offsets. Even values also allow a square that already
+    has S pixels to be copied without resampling its chroma.
     """
     short = min(width, height)
     side = max(1, min(2 * round(short * share / 2), short - short % 2))
@@ -100,7 +100,7 @@ def centre_square(width: int, height: int) -> Rectangle:
 
 
 def square_views(width: int, height: int, *, num_crops: int) -> list[Rectangle]:
-    """Return the largest squares, evenly spaced along the longer side from end to end; a single square is centred."""
+    """Return squares as large as the short side, evenly spaced along the long side; a single square is centred."""
     side = min(width, height)
     if num_crops == 1:
         return [centre_square(width, height)]
@@ -117,7 +117,7 @@ def rectangle_of(
     simple_share: float = SIMPLE_SHARE,
     rng: np.random.Generator | None,
 ) -> Rectangle:
-    """Return the crop rectangle of a clip. Without `rng`, as in evaluation, it is the centre square for any rule."""
+    """Return the crop rectangle of a clip. Without `rng`, as in evaluation, every rule gives the centre square."""
     if rng is None or rule == "centre":
         return centre_square(width, height)
     if rule == "simple":
@@ -137,7 +137,7 @@ cv2.setNumThreads(1)
 
 
 def as_yuv420(frame: "av.VideoFrame") -> "av.VideoFrame":
-    """Return the frame as 8-bit YUV 4:2:0, converted by swscale if necessary; RGB becomes BT.601 of limited range."""
+    """Return the frame as 8-bit YUV 4:2:0, converted by swscale if necessary; RGB becomes limited-range BT.601."""
     return frame if frame.format.name in _PLANAR else frame.reformat(format="yuv420p")
 
 
@@ -153,7 +153,7 @@ def crop_clip(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, *, size_p
 
 
 def indices_of(items: Iterable[_Item]) -> dict[_Item, list[int]]:
-    """Return, for each distinct item, its indices in `items`."""
+    """Return the indices of each distinct item in `items`."""
     indices: dict[_Item, list[int]] = {}
     for index, item in enumerate(items):
         indices.setdefault(item, []).append(index)
@@ -165,7 +165,8 @@ class CroppedPlanes:
 
     Resizing is bilinear. If a side shrinks to half or less, bilinear interpolation would skip pixels, so areas are
     averaged. If OpenCV has Intel's IPP (x86), resizing is a third faster and rounds to the nearest level, with equal
-    results for SSE4.2, AVX2 and AVX-512. OpenCV's own code rounds its weights: one pixel in twenty is one level darker.
+    results for SSE4.2, AVX2 and AVX-512. Without IPP, OpenCV rounds the weights: one pixel in twenty is one level
+    darker.
 
     Args:
         size_px: Height of the frames, and their width unless `width_px` is given; both even.
@@ -177,7 +178,7 @@ class CroppedPlanes:
 
     def __init__(self, num_frames: int, rectangle: Rectangle, *, size_px: int, width_px: int | None = None) -> None:
         width_px = width_px or size_px
-        # Chroma has half the resolution: the smallest rectangle that covers the crop.
+        # Chroma has half the resolution: use the smallest chroma rectangle that covers the crop.
         left, top = rectangle.left // 2, rectangle.top // 2
         right, bottom = -(-(rectangle.left + rectangle.width) // 2), -(-(rectangle.top + rectangle.height) // 2)
         chroma = Rectangle(left, top, right - left, bottom - top)
@@ -187,25 +188,25 @@ class CroppedPlanes:
         half = (size_px // 2, width_px // 2)
         for (height, width), part in (((size_px, width_px), rectangle), (half, chroma), (half, chroma)):
             end = begin + height * width
-            pictures = self.planes[:, begin:end].reshape(num_frames, height, width)
-            # Bilinear samples would miss pixels if a picture shrinks to half or less.
+            resized = self.planes[:, begin:end].reshape(num_frames, height, width)
+            # Bilinear interpolation would skip pixels if a plane shrinks to half or less.
             shrinks_much = part.width >= _SHRINKS_MUCH * width or part.height >= _SHRINKS_MUCH * height
-            self._parts.append((part, pictures, cv2.INTER_AREA if shrinks_much else cv2.INTER_LINEAR))
+            self._parts.append((part, resized, cv2.INTER_AREA if shrinks_much else cv2.INTER_LINEAR))
             begin = end
 
     def add(self, frame: "av.VideoFrame", indices: Sequence[int]) -> None:
         """Crop and resize a frame (yuv420p or yuvj420p), and store it at `indices`. It may be released afterwards."""
         first, *others = indices
-        is_free = cv2.ipp.useIPP_NotExact()
+        was_inexact = cv2.ipp.useIPP_NotExact()
         cv2.ipp.setUseIPP_NotExact(True)  # for this thread only
         try:
-            for plane, (part, pictures, interpolation) in zip(frame.planes, self._parts, strict=True):
+            for plane, (part, resized, interpolation) in zip(frame.planes, self._parts, strict=True):
                 line_bytes = plane.line_size
                 size, begin = (part.height, part.width), part.top * line_bytes + part.left
                 cut = np.ndarray(size, np.uint8, buffer=memoryview(plane), offset=begin, strides=(line_bytes, 1))
-                cv2.resize(cut, pictures.shape[:0:-1], dst=pictures[first], interpolation=interpolation)
+                cv2.resize(cut, resized.shape[:0:-1], dst=resized[first], interpolation=interpolation)
         finally:
-            cv2.ipp.setUseIPP_NotExact(is_free)
+            cv2.ipp.setUseIPP_NotExact(was_inexact)
         for index in others:
             self.planes[index] = self.planes[first]
 
@@ -213,7 +214,7 @@ class CroppedPlanes:
 def crop_clip_in_graph(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, *, size_px: int) -> Planes:
     """Crop and resize frames in libav's filter graph, as AVION's decoder does (swscale, bilinear).
 
-    For comparisons only.
+    This function is only for comparisons.
     """
     from av.filter import Graph
 
@@ -277,15 +278,15 @@ class Views:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipShape:
-    """Rules for making a clip: its moments, the size of its frames, and their crop in training.
+    """Rules for making a clip: the moments that it shows, the resolution of its frames, and their crop in training.
 
     Attributes:
-        sampling: Moments of a clip.
-        size_px: Side of the square frames, pixels.
+        sampling: Rule that chooses the moments of a clip.
+        size_px: Side length of the square frames, pixels.
         width_px: Width if complete frames are resized to size_px x width_px without a crop; None for squares.
         crop: Rule of the crop in training.
-        min_crop_area: Minimum share of a frame's area that a "random" crop keeps.
-        simple_share: Share of a frame's short side that a "simple" crop keeps.
+        min_crop_area: Minimum fraction of a frame's area that a "random" crop keeps.
+        simple_share: Fraction of a frame's short side that a "simple" crop keeps.
         rgb: Return RGB instead of YUV 4:2:0. This is slower: twice the bytes, and a conversion on the CPU.
         views: Views of an evaluation.
     """
@@ -315,14 +316,14 @@ class Clip:
 
 
 class ClipBuilder:
-    """A clip that is built frame by frame, in any order. A frame may be released after it was added.
+    """Builder of a clip from frames that are added in any order. A frame may be released once it has been added.
 
     All frames are cropped to the same rectangle, or to the square of each view, and resized.
 
     Args:
         num_frames: Number of frames of all sets of moments.
-        rng: Generator that draws the rectangle once the size of the first frame is known; None in evaluation, which
-            crops squares.
+        rng: Generator that draws the rectangle once the resolution of the first frame is known; None in evaluation,
+            which crops squares.
         key: Key of the clip's first chunk, for errors.
     """
 
@@ -335,7 +336,7 @@ class ClipBuilder:
         """Crop and resize a frame, and store it at `indices` of the clip.
 
         Raises:
-            SampleFailed: Size or colour differ from earlier frames, which may happen between neighbouring chunks.
+            SampleFailed: The resolution or colour differs from earlier frames, which may happen between chunks.
         """
         planar = as_yuv420(frame)
         frame_format = _format_of(planar)
@@ -351,8 +352,8 @@ class ClipBuilder:
             crop.add(planar, indices)
 
     def clip(self) -> Clip:
-        """Return the clip, once all its frames were added."""
-        assert self._format is not None, "a clip of no frames"
+        """Return the clip. All frames must have been added."""
+        assert self._format is not None, "a clip without frames"
         return _clip_of([crop.planes for crop in self._crops], self._shape, self._format)
 
 
@@ -366,7 +367,7 @@ def make_clip(
         in_graph: Crop and resize in libav's filter graph.
 
     Raises:
-        SampleFailed: Frames differ in size or colour.
+        SampleFailed: Frames differ in resolution or colour.
     """
     if not in_graph:
         building = ClipBuilder(shape, num_frames=len(frames), rng=rng, key=key)

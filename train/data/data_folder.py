@@ -1,6 +1,6 @@
-"""A data folder by its path or address, its chunks as arrays, and the chunks and captions that `--where` selects.
+"""Opening of a data folder by path or URL, its chunks as arrays, and the chunks and captions that `--where` selects.
 
-The readers of buckets are loaded only for addresses.
+The modules that read buckets are loaded only for URLs.
 """
 
 from contextlib import nullcontext
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
     from clipmill.train.data.remote import RemoteTars
 
 
-Variant.leave_mark = leave_mark  # of each variant that a process of train opens
+Variant.leave_mark = leave_mark  # each variant that a training process opens gets a mark
 
 
 @dataclass(frozen=True)
 class DataFolder:
-    """A data folder to read: its small files are in `path`, and so are its tars, unless `tars` reads them."""
+    """A data folder to read. `path` contains its small files, and also its tars unless `tars` reads them."""
 
     path: Path
     tars: "RemoteTars | None" = None
 
 
 def folder_path(address: str, *, cache: Path | None) -> Path:
-    """Return the path of a local data folder, or of the copy of a remote one.
+    """Return the path of a local data folder, or of the local copy of a remote data folder.
 
     Raises:
         UserError: The storage does not exist, or the cache folder cannot be created.
@@ -59,11 +59,12 @@ def folder_path(address: str, *, cache: Path | None) -> Path:
 def open_data_folder(
     address: str, *, cache: Path | None, cache_size: str | None = None, column: str | None = VIDEO
 ) -> DataFolder:
-    """Open the data folder at a local path or a remote address; variants that are opened of it have a mark.
+    """Open the data folder at a local path or a URL. Variants that are opened in a local folder get a mark.
 
     Args:
         cache: Folder for copies; None for the user's cache.
-        cache_size: Limit for complete tars in it, such as 100GB; None for a limit by the free disk.
+        cache_size: Maximum size of complete tars in the cache, such as 100GB; None for a limit that depends on the free
+            disk space.
         column: Column whose shards are read; None if only the manifest is read. `RemoteFiles.copy_column` copies the
             small files of other columns when they are needed.
 
@@ -87,16 +88,16 @@ CHUNK_COLUMNS = (*_INDEX_COLUMNS, "shard", "row", "crc32")
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """Chunks ordered by (video row, start); one entry of each array per chunk, int32 or int64.
+    """Chunks ordered by (video row, start). Each array has one entry per chunk, int32 or int64.
 
     Attributes:
         video_row: Row of the chunk's video in the list of videos.
         start_ms: Start in the video, milliseconds.
         num_frames: Number of frames.
         fps_num, fps_den: Frames per second, as a fraction.
-        shard: Id of the shard.
-        row: Row of the chunk in that shard.
-        crc32: Checksum of the chunk's bytes.
+        shard: ID of the shard.
+        row: Row of the chunk in its shard.
+        crc32: CRC-32 checksum of the chunk's bytes.
         is_in_sources: True if the packets of the chunks are in the source files.
     """
 
@@ -119,9 +120,10 @@ class ChunkTable:
         return self.end_us_of(slice(None))
 
     def end_us_of(self, chunks: NDArray[np.integer] | slice) -> NDArray[np.int64]:
-        """Return `end_us` of some chunks.
+        """Return `end_us` for these chunks.
 
-        Rounded down, a span of complete frames would be a little too short, and its moments a frame too early.
+        If the end were rounded down, a span of complete frames would be slightly too short, and its moments could be
+        one frame too early.
         """
         columns = (getattr(self, name)[chunks] for name in _INDEX_COLUMNS)
         start_ms, num_frames, fps_num, fps_den = (column.astype(np.int64) for column in columns)
@@ -129,16 +131,16 @@ class ChunkTable:
 
     @property
     def gaps(self) -> NDArray[np.bool_]:
-        """True for each chunk that does not directly follow another chunk of its video."""
+        """Mask of the chunks that do not directly follow another chunk of their video."""
         return _gaps(self, self.end_us)
 
     def of_videos(self, low: int, high: int) -> tuple[int, "ChunkTable"]:
-        """Return the chunks of the videos [low, high), as views, and the index of the first of them."""
+        """Return the index of the first chunk of the videos [low, high), and the table of their chunks, as views."""
         begin, end = np.searchsorted(self.video_row, np.array([low, high], self.video_row.dtype)).tolist()
         return begin, replace(self, **{name: getattr(self, name)[begin:end] for name in ("video_row", *CHUNK_COLUMNS)})
 
     def times(self, chunk: int) -> ChunkTimes:
-        """Return the position of a chunk in its video."""
+        """Return the times of a chunk in its video."""
         return ChunkTimes(**{name: int(getattr(self, name)[chunk]) for name in _INDEX_COLUMNS})
 
 
@@ -150,11 +152,12 @@ def _gaps(table: ChunkTable, end_us: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 class ChunkSearch:
-    """Search for the chunks of moments; holds 24 bytes per chunk.
+    """Search for the chunks that cover moments. Takes 24 bytes per chunk.
 
     Attributes:
         end_us: End of each chunk, microseconds.
-        num_gaps: Number of chunks so far that do not directly follow another chunk of their video.
+        num_gaps: For each chunk, the number of chunks up to it that do not directly follow another chunk of their
+            video.
     """
 
     def __init__(self, table: ChunkTable) -> None:
@@ -165,16 +168,16 @@ class ChunkSearch:
         self.num_gaps: NDArray[np.int64] = np.cumsum(_gaps(table, self.end_us))
 
     def last_started(self, video_row: NDArray[np.int64], at_ms: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the last chunk that has started at each (video, time); -1 or another video's chunk if none has."""
+        """Return the last chunk that has started at each (video, time); -1 or a chunk of another video if none has."""
         return np.searchsorted(self._starts, self._moments.numbers(video_row, at_ms), side="right") - 1
 
     def last_of(self, video_row: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the last chunk of each video; -1 or another video's chunk if it has none."""
+        """Return the last chunk of each video; -1 or a chunk of another video if the video has no chunks."""
         return np.searchsorted(self._video_row, video_row.astype(self._video_row.dtype), side="right") - 1
 
 
 def chunk_table(variant: Variant, video_ids: pa.Array) -> tuple[ChunkTable, frozenset[int] | None]:
-    """Collect the chunks of the videos `video_ids` of a variant, and its shards with open GOPs, None if unknown.
+    """Return a variant's chunks of the videos `video_ids`, and its shards with open GOPs (None if unknown).
 
     Raises:
         Damaged: A file is not an index of chunks, or the merged table does not match its checksums.
@@ -190,9 +193,9 @@ def chunk_table(variant: Variant, video_ids: pa.Array) -> tuple[ChunkTable, froz
     entries, codes = chunk_rows.dictionary_codes("video_id")
     arrays = {name: column_of(chunk_rows.table[name]) for name in CHUNK_COLUMNS}
     video_row = index_in(entries, video_ids).astype(np.int32)[codes]
-    of_videos, order = own_in_order(video_row, arrays["start_ms"])
-    if of_videos is not None or order is not None:
-        rows = of_videos if order is None else order if of_videos is None else of_videos[order]
+    with_video, order = own_in_order(video_row, arrays["start_ms"])
+    if with_video is not None or order is not None:
+        rows = with_video if order is None else order if with_video is None else with_video[order]
         video_row, arrays = video_row[rows], {name: array[rows] for name, array in arrays.items()}
     is_in_sources = chunk_rows.member == SOURCE_MEMBER
     return ChunkTable(video_row=video_row, **arrays, is_in_sources=is_in_sources), chunk_rows.open_gops
@@ -210,36 +213,39 @@ def column_of(column: pa.ChunkedArray) -> NDArray[Any]:
 def own_in_order(
     video_row: NDArray[np.integer], start_ms: NDArray[np.integer]
 ) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
-    """Return the rows with a video (not -1), None for all; and their order by video and start, None if ordered."""
-    of_videos = None if bool((video_row >= 0).all()) else np.flatnonzero(video_row >= 0)
-    rows: Any = slice(None) if of_videos is None else of_videos
-    return of_videos, order_of(video_row[rows], start_ms[rows])
+    """Return the rows with a video (not -1) and their order by video and start.
+
+    The rows are None if all rows have a video, and the order is None if the rows are already in order.
+    """
+    with_video = None if bool((video_row >= 0).all()) else np.flatnonzero(video_row >= 0)
+    rows: Any = slice(None) if with_video is None else with_video
+    return with_video, order_of(video_row[rows], start_ms[rows])
 
 
 def rows_of(values: pa.ChunkedArray, among: pa.Array) -> NDArray[np.int64]:
-    """Return the index of each value in `among`, -1 if missing; the entries of a dictionary are looked up once."""
+    """Return the index of each value in `among`, or -1. The entries of a dictionary array are looked up only once."""
     pieces = [np.empty(0, np.int64)]
-    looked_up: tuple[pa.Array, NDArray[np.int64]] | None = None
+    last_lookup: tuple[pa.Array, NDArray[np.int64]] | None = None
     for piece in values.chunks:
         if pa.types.is_dictionary(piece.type):
-            if looked_up is None or not looked_up[0].equals(piece.dictionary):
-                looked_up = piece.dictionary, index_in(piece.dictionary, among)
-            pieces.append(looked_up[1][piece.indices.to_numpy(zero_copy_only=False)])
+            if last_lookup is None or not last_lookup[0].equals(piece.dictionary):
+                last_lookup = piece.dictionary, index_in(piece.dictionary, among)
+            pieces.append(last_lookup[1][piece.indices.to_numpy(zero_copy_only=False)])
         else:
             pieces.append(index_in(piece, among))
     return np.concatenate(pieces)
 
 
 def index_in(values: pa.Array, among: pa.Array) -> NDArray[np.int64]:
-    """Return the index of each value in `among`, -1 if missing. Hashes all of `among`."""
+    """Return the index of each value in `among`, -1 if missing. The function hashes all of `among`."""
     return pc.fill_null(pc.index_in(values, value_set=among), -1).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-_BLOCK = 1 << 21  # captions at a time: for each block, the ids of all videos are hashed
+_BLOCK = 1 << 21  # number of captions in a block; large, because each block hashes the IDs of all videos
 
 
 class ChunkRows(NamedTuple):
-    """Chunks of a split: ids of its videos; each chunk's row in them, and its start in milliseconds, int64 [chunks]."""
+    """Chunks of a split: the IDs of its videos, and for each chunk its row in `video_ids` and its start, [chunks]."""
 
     video_ids: pa.Array
     video_row: NDArray[np.integer]
@@ -255,15 +261,15 @@ class Selection:
         text: Expression; None selects everything.
         chunks: Chunks of the split.
         has_captions: True if samples have captions; otherwise, conditions on captions are an error.
-        tars: Tars of the data folder, if it is remote.
-        depends_on: Facts that the chunks depend on (clipmill.train.data.node_cache).
+        tars: Reader of the tars, if the data folder is remote.
+        depends_on: Everything that affects the chunks (clipmill.train.data.node_cache).
 
     Attributes:
         chunks: Mask of the selected chunks, bool [chunks]; None for all.
-        num_captions, num_selected: Number of captions of the split, and of selected captions, once they are known.
+        num_captions, num_selected: Number of captions of the split, and of selected captions; 0 before `of_captions`.
 
     Raises:
-        UserError: The text is not an expression, selects no chunk, or uses scores that chunks lack.
+        UserError: The text is not a valid expression, does not select any chunk, or uses scores that the chunks lack.
     """
 
     def __init__(
@@ -277,14 +283,14 @@ class Selection:
         tars: "RemoteTars | None" = None,
         depends_on: tuple[object, ...] = (),
     ) -> None:
-        of_chunks: Where | None = None
+        chunk_where: Where | None = None
         self._where: Where | None = None
         self._of_captions: Where | None = None
         if text is not None:
             from clipmill.shards.where import parse_where
 
             self._where = parse_where(text, data_dir=data_dir)
-            of_chunks, self._of_captions = self._where.by_level(labels_of="caption" if has_captions else "chunk")
+            chunk_where, self._of_captions = self._where.by_level(labels_of="caption" if has_captions else "chunk")
         self._data_dir, self._split, self._video_ids = data_dir, split, chunks.video_ids
         self._num_chunks = len(chunks.video_row)
         self.num_captions, self.num_selected = 0, 0
@@ -292,32 +298,32 @@ class Selection:
         self._rows = chunks
         if self._where is not None and not has_captions:
             self._where.require(("chunk", "video", "label"), because="these samples have no captions")
-        if of_chunks is not None:
+        if chunk_where is not None:
             from clipmill.shards.selection import selected_chunks
 
-            mark = selection_mark(of_chunks.text, data_dir, tars=tars)
+            mark = selection_mark(chunk_where.text, data_dir, tars=tars)
             self.chunks = open_shared(
-                lambda: selected_chunks(of_chunks, data_dir, **chunks._asdict()),
+                lambda: selected_chunks(chunk_where, data_dir, **chunks._asdict()),
                 of=("selection", depends_on, *mark),
                 num_rows=self._num_chunks,
                 types=(),
                 column="selection",
             )
-            self._require(of_chunks, int(self.chunks.sum()), self._num_chunks, "chunk")
+            self._require(chunk_where, int(self.chunks.sum()), self._num_chunks, "chunk")
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """Selected chunks."""
+        """Rows of the selected chunks."""
         return np.arange(self._num_chunks) if self.chunks is None else np.flatnonzero(self.chunks)
 
     @property
     def has_captions(self) -> bool:
-        """True if captions are selected too, not only chunks."""
+        """True if the expression selects captions, not only chunks."""
         return self._of_captions is not None
 
     @property
     def depends_on(self) -> tuple[object, ...]:
-        """Facts that the selection depends on in addition to the chunks and the manifest."""
+        """Everything that affects the selection in addition to the chunks and the manifest."""
         return selection_mark(None if self._where is None else self._where.text, self._data_dir)
 
     @property
@@ -326,10 +332,10 @@ class Selection:
         return "" if self._where is None else f" where {self._where.text}"
 
     def of_captions(self, table: pa.Table | None = None) -> NDArray[np.bool_] | None:
-        """Return which captions of the split are selected, bool [rows of captions.parquet]; None for all.
+        """Return a mask of the selected captions of the split, bool [rows of captions.parquet]; None for all.
 
         Args:
-            table: Captions to select from, instead of the manifest's.
+            table: Captions to select from, instead of the manifest's captions.
 
         Raises:
             UserError: No caption is selected.
@@ -366,7 +372,7 @@ class Selection:
         return selected
 
     def remarks(self) -> list[str]:
-        """Return the expression and how much it selects, for the log; empty without one."""
+        """Return the expression and the numbers of selected items, for the log; empty without an expression."""
         if self._where is None:
             return []
         num_chunks = self._num_chunks if self.chunks is None else int(self.chunks.sum())
@@ -381,18 +387,19 @@ class Selection:
         """Return the number of chunks that the expression selects if only chunks are selected, as on the pages of prep.
 
         Args:
-            num_chunks: Number without conditions on labels, for an expression whose labels belong to captions only.
+            num_chunks: Number of selected chunks without conditions on labels. It is returned if a condition concerns
+                both a label and a caption.
         """
         from clipmill.shards.selection import selected_chunks
 
         assert self._where is not None
         try:
-            of_chunks, _ = self._where.by_level(labels_of="chunk")
-        except UserError:  # one condition is on a label and on a caption
+            chunk_where, _ = self._where.by_level(labels_of="chunk")
+        except UserError:  # a condition concerns both a label and a caption
             return num_chunks
-        if of_chunks is None:
+        if chunk_where is None:
             return num_chunks
-        return int(selected_chunks(of_chunks, self._data_dir, **self._rows._asdict()).sum())
+        return int(selected_chunks(chunk_where, self._data_dir, **self._rows._asdict()).sum())
 
     def _require(self, where: "Where", num_selected: int, count: int, noun: str) -> None:
         if count and not num_selected:
@@ -402,10 +409,13 @@ class Selection:
 
 
 def selection_mark(where: str | None, data_dir: Path, *, tars: "RemoteTars | None" = None) -> tuple[object, ...]:
-    """Return what a selection depends on in addition to chunks and manifest; raises UserError as `parse_where` does.
+    """Return everything that affects a selection in addition to the chunks and the manifest.
 
     Args:
-        tars: Tars of a remote data folder, whose scores or other columns are copied if they are used.
+        tars: Reader of a remote data folder's tars. Scores and other columns that the expression uses are copied.
+
+    Raises:
+        UserError: See `parse_where`.
     """
     if where is None:
         return ("",)
@@ -420,7 +430,7 @@ def selection_mark(where: str | None, data_dir: Path, *, tars: "RemoteTars | Non
 
 
 def _mark_of(data_dir: Path, column: str) -> tuple[object, ...]:
-    """Return what the values of a column depend on; a damaged column is reported when it is read."""
+    """Return everything that affects the values of a column; a damaged column is reported when it is read."""
     name = current_variant(data_dir, column)
     if name is None:
         return ()

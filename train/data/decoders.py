@@ -1,6 +1,6 @@
-"""Decoders: for packets without their container, for files in memory, and for chunks in either way.
+"""Decoders for packets without a container, for files in memory, and for chunks stored in either form.
 
-If the decoder does not output a requested frame, this is an error; no other frame replaces it.
+It is an error if the decoder does not output a requested frame; no other frame replaces it.
 """
 
 import io
@@ -41,7 +41,7 @@ class ChunkBytes:
         codec: Name of the codec in libav.
         extradata: Codec headers.
         packets: (presentation index, bytes) in decode order; None if the chunk is decoded through its container.
-        whole: Bytes of the mp4 file, if the chunk is decoded through its container.
+        whole: Bytes of the complete mp4 file, if the chunk is decoded through its container.
         timeline: Crop and orientation of frames from a source file (`SourceFrames.timeline`).
         is_strict: See `PacketDecoder.decode`.
     """
@@ -75,7 +75,7 @@ def read_chunk(
     Otherwise the complete file is read.
 
     Args:
-        source: Function that returns the source file; needed for chunks whose packets stay there.
+        source: Function that returns the source file; required for chunks whose packets stay in a source file.
 
     Raises:
         SampleFailed: The chunk cannot be read, or its bytes do not match their checksum.
@@ -108,7 +108,7 @@ def read_chunk(
             timeline="" if in_source is None else in_source.timeline,
             is_strict=is_strict,
         )
-    except UserError as error:  # refused credentials concern all chunks; a single source may be denied
+    except UserError as error:  # refused credentials affect all chunks, but access may be denied to a single source
         if isinstance(error, StorageRefused) and not error.concerns_all:
             raise SampleFailed(key, reason="shard_unreadable", detail=str(error)) from error
         raise
@@ -124,27 +124,29 @@ def read_chunk(
 
 ChunkFrames = dict[int, "av.VideoFrame"]  # frames of one chunk, by presentation index
 
-# A file is opened only as one of these containers, so libav cannot open anything else because of it.
+# A file is opened only as one of these containers and without protocols, so that it cannot make libav open other files.
 _OPTIONS = {"format_whitelist": CONTAINERS, "protocol_whitelist": NO_PROTOCOLS}
 # Twice the number of pixels in 8K video. A small file can claim frames of any size, which a decoder would allocate.
 MAX_PIXELS = 1 << 26
 
 
 class PlainVideo:
-    """The first video stream of a file in memory, decoded through its container; frames count in presentation order.
+    """The first video stream of a file in memory, decoded through its container.
+
+    Frames are numbered in presentation order.
 
     Args:
         content: Bytes of the complete file.
 
     Attributes:
         pts: Timestamps of all frames, ascending, in units of `time_base` seconds.
-        time_base: Unit of timestamps, seconds, exact.
-        end_pts: End of the last frame, which lasts as long as the median frame.
-        width, height: Size of the frames, pixels.
+        time_base: Unit of the timestamps, exact, in seconds.
+        end_pts: End of the last frame, which is assumed to last as long as the median frame.
+        width, height: Resolution of the frames, pixels.
 
     Raises:
         av.FFmpegError: The file cannot be opened or read.
-        ValueError: The file is truncated or may be, it has no video stream, its frames are too large, or a packet has
+        ValueError: The file is or may be truncated, it has no video stream, its frames are too large, or a packet has
             no timestamp.
     """
 
@@ -170,31 +172,31 @@ class PlainVideo:
             raise ValueError("it has no frames")
         self.pts = sorted(times)
         self._key_pts = sorted(key_times)
-        gaps = sorted(after - before for before, after in pairwise(self.pts))
+        gaps = sorted(later - earlier for earlier, later in pairwise(self.pts))
         self.end_pts = self.pts[-1] + (gaps[len(gaps) // 2] if gaps else 1)
 
     def decode(self, frames: Collection[int]) -> "dict[int, av.VideoFrame]":
-        """Decode `frames`; return the intact ones by number. Raise av.FFmpegError if the decoder rejects the file."""
+        """Decode `frames`; return the intact frames by number. Raise av.FFmpegError if the decoder rejects the file."""
         decoded: dict[int, av.VideoFrame] = {}
         with self._open() as (container, stream):
             decoder = container.decode(stream)
-            now: int | None = None  # time of the last frame that was output
+            last_pts: int | None = None  # timestamp of the last frame that the decoder output
             for number in sorted(set(frames)):
                 if not 0 <= number < len(self.pts):
                     continue
                 target = self.pts[number]
-                before = bisect_right(self._key_pts, target) - 1
-                # Seeking helps only if it skips to a key frame that has not been reached yet.
-                if before > 0 and (now is None or self._key_pts[before] > now):
-                    container.seek(self._key_pts[before], stream=stream)
+                key_frame = bisect_right(self._key_pts, target) - 1
+                # Seek only to a key frame that has not been reached yet; otherwise decoding on is faster.
+                if key_frame > 0 and (last_pts is None or self._key_pts[key_frame] > last_pts):
+                    container.seek(self._key_pts[key_frame], stream=stream)
                     decoder = container.decode(stream)
                 for frame in decoder:
                     if frame.pts is None:
                         continue
-                    now = frame.pts
-                    if now == target and not frame.is_corrupt:
+                    last_pts = frame.pts
+                    if last_pts == target and not frame.is_corrupt:
                         decoded[number] = frame
-                    if now >= target:
+                    if last_pts >= target:
                         break
         return decoded
 
@@ -211,7 +213,7 @@ class PlainVideo:
                 raise ValueError("there is no decoder for its codec")
             if stream.width * stream.height > MAX_PIXELS:
                 raise ValueError(f"frames of {stream.width} x {stream.height} are larger than {MAX_PIXELS:,} pixels")
-            # Packets may state a larger size than the header.
+            # Packets may declare a larger resolution than the header.
             stream.codec_context.options = {"max_pixels": str(MAX_PIXELS)}
             stream.codec_context.thread_count = 1  # the loader's threads already use all cores
             yield container, stream
@@ -230,7 +232,7 @@ class ChunkDecoder:
         return frames
 
     def decode_each(self, content: ChunkBytes, use: "Callable[[int, av.VideoFrame], None]") -> None:
-        """Pass each frame for which `content` was read to `use`, with its index, as soon as the decoder outputs it.
+        """Call `use` with the index and the frame for each frame of `content`, as soon as the decoder outputs it.
 
         Raises:
             SampleFailed: The chunk cannot be decoded, or the decoder does not output a frame.
@@ -267,7 +269,10 @@ class ChunkDecoder:
         require_frames(missing, key=content.key)
 
     def _shape_filter(self, timeline_json: str) -> "Upright":
-        """Return the filter for a source's frames. Each thread keeps its last filter, because building one is slow."""
+        """Return the crop and orientation filter for a source's frames.
+
+        Each thread keeps its last filter, because building a filter is slow.
+        """
         if getattr(self._local, "timeline", None) != timeline_json:
             from clipmill.shards.timeline.model import Timeline
             from clipmill.shards.timeline.pictures import Upright

@@ -1,25 +1,27 @@
-"""The choice of a clip's frames: exact integer arithmetic, no I/O.
+"""Sampling of a clip's frames, with exact integer arithmetic and without I/O.
 
-A caption names a span [begin, end) of its video, from which T moments are taken (`moments_of`):
+A caption has a span [begin, end) in its video, from which T moments are sampled (`moments_of`):
 
     uniform  one moment from each of T equal segments: a random moment in training, the centre in evaluation
     stride   T moments that are `stride` frames apart (VideoMAE's 16 x 4): the window of T x stride frames lies at a
              random offset in the span in training, and in its middle in evaluation; in a shorter span, the stride is
              span / T
-    lavila   LaViLa's rule: the span without its last frame is cut into T segments, with borders rounded to frames, half
-             to even; in training, a random frame between two borders (inclusive); in evaluation, the lower middle frame
+    lavila   LaViLa's rule: the span without its last frame is cut into T segments, with boundaries rounded to frames,
+             half to even; in training, a random frame between two boundaries (inclusive); in evaluation, the lower
+             middle frame
 
 An evaluation with several views of a clip takes the moments at `view_offsets` instead of the middle.
 
-A moment belongs to the chunk that covers it, and in this chunk to the frame on screen (`locate_frames`): frame i of a
-chunk is shown during [start + i / fps, start + (i + 1) / fps). A clip may use frames from several chunks.
+`locate_frames` finds the chunk that covers a moment, and the frame of this chunk that is on screen: frame i of a chunk
+is shown during [start + i / fps, start + (i + 1) / fps). A clip may use frames from several chunks.
 
 Times are in microseconds. Captions have floating-point seconds, which are rounded once, so that 3.3 s is the start of
 frame 33 at 10 fps and not the end of frame 32. Nothing is rounded afterwards: moments are numerators over a common
 denominator.
 
-Segments of latents already have their frames in memory; `spread_frames` (uniform) and `window_frames` (stride) select
-some of them. Shape suffixes: B batch, F frames of a segment, C channels, H and W sides of a latent, K parts.
+The frames of latent segments are already in memory; `spread_frames` (uniform) and `window_frames` (stride) select from
+them. Shape suffixes: B batch, F frames of a segment, C channels, H and W height and width of a latent, T selected
+frames, K parts.
 """
 
 import math
@@ -48,7 +50,7 @@ SamplingRule = Literal["uniform", "stride", "lavila"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Rule that selects `num_frames` moments in a span; `stride`, in frames of the chunk, is for the rule "stride"."""
+    """Rule that samples `num_frames` moments in a span. Only the rule "stride" uses `stride`, in chunk frames."""
 
     num_frames: int
     rule: SamplingRule = "uniform"
@@ -62,7 +64,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkTimes:
-    """Position of a chunk in its video."""
+    """Times of a chunk and its frames in the video."""
 
     start_ms: int
     num_frames: int
@@ -75,13 +77,13 @@ class ChunkTimes:
         return self.start_ms * 1000 + Fraction(self.num_frames * self.fps_den * US_PER_S, self.fps_num)
 
     def frame_at(self, numerator: int, denominator: int) -> int:
-        """Return the frame on show at numerator / denominator microseconds, not before the start of the chunk."""
+        """Return the frame on screen at numerator / denominator microseconds, not before the start of the chunk."""
         after_start = numerator - self.start_ms * 1000 * denominator
         return min(after_start * self.fps_num // (self.fps_den * US_PER_S * denominator), self.num_frames - 1)
 
     def frame_begin_us(self, frame: int) -> Fraction:
         """Return the time in the video at which a frame begins, exact, microseconds."""
-        # One fraction instead of a sum, which takes twice as long; every clip needs the times of its frames.
+        # Use one fraction instead of a sum, which takes twice as long: every clip needs the times of its frames.
         return Fraction(self.start_ms * 1000 * self.fps_num + frame * self.fps_den * US_PER_S, self.fps_num)
 
     def nominal_frame(self, number: int) -> int:
@@ -91,7 +93,7 @@ class ChunkTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceTimes(ChunkTimes):
-    """Position of a chunk of source frames. Frames may begin at any time; `num_frames` counts them at a nominal rate.
+    """Times of a chunk of source frames. Frames may begin at any time; `num_frames` is the count at the nominal rate.
 
     Attributes:
         source: Frames of the chunk.
@@ -100,7 +102,7 @@ class SourceTimes(ChunkTimes):
     source: SourceFrames
 
     def frame_at(self, numerator: int, denominator: int) -> int:
-        """Return the frame on show at numerator / denominator microseconds."""
+        """Return the frame on screen at numerator / denominator microseconds."""
         return self.source.frame_at(numerator, denominator)
 
     def frame_begin_us(self, frame: int) -> Fraction:
@@ -108,20 +110,20 @@ class SourceTimes(ChunkTimes):
         return self.source.begin_us(frame)
 
     def nominal_frame(self, number: int) -> int:
-        """Return the frame on show at the middle of frame `number` at the nominal rate."""
+        """Return the frame on screen at the middle of frame `number` at the nominal rate."""
         moment = (super().frame_begin_us(number) + super().frame_begin_us(number + 1)) / 2
         return self.source.frame_at(*moment.as_integer_ratio())
 
 
 def to_seconds(time_us: Fraction) -> float:
-    """Return the float next to a time in seconds."""
+    """Return the float that is nearest to a time, in seconds."""
     numerator, denominator = time_us.as_integer_ratio()
     return numerator / (denominator * US_PER_S)
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Moments of a video in order, exact: moment i is numerators[i] / denominator microseconds."""
+    """Moments in a video, in order and exact: moment i is numerators[i] / denominator microseconds."""
 
     numerators: tuple[int, ...]
     denominator: int
@@ -129,7 +131,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class FrameIndex:
-    """A frame: index of its chunk in the given list, and index of the frame in the chunk."""
+    """A frame: index of its chunk in a list of chunks, and index of the frame in the chunk."""
 
     chunk: int
     frame: int
@@ -146,7 +148,7 @@ def frame_indices(
 ) -> list[FrameIndex]:
     """Return the frames for the span [begin_us, end_us), which lies in `chunks`, at the frame rate of the first chunk.
 
-    Without `rng`, as in evaluation, these are the frames of `num_views` views, one view after another.
+    Without `rng`, as in evaluation, the function returns the frames of `num_views` views, one view after another.
     """
     fps_num, fps_den = chunks[0].fps_num, chunks[0].fps_den
     frames: list[FrameIndex] = []
@@ -176,11 +178,11 @@ def to_us(seconds: float) -> int:
     return round(seconds * US_PER_S)
 
 
-_LONGEST_S = 1e9  # longer than any video, and far below the limit of microseconds in int64
+_LONGEST_S = 1e9  # longer than any video, but far below the limit of microseconds in int64
 
 
 def to_whole_us(times_s: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Convert to microseconds. Times beyond the end of any video, such as inf, become a later time within the range."""
+    """Convert to microseconds. Longer times than any video lasts, such as inf, are clipped so that they fit int64."""
     return np.rint(np.clip(times_s, -_LONGEST_S, _LONGEST_S) * US_PER_S).astype(np.int64)
 
 
@@ -194,14 +196,14 @@ def moments_of(
     rng: np.random.Generator | None,
     at: Fraction = MIDDLE,
 ) -> Moments:
-    """Return the moments of [begin_us, end_us) that `sampling` selects; `rng` draws them at random, as in training.
+    """Sample moments in [begin_us, end_us) by the rule `sampling`; `rng` draws them at random, as in training.
 
     Args:
         fps_num, fps_den: Frames per second, for the rules that count frames.
-        at: Offset of an evaluation's view (`view_offsets`).
+        at: Offset of the view in an evaluation (`view_offsets`).
 
     Raises:
-        ValueError: The span is empty, or no frame is requested.
+        ValueError: The span is empty, or the number of frames is less than 1.
     """
     count = sampling.num_frames
     if end_us <= begin_us or count < 1:
@@ -237,23 +239,23 @@ def _lavila(
 ) -> Moments:
     frame_us_num = fps_den * US_PER_S  # over fps_num
     first = begin_us * fps_num // frame_us_num
-    behind = max(first + 1, -(-end_us * fps_num // frame_us_num))
-    borders = [first + round(Fraction((behind - first - 1) * number, count)) for number in range(count + 1)]
+    last_end = max(first + 1, -(-end_us * fps_num // frame_us_num))
+    boundaries = [first + round(Fraction((last_end - first - 1) * number, count)) for number in range(count + 1)]
     frames = [
         low + math.floor((high - low) * at) if rng is None else int(rng.integers(low, high + 1))
-        for low, high in pairwise(borders)
+        for low, high in pairwise(boundaries)
     ]
-    # The middle of the time that the frame is on screen, moved into the span if the span begins or ends during it.
+    # Use the middle of the time that each frame is on screen, moved into the span if the frame extends beyond it.
     scale = 2 * fps_num
     earliest, latest = begin_us * scale, end_us * scale - 1
     return Moments(tuple(min(max((2 * frame + 1) * frame_us_num, earliest), latest) for frame in frames), scale)
 
 
 def locate_frames(moments: Moments, chunks: Sequence[ChunkTimes]) -> list[FrameIndex]:
-    """Return the frame on screen at each moment, among `chunks` of one video in the order of time.
+    """Return the frame on screen at each moment. `chunks` must be chunks of one video, ordered by time.
 
     Raises:
-        ValueError: No chunk covers a moment.
+        ValueError: A moment is not covered by any chunk.
     """
     return [_locate(numerator, moments.denominator, chunks) for numerator in moments.numerators]
 
@@ -272,15 +274,19 @@ def _locate(numerator: int, denominator: int, chunks: Sequence[ChunkTimes]) -> F
 def window_frames(
     latents_BFCHW: "torch.Tensor", *, num_frames: int, offset_B: NDArray[np.float64] | None
 ) -> "torch.Tensor":
-    """Return `num_frames` consecutive frames of each segment, in the middle or at `offset_B` in [0, 1) of the rest."""
+    """Return `num_frames` consecutive frames of each segment, from the middle or at the offset `offset_B`.
+
+    Args:
+        offset_B: Offset as a fraction in [0, 1) of the free space; None for the middle.
+    """
     import torch
 
     from clipmill.train.device.transfer import send
 
-    room = latents_BFCHW.shape[1] - num_frames
+    free = latents_BFCHW.shape[1] - num_frames
     if offset_B is None:
-        return latents_BFCHW[:, room // 2 : room // 2 + num_frames]
-    begin_B = send((offset_B * (room + 1)).astype(np.int64), latents_BFCHW.device)
+        return latents_BFCHW[:, free // 2 : free // 2 + num_frames]
+    begin_B = send((offset_B * (free + 1)).astype(np.int64), latents_BFCHW.device)
     frames_BT = begin_B[:, None] + torch.arange(num_frames, device=latents_BFCHW.device)
     return latents_BFCHW[torch.arange(len(frames_BT), device=latents_BFCHW.device)[:, None], frames_BT]
 
@@ -288,7 +294,11 @@ def window_frames(
 def spread_frames(
     latents_BFCHW: "torch.Tensor", *, num_frames: int, offset_BK: NDArray[np.float64] | None
 ) -> "torch.Tensor":
-    """Return a frame from each of `num_frames` equal parts of a segment, in the middle or at `offset_BK` in [0, 1)."""
+    """Return a frame from each of `num_frames` equal parts of a segment, from the middle or at the offset `offset_BK`.
+
+    Args:
+        offset_BK: Offset as a fraction in [0, 1) of the part; None for the middle.
+    """
     import torch
 
     from clipmill.train.device.transfer import send

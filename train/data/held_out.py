@@ -1,4 +1,4 @@
-"""Limitations of metrics for held-out clips: the number of clips, and how many look like training clips."""
+"""Cautions about metrics on held-out clips: few clips, or clips that look like training clips."""
 
 import math
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from clipmill.shards.columns import SCORES
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.shards import kind_of
 
-FEW = 100  # number of clips or questions; with fewer, the interval around 50 % is wider than 20 points
-_Z = 1.96  # quantile for 95 % of a normal distribution
+FEW = 100  # with fewer clips or questions, the 95 % interval around 50 % is wider than about 20 percentage points
+_Z = 1.96  # number of standard deviations in the 95 % interval of a normal distribution
 
 
 class EvaluatedClips(Protocol):
-    """Samples that an evaluation uses."""
+    """Interface of the samples that an evaluation uses."""
 
     @property
     def num_samples(self) -> int | None:
@@ -25,17 +25,18 @@ class EvaluatedClips(Protocol):
         ...
 
     def key(self, sample: int) -> str:
-        """Return the chunk in which a sample begins."""
+        """Return the key of the chunk in which a sample begins."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """Facts about the clips of an evaluation. The fields are keys of result files.
+    """Counts of the clips of an evaluation. The fields are keys in result files.
 
     Attributes:
         num_clips: Number of distinct clips.
-        num_chunks: Number of chunks in which the clips begin, if any of them looks like a chunk of `trained_split`.
+        num_chunks: Number of chunks in which the clips begin, if any chunk looks like a chunk of `trained_split`;
+            otherwise 0.
         num_alike: Number of these chunks that look like a chunk of `trained_split`; None without scores.
         trained_split: Split that was used for training.
         were_trained_on: True if the model was trained on these clips, because the data have no splits.
@@ -51,15 +52,15 @@ class HeldOut:
         """Return cautions about the metrics; empty for many clips without look-alikes.
 
         Args:
-            share: Metric in [0, 1], whose 95 % interval is stated.
+            share: Metric in [0, 1]; the caution then reports its 95 % interval.
             of: Number and noun of the items over which metrics are averaged; by default the clips.
         """
         num, noun = of or (self.num_clips, "clip")
         cautions = ["the model was trained on these clips: the data have no splits"] if self.were_trained_on else []
         if num < FEW:
             low, high = interval(0.0 if share is None else share, num)
-            between = f", so that {percent(share)} has a 95 % interval from {percent(low)} to {percent(high)}"
-            cautions.append(f"only {count_noun(num, noun)}{'' if share is None else between}")
+            suffix = f", so that {percent(share)} has a 95 % interval from {percent(low)} to {percent(high)}"
+            cautions.append(f"only {count_noun(num, noun)}{'' if share is None else suffix}")
         if self.num_alike:
             chunks = f"{self.num_alike:,} of {count_noun(self.num_chunks, 'chunk')}"
             verb = "looks" if self.num_alike == 1 else "look"
@@ -80,22 +81,22 @@ def interval(share: float, count: int) -> tuple[float, float]:
 def held_out_facts(
     samples: EvaluatedClips, settings: ClipSettings, *, split: str, data: Mapping[str, Any]
 ) -> HeldOut | None:
-    """Return facts about the clips of a split; None if the samples do not count them.
+    """Return the counts of the clips of a split; None if the number of clips is unknown.
 
     Args:
         samples: Samples after their evaluation, because clips of a stream are counted during the evaluation.
         settings: Settings of the data to evaluate, with the training split.
-        data: Data fields of the result (`clipmill.train.run.folder.data_facts`). Look-alikes are searched only in data
-            that were used for training.
+        data: Data fields of the result (`clipmill.train.run.folder.data_facts`). Look-alikes are searched for only in
+            data that were used for training.
     """
     num_clips: int | None = getattr(samples, "num_clips", samples.num_samples)
     if num_clips is None:
         return None
-    is_own = bool(data.get("is_own_data") or data.get("is_part_of_own_data"))
+    was_trained_on = bool(data.get("is_own_data") or data.get("is_part_of_own_data"))
     if not kind_of(settings.folder).has_manifest:
-        return HeldOut(num_clips=num_clips, were_trained_on=is_own)
+        return HeldOut(num_clips=num_clips, were_trained_on=was_trained_on)
     facts = HeldOut(num_clips=num_clips, trained_split=settings.split)
-    if split == settings.split or not is_own:
+    if split == settings.split or not was_trained_on:
         return facts
     assert samples.num_samples is not None  # a data folder knows its samples
     alike = look_alikes_of(settings.folder, cache=settings.cache, split=split, trained_split=settings.split)

@@ -1,13 +1,14 @@
-"""Image tars: location, caption and class of each image, from one pass over the headers of a tar.
+"""Index of image tars: location, caption and class of each image, from one pass over the headers of each tar.
 
 The tars have img2dataset's layout: `jpg`, `png` or `webp`, with `txt` or `json`, and `cls` for classes. The first image
-or video in the first tar decides (`names_images`): tars with images are indexed here, tars with videos are read as a
-stream.
+or video in the tars decides how they are read (`names_images`): tars with images are indexed here, but tars with videos
+are read as a stream.
 
-Payloads of images are skipped. A large index is stored in the cache folder (clipmill.train.data.node_cache) under the
-size and modification time of its tar, so that each machine makes it only once. A remote tar is copied to the cache for
-indexing, within the cache's size limit. If the copy is evicted, images are read from the remote tar by byte range. A
-sample without an image or a caption is omitted, counted and named. A video among the images is an error.
+Image payloads are skipped. A large index is stored in the cache folder (clipmill.train.data.node_cache) under a hash of
+its tar's path, size and modification time, so that each machine makes the index only once. A remote tar is copied to
+the cache for indexing, within the cache's size limit. If the copy is evicted, images are read from the remote tar by
+byte range. A sample without an image or a caption is omitted, counted and reported. A video among the images is an
+error.
 """
 
 import hashlib
@@ -44,28 +45,28 @@ from clipmill.train.data.tar_samples import (
 )
 from clipmill.train.data.workers import Stuck, in_order
 
-# A sample's image is its first member in this order, which open_clip also uses.
+# A sample's image is its first member in this order of extensions, which open_clip also uses.
 EXTENSIONS = ("jpg", "png", "jpeg", "webp")
-LABEL, _CLASS = "class", "cls"  # a label, and the member that has it; other labels are keys of the json
+LABEL, _CLASS = "class", "cls"  # label that is stored in a member, and the member; other labels are keys of the json
 MAX_IMAGE_BYTES = 1 << 28
 _LIMITS = dict.fromkeys(("txt", "json", _CLASS), MAX_TEXT_BYTES)
-_BYTES_PER_ROW = 512  # size of a header; every sample has at least one
+_BYTES_PER_ROW = 512  # size of a tar header; every sample has at least one header
 _NUM_AT_ONCE = 4
 _INDEX_TIMEOUT_S = 86400.0
 
 
 @dataclass(frozen=True)
 class TarIndex:
-    """The R images of a tar, in the order of the tar.
+    """The R images of a tar, in tar order.
 
     Attributes:
         keys: Key of each sample.
-        captions, classes: Caption and class of each sample; '' if it has none.
+        captions, classes: Caption and class of each sample; '' if missing.
         offset, size: Offset and size of each image in the tar, in bytes, int64 [R].
         left_out: Samples without a readable image: reason, number of samples, and key of the first sample (`LeftOut`).
         first_video: Key of the first sample that has a video; '' if there is none.
         damage: Reason why the tar cannot be read to its end; '' if it is intact.
-        order_sha256, content_sha256: Hash of keys and sizes, and hash of captions and classes.
+        order_sha256, content_sha256: SHA-256 hashes of keys and sizes, and of captions and classes.
     """
 
     keys: pa.StringArray
@@ -87,9 +88,9 @@ class ImageTars:
     """Image tars, local or remote, and the bytes of their members. Thread-safe.
 
     Args:
-        tars: Paths or addresses.
+        tars: Paths or URLs.
         cache: Cache for copies of remote tars; None if all tars are local.
-        label: Label whose classes are read.
+        label: Label from which classes are read.
 
     Attributes:
         indexes: Index of each tar.
@@ -122,7 +123,7 @@ class ImageTars:
 
     @property
     def num_images(self) -> int:
-        """Number of images of all tars."""
+        """Number of images in all tars."""
         return len(self.offset)
 
     def name(self, tar: int) -> str:
@@ -130,7 +131,7 @@ class ImageTars:
         return self.tars[tar].rpartition("/")[2]
 
     def tar_of(self, image: int) -> int:
-        """Return the index of the tar that holds an image."""
+        """Return the index of the tar that contains an image."""
         return int(np.searchsorted(self._first, image, side="right")) - 1
 
     def key(self, image: int) -> str:
@@ -138,7 +139,7 @@ class ImageTars:
         return f"{self.name(self.tar_of(image))}/{self._keys[image].as_py()}"
 
     def read(self, tar: int, offset: int, size: int) -> bytes:
-        """Read bytes of a tar; raises OSError or DamagedTar."""
+        """Read bytes of a tar; raise OSError or DamagedTar if they cannot be read."""
         address = self.tars[tar]
         if self._cache is None or not is_remote(address):
             return self._local.read(Path(address), offset, size)
@@ -186,7 +187,7 @@ def holds_images(tar: str, path: Path) -> bool | None:
 
 
 def index_tar(tar: str, path: Path, *, label: str = LABEL) -> TarIndex:
-    """Index the tar at `path`, which messages call `tar`, including the classes of `label`.
+    """Index the tar at `path`, including the classes of `label`. Messages refer to it as `tar`.
 
     Raises:
         UserError: The tar is compressed.
@@ -195,7 +196,7 @@ def index_tar(tar: str, path: Path, *, label: str = LABEL) -> TarIndex:
     keys: list[str] = []
     captions: list[str] = []
     classes: list[str] = []
-    places: list[tuple[int, int]] = []
+    locations: list[tuple[int, int]] = []
     left_out = LeftOut()
     first_video, damage = "", ""
     for sample in samples_of(tar, path, limits=_LIMITS):
@@ -210,11 +211,11 @@ def index_tar(tar: str, path: Path, *, label: str = LABEL) -> TarIndex:
             first_video = first_video or sample.key
         elif extension is None:
             left_out.add("without an image", sample.key)
-        elif (place := sample.places[extension])[0] is None:
+        elif (location := sample.places[extension])[0] is None:
             raise UserError(
                 f"{tar} is compressed, and images are read in random order", hint="decompress it: gzip -d, xz -d"
             )
-        elif place[1] > MAX_IMAGE_BYTES:
+        elif location[1] > MAX_IMAGE_BYTES:
             left_out.add(f"with an image of more than {MAX_IMAGE_BYTES >> 20} MiB", sample.key)
         else:
             try:
@@ -226,8 +227,8 @@ def index_tar(tar: str, path: Path, *, label: str = LABEL) -> TarIndex:
             keys.append(sample.key)
             captions.append(caption)
             classes.append(name)
-            places.append((place[0], place[1]))
-    offset, size = np.array(places, np.int64).reshape(-1, 2).T.copy()
+            locations.append((location[0], location[1]))
+    offset, size = np.array(locations, np.int64).reshape(-1, 2).T.copy()
     return TarIndex(
         keys=pa.array(keys, pa.string()),
         captions=pa.array(captions, pa.string()),
@@ -243,7 +244,7 @@ def index_tar(tar: str, path: Path, *, label: str = LABEL) -> TarIndex:
 
 
 def _class_of(sample: TarSample, label: str) -> str:
-    """Return the class of an image, '' if it has none; raise ValueError if its json cannot be read."""
+    """Return the class of an image, or '' if it has no class; raise ValueError if its json cannot be read."""
     if label == LABEL:
         return sample.members.get(_CLASS, b"").decode("utf-8", "replace").strip()
     value = description_of(sample).get(label)
@@ -259,7 +260,7 @@ def _sha256(texts: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class ImageQuery:
-    """Query for the images of tars.
+    """Query for the images in tars.
 
     Attributes:
         pattern: Pattern of local or remote tars (`clipmill.train.data.tar_samples.expand`).
@@ -299,7 +300,7 @@ def names_images(shards: str, *, cache: Path | None, cache_size: str | None) -> 
 
 
 def class_names_of_images(pattern: str, *, label: str, cache: Path | None, cache_size: str | None) -> set[str]:
-    """Return the classes of images in tars; raise UserError if the tars cannot be read, or lack the label."""
+    """Return the classes of images in tars; raise UserError if the tars cannot be read or lack the label."""
     tars = open_tars(pattern, cache=cache, cache_size=cache_size, label=label)
     names = {name for index in tars.indexes for name in index.classes.unique().to_pylist() if name}
     if not names:

@@ -1,4 +1,4 @@
-"""Data of a task according to its settings: data folders, mixtures, classes, and the size of pictures."""
+"""Opening of the data in a task's settings: data folders, mixtures, classes, and the resolution of frames."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -26,13 +26,14 @@ Opened = TypeVar("Opened")
 
 
 def open_folder(settings: ClipSettings, *, reason: str, column: str | None = VIDEO) -> DataFolder:
-    """Open the data folder of a task that needs a manifest, because of `reason`.
+    """Open the data folder of a task that needs a manifest.
 
     Args:
+        reason: Reason why the task needs a manifest, for the error message.
         column: See `open_data_folder`.
 
     Raises:
-        UserError: The settings name data without a manifest, or the folder cannot be read.
+        UserError: The data in the settings have no manifest, or the folder cannot be read.
     """
     if not kind_of(settings.folder).has_manifest:
         raise no_data_folder(settings.folder, f"and {reason}")
@@ -40,7 +41,7 @@ def open_folder(settings: ClipSettings, *, reason: str, column: str | None = VID
 
 
 def open_labelled_folder(settings: ClipSettings, *, column: str | None = VIDEO) -> DataFolder:
-    """Open the data folder of a task that needs labels; raises UserError like `open_folder`."""
+    """Open the data folder of a task that needs labels; raise UserError as `open_folder` does."""
     return open_folder(settings, reason="labels are in the manifest of a data folder", column=column)
 
 
@@ -51,7 +52,7 @@ def open_mixed(open_one: Callable[[str], Opened], settings: DataSettings) -> "Op
         open_one: Function that opens the samples of one folder.
 
     Raises:
-        UserError: `open_one` raised an error, which gets the name of its folder; or the samples cannot be mixed.
+        UserError: `open_one` raised an error, whose hint then mentions the folder; or the samples cannot be mixed.
     """
     if len(settings.folders) == 1:
         return open_one(settings.folder)
@@ -66,7 +67,7 @@ def open_mixed(open_one: Callable[[str], Opened], settings: DataSettings) -> "Op
 
 
 def require_no_streams(settings: DataSettings) -> None:
-    """Raise a UserError if one of several addresses names samples that cannot be found by number."""
+    """Raise a UserError if one of several sources is a stream, whose samples cannot be accessed by index."""
     for folder in settings.folders if len(settings.folders) > 1 else ():
         if not (kind := kind_of(folder, settings)).can_be_mixed:
             raise UserError(
@@ -78,7 +79,7 @@ def require_no_streams(settings: DataSettings) -> None:
 
 
 def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[str] | None = None) -> "ClassList":
-    """Return the classes of a label in all data that the settings name.
+    """Return the classes of a label in all data of the settings.
 
     Args:
         splits: Splits of data folders; None for all.
@@ -101,14 +102,14 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
         else:
             raise no_data_folder(address, f"and {kind.lacks.get('labels', 'they have no labels')}", kind=kind)
     if splits is None:
-        of_folders = (names_of_splits(read_videos(folder), read_divided_videos(folder)) for folder in folders)
-        splits = set[str]().union(*of_folders) or {TARS_SPLIT}
+        folder_splits = (names_of_splits(read_videos(folder), read_divided_videos(folder)) for folder in folders)
+        splits = set[str]().union(*folder_splits) or {TARS_SPLIT}
     return read_classes(*folders, label=label, splits=splits, also=names)
 
 
 @contextmanager
 def naming(folder: str) -> Iterator[None]:
-    """Add the name of a data folder to the hints of errors, if there are several folders."""
+    """Add a data folder to the hint of a UserError that is raised in this context."""
     try:
         yield
     except UserError as error:
@@ -117,7 +118,7 @@ def naming(folder: str) -> Iterator[None]:
 
 
 def picture_size(samples: Any, settings: ClipSettings) -> tuple[VideoViTSize, int]:
-    """Return the size of a task's video tower, and the side of its pictures, for clips or latents."""
+    """Return the size of a task's video tower, and the side length of its input frames or latents."""
     size = size_of(settings.model, settings.towers, num_views=settings.num_views).video
     shape = samples.frame_shape
     if shape is None:

@@ -1,6 +1,6 @@
-"""`open_clips` and `open_latents`: the loaders of the training commands as a Python interface (docs/python.md).
+"""`open_clips`, `read_clips` and `open_latents`: the training commands' loaders as a Python interface (docs/python.md).
 
-Samples, order, random draws, checks and failures are the same as in the commands.
+Samples, order, random draws, checks and error handling are the same as in the commands.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,13 +57,13 @@ class FinishedClips:
     """Final processing of a batch of clips, in the caller's thread.
 
     Attributes:
-        samples: Loader of clips, images or a stream, or a mixture of them.
+        samples: Loader of clips, images or a stream, or of a mixture of them.
         settings: Settings, including normalisation and augmentation of the model's input. Without a mean, clips stay
             uint8.
         rgb: True if the loader returns RGB frames.
         views: Temporal and spatial views of each clip in an evaluation.
-        is_training: Augment the clips.
-        all_captions: Add `captions`, a list of all captions for each clip.
+        is_training: True to augment the clips.
+        all_captions: True to add `captions`, a list of all captions for each clip.
         device: Device of the tensors; None for NumPy arrays.
     """
 
@@ -120,13 +120,13 @@ class FinishedClips:
 
 
 def texts_of_clips(samples: Any, clips: NDArray[np.int64]) -> list[list[str]]:
-    """Return all captions of each clip of `samples` (captioned clips or a mixture), in the order of their sources."""
+    """Return all captions of each clip in `samples` (captioned clips or a mixture), ordered by source."""
     if samples.folders is None:
         return [samples.captions.texts_of(clip) for clip in clips.tolist()]
     texts: list[list[str]] = [[] for _ in clips]
-    for folder, where, rows in samples.numbering.divide(clips):
-        for index, of_clip in zip(where.tolist(), texts_of_clips(samples.parts[folder], rows), strict=True):
-            texts[index] = of_clip
+    for folder, indices, rows in samples.numbering.divide(clips):
+        for index, clip_texts in zip(indices.tolist(), texts_of_clips(samples.parts[folder], rows), strict=True):
+            texts[index] = clip_texts
     return texts
 
 
@@ -145,20 +145,20 @@ def caption_settings(sources: Mapping[str, float] | None, min_relevancy: float |
     """Return the caption settings; raises UserError for invalid weights."""
     if sources is not None and not isinstance(sources, Mapping):
         raise UserError(
-            f"sources is {quote_value(sources)}", hint='give weights by name: {"human": 1, "*rephraser*": 2}'
+            f"sources is {quote_value(sources)}", hint='pass weights by name: {"human": 1, "*rephraser*": 2}'
         )
     text = None if sources is None else ",".join(f"{name}={weight}" for name, weight in sources.items())
     return CaptionSettings(sources=text, min_relevancy=min_relevancy)
 
 
 def augmentation(values: Mapping[str, float] | None) -> Augment:
-    """Return augmentation with these settings; raise UserError for unknown names and invalid values."""
+    """Return augmentation settings with these values; raise UserError for unknown names and invalid values."""
     known = vars(Augment())
     if values is not None and (not isinstance(values, Mapping) or values.keys() - known.keys()):
         raise UserError(f"augment is {quote_value(values)}", hint=f"give a dictionary with some of {', '.join(known)}")
-    given: Mapping[str, Any] = values or {}
+    overrides: Mapping[str, Any] = values or {}
     numbers: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in overrides.items():
         is_integer = isinstance(known[name], int)
         if isinstance(value, bool) or not isinstance(value, Real) or (is_integer and not float(value).is_integer()):
             raise UserError(
@@ -171,7 +171,7 @@ def augmentation(values: Mapping[str, float] | None) -> Augment:
 def normalisation_arguments(
     pixel_mean: Sequence[float] | None, pixel_std: Sequence[float] | None, *, augment: Mapping[str, float] | None = None
 ) -> tuple[tuple[float, float, float] | None, tuple[float, float, float] | None]:
-    """Return mean and standard deviation of the model's input; raise UserError if only one of them is given."""
+    """Return the model input's mean and standard deviation, or None for both; raise UserError if either is missing."""
     mean, std = colours_of("pixel_mean", pixel_mean), colours_of("pixel_std", pixel_std)
     if (mean is None) != (std is None) or (augment is not None and mean is None):
         raise UserError(
@@ -182,7 +182,7 @@ def normalisation_arguments(
 
 
 def views_setting(views: Sequence[str] | None) -> str | None:
-    """Return the value of --views; raise UserError unless it is a list of names."""
+    """Return the value of --views; raise UserError unless `views` is a sequence of names."""
     if views is None:
         return None
     if isinstance(views, str) or not isinstance(views, Sequence) or not all(isinstance(name, str) for name in views):
@@ -191,7 +191,7 @@ def views_setting(views: Sequence[str] | None) -> str | None:
 
 
 def loading_of(settings: ClipSettings, world: World, *, device: str | torch.device | None) -> LoaderSettings:
-    """Return the loader's settings for batches that belong to the caller."""
+    """Return loader settings for batches that the caller may keep."""
     is_pinned = device is not None and torch.device(device).type == "cuda"
     return replace(
         loader_settings(settings, world, device=torch.device(device or "cpu")),
@@ -238,39 +238,39 @@ def open_clips(
     """Open the clips of a split: spans of videos, each with a caption or, if `label` is given, a class.
 
     Args:
-        data: Path or address (s3://bucket/data) of a data folder that prep made; or video tars or image tars, such as
-            DIR/{000..999}.tar. A list of data folders and image tars is a mixture, whose batches have `folder`: the
-            index in the list for each clip.
+        data: Path or URL (s3://bucket/data) of a data folder that prep made; or video tars or image tars, such as
+            DIR/{000..999}.tar. A list of data folders and image tars is a mixture; its batches have `folder`, the
+            index of each clip's source in the list.
         mix: Weights of the folders of a mixture. Default: in proportion to their sizes. Every folder has its own
             epochs; an epoch of `Batches` has as many samples as all folders together.
         split: Split of the manifest. Tars have no splits; all of their clips are used.
         where: Condition that selects clips, such as "motion > 0.2 and words > 3" (docs/data.md).
         variant: Name of the variant to read, or a list of names for several columns, as `prep status` shows them.
             Default: the current variants. `prep gc` keeps the variants until the batches are deleted.
-        views: Names of cameras, such as ("top", "wrist"): a clip shows the moment of a group of captions from each of
-            them, at the same offsets from the begins of their spans. `video` is then [B, V, ...], `time_s` [B, V, T].
+        views: Names of cameras, such as ("top", "wrist"). A clip then shows the moment of a group of captions from
+            each camera, at the same offsets from the starts of their spans. `video` is [B, V, ...], `time_s` [B, V, T].
         batch: Batch size of this process.
         num_frames, size_px, sampling, stride, crop, min_crop_area: See the same flags of `train dual-encoder`.
-        rgb: True for RGB frames; False for YUV 4:2:0 frames, which have half as many bytes.
+        rgb: True for RGB frames; False for YUV 4:2:0 frames, which take half the memory.
         pixel_mean, pixel_std: Mean and standard deviation of R, G and B, on a scale from 0 to 1. If they are given,
-            `video` is normalised on the device: float32 [B, 3, T, S, S], as the models of the commands expect it.
-        augment: Settings of augmentation by the names of `--augment.*`, such as {"flip": 0.5}. Augmentation needs
+            `video` is normalised on the device: float32 [B, 3, T, S, S], as the commands' models expect it.
+        augment: Augmentation settings, with the names of `--augment.*`, such as {"flip": 0.5}. Augmentation needs
             `pixel_mean`, `pixel_std` and `shuffle`.
         captions: "text" for `caption`; "embedding" for `text`, the embedding that `prep text` stored, instead of
             `caption`; "all" to add `captions`, the list of all captions of each clip from the sources in `sources`.
         sources: Sampling weights of caption sources, by name or pattern; captions of other sources are omitted. See
             --captions.sources.
-        min_relevancy: Relevancy above which captions of other clips are shown too. See --captions.min-relevancy.
+        min_relevancy: Relevancy above which captions of other clips are also shown. See --captions.min-relevancy.
         label: Name of a label column of the captions, without the prefix `label_`. Batches then have `label` instead of
             `caption`.
         shuffle: True for random order, moments, crops and captions, as in training; False for every clip once, in
             order, with centred moments and crops, as in evaluation.
-        clips, crops: Number of temporal and of spatial views of each clip; several views need shuffle=False. `video`
-            then has a view dimension after the batch dimension; all crops of the first moments come first.
+        clips, crops: Number of temporal and of spatial views of each clip. Several views need shuffle=False; `video`
+            then has a view dimension after the batch dimension, with all crops of the first moments first.
         workers: Number of decoding threads.
         seed: Random seed for order, moments, crops and captions.
-        rank, world: Index of this process and number of processes; each process gets its share. Default: the
-            values of torch.distributed, else of torchrun's environment, else one process.
+        rank, world: Index of this process and number of processes; each process gets its share of the samples. Default:
+            the values from torch.distributed, otherwise from torchrun's environment, otherwise a single process.
         device: Device of frames, labels and embeddings; None for NumPy arrays.
         max_failures: Maximum number of clips that may fail to load; one more failure raises FailedWork.
         cache: Folder for copies of remote data. Default: the user's cache folder.
@@ -289,11 +289,11 @@ def open_clips(
     require_choice("captions", captions, ClipText)
     mean, std = normalisation_arguments(pixel_mean, pixel_std, augment=augment)
     is_normalised = mean is not None
-    several = Views(num_clips=clips, num_crops=crops)
-    if min(clips, crops) < 1 or (shuffle and len(several) > 1):
+    clip_views = Views(num_clips=clips, num_crops=crops)
+    if min(clips, crops) < 1 or (shuffle and len(clip_views) > 1):
         raise UserError(f"clips is {clips} and crops is {crops}", hint="use 1 or more; more than 1 needs shuffle=False")
-    shown = caption_settings(sources, min_relevancy)
-    if label is not None and (captions != "text" or shown != CaptionSettings()):
+    caption_options = caption_settings(sources, min_relevancy)
+    if label is not None and (captions != "text" or caption_options != CaptionSettings()):
         raise UserError(f"label is {label!r}, instead of captions", hint="omit captions=, sources= and min_relevancy=")
     if size_px < 1 or ((rgb or is_normalised) and size_px % 2):
         parity = "even number, as chroma has half the size of luma" if rgb or is_normalised else "number"
@@ -327,35 +327,35 @@ def open_clips(
             continue
         if where is not None:
             raise no_data_folder(address, "which have no scores")
-        if captions != "text" or shown != CaptionSettings():
+        if captions != "text" or caption_options != CaptionSettings():
             error = no_data_folder(address, "whose samples have one caption each")
             error.add_hint("or omit captions=, sources= and min_relevancy=")
             raise error
     require_no_streams(settings)
 
-    def open_one(address: str) -> Any:
+    def open_source(address: str) -> Any:
         return open_samples(
             DataQuery(
                 settings=replace(settings, shards=address, mix=None),
                 content="captions" if classes is None else "labels",
                 split=split,
                 loading=loading,
-                views=several,
+                views=clip_views,
                 is_rgb=rgb and not is_normalised,
                 has_stored_text=captions == "embedding",
-                captions=shown,
+                captions=caption_options,
                 classes=() if classes is None else (classes,),
             )
         )
 
     with reading_named(settings.folders, variant, cache=cache):
         classes = None if label is None else read_classes_of(settings, label=label)
-        samples = open_mixed(open_one, settings)
+        samples = open_mixed(open_source, settings)
     finish = FinishedClips(
         samples=samples,
         settings=settings,
         rgb=rgb,
-        views=several,
+        views=clip_views,
         is_training=shuffle,
         all_captions=captions == "all",
         device=device,
@@ -393,36 +393,36 @@ def read_clips(
     """Open frames at given times: for each row of a table, the frames on screen at offsets from its time.
 
     Batches have `video`, `time_s` (float64 [B, T], when each frame appeared on screen), `is_padded` (bool [B, T]),
-    and `row` (int64 [B], index in the table). An offset that leads out of the video shows its first or last frame, and
-    is padded. A row whose own time is outside of its video, or in a missing chunk, fails.
+    and `row` (int64 [B], index in the table). An offset that points outside the video shows its first or last frame,
+    which is marked in `is_padded`. A row whose time is outside its video, or in a missing chunk, fails.
 
     Args:
-        data: Path or address of a data folder that prep made.
+        data: Path or URL of a data folder that prep made.
         table: Arrow table or mapping of columns: `video_id`, or `key` of a chunk of the video; `time_s`, seconds from
-            the start of the video; and optionally `begin_s` and `end_s`, the span that offsets do not leave, such as
-            an episode. A frame that begins up to 0.1 ms later than a time counts as on screen.
+            the start of the video; and optionally `begin_s` and `end_s`, the span to which frames are limited, such as
+            an episode. A frame that begins up to 0.1 ms after a time counts as on screen at that time.
         offsets_s: Offsets of the T frames, seconds, in the order of `video`.
-        views: Names of cameras, such as ("top", "wrist"): the table then has columns for each of them, such as
-            `video_id.top` and `time_s.top`; a column without a camera is for all. `video` is then [B, V, T, ...].
-        size_px: Side of a square crop; or height and width, to which complete frames are resized.
+        views: Names of cameras, such as ("top", "wrist"). The table then has columns for each camera, such as
+            `video_id.top` and `time_s.top`; a column without a camera applies to all. `video` is [B, V, T, ...].
+        size_px: Side length of a square crop; or height and width, to which complete frames are resized.
         shuffle: True for random order and crops; False for the rows in order, with centred crops.
         variant, batch, crop, min_crop_area, rgb, pixel_mean, pixel_std, workers, seed: See `open_clips`.
         rank, world, device, max_failures, cache, cache_size: See `open_clips`.
 
     Raises:
-        UserError: The data or the device does not exist, the table lacks a column or names videos that the data do not
-            have, or an argument has the wrong type or is out of range.
+        UserError: The data or the device does not exist, the table lacks a column or lists videos that are not in the
+            data, or an argument has the wrong type or is out of range.
     """
     from clipmill.train.data.producers.given_moments import GivenRows, open_given_moments
 
-    is_whole = not isinstance(size_px, Integral)
+    is_uncropped = not isinstance(size_px, Integral)
     height_px, width_px = _height_and_width(size_px)
     require_whole_numbers(batch=batch, workers=workers, seed=seed, max_failures=max_failures)
     require_device(device)
     require_texts(cache_size=cache_size)
     require_choice("crop", crop, CropRule)
     mean, std = normalisation_arguments(pixel_mean, pixel_std)
-    if is_whole and mean is not None:
+    if is_uncropped and mean is not None:
         raise UserError("pixel_mean needs square frames", hint="use one number for size_px, or omit pixel_mean")
     offsets_us = _offsets_us(offsets_s)
     ranks = ranks_of(rank, world)
@@ -443,7 +443,7 @@ def read_clips(
         cache_size=cache_size,
     )
     shape = replace(
-        clip_shape(settings, views=Views()), rgb=rgb and mean is None, width_px=width_px if is_whole else None
+        clip_shape(settings, views=Views()), rgb=rgb and mean is None, width_px=width_px if is_uncropped else None
     )
     with reading_named(settings.folders, variant, cache=cache):
         folder = open_folder(settings, reason="a time belongs to a video of a data folder")
@@ -486,7 +486,7 @@ def _offsets_us(offsets_s: Sequence[float]) -> tuple[int, ...]:
     except (TypeError, ValueError):
         offsets_us = ()
     if not offsets_us or max(map(abs, offsets_us)) > _FARTHEST_US:
-        raise UserError(f"offsets_s is {quote_value(offsets_s)}", hint="give seconds, such as (-0.2, -0.1, 0.0)")
+        raise UserError(f"offsets_s is {quote_value(offsets_s)}", hint="pass seconds, such as (-0.2, -0.1, 0.0)")
     return offsets_us
 
 
@@ -516,11 +516,11 @@ def open_latents(
     """Open the segments of a split, as VAE latents that `prep latents` made, each with a caption or a class.
 
     Args:
-        data: Path or address of a data folder that prep made; or a list of folders, a mixture, with latents of the
-            same VAE.
+        data: Path or URL of a data folder that prep made; or a list of folders, which is a mixture. All folders must
+            have latents from the same VAE.
         segment: Length of a segment, such as 5s: a whole number of frames. Default: the stored segments of a video VAE;
             5s for other latents.
-        max_segments: Maximum number of segments of each video, spread evenly over it; None for all.
+        max_segments: Maximum number of segments of each video, evenly spaced; None for all.
         tails: Treatment of the frames after the last full segment of a chunk: "drop" them, or "pad" them with zeros.
         captions: "text" for `caption`; "embedding" for `text`, the embedding that `prep text` stored, instead of
             `caption`; None for segments without captions.
@@ -551,15 +551,15 @@ def open_latents(
         raise UserError(f"captions is {captions!r}", hint="use 'text', 'embedding' or None")
     can_keep = device is None or torch.device(device).type != "cuda"
     loading = LoaderSettings(batch=batch, seed=seed, rank=this_world.rank, num_ranks=this_world.size, can_keep=can_keep)
-    shown: dict[str | None, ShownCaptions] = {None: "none", "text": "words", "embedding": "stored"}
+    caption_forms: dict[str | None, ShownCaptions] = {None: "none", "text": "words", "embedding": "stored"}
 
-    def open_one(address: str) -> Samples[LatentReader]:
+    def open_source(address: str) -> Samples[LatentReader]:
         return open_latent_segments(
             SegmentQuery(
                 opened[address].path,
                 split=split,
                 segment=segment,
-                captions=shown[captions if classes is None else None],
+                captions=caption_forms[captions if classes is None else None],
                 loading=loading,
                 tails=tails,
                 classes=() if classes is None else (classes,),
@@ -575,7 +575,7 @@ def open_latents(
             for address in settings.folders
         }
         classes = None if label is None else read_classes_of(settings, label=label)
-        samples = open_mixed(open_one, settings)
+        samples = open_mixed(open_source, settings)
     reader: Any = samples.loader.reader
     shown_captions = reader.captions if captions == "text" and classes is None else None
     late = () if samples.folders is None else ("folder",)

@@ -1,11 +1,11 @@
-"""`Loader`: batches of samples for one rank, with a fixed order, named failures, and exact resumption.
+"""`Loader`: batches of samples for one rank, with a fixed order, reported failures, and exact resumption.
 
-The loader knows rows only by index. Rows belong to a `SampleTable` (clipmill.train.data.samples), and a reader turns
+The loader accesses rows only by index. Rows belong to a `SampleTable` (clipmill.train.data.samples), and a reader turns
 rows into samples: threads decode clips and images (clipmill.train.data.workers), latents are copied from mapped files,
-and a stream is read from front to back.
+and a stream is read sequentially.
 
 Training follows the endless order of clipmill.train.data.order; its state is a cursor in this order. If a sample fails,
-it is reported with the batch, and the next sample in order replaces it. Therefore the same failures give the same
+it is reported with the batch, and the next sample in order replaces it. Therefore the same failures result in the same
 batches (clipmill.train.data.outcomes).
 """
 
@@ -24,7 +24,7 @@ from clipmill.train.data.order import SEPARATOR, Cursor, LoaderState, SampleOrde
 from clipmill.train.data.outcomes import BatchBuilder, LoadedBatch
 from clipmill.train.device.random import Positions, generator
 
-# Number of positions that are computed at a time. The first blocks are small, so that the first batch does not wait.
+# Number of positions that are computed at a time. The first blocks are small, so that the first batch is ready early.
 _FIRST_BLOCK, _GROWTH, _BLOCK = 64, 8, 4096
 
 
@@ -37,7 +37,7 @@ class SampleRequest:
     seed: int | None
 
     def generator(self, purpose: str, *, num_alike: int = 1) -> np.random.Generator | None:
-        """Return a generator for the random draws for a purpose; None in an evaluation.
+        """Return the generator of random draws for a purpose; None in an evaluation.
 
         Args:
             num_alike: Number of consecutive positions that draw the same numbers.
@@ -68,9 +68,9 @@ class LoaderSettings:
         batch: Number of samples in this rank's batch.
         num_ahead: Maximum number of samples that are loaded, or being loaded, ahead of the caller.
         group: Number of consecutive samples that are loaded together.
-        stuck_after_s: Seconds after which a sample that is still being loaded counts as failed.
+        stuck_after_s: Time after which a sample that is still being loaded counts as failed, seconds.
         pin: Put batches into pinned memory, for copies to a GPU.
-        can_keep: Never overwrite a batch in use. Otherwise, the second batch after a batch overwrites it.
+        can_keep: Never overwrite a batch in use. Otherwise, each batch overwrites the second batch before it.
     """
 
     batch: int = 32
@@ -95,7 +95,7 @@ class LoaderSettings:
 
 
 class Rows(Protocol):
-    """Facts about samples that a `Loader` needs, in addition to a reader."""
+    """Properties of the samples that a `Loader` needs, in addition to a reader."""
 
     @property
     def fingerprint(self) -> str:
@@ -113,10 +113,10 @@ class Reader(Protocol):
     """Reader that turns rows into samples."""
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[Any]:
-        """Return the samples or failures of some blocks, in order, loaded ahead; None for an empty position."""
+        """Return the samples or failures of the blocks, in order, loaded ahead; None for an empty position."""
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[Any]], Batch]:
-        """Return the function that makes batches of samples, for one iteration."""
+        """Return the function that collates samples into batches, for one iteration."""
 
 
 class TrainingSet(Protocol):
@@ -138,7 +138,7 @@ class TrainingSet(Protocol):
         """Return a line for the log: content of the set, and omitted samples with reasons."""
 
     def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
-        """Yield endless batches in training order; raises TooManyFailures after more than `max_failures` failures."""
+        """Yield endless batches in training order; raise TooManyFailures after more than `max_failures` failures."""
 
     def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
         """Yield this rank's share of every `every`-th sample, once, in order. The last batch may be smaller."""
@@ -148,7 +148,7 @@ class TrainingSet(Protocol):
 
 
 class Order(Protocol):
-    """The samples at the positions of the endless order, as `SampleOrder` gives them."""
+    """Endless order of samples, such as `SampleOrder`."""
 
     def at(self, positions: Positions) -> Positions:
         """Return the samples at `positions`; -1 for empty positions."""
@@ -158,11 +158,11 @@ class Loader:
     """Batches of a table's samples, made by a reader.
 
     Args:
-        rows: Facts about the samples.
+        rows: Properties of the samples.
         reader: Reader of the samples.
-        loading: Batches and this rank's share.
-        order: Training order. By default it is shuffled by the seed; if the number of samples is unknown, as they
-            arrive.
+        loading: Settings for batches, and this rank's share.
+        order: Training order. By default, the order is shuffled by the seed, or the order of arrival if the number of
+            samples is unknown.
 
     Attributes:
         reader, loading: Arguments of these names.
@@ -184,11 +184,11 @@ class Loader:
         """
         batch, share = self.loading.batch, self.loading.share
         begin = self.cursor if position is None else Cursor(position)
-        building = self._builder(max_failures)
+        builder = self._builder(max_failures)
         outcomes = self.reader.outcomes(self._training_blocks(begin), self.loading)
-        while building.fill(outcomes):
-            self.cursor = begin.after(building.num_batches * batch, building.num_taken, share)
-            yield building.take(self.cursor)
+        while builder.fill(outcomes):
+            self.cursor = begin.after(builder.num_batches * batch, builder.num_taken, share)
+            yield builder.take(self.cursor)
 
     def evaluation_batches(self, *, every: int = 1, begin: int = 0) -> Iterator[LoadedBatch]:
         """Yield this rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty.
@@ -196,17 +196,17 @@ class Loader:
         Args:
             begin: Position to start at: 0, or the position of the cursor after a batch.
         """
-        building, num_samples = self._builder(None), self._rows.num_samples
+        builder, num_samples = self._builder(None), self._rows.num_samples
         first, step = begin + self.loading.rank * every, self.loading.num_ranks * every
         numbers = count(first, step) if num_samples is None else range(first, num_samples, step)
         outcomes = self.outcomes(numbers)
-        while building.fill(outcomes):
-            yield building.take(Cursor(begin + building.num_taken * step))
-        if not building.is_empty:
-            yield building.take(Cursor(begin + building.num_taken * step if num_samples is None else num_samples))
+        while builder.fill(outcomes):
+            yield builder.take(Cursor(begin + builder.num_taken * step))
+        if not builder.is_empty:
+            yield builder.take(Cursor(begin + builder.num_taken * step if num_samples is None else num_samples))
 
     def outcomes(self, samples: Iterable[int]) -> Iterator[Any]:
-        """Return each of `samples` as in an evaluation, or its failure, in order. They are loaded ahead."""
+        """Return each of `samples` as in an evaluation, or its failure, in order. Samples are loaded ahead."""
         return self.reader.outcomes(_evaluation_blocks(samples), self.loading)
 
     def state_dict(self) -> LoaderState:
@@ -220,7 +220,7 @@ class Loader:
         A single state is enough if no sample had failed, or if there was only one rank.
 
         Raises:
-            UserError: The states belong to another sample set, another seed or different steps.
+            UserError: The states belong to a different sample set or seed, or to different steps.
         """
         order, _, content = self._rows.fingerprint.partition(SEPARATOR)
         for state in states:

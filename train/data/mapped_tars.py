@@ -2,9 +2,9 @@
 
 A tar is mapped when it is first needed, after the length of the open file is compared with its commit. Bytes are read
 when they are used, and the kernel reclaims pages when memory is short, so a set may be larger than memory. If a mapped
-tar is truncated in place, the process ends with the name of the tar (clipmill.manifests.mapped_files).
+tar is truncated in place, the process ends with an error that mentions the tar (clipmill.manifests.mapped_files).
 
-A member is verified against its checksum once per process, when it is first needed. Later changes are not noticed. A
+A member is verified against its checksum once per process, when it is first needed. Later changes are not detected. A
 member that does not match stays unusable until the process ends.
 
 Tars of remote variants (`RemoteMaps`) are fetched into the cache in the background, and mapped from there. If a tar
@@ -45,19 +45,20 @@ from clipmill.train.data.workers import Stuck
 
 _UNKNOWN, _GOOD = 0, 1
 
-# Bytes, with begin and end of a part. A batch is copied faster if parts are cut out only when they are copied.
+# Bytes of a tar, with the start and end of a part. Copying a batch is faster if a part is sliced only at that time.
 Part = tuple[memoryview, int, int]
 
 
 class MappedTars:
-    """The tars of `variants`, numbered variant after variant. Thread-safe.
+    """The tars of `variants`, numbered one variant after another. Thread-safe.
 
-    The place of a byte is its offset if all tars were concatenated, so a single number locates a member. If the process
-    has too many maps, the oldest are given up (`clipmill.manifests.mapped_files`); a part in use keeps its map.
+    The place of a byte is its offset in the concatenation of all tars, so a single number locates a member. If the
+    process has too many maps, the oldest maps are closed (`clipmill.manifests.mapped_files`); a part in use keeps its
+    map.
 
     Attributes:
         starts: Place of the first byte of each tar, int64.
-        has_origin: True if the tars are copies of other tars, from which `fetch_bytes` reads.
+        has_origin: True if the tars are copies of remote tars, from which `fetch_bytes` reads.
         num_readers: Number of threads that fetch members; 0 if no member needs to be fetched.
     """
 
@@ -83,13 +84,13 @@ class MappedTars:
                 raise unusable_error(self._path(number), column, error.strerror or str(error)) from error
 
     def want(self, places: NDArray[np.int64]) -> None:
-        """Announce the places of all members that samples need. Tars on local disks need no preparation."""
+        """Register the places of all members that samples need. Tars on local disks do not need preparation."""
 
     def begin_fetching(self) -> None:
         """Start fetching the tars that samples need to this machine, in the background."""
 
     def describe(self) -> str:
-        """Describe where the tars are, for the log; empty for tars on local disks."""
+        """Describe the location of the tars, for the log; empty for tars on local disks."""
         return ""
 
     def locate(self, place: int) -> tuple[int, int]:
@@ -98,7 +99,7 @@ class MappedTars:
         return number, place - self._starts[number]
 
     def name(self, number: int) -> str:
-        """Return the name of a tar in messages."""
+        """Return the name of a tar for messages."""
         return str(self._path(number))
 
     def are_mapped(self, places: NDArray[np.int64]) -> bool:
@@ -106,7 +107,7 @@ class MappedTars:
         return True
 
     def parts(self, places: NDArray[np.int64], size_bytes: NDArray[np.int64] | int) -> Iterator[Part]:
-        """Return the bytes at the given places, part after part.
+        """Return an iterator over the parts at these places.
 
         Raises:
             UserError: A tar can no longer be mapped.
@@ -129,7 +130,7 @@ class MappedTars:
         return self._views[number] or self._map(number)
 
     def fetch_bytes(self, number: int, offset: int, size: int) -> memoryview | None:
-        """Fetch bytes of a tar from its origin; None if it has no origin.
+        """Fetch bytes of a tar from the remote tar; return None for tars on local disks.
 
         Raises:
             OSError: The bytes cannot be fetched.
@@ -139,7 +140,7 @@ class MappedTars:
     def _map(self, number: int) -> memoryview:
         descriptor = open_regular(self._path(number))
         try:
-            # The size of the open file, because the name may refer to another file by now.
+            # Check the open file, because the path may refer to a different file by now.
             self._require(number, os.fstat(descriptor))
             view = map_descriptor(descriptor, int(self._sizes[number]))
         finally:
@@ -166,7 +167,7 @@ class _Map:
         self._views, self._number = views, number
 
     def close(self) -> bool:
-        """Give up the map once no part of it is in use."""
+        """Drop the map. It is unmapped once no part of it is in use."""
         self._views[self._number] = None
         return True
 
@@ -175,12 +176,12 @@ def unusable_error(path: Path, column: str, why: str) -> UserError:
     """Return the error for a file of a column that cannot be used."""
     return UserError(
         f"{path} cannot be used: {why}",
-        hint=f"prep verify lists all damage, and prep {column} makes damaged shards again",
+        hint=f"prep verify lists all damage, and prep {column} rebuilds damaged shards",
     )
 
 
 class Payload(NamedTuple):
-    """Place and size of a member (header and array), and its checksum."""
+    """Place, size and checksum of a member (header and array)."""
 
     place: int
     size_bytes: int
@@ -195,11 +196,11 @@ class Problem(NamedTuple):
 
 
 class VerifiedMembers:
-    """The members of a column, by number. Each is verified when it is first loaded. Thread-safe.
+    """The members of a column, by number. Each member is verified when it is first loaded. Thread-safe.
 
     Args:
-        payload: Function that returns the payload of a member.
-        noun: Noun for the data that a sample takes from a member, for messages.
+        payload: Function that takes the number of a member and returns its payload.
+        noun: Noun for the data that a sample reads from a member, for messages.
     """
 
     def __init__(
@@ -217,7 +218,7 @@ class VerifiedMembers:
         return due
 
     def load(self, member: int) -> memoryview | Problem:
-        """Return the bytes of a member, verified now unless they were before; or the problem with the member."""
+        """Return the verified bytes of a member, or the problem with the member."""
         if (known := self._problems.get(member)) is not None:
             return known
         place, size_bytes, crc32 = self._payload(member)
@@ -227,12 +228,12 @@ class VerifiedMembers:
             content = None if view is None else view[offset : offset + size_bytes]
             if content is None or not self._is_good(member, content, crc32):
                 content = self._tars.fetch_bytes(number, offset, size_bytes)
-                # Verified each time, because the next request fetches the member again.
+                # Verify fetched bytes each time, because each request fetches the member again.
                 content = None if content is None or zlib.crc32(content) != crc32 else content
             if content is not None:
                 return content
             problem = Problem("checksum", f"{self._where(number)} do not match their checksum")
-        except UserError:  # credentials that are refused affect all tars
+        except UserError:  # refused credentials affect all tars
             raise
         except OSError as error:
             problem = Problem("shard_unreadable", f"{self._where(number)} cannot be read: {error.strerror or error}")
@@ -244,17 +245,17 @@ class VerifiedMembers:
         return self._record(member, Problem("stuck", f"{self._where(number)} were not read within {stuck.after_s:g} s"))
 
     def _record(self, member: int, problem: Problem) -> Problem:
-        # Bytes that cannot be fetched now may be available next time.
+        # Do not record a problem with a remote tar, because its bytes may be available next time.
         if not self._tars.has_origin:
             self._problems[member] = problem
         return problem
 
     def _is_good(self, member: int, content: memoryview, crc32: int) -> bool:
-        """Return True if mapped bytes match their checksum. They are compared only once."""
+        """Return True if mapped bytes match their checksum. The checksum is computed only once."""
         if self._state[member] == _UNKNOWN:
             with self._turns.setdefault(member, threading.Lock()):
                 if self._state[member] == _UNKNOWN:
-                    # If a copy cannot be read, it is fetched again, like a copy that does not match.
+                    # A copy that cannot be read is handled like a copy that does not match: its bytes are fetched.
                     with suppress(OSError) if self._tars.has_origin else nullcontext():
                         read_ahead(content)
                         if zlib.crc32(content) == crc32:
@@ -267,10 +268,10 @@ class VerifiedMembers:
 
 
 def member_rows(variant: Variant) -> ChunkRows:
-    """Return the rows of a variant's verified merged table, or else of its verified indexes.
+    """Return the rows of a variant's verified merged table or, without a table, of its verified indexes.
 
     Raises:
-        UserError: The table or an index is damaged, or an index is not the committed index.
+        UserError: The table or an index is damaged, or an index differs from the committed index.
     """
     column = variant.directory.parent.name
     try:
@@ -278,7 +279,7 @@ def member_rows(variant: Variant) -> ChunkRows:
     except DamagedIndex as error:
         raise unusable_error(error.path, column, error.why) from error
     except Damaged as error:
-        raise UserError(str(error), hint=f"run prep {column}, which makes the table again") from error
+        raise UserError(str(error), hint=f"run prep {column}, which rebuilds the table") from error
     except OSError as error:
         raise unusable_error(Path(error.filename or variant.directory), column, str(error)) from error
 
@@ -296,20 +297,21 @@ def places_of(
     Args:
         starts: Place of each shard's tar.
         shard_of: Index in `starts` of each row.
-        array_bytes: Size of each array; None for members that are not arrays: places of the members, without headers.
+        array_bytes: Size of each array; None for members that are not arrays. The function then returns the places of
+            the members, and 0 as header size.
 
     Raises:
-        UserError: An array would end beyond its tar, or does not begin on a block boundary: the index is for another
-            tar.
+        UserError: An array would end beyond its tar, or does not begin on a block boundary, so the index belongs to a
+            different tar.
     """
     tars = variant.tar_files
     offset, size = (table[name].to_numpy().astype(np.int64) for name in ("offset", "size"))
-    inside = (offset >= 0) & (size > 0) & (offset + size <= tars.sizes[shard_of])
+    is_valid = (offset >= 0) & (size > 0) & (offset + size <= tars.sizes[shard_of])
     header = np.zeros(len(size), np.int64)
     if array_bytes is not None:
         header = size - array_bytes
-        inside &= (header > 0) & (header <= size) & ((offset + header) % BLOCK_BYTES == 0)
-    bad = np.flatnonzero(~inside)
+        is_valid &= (header > 0) & (header <= size) & ((offset + header) % BLOCK_BYTES == 0)
+    bad = np.flatnonzero(~is_valid)
     if len(bad):
         at = int(bad[np.lexsort((table["row"].to_numpy()[bad], shard_of[bad]))[0]])
         shard = variant.shard(int(tars.shard_ids[shard_of[at]]))
@@ -321,7 +323,7 @@ def places_of(
 
 
 _NUM_FETCHED_AT_ONCE = 4
-_RETRY_AFTER_S = 0.2  # time between checks whether another process has fetched a tar
+_RETRY_AFTER_S = 0.2  # delay before a tar is tried again that another process was fetching
 _JOIN_TIMEOUT_S = 10.0
 _NUM_ATTEMPTS = 3
 _MAX_MAPPED = MAX_OPEN_MAPS // 2  # the rest is for indexes
@@ -330,18 +332,19 @@ _MAX_MAPPED = MAX_OPEN_MAPS // 2  # the rest is for indexes
 class RemoteMaps(MappedTars):
     """The tars of remote variants. Thread-safe.
 
-    Tars that fit under the limit of the cache are fetched in the background, once per machine, and mapped as they
-    arrive. Until then, and always for tars that do not fit, members are read by range when they are needed.
+    Tars that fit within the cache limit are fetched in the background, once per machine, and mapped as they arrive.
+    Until then, and always for tars that do not fit, members are read by range when they are needed.
 
     Thus the order of samples does not depend on the size of the cache. In a full shuffle over a set that is larger than
-    the cache, the other members are read individually in each epoch, which transfers as many bytes as the epoch shows.
-    Fetching complete tars for single members would transfer thousands of times as many. Mapped tars are kept as long as
-    the set, because eviction by last use would always evict what a full shuffle needs next. If a member of a cached tar
-    does not match its checksum, it is read by range, and the tar is removed from the cache.
+    the cache, the members of tars that do not fit are read individually in each epoch, so that only the bytes that the
+    epoch uses are transferred. Fetching complete tars for single members would transfer thousands of times as many
+    bytes. Mapped tars are kept as long as the set, because evicting the least recently used tar would always evict what
+    a full shuffle needs next. If a member of a cached tar does not match its checksum, it is read by range, and the tar
+    is removed from the cache.
 
     Args:
-        tars: Tars of the data folder.
-        whole: Variant whose tars must be complete; they are fetched now.
+        tars: Reader of the data folder's tars.
+        whole: Variant whose complete tars must be in the cache; the constructor fetches them.
 
     Raises:
         UserError: A required complete tar cannot be fetched, or does not fit into the cache.
@@ -361,26 +364,27 @@ class RemoteMaps(MappedTars):
             self._fetch_whole(range(first, first + whole.num_shards), column=whole.directory.parent.name)
 
     def require_files(self) -> None:
-        """Check nothing: if a tar is missing in the bucket, its samples fail."""
+        """Skip the check: if a tar is missing from the bucket, its samples fail."""
 
     def describe(self) -> str:
-        """Describe how much is in the cache, for the log."""
+        """Report how much of the tars is in the cache, for the log."""
         needed, cache = self._is_needed, self._tars.cache
-        num_here, num_fitting, num_all = (
+        cached_bytes, fitting_bytes, total_bytes = (
             int(self._sizes[tars].sum()) for tars in (needed & self._is_mapped, self._is_claimed(), needed)
         )
         limit = f"{'80% of the free disk' if cache.is_derived else '--cache-size'}: {size_text(cache.limit_bytes)}"
-        part = (
-            "" if num_fitting == num_all else f"; {size_text(num_fitting)} of them fit, and the rest is read by range"
+        fits = f"; {size_text(fitting_bytes)} of them fit, and the rest is read by range"
+        part = "" if fitting_bytes == total_bytes else fits
+        return (
+            f"{size_text(cached_bytes)} of {size_text(total_bytes)} of tars in the cache {cache.folder} ({limit}{part})"
         )
-        return f"{size_text(num_here)} of {size_text(num_all)} of tars in the cache {cache.folder} ({limit}{part})"
 
     def want(self, places: NDArray[np.int64]) -> None:
-        """Note that the tars at these places are needed, and map the tars that are in the cache."""
+        """Mark the tars at these places as needed, and map the tars that are in the cache."""
         self._is_needed[np.unique(np.searchsorted(self.starts, places, side="right") - 1)] = True
         cache, cached = self._tars.cache, set(self._tars.cache.names())
         numbers = np.flatnonzero(self._is_needed & ~self._is_mapped).tolist()
-        # Tars that are already local cost nothing, so they come first.
+        # Claim room for cached tars first, because they do not have to be fetched.
         for number in sorted(numbers, key=lambda number: self._cached_name(number) not in cached):
             shard, name = self._shards[number], self._cached_name(number)
             has_room = len(cache.claims) < _MAX_MAPPED
@@ -394,10 +398,10 @@ class RemoteMaps(MappedTars):
         if not numbers or self._is_fetching:
             return
         self._is_fetching = True
-        # The processes of a machine begin at different places. A tar that another process is fetching is left to it.
-        share = int(os.environ.get("LOCAL_RANK") or 0) / max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+        # The processes of a machine start with different tars, and skip a tar that another process is fetching.
+        fraction = int(os.environ.get("LOCAL_RANK") or 0) / max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
         pending = deque(numbers)
-        pending.rotate(-int(len(numbers) * share))
+        pending.rotate(-int(len(numbers) * fraction))
         end, arguments = threading.Event(), (weakref.ref(self), pending)
         threads = [
             threading.Thread(target=_fetch_all, args=(*arguments, end), name="cache", daemon=True)
@@ -405,7 +409,7 @@ class RemoteMaps(MappedTars):
         ]
         for thread in threads:
             thread.start()
-        # Also at the end of the program: a thread must not return from a request into an interpreter that has ended.
+        # Stop also at exit: a thread must not return from a request while the interpreter is shutting down.
         weakref.finalize(self, _stop, end, threads)
 
     def name(self, number: int) -> str:
@@ -418,13 +422,18 @@ class RemoteMaps(MappedTars):
         return self._views[number] if self._is_mapped[number] else None
 
     def fetch_bytes(self, number: int, offset: int, size: int) -> memoryview | None:
-        if self._is_mapped[number]:  # the copy is damaged, but parts in use were verified
+        if self._is_mapped[number]:  # the copy is damaged; parts of it that are in use have been verified
             self._is_mapped[number] = False
             self._tars.cache.drop(self._cached_name(number))
         return memoryview(self._tars.read(self._path(number), offset, size))
 
     def fetch(self, number: int, *, waits: bool, is_over: Callable[[], bool] = lambda: False) -> bool:
-        """Fetch a tar into the cache and map it; False if another process is fetching it and `waits` is False."""
+        """Fetch a tar into the cache and map it.
+
+        Args:
+            waits: True to wait if another process is fetching the tar; otherwise the method returns False.
+            is_over: Function that returns True once fetching must stop.
+        """
         if self._is_mapped[number]:
             return True
         copy = self._tars.fetch(self._shards[number], waits=waits, is_over=is_over)
@@ -469,12 +478,12 @@ class RemoteMaps(MappedTars):
 
 
 def open_maps(variants: Sequence[Variant], tars: RemoteTars | None, *, whole: Variant | None) -> MappedTars:
-    """Return the tars of `variants`, local unless `tars` is given; raises UserError as `RemoteMaps` does."""
+    """Return the tars of `variants`, remote if `tars` is given; raise UserError as `RemoteMaps` does."""
     return MappedTars(variants) if tars is None else RemoteMaps(variants, tars, whole=whole)
 
 
 def _fetch_all(of: "weakref.ref[RemoteMaps]", pending: deque[int], end: threading.Event) -> None:
-    """Fetch tars into the cache. A tar that another process is fetching is tried again later."""
+    """Fetch the pending tars into the cache. A tar that another process is fetching is tried again later."""
     attempts: Counter[int] = Counter()
     while not end.is_set() and (maps := of()) is not None:
         try:
@@ -493,7 +502,7 @@ def _fetch_all(of: "weakref.ref[RemoteMaps]", pending: deque[int], end: threadin
                 _note(f"the cache takes no more tars, further tars are read by range: {error}")
             elif is_done:
                 _note(f"a tar is not fetched into the cache, it is read by range: {error}")
-        del maps  # a waiting thread must not keep an unused set alive
+        del maps  # a waiting thread must not keep an unused `RemoteMaps` alive
         if not is_done:
             pending.append(number)
             end.wait(_RETRY_AFTER_S)

@@ -1,7 +1,7 @@
-"""Mixtures: samples of several data folders that one loader reads, and their order.
+"""Mixtures: samples from several data folders that one loader reads, and their order.
 
-The tables in a mixture are independent. Samples, clips and captions of the mixture are numbered folder after folder, so
-that a loss that keeps state per clip or caption has a place for each of them. Failures name their folder.
+The tables in a mixture are independent. Samples, clips and captions of the mixture are numbered one folder after
+another, so that a loss can keep state for each clip or caption. Failures mention their folder.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ from clipmill.train.data.samples import BatchedSamples, Samples
 from clipmill.train.data.workers import Outcome, ReadAhead, ThreadedReader
 from clipmill.train.device.random import Positions, draw_uniform
 
-_MOST_BLOCK = 16
-_MOST_SHARES = 1 << 31  # products of two of them fit into int64
+_MAX_BLOCK = 16
+_MAX_SHARES = 1 << 31  # products of two such numbers fit into int64
 
 
 class MixedOrder:
@@ -38,17 +38,17 @@ class MixedOrder:
 
     1. Numbering. A binary tree over the folders divides the groups 0, 1, 2, ...: among the first n groups of a node,
        floor(n * w_left / w_node + 1/2) belong to its left half. Therefore the number of groups of folder k among the
-       first n groups needs no table: it is n * w_k / W, with an error of at most half the depth of the tree, and
-       exactly w_k in any W consecutive groups.
+       first n groups can be computed without a table: it is n * w_k / W, with an error of at most half the depth of
+       the tree, and exactly w_k in any W consecutive groups.
     2. Shuffling. The folders in each block are shuffled as a function of seed and block. A block is a period of W
-       groups, or 16 groups of a longer period. Without shuffling, a rank could get all of its samples from one folder,
+       groups, or 16 groups of a longer period. Without shuffling, a rank could get all its samples from one folder,
        which may be slower than the others.
 
     With a tree of D levels, numbering deviates by at most D / 2 at each end of a block. Within a block, all groups of a
     folder with the share p may come first, which adds at most 16 p (1 - p) <= 4. A window has two ends, so its
     deviation is at most 8 + D.
 
-    The n-th group of folder k is the n-th group of the folder's `SampleOrder`. After all samples of a folder were
+    The n-th group of folder k is the n-th group of the folder's `SampleOrder`. After all samples of a folder have been
     visited, its next epoch begins, independently of the other folders. Without weights, w_k is proportional to the
     number of groups of folder k, and an epoch of the mixture is one epoch of each folder.
 
@@ -60,8 +60,8 @@ class MixedOrder:
         group: Number of consecutive positions that belong to the same folder.
 
     Attributes:
-        shares: Weights as the smallest integers.
-        period: W, the number of groups after which each folder has had exactly its share, from the beginning on.
+        shares: Weights as the smallest integers with the same proportions.
+        period: W, the number of groups in a period; each folder has exactly its share of the groups in each period.
         offsets: Index of the first sample of each folder, followed by the number of samples, int64 [K + 1].
     """
 
@@ -78,9 +78,9 @@ class MixedOrder:
         self.offsets: NDArray[np.int64] = np.cumsum([0, *sizes])
         self._bounds = [0, *np.cumsum(self.shares).tolist()]
         self.period: int = self._bounds[-1]
-        if self.period > _MOST_SHARES:
-            raise ValueError(f"the weights {self.shares} add up to more than {_MOST_SHARES}")
-        self._block = min(self.period, _MOST_BLOCK)
+        if self.period > _MAX_SHARES:
+            raise ValueError(f"the weights {self.shares} add up to more than {_MAX_SHARES}")
+        self._block = min(self.period, _MAX_BLOCK)
 
     @property
     def num_samples(self) -> int:
@@ -97,9 +97,9 @@ class MixedOrder:
         folder_N, number_N = self._place(group_N)
         samples_N = np.empty_like(group_N)
         for folder in np.unique(folder_N):
-            of = folder_N == folder
-            samples = self._orders[folder].at(number_N[of] * self._group + member_N[of])
-            samples_N[of] = np.where(samples < 0, -1, samples + self.offsets[folder])
+            mask_N = folder_N == folder
+            samples = self._orders[folder].at(number_N[mask_N] * self._group + member_N[mask_N])
+            samples_N[mask_N] = np.where(samples < 0, -1, samples + self.offsets[folder])
         return samples_N
 
     def counts(self, position: int) -> list[int]:
@@ -107,13 +107,13 @@ class MixedOrder:
         group, member = divmod(position, self._group)
         first, slot = self._block_of(np.array([group]))
         folders = self._shuffle(first)[0]
-        passed = self._numbers(first)[0] + np.bincount(folders[: int(slot[0])], minlength=len(self._orders))
-        taken = passed * self._group
+        num_groups = self._numbers(first)[0] + np.bincount(folders[: int(slot[0])], minlength=len(self._orders))
+        taken = num_groups * self._group
         taken[folders[int(slot[0])]] += member
         return [_num_samples(order, num) for order, num in zip(self._orders, taken.tolist(), strict=True)]
 
     def per_epoch(self) -> list[float]:
-        """Return, for each folder, the average number of visits per sample in an epoch of the mixture."""
+        """Return the average number of visits per sample in an epoch of the mixture, for each folder."""
         total = Fraction(sum(order.positions_per_epoch for order in self._orders), self._bounds[-1])
         pairs = zip(self.shares, self._orders, strict=True)
         return [float(share * total / order.positions_per_epoch) for share, order in pairs]
@@ -124,9 +124,9 @@ class MixedOrder:
         first_U, block_N = np.unique(first_N, return_inverse=True)
         folder_US = self._shuffle(first_U)
         folder_N = folder_US[block_N, slot_N]
-        is_before_NS = np.arange(self._block) < slot_N[:, None]
-        before_N = ((folder_US[block_N] == folder_N[:, None]) & is_before_NS).sum(axis=1)
-        return folder_N, self._numbers(first_U)[block_N, folder_N] + before_N
+        is_earlier_NS = np.arange(self._block) < slot_N[:, None]
+        num_earlier_N = ((folder_US[block_N] == folder_N[:, None]) & is_earlier_NS).sum(axis=1)
+        return folder_N, self._numbers(first_U)[block_N, folder_N] + num_earlier_N
 
     def _block_of(self, group_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the first group of each group's block, and its slot in the block."""
@@ -134,7 +134,7 @@ class MixedOrder:
         return group_N - slot_N, slot_N
 
     def _shuffle(self, first_U: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the folder of each slot in some blocks. The last block of a period may have unused slots."""
+        """Return the folder of each slot in these blocks. The last block of a period may have unused slots."""
         group_US = first_U[:, None] + np.arange(self._block)
         folder_US = self._folders(group_US.ravel(), 0, len(self._orders)).reshape(group_US.shape)
         key_US = draw_uniform(group_US.ravel(), 1, seed=self._seed, purpose="folder").reshape(group_US.shape)
@@ -154,7 +154,7 @@ class MixedOrder:
         return folder_N
 
     def _numbers(self, group_N: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return, before shuffling, how many groups of each folder precede each group: [N, K]."""
+        """Return how many groups of each folder precede each group before shuffling: [N, K]."""
         number_NK = np.empty((len(group_N), len(self._orders)), np.int64)
 
         def divide(group_N: NDArray[np.int64], low: int, high: int) -> None:
@@ -185,10 +185,7 @@ def whole_numbers(weights: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def _num_samples(order: SampleOrder, num_positions: int) -> int:
-    """Return the number of samples at the first positions of an order.
-
-    Its empty positions are at the end of an epoch.
-    """
+    """Return the number of samples at the first positions of an order, whose epochs end with the empty positions."""
     epochs, rest = divmod(num_positions, order.positions_per_epoch)
     return epochs * order.num_samples + min(rest, order.num_samples)
 
@@ -199,9 +196,9 @@ class MixedFolders:
 
     Attributes:
         names: Short names.
-        addresses: Addresses as in --shards.
+        addresses: Paths or URLs, as in --shards.
         described: Description of each set.
-        variants: Variants of each set.
+        variants: Variant that each set is read from.
         order: Order of the samples.
     """
 
@@ -213,15 +210,15 @@ class MixedFolders:
 
     @property
     def shares(self) -> list[float]:
-        """Share of each folder in the samples of a run."""
+        """Fraction of a run's samples that come from each folder."""
         return [share / sum(self.order.shares) for share in self.order.shares]
 
     def counts(self, position: int) -> dict[str, int]:
-        """Return the number of samples of each folder before a position, including failed ones."""
+        """Return the number of samples of each folder before a position, including failed samples."""
         return dict(zip(self.names, self.order.counts(position), strict=True))
 
     def facts(self) -> list[dict[str, Any]]:
-        """Return the entry for run.json: address, share, and visits of each sample per epoch."""
+        """Return the entry of each folder for run.json: path or URL, share, and visits of each sample per epoch."""
         sizes = np.diff(self.order.offsets).tolist()
         columns = (
             self.names,
@@ -246,11 +243,11 @@ class MixedFolders:
         return f"mixture of {len(self.names)} data folders, {total:,} samples per epoch; {'; '.join(each)}"
 
     def variant_name(self) -> str:
-        """Return the variants that the samples come from."""
+        """Return the names of the variants that the samples are read from."""
         if len(set(self.variants)) == 1:
             return self.variants[0]
-        named = zip(self.names, self.variants, strict=True)
-        return ", ".join(f"{variant} ({name})" for name, variant in named if variant)
+        pairs = zip(self.names, self.variants, strict=True)
+        return ", ".join(f"{variant} ({name})" for name, variant in pairs if variant)
 
     def fingerprint(self, parts: Sequence[str]) -> str:
         """Compute the hash of the order from the fingerprints of the sets."""
@@ -263,7 +260,7 @@ class MixedFolders:
 
 
 def require_alike(facts: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise a UserError if data folders differ in one of their facts; the facts are given by address."""
+    """Raise a UserError if data folders differ in a property. `facts` maps each folder to its properties."""
     (first, first_facts), *others = facts.items()
     for address, other_facts in others:
         for name, value in first_facts.items():
@@ -276,11 +273,11 @@ def require_alike(facts: Mapping[str, Mapping[str, str]]) -> None:
 
 
 class MixedSamples(BatchedSamples):
-    """Samples of several folders. `clipmill.train.data.samples.Samples` describes the methods.
+    """Samples of several folders. See `clipmill.train.data.samples.Samples` for the methods.
 
     Args:
         parts: Samples of each folder, opened with the same loader settings.
-        addresses: Addresses of the folders.
+        addresses: Paths or URLs of the folders.
         weights: Weights of the folders; None for weights proportional to size.
 
     Attributes:
@@ -319,7 +316,7 @@ class MixedSamples(BatchedSamples):
 
     @property
     def visits_per_epoch(self) -> float:
-        """Number of samples per epoch of training: each sample of all folders once, on average."""
+        """Number of samples per epoch of training: the sum over all folders."""
         return float(sum(part.visits_per_epoch for part in self.parts))
 
     @property
@@ -329,12 +326,12 @@ class MixedSamples(BatchedSamples):
 
     @property
     def num_caption_ids(self) -> int:
-        """Upper bound of caption ids, which are in [0, num_caption_ids); 0 in sets without captions."""
+        """Exclusive upper bound of the caption IDs; 0 in sets without captions."""
         return int(self.numbering.first_caption[-1])
 
     @property
     def variant_name(self) -> str:
-        """Variants that the samples come from."""
+        """Names of the variants that the samples are read from."""
         return self.folders.variant_name()
 
     @property
@@ -359,13 +356,13 @@ class MixedSamples(BatchedSamples):
     def span_us(self, clips: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the start and end of clips in their videos, microseconds."""
         begin_us, end_us = np.empty_like(clips), np.empty_like(clips)
-        for folder, where, rows in self.numbering.divide(clips):
-            begin_us[where], end_us[where] = self.parts[folder].span_us(rows)
+        for folder, indices, rows in self.numbering.divide(clips):
+            begin_us[indices], end_us[indices] = self.parts[folder].span_us(rows)
         return begin_us, end_us
 
 
 class Numbering:
-    """Numbers of the clips and captions of several folders, folder after folder.
+    """Numbers of the clips and captions of several folders, one folder after another.
 
     Attributes:
         first_clip, first_caption: Index of the first clip and caption of each folder, then their total, int64 [K + 1].
@@ -380,11 +377,11 @@ class Numbering:
         return np.searchsorted(self.first_clip, clips, side="right") - 1
 
     def divide(self, clips: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield, for each folder that has some of the clips: its index, indices of its clips, and their rows in it."""
+        """Yield each folder that has any of the clips: its index, the indices of its clips, and their rows in it."""
         folders = self.folder_of(clips)
         for folder in np.unique(folders).tolist():
-            where = np.flatnonzero(folders == folder)
-            yield folder, where, clips[where] - self.first_clip[folder]
+            indices = np.flatnonzero(folders == folder)
+            yield folder, indices, clips[indices] - self.first_clip[folder]
 
 
 class MixedReader(ThreadedReader):
@@ -392,7 +389,7 @@ class MixedReader(ThreadedReader):
 
     Args:
         parts: Samples of each folder.
-        addresses: Addresses of the folders, for failures.
+        addresses: Paths or URLs of the folders, for failures.
     """
 
     def __init__(self, parts: Sequence[Samples], addresses: Sequence[str], numbering: Numbering) -> None:
@@ -402,23 +399,23 @@ class MixedReader(ThreadedReader):
         decoders = [reader.decoder for reader in self._readers if reader.decoder is not None]
         for reader in self._readers:
             if reader.decoder is not None:
-                # Decoders keep contexts for codecs, which are equal in all folders. A single decoder keeps them once.
+                # A decoder keeps codec contexts, which all folders can share, so one decoder is enough.
                 reader.decoder = decoders[0]
 
     @property
     def ahead(self) -> ReadAhead | None:
-        """Function that reads samples of remote folders ahead of loading; None if all are local."""
+        """Functions that read samples of remote folders ahead of loading; None if all folders are local."""
         num_threads = [reader.ahead.num_threads for reader in self._readers if reader.ahead is not None]
         return ReadAhead(self.read, self.load_read, max(num_threads)) if num_threads else None
 
     def key(self, sample: int) -> str:
-        """Return the chunk in which the clip begins, or the name of the image."""
-        folder, number = self._place(sample)
+        """Return the key of the chunk in which the clip begins, or the name of the image."""
+        folder, number = self._locate(sample)
         return str(self._readers[folder].key(number))
 
     def place(self, sample: int) -> str:
-        """Return the data folder."""
-        return f" (data folder {self._addresses[self._place(sample)[0]]})"
+        """Return the data folder of a sample, as a suffix for messages."""
+        return f" (data folder {self._addresses[self._locate(sample)[0]]})"
 
     def load(self, requests: Sequence[SampleRequest]) -> list[Outcome]:
         """Load the samples of a group of requests, in order. Consecutive samples of a folder share work.
@@ -443,7 +440,7 @@ class MixedReader(ThreadedReader):
 
     def _by_folder(self, requests: Sequence[SampleRequest]) -> Iterator[tuple[int, list[SampleRequest]]]:
         """Yield runs of consecutive requests for the same folder, with that folder's numbers."""
-        for folder, part in groupby(requests, key=lambda request: self._place(request.sample)[0]):
+        for folder, part in groupby(requests, key=lambda request: self._locate(request.sample)[0]):
             first = self._first_sample[folder]
             yield folder, [replace(request, sample=request.sample - first) for request in part]
 
@@ -455,7 +452,7 @@ class MixedReader(ThreadedReader):
                     sample["caption_id"] += int(self._numbering.first_caption[folder])
         return loaded
 
-    def _place(self, sample: int) -> tuple[int, int]:
+    def _locate(self, sample: int) -> tuple[int, int]:
         """Return the folder of a sample, and its number in the folder."""
         folder = bisect_right(self._first_sample, sample) - 1
         return folder, sample - self._first_sample[folder]

@@ -1,14 +1,14 @@
-"""Arrays that all ranks of a machine share: one rank computes them and writes a file, and all ranks map it.
+"""Arrays that all ranks of a machine share: one rank computes them and writes a file, and all ranks map the file.
 
-Opening a set of millions of samples sorts and searches arrays of as many rows. If every rank did this, time and memory
-would multiply. Therefore the first rank computes under a lock, and publishes the result in the folder of `--cache`, or
-in the user's cache folder. The other ranks, and later runs on the same data, map the result. A result's name is a hash
-of everything that affects it: commits, manifest, split, settings, and the format. A result is an Arrow file with a
-checksum; a damaged file is made again.
+Opening a set of millions of samples sorts and searches arrays with as many rows. If every rank did this, time and
+memory use would multiply. Therefore the first rank computes the result under a lock, and publishes it in the `--cache`
+folder or the user's cache folder. The other ranks, and later runs on the same data, map the result. A result's name is
+a hash of everything that affects it: commits, manifest, split, settings, and the format. A result is an Arrow file with
+a checksum; a damaged file is rebuilt.
 
-Small sets are computed by every rank, without a file. If the folder cannot be written, large sets are too, with a
-warning on standard error. The folder holds at most `_MAX_BYTES`; the results that have not been used for the longest
-time are removed first.
+Small sets are computed by every rank, without a file. If the folder is not writable, every rank also computes large
+sets, with a warning on standard error. The folder holds at most `_MAX_BYTES`; the least recently used results are
+removed first.
 """
 
 import ctypes
@@ -37,10 +37,10 @@ from clipmill.manifests.publish import publish_atomically
 from clipmill.manifests.storage.cache import evict, files_in
 
 FOLDER = "opened"
-MIN_ROWS = 200_000  # smaller sets take less than a second, and a few megabytes
-SCRATCH_BYTES = 32 << 20  # smaller arrays cost less in memory, because the kernel need not keep pages for a file
+MIN_ROWS = 200_000  # minimum size of a shared set; smaller sets take less than a second, and a few megabytes
+SCRATCH_BYTES = 32 << 20  # minimum size of an array in a file; smaller arrays are cheaper in memory
 _MAX_BYTES = 64 << 30
-_FORMAT = 4  # increment it whenever `compute` returns other results for the same data
+_FORMAT = 4  # version; increment it whenever any `compute` returns different results for the same data
 _STRUCTURE = b"clipmill_structure"
 _CHECKSUM_BYTES = 4
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -49,7 +49,7 @@ _chosen: Path | None = None
 
 
 def choose_folder(folder: Path | None) -> None:
-    """Set the cache folder of this process (`--cache`); None keeps the current folder, or the user's."""
+    """Set the cache folder of this process (`--cache`); None keeps the current choice, by default the user's cache."""
     global _chosen
     _chosen = folder or _chosen
 
@@ -65,7 +65,7 @@ def open_shared(
         of: Everything that affects the result, in a form whose `repr` identifies it.
         num_rows: Approximate number of rows of the result.
         types: Dataclasses in the result.
-        column: Word for the name of the file.
+        column: Prefix of the file name.
     """
     if num_rows < MIN_ROWS:
         return compute()
@@ -86,7 +86,7 @@ def open_shared(
             with publish_atomically(path) as temporary:
                 _write(computed, temporary)
             _mark_of(path).write_text(_state(path))  # the checksum was computed from the written bytes
-            # Results that have not been used for the longest time are removed. A process that maps one keeps it.
+            # Remove the least recently used results. A process that maps a result can still use it.
             files = files_in(path.parent)
             results = {file: state for file, state in files.items() if file != path and not file.name.startswith(".")}
             evict(results, excess_bytes=sum(state.st_size for state in files.values()) - _MAX_BYTES, are_locked=False)
@@ -96,7 +96,7 @@ def open_shared(
         if opened is None:
             return computed
         del computed
-        # Return the memory of the computation to the system; Arrow and the C library would keep it for later.
+        # Return the memory of the computation to the system; Arrow and the C library would otherwise keep it.
         pa.default_memory_pool().release_unused()
         with suppress(AttributeError, OSError):  # only glibc has this function
             ctypes.CDLL(None).malloc_trim(0)
@@ -108,16 +108,16 @@ def _warn(error: OSError) -> None:
 
 
 def scratch(count: int, kind: Any) -> NDArray[Any]:
-    """Return an uninitialised array. A large array is a mapped unnamed file, outside the process's memory.
+    """Return an uninitialised array. A large array is backed by an unnamed temporary file instead of memory.
 
-    Code that computes shared arrays collects its rows in such arrays, which the kernel can write to the disk.
+    Code that computes shared arrays collects its rows in such arrays, whose pages the kernel can write to disk.
     """
     size_bytes = count * np.dtype(kind).itemsize
     if size_bytes < SCRATCH_BYTES:
         return np.empty(count, kind)
     try:
         with tempfile.TemporaryFile(dir=_folder()) as file:
-            # Space is reserved, because writing to a mapped file on a full disk would kill the process.
+            # Reserve the disk space, because writing to a mapped file on a full disk would kill the process.
             os.posix_fallocate(file.fileno(), 0, size_bytes)
             return np.frombuffer(mmap.mmap(file.fileno(), size_bytes), kind)
     except OSError:
@@ -130,7 +130,7 @@ def index_type(count: int) -> type[np.int32 | np.int64]:
 
 
 class Rows:
-    """Collection of the values of an array in `scratch`, at most `limit` of them."""
+    """Array in `scratch` memory to which values can be appended, at most `limit` of them."""
 
     def __init__(self, limit: int, kind: Any) -> None:
         self._array, self._count = scratch(limit, kind), 0
@@ -139,13 +139,13 @@ class Rows:
         return self._count
 
     def add(self, values: NDArray[Any]) -> None:
-        """Add the next values."""
+        """Append values."""
         self._array[self._count : self._count + len(values)] = values
         self._count += len(values)
 
     @property
     def array(self) -> NDArray[Any]:
-        """Values so far."""
+        """Values that have been added so far."""
         return self._array[: self._count]
 
 
@@ -157,9 +157,9 @@ def _folder() -> Path:
 
 
 def _write(value: object, path: Path) -> None:
-    """Write an Arrow file of one row, followed by the checksum of its bytes.
+    """Write an Arrow file with one row, followed by the checksum of its bytes.
 
-    Each array is a list column that is named after its place in the result. All other values are JSON in the metadata.
+    Each array is a list column that is named after its path in the result. All other values are JSON in the metadata.
     """
     columns: dict[str, pa.Array] = {}
     structure = json.dumps(_encode(value, "", columns)).encode()
@@ -181,7 +181,7 @@ def _encode(value: Any, name: str, columns: dict[str, pa.Array]) -> Any:
         entry = {"column": name}
         if isinstance(value, np.ndarray):
             entry |= {"dtype": value.dtype.str, "shape": value.shape}
-            # Arrow packs booleans into bits.
+            # Store booleans as bytes, because Arrow would pack them into bits, which NumPy cannot map.
             plain = np.ascontiguousarray(value).reshape(-1)
             value = pa.array(plain.view(np.uint8) if plain.dtype == bool else plain)
         columns[name] = pa.LargeListArray.from_arrays(np.array([0, len(value)]), value)
@@ -204,36 +204,36 @@ def _encode_parts(parts: Iterable[tuple[Any, Any]], name: str, columns: dict[str
 
 
 def _open(path: Path, types: dict[str, type]) -> Any:
-    """Map the result in a file; return None if the file is missing, or damaged, which is reported."""
+    """Map the result in a file; return None if the file is missing or damaged. Damage is reported."""
     try:
         with map_arrow_file(path) as mapped:
             content = mapped.read_buffer()
         end = max(content.size - _CHECKSUM_BYTES, 0)
-        # The checksum is compared once after each boot of the machine and each change.
+        # The checksum is verified once after each boot of the machine and after each change of the file.
         mark, every_byte = _mark_of(path), memoryview(content)
         is_verified = mark.exists() and mark.read_text() == _state(path)
         if not is_verified and zlib.crc32(every_byte[:end]) != int.from_bytes(every_byte[end:], "little"):
             raise ValueError(f"{path} does not match its checksum")
         with suppress(OSError):
-            os.utime(path)  # the files that have not been used for the longest time are removed
+            os.utime(path)  # the least recently used files are removed first
             mark.write_text(_state(path))
         reader = pa.ipc.open_file(pa.BufferReader(content.slice(0, end)))
         batch = reader.get_batch(0)
     except FileNotFoundError:
         return None
     except (pa.ArrowInvalid, ValueError):
-        sys.stderr.write(f"warning: {path} is damaged, and is made again\n")
+        sys.stderr.write(f"warning: {path} is damaged, and is rebuilt\n")
         return None
     return _decode(json.loads(reader.schema.metadata[_STRUCTURE]), batch, types)
 
 
 def _mark_of(path: Path) -> Path:
-    """Return the path of the file that records the state in which a file was verified."""
+    """Return the path of the file that records the state of `path` at its last verification."""
     return path.with_name(f".{path.name}.verified")
 
 
 def _state(path: Path) -> str:
-    """Return the machine's boot ID, and size and time of a file; one of them changes whenever the content may."""
+    """Return the machine's boot ID, and the inode, size and time of a file; a change of content changes one of them."""
     state = path.stat()
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else str(time.monotonic_ns())
     return f"{boot} {state.st_ino} {state.st_size} {state.st_mtime_ns}"

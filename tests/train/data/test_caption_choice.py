@@ -92,15 +92,15 @@ def test_captions_of_models_are_used_only_if_they_are_named() -> None:
     )
     asked = choose_sources(names, weights="asr=1,human=1,a@*=1")
     assert asked.names == ("asr", "human", "a@1f2e3d4c") and not asked.not_asked_for
-    with pytest.raises(UserError, match=r"all captions of this split are of models \(a@1f2e3d4c\)") as caught:
+    with pytest.raises(UserError, match=r"all captions of this split are from models \(a@1f2e3d4c\)") as caught:
         choose_sources(["a@1f2e3d4c"], weights=None)
-    assert caught.value.hint == 'name them: --captions.sources "a@*=1"'
+    assert caught.value.hint == 'select them: --captions.sources "a@*=1"'
 
 
 def test_sources_of_other_splits_may_be_wanted_beside_those_of_the_split() -> None:
     chosen = choose_sources(["human"], weights="run@*=2,human=1", elsewhere=["human", "run@1f2e3d4c"])
     assert chosen.names == ("human",) and chosen.rank.tolist() == [0]
-    with pytest.raises(UserError, match="this split has no captions of these sources") as caught:
+    with pytest.raises(UserError, match="this split has no captions from these sources") as caught:
         choose_sources(["human"], weights="run@*=2", elsewhere=["human", "run@1f2e3d4c"])
     assert caught.value.hint == "sources of this split: human"
     with pytest.raises(UserError, match=r"has the source 'other@\*'"):

@@ -220,7 +220,7 @@ def test_a_flipped_bit_is_noticed_and_the_table_made_again(
         content[len(content) * number // 10 + 3] ^= 1 << number % 8
         path.write_bytes(content)
         assert first_batches(OPEN["captions"](videos)) == expected
-        assert f"{path} is damaged, and is made again" in capsys.readouterr().err
+        assert f"{path} is damaged, and is rebuilt" in capsys.readouterr().err
         assert path.read_bytes() == whole
     assert first_batches(OPEN["captions"](videos)) == expected and not capsys.readouterr().err
 
