@@ -97,7 +97,7 @@ def test_numbers_of_verbs_nouns_and_actions_get_the_names_of_class_files(tmp_pat
     assert names["verb"]["1"] == "wash" and names["noun"]["0"] == "tap"
     assert names_of_numbers(ClassList("verb", ("0", "1")), [verbs])["verb"] == {"0": "take", "1": "wash"}
     for classes, files, message in (
-        (actions, [verbs], "--classes names 1 file, and action needs 2"),
+        (actions, [verbs], "--classes lists 1 file, but action needs 2"),
         (ClassList("noun", ("0", "3")), [nouns], "names 3 classes, numbered from 0, and the captions have noun 3"),
         (ClassList("class", ("sing", "dance")), [nouns], "classes of the label 'class' are not numbers"),
     ):

@@ -120,7 +120,7 @@ def test_two_clips_are_needed_to_mix_and_enough_for_a_batch(
     moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for flags, message in (
-        (("--batch", 1, "--mixup", 0.8), "--batch is 1, and --mixup and --cutmix mix two clips"),
+        (("--batch", 1, "--mixup", 0.8), "--batch is 1, but --mixup and --cutmix mix two clips"),
         (("--batch", 37), "--batch 37 is larger than the 36 training samples"),
     ):
         assert train("classify", "--shards", moving, *TINY, *flags, "--out", tmp_path / "run") == 2

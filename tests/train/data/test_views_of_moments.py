@@ -256,7 +256,7 @@ def test_settings_of_views_that_have_no_effect_or_place(robot: Path, tmp_path: P
     flags = ("--shards", robot, "--out", tmp_path / "run", "--model", "tiny", "--steps", "1", "--device", "cpu")
     for command, more, words in (
         ("dual-encoder", ("--towers.views", "concat"), "--towers.views is concat, which has no effect"),
-        ("mae", ("--views", "top,wrist"), "belong to no moment"),
+        ("mae", ("--views", "top,wrist"), "chunks of single cameras"),
         ("dual-encoder", ("--views", "top,wrist", "--input", "latents"), "--views needs decoded clips"),
         ("dual-encoder", ("--views", "top,wrist", "--parallel.stages", "2"), "--views needs the complete tower"),
     ):

@@ -182,7 +182,7 @@ def test_a_protocol_of_a_whole_test_set_is_not_computed_on_a_part(
     shards = ["--evaluate.shards", f"far={other}@val:paragraph"]
     assert train("dual-encoder", "--shards", moving, *words, *shards, "--out", tmp_path / "run") == 2
     error = capsys.readouterr().err
-    assert "--evaluate.max-samples is 2, and paragraph needs all 4 clips of far" in error
+    assert "--evaluate.max-samples is 2, but paragraph needs all 4 clips of far" in error
 
 
 def test_the_protocol_stands_beside_the_numbers_of_the_loop(

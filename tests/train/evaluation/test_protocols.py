@@ -267,7 +267,7 @@ def test_a_protocol_whose_captions_have_no_chunks_names_their_source(
     captions += [Caption(name, *WHOLE, name, "other") for name in VIDEOS[:2]]
     write_captions(tmp_path, dict.fromkeys(["elsewhere", *VIDEOS[:2]], "test"), captions)
     assert train("eval", "retrieval", run, "--shards", tmp_path, "--split", "test", "--protocol", "msrvtt-1ka") == 2
-    assert "the protocol msrvtt-1ka takes the captions of source 'human' only" in capsys.readouterr().err
+    assert "the protocol msrvtt-1ka uses only the captions of source 'human'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -325,8 +325,8 @@ def test_texts_that_reach_the_context_are_counted() -> None:
 
 def test_a_protocol_of_paragraphs_needs_a_text_tower(data_dir: Path) -> None:
     settings = DualEncoderSettings(shards=str(data_dir), text_tower="frozen")
-    with pytest.raises(UserError, match="paragraph embeds texts, and this run has no text tower"):
+    with pytest.raises(UserError, match="paragraph embeds texts, but this run has no text tower"):
         open_scorer(DualEncoderEvaluation(protocol="paragraph"), settings, None)
     latents = DualEncoderSettings(shards=str(data_dir), input="latents")
-    with pytest.raises(UserError, match="vatex scores the clips of captions, and latents are in segments"):
+    with pytest.raises(UserError, match="vatex scores the clips of captions, but latents are stored in segments"):
         open_scorer(DualEncoderEvaluation(protocol="vatex"), latents, None)

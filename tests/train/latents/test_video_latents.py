@@ -140,6 +140,6 @@ def test_a_frozen_text_tower_without_embeddings_is_refused_with_both_ways(
     line = ("dual-encoder", *preset, "--warmup-steps", 0, "--batch", 2)
     assert train(*line, "--out", tmp_path / "frozen") == 2
     error = capsys.readouterr().err
-    assert "has no text shards, and --text-tower is frozen" in error
+    assert "has no text shards, but --text-tower is frozen" in error
     assert f"run prep text --clip NAME --data {data.data_dir}, or train a text tower: --text-tower trained" in error
     assert train(*line, "--text-tower", "trained", "--out", tmp_path / "trained") == 0

@@ -70,7 +70,7 @@ def test_latents_are_reconstructed_without_decoding_and_without_captions(
     flags = ("mae", "--shards", data_dir, *LATENTS, "--num-frames", 4, *STEPS, "--crop", "centre")
     assert train(*flags, *RATE, *FOUR, "--out", tmp_path / "whole") == 0
     printed = capsys.readouterr().out
-    assert "without effect with --input latents, given or from a preset: --crop" in printed
+    assert "without effect with --input latents, from flags or a preset: --crop" in printed
     assert "4 segments of 8 frames (4 x 8 x 8 float16 at 4 frames a second) in 2 chunks" in printed
     assert weights_of(tmp_path / "whole")["video.conv1.weight"].shape == (128, 4, 2, 2, 2)
 
@@ -88,7 +88,7 @@ def test_latents_are_reconstructed_without_decoding_and_without_captions(
         ((4, 8, 8), ("--segment", "0.3s", "--num-frames", 2), "a segment of '0.3s' is 1.2 frames"),
         ((4, 6, 8), ("--segment", "2s", "--num-frames", 4), "latents of 6 x 8 cannot be cut into squares of 2"),
         ((4, 5, 5), ("--segment", "2s", "--num-frames", 4), "latents of 5 x 5 cannot be cut into squares of 2"),
-        ((4, 2, 2), ("--segment", "2s", "--num-frames", 4), "of the 1 cubes of a moment 0 are masked"),
+        ((4, 2, 2), ("--segment", "2s", "--num-frames", 4), "masks 0 of the 1 cube of a time step"),
         ((4, 8, 8), ("--segment", "2s", "--num-frames", 4, "--batch", 5), "--batch 5 is larger than the 4 "),
     ],
 )

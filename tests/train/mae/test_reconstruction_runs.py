@@ -124,7 +124,7 @@ def test_a_run_ends_with_pictures_of_held_out_clips(
     path = run.evaluation("reconstruction-val")
     result = json.loads(path.read_text())
     assert (result["split"], result["num_samples"], result["step"], result["failed"]) == ("val", 3, 2, [])
-    assert result["mask"].startswith("the same 12 of 16 places at all 2 moments") and result["share_hidden"] == 0.75
+    assert result["mask"].startswith("the same 12 of 16 patches at all 2 time steps") and result["share_hidden"] == 0.75
     # 20 frames of 0.1 s from 2 s on: 4 frames, 2 apart, in the middle of them.
     assert [clip["key"] for clip in result["shown"]] == ["d_000000000", "d_000002000", "d_000004000"]
     assert (result["shown"][1]["begin_s"], result["shown"][1]["end_s"]) == pytest.approx((2.6, 3.3))

@@ -1,4 +1,4 @@
-"""Score a classifier on a split: top-1, top-5 and mean class accuracy; the classes of a run.
+"""Score a classifier on a split (top-1, top-5 and mean class accuracy), and read the classes of a run.
 
 A class's probability is the mean, over a clip's views, of the softmax of the logits. The probability of a verb or noun
 in EPIC-KITCHENS-100 is the sum over all actions that have it, or 0 if no action has it. Logits are never summed.
@@ -32,15 +32,15 @@ _TOP = (1, 5)
 
 
 def view_mean(logits_BVK: torch.Tensor) -> torch.Tensor:
-    """Return class probabilities of clips, [B, K]: the mean over views of the softmax."""
+    """Return the class probabilities of clips, [B, K]: the softmax of the logits, averaged over views."""
     return logits_BVK.float().softmax(dim=-1).mean(dim=1)
 
 
 def marginal_probabilities(probabilities_BK: torch.Tensor, part_K: torch.Tensor) -> torch.Tensor:
-    """Return marginal probabilities [B, M] for the parts of classes.
+    """Return the probabilities of the parts of classes (verbs or nouns), [B, M].
 
     Args:
-        part_K: Part of each class, int64; M is the highest value + 1.
+        part_K: Part of each class, int64; M is its maximum + 1.
     """
     num_parts = int(part_K.max()) + 1
     sums_BM = probabilities_BK.new_zeros(len(probabilities_BK), num_parts)
@@ -49,10 +49,10 @@ def marginal_probabilities(probabilities_BK: torch.Tensor, part_K: torch.Tensor)
 
 def ranks(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
     """Return the rank of the correct class, int64 [B]; 1 is best. Equal probabilities are ranked by ascending class."""
-    own_B1 = probabilities_BK.gather(1, label_B[:, None])
-    before_BK = probabilities_BK > own_B1
+    right_B1 = probabilities_BK.gather(1, label_B[:, None])
+    higher_BK = probabilities_BK > right_B1
     lower_BK = torch.arange(probabilities_BK.shape[1], device=label_B.device) < label_B[:, None]
-    return 1 + (before_BK | ((probabilities_BK == own_B1) & lower_BK)).sum(dim=1)
+    return 1 + (higher_BK | ((probabilities_BK == right_B1) & lower_BK)).sum(dim=1)
 
 
 def hits(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def hits(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Tally:
-    """Counts of correct predictions per class.
+    """Numbers of samples and of correct predictions per class.
 
     Attributes:
         num_right: Correct predictions of each class, top-1 and top-5, int64 [K, 2].
@@ -74,14 +74,14 @@ class Tally:
 
     @staticmethod
     def of(num_classes: int, device: torch.device) -> "Tally":
-        """Return zero counts."""
+        """Return a tally of zeros."""
         return Tally(
             torch.zeros(num_classes, len(_TOP), dtype=torch.int64, device=device),
             torch.zeros(num_classes, dtype=torch.int64, device=device),
         )
 
     def add(self, probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> None:
-        """Count a batch."""
+        """Add a batch to the counts."""
         self.num_right.index_add_(0, label_B, hits(probabilities_BK, label_B).long())
         self.num_all.index_add_(0, label_B, torch.ones_like(label_B))
 
@@ -96,7 +96,7 @@ class Tally:
 
 @dataclass
 class ClassTallies:
-    """Tallies for a classifier's classes and, if its classes are actions, for verbs and nouns."""
+    """Tallies of a classifier's classes and, if its classes are actions, of verbs and nouns."""
 
     classes: ClassList
     device: torch.device
@@ -112,7 +112,7 @@ class ClassTallies:
         self.tallies[self.classes.label] = Tally.of(len(self.classes), self.device)
 
     def add(self, probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> None:
-        """Count a batch."""
+        """Add a batch to the counts."""
         self._add(self.classes.label, probabilities_BK, label_B)
         for name, part_K in self.parts.items():
             self._add(name, marginal_probabilities(probabilities_BK, part_K), part_K[label_B])
@@ -123,7 +123,7 @@ class ClassTallies:
         self.predictions.setdefault(name, []).append(predictions)
 
     def by_class(self) -> list[dict[str, Any]]:
-        """Return results by class, for each kind of class, for this rank's clips; see `Predictions.by_class`."""
+        """Return this rank's results by class, for each kind of class; see `Predictions.by_class`."""
         return [
             Predictions.join(self.predictions[name]).by_class(
                 self.classes.names if name == self.classes.label else list(map(str, range(len(tally.num_all)))),
@@ -137,8 +137,8 @@ class ClassTallies:
         """Return `<label>_top1` and other metrics over all ranks. All ranks must call it."""
         metrics: dict[str, float] = {}
         for name, tally in self.tallies.items():
-            of_all_ranks = Tally(world.sum(tally.num_right), world.sum(tally.num_all))
-            metrics |= {f"{name}_{key}": value for key, value in of_all_ranks.metrics().items()}
+            total = Tally(world.sum(tally.num_right), world.sum(tally.num_all))
+            metrics |= {f"{name}_{key}": value for key, value in total.metrics().items()}
         return metrics
 
 
@@ -149,7 +149,7 @@ class ClassResult:
     Attributes:
         metrics: Metrics over all ranks (`ClassTallies.metrics`).
         num_samples, num_failed: Numbers of samples and failures over all ranks.
-        failed, by_class: Failures, and results by class, of this rank.
+        failed, by_class: This rank's failures and results by class.
     """
 
     metrics: dict[str, float]
@@ -173,7 +173,8 @@ def score_classifier(
     """Score a model in evaluation mode on this rank's part of a split. All ranks must call it.
 
     Args:
-        inputs: Function from a batch to clips [B, C, T, H, W], in which the frames of all views follow one another.
+        inputs: Function that takes a batch and returns clips [B, C, T, H, W], with the frames of all views one after
+            the other.
 
     Raises:
         FailedWork: No clip could be decoded, or logits are not finite.
@@ -209,7 +210,7 @@ def score_run(opened: OpenedRun, flags: ClassificationFlags) -> Score:
 
     Raises:
         UserError: The split has no clips, or the files do not fit the classes.
-        FailedWork: Nothing could be decoded.
+        FailedWork: No clip could be decoded.
     """
     opened.require_whole()
     settings, trained, task = opened.settings, opened.trained, opened.task
@@ -234,10 +235,10 @@ def score_run(opened: OpenedRun, flags: ClassificationFlags) -> Score:
             "protocol": _PROTOCOL + (_PARTS if classes.parts else ""),
             "num_samples": result.num_samples,
             "numbers": result.metrics,
-            "majority_baseline": {one["title"]: majority_baseline(one) for one in result.by_class},
+            "majority_baseline": {table["title"]: majority_baseline(table) for table in result.by_class},
             "by_class": [
-                {**one, "names": [names.get(one["title"], {}).get(name, name) for name in one["names"]]}
-                for one in result.by_class
+                {**table, "names": [names.get(table["title"], {}).get(name, name) for name in table["names"]]}
+                for table in result.by_class
             ],
         },
         failed=result.failed,
@@ -245,7 +246,7 @@ def score_run(opened: OpenedRun, flags: ClassificationFlags) -> Score:
 
 
 def names_of_numbers(classes: ClassList, files: Sequence[Path]) -> dict[str, dict[str, str]]:
-    """Return the names of numbered classes by label and number; for actions, also the names of verbs and nouns.
+    """Return the names of numbered classes, by label and number; for actions, also the names of verbs and nouns.
 
     Args:
         files: Class file of the label, or for actions the files of verbs and nouns; empty for no names.
@@ -260,15 +261,15 @@ def names_of_numbers(classes: ClassList, files: Sequence[Path]) -> dict[str, dic
         raise UserError(f"classes of the label {classes.label!r} are not numbers", hint="omit --classes")
     if len(files) != len(parts):
         raise UserError(
-            f"--classes names {count_noun(len(files), 'file')}, and {classes.label} needs {len(parts)}",
-            hint=f"give {' '.join(f'--classes {name.upper()}S.csv' for name in parts)}",
+            f"--classes lists {count_noun(len(files), 'file')}, but {classes.label} needs {len(parts)}",
+            hint=f"use {' '.join(f'--classes {name.upper()}S.csv' for name in parts)}",
             flags=("--classes",),
         )
     names_of_label: dict[str, dict[str, str]] = {}
     for path, (label, part) in zip(files, parts.items(), strict=True):
-        its = read_class_file(path)
-        require_names(part, its, path=path, label=label)
-        names_of_label[label] = {str(number): names[0] for number, names in enumerate(its)}
+        class_names = read_class_file(path)
+        require_names(part, class_names, path=path, label=label)
+        names_of_label[label] = {str(number): names[0] for number, names in enumerate(class_names)}
     if classes.parts:
         verb, noun = names_of_label.values()
         pairs = (name.split(":") for name in classes.names)
@@ -277,7 +278,7 @@ def names_of_numbers(classes: ClassList, files: Sequence[Path]) -> dict[str, dic
 
 
 def kept_classes(run: RunFolder) -> dict[str, ClassList]:
-    """Return the classes on which a run was trained, as an argument for its task (`TaskSpec.kept`).
+    """Return the classes that a run was trained on, as an argument for its task (`TaskSpec.kept`).
 
     Raises:
         UserError: `run` is not a run of `train classify`.
@@ -287,6 +288,6 @@ def kept_classes(run: RunFolder) -> dict[str, ClassList]:
         return {"classes": ClassList(facts["classes"]["label"], tuple(facts["classes"]["names"]))}
     except (KeyError, TypeError) as error:
         raise UserError(
-            f"{run.facts} names no classes: {run.path} is not a run of train classify",
-            hint="other runs are scored by other commands: train eval --help",
+            f"{run.facts} lists no classes: {run.path} is not a run of train classify",
+            hint="other commands score other runs: train eval --help",
         ) from error

@@ -1,4 +1,4 @@
-"""Conversion of classifiers with a videomae tower from and to VideoMAE's checkpoints and transformers' classifiers."""
+"""Export classifiers for VideoMAE's code, transformers and as programs; convert VideoMAE's classifiers from both."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,14 +20,14 @@ from clipmill.train.weights.files import read_config
 from clipmill.train.weights.source import Say, Source, effective_clip_settings
 from clipmill.train.weights.videomae import exported_videomae
 
-# Clips of VideoMAE's classifiers: every fourth frame, which no file records.
+# Clips of VideoMAE's classifiers: 16 frames, every fourth of the video, which no file records.
 _NUM_FRAMES, _STRIDE = 16, 4
 
 
 def adopted_classifier(source: Source, path: Path, *, say: Say) -> Adopted | None:
-    """Convert the weights of a fine-tuned VideoMAE to a classifier; None if they have no last layer.
+    """Convert the weights of a fine-tuned VideoMAE to a classifier; None if they have no classification layer.
 
-    Its classes are the `id2label` in config.json; without that file, classes have no names.
+    The names of classes come from `id2label` in config.json; without that file, classes have no names.
 
     Raises:
         UserError: The number of classes in config.json is wrong.
@@ -36,7 +36,7 @@ def adopted_classifier(source: Source, path: Path, *, say: Say) -> Adopted | Non
     if head is None or source.kind is None:
         return None
     config = read_config(path / "config.json") or {}
-    with deferred_checks():  # they are about --model
+    with deferred_checks():  # the checks are about --model
         settings = ClassifySettings(
             model=model_like(source),
             num_frames=num_frames_of(source, default=config.get("num_frames", _NUM_FRAMES)),
@@ -48,7 +48,7 @@ def adopted_classifier(source: Source, path: Path, *, say: Say) -> Adopted | Non
     say(f"weights: clips are {settings.num_frames} frames, one in {_STRIDE}, as VideoMAE's classifiers were trained")
     names = _class_names(config.get("id2label"), num_classes=len(head), path=path)
     if all(name == f"LABEL_{number}" for number, name in enumerate(names)) and names:
-        say(f"weights: id2label of {path / 'config.json'} only numbers the classes: write their names there")
+        say(f"weights: id2label of {path / 'config.json'} only numbers the classes: write their names in this file")
     size = match_size(size_of(settings.model, settings.towers), source)
     return Adopted(
         settings=settings,
@@ -66,21 +66,22 @@ def _class_names(labels: object, *, num_classes: int, path: Path) -> tuple[str, 
         names = tuple(str(labels[str(number)]) for number in range(len(labels)))
     except (AssertionError, KeyError) as error:
         raise UserError(
-            f"{path / 'config.json'}: id2label does not name the classes by numbers from 0", hint="get the folder again"
+            f"{path / 'config.json'}: id2label is not a mapping from the numbers 0, 1, ... to names of classes",
+            hint="download the folder again",
         ) from error
     if len(names) != num_classes or len(set(names)) < num_classes:
         raise UserError(
-            f"{path / 'config.json'}: id2label names {len(set(names))} classes, and the last layer has {num_classes}",
-            hint="get the folder again",
+            f"{path / 'config.json'}: id2label lists {len(set(names))} classes, but the last layer has {num_classes}",
+            hint="download the folder again",
         )
     return names
 
 
 def exported_classifier(request: ExportRequest) -> Exported:
-    """Export a classifier with a videomae tower.
+    """Export a classifier. All formats except torch and onnx need a videomae tower.
 
     Raises:
-        UserError: The format cannot represent the classifier, or its tower is of another kind.
+        UserError: The format cannot represent the classifier or its tower.
     """
     if request.form in PROGRAM_FORMATS:
         model = VideoClassifier(
@@ -97,7 +98,7 @@ def exported_classifier(request: ExportRequest) -> Exported:
         return exported_program(request, model, output)
     if kind_of_tensors(request.weights) != "videomae":
         raise UserError(
-            f"{request.title} is a classifier with CLIP's tower, which --format {request.form} has no place for",
+            f"{request.title} is a classifier with CLIP's tower, which --format {request.form} cannot hold",
             hint="use --format torch or onnx, or export a classifier with --towers.kind videomae",
             flags=("--format",),
         )

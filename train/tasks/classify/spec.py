@@ -36,9 +36,9 @@ _ALPHA = Range(0, 100)
 
 @dataclass(frozen=True, kw_only=True)
 class ClassEvaluation(EvaluationSettings):
-    """Evaluation of a classifier in training."""
+    """Evaluation of a classifier during training."""
 
-    # The split is always read, because its classes are needed.
+    # The split is always read, because the model's classes include its classes.
     split: str = "val"
     clips: Annotated[int, VIEWS, EVERY] = 1
     """Number of temporal views per clip. Probabilities are averaged over all views."""
@@ -55,16 +55,16 @@ class ClassifySettings(LatentSettings):
     has_head = True
 
     segment: Annotated[str | None, groups.CLIPS, GoesWith("input", ("latents",))] = None
-    """Length of a segment of latents, such as 5s. The caption that covers most of it has its label. Default: the stored
-    segments of a video VAE; 5s for other latents."""
+    """Length of a segment of latents, such as 5s. A segment has the label of the caption that covers most of it.
+    Default: the stored segments of a video VAE; 5s for other latents."""
     repeats: Annotated[int, groups.CLIPS, Range(1, 1000)] = 1
     """Number of samples per clip (repeated augmentation), decoded once, with different frames and crops."""
     label: Annotated[str, CLASSES, FIRST_RUN] = "class"
-    """Label column to classify: class (Kinetics), action (EPIC-KITCHENS: verb and noun), or another one."""
+    """Label column to classify: class (Kinetics), action (EPIC-KITCHENS: verb and noun), or a different label."""
     dropout: Annotated[float, CLASSES, SHARE] = 0.0
     """Dropout probability before the classification head."""
     label_smoothing: Annotated[float, CLASSES, FIRST_RUN, SHARE] = 0.0
-    """Label smoothing. Share of the target that is spread over all classes."""
+    """Label smoothing. Fraction of the target that is spread over all classes."""
     mixup: Annotated[float, CLASSES, FIRST_RUN, _ALPHA] = 0.0
     """Alpha of mixup's Beta distribution; 0: no mixup. With --cutmix, one of the two is drawn for each batch."""
     cutmix: Annotated[float, CLASSES, FIRST_RUN, _ALPHA] = 0.0
@@ -72,7 +72,7 @@ class ClassifySettings(LatentSettings):
     evaluate: Annotated[ClassEvaluation, groups.EVALUATION] = field(default_factory=ClassEvaluation)
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for towers that contradict the input, and for augmentation that does not apply to it."""
+        """Yield errors for towers that the task or the input does not support, and for augmentation without effect."""
         yield from super().rules()
         if (kind := self.towers.kind) not in (None, "clip", "videomae", LIBRARY):
             yield UserError(
@@ -86,7 +86,7 @@ class ClassifySettings(LatentSettings):
             yield from self._latent_rules()
         if (self.mixup or self.cutmix) and self.batch < 2:
             yield UserError(
-                f"--batch is {self.batch}, and --mixup and --cutmix mix two clips",
+                f"--batch is {self.batch}, but --mixup and --cutmix mix two clips",
                 hint="use 2 or more",
                 flags=("--batch", "--mixup", "--cutmix"),
             )
@@ -101,14 +101,14 @@ class ClassifySettings(LatentSettings):
                 )
         if self.repeats > 1:
             yield UserError(
-                f"--repeats is {self.repeats}, but latents are not decoded, so that it saves nothing",
+                f"--repeats is {self.repeats}, but latents are not decoded, so it saves no work",
                 hint="omit it with --input latents",
                 flags=("--repeats",),
             )
         if self.sampling == "lavila":
             yield UserError(
                 "--sampling lavila applies to the frames of clips, not to segments of latents",
-                hint="use --sampling uniform, or stride for frames in a row",
+                hint="use --sampling uniform, or stride for consecutive frames",
                 flags=("--sampling",),
             )
 
@@ -125,11 +125,11 @@ class ClassificationFlags(Checked):
     """Number of spatial crops per view, spread over the longer side; 1: the centre, 3: both ends and the centre."""
 
     classes: Annotated[tuple[Path, ...], Parameter(negative="")] = ()
-    """File with names to show instead of class numbers, as of train eval zero-shot. For actions repeat it: the file of
-    the verbs, then the file of the nouns."""
+    """Class file, as for train eval zero-shot, whose names are shown instead of class numbers. For actions, use the
+    flag twice: the file of verbs, then the file of nouns."""
 
     def evaluation(self) -> ClassEvaluation:
-        """Return the settings of this evaluation in training."""
+        """Return the same evaluation as settings of an evaluation during training."""
         return ClassEvaluation(split=self.split, clips=self.clips, crops=self.crops)
 
 
@@ -149,7 +149,7 @@ def classification_table(result: dict[str, Any]) -> Table:
 
 CLASSIFICATION = EvaluationSpec(
     name="classification",
-    help="Evaluate a classifier: top-1, top-5 and mean class accuracy; also of verbs and nouns, if labelled.",
+    help="Evaluate a classifier: top-1, top-5 and mean class accuracy; also for verbs and nouns, if they are labelled.",
     example="train eval classification runs/classes --shards data --clips 5 --crops 3",
     run_help="Run folder of train classify.",
     settings=ClassificationFlags,

@@ -1,11 +1,11 @@
-"""The classifier: model, objective with mixup and CutMix, and the task that fine-tunes a tower on labelled clips.
+"""Task `train classify`: model, objective with mixup and CutMix, and fine-tuning of a tower on labelled clips.
 
-Mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019): one share and one kind of mixing are drawn per batch, from
-torch's CPU generator. Clip i of B is mixed with clip B - 1 - i, and its target with that clip's target, with the same
-share. CutMix replaces the same rectangle in all frames.
+Mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019): one mixing ratio and one kind of mixing are drawn per batch,
+from torch's CPU generator. Clip i of B is mixed with clip B - 1 - i, and its target with that clip's target, with the
+same ratio. CutMix replaces the same rectangle in all frames.
 
-Shape suffixes: B batch, R rows of a microbatch, K classes, D width, C channels, T frames, F frames of a segment of
-latents, H and W pixels (or values of a latent).
+Shape suffixes: B batch, R rows of a microbatch, K classes, D width, C channels, T frames, F frames in a segment of
+latents, H and W height and width in pixels (or in values of a latent).
 """
 
 import math
@@ -47,7 +47,8 @@ from clipmill.train.weights.loading import Loaded, fit_to
 from clipmill.train.weights.source import Say, Source
 
 _FEATURE_NORM = "fc_norm."
-# Standard deviation of the last layer's initial weights: AVION's value. VideoMAE uses 0.02 times its init_scale, 0.001.
+# Standard deviation of the last layer's initial weights. 0.01 is AVION's value; VideoMAE uses 0.02 times init_scale,
+# 0.001.
 _HEAD_STD = {"clip": 0.01, "videomae": 2e-5, LIBRARY: 0.01}
 
 
@@ -58,10 +59,10 @@ class VideoClassifier(nn.Module):
     mean of all tokens of a videomae tower. In the last case, a layer norm follows the mean and replaces the tower's
     last norm, as in VideoMAE's fine-tuning.
 
-    Parameters have the same names `video.*` as in other tasks. The classifier adds `fc_norm.*` and `head.*`.
+    The tower's parameters are named `video.*`, as in other tasks. The classifier adds `fc_norm.*` and `head.*`.
 
     Args:
-        size: Size of the tower. Its kind is in `towers`.
+        size: Size of the tower; `towers` has its kind.
     """
 
     video: VideoViT | VideoMAEEncoder | LibraryImage
@@ -109,7 +110,7 @@ class VideoClassifier(nn.Module):
             checkpoint_blocks(self)
 
     def forward(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
-        """Return logits [B, K] of normalised clips [B, C, T, H, W]."""
+        """Return logits [B, K] for normalised clips [B, C, T, H, W]."""
         logits_BK: torch.Tensor = self.head(self.dropout(self.features(video_BCTHW)))
         return logits_BK
 
@@ -134,7 +135,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
     """The task of `train classify`.
 
     Args:
-        classes: Classes of an existing run; by default, they are read with the training set.
+        classes: Classes of an existing run. Default: they are read with the training set.
     """
 
     name = "classify"
@@ -148,7 +149,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
     @property
     def classes(self) -> ClassList:
         """Classes of the model, in order."""
-        assert self._classes is not None  # were given, or training_set read them
+        assert self._classes is not None  # passed to the task, or read by training_set
         return self._classes
 
     def facts(self) -> dict[str, Any]:
@@ -156,7 +157,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         return {"classes": self.classes.as_json(), **super().facts()}
 
     def training_set(self, world: World) -> "AnySamples":
-        """Open this rank's part of the labelled clips, or segments of latents, of the split that the settings name.
+        """Open this rank's part of the labelled clips, or segments of latents, of the training split.
 
         Raises:
             UserError: The split is empty, or all clips belong to one class.
@@ -170,10 +171,10 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
             name = self.classes.names[int(samples.labels[0])]
             raise UserError(
                 f"all clips of split {settings.split!r} are of the class {name!r}: there is nothing to tell apart",
-                hint="use more data, or another --label",
+                hint="use more data, or a different --label",
             )
         if settings.evaluate.every:
-            # Opened now, so that a mistake in its settings is reported before training starts.
+            # Open the data now, so that mistakes in their settings are reported before training starts.
             for data in settings.evaluated_data():
                 with data.opening():
                     held_out = self.with_data(data.shards).samples(data.split, world, views=_views(settings.evaluate))
@@ -182,7 +183,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         return samples
 
     def samples(self, split: str, world: World, *, views: Views | None = None, repeats: int = 1) -> "Samples[Any]":
-        """Open this rank's part of the labelled samples of any split.
+        """Open this rank's part of the labelled samples of a split.
 
         Args:
             views: Views for an evaluation.
@@ -195,7 +196,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         loading = loader_settings(settings, world, device=self._device)
         loading = replace(loading, group=loading.group * repeats)
         if views is not None:
-            # A clip needs the memory of all its views.
+            # Reduce the batch size, because a clip needs memory for all its views.
             loading = replace(loading, batch=max(1, loading.batch // len(views)))
         query = DataQuery(
             settings=settings,
@@ -210,9 +211,9 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         return samples
 
     def fit_weights(self, model: VideoClassifier, source: Source, *, say: Say) -> Loaded:
-        """Fit weights to the tower; the last layer is always new."""
-        # Not used are the text tower, CLIP's projection, a decoder, another classifier's last layer, and the last
-        # norm of a masked autoencoder's encoder. The norm of another classifier's features is used.
+        """Fit weights to the tower. The last layer always has new weights."""
+        # A text tower, CLIP's projection, a decoder, the last layer of a classifier, and the last norm of a masked
+        # autoencoder's encoder are not used. The norm of a classifier's features is used.
         tower = nn.Module()
         tower.video = model.video
         norm = getattr(model, "fc_norm", None)
@@ -221,7 +222,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         unused = dict(UNUSED_PARTS)
         if not any(name.startswith("video.ln_post.") for name in tower.state_dict()):
             unused["video.ln_post."] = (
-                "the encoder's last norm (video.ln_post), which a new norm of their mean replaces"
+                "the encoder's last norm (video.ln_post), which a new norm after the mean of its tokens replaces"
             )
         return fit_to(
             tower,
@@ -231,30 +232,30 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         )
 
     def build_objective(self, samples: "AnySamples", world: World) -> Objective:
-        """Return the cross-entropy with mixed targets."""
+        """Return the objective: cross-entropy with mixed targets."""
         inputs: Callable[[Batch, slice], torch.Tensor] = partial(self.inputs, is_training=True)
         return SoftCrossEntropy(
             inputs, self._settings, num_classes=len(self.classes), side=picture_size(samples, self._settings)[1]
         )
 
     def inputs(self, batch: Batch, rows: slice = slice(None), *, is_training: bool = False) -> torch.Tensor:
-        """Return clips [B, C, T, H, W] of some rows of a batch, as the model takes them."""
+        """Return the model's input, clips [B, C, T, H, W], for the given rows of a batch."""
         if batch["input"] == "latents":
             positions = batch["position"][rows].numpy() if is_training else None
             return self._frames(batch["latents"][rows], positions).float().transpose(1, 2)
         return self.pixels(batch, rows, mean=CLIP_MEAN, std=CLIP_STD, is_training=is_training)
 
     def _frames(self, latents_BFCHW: torch.Tensor, positions: Positions | None) -> torch.Tensor:
-        """Return frames [B, T, C, H, W] of segments of latents: random frames given `positions`, else centred."""
+        """Return frames [B, T, C, H, W] of segments of latents: random frames with `positions`, otherwise centred."""
         count, seed = self._settings.num_frames, self._settings.seed
         if self._settings.sampling == "stride":
-            within = None if positions is None else draw_uniform(positions, 1, seed=seed, purpose="window")[:, 0]
-            return window_frames(latents_BFCHW, num_frames=count, offset_B=within)
-        within = None if positions is None else draw_uniform(positions, count, seed=seed, purpose="frames")
-        return spread_frames(latents_BFCHW, num_frames=count, offset_BK=within)
+            offset = None if positions is None else draw_uniform(positions, 1, seed=seed, purpose="window")[:, 0]
+            return window_frames(latents_BFCHW, num_frames=count, offset_B=offset)
+        offset = None if positions is None else draw_uniform(positions, count, seed=seed, purpose="frames")
+        return spread_frames(latents_BFCHW, num_frames=count, offset_BK=offset)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Return accuracies on the data that the settings name, as `<name>/<metric>`."""
+        """Return accuracies on the evaluation data, as `<name>/<metric>`."""
         evaluation = self._settings.evaluate
         metrics: dict[str, float] = {}
         for name, samples in self._held_out.items():
@@ -278,7 +279,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         )
 
     def new_model(self, samples: "AnySamples") -> VideoClassifier:
-        """Build a tower for the clips of `samples`, and a new last layer."""
+        """Build a tower for the clips of `samples`, with a new last layer."""
         settings = self._settings
         if self._shape is not None:
             size, image_px = self._shape.size.video, self._shape.image_px
@@ -299,7 +300,7 @@ def _views(evaluation: ClassEvaluation) -> Views:
     return Views(num_clips=evaluation.clips, num_crops=evaluation.crops)
 
 
-# Index of the random draw for a batch's mix. Microbatches are numbered from 0.
+# Index of the random draw for a batch's mix; the indices of microbatches start at 0.
 _MIXING = -1
 
 
@@ -307,8 +308,8 @@ class SoftCrossEntropy(Objective):
     """Cross-entropy with soft targets, averaged over the batch.
 
     Args:
-        inputs: Function that returns clips [R, C, T, H, W] of some rows of a batch.
-        side: Height and width of these clips.
+        inputs: Function that takes a batch and a slice of its rows, and returns their clips [R, C, T, H, W].
+        side: Height and width of the clips.
     """
 
     def __init__(
@@ -323,7 +324,7 @@ class SoftCrossEntropy(Objective):
         self._inputs, self._settings, self._num_classes, self._side = inputs, settings, num_classes, side
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
-        """Add the gradients of this rank's share of the batch; return the loss of the complete batch."""
+        """Add the gradients of this rank's part of the batch; return the loss of the complete batch."""
         settings = self._settings
         num_samples = len(batch["label"])
         with step.seed_generators(_MIXING):
@@ -354,10 +355,10 @@ def soft_cross_entropy(logits_RK: torch.Tensor, targets_RK: torch.Tensor) -> tor
 
 @dataclass(frozen=True)
 class Mix:
-    """Mix of the clips in a batch with their partners.
+    """Mixing of the clips in a batch with their partners.
 
     Attributes:
-        share: Weight of a clip's target; the rest is the weight of the partner's target.
+        share: Weight of a clip's target in [0, 1]; the partner's target has the weight 1 - share.
         box: Rows [top, bottom) and columns [left, right) that come from the partner; None for mixup.
     """
 
@@ -372,8 +373,8 @@ def draw_mix(*, mixup: float, cutmix: float, size_px: int) -> Mix:
     """Draw the mix of a batch.
 
     Args:
-        mixup, cutmix: Alpha of the Beta distribution of shares; 0 turns it off. If both are given, each is used for
-            half of the batches.
+        mixup, cutmix: Alpha of the Beta distribution of the clip's share; 0 turns it off. If both are positive, each
+            is used for half of the batches.
     """
     if not mixup and not cutmix:
         return NO_MIX
@@ -387,7 +388,7 @@ def draw_mix(*, mixup: float, cutmix: float, size_px: int) -> Mix:
 
 
 def cut_around(row: int, column: int, *, share: float, size_px: int) -> Mix:
-    """Return the mix for a square of area 1 - `share` around a pixel, clipped at the borders, with its actual share."""
+    """Return the mix for a square of area 1 - `share` around a pixel, clipped to the frame, with the actual share."""
     half = int(size_px * math.sqrt(1 - share)) // 2
     top, bottom = max(row - half, 0), min(row + half, size_px)
     left, right = max(column - half, 0), min(column + half, size_px)
@@ -410,7 +411,7 @@ def mixed_targets(label_B: torch.Tensor, *, num_classes: int, smoothing: float, 
     Args:
         smoothing: Label smoothing (Szegedy et al. 2016, section 7).
     """
-    # torch's one_hot checks the range of the labels, for which the host would wait for the device.
+    # torch's one_hot would check the range of the labels, and the CPU would wait for the GPU.
     one_hot_BK = (label_B[:, None] == torch.arange(num_classes, device=label_B.device)).float()
     smooth_BK = one_hot_BK * (1 - smoothing) + smoothing / num_classes
     return mix.share * smooth_BK + (1 - mix.share) * smooth_BK.flip(0)

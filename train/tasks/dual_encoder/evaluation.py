@@ -1,11 +1,11 @@
-"""Evaluations of a dual encoder: of a trained run, or during training on all ranks; examples for the page.
+"""Evaluate a dual encoder, after training or during training on all ranks; choose examples for the results page.
 
-1. The files of the protocol are read. A mistake in them is reported before training starts.
+1. The files of the protocol are read, so that mistakes in them are reported before training starts.
 2. Every rank embeds its part of the split. The embeddings are gathered in the order of the samples.
 3. A `Scorer` converts them to plain values for the result file, or to metrics for the training log.
 
-Examples on the page show both failures and successes: half of the texts have a correct clip first and half have not, if
-there are enough. Both halves are spread evenly over the split.
+Examples on the page show successes and failures: if possible, a correct clip ranks first for half of the texts, and not
+for the other half. Both halves are spread evenly over the split.
 
 Shape suffixes: N clips, M texts.
 """
@@ -60,17 +60,17 @@ from clipmill.train.tasks.dual_encoder.spec import (
 from clipmill.train.tasks.dual_encoder.zero_shot import ZeroShotScorer, open_class_prompts
 
 _NUM_QUERIES = 6
-_NUM_FOUND = 4
+_NUM_SHOWN = 4
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Texts and clips with their similarities, from which examples are chosen.
+    """Similarities of texts and clips, from which examples are chosen.
 
     Attributes:
         similarity_NM: Similarities of clips and texts.
-        relevancy_NM: Relevancies in [0, 1]; clips of relevancy 1 are correct.
-        sample_N: Sample of each clip, int64.
+        relevancy_NM: Relevancies in [0, 1]; clips with relevancy 1 are correct.
+        sample_N: Index of each clip's sample, int64.
         text: Function that returns the text with an index.
     """
 
@@ -83,7 +83,7 @@ class Ranking:
 def retrieval_examples(
     ranking: Ranking, samples: PicturedSamples, *, num_frames: int, player: Player | None
 ) -> list[dict[str, Any]]:
-    """Return texts with their best clips and their best correct clip, as plain values.
+    """Return texts with their best clips and their best correct clip, as JSON-serialisable values.
 
     Args:
         num_frames: Number of frames per clip.
@@ -92,13 +92,13 @@ def retrieval_examples(
     rank_M = ranks(similarity_NM.T, ranking.relevancy_NM.T == 1)
     figures: dict[int, dict[str, Any]] = {}
 
-    def make_example(clip: int, text: int, *, place: int) -> dict[str, Any]:
+    def make_example(clip: int, text: int, *, rank: int) -> dict[str, Any]:
         sample, relevancy = int(sample_N[clip]), float(ranking.relevancy_NM[clip, text])
         if clip not in figures:
             figures[clip] = clip_figure(samples, sample, num_frames=num_frames, player=player)
         return {
             **figures[clip],
-            "place": place,
+            "place": rank,
             "text": samples.text(sample),
             "score": float(similarity_NM[clip, text]),
             "is_right": relevancy == 1,
@@ -108,28 +108,28 @@ def retrieval_examples(
     examples = []
     for text in chosen_texts(rank_M):
         order = np.argsort(-similarity_NM[:, text], kind="stable")
-        # If no correct clip is among the best, the best correct clip replaces the last of them.
+        # If none of the best clips is correct, the best correct clip replaces the last of them.
         best_right = int(np.flatnonzero(ranking.relevancy_NM[order, text] == 1)[0])
-        places = [*range(min(_NUM_FOUND, len(order)))]
-        places[-1] = max(places[-1], best_right)
-        shown = [make_example(int(order[place]), text, place=place + 1) for place in places]
+        indices = [*range(min(_NUM_SHOWN, len(order)))]
+        indices[-1] = max(indices[-1], best_right)
+        shown = [make_example(int(order[index]), text, rank=index + 1) for index in indices]
         examples.append({"text": ranking.text(text), "rank": int(rank_M[text]), "found": shown})
     return examples
 
 
 def chosen_texts(rank_M: NDArray[np.int64], *, at_most: int = _NUM_QUERIES) -> list[int]:
-    """Return indices of texts, alternating between texts with a correct clip first (rank 1) and without."""
+    """Return indices of texts that alternate between texts with rank 1 (a correct clip is first) and other texts."""
     right, wrong = np.flatnonzero(rank_M == 1).tolist(), np.flatnonzero(rank_M > 1).tolist()
     num_wrong = min(len(wrong), max(at_most // 2, at_most - len(right)))
     spread = (
-        evenly_spaced_items(which, at_most=count) if which and count else []
-        for which, count in ((right, min(len(right), at_most - num_wrong)), (wrong, num_wrong))
+        evenly_spaced_items(texts, at_most=count) if texts and count else []
+        for texts, count in ((right, min(len(right), at_most - num_wrong)), (wrong, num_wrong))
     )
     return [text for text in chain.from_iterable(zip_longest(*spread)) if text is not None]
 
 
 class Scorer(Protocol):
-    """A protocol whose files have been read. It scores embeddings: a result, and metrics for the training log."""
+    """A protocol whose files have been read. It scores embeddings, for a result file and for the training log."""
 
     @property
     def definition(self) -> str:
@@ -137,11 +137,11 @@ class Scorer(Protocol):
         ...
 
     def score(self, embeddings: Embeddings, embed: EmbedTexts) -> dict[str, Any]:
-        """Return the result as plain values; `embed` returns unit-length embeddings of texts that are not captions."""
+        """Return the entries of a result file. `embed` returns unit-length embeddings of texts other than captions."""
         ...
 
     def metrics(self, result: dict[str, Any]) -> dict[str, float]:
-        """Return the metrics of a result that are logged in training."""
+        """Return the metrics of a result that are logged during training."""
         ...
 
 
@@ -150,7 +150,7 @@ _MAX_EXAMPLE_SENTENCES = 256
 
 @dataclass(frozen=True)
 class MirMatch:
-    """Similarities and relevancies of clips and sentences; `clip_N` are the clips' rows in the embeddings."""
+    """Similarities and relevancies of clips and sentences; `clip_N` holds the clips' rows in the embeddings."""
 
     similarity_NM: NDArray[np.float32]
     relevancy: Relevancy
@@ -159,7 +159,7 @@ class MirMatch:
 
 @dataclass(frozen=True)
 class MirScorer:
-    """Multi-instance retrieval in EPIC-KITCHENS-100 (clipmill.train.tasks.dual_encoder.metrics)."""
+    """Scorer for multi-instance retrieval in EPIC-KITCHENS-100 (clipmill.train.tasks.dual_encoder.metrics)."""
 
     table: MirTable
     definition: str = MIR_PROTOCOL
@@ -170,14 +170,14 @@ class MirScorer:
     def match(self, embeddings: Embeddings, embed: EmbedTexts) -> "MirMatch":
         """Match all sentences with the clips that have a row in the relevancy matrix."""
         table = self.table
-        rows, place = table.rows_shown(embeddings.caption_id)
+        rows, clip_N = table.rows_shown(embeddings.caption_id)
         if not len(rows):
-            raise FailedWork("none of the clips that could be decoded has a row in the relevancy")
-        similarity = embeddings.video[place] @ embed(table.sentences).T
-        return MirMatch(similarity, table.relevancy.take(rows, np.arange(len(table.sentences))), place)
+            raise FailedWork("none of the decoded clips has a row in the relevancy matrix")
+        similarity = embeddings.video[clip_N] @ embed(table.sentences).T
+        return MirMatch(similarity, table.relevancy.take(rows, np.arange(len(table.sentences))), clip_N)
 
     def result(self, match: "MirMatch") -> dict[str, Any]:
-        """Return the result of a match as plain values."""
+        """Return the entries of a result file for a match."""
         scores = score_mir(match.similarity_NM, match.relevancy).as_json()
         num_clips, num_sentences = self.table.relevancy.shape
         coverage = f"{len(match.clip_N):,} of {num_clips:,} clips, {num_sentences:,} sentences"
@@ -185,7 +185,7 @@ class MirScorer:
         return {**scores, "relevancy": self.table.source, "coverage": coverage, "incomplete": incomplete}
 
     def ranking(self, match: "MirMatch", sample_N: NDArray[np.int64]) -> Ranking:
-        """Return evenly spaced sentences with a clip of relevancy 1; `sample_N` are the samples of all embeddings."""
+        """Return evenly spaced sentences with a clip of relevancy 1; `sample_N` holds the samples of all embeddings."""
         num_sentences = len(self.table.sentences)
         chosen = np.array(evenly_spaced_items(range(num_sentences), at_most=_MAX_EXAMPLE_SENTENCES))
         relevancy_NM = match.relevancy.take(np.arange(len(match.clip_N)), chosen).rows(slice(None))
@@ -210,11 +210,11 @@ def make_scorer(
 
     Args:
         data_dir: Data folder; None if the data have no manifest.
-        has_text_tower: True if the run has a text tower, which embeds prompts.
+        has_text_tower: True if the run has a text tower, which prompts need.
         sources: `--captions.sources`, for named protocols.
 
     Raises:
-        UserError: A file cannot be read or does not match, or the data contradict the protocol.
+        UserError: A file cannot be read or does not match, or the data do not fit the protocol.
     """
     protocol, split = settings.protocol, settings.split
     if protocol == "retrieval":
@@ -222,7 +222,7 @@ def make_scorer(
     if data_dir is None:
         raise UserError(
             f"{protocol} needs the captions or labels of a manifest",
-            hint="give a data folder: --shards DIR",
+            hint="use a data folder: --shards DIR",
         )
     if not has_text_tower and protocol != "msrvtt-1ka":
         raise _without_text_tower(protocol)
@@ -244,13 +244,13 @@ def make_scorer(
 
 def _without_text_tower(protocol: str) -> UserError:
     return UserError(
-        f"{protocol} embeds texts, and this run has no text tower: its embeddings are stored",
-        hint="use a run of --text-tower trained",
+        f"{protocol} embeds texts, but this run has no text tower: it was trained with stored embeddings",
+        hint="use a run with --text-tower trained",
     )
 
 
 class LoopEvaluation:
-    """Repeated evaluation of a model on the same samples during training.
+    """Evaluation that is repeated during training, always on the same samples.
 
     Args:
         samples: This rank's part of the split.
@@ -260,7 +260,7 @@ class LoopEvaluation:
 
     Attributes:
         protocol: Name and definition of the protocol, and a description of missing data.
-        means_of: Number and noun of the items over which its metrics are means; None for clips.
+        means_of: Number and noun of the items that its metrics average over; None for clips.
 
     Raises:
         UserError: The protocol cannot evaluate the split.
@@ -280,12 +280,12 @@ class LoopEvaluation:
         if samples.num_samples is None:
             raise UserError(
                 f"{kind_of(settings.folder, settings).noun} cannot be evaluated while they are trained on",
-                hint="name a data folder with --evaluate.shards, or omit --evaluate.every and use train eval",
+                hint="pass a data folder with --evaluate.shards, or omit --evaluate.every and use train eval",
             )
         self._every = every_for(samples.num_samples, at_most=evaluation.max_samples)
         if self._every > 1 and evaluation.protocol in NAMED:
             raise UserError(
-                f"--evaluate.max-samples is {evaluation.max_samples}, and {evaluation.protocol} needs all "
+                f"--evaluate.max-samples is {evaluation.max_samples}, but {evaluation.protocol} needs all "
                 f"{samples.num_samples:,} clips of {name}",
                 hint=f"use {samples.num_samples} or more, or --evaluate.protocol retrieval",
                 flags=("--evaluate.max-samples",),
@@ -301,14 +301,14 @@ class LoopEvaluation:
     def __call__(self, model: nn.Module, world: World) -> dict[str, float]:
         """Return the protocol's metrics as `<name>/<metric>`, equal on all ranks. All ranks must call it."""
         batches = self._samples.evaluation_batches(every=self._every)
-        of_rank = embed_all(self._task, model, batches, device=self._device)
-        embeddings = gather_embeddings(of_rank, world, device=self._device)
+        local_embeddings = embed_all(self._task, model, batches, device=self._device)
+        embeddings = gather_embeddings(local_embeddings, world, device=self._device)
         result = self._scorer.score(embeddings, text_embedder(model, device=self._device))
         return split_metrics(self._name, self._scorer.metrics(result), num_failed=embeddings.num_failed)
 
 
 def open_scorer(evaluation: DualEncoderEvaluation, settings: DualEncoderSettings, samples: Any) -> Scorer:
-    """Return the scorer of a protocol for a run's data. For `samples` of images, no manifest is needed.
+    """Return the scorer of a protocol for a run's data. Samples of images do not need a manifest.
 
     Raises:
         UserError: See `make_scorer`; or a protocol of clips is used for latents, or a protocol of images for clips.
@@ -324,12 +324,12 @@ def open_scorer(evaluation: DualEncoderEvaluation, settings: DualEncoderSettings
             return RetrievalScorer(OF_IMAGES, image_captions(samples), evaluation.dual_softmax)
     elif evaluation.protocol == OF_IMAGES:
         raise UserError(
-            f"{OF_IMAGES} scores image tars with captions, and {settings.folder} has videos",
+            f"{OF_IMAGES} scores image tars with captions, but {settings.folder} has videos",
             hint="use --protocol retrieval (in training --evaluate.protocol), or --shards with image tars",
         )
     if evaluation.protocol in ("mir", *NAMED) and settings.reads_latents:
         raise UserError(
-            f"{evaluation.protocol} scores the clips of captions, and latents are in segments",
+            f"{evaluation.protocol} scores the clips of captions, but latents are stored in segments",
             hint="use --input pixels",
         )
     data_dir: Path | None = None
@@ -343,8 +343,8 @@ def open_scorer(evaluation: DualEncoderEvaluation, settings: DualEncoderSettings
 
 
 def text_embedder(model: nn.Module, *, device: torch.device) -> EmbedTexts:
-    """Return a function that embeds texts with the text tower of `model`, as unit-length embeddings."""
-    # A wrapper such as DDP forwards calls of the model, but not calls of its other methods.
+    """Return a function that embeds texts with the text tower of `model`. Its embeddings have unit length."""
+    # A wrapper such as DDP forwards calls of the model itself, but has none of the model's other methods.
     towers = cast(DualEncoder, getattr(model, "module", model))
     return lambda texts: embed_texts(towers.embed_text, texts, tokenize=towers.tokenize, device=device)
 
@@ -353,21 +353,21 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags 
     """Score a run's latest checkpoint with a protocol.
 
     Raises:
-        UserError: The run's data contradict the protocol.
+        UserError: The run's data do not fit the protocol.
         FailedWork: No clip could be decoded.
     """
     settings, trained, task = opened.settings, opened.trained, opened.task
     evaluation, num_clips = flags.evaluation(), flags.clips
     if num_clips > 1 and settings.reads_latents:
-        raise UserError(f"--clips is {num_clips}", hint="omit it: latents have a single view", flags=("--clips",))
+        raise UserError(f"--clips is {num_clips}, but latents have a single view", hint="omit it", flags=("--clips",))
     samples = task.samples_of(evaluation, World(), num_clips=num_clips)
     scorer = open_scorer(evaluation, settings, samples)
     model = trained.fill(task.build_model(samples))
     ranking: Ranking | None = None
     with trained.precision.autocast():
         batches = count_batches(samples.evaluation_batches(), "embedding", total=samples.num_samples)
-        of_rank = embed_all(task, model, batches, device=trained.device, num_clips=num_clips)
-        embeddings = gather_embeddings(of_rank, World(), device=trained.device)
+        local_embeddings = embed_all(task, model, batches, device=trained.device, num_clips=num_clips)
+        embeddings = gather_embeddings(local_embeddings, World(), device=trained.device)
         embed = text_embedder(model, device=trained.device)
         if isinstance(scorer, RetrievalScorer):
             match = scorer.match(embeddings, embed)
@@ -381,7 +381,7 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags 
         player = open_player(settings, split=evaluation.split)
         examples = retrieval_examples(ranking, samples, num_frames=settings.num_frames, player=player)
         values = {**values, "examples": examples}
-    # Each protocol has its own file, which a repeated evaluation replaces.
+    # Each protocol has its own result file, which a later evaluation replaces.
     parts: list[str] = [evaluation.protocol, evaluation.split]
     parts += [path.stem for path in (evaluation.relevancy, evaluation.classes) if path is not None]
     parts += [] if evaluation.label is None else [evaluation.label]
@@ -396,7 +396,7 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags 
 
 
 def _ranking(match: Match, embeddings: Embeddings, samples: PicturedSamples) -> Ranking:
-    """Return texts and clips of a protocol, for examples."""
+    """Return the texts and clips of a protocol, from which examples are chosen."""
     sample_N, sample_M = embeddings.samples[match.clip_N], embeddings.samples[match.row_M]
 
     def text(index: int) -> str:

@@ -1,4 +1,4 @@
-"""Export of dual encoders to open_clip and transformers' CLIPModel, whose towers take images; their conversion."""
+"""Export dual encoders for open_clip, transformers, timm and as programs; convert CLIP weights to dual encoders."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,9 +44,9 @@ class ImageTowers:
     """A dual encoder whose video tower takes a single frame.
 
     Attributes:
-        tensors: Tensors by our name, without a temporal embedding.
+        tensors: Tensors by the names that they have in clipmill, without a temporal embedding.
         extras: Tensors of the video tower that were changed or omitted.
-        lost: Limitations of the image tower, as sentences for the user.
+        lost: Limitations of the image tower, as remarks for the user.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -55,18 +55,18 @@ class ImageTowers:
 
 
 def image_towers(weights: Tensors, *, rule: FrameEmbedding) -> ImageTowers:
-    """Convert the towers to take a single frame.
+    """Convert the towers so that the video tower takes a single frame.
 
     Args:
         weights: Weights of a DualEncoder.
         rule: mean: add the mean temporal embedding to the positional embeddings of the patches (an image is a frame
-            from anywhere in a clip); zero: omit it (the tower before it learned a temporal embedding).
+            from an arbitrary time in a clip); zero: omit the temporal embedding (as in an untrained video tower).
     """
     tensors, extras, lost = dict(weights), {}, []
     temporal_TD = extras[TEMPORAL_EMBEDDING] = tensors.pop(TEMPORAL_EMBEDDING)
     if temporal_TD.count_nonzero():
-        how = {"mean": "its mean is added to the positions of patches", "zero": "it is omitted"}[rule]
-        lost.append(f"the temporal embedding of {len(temporal_TD)} steps has no place in an image tower: {how}")
+        treatment = {"mean": "its mean is added to the positions of patches", "zero": "it is omitted"}[rule]
+        lost.append(f"the temporal embedding of {len(temporal_TD)} steps has no place in an image tower: {treatment}")
         if rule == "mean":
             extras[_POSITIONS] = tensors[_POSITIONS]
             tensors[_POSITIONS] = tensors[_POSITIONS].clone()
@@ -81,17 +81,17 @@ def image_towers(weights: Tensors, *, rule: FrameEmbedding) -> ImageTowers:
 
 
 def adopted_clip(source: Source, path: Path, *, say: Say) -> Adopted | None:
-    """Convert a CLIP's weights to a dual encoder; None if they have no text tower, or another kind of video tower."""
-    tensors, named = source.converted.tensors, source.facts.towers
-    is_library = source.kind == LIBRARY and {"image", "text"} <= named.keys()
+    """Convert CLIP weights to a dual encoder; None if they have no text tower, or a different kind of video tower."""
+    tensors, towers = source.converted.tensors, source.facts.towers
+    is_library = source.kind == LIBRARY and {"image", "text"} <= towers.keys()
     if not (is_library or (source.kind == "clip" and any(name.startswith("text.") for name in tensors))):
         return None
-    with deferred_checks():  # they are about --model
+    with deferred_checks():  # the checks are about --model
         settings = DualEncoderSettings(
             model=model_like(source),
             num_frames=num_frames_of(source, default=DualEncoderSettings.num_frames),
             size_px=picture_px_of(source, default=DualEncoderSettings.size_px),
-            towers=DualEncoderTowers(**named) if is_library else DualEncoderTowers(kind="clip"),
+            towers=DualEncoderTowers(**towers) if is_library else DualEncoderTowers(kind="clip"),
         )
         settings = with_towers_of(settings, source, say=say)
     if is_library:
@@ -109,7 +109,7 @@ def exported_clip(request: ExportRequest) -> Exported:
     """Export a dual encoder.
 
     Raises:
-        UserError: The format cannot represent such towers.
+        UserError: The format cannot represent the towers.
     """
     form, settings, log_scale = request.form, request.settings, request.logits.log_scale
     if form in PROGRAM_FORMATS:
@@ -119,14 +119,14 @@ def exported_clip(request: ExportRequest) -> Exported:
     require_format(form, ("open_clip", "hf", *PROGRAM_FORMATS), what="a dual encoder")
     if settings.towers.text is not None:
         raise UserError(
-            f"the text tower is {settings.towers.text}, and --format {form} is of a CLIP with our text tower",
+            f"the text tower is {settings.towers.text}, but --format {form} needs the text tower of CLIP",
             hint="use --format torch or onnx, which hold only the video tower",
             flags=("--format",),
         )
     if (kind := kind_of(settings.towers)) != "clip":
         raise UserError(
-            f"the video tower is of the kind {kind}, and --format {form} is of CLIP's image tower",
-            hint="use --format torch or onnx, which take every video tower",
+            f"the video tower has the kind {kind}, but --format {form} needs the image tower of CLIP",
+            hint="use --format torch or onnx, which support every video tower",
             flags=("--format",),
         )
     _require_clip(request.weights)
@@ -134,7 +134,9 @@ def exported_clip(request: ExportRequest) -> Exported:
     towers = image_towers(request.weights, rule=request.frame_embedding)
     remarks = [f"{limit}; kept in {EXTRAS_FILE}" for limit in towers.lost]
     if log_scale is None:
-        remarks.append("the loss had no single temperature: the exported one is 0.07, the initial value of CLIP")
+        remarks.append(
+            "the loss had no single temperature: the exported temperature is 0.07, the initial value of CLIP"
+        )
     if form == "hf":
         remarks.append(TOKENIZER_REMARK)
     scale = torch.tensor(_CLIP_LOGIT_SCALE if log_scale is None else log_scale)
@@ -160,7 +162,7 @@ def exported_clip(request: ExportRequest) -> Exported:
 
 
 def _exported_library(request: ExportRequest) -> Exported:
-    """Export towers in the format of the image tower's library. The rest goes into a file beside it."""
+    """Export towers in the format of the image tower's library; other tensors go into a file beside it."""
     settings = request.settings
     library, _, name = settings.towers.image.partition(":")
     require_format(request.form, (library, *PROGRAM_FORMATS), what=f"{library}'s tower {name}")
@@ -174,17 +176,19 @@ def _exported_library(request: ExportRequest) -> Exported:
     )
 
     def write(folder: Path) -> None:
-        file, held = write_library(folder, towers)
-        if extras := {name: one for name, one in towers.weights.items() if name not in held}:
+        file, written_names = write_library(folder, towers)
+        if extras := {name: tensor for name, tensor in towers.weights.items() if name not in written_names}:
             save_extras(extras, folder, beside=file)
 
-    ours = sorted({name.split(".")[0] for name in request.weights if not name.startswith("video.model.")})
-    remarks = (f"parts of {', '.join(ours)} for which {library} has no place are in {EXTRAS_FILE}",) if ours else ()
+    part_names = sorted({name.split(".")[0] for name in request.weights if not name.startswith("video.model.")})
+    remarks = (
+        (f"parts of {', '.join(part_names)} that {library} cannot hold are in {EXTRAS_FILE}",) if part_names else ()
+    )
     return Exported(write=write, remarks=remarks, sees="" if settings.num_frames == 1 else "single images")
 
 
 class _VideoTower(nn.Module):
-    """The video tower of a dual encoder: from clips [B, C, T, H, W] to unit-length embeddings [B, E]."""
+    """Video tower of a dual encoder, which maps clips [B, C, T, H, W] to unit-length embeddings [B, E]."""
 
     def __init__(self, model: DualEncoder) -> None:
         super().__init__()
@@ -195,7 +199,7 @@ class _VideoTower(nn.Module):
 
 
 def _exported_video_tower(request: ExportRequest) -> Exported:
-    """Export the video tower as a program of torch.export."""
+    """Export the video tower as a program (torch.export or ONNX)."""
     settings, size = request.settings, request.shape.size
     model = DualEncoder(
         size,
@@ -205,7 +209,7 @@ def _exported_video_tower(request: ExportRequest) -> Exported:
         towers=replace(settings.towers, activation_checkpointing=False),
         has_text_tower=False,
     )
-    model.load_state_dict({name: one for name, one in request.weights.items() if name.startswith("video.")})
+    model.load_state_dict({name: tensor for name, tensor in request.weights.items() if name.startswith("video.")})
     output = {
         "kind": "embeddings of unit length",
         "width": size.embedding_width,
@@ -215,20 +219,20 @@ def _exported_video_tower(request: ExportRequest) -> Exported:
 
 
 def _require_clip(weights: Tensors) -> None:
-    """Raise a UserError unless the towers are a CLIP's."""
+    """Raise a UserError unless both towers are towers of CLIP."""
     if not any(name.startswith("text.") for name in weights):
         raise UserError(
-            "the run has no text tower (--text-tower frozen), and both formats require one",
-            hint="export a run that trained a text tower",
+            "the run has no text tower (--text-tower frozen), but both formats require one",
+            hint="export a run with --text-tower trained",
             flags=("--text-tower",),
         )
     if any(".temporal_attn." in name for name in weights):
         raise UserError(
-            "the video tower has LaViLa's divided attention over time and space, and both formats are of image towers",
+            "the video tower has LaViLa's divided attention over time and space, but both formats hold image towers",
             hint="use the file itself: train eval, train embed and load_model read it",
         )
     if weights[CONV].shape[1] != _RGB:
         raise UserError(
-            f"the run was trained on latents of {weights[CONV].shape[1]} channels, and both formats take pixels",
-            hint="export a run of --input pixels",
+            f"the run was trained on latents with {weights[CONV].shape[1]} channels, but both formats take pixels",
+            hint="export a run with --input pixels",
         )

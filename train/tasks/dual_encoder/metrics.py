@@ -1,9 +1,8 @@
 """Retrieval metrics: R@k and median rank; mAP and nDCG for multi-instance retrieval (MIR) in EPIC-KITCHENS-100.
 
-Text-video retrieval, in both directions:
-
-If several clips have the same caption ("a red circle moves to the left"), all of them are correct. Captions with equal
-tokens, or equal stored embeddings, are one text (clipmill.train.tasks.dual_encoder.protocols). The plain protocol:
+Text-video retrieval is scored in both directions. If several clips have the same caption ("a red circle moves
+to the left"), all these clips are correct. Captions with equal tokens, or equal stored embeddings, are one text
+(clipmill.train.tasks.dual_encoder.protocols). The plain protocol:
 
     text to video   query: each distinct text; gallery: all clips; correct: every clip that has this text
     video to text   query: each clip; gallery: the distinct texts; correct: the clip's own text
@@ -28,7 +27,7 @@ RECALL_AT = (1, 5, 10)
 
 @dataclass(frozen=True)
 class Direction:
-    """Result of one direction. Recall and chance level are fractions in [0, 1], by k."""
+    """Result in one direction. Recall and chance level are fractions in [0, 1], by k."""
 
     num_queries: int
     gallery_size: int
@@ -40,7 +39,7 @@ class Direction:
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Result of both directions."""
+    """Results in both directions."""
 
     text_to_video: Direction
     video_to_text: Direction
@@ -57,8 +56,8 @@ def score_retrieval(
     """
     both = ((similarity_NM.T, is_right_NM.T), (similarity_NM, is_right_NM))
     to_video, to_text = (
-        _direction(one if temperature is None else dual_softmax(one, temperature=temperature), is_right)
-        for one, is_right in both
+        _direction(scores if temperature is None else dual_softmax(scores, temperature=temperature), is_right)
+        for scores, is_right in both
     )
     return Retrieval(text_to_video=to_video, video_to_text=to_text)
 
@@ -66,7 +65,7 @@ def score_retrieval(
 def dual_softmax(similarity_QG: NDArray[np.float32], *, temperature: float) -> NDArray[np.float64]:
     """Multiply similarities by their softmax over all queries, for each item (Cheng et al. 2021); float64 [Q, G].
 
-    It takes 16 bytes per pair of query and item. In float32, most weights would be 0, and scores would be tied.
+    The computation takes 16 bytes per pair of query and item. In float32, most weights would be 0, and scores tied.
     """
     scores_QG = similarity_QG.astype(np.float64)
     weight_QG = np.exp((scores_QG - scores_QG.max(axis=0)) / temperature)
@@ -76,9 +75,9 @@ def dual_softmax(similarity_QG: NDArray[np.float32], *, temperature: float) -> N
 
 
 def ranks(similarity_QG: NDArray[np.floating], is_right_QG: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return each query's rank, int64 [Q]: the place of its best correct item among this and all incorrect items."""
+    """Return each query's rank, int64 [Q]: the rank of its best correct item among this and all incorrect items."""
     best_right_Q = np.where(is_right_QG, similarity_QG, -np.inf).max(axis=1)
-    # Negated comparison, so that NaN counts against the model.
+    # The comparison is negated, so that NaN counts against the model.
     ahead_QG = ~is_right_QG & ~(similarity_QG < best_right_Q[:, None])
     return 1 + ahead_QG.sum(axis=1)
 
@@ -87,7 +86,7 @@ def _direction(similarity_QG: NDArray[np.floating], is_right_QG: NDArray[np.bool
     rank_Q = ranks(similarity_QG, is_right_QG)
     num_queries, gallery_size = similarity_QG.shape
     num_right = is_right_QG.sum(axis=1)
-    # The chance increases with k, and the median rank is the smallest k at which half of the queries succeed.
+    # Chance increases with k. The median rank is the smallest k at which half of the queries are expected to succeed.
     depths = range(1, gallery_size + 1)
     median = bisect_left(depths, 0.5, key=lambda k: _mean_chance(gallery_size, num_right, k))
     return Direction(
@@ -104,12 +103,12 @@ def chance(gallery_size: int, num_right: int, k: int) -> float:
     """Return the probability that a random ranking has a correct item among the first k: 1 - C(G - R, k) / C(G, k)."""
     if k + num_right > gallery_size:
         return 1.0
-    missed = np.arange(gallery_size - k - num_right + 1, gallery_size - k + 1)
-    return 1.0 - float(np.prod(missed / (missed + k)))
+    numerators = np.arange(gallery_size - k - num_right + 1, gallery_size - k + 1)
+    return 1.0 - float(np.prod(numerators / (numerators + k)))
 
 
 def _mean_chance(gallery_size: int, num_right_Q: NDArray[np.int64], k: int) -> float:
-    """Return the mean of `chance` over queries, computed once per number of correct items."""
+    """Return the mean of `chance` over queries. `chance` is called once per number of correct items."""
     counts, num_queries = np.unique(num_right_Q, return_counts=True)
     chances = [chance(gallery_size, int(count), k) for count in counts]
     return float(np.average(chances, weights=num_queries))
@@ -121,16 +120,16 @@ def _mean_chance(gallery_size: int, num_right_Q: NDArray[np.int64], k: int) -> f
 # relevancy of the item at rank k in a query's ranking:
 #
 #     AP    mean, over the ranks k at which rel_k = 1, of (rel_1 + ... + rel_k) / k
-#     nDCG  (sum over k <= K of rel_k / log2(k + 1)) / the same sum for the best ranking; K = number of items with rel >
-# 0
+#     nDCG  (sum over k <= K of rel_k / log2(k + 1)) / the same sum for the best ranking;
+#           K = number of items with rel > 0
 #
-# As in the challenge's code, partial relevancy counts in the precision, but the mean is only over full relevancy: the
-# ranking [.5, 1, 0, 1] has (1.5 / 2 + 2.5 / 4) / 2 = .6875, while its binary AP is .5. A query without an item of
-# relevancy 1 has no AP, and a query without any relevant item has no nDCG. Such queries are excluded from the mean, and
-# counted.
+# As in the challenge's code, partial relevancy counts in the precision, but the mean is taken only at ranks with full
+# relevancy: the ranking [.5, 1, 0, 1] has (1.5 / 2 + 2.5 / 4) / 2 = .6875, while its binary AP is .5. A query without
+# an item of relevancy 1 has no AP, and a query without any relevant item has no nDCG. Such queries are excluded from
+# the mean, and their number is reported.
 #
-# Among items with equal scores, the least relevant one is ranked first: ties count against the model. The public code
-# leaves their order to the sorting algorithm.
+# Items with equal scores are ranked by ascending relevancy, so ties count against the model. In the public code, their
+# order depends on the sorting algorithm.
 
 
 _BLOCK_VALUES = 1 << 22
@@ -144,7 +143,7 @@ MIR_PROTOCOL = (
 
 @dataclass(frozen=True)
 class DirectionScores:
-    """Means over the queries of one direction; None if the metric is undefined for all queries.
+    """Means over the queries in one direction; None if the metric is undefined for all queries.
 
     Attributes:
         mean_ap, ndcg: Fractions in [0, 1].
@@ -165,7 +164,7 @@ class DirectionScores:
 
 @dataclass(frozen=True)
 class MultiInstance:
-    """Results of both directions, and their means, by which the challenge ranks."""
+    """Results in both directions, and their means, by which the challenge ranks models."""
 
     video_to_text: DirectionScores
     text_to_video: DirectionScores
@@ -179,7 +178,7 @@ class MultiInstance:
         return _mean_of_two(self.video_to_text.ndcg, self.text_to_video.ndcg)
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values for a JSON file."""
+        """Return a JSON-serialisable dict."""
         return {"protocol": MIR_PROTOCOL, **asdict(self), "average": {"mean_ap": self.mean_ap, "ndcg": self.ndcg}}
 
 
@@ -214,14 +213,14 @@ def ndcg(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
 def _dcg(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
     rank = np.arange(1, ranked_QG.shape[1] + 1)
     counts_QG = rank <= (ranked_QG > 0).sum(axis=1, keepdims=True)
-    gained: NDArray[np.float64] = (ranked_QG / np.log2(rank + 1) * counts_QG).sum(axis=1)
-    return gained
+    gain: NDArray[np.float64] = (ranked_QG / np.log2(rank + 1) * counts_QG).sum(axis=1)
+    return gain
 
 
 def _scores(similarity_QG: NDArray[np.floating], relevancy: Relevancy) -> DirectionScores:
     num_queries, gallery_size = similarity_QG.shape
     columns: list[list[NDArray[np.float64]]] = [[], [], [], []]
-    step = max(1, _BLOCK_VALUES // max(gallery_size, 1))  # its tables take at most a few hundred megabytes
+    step = max(1, _BLOCK_VALUES // max(gallery_size, 1))  # a block's arrays take at most a few hundred megabytes
     for begin in range(0, num_queries, step):
         queries = slice(begin, min(begin + step, num_queries))
         relevancy_QG = relevancy.rows(queries)
@@ -250,24 +249,25 @@ def _scores(similarity_QG: NDArray[np.floating], relevancy: Relevancy) -> Direct
 def chance_ap(relevancy_QG: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return each query's expected AP under random rankings, [Q].
 
-    An item of relevancy 1 is equally likely at each rank k. The items before it have the mean relevancy of the others.
+    An item of relevancy 1 is equally likely at each rank k. The expected relevancy of the items before it is the mean
+    over all other items.
     """
     size = relevancy_QG.shape[1]
-    share_first = (1 / np.arange(1, size + 1)).sum() / size
+    first_fraction = (1 / np.arange(1, size + 1)).sum() / size
     others_Q = relevancy_QG.sum(axis=1) - 1
-    expected = share_first + others_Q / max(size - 1, 1) * (1 - share_first)
+    expected = first_fraction + others_Q / max(size - 1, 1) * (1 - first_fraction)
     return np.where((relevancy_QG == 1).any(axis=1), expected, np.nan)
 
 
 def chance_ndcg(relevancy_QG: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return each query's expected nDCG under random rankings, [Q]: every rank gains the mean relevancy."""
+    """Return each query's expected nDCG under random rankings, [Q]: every rank gains the mean relevancy on average."""
     discount = 1 / np.log2(np.arange(2, relevancy_QG.shape[1] + 2))
-    counted_Q = np.concatenate([[0.0], np.cumsum(discount)])[(relevancy_QG > 0).sum(axis=1)]
-    return _divide(relevancy_QG.mean(axis=1) * counted_Q, _dcg(-np.sort(-relevancy_QG, axis=1)))
+    total_discount_Q = np.concatenate([[0.0], np.cumsum(discount)])[(relevancy_QG > 0).sum(axis=1)]
+    return _divide(relevancy_QG.mean(axis=1) * total_discount_Q, _dcg(-np.sort(-relevancy_QG, axis=1)))
 
 
-def _divide(above: NDArray[np.float64], below: NDArray[Any]) -> NDArray[np.float64]:
-    return np.divide(above, below, out=np.full(above.shape, np.nan), where=below > 0)
+def _divide(numerator: NDArray[np.float64], denominator: NDArray[Any]) -> NDArray[np.float64]:
+    return np.divide(numerator, denominator, out=np.full(numerator.shape, np.nan), where=denominator > 0)
 
 
 def _mean(values: NDArray[np.float64]) -> float | None:

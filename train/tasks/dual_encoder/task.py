@@ -1,4 +1,4 @@
-"""The CLIP-style dual encoder of clips and captions: samples, model, contrastive loss, effect of initial weights.
+"""Task `train dual-encoder`: samples, model, contrastive loss and initial weights of a CLIP-style dual encoder.
 
 Clips are pixels or precomputed VAE latents. Captions are tokens for a text tower, or precomputed text embeddings.
 Initial weights determine towers, normalisation, widths, context length and temperature.
@@ -58,7 +58,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         self.columns: tuple[str, ...] = (pictures, TEXT) if settings.text_tower == "frozen" else (pictures,)
 
     def training_set(self, world: World) -> "AnySamples":
-        """Open this rank's part of the clips and captions of the split that the settings name."""
+        """Open this rank's part of the clips and captions of the training split."""
 
         def open_folder(task: DualEncoderTask) -> "OneFolder":
             samples = task.samples(self._settings.split, world)
@@ -67,7 +67,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
 
         samples = self.open_mixture(open_folder)
         if self._settings.evaluate.every:
-            # Opened now, so that a mistake in its settings is reported before training starts.
+            # Open the evaluations now, so that mistakes in their settings are reported before training starts.
             self._in_loop = [self._open_evaluation(data, world) for data in self._settings.evaluated_data()]
         return samples
 
@@ -75,7 +75,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         """Open this rank's part of the clips and captions for an evaluation with its protocol.
 
         Raises:
-            UserError: See `samples`; or the samples contradict the protocol.
+            UserError: See `samples`; or the samples do not fit the protocol.
         """
         from clipmill.train.tasks.dual_encoder.protocols import NAMED, protocol_captions
 
@@ -93,7 +93,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
                 classes=(numbers,),
             )
         if settings.reads_latents or not kind_of_data(settings.folder).has_manifest or evaluation.protocol not in NAMED:
-            # In multi-instance retrieval, two narrations of the same span are two queries.
+            # In multi-instance retrieval, several narrations of the same span are separate queries.
             each_caption = evaluation.protocol == "mir"
             return self.samples(evaluation.split, world, num_clips=num_clips, each_caption=each_caption)
         table = protocol_captions(
@@ -107,7 +107,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         except UserError as error:
             source = table["source"][0].as_py()
             raise UserError(
-                f"{error}; the protocol {evaluation.protocol} takes the captions of source {source!r} only",
+                f"{error}; the protocol {evaluation.protocol} uses only the captions of source {source!r}",
                 hint=error.hint,
             ) from error
 
@@ -120,22 +120,22 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         each_caption: bool = False,
         table: pa.Table | None = None,
     ) -> "OneFolder":
-        """Open this rank's part of the clips and captions of any split. Streamed tars have no splits.
+        """Open this rank's part of the clips and captions of a split. Streamed tars have no splits.
 
         Args:
             num_clips: Number of temporal views per clip in an evaluation.
-            each_caption: Make a separate sample for each caption (`open_captioned_clips`).
+            each_caption: True to create a separate sample for each caption (`open_captioned_clips`).
             table: Captions of a protocol, which replace the manifest's captions.
 
         Raises:
             UserError: The split is empty, or contradicts the settings.
         """
         settings, has_text_tower = self._settings, self._settings.text_tower == "trained"
-        if not has_text_tower and kind_of_data(settings.folder).has_manifest:  # opening other data raises an error
+        if not has_text_tower and kind_of_data(settings.folder).has_manifest:  # other data raise an error below
             folder = open_data_folder(settings.folder, cache=settings.cache, column=None)
             if current_variant(folder.path, TEXT) is None:
                 raise UserError(
-                    f"{settings.folder} has no text shards, and --text-tower is frozen",
+                    f"{settings.folder} has no text shards, but --text-tower is frozen",
                     hint=f"run {how_to_make(TEXT, settings.folder)}, or train a text tower: --text-tower trained",
                     flags=("--text-tower",),
                 )
@@ -159,7 +159,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         return samples
 
     def new_model(self, samples: "AnySamples") -> DualEncoder:
-        """Build both towers in the named size, for the clips of `samples`."""
+        """Build both towers for the clips of `samples`, with the size from the settings."""
         settings, shape = self._settings, self._shape
         if shape is None:
             size = size_of(settings.model, settings.towers)
@@ -176,34 +176,34 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         )
 
     def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return clips [B, C, T, H, W] and captions (tokens or stored embeddings), as the model takes them."""
+        """Return the model's input: clips [B, C, T, H, W] and captions (tokens or stored embeddings)."""
         return self.clips(batch, is_training=is_training), batch["text"] if "text" in batch else batch["tokens"]
 
     def _training_inputs(self, batch: Batch) -> tuple[Any, ...]:
-        """Return `inputs` for training, with the lengths of captions on the host."""
+        """Return `inputs` for training, and the lengths of the captions on the CPU."""
         clips, captions = self.inputs(batch, is_training=True)
         return clips, captions, batch["length"].numpy() if "length" in batch else None
 
     def clips(self, batch: Batch, *, is_training: bool = False) -> torch.Tensor:
-        """Return clips [B, C, T, H, W] of a batch, as the video tower takes them."""
+        """Return the video tower's input, the clips [B, C, T, H, W] of a batch."""
         settings = self._settings
         if batch["input"] == "latents":
-            within_BK = None
+            offset_BK = None
             if is_training:
                 positions, count = batch["position"].numpy(), settings.num_frames
-                within_BK = draw_uniform(positions, count, seed=settings.seed, purpose="frames")
-            latents_BTCHW = spread_frames(batch["latents"], num_frames=settings.num_frames, offset_BK=within_BK)
+                offset_BK = draw_uniform(positions, count, seed=settings.seed, purpose="frames")
+            latents_BTCHW = spread_frames(batch["latents"], num_frames=settings.num_frames, offset_BK=offset_BK)
             return latents_BTCHW.float().transpose(1, 2)
         return self.pixels(batch, slice(None), mean=CLIP_MEAN, std=CLIP_STD, is_training=is_training)
 
     def build_objective(self, samples: "AnySamples", world: World) -> Objective:
-        """Return the loss that `--loss.*` names."""
+        """Return the loss from the settings (`--loss.*`)."""
         dataset = _dataset_size(samples, self._settings)
         loss = self._settings.loss.with_scaled_lr(self._settings.optimizer.lr_scale(self._settings.batch))
         return build_contrast(loss, inputs=self._training_inputs, dataset=dataset, world=world)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Return metrics of the evaluations that the settings name, as `<name>/<metric>`."""
+        """Return the metrics of all evaluations during training, as `<name>/<metric>`."""
         return {name: value for evaluate in self._in_loop for name, value in evaluate(model, world).items()}
 
     def _open_evaluation(self, data: EvaluatedData, world: World) -> "LoopEvaluation":
@@ -231,8 +231,8 @@ def _dataset_size(samples: "AnySamples", settings: DualEncoderSettings) -> Datas
         return None
     if samples.num_samples is None:
         raise UserError(
-            f"--loss.kind {settings.loss.kind} keeps a number for each clip, and {settings.folder} is a stream",
-            hint="name a data folder that prep made, or use --loss.kind infonce",
+            f"--loss.kind {settings.loss.kind} keeps a value for each clip, but {settings.folder} is a stream",
+            hint="use a data folder made by prep, or --loss.kind infonce",
             flags=("--loss.kind",),
         )
     num_epochs = settings.steps * settings.batch / samples.num_samples
@@ -240,16 +240,16 @@ def _dataset_size(samples: "AnySamples", settings: DualEncoderSettings) -> Datas
 
 
 # Losses whose temperature has the same meaning as in CLIP. Other losses have their own initial values.
-_CLIPS_TEMPERATURE = frozenset({"infonce", "mbcl"})
+_CLIP_TEMPERATURE_LOSSES = frozenset({"infonce", "mbcl"})
 
 
 def effective_settings(settings: DualEncoderSettings, source: Source | None, *, say: Say) -> DualEncoderSettings:
     """Return the settings with the values that initial weights determine: towers, normalisation, width, temperature.
 
     Raises:
-        UserError: The weights need something that the towers lack.
+        UserError: The weights need a feature that the towers do not have.
     """
-    if source is None or source.kind != LIBRARY:  # a run's weights already name its library's tower
+    if source is None or source.kind != LIBRARY:  # for weights of a library tower, the settings already name the tower
         kind = kind_of(settings.towers)
         if TOWERS[kind].build is None:
             known = [tower.name for tower in TOWERS.list_usable() if tower.build is not None]
@@ -261,13 +261,13 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
         settings = replace(settings, towers=replace(settings.towers, kind=kind))
     settings = with_towers_of(settings, source, say=say)
     if (has_text := settings.text_tower == "trained") and library_width(settings.towers) is not None:
-        # The width of the run takes precedence over later changes of the library's configuration.
+        # Record the width, so that later changes of the library's configuration do not affect the run.
         library_embedding = size_of(settings.model, settings.towers).embedding_width
         settings = replace(settings, towers=replace(settings.towers, embedding_width=library_embedding))
     if source is None:
         return settings
     towers, projection = settings.towers, source.converted.tensors.get(PROJECTION)
-    # Stored text embeddings determine the width.
+    # The projection determines the width, unless stored text embeddings do.
     if projection is not None and has_text and towers.image is None:
         width = choose_value("--towers.embedding-width", towers.embedding_width, projection.shape[-1], say=say)
         settings = replace(settings, towers=replace(towers, embedding_width=width))
@@ -279,47 +279,47 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
 
 
 def with_towers_of(settings: DualEncoderSettings, source: Source | None, *, say: Say) -> DualEncoderSettings:
-    """Return the settings with activation, epsilon and normalisation of the weights.
+    """Return the settings with the activation, epsilon, normalisation and context length of the weights.
 
     Raises:
-        UserError: The weights need something that the towers lack.
+        UserError: The weights need a feature that the towers do not have.
     """
     if source is None:
         return effective_clip_settings(settings, None, say=say)
     facts = source.facts
     if settings.text_tower == "trained" and facts.text_eps is not None and not math.isclose(facts.text_eps, NORM_EPS):
         raise UserError(
-            f"{source.title}: the text tower's layer norms have eps {facts.text_eps:g}, here they have {NORM_EPS:g}",
+            f"{source.title}: the text tower's layer norms have eps {facts.text_eps:g}, but clipmill uses {NORM_EPS:g}",
             hint="use the weights of a plain CLIP",
         )
     settings = effective_clip_settings(settings, source, say=say)
-    towers = settings.towers  # an exported video tower may have plain settings
+    towers = settings.towers  # the settings of an exported video tower may be plain
     if settings.text_tower == "trained" and isinstance(towers, DualEncoderTowers) and not towers.text:
         positions = source.converted.tensors.get("text.positional_embedding")
-        theirs = None if positions is None or len(positions) == CONTEXT_LENGTH else len(positions)
-        length = choose_value("--towers.context-length", towers.context_length, theirs, say=say)
+        source_length = None if positions is None or len(positions) == CONTEXT_LENGTH else len(positions)
+        length = choose_value("--towers.context-length", towers.context_length, source_length, say=say)
         settings = replace(settings, towers=replace(towers, context_length=length))
     return settings
 
 
 def _temperature(settings: DualEncoderSettings, source: Source, *, say: Say) -> float | None:
-    """Return the temperature of the weights if the loss starts with it; otherwise print the reason and return None."""
+    """Return the weights' temperature if the loss starts from it; otherwise print the reason, and return None."""
     loss, tensors = settings.loss, source.converted.tensors
     if LOGIT_SCALE not in tensors:
         return None
-    theirs = math.exp(-float(tensors[LOGIT_SCALE]))
+    source_temperature = math.exp(-float(tensors[LOGIT_SCALE]))
     projection, width = tensors.get(PROJECTION), settings.towers.embedding_width
     if loss.temperature is not None:
-        is_theirs = math.isclose(loss.temperature, theirs, rel_tol=1e-4)
-        reason = "" if is_theirs else f"--loss.temperature is {loss.temperature:g}"
-    elif loss.kind not in _CLIPS_TEMPERATURE:
+        is_equal = math.isclose(loss.temperature, source_temperature, rel_tol=1e-4)
+        reason = "" if is_equal else f"--loss.temperature is {loss.temperature:g}"
+    elif loss.kind not in _CLIP_TEMPERATURE_LOSSES:
         reason = f"--loss.kind {loss.kind} does not start from it"
     elif settings.text_tower == "frozen":
         reason = "stored text embeddings take the place of the text tower"
     elif settings.towers.image is None and (projection is None or projection.shape[-1] != width):
         reason = "the projections are new"
     else:
-        return max(theirs, loss.min_temperature)
+        return max(source_temperature, loss.min_temperature)
     if reason:
-        say(f"weights: their temperature of {theirs:.4g} is not used: {reason}")
+        say(f"weights: their temperature of {source_temperature:.4g} is not used: {reason}")
     return None

@@ -1,6 +1,6 @@
-"""Zero-shot classification (CLIP, section 3.1.4): classes, prompts and accuracy.
+"""Zero-shot classification (CLIP, section 3.1.4): read classes and prompts, and compute accuracies.
 
-A clip's predicted class is the class with the nearest prompts. A class has one embedding: the normalised mean of the
+A clip's predicted class is the class with the nearest embedding. The embedding of a class is the normalised mean of the
 unit-length embeddings of its prompts (each of its names in each template). The rank of the correct class is 1 + the
 number of other classes that score at least as high. Ties count against the model, so constant scores are always wrong.
 
@@ -43,15 +43,15 @@ PROTOCOL = (
 
 @dataclass(frozen=True)
 class ClassPrompts:
-    """Classes of the clips of a split.
+    """Classes of the clips in a split, with prompts.
 
     Attributes:
         names: Names of each class, at least one.
         templates: Prompts with {} for a name.
-        caption_ids: Captions that have a class, int64 [N], ascending.
+        caption_ids: IDs of the captions that have a class, int64 [N], ascending.
         class_of_N: Class of each caption, int64.
-        source: Description of where the classes come from.
-        num_without: Number of captions of the split that have no class.
+        source: Description of the source of the classes.
+        num_without: Number of captions in the split without a class.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -80,32 +80,32 @@ def open_class_prompts(
         UserError: A file cannot be read, or no caption has a class.
     """
     captions = select_split(read_captions(data_dir), data_dir, split)
-    wordings = (PLAIN_TEMPLATE,) if templates is None else read_templates(templates)
-    label = _label_of(captions, label, needed=classes is None)
-    what = "text" if label is None else f"label_{label}"
+    prompt_templates = (PLAIN_TEMPLATE,) if templates is None else read_templates(templates)
+    label = _label_of(captions, label, is_required=classes is None)
+    field_name = "text" if label is None else f"label_{label}"
     is_action = label == ACTION
-    labels = class_names_of(captions, label=ACTION) if is_action else captions[what]
+    labels = class_names_of(captions, label=ACTION) if is_action else captions[field_name]
     num_all = captions.num_rows
     is_labelled = pc.is_valid(labels)
     captions, labels = captions.filter(is_labelled), labels.filter(is_labelled).combine_chunks()
     if classes is None:
         are_names = not (is_action or pa.types.is_integer(labels.type))
-        names, class_of_N = _classes_of_labels(labels, captions["text"].combine_chunks(), are_names=are_names)
-        source = f"{count_noun(len(names), 'class', 'classes')} of the captions' {what}"
+        names, class_of_N = _classes_from_labels(labels, captions["text"].combine_chunks(), are_names=are_names)
+        source = f"{count_noun(len(names), 'class', 'classes')} of the captions' {field_name}"
     else:
         names = read_class_file(classes)
-        class_of_N = _classes_of_lines(labels, names, path=classes, what=what)
-        source = f"{count_noun(len(names), 'class', 'classes')} of {classes.name}, by the captions' {what}"
-    known = class_of_N >= 0
-    if not known.any():
+        class_of_N = _classes_from_file(labels, names, path=classes, field_name=field_name)
+        source = f"{count_noun(len(names), 'class', 'classes')} of {classes.name}, by the captions' {field_name}"
+    has_class = class_of_N >= 0
+    if not has_class.any():
         example = f", such as {labels[0].as_py()!r}" if len(labels) else ""
         raise UserError(
-            f"no caption of split {split!r} has a class: none of their {what}{example} is among "
+            f"no caption of split {split!r} has a class: none of their {field_name}{example} is among "
             + count_noun(len(names), "class", "classes"),
-            hint="give --classes FILE with the names that the captions have, or --label",
+            hint="use --classes FILE with the names that the captions contain, or --label",
         )
-    caption_ids = captions["caption_id"].to_numpy()[known]
-    return ClassPrompts(names, wordings, caption_ids, class_of_N[known], source, num_all - len(caption_ids))
+    caption_ids = captions["caption_id"].to_numpy()[has_class]
+    return ClassPrompts(names, prompt_templates, caption_ids, class_of_N[has_class], source, num_all - len(caption_ids))
 
 
 def read_templates(path: Path) -> tuple[str, ...]:
@@ -114,18 +114,18 @@ def read_templates(path: Path) -> tuple[str, ...]:
     Raises:
         UserError: The file cannot be read, is empty, or a line has no {}.
     """
-    # CLIP_benchmark writes {c}.
+    # CLIP_benchmark uses {c} as the placeholder.
     lines = [line.strip().replace("{c}", "{}") for line in text_lines(path) if line.strip()]
     for line in lines:
         if "{}" not in line:
-            raise UserError(f"{path} has the template {line!r}", hint="write {} where the name of the class goes")
+            raise UserError(f"{path}: the template {line!r} has no {{}}", hint="write {} for the name of the class")
     if not lines:
-        raise UserError(f"{path} has no template", hint="one template per line, such as: a video of {}")
+        raise UserError(f"{path} has no template", hint="write one template per line, such as: a video of {}")
     return tuple(lines)
 
 
-def _label_of(captions: pa.Table, label: str | None, *, needed: bool) -> str | None:
-    """Return the requested label, or else the only label."""
+def _label_of(captions: pa.Table, label: str | None, *, is_required: bool) -> str | None:
+    """Return the requested label, or the only label if none is requested; None if there are no labels."""
     names = class_labels(captions.schema)
     known = ", ".join(names) or "none"
     if label is not None:
@@ -134,18 +134,18 @@ def _label_of(captions: pa.Table, label: str | None, *, needed: bool) -> str | N
         return label
     if len(names) > 1:
         raise UserError(
-            "captions have several labels, and one is needed",
-            hint=f"give --label (in training --evaluate.label), one of: {known}",
+            "captions have several labels, but zero-shot classification needs one",
+            hint=f"use --label (in training --evaluate.label) with one of: {known}",
         )
-    if not names and needed:
+    if not names and is_required:
         raise UserError(
             "captions have no labels",
-            hint="give --classes FILE (in training --evaluate.classes), whose names are the captions' texts",
+            hint="use --classes FILE (in training --evaluate.classes), with the captions' texts as names",
         )
     return names[0] if names else None
 
 
-def _classes_of_labels(
+def _classes_from_labels(
     labels: pa.Array, texts: pa.Array, *, are_names: bool
 ) -> tuple[tuple[tuple[str, ...], ...], NDArray[np.int64]]:
     values = sorted(pc.unique(labels).to_pylist())
@@ -155,28 +155,28 @@ def _classes_of_labels(
     names: list[dict[str, None]] = [{} for _ in values]
     for number, text in zip(class_of_N.tolist(), texts.to_pylist(), strict=True):
         names[number][text] = None
-    return tuple(tuple(its) for its in names), class_of_N
+    return tuple(tuple(texts_of_class) for texts_of_class in names), class_of_N
 
 
-def _classes_of_lines(labels: pa.Array, names: Names, *, path: Path, what: str) -> NDArray[np.int64]:
-    """Return the class of each label; -1 if it has none."""
+def _classes_from_file(labels: pa.Array, names: Names, *, path: Path, field_name: str) -> NDArray[np.int64]:
+    """Return the class of each label, int64 [N]; -1 for labels without a class."""
     if pa.types.is_integer(labels.type):
         numbers = labels.to_numpy().astype(np.int64)
-        require_names(numbers, names, path=path, label=what)
+        require_names(numbers, names, path=path, label=field_name)
         return np.maximum(numbers, -1)
-    line_of = {name: number for number, its in enumerate(names) for name in its}
-    return np.array([line_of.get(value, -1) for value in labels.to_pylist()], np.int64)
+    number_by_name = {name: number for number, line in enumerate(names) for name in line}
+    return np.array([number_by_name.get(value, -1) for value in labels.to_pylist()], np.int64)
 
 
 @dataclass(frozen=True)
 class ZeroShot:
-    """Accuracies, fractions in [0, 1].
+    """Accuracies of zero-shot classification, fractions in [0, 1].
 
     Attributes:
         num_classes: Number of classes to choose from.
         num_classes_seen: Number of classes that have clips.
         top: Fraction of clips whose class is among the first k, by k.
-        chance: Same fraction for a random guess among all classes, by k.
+        chance: Expected fraction for random guesses among all classes, by k.
     """
 
     num_clips: int
@@ -187,12 +187,12 @@ class ZeroShot:
     mean_class_accuracy: float
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values for a JSON file."""
+        """Return a JSON-serialisable dict."""
         return {"protocol": PROTOCOL, **asdict(self)}
 
 
 def class_embeddings(prompt_PE: NDArray[np.float32], class_of_prompt_P: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return unit-length embeddings of the classes 0 to C - 1, float32 [C, E]. Each class must have prompts.
+    """Return unit-length embeddings of the classes 0 to C - 1, float32 [C, E]. Each class must have a prompt.
 
     Args:
         prompt_PE: Embeddings of prompts, unit length.
@@ -213,7 +213,7 @@ def class_ranks(similarity_NC: NDArray[np.floating], class_of_clip_N: NDArray[np
 
 
 def score_classes(similarity_NC: NDArray[np.floating], class_of_clip_N: NDArray[np.int64]) -> ZeroShot:
-    """Score similarities of N >= 1 clips and C classes."""
+    """Compute accuracies from similarities of N >= 1 clips and C classes."""
     num_clips, num_classes = similarity_NC.shape
     rank_N = class_ranks(similarity_NC, class_of_clip_N)
     is_first = (rank_N == 1).astype(np.float64)
@@ -232,7 +232,7 @@ def score_classes(similarity_NC: NDArray[np.floating], class_of_clip_N: NDArray[
 
 @dataclass(frozen=True)
 class ZeroShotScorer:
-    """Scorer of zero-shot classification."""
+    """Scorer for zero-shot classification."""
 
     classes: ClassPrompts
     definition: str = PROTOCOL
@@ -241,7 +241,7 @@ class ZeroShotScorer:
         classes = self.classes
         has_class = np.isin(embeddings.caption_id, classes.caption_ids)
         if not has_class.any():
-            raise FailedWork("none of the clips that could be decoded has a class")
+            raise FailedWork("none of the decoded clips has a class")
         class_of_clip = classes.class_of_N[np.searchsorted(classes.caption_ids, embeddings.caption_id[has_class])]
         texts, class_of_prompt = classes.prompts()
         embedded = class_embeddings(embed(texts), class_of_prompt)

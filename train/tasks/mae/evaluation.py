@@ -1,14 +1,14 @@
-"""Evaluation of the reconstruction of masked cubes: the loss on a split's clips, and pictures for the results page.
+"""Evaluate the reconstruction of masked cubes: the loss on the clips of a split, and images for the results page.
 
 A model predicts the values of each masked cube, minus their mean and divided by their standard deviation, per channel
-(clipmill.train.tasks.mae.task). A picture needs a mean and a deviation, too. They are averages over visible cubes of
-the clip with weights 1 / d^4, where d is the distance between cubes, counted in cubes along time, height and width. No
-value of a masked cube enters a picture. Published pictures often use the masked cubes' statistics; docs/mae.md
-discusses the consequences.
+(clipmill.train.tasks.mae.task). An image also needs a mean and a standard deviation, which are averages over the
+clip's visible cubes with weights 1 / d^4, where d is the distance between cubes, counted in cubes along time, height
+and width. Images do not depend on the values of masked cubes. Published images often use the masked cubes' statistics;
+docs/mae.md discusses the consequences.
 
-Shape suffixes: B clips, C channels, T frames, H and W pixels, N cubes of a clip, M masked cubes of a clip, R masked
-cubes of all clips, V values of a cube in one channel, K all values of a cube (V * C, channels last), G displayed
-frames.
+Shape suffixes: B clips, C channels, T frames, H and W pixels, N cubes per clip, M masked cubes per clip, R masked
+cubes of all clips, V values of a cube in one channel, K values of a cube in all channels (V * C, channels last), G
+displayed frames.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -40,8 +40,8 @@ from clipmill.train.tasks.mae.task import MaskedClips
 from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from clipmill.train.weights.source import Say
 
-_AT_ONCE = 32  # clips; a training batch may be larger than one GPU can hold
-_POWER = 4  # docs/mae.md compares it with other powers
+_AT_ONCE = 32  # number of clips per forward pass; a training batch may be too large for one GPU
+_POWER = 4  # exponent of the distance; docs/mae.md compares it with other exponents
 GREY = 0.5
 ToDisplay = Callable[[torch.Tensor], torch.Tensor]
 
@@ -77,12 +77,12 @@ class ReconstructionResult:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Selection of clips for display.
+    """Selection of the clips and frames to display.
 
     Attributes:
         samples: Indices of the clips.
         frames: Indices of the displayed frames of a clip.
-        to_display: Function from clips as the model takes them, [B, C, T, H, W], to values from 0 to 1.
+        to_display: Function that maps the model's input, [B, C, T, H, W], to values from 0 to 1.
     """
 
     samples: Collection[int]
@@ -150,16 +150,16 @@ def _frames(
     size: VideoViTSize,
     pictures: Pictures,
 ) -> list[NDArray[np.uint8]]:
-    """Return the displayed frames of one clip: original, masked, filled in."""
-    # Predictions are normalised per cube and channel, so `to_display`, which is affine per channel, does not change
-    # them.
+    """Return the displayed frames of one clip: original, masked, and with masked cubes filled in."""
+    # Predictions are normalised per cube and channel, so they do not depend on `to_display`, which is affine per
+    # channel.
     shown = reconstruct(
         pictures.to_display(clip_1CTHW), values_1MV, masked_1N, cube_frames=size.cube_frames, patch_px=size.patch_px
     )
     frames = []
     for clip in (shown.original, shown.masked, shown.filled):
         video_CGHW = clip[0][:, list(pictures.frames)]
-        # The first three channels are shown as RGB, repeated if there are fewer.
+        # Show the first three channels as RGB; repeat channels if there are fewer.
         rgb_GHW3 = video_CGHW[torch.arange(3) % len(video_CGHW)].permute(1, 2, 3, 0)
         frames.append((rgb_GHW3.float().clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy())
     return frames
@@ -190,30 +190,30 @@ def values_of(video_BCTHW: torch.Tensor, *, cube_frames: int, patch_px: int) -> 
 
 def clips_of(values_BNVC: torch.Tensor, grid: CubeGrid, *, cube_frames: int, patch_px: int) -> torch.Tensor:
     """Invert `values_of`: return clips [B, C, T, H, W]."""
-    places = (grid.steps, grid.rows, grid.columns)
-    cubes = values_BNVC.unflatten(1, places).unflatten(4, (cube_frames, patch_px, patch_px))
+    shape = (grid.steps, grid.rows, grid.columns)
+    cubes = values_BNVC.unflatten(1, shape).unflatten(4, (cube_frames, patch_px, patch_px))
     return cubes.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
 
 def true_statistics(values_BNVC: torch.Tensor) -> Statistics:
-    """Return the statistics with which targets are normalised."""
+    """Return the statistics by which targets are normalised."""
     return Statistics(values_BNVC.mean(2), values_BNVC.std(2))
 
 
 def visible_statistics(values_BNVC: torch.Tensor, masked_BN: torch.Tensor, *, grid: CubeGrid) -> Statistics:
-    """Return statistics of visible cubes. Masked cubes get averages over visible cubes with weights 1 / distance^4.
+    """Return statistics of visible cubes; masked cubes get averages over visible cubes with weights 1 / distance^4.
 
     Raises:
         ValueError: A clip has no visible cube.
     """
     if masked_BN.all(dim=1).any():
-        raise ValueError("a clip has no visible cube to take statistics from")
+        raise ValueError("a clip has no visible cube for the statistics")
     true = true_statistics(values_BNVC)
     mean_BNC, std_BNC = true.mean_BNC.clone(), true.std_BNC.clone()
     lengths = (grid.steps, grid.rows, grid.columns)
-    places_N3 = torch.cartesian_prod(*(torch.arange(length, device=masked_BN.device) for length in lengths)).float()
+    position_N3 = torch.cartesian_prod(*(torch.arange(length, device=masked_BN.device) for length in lengths)).float()
     for clip, masked_N in enumerate(masked_BN):
-        distance = torch.cdist(places_N3[masked_N], places_N3[~masked_N])
+        distance = torch.cdist(position_N3[masked_N], position_N3[~masked_N])
         weights = torch.nn.functional.normalize(distance**-_POWER, p=1.0, dim=1).to(mean_BNC.dtype)
         mean_BNC[clip, masked_N] = weights @ true.mean_BNC[clip, ~masked_N]
         std_BNC[clip, masked_N] = weights @ true.std_BNC[clip, ~masked_N]
@@ -234,7 +234,7 @@ def reconstruct(
     Args:
         video_BCTHW: Values to display, from 0 to 1.
         predicted_BMK: Normalised values of the masked cubes, in the order of their indices, channels last.
-        statistics: Statistics with which the normalisation is undone; by default `visible_statistics`.
+        statistics: Statistics that undo the normalisation. Default: `visible_statistics`.
     """
     size = {"cube_frames": cube_frames, "patch_px": patch_px}
     grid, num_channels = grid_of(video_BCTHW, **size), video_BCTHW.shape[1]
@@ -249,7 +249,7 @@ def reconstruct(
 
 _NUM_CLIPS = 4
 _MAX_FRAMES = 4
-_FEW_PX = 96  # pictures with shorter sides are enlarged without interpolation, and stored losslessly
+_FEW_PX = 96  # images with shorter sides are enlarged without interpolation, and stored losslessly
 _PROTOCOL = (
     "mean squared error of the normalised values of masked cubes (per cube and channel); baseline: the error of "
     "predicting the mean of each cube; explained: 1 - loss / baseline"
@@ -267,10 +267,10 @@ _PICTURES = {
 
 
 def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, chosen: str = "") -> Score:
-    """Reconstruct masked cubes of a split's clips with a run's latest checkpoint.
+    """Reconstruct the masked cubes of a split's clips with a run's latest checkpoint.
 
     Args:
-        chosen: Reason why this split was chosen, if the user named none.
+        chosen: Reason for the choice of the split, if the user did not choose it.
 
     Raises:
         UserError: The split has no clips.
@@ -302,7 +302,7 @@ def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, chosen: str = ""
         clip=describe_clip(settings, samples, is_consecutive=True),
         values={
             "split_chosen": chosen,
-            "mask": f"the same {num_masked:,} of {grid.patches:,} places at all {grid.steps} moments, "
+            "mask": f"the same {num_masked:,} of {grid.patches:,} patches at all {grid.steps} time steps, "
             f"seed {settings.seed}",
             "share_hidden": clips.masking.counts.num_masked / grid.cubes,
             "protocol": _PROTOCOL,
@@ -323,26 +323,26 @@ def reconstruct_at_end(run: RunFolder, settings: MaeSettings, *, say: Say) -> No
     Errors are printed, and do not make the run fail.
     """
     for folder in settings.folders:
-        # In a mixture, each folder has a separate result. A single folder has the name of the run's data.
+        # In a mixture, each folder has a separate result. The result of a single folder is a result for the run's data.
         _reconstruct(run, settings, shards=folder if len(settings.folders) > 1 else None, say=say)
 
 
 def _reconstruct(run: RunFolder, settings: MaeSettings, *, shards: str | None, say: Say) -> None:
-    held_out, of = settings.evaluate.split, "" if shards is None else f" of {shards}"
+    held_out, suffix = settings.evaluate.split, "" if shards is None else f" of {shards}"
     try:
         try:
             evaluate(TASK, RECONSTRUCTION, run, ReconstructionFlags(split=held_out), shards=shards)
         except UserError as error:
             chosen = f"{settings.split}, which the model was trained on, because {held_out} cannot be used: {error}"
-            say(f"reconstruction{of}: split {chosen}")
+            say(f"reconstruction{suffix}: split {chosen}")
             with_reason = replace(RECONSTRUCTION, score=partial(score_run, chosen=chosen))
             evaluate(TASK, with_reason, run, ReconstructionFlags(split=settings.split), shards=shards)
     except (UserError, FailedWork) as error:
-        say(f"reconstruction{of}: no pictures: {error}")
+        say(f"reconstruction{suffix}: no pictures: {error}")
 
 
 def _to_display(settings: MaeSettings) -> ToDisplay:
-    """Return a function from inputs to values in [0, 1]: it undoes normalisation, or gives latents false colours."""
+    """Return a function that maps inputs to values in [0, 1]: undo normalisation, or give latents false colours."""
     if settings.reads_latents:
         return lambda latents: latents / (2 * FALSE_COLOUR_STDS) + 0.5
     mean_C111, std_C111 = (
@@ -353,7 +353,7 @@ def _to_display(settings: MaeSettings) -> ToDisplay:
 
 
 def _figures(clips: Sequence[ReconstructedClip], samples: Samples[Any], *, num_frames: int) -> list[dict[str, Any]]:
-    """Return clips as plain values, in the order of the split."""
+    """Return clips as JSON-serialisable values, in the order of the split."""
     figures = []
     for clip in sorted(clips, key=lambda clip: clip.sample):
         begin_s, end_s = samples.shown_span_s(clip.sample, num_frames=num_frames)
@@ -365,5 +365,5 @@ def _figures(clips: Sequence[ReconstructedClip], samples: Samples[Any], *, num_f
 
 
 def picture_uri(frame: NDArray[np.uint8]) -> str:
-    """Return a picture (uint8 RGB [H, W, 3]) as a data URI: JPEG, or PNG if it is small."""
+    """Return an image (uint8 RGB [H, W, 3]) as a data URI: JPEG, or PNG if it is small."""
     return png_uri(frame) if min(frame.shape[:2]) < _FEW_PX else jpeg_uri(frame)

@@ -1,4 +1,4 @@
-"""Conversion of masked autoencoders from and to VideoMAE's checkpoints and transformers' VideoMAEForPreTraining."""
+"""Convert masked autoencoders from and to VideoMAE's checkpoints and transformers' VideoMAEForPreTraining."""
 
 from pathlib import Path
 
@@ -16,12 +16,12 @@ from clipmill.train.weights.videomae import exported_videomae
 
 
 def adopted_autoencoder(source: Source, path: Path, *, say: Say) -> Adopted | None:
-    """Convert a VideoMAE's weights, with or without decoder; None for a classifier or other weights."""
+    """Convert the weights of a VideoMAE, with or without decoder; None for a classifier or other weights."""
     shapes = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
     if source.kind != "videomae" or "head.weight" in shapes:
         return None
     depth = depth_of(shapes, "decoder")
-    with deferred_checks():  # they are about --model
+    with deferred_checks():  # the checks are about --model
         settings = MaeSettings(
             model=model_like(source),
             num_frames=(read_config(path / "config.json") or {}).get("num_frames", MaeSettings.num_frames),
@@ -38,7 +38,7 @@ def exported_autoencoder(request: ExportRequest) -> Exported:
     """Export a masked autoencoder.
 
     Raises:
-        UserError: The format cannot represent it.
+        UserError: The format cannot represent a masked autoencoder.
     """
     require_format(request.form, ("hf", "videomae"), what="a masked autoencoder")
     decoder = decoder_size(request.shape.size.video.trunk, depth=request.settings.decoder_depth)
@@ -49,7 +49,7 @@ def exported_autoencoder(request: ExportRequest) -> Exported:
         form=request.form,
         model={
             "architectures": ["VideoMAEForPreTraining"],
-            # The encoder ends with a layer norm only without mean pooling.
+            # In transformers, the encoder ends with a layer norm only without mean pooling.
             "use_mean_pooling": False,
             "norm_pix_loss": True,
             "decoder_hidden_size": decoder.width,

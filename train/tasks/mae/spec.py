@@ -52,9 +52,9 @@ class MaeOptimizer(OptimizerSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class MaeTowers(Towers):
-    """An encoder of the kind videomae.
+    """Settings of an encoder of the kind videomae.
 
-    The help omits settings that it does not use, but a run's settings include them.
+    The help omits settings that the encoder does not use, but a run's settings include them.
     """
 
     kind: Annotated[Kind | None, groups.HIDDEN] = "videomae"
@@ -67,18 +67,18 @@ class MaeTowers(Towers):
     patch_dropout: Annotated[float, groups.HIDDEN] = 0.0
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors if settings that the help omits have other values."""
-        hint = "omit it: train mae has no other kind of tower"
+        """Yield errors for settings that the help omits, if they do not have their defaults."""
+        hint = "omit it: train mae supports only the kind videomae"
         if self.image is not None:
             yield UserError(
-                f"--towers.image is {self.image}, and train mae trains its own towers",
+                f"--towers.image is {self.image}, but train mae does not support towers from libraries",
                 hint=hint,
                 flags=("--towers.image",),
             )
             return
         if self.kind != "videomae":
             yield UserError(
-                f"--towers.kind is {self.kind}, and train mae trains towers of the kind videomae",
+                f"--towers.kind is {self.kind}, but train mae trains towers of the kind videomae",
                 hint="omit it",
                 flags=("--towers.kind",),
             )
@@ -94,36 +94,36 @@ class MaeTowers(Towers):
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class MaeSettings(LatentSettings):
-    """Settings of `train mae`; the defaults are VideoMAE's (Tong et al. 2022, table 8)."""
+    """Settings of `train mae`, with the defaults of VideoMAE (Tong et al. 2022, table 8)."""
 
     command = "mae"
     only_kind = "videomae"
 
     segment: Annotated[str | None, groups.CLIPS] = None
-    """Length of a segment of latents, such as 5s. --num-frames consecutive frames of it are shown. Default: the stored
-    segments of a video VAE; 5s for other latents."""
+    """Length of a segment of latents, such as 5s. A clip consists of --num-frames consecutive frames of a segment.
+    Default: the stored segments of a video VAE; 5s for other latents."""
     max_segments: Annotated[int | None, groups.CLIPS, Range(1, 10**9)] = None
-    """Maximum number of segments of a training video, spread evenly over it. Default: all of them."""
+    """Maximum number of segments per training video, spread evenly over the video. Default: all segments."""
     num_frames: NumFrames = 16
     sampling: Sampling = "stride"
     crop: Crop = "multi-scale"
     samples_per_chunk: Annotated[int, groups.CLIPS, COUNT] = 1
     """Number of samples drawn from each chunk per epoch. They are consecutive, and the chunk is decoded once."""
     repeat: Annotated[Repeat, groups.CLIPS] = "clips"
-    """Difference between samples of a chunk. clips: frames, crop and mask; masks: crop and mask only."""
+    """Differences between the samples of a chunk. clips: frames, crop and mask; masks: only crop and mask."""
 
     lr: LearningRate = 1.5e-4
-    """Peak learning rate. It applies to a batch of --optimizer.lr-batch and is reached after warmup."""
+    """Peak learning rate. It applies to a batch of --optimizer.lr-batch, and is reached after warmup."""
     weight_decay: WeightDecay = 0.05
     optimizer: Annotated[MaeOptimizer, groups.OPTIMIZER] = field(default_factory=MaeOptimizer)
     towers: Annotated[MaeTowers, groups.TOWERS] = field(default_factory=MaeTowers)
 
     mask_ratio: Annotated[float, MASKS, FIRST_RUN, _RATIO] = 0.9
-    """Share of patches to mask. Tube masking: the same positions in all frames, drawn per clip."""
+    """Fraction of patches to mask. Tube masking: the same patches in all frames, drawn per clip."""
     decoder_mask: Annotated[DecoderMask, MASKS] = "none"
     """Masked patches that the decoder skips, to save work: none, random ones, or running cells (VideoMAE V2)."""
     decoder_mask_ratio: Annotated[float, MASKS, _RATIO, GoesWith("decoder_mask", ("random", "running-cell"))] = 0.5
-    """Share of patches that --decoder-mask skips."""
+    """Fraction of the masked patches that --decoder-mask skips."""
     decoder_depth: Annotated[int, MASKS, FIRST_RUN, Range(1, 1000)] = 4
     """Number of decoder blocks."""
     evaluate: Annotated[ProbeEvaluation, groups.EVALUATION, groups.SEVERAL] = field(default_factory=ProbeEvaluation)
@@ -133,11 +133,11 @@ class MaeSettings(LatentSettings):
         return ("video", "decoder")
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for masks that leave nothing to see or predict, and for settings that contradict each other."""
+        """Yield errors for masks that leave no visible or no masked patch, and for contradictory settings."""
         yield from super().rules()
         if self.views is not None:
             yield UserError(
-                f"--views is {self.views}, and train mae shows complete chunks, which belong to no moment",
+                f"--views is {self.views}, but train mae trains on chunks of single cameras",
                 hint="omit it: chunks of all cameras are used",
                 flags=("--views",),
             )
@@ -149,13 +149,13 @@ class MaeSettings(LatentSettings):
             )
         if self.decoder_mask == "running-cell" and self.decoder_mask_ratio not in _CELL_RATIOS:
             yield UserError(
-                f"--decoder-mask-ratio is {self.decoder_mask_ratio}, and a running cell has four places",
+                f"--decoder-mask-ratio is {self.decoder_mask_ratio}, but a running cell has four patches",
                 hint="use 0.25, 0.5 or 0.75, or --decoder-mask random",
                 flags=("--decoder-mask-ratio",),
             )
         if self.repeat == "masks" and self.samples_per_chunk == 1:
             yield UserError(
-                "--repeat masks is about several samples of a chunk, and --samples-per-chunk is 1",
+                "--repeat masks needs several samples per chunk, but --samples-per-chunk is 1",
                 hint="use --samples-per-chunk 2 or more, or omit --repeat",
                 flags=("--repeat", "--samples-per-chunk"),
             )
@@ -168,7 +168,7 @@ class MaeSettings(LatentSettings):
 
 
 def without_effect(settings: MaeSettings) -> list[str]:
-    """Return flags that have no effect with the chosen input."""
+    """Return the changed flags that have no effect with the chosen input."""
     defaults, unused = MaeSettings(), _OF_PIXELS if settings.reads_latents else _OF_LATENTS
     flags = [name.replace("_", "-") for name in unused if getattr(settings, name) != getattr(defaults, name)]
     if settings.reads_latents and (settings.init.pixel_mean, settings.init.pixel_std) != (None, None):
@@ -181,13 +181,11 @@ def check_mask(ratio: float, *, num_places: int) -> None:
     num_masked = num_masked_places(ratio, num_places=num_places)
     if 0 < num_masked < num_places:
         return
-    # Rounded up, so that the suggestion suffices.
+    # Round up, so that the suggested ratio masks at least one cube.
     least = math.ceil(1e4 / num_places) / 1e4
     raise UserError(
-        f"--mask-ratio is {ratio}, and of the {num_places} cubes of a moment {num_masked} are masked",
-        hint=f"use {least} or more, less than 1"
-        if num_places > 1
-        else "use larger pictures: one cube must be left to see",
+        f"--mask-ratio {ratio} masks {num_masked} of the {count_noun(num_places, 'cube')} of a time step",
+        hint=f"use {least} or more, less than 1" if num_places > 1 else "use larger frames: a visible cube must remain",
         flags=("--mask-ratio",),
     )
 
@@ -204,11 +202,12 @@ class ReconstructionFlags(Checked):
     split: str = "val"
     """Split to evaluate on."""
     max_samples: Annotated[int, Range(least=1)] = 1000
-    """Maximum number of clips: every k-th of the split, with the smallest sufficient k (12 of 52: 11, every 5th)."""
+    """Maximum number of clips. Every k-th clip of the split is used, with the smallest sufficient k (for 12 of 52
+    clips: 11 clips, every 5th)."""
 
 
 def reconstruction_table(result: dict[str, Any]) -> Table:
-    """Return the loss, and beside it the loss of predicting the mean of each cube."""
+    """Return a table with the loss, beside the loss of predicting the mean of each cube."""
     loss, flat = result["loss"], result["flat_loss"]
     explained = 1 - loss / flat if flat else None
     cells = (

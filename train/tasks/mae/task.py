@@ -1,16 +1,17 @@
-"""The masked autoencoder (VideoMAE) on videos without captions, pixels or latents: masks, objective, task.
+"""Task `train mae`: masks and objective of a masked autoencoder (VideoMAE) for pixels or latents without captions.
 
-Clips [B, C, T, H, W] come with their positions in the run. `tube_masks` draws the masked cubes, and `decoded_cubes`
-draws the predicted cubes among them. The model embeds only the visible cubes, and returns [B, M, V] for the predicted
-cubes. `normalised_cubes` computes their targets. The loss is the mean squared error (Tong et al. 2022).
+Clips [B, C, T, H, W] come with the positions of their samples in the run. `tube_masks` draws the masked cubes, and
+`decoded_cubes` draws the predicted cubes among them. The model embeds only the visible cubes, and returns values
+[B, M, V] of the predicted cubes. `normalised_cubes` computes their targets. The loss is the mean squared error (Tong et
+al. 2022).
 
-Masks are drawn on the device from seed and position of the sample only, so they do not depend on ranks, resumption or
-microbatches.
+Masks are drawn on the device, and depend only on the seed and the sample's position. Ranks, resumption and
+microbatches do not affect them.
 
-Shape suffixes: B batch of a rank, C channels, T frames, H and W pixels, F frames of a segment of latents, S steps of
-time, P patches of a step, N cubes of a clip (S * P, in the order of time, row, column), M predicted cubes of a clip,
-t frames and p side of a cube, V values of a cube (t * p * p * C, in this order); R rows of a microbatch, or R and C
-rows and columns of patches.
+Shape suffixes: B batch of a rank, C channels, T frames, H and W pixels, F frames in a segment of latents, S time
+steps, P patches per step, N cubes per clip (S * P, in the order of time, row, column), M predicted cubes per clip,
+t frames and p pixels (height and width) of a cube, V values of a cube (t * p * p * C, in this order); R rows of a
+microbatch, or R and C rows and columns of patches.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,14 +46,14 @@ from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from clipmill.train.weights.loading import Loaded, fit_to
 from clipmill.train.weights.source import Say, Source, effective_clip_settings
 
-# The patches of a 2 x 2 cell, numbered around the cell, so that consecutive numbers are neighbours.
+# Numbers of the patches in a 2 x 2 cell, in order around the cell, so that consecutive numbers are neighbours.
 _CELL = ((0, 1), (3, 2))
-_CELL_PLACES = 4
+_CELL_PATCHES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskCounts:
-    """Number of masked cubes per clip, and of predicted cubes among them; the same for all clips."""
+    """Numbers per clip of masked cubes, and of predicted cubes among them; equal for all clips."""
 
     num_masked: int
     num_predicted: int
@@ -68,13 +69,13 @@ def mask_counts(
 
 
 def tube_masks(positions_B: torch.Tensor, grid: CubeGrid, *, ratio: float, seed: int) -> torch.Tensor:
-    """Draw tube masks, bool [B, N]: int(ratio * P) patches, which are the same at every step (VideoMAE, section 3.2).
+    """Draw tube masks, bool [B, N]: the same int(ratio * P) patches at every step (VideoMAE, section 3.2).
 
     Args:
-        positions_B: Positions of the samples in the run, int64, on the device on which masks are drawn.
+        positions_B: Positions of the samples in the run, int64, on the device that draws the masks.
     """
-    drawn_BP = device_uniform(positions_B, grid.patches, seed=seed, purpose="tube mask")
-    masked_BP = _lowest_mask(drawn_BP, num_masked_places(ratio, num_places=grid.patches))
+    draws_BP = device_uniform(positions_B, grid.patches, seed=seed, purpose="tube mask")
+    masked_BP = _lowest_mask(draws_BP, num_masked_places(ratio, num_places=grid.patches))
     return masked_BP.repeat(1, grid.steps)
 
 
@@ -90,26 +91,26 @@ def decoded_cubes(
     """Draw the predicted cubes, bool [B, N]: exactly M - int(ratio * M) of the M masked cubes of each clip.
 
     random: any masked cubes. running-cell: each cell of 2 x 2 patches keeps a fraction 1 - ratio of its patches. With
-        each step, the kept patches move by one around the cell (Qing et al. 2022, "MAR"), from a random start per clip.
-        If the number of steps is a multiple of 4, every patch is kept in equally many steps, so the number of cubes
-        that are masked and kept is right for any tubes. Otherwise random cubes are dropped or added.
+        each step, the kept patches move by one around the cell (Qing et al. 2022, "MAR"), with a random start per clip.
+        If the number of steps is a multiple of 4, every patch is kept in equally many steps, so the number of masked
+        cubes that are kept is right for any tubes. Otherwise, random cubes are dropped or added.
 
     VideoMAE V2 (section 3.2) draws decoder masks over all cubes, and computes the loss on the intersection of both
-    masks, whose size differs between clips. If cubes are drawn among the masked cubes, their number is the same for all
-    clips, and a batch is dense.
+    masks, whose size differs between clips. Here, cubes are drawn among the masked cubes, so their number is the same
+    for all clips, and batches are dense.
     """
     device = masked_BN.device
-    last_BN = device_uniform(positions_B, grid.cubes, seed=seed, purpose="decoder mask", device=device)
+    priority_BN = device_uniform(positions_B, grid.cubes, seed=seed, purpose="decoder mask", device=device)
     if kind == "running-cell":
-        starts_B1 = device_uniform(positions_B, 1, seed=seed, purpose="running cell", device=device) * _CELL_PLACES
-        last_BN += ~running_cells(starts_B1[:, 0].long(), grid, ratio=ratio)
+        starts_B1 = device_uniform(positions_B, 1, seed=seed, purpose="running cell", device=device) * _CELL_PATCHES
+        priority_BN += ~running_cells(starts_B1[:, 0].long(), grid, ratio=ratio)
     num_masked_B1 = masked_BN.sum(1, keepdim=True)
     num_predicted_B1 = num_masked_B1 - (ratio * num_masked_B1.double()).long()
-    return _lowest_mask(last_BN.masked_fill(~masked_BN, torch.inf), num_predicted_B1)
+    return _lowest_mask(priority_BN.masked_fill(~masked_BN, torch.inf), num_predicted_B1)
 
 
 def running_cells(starts_B: torch.Tensor, grid: CubeGrid, *, ratio: float) -> torch.Tensor:
-    """Return the cubes that running cells keep, bool [B, N].
+    """Return a mask of the cubes that running cells keep, bool [B, N].
 
     Args:
         starts_B: Patch of a cell (0 to 3, around the cell) that is kept first in the first step, int64.
@@ -118,10 +119,10 @@ def running_cells(starts_B: torch.Tensor, grid: CubeGrid, *, ratio: float) -> to
     device = starts_B.device
     cell = constant_tensor(_CELL, device, torch.int64)
     row_R1, column_C = torch.arange(grid.rows, device=device)[:, None], torch.arange(grid.columns, device=device)
-    place_P = cell[row_R1 % 2, column_C % 2].flatten()
+    number_P = cell[row_R1 % 2, column_C % 2].flatten()
     step_S1 = torch.arange(grid.steps, device=device)[:, None]
-    ahead_BSP = (place_P - step_S1 - starts_B[:, None, None]) % _CELL_PLACES
-    return (ahead_BSP < round(_CELL_PLACES * (1 - ratio))).flatten(1)
+    distance_BSP = (number_P - step_S1 - starts_B[:, None, None]) % _CELL_PATCHES
+    return (distance_BSP < round(_CELL_PATCHES * (1 - ratio))).flatten(1)
 
 
 def _lowest_mask(values_BN: torch.Tensor, count: int | torch.Tensor) -> torch.Tensor:
@@ -132,7 +133,7 @@ def _lowest_mask(values_BN: torch.Tensor, count: int | torch.Tensor) -> torch.Te
 
 @dataclass(frozen=True)
 class Masks:
-    """Masked cubes of clips, bool [B, N], and the predicted cubes among them; None if all are predicted."""
+    """Masks of the masked cubes, bool [B, N], and of the predicted cubes among them; None if all are predicted."""
 
     masked_BN: torch.Tensor
     decoded_BN: torch.Tensor | None
@@ -140,14 +141,14 @@ class Masks:
 
 @dataclass(frozen=True)
 class Masking:
-    """Source of a run's masks, for clips with a given grid of cubes."""
+    """Generator of a run's masks, for clips with a given grid of cubes."""
 
     settings: MaeSettings
     grid: CubeGrid
 
     @cached_property
     def counts(self) -> MaskCounts:
-        """Numbers of masked and of predicted cubes per clip."""
+        """Numbers of masked and predicted cubes per clip."""
         settings = self.settings
         return mask_counts(
             self.grid,
@@ -157,7 +158,7 @@ class Masking:
         )
 
     def draw(self, positions_B: torch.Tensor, *, device: torch.device, is_training: bool = True) -> Masks:
-        """Draw masks for the samples at the given positions. Except in training, all masked cubes are predicted."""
+        """Draw masks for the samples at the given positions. Outside training, all masked cubes are predicted."""
         settings, grid, positions_B = self.settings, self.grid, send(positions_B, device)
         masked_BN = tube_masks(positions_B, grid, ratio=settings.mask_ratio, seed=settings.seed)
         if settings.decoder_mask == "none" or not is_training:
@@ -178,13 +179,13 @@ _EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedClips:
-    """Inputs and targets of the model.
+    """Functions for the inputs and targets of the model.
 
     Attributes:
-        inputs: Function that returns normalised clips [R, C, T, H, W] of some rows of a batch.
-        masking: Source of the masks.
-        size: Size of the encoder, whose cubes are predicted.
-        std: Divisor of the clips' channels; None if they were not divided.
+        inputs: Function that takes a batch and a slice of its rows, and returns normalised clips [R, C, T, H, W].
+        masking: Generator of the masks.
+        size: Size of the encoder, which defines the cubes.
+        std: Standard deviations by which the clips' channels were divided; None if they were not divided.
     """
 
     inputs: Callable[[Batch, slice], torch.Tensor]
@@ -215,7 +216,7 @@ class MaskedReconstruction(Objective):
         self._clips = clips
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
-        """Add the gradients of this rank's share of the batch; return the loss of the complete batch."""
+        """Add the gradients of this rank's part of the batch; return the loss of the complete batch."""
         num_samples, masking = len(batch["position"]), self._clips.masking
         counts = masking.counts
 
@@ -232,7 +233,7 @@ class MaskedReconstruction(Objective):
                     num_masked=counts.num_masked,
                     num_predicted=counts.num_predicted,
                 )
-            # Scaled by the microbatch's share, so that the sum over microbatches is the mean over the batch.
+            # Scale by the microbatch's fraction of the batch, so that the microbatches sum to the mean over the batch.
             return reconstruction_loss(values_RMV, targets_RMV) * ((rows.stop - rows.start) / num_samples)
 
         losses = backward_microbatches(loss_of, num_samples=num_samples, step=step)
@@ -254,15 +255,16 @@ def normalised_cubes(
     and transformers use the same constants).
 
     Args:
-        video_BCTHW: Clips as the model takes them.
+        video_BCTHW: Clips, the model's input.
         predicted_BM: Indices of the cubes, int64.
-        std: Divisor of the clips' channels; None for latents. VideoMAE defines targets on pixels before this division.
-            The division changes only the effect of the constant 1e-6, so 1e-6 is divided by it as well.
+        std: Standard deviations by which the clips' channels were divided; None for latents. VideoMAE defines targets
+            on pixels before this division. The division changes only the effect of the constant 1e-6, so 1e-6 is
+            divided by `std` as well.
     """
     cubes = cubes_of(video_BCTHW, cube_frames=cube_frames, patch_px=patch_px)
     targets_BMtppC = pick_cubes(cubes.permute(0, 1, 2, 3, 5, 6, 7, 4), predicted_BM)
     x = targets_BMtppC.flatten(2, 4).to(torch.promote_types(video_BCTHW.dtype, torch.float32))
-    # In place, because this is the largest part of a batch.
+    # Compute in place, because the targets are the largest tensor of a step.
     x.sub_(x.mean(2, keepdim=True))
     deviation = torch.linalg.vector_norm(x, dim=2, keepdim=True).div_((x.shape[2] - 1) ** 0.5)
     eps = _EPS / constant_tensor(tuple(std or (1.0,)), x.device, x.dtype)
@@ -271,7 +273,7 @@ def normalised_cubes(
 
 
 def reconstruction_loss(predicted_BMV: torch.Tensor, targets_BMV: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared error over the predicted cubes, with the targets' precision."""
+    """Return the mean squared error over the predicted cubes, computed with the targets' dtype."""
     return functional.mse_loss(predicted_BMV.to(targets_BMV.dtype), targets_BMV)
 
 
@@ -293,17 +295,17 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         self.columns: tuple[str, ...] = (LATENTS,) if settings.reads_latents else (VIDEO,)
 
     def training_set(self, world: World) -> "AnySamples":
-        """Open this rank's part of the chunks, or of the segments of latents, of the split that the settings name.
+        """Open this rank's part of the chunks, or of the segments of latents, of the training split.
 
         Raises:
-            UserError: The split is empty, cannot be cut and masked as the settings say, or the data lack the evaluation
-                split.
+            UserError: The split is empty, cannot be cut and masked as the settings require, or the data lack the
+                evaluation split.
         """
         settings = self._settings
         per_chunk = settings.samples_per_chunk
         samples = self.open_mixture(lambda task: task.samples(settings.split, world, per_chunk=per_chunk))
         if settings.evaluate.split != ProbeEvaluation.split:
-            # The run reconstructs clips of this split at the end. Only the default split may be missing.
+            # At its end, the run reconstructs clips of this split. Only the default split may be missing.
             for folder in settings.folders:
                 if not kind_of(folder).has_manifest:
                     continue
@@ -311,7 +313,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
                     path = open_data_folder(folder, cache=settings.cache, column=None).path
                     find_split_videos(path, settings.evaluate.split)
         if settings.evaluate.every:
-            # Opened now, so that a mistake in its settings is reported before training starts.
+            # Open the probes now, so that mistakes in their settings are reported before training starts.
             self._probes = [self._open_probe(data, world) for data in settings.evaluated_data()]
         return samples
 
@@ -326,7 +328,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         return probe
 
     def samples(self, split: str, world: World, *, per_chunk: int = 1) -> "Samples[Any]":
-        """Open this rank's part of the samples of any split.
+        """Open this rank's part of the samples of a split.
 
         Args:
             per_chunk: Number of samples per chunk.
@@ -349,17 +351,17 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         return samples
 
     def build_objective(self, samples: "AnySamples", world: World) -> Objective:
-        """Return the reconstruction error of masked cubes as the objective."""
+        """Return the objective: the reconstruction error of masked cubes."""
         return MaskedReconstruction(self.masked_clips(samples, is_training=True))
 
     def masked_clips(self, samples: "AnySamples", *, is_training: bool = False) -> MaskedClips:
-        """Return inputs and targets for the clips of `samples`."""
+        """Return the functions for inputs and targets of the clips of `samples`."""
         settings = self._settings
         return MaskedClips(
             inputs=partial(self.inputs, is_training=is_training),
             masking=self.masking(samples),
             size=self.size(samples),
-            # Latents were not divided.
+            # Latents are not divided.
             std=None if settings.reads_latents else settings.init.pixel_std or IMAGENET_STD,
         )
 
@@ -368,26 +370,30 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         return self._shape.size.video if self._shape is not None else picture_size(samples, self._settings)[0]
 
     def masking(self, samples: "AnySamples") -> Masking:
-        """Return the source of masks for the clips of `samples`."""
+        """Return the generator of masks for the clips of `samples`."""
         settings, size = self._settings, self.size(samples)
         side = self._side(samples) // size.patch_px
         return Masking(settings, CubeGrid(settings.num_frames // size.cube_frames, side, side))
 
     def inputs(self, batch: Batch, rows: slice = slice(None), *, is_training: bool = False) -> torch.Tensor:
-        """Return clips [B, C, T, H, W] of some rows of a batch, as the model takes them."""
+        """Return the model's input, clips [B, C, T, H, W], for the given rows of a batch."""
         settings = self._settings
         if batch["input"] == "latents":
-            within_B = None
+            window_offset_B = None
             if is_training:
-                within_B = draw_uniform(batch["position"][rows].numpy(), 1, seed=settings.seed, purpose="window")[:, 0]
-            latents_BTCHW = window_frames(batch["latents"][rows], num_frames=settings.num_frames, offset_B=within_B)
+                window_offset_B = draw_uniform(
+                    batch["position"][rows].numpy(), 1, seed=settings.seed, purpose="window"
+                )[:, 0]
+            latents_BTCHW = window_frames(
+                batch["latents"][rows], num_frames=settings.num_frames, offset_B=window_offset_B
+            )
             return latents_BTCHW.float().transpose(1, 2)
         return self.pixels(batch, rows, mean=IMAGENET_MEAN, std=IMAGENET_STD, is_training=is_training)
 
     def fit_whole(self, model: MaskedAutoencoder, source: Source, *, say: Say) -> Loaded:
         """Fit weights to the encoder and decoder, or only to the encoder if the weights have no decoder.
 
-        If the weights have no last norm, as with transformers' use_mean_pooling, the encoder gets none either.
+        If the weights have no last norm, as with transformers' use_mean_pooling, the encoder's last norm is removed.
         """
         names = source.converted.tensors
         if "video.ln_post.weight" not in names:
@@ -399,7 +405,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         return fit_to(parts, source, say=say)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Return metrics of the probes that the settings name, as `<name>/<metric>`."""
+        """Return metrics of the probes of all evaluation data, as `<name>/<metric>`."""
         return {name: value for probe in self._probes for name, value in probe(model, world).items()}
 
     def new_model(self, samples: "AnySamples") -> MaskedAutoencoder:
@@ -421,5 +427,5 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
 def effective_settings(settings: MaeSettings, source: Source | None, *, say: Say) -> MaeSettings:
     """Return the settings that apply with the weights of `source` (`effective_clip_settings`)."""
     if unused := without_effect(settings):
-        say(f"without effect with --input {settings.input}, given or from a preset: {', '.join(unused)}")
+        say(f"without effect with --input {settings.input}, from flags or a preset: {', '.join(unused)}")
     return effective_clip_settings(settings, source, say=say)
