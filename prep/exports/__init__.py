@@ -1,1 +1,1 @@
-"""Exports of columns to the formats of other tools."""
+"""Export of columns to the formats of other tools."""

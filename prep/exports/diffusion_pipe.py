@@ -1,19 +1,20 @@
-"""The cache of diffusion-pipe (tdrussell/diffusion-pipe), with which it trains if --trust_cache is given.
+"""Export latents and texts as a cache for diffusion-pipe (tdrussell/diffusion-pipe), which uses it with --trust_cache.
 
-    dataset.toml                                                     the trainer's configuration of the dataset
+    dataset.toml                                                     the dataset configuration for the trainer
     segments/cache/MODEL/metadata/grouping_keys.json                 [[1.0, F]]
-    segments/cache/MODEL/metadata/grouped_metadata_1.000_F/          segments and captions, by datasets' save_to_disk
+    segments/cache/MODEL/metadata/grouped_metadata_1.000_F/          segments and captions, as save_to_disk of Hugging
+                                                                     Face datasets writes them
     segments/cache/MODEL/cache_1.000xSxSxF/latents/                  items with latents
     segments/cache/MODEL/ar_frames_1.000_F/text_embeddings_1/        items with texts, for models with a T5
 
-S is the side of the pictures in pixels, and F is the number of frames of a segment. Items are concatenated in
-shard_N.bin, each as torch.save writes it. The SQLite file metadata.db has their locations: `items` has the shard of
-each item and its number in the shard, `shard_N` has offsets and sizes. Texts have the order of the list of segments.
-Latents have the order of that list after the trainer has shuffled it, with a seed that is a hash of S and F.
+S is the side length of the frames in pixels, and F is the number of frames in a segment. Items are concatenated in
+shard_N.bin, each as torch.save writes it. The SQLite file metadata.db contains their locations: the table `items` has
+the shard of each item and its number in the shard, and `shard_N` has offsets and sizes. Texts are in the order of the
+list of segments. Latents are in the order in which the trainer shuffles this list, with a hash of S and F as the seed.
 
-The table `fingerprint` in metadata.db has no rows. At its first start, the trainer enters the fingerprint that it
-computes from the list of segments. At later starts, it deletes a cache whose fingerprint differs. Because the trainer
-writes to metadata.db, this file is never linked from an older cache.
+The table `fingerprint` in metadata.db is empty. At its first start, the trainer inserts the fingerprint that it
+computes from the list of segments. At later starts, it deletes a cache with a different fingerprint. Because the
+trainer writes to metadata.db, this file is never linked from an older cache.
 """
 
 import hashlib
@@ -36,13 +37,14 @@ from clipmill.prep.exports.trainers import Part, Segment, Segments, torch_bytes,
 
 @dataclass(frozen=True)
 class _Model:
-    """A model of the trainer.
+    """A model that the trainer supports.
 
     Attributes:
-        name: Name in the trainer, which is also a folder of the cache; None if the user gives it.
-        side_step: Step in pixels; the trainer rounds sides to multiples of it.
-        entries: Entries of a text item: the vectors, and their number or mask; None if the text encoders are not T5.
-        num_tokens: Number of vectors of a text item, including padding.
+        name: Name in the trainer, which is also the name of a folder of the cache; None if the user has to pass it.
+        side_step: Step in pixels; the trainer rounds side lengths to multiples of the step.
+        entries: Names of the entries in a text item: the vectors, and their number or mask. None if the text encoders
+            are not T5.
+        num_tokens: Number of vectors in a text item, including padding.
     """
 
     name: str | None
@@ -52,7 +54,7 @@ class _Model:
 
 
 _WAN = ("text_embeddings", "seq_lens")
-_MODELS = {  # by class of the VAE and its spatial factor
+_MODELS = {  # (VAE class, spatial downsampling factor) -> model
     ("AutoencoderKLWan", 8): _Model("wan", 16, _WAN, 512),
     ("AutoencoderKLWan", 16): _Model("wan2.2_5b", 32, _WAN, 512),
     ("AutoencoderKLLTXVideo", 32): _Model(None, 32, ("prompt_embeds", "prompt_attention_mask"), 256),
@@ -63,7 +65,13 @@ _MODELS = {  # by class of the VAE and its spatial factor
 
 @dataclass(frozen=True)
 class _Item:
-    """An item of a cache: a mark that changes with the content, its shard in the column, a function that makes it."""
+    """An item of a cache.
+
+    Attributes:
+        mark: String that changes with the content of the item.
+        shard: ID of the item's shard in the column.
+        values: Function that returns the content of the item.
+    """
 
     mark: str
     shard: int
@@ -73,10 +81,10 @@ class _Item:
 def write_diffusion_pipe_cache(
     data_dir: Path, destination: Path, flags: DiffusionPipeFlags, show: Progress
 ) -> Exported:
-    """Write the cache.
+    """Write the cache for diffusion-pipe.
 
     Raises:
-        UserError: See `Segments` and `write_cache`; or the trainer has no model with the VAE, size or texts.
+        UserError: See `Segments` and `write_cache`; or the trainer has no model for the VAE, size or texts.
     """
     with_texts = [kind for (kind, _), model in _MODELS.items() if model.entries]
     segments = Segments(data_dir, split=flags.split, with_texts=with_texts)
@@ -84,8 +92,8 @@ def write_diffusion_pipe_cache(
     name = flags.model or model.name
     if name is None:
         raise UserError(
-            "the trainer names LTX-Video after the file of its version",
-            hint="give --model with the name of the file in single_file_path, without .safetensors",
+            "the name of the model is unknown, because diffusion-pipe names LTX-Video after its weights file",
+            hint="use --model with the name of the file in single_file_path, without .safetensors",
         )
     cache, bucket = f"segments/cache/{name}", (1.0, size, size, num_frames)
     latents_shard = segments.latents.numbers("shard")
@@ -135,18 +143,18 @@ def _model(segments: Segments) -> _Model:
     model = _MODELS.get((kind, int(recipe["factor"])))
     if model is None:
         classes = " or ".join(dict.fromkeys(kind for kind, _ in _MODELS))
-        raise UserError(f"diffusion-pipe has no model with {kind} of factor {recipe['factor']}", hint=f"use {classes}")
+        raise UserError(f"diffusion-pipe has no model for {kind} with factor {recipe['factor']}", hint=f"use {classes}")
     if int(recipe["size"]) % model.side_step:
         raise UserError(
-            f"diffusion-pipe takes pictures whose sides are multiples of {model.side_step} pixels for this model,"
-            f" but these have {recipe['size']}",
-            hint="make latents with another --size",
+            f"for this model, diffusion-pipe requires frames whose sides are multiples of {model.side_step} pixels, but"
+            f" these sides have {recipe['size']}",
+            hint="make latents with a different --size",
         )
-    most = int(segments.text_recipe["max_tokens"]) if segments.has_texts else 0
-    if most > model.num_tokens:
+    max_tokens = int(segments.text_recipe["max_tokens"]) if segments.has_texts else 0
+    if max_tokens > model.num_tokens:
         raise UserError(
-            f"the texts have up to {most} tokens, but diffusion-pipe takes {model.num_tokens} for this model",
-            hint=f"make them with --max-tokens {model.num_tokens}",
+            f"the texts have up to {max_tokens} tokens, but diffusion-pipe takes {model.num_tokens} for this model",
+            hint=f"make texts with --max-tokens {model.num_tokens}",
         )
     return model
 
@@ -164,22 +172,26 @@ def _text(segments: Segments, model: _Model, segment: Segment) -> dict[str, Any]
 
 
 def _items(folder: str, items: Sequence[_Item], order: Sequence[int]) -> Iterator[Part]:
-    """Yield the files of a cache of items, each item once; `order` has the item number at each place."""
-    places: dict[str, tuple[int, int]] = {}
+    """Yield the files with `items`, in which equal items are stored once.
+
+    Args:
+        order: Index of the item at each position of the cache.
+    """
+    locations: dict[str, tuple[int, int]] = {}  # mark of an item -> (shard, number in the shard)
     shards: dict[int, list[_Item]] = {}
     segments: dict[int, list[int]] = {}
     for number, item in enumerate(items):
-        of_shard = shards.setdefault(item.shard, [])
+        shard_items = shards.setdefault(item.shard, [])
         segments.setdefault(item.shard, []).append(number)
-        # Segments that share a caption also share its text item.
-        if item.mark not in places:
-            places[item.mark] = item.shard, len(of_shard)
-            of_shard.append(item)
-    # All items have the same size, so locations are known before the items are made.
+        # Segments with the same caption share a text item.
+        if item.mark not in locations:
+            locations[item.mark] = item.shard, len(shard_items)
+            shard_items.append(item)
+    # All items have the same size, so their locations are known before they are made.
     size = len(torch_bytes(items[0].values()))
 
-    def contents(of_shard: list[_Item]) -> Iterator[bytes]:
-        for item in of_shard:
+    def contents(shard_items: list[_Item]) -> Iterator[bytes]:
+        for item in shard_items:
             content = torch_bytes(item.values())
             if len(content) != size:
                 raise RuntimeError(f"an item has {len(content)} bytes, but the first one has {size}")
@@ -189,23 +201,24 @@ def _items(folder: str, items: Sequence[_Item], order: Sequence[int]) -> Iterato
         with closing(sqlite3.connect(":memory:")) as connection:
             connection.execute("CREATE TABLE fingerprint(value)")
             connection.execute("CREATE TABLE items(shard, shard_index)")
-            connection.executemany("INSERT INTO items VALUES(?, ?)", [places[items[number].mark] for number in order])
-            for shard, of_shard in shards.items():
+            rows = [locations[items[number].mark] for number in order]
+            connection.executemany("INSERT INTO items VALUES(?, ?)", rows)
+            for shard, shard_items in shards.items():
                 connection.execute(f"CREATE TABLE shard_{shard}(offset, size)")
-                rows = [(number * size, size) for number in range(len(of_shard))]
+                rows = [(number * size, size) for number in range(len(shard_items))]
                 connection.executemany(f"INSERT INTO shard_{shard} VALUES(?, ?)", rows)
             connection.commit()
             return connection.serialize()
 
-    for shard, of_shard in shards.items():
-        mark = _digest(item.mark for item in of_shard)
-        yield Part(f"{folder}/shard_{shard}.bin", mark, partial(contents, of_shard), segments[shard])
+    for shard, shard_items in shards.items():
+        mark = _digest(item.mark for item in shard_items)
+        yield Part(f"{folder}/shard_{shard}.bin", mark, partial(contents, shard_items), segments[shard])
     mark = f"places {_digest(items[number].mark for number in order)}"
     yield Part(f"{folder}/metadata.db", mark, lambda: [database()], is_kept=False)
 
 
 def _metadata(folder: str, captioned: list[Segment], *, num_frames: int, mark: str) -> Iterator[Part]:
-    """Yield the list of segments. The video files that it names do not exist, but the trainer opens none of them."""
+    """Yield the files with the list of segments. The listed video files do not exist; the trainer never opens them."""
     columns = {
         "image_spec": pa.array([[None, f"{segment.name}.mp4"] for segment in captioned], pa.list_(pa.string())),
         "mask_file": pa.nulls(len(captioned)),

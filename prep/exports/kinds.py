@@ -1,4 +1,4 @@
-"""`prep export KIND`: one row per kind, with its flags and the import path of its writer."""
+"""The commands `prep export KIND`, with one row in `KINDS` for each kind: its flags, help and writer."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ from clipmill.manifests.publish import TEMPORARY_PREFIX, rename, target_of, temp
 from clipmill.manifests.settings import Checked, Range
 from clipmill.prep.core.request import Data, Json
 
-Progress = Callable[[int, int | None], None]  # called with (samples done, number of samples)
+Progress = Callable[[int, int | None], None]  # called with (number of samples done, total number of samples)
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Exported:
     """Content of an export after a run.
 
     Attributes:
-        noun: Noun for a sample, singular.
+        noun: Singular noun for a sample.
         num_samples: Number of samples in the export.
-        num_written: Number of samples that this run wrote; the others were already up to date.
+        num_written: Number of samples that this run wrote; all other samples were already up to date.
         left_out: Reason -> number of samples that were omitted.
     """
 
@@ -45,9 +45,9 @@ class ExportKind:
     Attributes:
         name: Name of the command.
         flags: Frozen dataclass whose fields are the flags. All fields have defaults.
-        writer: Import path `package.module:function`. The function gets the data folder, the destination, an instance
-            of `flags` and `Progress`, and returns `Exported`. A rerun must write only changed files, and a killed run
-            must leave nothing that looks like a finished export.
+        writer: Import path `package.module:function`. The function takes the data folder, the destination, an instance
+            of `flags`, and a `Progress`, and returns `Exported`. A rerun must write only changed files, and a killed
+            run must not leave anything that looks like a complete export.
         text: Help text of the command.
     """
 
@@ -62,16 +62,16 @@ class ZarrFlags(Checked):
     """The flags of `prep export zarr`."""
 
     split: str = "train"
-    """Split of the manifest."""
+    """Split of the manifest to export."""
 
     segment: str = "5s"
-    """Length of a segment, a whole number of latent frames, such as 5s."""
+    """Length of a segment, such as 5s. It must contain a whole number of latent frames."""
 
     chunk: Annotated[int, Parameter(allow_leading_hyphen=True), Range(least=1)] = 1
-    """Number of segments per Zarr chunk, 1 or more, such as the batch size of training."""
+    """Number of segments per Zarr chunk, 1 or more, for example the training batch size."""
 
     level: Annotated[int, Parameter(allow_leading_hyphen=True), Range(0, 9)] = 5
-    """Compression level of Blosc with Zstandard, 0 to 9."""
+    """Compression level for Blosc with Zstandard, 0 to 9."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class TrainerFlags(Checked):
     """The flags of exports for trainers of video models."""
 
     split: str = "train"
-    """Split of the manifest."""
+    """Split of the manifest to export."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,15 +87,16 @@ class DiffusionPipeFlags(TrainerFlags):
     """The flags of `prep export diffusion-pipe`."""
 
     model: str | None = None
-    """Name of the trainer's model, as of its folder in the cache. Default: wan, wan2.2_5b, hunyuan-video or
-    hunyuan_video_1.5; for LTX-Video, the name of the file of single_file_path, without .safetensors."""
+    """Name of the model in diffusion-pipe, which is also the name of its folder in the cache. Default, depending on the
+    latents: wan, wan2.2_5b, hunyuan-video or hunyuan_video_1.5. Required for LTX-Video: the name of the file in
+    single_file_path, without .safetensors."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield an error for a model that is not the name of a folder."""
+        """Yield an error if the model is not a valid folder name."""
         if self.model is not None and (not self.model or Path(self.model).name != self.model):
             yield UserError(
-                f'--model "{self.model}" is not the name of a folder',
-                hint="give a name such as wan",
+                f'--model "{self.model}" is not a folder name',
+                hint="use a name such as wan",
                 flags=("--model",),
             )
 
@@ -105,51 +106,51 @@ KINDS = (
         "zarr",
         ZarrFlags,
         "clipmill.prep.exports.zarr_store:write_zarr_store",
-        """Write latents and text embeddings as a Zarr store for loaders of segments.
+        """Write latents and text embeddings as a Zarr store for segment loaders.
 
         The arrays are base_frames [segments, frames, C, h, w], clip_emb [videos, D] and segment_to_video [segments].
-        A video has the embedding of its first caption. A rerun does nothing if columns and flags have not changed
-        and no file is missing.
+        The embedding of a video is the embedding of its first caption. A rerun does nothing if columns and flags have
+        not changed and no file is missing.
 
         Example: prep export zarr segments.zarr --chunk 32
 
         Parameters
         ----------
         destination
-            Folder of the store. An existing one is replaced if prep export wrote it.
+            Folder of the store. An existing store is replaced if prep export wrote it.
         """,
     ),
     ExportKind(
         "musubi",
         TrainerFlags,
         "clipmill.prep.exports.trainers:write_musubi_cache",
-        """Write latents and texts as a cache of musubi-tuner: Wan, and the latents of HunyuanVideo and -1.5.
+        """Write latents and texts as a cache for musubi-tuner: Wan, and only the latents for HunyuanVideo and -1.5.
 
-        Each segment has the first caption that overlaps it. A rerun links the files of segments that have not changed.
+        Each segment has the first caption that overlaps it. A rerun links the files of unchanged segments.
 
         Example: prep export musubi cache
 
         Parameters
         ----------
         destination
-            Folder of the cache: cache_directory of musubi-tuner's dataset. An existing one is replaced if prep export
-            wrote it.
+            Folder of the cache: cache_directory in the dataset configuration of musubi-tuner. An existing cache is
+            replaced if prep export wrote it.
         """,
     ),
     ExportKind(
         "finetrainers",
         TrainerFlags,
         "clipmill.prep.exports.trainers:write_finetrainers_data",
-        """Write latents and texts as precomputed data of finetrainers: Wan, LTX-Video and CogVideoX.
+        """Write latents and texts as precomputed data for finetrainers: Wan, LTX-Video and CogVideoX.
 
-        Each segment has the first caption that overlaps it. A rerun links the files of segments that have not changed.
+        Each segment has the first caption that overlaps it. A rerun links the files of unchanged segments.
 
         Example: prep export finetrainers precomputed
 
         Parameters
         ----------
         destination
-            Folder of the data: --precomputation_dir of finetrainers, with --precomputation_reuse. An existing one is
+            Folder of the data: --precomputation_dir of finetrainers, with --precomputation_reuse. An existing folder is
             replaced if prep export wrote it.
         """,
     ),
@@ -157,18 +158,18 @@ KINDS = (
         "diffusion-pipe",
         DiffusionPipeFlags,
         "clipmill.prep.exports.diffusion_pipe:write_diffusion_pipe_cache",
-        """Write latents and texts as a cache of diffusion-pipe: Wan, LTX-Video, and the latents of HunyuanVideo and
-        -1.5.
+        """Write latents and texts as a cache for diffusion-pipe: Wan, LTX-Video, and only the latents for HunyuanVideo
+        and -1.5.
 
-        Each segment has the first caption that overlaps it. A rerun links the files of shards that have not changed.
+        Each segment has the first caption that overlaps it. A rerun links the files of unchanged shards.
 
         Example: prep export diffusion-pipe dataset
 
         Parameters
         ----------
         destination
-            Folder of the cache and of dataset.toml, with which the trainer starts by --trust_cache. An existing one is
-            replaced if prep export wrote it.
+            Folder for the cache and dataset.toml. Start the trainer with this dataset.toml and --trust_cache. An
+            existing folder is replaced if prep export wrote it.
         """,
     ),
 )
@@ -213,16 +214,16 @@ for _kind in KINDS:
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """Yield a new folder, and rename it to `folder` when the block succeeds; remove leftovers of killed runs.
 
-    If `folder` is a link, the folder that it points to is replaced.
+    If `folder` is a link, its target is replaced.
     """
     folder = folder.resolve()
-    for left in folder.parent.glob(f"{TEMPORARY_PREFIX}*"):
-        if target_of(left.name) == folder.name and (held := try_lock(left)) is not None:
-            shutil.rmtree(left)
-            os.close(held)
+    for leftover in folder.parent.glob(f"{TEMPORARY_PREFIX}*"):
+        if target_of(leftover.name) == folder.name and (lock := try_lock(leftover)) is not None:
+            shutil.rmtree(leftover)
+            os.close(lock)
     temporary = temporary_path(folder)
     temporary.mkdir(parents=True)
-    held = try_lock(temporary)
+    lock = try_lock(temporary)
     try:
         yield temporary
         os.sync()  # one call for thousands of files
@@ -234,5 +235,5 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
             rename(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        if held is not None:
-            os.close(held)
+        if lock is not None:
+            os.close(lock)

@@ -1,25 +1,26 @@
-"""Exports for trainers of video models: segments with one caption each, in folders with one file per part.
+"""Exports for trainers of video models: caches with latents and text sequences, one caption per segment.
 
 A trainer's cache has separate files for latents and texts. They are written into a new folder, which then replaces the
-old one. Unchanged files are linked from the old folder. Two trainers with simple file formats are in this module:
+old folder. Unchanged files are linked from the old folder. This module also contains the exports for two trainers with
+simple file formats:
 
 finetrainers (huggingface/finetrainers) reads precomputed data with --precomputation_reuse:
 
     finetrainers-precomputed-data/condition-N.pt   the padded sequence of a caption, and its mask
     finetrainers-precomputed-data/latent-N.pt      the parameters of the posterior
 
-It samples the posterior of each segment, and normalises the sample. The exported parameters are the latents as the VAE
-gives them, with a standard deviation of almost zero, because the posterior's deviation is not stored.
+The trainer samples the posterior of each segment, and normalises the sample. The exported mean is the output of the
+VAE. The exported standard deviation is almost zero, because the deviation of the posterior is not stored.
 
-musubi-tuner (kohya-ss/musubi-tuner, format_version 1.0.1) trains from its cache without VAE and T5. A segment has two
-safetensors files, whose names have the same beginning:
+musubi-tuner (kohya-ss/musubi-tuner, format_version 1.0.1) trains from its cache without the VAE and T5. A segment has
+two safetensors files, whose names have the same prefix:
 
     NAME_00000-FFF_WWWWxHHHH_ARCH.safetensors   latents_T'xhxw_DTYPE [C, T', h, w]
     NAME_ARCH_te.safetensors                    varlen_t5_DTYPE [L, D]
 
-The number of frames FFF and the size are in pixels. Latents of Wan are normalised per channel. Latents of HunyuanVideo
-are neither shifted nor scaled, because the trainer does this. Its text encoders are not T5, so the trainer's own script
-must make its texts.
+FFF is the number of frames of video; WWWW and HHHH are the width and height in pixels. Latents for Wan are normalised
+per channel. Latents for HunyuanVideo are neither shifted nor scaled, because the trainer does this. The text encoders
+of HunyuanVideo are not T5, so the trainer's own script must encode its texts.
 """
 
 import hashlib
@@ -60,9 +61,10 @@ class Segment:
     """A segment of latents with the first caption that overlaps it.
 
     Attributes:
-        name: Key of the chunk, and number of the segment in it.
+        name: Key of the chunk, and number of the segment in the chunk.
         sample, number: Row of the chunk in the table of latents, and number of the segment in the chunk's array.
         text_sample, text: Row of the video in the table of texts, and number of the text in the video's array.
+        caption: Text of the caption.
     """
 
     name: str
@@ -74,16 +76,16 @@ class Segment:
 
 
 class Segments:
-    """The segments of a split that have a caption, with a stored sequence if texts are exported.
+    """The segments of a split that have a caption; if texts are exported, the caption must have a stored sequence.
 
     Args:
-        with_texts: Classes of VAEs whose models use the sequences of a T5.
+        with_texts: VAE classes whose models use sequences from a T5.
 
     Attributes:
-        kind: Class of the VAE.
-        has_texts: True if captions have sequences.
+        kind: VAE class.
+        has_texts: True if texts are exported.
         left_out: Number of segments without such a caption.
-        num_of_others: Number of segments with seconds of other splits.
+        num_of_others: Number of segments that contain video from other splits.
 
     Raises:
         UserError: A column is missing, or does not contain segments or sequences.
@@ -95,14 +97,14 @@ class Segments:
         self.recipe = self.latents.variant.recipe
         if not self.recipe.get("latent_frames"):
             raise UserError(
-                f"{self.latents.variant.directory} has latents of single frames",
+                f"{self.latents.variant.directory} has latents of individual frames, not of segments",
                 hint=f"make latents with the VAE of a video model: {how_to_make(LATENTS, data_dir)}",
             )
         self.kind, self.left_out, self.num_of_others = str(self.recipe["kind"]), 0, 0
         self.has_texts = self.kind in with_texts
         if self.has_texts and not self.text_recipe.get("max_tokens"):
             raise UserError(
-                f"{self.text.variant.directory} has embeddings of CLIP, but trainers take sequences", hint=_MAKE_TEXTS
+                f"{self.text.variant.directory} has CLIP embeddings, but trainers take sequences", hint=_MAKE_TEXTS
             )
         self._stored = lru_cache(maxsize=1)(self.latents.array)
         self._stored_text = lru_cache(maxsize=1)(lambda sample: self.text.array(sample))
@@ -132,11 +134,11 @@ class Segments:
                         continue
                 # The first caption that overlaps the segment and, if texts are exported, has a sequence.
                 text_sample, row_of = self._texts.get(video_id, (0, {})) if self.has_texts else (0, None)
-                for caption_id, caption_begin_s, caption_end_s, words in self._captions.get(video_id, ()):
+                for caption_id, caption_begin_s, caption_end_s, caption in self._captions.get(video_id, ()):
                     overlaps = caption_begin_s < begin_s + seconds and caption_end_s > begin_s
                     if overlaps and (row_of is None or caption_id in row_of):
                         text = row_of[caption_id] if row_of else 0
-                        yield Segment(name, sample, number, text_sample, text, words)
+                        yield Segment(name, sample, number, text_sample, text, caption)
                         break
                 else:
                     self.left_out += 1
@@ -167,7 +169,7 @@ class Segments:
         return array.view(torch.bfloat16) if self.recipe["dtype"] == "bfloat16" else array
 
     def raw_latents(self, segment: Segment) -> "torch.Tensor":
-        """Return the latents as the VAE gives them, neither shifted nor scaled, float32 [C, T', h, w]."""
+        """Return the output of the VAE, neither shifted nor scaled, float32 [C, T', h, w]."""
         import torch
 
         latents = self.stored_latents(segment).float() / float(self.recipe["scaling_factor"])
@@ -179,11 +181,11 @@ class Segments:
 
     @property
     def statistics(self) -> tuple[list[float] | None, list[float] | None]:
-        """Mean and standard deviation with which latents are normalised."""
+        """Mean and standard deviation per channel that normalise the latents; None without normalisation."""
         return self.recipe["latents_mean"], self.recipe["latents_std"]
 
     def sequence(self, segment: Segment) -> "torch.Tensor":
-        """Return the vectors of the caption's tokens, float16 [L, D]."""
+        """Return the text encoder's vectors for the tokens of the caption, float16 [L, D]."""
         import torch
 
         lengths = self.text.rows.table["row_tokens"][segment.text_sample].as_py()
@@ -191,11 +193,11 @@ class Segments:
         return torch.from_numpy(self._stored_text(segment.text_sample)[begin : begin + lengths[segment.text]].copy())
 
     def latents_mark(self, segment: Segment) -> str:
-        """Return a text that changes with the stored latents of a segment."""
+        """Return a string that changes with the stored latents of a segment."""
         return f"{self.latents.variant.directory.name} {self.latents.numbers('crc32')[segment.sample]} {segment.number}"
 
     def text_mark(self, segment: Segment) -> str:
-        """Return a text that changes with the stored text of a segment."""
+        """Return a string that changes with the caption of a segment and its stored sequence."""
         crc32 = self.text.numbers("crc32")[segment.text_sample]
         return f"{self.text.variant.directory.name} {crc32} {segment.text} {segment.caption}"
 
@@ -207,7 +209,7 @@ class Segments:
         captions: dict[str, list[tuple[int, float, float, str]]] = {}
         for video_id, *caption in zip(*(table[name].to_pylist() for name in names), strict=True):
             captions.setdefault(video_id, []).append(tuple(caption))
-        return {video_id: sorted(of_video) for video_id, of_video in captions.items()}
+        return {video_id: sorted(video_captions) for video_id, video_captions in captions.items()}
 
     @cached_property
     def _texts(self) -> dict[str, tuple[int, dict[int, int]]]:
@@ -227,10 +229,10 @@ class Part:
 
     Attributes:
         path: Path within the cache.
-        mark: Text that changes with the content of the file.
-        content: Function that makes the bytes of the file, piece by piece.
+        mark: String that changes with the content of the file.
+        content: Function that returns the bytes of the file in pieces.
         segments: Numbers of the segments in the file.
-        is_kept: Link the file while its mark is unchanged. False if the trainer may write to it.
+        is_kept: True to link the file as long as its mark is unchanged; False if the trainer may write to the file.
     """
 
     path: str
@@ -249,15 +251,16 @@ def write_cache(
     show: Progress,
     derived: str | None = None,
 ) -> Exported:
-    """Write the files of all segments, unless `destination` is up to date; keep other files in that folder.
+    """Write the files of all segments, unless `destination` is up to date; keep unrelated files in this folder.
 
     Args:
-        parts: Function from segments to the files of the cache.
+        parts: Function that takes segments and returns the files of the cache.
         form: Name and version of the format.
-        derived: Folder with files that the trainer derives from these files; it is not kept.
+        show: Function that is called with (number of segments done, total number of segments).
+        derived: Subfolder with files that the trainer derives from the cache; these files are not kept.
 
     Raises:
-        UserError: There is no segment with a caption, or something else is at `destination`.
+        UserError: No segment has a caption, or `destination` exists and was not written by prep export.
     """
     old: dict[str, str] = {}  # digests of the files at `destination`, by path
     if destination.exists():
@@ -266,17 +269,17 @@ def write_cache(
             old = {path: bytes.fromhex(digest).hex() for path, digest in files.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise UserError(
-                f"{destination} exists and was not written by prep export", hint="remove it, or give another name"
+                f"{destination} exists and was not written by prep export", hint="remove it, or use another name"
             ) from None
     captioned = list(segments)
-    lacking = "a caption that has a sequence" if segments.has_texts else "a caption"
+    requirement = "a caption that has a sequence" if segments.has_texts else "a caption"
     left_out = {
-        f"segments without {lacking}": segments.left_out,
+        f"segments without {requirement}": segments.left_out,
         "segments with seconds of other splits": segments.num_of_others,
     }
     if not captioned:
-        make = _MAKE_TEXTS if segments.has_texts else "give the videos captions"
-        raise UserError(f"no segment has {lacking}", hint=f"{make}, or give another --split")
+        make = _MAKE_TEXTS if segments.has_texts else "add captions to the videos"
+        raise UserError(f"no segment has {requirement}", hint=f"{make}, or use a different --split")
     new_parts = list(parts(captioned))
     record = {part.path: hashlib.sha256(f"{_SCHEMA} {form} {part.mark}".encode()).hexdigest() for part in new_parts}
     if old == record and all((destination / path).is_file() for path in record):
@@ -305,7 +308,7 @@ def write_cache(
 
 
 def torch_bytes(values: dict[str, Any]) -> bytes:
-    """Return the bytes that torch.save writes."""
+    """Return the bytes that `torch.save` writes for `values`."""
     import torch
 
     content = BytesIO()
@@ -314,7 +317,7 @@ def torch_bytes(values: dict[str, Any]) -> bytes:
 
 
 def _link(source: Path, path: Path) -> bool:
-    """Link a file, or copy it if links are not possible; return False if the file no longer exists."""
+    """Link `path` to `source`, or copy it if links are not possible; return False if `source` no longer exists."""
     with suppress(FileNotFoundError):
         try:
             os.link(source, path)
@@ -325,8 +328,8 @@ def _link(source: Path, path: Path) -> bool:
 
 
 _FOLDER = "finetrainers-precomputed-data"
-_LOG_VARIANCE = -1e4  # the trainer clips it to -30, for Wan after a division by latents_std
-# Class of the VAE: entry of the mask of a caption.
+_LOG_VARIANCE = -1e4  # the trainer clips it to -30; for Wan, after dividing by latents_std
+# VAE class -> name of the entry with a caption's mask, or None.
 _MODELS = {
     "AutoencoderKLWan": None,
     "AutoencoderKLLTXVideo": "encoder_attention_mask",
@@ -338,12 +341,12 @@ def write_finetrainers_data(data_dir: Path, destination: Path, flags: TrainerFla
     """Write the precomputed data of finetrainers.
 
     Raises:
-        UserError: See `Segments` and `write_cache`; or this trainer has no model with the VAE and a T5.
+        UserError: See `Segments` and `write_cache`; or the trainer has no model with this VAE and a T5.
     """
     segments = Segments(data_dir, split=flags.split, with_texts=_MODELS)
     if segments.kind not in _MODELS:
         raise UserError(
-            f"finetrainers has no model with {segments.kind} and the text encoder T5",
+            f"finetrainers has no model with the VAE {segments.kind} and the text encoder T5",
             hint=f"use {' or '.join(_MODELS)}",
         )
 
@@ -386,13 +389,13 @@ def _condition(segments: Segments, segment: Segment) -> dict[str, "torch.Tensor"
 
 
 _FORMAT_VERSION = "1.0.1"
-# Class of the VAE: short and full name of the architecture, True if latents are normalised.
+# VAE class -> (short name of the architecture, full name, True if latents are normalised).
 _ARCHITECTURES = {
     "AutoencoderKLWan": ("wan", "wan", True),
     "AutoencoderKLHunyuanVideo": ("hv", "hunyuan_video", False),
     "AutoencoderKLHunyuanVideo15": ("hv15", "hunyuan_video_1_5", False),
 }
-_WAN_5B = {"channels": 48, "factor": 16}  # the VAE of Wan 2.2 TI2V-5B, a model that the trainer does not have
+_WAN_5B = {"channels": 48, "factor": 16}  # the VAE of Wan 2.2 TI2V-5B, which the trainer does not support
 _WITH_T5 = ("AutoencoderKLWan",)
 
 
@@ -400,7 +403,7 @@ def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, s
     """Write the cache of musubi-tuner.
 
     Raises:
-        UserError: See `Segments` and `write_cache`; or this trainer has no architecture with the VAE.
+        UserError: See `Segments` and `write_cache`; or the trainer has no architecture with this VAE.
     """
     segments = Segments(data_dir, split=flags.split, with_texts=_WITH_T5)
     kind, recipe = segments.kind, segments.recipe
@@ -408,8 +411,8 @@ def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, s
         raise UserError(f"musubi-tuner has no architecture with {kind}", hint=f"use {' or '.join(_ARCHITECTURES)}")
     if kind == "AutoencoderKLWan" and any(recipe.get(name) == value for name, value in _WAN_5B.items()):
         raise UserError(
-            "the latents are from Wan 2.2 TI2V-5B, a model that musubi-tuner does not have: its VAE has 48 channels and"
-            " shrinks each side by 16",
+            "the latents are from the VAE of Wan 2.2 TI2V-5B (48 channels, factor 16), a model that musubi-tuner does"
+            " not have",
             hint="use prep export diffusion-pipe, or make latents with the VAE of Wan 2.1, which Wan 2.2 14B uses too",
         )
     short, full, is_normalised = _ARCHITECTURES[kind]

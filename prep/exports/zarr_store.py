@@ -1,11 +1,11 @@
-"""Latents and text embeddings as a Zarr store of segments, in the layout of the VideoDataLoader document (section 2).
+"""Export latents and text embeddings as a Zarr store of segments, as section 2 of the VideoDataLoader document defines.
 
-    base_frames [S, F, C, h, w]  float16, the latents of S segments of F frames
+    base_frames [S, F, C, h, w]  float16, latents of S segments with F frames each
     clip_emb [V, D]              float16, one text embedding per video
-    segment_to_video [S]         int64, each segment's row in clip_emb
+    segment_to_video [S]         int64, row of each segment's video in clip_emb
 
-Segments are ordered by video (as in the manifest) and time. The store has Zarr format 2, which versions 2 and 3 of the
-zarr library can read. Chunks are compressed by Blosc with Zstandard.
+Segments are in manifest order of their videos, and then in order of time. The store uses Zarr format 2, which versions
+2 and 3 of the zarr library can read. Chunks are compressed by Blosc with Zstandard.
 """
 
 import hashlib
@@ -29,19 +29,20 @@ from clipmill.prep.exports.kinds import Exported, Progress, ZarrFlags, replaced_
 from clipmill.shards.columns import LATENTS, TEXT, how_to_make
 
 FRAMES, EMBEDDINGS, VIDEOS = "base_frames", "clip_emb", "segment_to_video"
-_MARK = "clipmill"  # attribute with the inputs of a store that this module wrote
+_MARK = "clipmill"  # attribute that identifies the inputs of a store that this module wrote
 _SCHEMA = 1
-_WRITTEN_AT_ONCE = 64  # segments, rounded to complete chunks, because zarr compresses the chunks of a call in parallel
-_ROWS_AT_ONCE = 1 << 14  # rows of a chunk of the small arrays
-_ALL_CHUNKS: Any = {"write_empty_chunks": True}  # so that a missing file always means a loss
+# Number of segments per write, rounded up to complete chunks; zarr compresses the chunks of one write in parallel.
+_SEGMENTS_AT_ONCE = 64
+_ROWS_AT_ONCE = 1 << 14  # number of rows per chunk in the small arrays
+_ALL_CHUNKS: Any = {"write_empty_chunks": True}  # so that a missing file always means that data was lost
 
 
 def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: Progress) -> Exported:
-    """Write the store, unless the one at `destination` is up to date and complete.
+    """Write the store, unless the store at `destination` is up to date and complete.
 
     Raises:
         UserError: Zarr is not installed; columns are missing or damaged; latents are not float16 or differ in shape;
-            something else is at `destination`.
+            or `destination` exists and was not written by prep export zarr.
     """
     try:
         import zarr
@@ -50,22 +51,23 @@ def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: 
     latents, text = (ColumnArrays.open(data_dir, name) for name in (LATENTS, TEXT))
     if text.variant.recipe.get("max_tokens"):
         raise UserError(
-            f"{text.variant.directory} has sequences, not embeddings", hint=f"run {how_to_make(TEXT, data_dir)}"
+            f"a Zarr store has text embeddings, but {text.variant.directory} has sequences",
+            hint=f"run {how_to_make(TEXT, data_dir)}",
         )
     if latents.variant.recipe.get("latent_frames"):
         raise UserError(
-            f"a Zarr store has latents of frames, but {latents.variant.directory} has segments of a VAE of videos",
-            hint="make latents with a VAE of images, or export them for a trainer: prep export --help",
+            f"a Zarr store has latents of frames, but {latents.variant.directory} has segments from a video VAE",
+            hint="make latents with an image VAE, or export the segments for a trainer: prep export --help",
         )
     variants = (latents.variant, text.variant)
-    made_of = [f"{variant.directory.name} {variant.commits.digest.decode()}" for variant in variants]
+    inputs = [f"{variant.directory.name} {variant.commits.digest.decode()}" for variant in variants]
     mark: dict[str, Any] = {
         "schema": _SCHEMA,
         LATENTS: latents.variant.directory.name,
         TEXT: text.variant.directory.name,
         "split": flags.split,
         "segment": flags.segment,
-        "sha256": hashlib.sha256(f"{_SCHEMA} {made_of} {astuple(flags)}".encode()).hexdigest(),
+        "sha256": hashlib.sha256(f"{_SCHEMA} {inputs} {astuple(flags)}".encode()).hexdigest(),
     }
     segments = _find_segments(data_dir, latents, text, flags)
     num_segments = len(segments.video)
@@ -82,11 +84,12 @@ class _Segments:
     """The segments of a store.
 
     Attributes:
-        shape: Shape of a segment: F, C, h, w.
+        shape: Shape of a segment, (F, C, h, w).
         sample: Row of each segment's chunk in the table of latents, int64 [S].
         frame: First latent frame of each segment in its chunk, int64 [S].
         video: Row of each segment's video in `embeddings`, int64 [S].
         embeddings: Text embedding of each video, float16 [V, D].
+        left_out: Reason -> number of omitted segments or remainders.
     """
 
     shape: tuple[int, ...]
@@ -116,7 +119,7 @@ def _find_segments(data_dir: Path, latents: ColumnArrays, text: ColumnArrays, fl
     }
     samples, per_chunk = samples[is_captioned], per_chunk[is_captioned]
     sample = np.repeat(samples, per_chunk)
-    # Segments are numbered within their chunk, which gives their first frame.
+    # The number of a segment within its chunk determines its first frame.
     number = np.arange(len(sample)) - np.repeat(np.cumsum(per_chunk) - per_chunk, per_chunk)
     if divided is not None:
         frame_s = latents.numbers("fps_den")[sample] / latents.numbers("fps_num")[sample]
@@ -128,15 +131,15 @@ def _find_segments(data_dir: Path, latents: ColumnArrays, text: ColumnArrays, fl
     if not len(sample):
         raise UserError(
             f"no segment of {flags.segment} of split {flags.split!r} has a text embedding",
-            hint=f"give a shorter --segment, or run {how_to_make(TEXT, data_dir)}",
+            hint=f"use a shorter --segment, or run {how_to_make(TEXT, data_dir)}",
         )
-    shown, video = np.unique(video_row[sample], return_inverse=True)
-    rows = np.stack([embeddings[int(row)] for row in shown])
+    exported_videos, video = np.unique(video_row[sample], return_inverse=True)
+    rows = np.stack([embeddings[int(row)] for row in exported_videos])
     return _Segments((num_frames, *shape), sample, number * num_frames, video.astype(np.int64), rows, left_out)
 
 
 def _segment_shape(latents: ColumnArrays, samples: NDArray[np.int64], segment: str) -> tuple[int, tuple[int, ...]]:
-    """Return the number of frames of a segment, and the shape of the latents of a frame."""
+    """Return (number of frames in a segment, shape of the latents of a frame)."""
     names = ["fps_num", "fps_den", "channels", "height", "width", "dtype"]
     kinds = latents.rows.table.take(pa.array(samples)).select(names).group_by(names).aggregate([]).to_pylist()
     first = kinds[0]
@@ -144,26 +147,33 @@ def _segment_shape(latents: ColumnArrays, samples: NDArray[np.int64], segment: s
         shapes = " and ".join(f"{kind['dtype']} {kind['channels']}x{kind['height']}x{kind['width']}" for kind in kinds)
         raise UserError(
             f"a Zarr store has float16 latents of one shape, but {latents.variant.directory} has {shapes}",
-            hint="make latents with one setting and --dtype float16",
+            hint="make all latents with the same settings and --dtype float16",
         )
     seconds = parse_length(segment, flag="--segment")
     num_frames = seconds * Fraction(first["fps_num"], first["fps_den"])
-    made = latents.variant.recipe.get("segment")  # the crop changes after each of these
-    if num_frames.denominator != 1 or (made and (parse_length(made, flag="--segment") / seconds).denominator != 1):
+    crop_period = latents.variant.recipe.get("segment")  # length after which the crop changes
+    if num_frames.denominator != 1 or (
+        crop_period and (parse_length(crop_period, flag="--segment") / seconds).denominator != 1
+    ):
         raise UserError(
             f"--segment {segment} is {float(num_frames):g} latent frames"
-            + (f", and the crop changes every {made}" if made else ""),
-            hint=f"give {made} or a whole part of it" if made else "give seconds that hold a whole number of frames",
+            + (f", and the crop changes every {crop_period}" if crop_period else ""),
+            hint=f"use {crop_period} divided by a whole number"
+            if crop_period
+            else "use a length with a whole number of frames",
         )
     return int(num_frames), tuple(first[name] for name in ("channels", "height", "width"))
 
 
 def _embeddings(data_dir: Path, text: ColumnArrays, videos: pa.Table, *, split: str) -> dict[int, NDArray[np.float16]]:
-    """Return each video's first caption embedding in a split (by time, source and row), by the video's row."""
+    """Return the embedding of each video's first caption in a split, by row of the video.
+
+    Captions are ordered by time, source and row.
+    """
     lists = [text.rows.table[name].combine_chunks() for name in ("caption_id", "caption_row")]
     ids, rows = (pc.list_flatten(values).to_numpy() for values in lists)
     sample = np.repeat(np.arange(len(lists[0])), pc.list_value_length(lists[0]).to_numpy())
-    by_id = np.argsort(ids, kind="stable")
+    id_order = np.argsort(ids, kind="stable")
     embeddings: dict[int, NDArray[np.float16]] = {}
     if not len(ids):
         return embeddings
@@ -172,10 +182,10 @@ def _embeddings(data_dir: Path, text: ColumnArrays, videos: pa.Table, *, split: 
     is_of_split = pc.equal(videos["split"], split).to_numpy()
     for block in stored.blocks(SplitVideos(np.arange(len(videos), dtype=np.int32), is_of_split, number)):
         video = np.repeat(block.video, block.counts)
-        at = by_id[np.minimum(np.searchsorted(ids[by_id], block.caption_id), len(ids) - 1)]
-        is_embedded = ids[at] == block.caption_id
-        shown, first = np.unique(video[is_embedded], return_index=True)
-        for row, entry in zip(shown.tolist(), at[is_embedded][first].tolist(), strict=True):
+        entries = id_order[np.minimum(np.searchsorted(ids[id_order], block.caption_id), len(ids) - 1)]
+        is_embedded = ids[entries] == block.caption_id
+        captioned_videos, first = np.unique(video[is_embedded], return_index=True)
+        for row, entry in zip(captioned_videos.tolist(), entries[is_embedded][first].tolist(), strict=True):
             embeddings[row] = text.array(int(sample[entry]))[rows[entry]]
     return embeddings
 
@@ -194,30 +204,30 @@ def _write(store: Any, segments: _Segments, latents: ColumnArrays, flags: ZarrFl
         shape=(num_segments, *segments.shape),
         chunks=(flags.chunk, *segments.shape),
         dtype=np.float16,
-        fill_value=np.nan,  # for a chunk whose file is lost, for example in an interrupted copy
+        fill_value=np.nan,  # value of a chunk whose file is lost, for example in an interrupted copy
         compressors=blosc,
         config=_ALL_CHUNKS,
     )
-    num_at_once = -(-_WRITTEN_AT_ONCE // flags.chunk) * flags.chunk
-    opened, array = -1, np.empty(0, np.float16)
+    num_at_once = -(-_SEGMENTS_AT_ONCE // flags.chunk) * flags.chunk
+    array_sample, array = -1, np.empty(0, np.float16)  # sample whose latents are in memory
     for begin in range(0, num_segments, num_at_once):
         end = min(begin + num_at_once, num_segments)
         block = np.empty((end - begin, *segments.shape), np.float16)
         for row, (sample, frame) in enumerate(
             zip(segments.sample[begin:end].tolist(), segments.frame[begin:end].tolist(), strict=True)
         ):
-            if sample != opened:
-                opened, array = sample, latents.array(sample)
+            if sample != array_sample:
+                array_sample, array = sample, latents.array(sample)
             block[row] = array[frame : frame + segments.shape[0]]
         frames[begin:end] = block
         show(end, num_segments)
 
 
 def _mark_at(destination: Path) -> dict[str, Any] | None:
-    """Return the inputs of the store at `destination`; None if there is none, or if files of its arrays are missing.
+    """Return the inputs of the store at `destination`; None if the store or one of its files is missing.
 
     Raises:
-        UserError: Something else is at `destination`.
+        UserError: `destination` exists and was not written by prep export zarr.
     """
     import zarr
 
@@ -230,7 +240,7 @@ def _mark_at(destination: Path) -> dict[str, Any] | None:
         mark = None
     if not isinstance(mark, dict):
         raise UserError(
-            f"{destination} exists and was not written by prep export zarr", hint="remove it, or give another name"
+            f"{destination} exists and was not written by prep export zarr", hint="remove it, or use another name"
         )
     arrays = (FRAMES, EMBEDDINGS, VIDEOS)
     for name in arrays:
@@ -238,7 +248,7 @@ def _mark_at(destination: Path) -> dict[str, Any] | None:
         if array is None:
             return None
         # Chunks divide only the first dimension.
-        rest, present = ".0" * (array.ndim - 1), {path.name for path in (destination / name).iterdir()}
-        if not present.issuperset(f"{number}{rest}" for number in range(array.nchunks)):
+        suffix, files = ".0" * (array.ndim - 1), {path.name for path in (destination / name).iterdir()}
+        if not files.issuperset(f"{number}{suffix}" for number in range(array.nchunks)):
             return None
     return mark

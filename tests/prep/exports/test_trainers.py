@@ -306,7 +306,7 @@ def test_what_cannot_be_exported_is_named(texts: Path, tmp_path: Path) -> None:
     for of_5b in ({"factor": 16}, {"channels": 48}):
         write(texts, "AutoencoderKLWan", **of_5b)
         error = prep_here("export", "musubi", tmp_path / "out", "--data", texts, status=2).stderr
-        assert "from Wan 2.2 TI2V-5B" in error and "prep export diffusion-pipe" in error
+        assert "from the VAE of Wan 2.2 TI2V-5B" in error and "prep export diffusion-pipe" in error
     assert not (tmp_path / "out").exists()
     write(texts, "AutoencoderKLWan")
     (tmp_path / "mine").mkdir()
@@ -319,11 +319,11 @@ def test_what_cannot_be_exported_is_named(texts: Path, tmp_path: Path) -> None:
     assert "was not written by prep export" in refusal_of("mine")
     assert "no latents of split 'val'" in refusal_of("out", "--split", "val")
     write(texts, "AutoencoderKLWan", latent_frames=None)
-    assert "latents of single frames" in refusal_of("out")
+    assert "latents of individual frames" in refusal_of("out")
     for recipe, flags, words in (
         ({"size": 40}, (), "multiples of 16 pixels"),
-        ({"kind": "AutoencoderKLLTXVideo", "factor": 32}, (), "give --model with the name of the file"),
-        ({}, ("--model", "../wan"), "is not the name of a folder"),
+        ({"kind": "AutoencoderKLLTXVideo", "factor": 32}, (), "use --model with the name of the file"),
+        ({}, ("--model", "../wan"), "is not a folder name"),
     ):
         of_vae: dict[str, Any] = {"kind": "AutoencoderKLWan", **recipe}
         write(texts, **of_vae)
