@@ -1,9 +1,9 @@
 """Sample order: a pure function of (seed, epoch, position), with random access in O(1).
 
-Every epoch contains every sample exactly once, in an order of its own. The order is a format-preserving permutation: an
-alternating Feistel network on the smallest power of two that is large enough. Its cycle is followed until it reaches a
-valid sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). The permutation needs no table, so 10^9
-samples cost as much as ten, and it does not depend on the number of workers or ranks.
+Every epoch contains every sample exactly once, in a different order. The order is a format-preserving permutation: an
+alternating Feistel network on the smallest power of two that is large enough, with cycle walking until it reaches a
+valid sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). The permutation does not use a table,
+so 10^9 samples cost as much as ten, and it does not depend on the number of workers or ranks.
 
 Positions continue across epochs: position p is position p % num_samples of epoch p // num_samples.
 
@@ -46,16 +46,16 @@ class SampleOrder:
 
     def at(self, positions: Positions) -> Positions:
         """Return the samples, in [0, num_samples), at `positions` (int64, any shape, >= 0); -1 for empty positions."""
-        epochs, of_epoch = np.divmod(np.asarray(positions, dtype=np.int64), self.positions_per_epoch)
-        groups, members = np.divmod(of_epoch, self.group)
+        epochs, in_epoch = np.divmod(np.asarray(positions, dtype=np.int64), self.positions_per_epoch)
+        groups, members = np.divmod(in_epoch, self.group)
         num_full = self.num_samples // self.group
-        chosen = groups < num_full
-        if chosen.any():
+        is_full = groups < num_full
+        if is_full.any():
             # All epochs are computed at once, because many positions of a small set belong to many epochs.
-            distinct, number = np.unique(epochs[chosen], return_inverse=True)
+            distinct, number = np.unique(epochs[is_full], return_inverse=True)
             keys = np.stack([_round_keys(self.seed, int(epoch)) for epoch in distinct], axis=1)
-            groups[chosen] = _permute_with_keys(
-                groups[chosen], num_full, keys[:, number] if len(distinct) > 1 else keys
+            groups[is_full] = _permute_with_keys(
+                groups[is_full], num_full, keys[:, number] if len(distinct) > 1 else keys
             )
         samples = groups * self.group + members
         samples[samples >= self.num_samples] = -1
@@ -64,10 +64,10 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class Share:
-    """Positions of a rank: every `num_ranks`-th group of the order, starting with the `rank`-th.
+    """Positions of a rank: every `num_ranks`-th group of the order, starting with group `rank`.
 
-    The shares of all ranks are equal, and together cover every position. They are counted from the first position of
-    the order, wherever a run is resumed, so the same number of ranks continues with the same shares.
+    The shares of all ranks have the same size and together cover every position. They are counted from the first
+    position of the order, wherever a run is resumed, so the same number of ranks continues with the same shares.
 
     Attributes:
         rank: Rank, or an array of ranks for several shares at once.
@@ -78,14 +78,14 @@ class Share:
     group: int = 1
 
     def at(self, numbers: Positions) -> Positions:
-        """Return the positions with the given numbers in the share, counted from 0."""
+        """Return the positions with these numbers in the share, counted from 0."""
         return (numbers // self.group * self.num_ranks + self.rank) * self.group + numbers % self.group
 
     def count_before(self, positions: int | Positions) -> Positions:
-        """Return, for each of `positions`, how many positions of the share precede it."""
+        """Return how many positions of the share precede each of `positions`."""
         rows, rest = np.divmod(np.asarray(positions, dtype=np.int64), self.group * self.num_ranks)
-        before: Positions = rows * self.group + np.clip(rest - self.rank * self.group, 0, self.group)
-        return before
+        counts: Positions = rows * self.group + np.clip(rest - self.rank * self.group, 0, self.group)
+        return counts
 
 
 def permute(positions: Positions, num_samples: int, *, seed: int, epoch: int) -> Positions:
@@ -97,11 +97,11 @@ def _permute_with_keys(positions: Positions, num_samples: int, keys: NDArray[np.
     """Permute with round keys [rounds, 1], or [rounds, N] for positions of several epochs."""
     num_bits = max(2, (num_samples - 1).bit_length())
     samples = _feistel(positions.astype(np.uint64), num_bits, keys)
-    outside = samples >= num_samples
-    while outside.any():
-        of_outside = keys if keys.shape[1] == 1 else keys[:, outside]
-        samples[outside] = _feistel(samples[outside], num_bits, of_outside)
-        outside = samples >= num_samples
+    is_invalid = samples >= num_samples
+    while is_invalid.any():
+        row_keys = keys if keys.shape[1] == 1 else keys[:, is_invalid]
+        samples[is_invalid] = _feistel(samples[is_invalid], num_bits, row_keys)
+        is_invalid = samples >= num_samples
     return samples.astype(np.int64)
 
 
@@ -127,9 +127,10 @@ def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
 
 # Resume cursor: the progress of a run in the endless sample order, for any batch size and number of ranks.
 #
-# As long as nothing fails and groups divide a rank's batch, the cursor is a single number: all positions before it have
-# been used. If a rank's sample fails, the rank uses the next position of its share, and is then ahead of the other
-# ranks. Positions that were used early are recorded, so that no rank uses them again after a resumption.
+# As long as no sample fails and a rank's batch consists of complete groups, the cursor is a single number: all
+# positions before it have been used. If a rank's sample fails, the rank uses the next position of its share, and is
+# then ahead of the other ranks. Positions that were used early are recorded, so that no rank uses them again after
+# resuming.
 
 
 SEPARATOR = "-"  # separates the two parts of a fingerprint
@@ -145,7 +146,7 @@ class LoaderState(TypedDict):
 
 
 class Cursor(NamedTuple):  # a NamedTuple for the same reason as `LoadedBatch`
-    """Positions that have been used: all before `position`, and later ones in `ahead` (ascending)."""
+    """Positions that have been used: all positions before `position`, and later positions in `ahead` (ascending)."""
 
     position: int
     ahead: tuple[int, ...] = ()
@@ -155,11 +156,11 @@ class Cursor(NamedTuple):  # a NamedTuple for the same reason as `LoadedBatch`
         return position < self.position or position in self.ahead
 
     def positions(self, begin: int, count: int, share: Share) -> Positions:
-        """Return `count` positions that a rank uses after its first `begin` ones, in order: the rest of its share."""
+        """Return `count` unused positions of a rank's share, in order, without the first `begin` unused positions."""
         first, taken = int(share.count_before(self.position)), self._numbers_ahead(share)
         numbers = begin + np.arange(count, dtype=np.int64)
-        left_before = taken - first - np.arange(len(taken))
-        return share.at(first + numbers + np.searchsorted(left_before, numbers, side="right"))
+        num_unused = taken - first - np.arange(len(taken))  # number of unused positions before each taken one
+        return share.at(first + numbers + np.searchsorted(num_unused, numbers, side="right"))
 
     def after(self, num_common: int, num_own: int, share: Share) -> "Cursor":
         """Return the cursor after every rank has used `num_common` positions, and this rank `num_own` or more."""
@@ -174,15 +175,15 @@ class Cursor(NamedTuple):  # a NamedTuple for the same reason as `LoadedBatch`
         return cursor if share.num_ranks > 1 else merge_cursors([cursor])
 
     def _after_all(self, num_common: int, share: Share) -> int:
-        """Return the first position that some rank has not used after every rank has used `num_common` positions."""
-        everyone = replace(share, rank=np.arange(share.num_ranks))
-        lefts = everyone.at(everyone.count_before(self.position) + num_common)
+        """Return the first unused position after every rank has used `num_common` positions."""
+        shares = replace(share, rank=np.arange(share.num_ranks))
+        next_positions = shares.at(shares.count_before(self.position) + num_common)
         for rank in {at // share.group % share.num_ranks for at in self.ahead}:
-            lefts[rank] = self.positions(num_common, 1, replace(share, rank=rank))[0]
-        return int(lefts.min())
+            next_positions[rank] = self.positions(num_common, 1, replace(share, rank=rank))[0]
+        return int(next_positions.min())
 
     def _numbers_ahead(self, share: Share) -> Positions:
-        """Return the numbers that the positions in `ahead` have in the share, ascending."""
+        """Return the numbers in the share of the positions in `ahead`, ascending."""
         ahead = np.array(self.ahead, dtype=np.int64)
         return share.count_before(ahead[ahead // share.group % share.num_ranks == share.rank])
 
@@ -208,7 +209,7 @@ def merge_cursors(cursors: Iterable[Cursor]) -> Cursor:
 
 
 def set_fingerprint(order: str, content: str) -> str:
-    """Return the fingerprint of a sample set in two parts, so that an error can name the one that differs.
+    """Return the fingerprint of a sample set in two parts, so that an error can report which part differs.
 
     Args:
         order: Hash of the samples and their order.

@@ -1,30 +1,29 @@
-"""Outcomes of loading a sample: a sample of a batch, or a named failure with a reason.
+"""Outcomes of loading a sample: a sample for a batch, or a failure with the key of the sample and a reason.
 
-Life cycle of a failed sample, which answers "why was this sample skipped?":
+Life cycle of a failed sample, which answers the question "Why was this sample skipped?":
 
 1. Reading, verifying or decoding raises `SampleFailed` with the chunk's key, a reason and a detail.
-2. The sample set returns it as a `FailedSample`. A loader does the same for a sample that is not ready in time
-("stuck").
+2. The reader returns a `FailedSample`. It does the same for a sample that is not ready in time ("stuck").
 3. The next sample in order fills the batch, and `LoadedBatch.failed` contains the failure. If there are more failures
    than `max_failures`, `TooManyFailures` is raised instead.
 4. `clipmill.train.engine.failures.FailureLog` collects the failures of all ranks, appends them to failures.jsonl in the
-   run folder, and ends the run above --max-failures. Evaluations during training report failures as `num_failed`,
-   result files as `failed`.
+   run folder, and ends the run if there are more than --max-failures. Evaluations during training report failures as
+   `num_failed`, result files as `failed`.
 
 Reasons:
 
     shard_unreadable  a tar, an index or a remote file cannot be read
     checksum          the bytes do not match the checksum in the index
-    undecodable       the decoder reports an error, or a file is truncated
+    undecodable       the decoder reports an error, or the file is truncated
     frame_missing     the decoder does not output a requested frame
-    chunks_differ     the chunks of a clip differ in frame size or colour space
+    chunks_differ     the chunks of a clip differ in resolution or colour space
     chunk_missing     no chunk covers a requested moment (clips at given times)
     empty_span        no frame of the file lies in the span of the caption (streams only)
     stuck             reading or decoding took longer than the time limit
 
-Captions that can never be shown, because their span is empty or their chunk is missing, are not failures: they are
-excluded when the sample set is opened (clipmill.train.data.caption_rows), and the first line of the log counts them by
-reason.
+Captions that can never be shown, because their span is empty or their chunk is missing, do not count as failures: they
+are excluded when the sample set is opened (clipmill.train.data.caption_rows), and the first line of the log counts them
+by reason.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,7 +58,7 @@ Unusable = Literal[
 ]
 _MAX_NAMED = 3  # maximum number of keys in a message
 
-# Words to use after "1", and after higher numbers.
+# Description that follows the number 1, and description that follows any other number.
 _WORDS: dict[Unusable, tuple[str, str]] = {
     "empty_span": ("with an empty span", "with an empty span"),
     "other_split": ("shows seconds of another split", "show seconds of other splits"),
@@ -71,7 +70,7 @@ _WORDS: dict[Unusable, tuple[str, str]] = {
 
 
 def remarks_of(num_unusable: Mapping[Unusable, int], num_shortened: int) -> list[str]:
-    """Return remarks about excluded and shortened captions, by reason."""
+    """Return remarks on excluded captions, by reason, and on shortened captions."""
     parts = [f"{count:,} {_WORDS[reason][count != 1]}" for reason, count in num_unusable.items()]
     return [*parts, f"{num_shortened:,} shortened to the end of the video"] if num_shortened else parts
 
@@ -83,26 +82,26 @@ class LeftOut:
         self._counts: dict[str, tuple[int, str]] = {}
 
     def add(self, reason: str, key: str, *, count: int = 1) -> None:
-        """Add samples; `reason` completes a sentence that begins with a number, as in `3 without an image`."""
-        before, first = self._counts.get(reason, (0, key))
-        self._counts[reason] = before + count, first
+        """Add samples. `reason` follows a number in messages, as in `3 without an image`."""
+        previous, first = self._counts.get(reason, (0, key))
+        self._counts[reason] = previous + count, first
 
     def as_list(self) -> list[tuple[str, int, str]]:
         """List the reasons, each with its number of samples and the key of the first sample."""
         return [(reason, *count) for reason, count in self._counts.items()]
 
     def describe(self) -> list[str]:
-        """Return a line for the log about each reason."""
+        """Return a remark for the log on each reason."""
         return [f"{count:,} {reason} (the first: {first})" for reason, (count, first) in self._counts.items()]
 
 
 @dataclass(frozen=True)
 class FailedSample:
-    """A line of failures.jsonl.
+    """A failed sample, as recorded in a line of failures.jsonl.
 
     Attributes:
         position: Position in the sample order.
-        key: Key of the chunk at fault, or of the sample in its tar.
+        key: Key of the faulty chunk, or of the sample in its tar.
         reason: Reason of the failure.
         detail: Description of the failure.
     """
@@ -114,7 +113,7 @@ class FailedSample:
 
 
 class SampleFailed(ClipmillError):
-    """A sample could not be read or decoded. `FailedSample` describes the arguments."""
+    """Error for a sample that could not be read or decoded. See `FailedSample` for the arguments."""
 
     def __init__(self, key: str, *, reason: Reason, detail: str) -> None:
         super().__init__(f"{key}: {detail}")
@@ -126,7 +125,7 @@ class SampleFailed(ClipmillError):
 
 
 def name_repeated(keys: Sequence[str]) -> str:
-    """Return the repeated keys of failures as text, to append to the number of failures; empty if there are none."""
+    """Return a text about repeated keys, to append to the number of failures; empty if all keys are different."""
     if len(distinct := list(dict.fromkeys(keys))) == len(keys):
         return ""
     names = ", ".join([*distinct[:_MAX_NAMED], *(["..."] if len(distinct) > _MAX_NAMED else [])])
@@ -134,10 +133,10 @@ def name_repeated(keys: Sequence[str]) -> str:
 
 
 class TooManyFailures(ClipmillError):
-    """There are more failures than allowed.
+    """Error for more failures than allowed.
 
     Args:
-        failed: Failures since the last batch, including the one above the limit.
+        failed: Failures since the last batch, including the failure that exceeds the limit.
     """
 
     def __init__(self, failed: tuple[FailedSample, ...]) -> None:
@@ -146,7 +145,7 @@ class TooManyFailures(ClipmillError):
 
 
 class FailureBudget:
-    """Count of failures, and the failures since the last batch.
+    """Counter of failures that keeps the failures since the last batch.
 
     Args:
         max_failures: Maximum number of failures; None for no limit.
@@ -175,7 +174,7 @@ class FailureBudget:
 
 
 def list_failures(failures: list[FailedSample], failed: Sequence[FailedSample], *, max_failures: int) -> None:
-    """Append failures to the list for the user's program; raise FailedWork if it has more than `max_failures`."""
+    """Append failures to the list for the user's program; raise FailedWork if there are more than `max_failures`."""
     failures += failed
     if failed and len(failures) > max_failures:
         raise FailedWork(
@@ -200,7 +199,7 @@ class BatchBuilder:
     """Collector that turns loaded samples into batches.
 
     Args:
-        collate: Function that makes a batch of samples, as `BatchRing.collate` does.
+        collate: Function that collates samples into a batch, as `BatchRing.collate` does.
 
     Attributes:
         num_batches: Number of batches so far, including the current batch.
@@ -214,9 +213,10 @@ class BatchBuilder:
         self.num_batches, self.num_taken = 1, 0
 
     def fill(self, outcomes: Iterator[Any]) -> bool:
-        """Take outcomes until the batch is full, as `add` does; return False if there are not enough."""
+        """Add outcomes until the batch is full; return False if there are not enough outcomes."""
         while missing := self._batch - len(self._samples):
-            # Several at a time: if samples are only copied, taking them individually would double the time of a batch.
+            # Take several outcomes at a time: if samples are only copied, taking them one by one would double the time
+            # of a batch.
             taken = list(islice(outcomes, missing))
             if not taken:
                 return False

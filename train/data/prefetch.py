@@ -1,7 +1,7 @@
 """Prefetching: the next batch is collated and copied to the device, on a separate CUDA stream, during a step.
 
-Two batches exist at a time, the current one and the next one, so a loader that reuses its buffers needs two of them.
-The second half of the file passes batches to all stages of a pipeline; only the first stage loads and decodes them.
+Two batches exist at a time, the current and the next batch, so a loader that reuses its buffers needs two of them.
+The second half of this module broadcasts batches to all stages of a pipeline; only the first stage loads and decodes.
 """
 
 import threading
@@ -22,18 +22,18 @@ _JOIN_TIMEOUT_S = 10.0
 def prefetch(
     batches: Iterator[LoadedBatch], device: torch.device, *, names: Sequence[str] = TENSORS
 ) -> Generator[LoadedBatch, None, None]:
-    """Yield `batches` with the tensors `names` on `device`. A thread makes them, one batch ahead.
+    """Yield `batches` with the tensors in `names` on `device`. A thread prepares them, one batch ahead.
 
-    A batch is valid until the next one is requested. Closing the generator closes `batches`.
+    A batch is valid until the next batch is requested. Closing the generator closes `batches`.
 
     Raises:
-        Exception: The error that `batches` raised, when its turn comes.
+        Exception: The error that `batches` raised, after the batches before it.
     """
     if device == torch.device("cuda"):
-        # It means the current GPU of a thread, and other threads begin with GPU 0.
+        # A device without an index is the current GPU of each thread, which is GPU 0 in a new thread.
         device = torch.device("cuda", torch.cuda.current_device())
     ready: SimpleQueue[LoadedBatch | BaseException | None] = SimpleQueue()
-    # Tokens in a queue instead of a semaphore, which an interrupt in the middle of a release would leave locked.
+    # Use tokens in a queue instead of a semaphore, which an interrupt during a release would leave locked.
     free: SimpleQueue[None] = SimpleQueue()
     for _ in range(_NUM_BATCHES):
         free.put(None)
@@ -69,25 +69,25 @@ def prefetch(
     finally:
         is_over = True
         free.put(None)
-        thread.join(_JOIN_TIMEOUT_S)  # takes longer only if the next batch waits for a file system that does not answer
+        thread.join(_JOIN_TIMEOUT_S)  # the timeout is only reached if the next batch waits for a dead file system
 
 
 def _record_stream(loaded: LoadedBatch, device: torch.device) -> LoadedBatch:
-    """Tell the allocator that the model's stream uses tensors that were made on the copy stream."""
+    """Tell the allocator that the model's stream uses tensors that were created on the copy stream."""
     if device.type == "cuda":
         for value in loaded.batch.values():
-            # Positions, IDs and lengths are CPU tensors, which have no streams.
+            # Skip CPU tensors (positions, IDs and lengths), which have no streams.
             if isinstance(value, torch.Tensor) and value.is_cuda:
                 value.record_stream(torch.cuda.current_stream(device))
     return loaded
 
 
 def on_all_stages(loaded: LoadedBatch | None, stages: World) -> LoadedBatch | None:
-    """Broadcast the first stage's batch. The other stages get it without frames, and ignore their own batch."""
+    """Broadcast the first stage's batch. The other stages get it without frames and latents, and ignore their input."""
     if stages.size == 1:
         return loaded
-    small = stages.first(lambda: None if loaded is None else _without_pictures(loaded))
-    return loaded if stages.is_first else small
+    received = stages.first(lambda: None if loaded is None else _without_pictures(loaded))
+    return loaded if stages.is_first else received
 
 
 def batches_on_all_stages(batches: Iterable[LoadedBatch], stages: World) -> Iterator[LoadedBatch]:
@@ -97,7 +97,7 @@ def batches_on_all_stages(batches: Iterable[LoadedBatch], stages: World) -> Iter
         ClipmillError: The error that the first stage's `batches` raised, on all stages.
     """
     iterator = iter(batches)
-    loaded: LoadedBatch | None = None  # only the first stage has one
+    loaded: LoadedBatch | None = None  # only the first stage has a batch
 
     def next_batch() -> LoadedBatch | None:
         nonlocal loaded

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from clipmill.train.data.classes import ClassList
     from clipmill.train.models.text import Tokenize
 
-# A VAE scales a side down by 8, so a patch of 2 latents covers as much of the frame as a patch of 16 pixels.
+# A VAE reduces each side by a factor of 8, so a patch of 2 latents covers as much of the frame as a patch of 16 pixels.
 LATENT_PATCH = 2
 
 TARS_SPLIT = "all"  # tars have no splits
@@ -33,21 +33,21 @@ class DataQuery:
     """The samples that a task needs from one data folder, or from tars.
 
     Attributes:
-        settings: Settings of the task, with this folder.
+        settings: Settings of the task, in which --shards is this folder.
         content: Content of samples in addition to frames: captions, labels, or nothing.
         split: Split of the videos. Tars have no splits.
         loading: Batches, threads and this rank's share.
         views: Temporal and spatial views of each clip in an evaluation.
-        is_rgb: Return RGB frames instead of YUV 4:2:0.
-        tokenize: Tokenizer of captions; None for captions as texts.
-        has_stored_text: Use the embeddings that prep text stored in place of captions.
+        is_rgb: True to return RGB frames instead of YUV 4:2:0.
+        tokenize: Tokenizer of captions; None for captions as text.
+        has_stored_text: True to use the embeddings that prep text stored, instead of captions.
         captions: Caption sources and relevancy.
-        each_caption: Make a clip for each caption, even if several captions have the same span.
-        table: Captions of a protocol, in place of the manifest's captions.
-        classes: Class lists of the labels. A sample has at least one of them.
+        each_caption: True to make a clip for each caption, even if several captions have the same span.
+        table: Captions of an evaluation protocol, instead of the manifest's captions.
+        classes: Class lists of the labels. Each sample has a class from at least one list.
         repeats: Number of samples per clip in an epoch.
-        same_frames: Let the repeated samples of a chunk show the same moments.
-        has_all_segments: Use all segments of long videos, regardless of --max-segments.
+        same_frames: True to let the repeated samples of a clip show the same moments.
+        has_all_segments: True to use all segments of long videos, regardless of --max-segments.
     """
 
     settings: ClipSettings
@@ -81,8 +81,8 @@ def open_samples(query: DataQuery) -> Any:
     """Open this rank's part of the samples that a task needs.
 
     Raises:
-        UserError: There are no samples; they contradict the settings; or this kind of data lacks the content, or the
-            manifest with which the settings select samples and captions.
+        UserError: There are no samples; the samples contradict the settings; or this kind of data lacks the content, or
+            the manifest that the settings need to select samples and captions.
     """
     folder = query.settings.folder
     kind = kind_of(folder, query.settings)
@@ -124,7 +124,7 @@ def clip_shape(settings: ClipSettings, *, views: Views) -> ClipShape:
 
 
 def loader_settings(settings: ClipSettings, world: World, *, device: torch.device) -> LoaderSettings:
-    """Return the loader's settings for this rank's share of the batches."""
+    """Return loader settings for this rank's share of the batches."""
     batch = world.share(settings.batch)
     return LoaderSettings(
         batch=batch,

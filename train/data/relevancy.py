@@ -1,15 +1,15 @@
 """Relevancy of M sentences for N clips, as in EPIC-KITCHENS-100's multi-instance retrieval, and captions drawn by it.
 
-    relevancy = (1 where the verb classes are equal, else 0; plus the IoU of the sets of noun classes) / 2
+    relevancy = ((1 if the verb classes are equal, otherwise 0) + IoU of the sets of noun classes) / 2
 
 (Damen et al. 2022, after Wray et al. 2019). As float64, the matrix of EK-100's training split, 67,217 x 15,989, takes
-8.6 GB. But a row depends only on its clip's classes, so most rows and columns occur many times, and a value is one of a
-few fractions. Only distinct rows and columns are stored, with one byte per entry, and each fraction is stored once.
-Nothing is rounded.
+8.6 GB. However, a row depends only on its clip's classes, so most rows and columns occur many times, and there are only
+a few different values. Only distinct rows and columns are stored, with one byte per entry, and each value is stored
+once. Nothing is rounded.
 
-In training for multi-instance retrieval, a clip is shown with any sentence of the split whose relevancy for it is above
-0.1, with equal probability. A sentence is a distinct text. It has the classes of its first caption, by ID. The
-clip's own sentence always counts, with relevancy 1.
+In training for multi-instance retrieval, a clip is shown with any sentence of the split whose relevancy for the clip is
+above a threshold (0.1 in the paper's evaluation code), with equal probability. A sentence is a distinct text. It has
+the classes of its first caption, by ID. The clip's own sentence can always be drawn, with relevancy 1.
 
 Shape suffixes: N clips, M sentences, R distinct rows, C distinct columns, V distinct values, K noun classes.
 """
@@ -31,12 +31,13 @@ if TYPE_CHECKING:
     from clipmill.train.data.captions import RowCaptions
 
 MAX_VALUES = 256
-LABELS = {"label_verb": pa.types.is_integer, "label_nouns": pa.types.is_list}  # column -> test of its type
+# Label columns, with tests of their types.
+LABELS = {"label_verb": pa.types.is_integer, "label_nouns": pa.types.is_list}
 _BLOCK_ROWS = 256
 
 
 class NoRelevancy(ValueError):
-    """Some values are not relevancies: they are outside [0, 1], or there are too many different ones."""
+    """Error for values that are not relevancies: some are outside [0, 1], or there are too many different values."""
 
 
 @dataclass(frozen=True)
@@ -56,29 +57,29 @@ class Relevancy:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Numbers of clips and sentences."""
+        """Number of clips and number of sentences."""
         return len(self.row_of_N), len(self.column_of_M)
 
     @property
     def size_bytes(self) -> int:
-        """Memory of all arrays."""
+        """Size of all arrays in memory, bytes."""
         return sum(array.nbytes for array in (self.values_V, self.codes_RC, self.row_of_N, self.column_of_M))
 
     def rows(self, clips: NDArray[np.int64] | slice) -> NDArray[np.float64]:
-        """Return the rows of the given clips, float64 [n, M]."""
-        # Rows are selected first, so that only the result is in memory.
+        """Return the rows of these clips, float64 [n, M]."""
+        # Select rows first, so that only the result is in memory.
         return self.values_V[self.codes_RC[self.row_of_N[clips]][:, self.column_of_M]]
 
     def at(self, clips: NDArray[np.int64], sentences: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the relevancy of pairs, float64, with the common shape of both arrays."""
+        """Return the relevancy of pairs, float64, with the same shape as both arrays."""
         return self.values_V[self.codes_RC[self.row_of_N[clips], self.column_of_M[sentences]]]
 
     def take(self, clips: NDArray[np.int64], sentences: NDArray[np.int64]) -> "Relevancy":
-        """Return the matrix for the given clips and sentences, in the given order."""
+        """Return the matrix of these clips and sentences, in this order."""
         return Relevancy(self.values_V, self.codes_RC, self.row_of_N[clips], self.column_of_M[sentences])
 
     def transpose(self) -> "Relevancy":
-        """Return the matrix of clips for sentences."""
+        """Return the transposed matrix, of clips for sentences."""
         return Relevancy(self.values_V, np.ascontiguousarray(self.codes_RC.T), self.column_of_M, self.row_of_N)
 
 
@@ -95,33 +96,33 @@ class Actions:
     nouns_NK: NDArray[np.bool_]
 
     def without_repeats(self) -> tuple["Actions", NDArray[np.int32]]:
-        """Return the distinct classes, and their index for each caption."""
+        """Return the distinct rows of classes, and the index of each caption's row among them."""
         bits = np.packbits(self.nouns_NK, axis=1)
         rows = np.concatenate([self.verb_N.astype("<i8")[:, None].view(np.uint8), bits], axis=1)
-        _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-        return Actions(self.verb_N[first], self.nouns_NK[first]), which.reshape(-1).astype(np.int32)
+        _, first, index = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+        return Actions(self.verb_N[first], self.nouns_NK[first]), index.reshape(-1).astype(np.int32)
 
 
 def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
-    """Return the relevancy of sentences for clips. If neither has a noun, the IoU is 0."""
+    """Return the relevancy of sentences for clips. If neither the clip nor the sentence has nouns, the IoU is 0."""
     clips, row_of_N = clips.without_repeats()
     sentences, column_of_M = sentences.without_repeats()
     num_clip, num_sentence = clips.nouns_NK.sum(1), sentences.nouns_NK.sum(1)
-    most = int(num_clip.max(initial=0) + num_sentence.max(initial=0)) + 1
-    # Each entry is one of a few triples: whether verbs are equal, number of shared nouns, number of nouns in the union.
-    shared, union = np.meshgrid(np.arange(most), np.arange(most), indexing="ij")
+    size = int(num_clip.max(initial=0) + num_sentence.max(initial=0)) + 1
+    # Each value follows from one of a few triples: verbs are equal (0 or 1), number of shared nouns, size of the union.
+    shared, union = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
     iou = np.divide(shared, union, out=np.zeros(union.shape), where=union > 0)
     value_of_triple = np.stack([iou / 2, (1 + iou) / 2]).reshape(-1)
-    triple_RC = np.empty((len(clips.verb_N), len(sentences.verb_N)), np.uint16 if 2 * most**2 <= 1 << 16 else np.int64)
+    triple_RC = np.empty((len(clips.verb_N), len(sentences.verb_N)), np.uint16 if 2 * size**2 <= 1 << 16 else np.int64)
     nouns_KC = sentences.nouns_NK.T.astype(np.float32)
     occurs = np.zeros(len(value_of_triple), bool)
     for begin in range(0, len(triple_RC), _BLOCK_ROWS):
         part = slice(begin, begin + _BLOCK_ROWS)
-        # Exact, because all values are integers.
+        # float32 is exact here, because all values are small integers.
         shared = (clips.nouns_NK[part].astype(np.float32) @ nouns_KC).astype(np.int64)
         union = num_clip[part, None] + num_sentence - shared
         has_verb = clips.verb_N[part, None] == sentences.verb_N
-        triple_RC[part] = (has_verb * most + shared) * most + union
+        triple_RC[part] = (has_verb * size + shared) * size + union
         occurs[triple_RC[part]] = True
     values_V = np.unique(value_of_triple[occurs])
     _require_few(values_V)
@@ -130,7 +131,7 @@ def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
 
 
 def compress_matrix(matrix_NM: NDArray[np.floating] | NDArray[np.integer]) -> Relevancy:
-    """Compress a matrix, a few rows at a time (it may be memory-mapped).
+    """Compress a matrix, which may be memory-mapped, a few rows at a time.
 
     Raises:
         NoRelevancy: A value is NaN or outside [0, 1], or there are more than 256 different values.
@@ -155,14 +156,14 @@ def compress_matrix(matrix_NM: NDArray[np.floating] | NDArray[np.integer]) -> Re
 def _distinct_rows(
     parts: Iterable[NDArray[np.floating] | NDArray[np.integer]],
 ) -> tuple[NDArray[np.float64], list[NDArray[np.uint8]], list[int]]:
-    """Return values in the order of occurrence, distinct rows as indices of values, and each row's distinct row."""
+    """Return the values in order of occurrence, the distinct rows as indices of values, and the index of each row."""
     values_V = np.empty(0)
     number_of: dict[bytes, int] = {}
     rows: list[NDArray[np.uint8]] = []
     row_of: list[int] = []
     for part in parts:
         for row in np.ascontiguousarray(part):
-            # A hash takes a tenth of the time of looking up every value, and most rows occurred before.
+            # Hashing a row takes a tenth of the time of looking up its values, and most rows have occurred before.
             digest = hashlib.blake2b(row, digest_size=16).digest()
             number = number_of.setdefault(digest, len(rows))
             if number == len(rows):
@@ -175,7 +176,7 @@ def _distinct_rows(
 def _encode_row(
     row: NDArray[np.float64], values_V: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
-    """Add the new values of a row to `values_V`; return the values, and the row as indices of them."""
+    """Add the new values of a row to `values_V`; return all values, and the row as indices of values."""
     new = np.setdiff1d(row, values_V)
     if len(new) and not (new[0] >= 0 and new[-1] <= 1):  # NaN is sorted last
         raise NoRelevancy(f"it has {new[0] if new[0] < 0 else new[-1]}, and a relevancy is between 0 and 1")
@@ -191,24 +192,23 @@ def _require_few(values_V: NDArray[np.float64]) -> None:
 
 
 class RelevantCaptions:
-    """The captions that may be shown with each of N clips.
+    """Draw of captions by relevancy, for each of N clips (clipmill.train.data.captions.CaptionDraw).
 
     Args:
         rows: The captions of each clip.
-        captions: All captions of the manifest, with their labels, in the order of `rows.text_row`.
-        min_relevancy: Sentences of higher relevancy count.
+        captions: All captions of the manifest, with their labels; `rows.text_row` are rows of this table.
+        min_relevancy: Relevancy above which a sentence can be drawn.
 
     Attributes:
-        sha256: Digest of the labels in use.
+        sha256: SHA-256 digest of the labels in use.
 
     Raises:
-        UserError: Captions have no classes.
+        UserError: Some captions have no classes.
     """
 
     def __init__(self, rows: "RowCaptions", captions: pa.Table, *, min_relevancy: float) -> None:
-        self._entry: NDArray[np.int64] = np.argsort(
-            rows.text_row, kind="stable"
-        )  # entry of each caption, ordered by id
+        # Entry of each caption, ordered by ID.
+        self._entry: NDArray[np.int64] = np.argsort(rows.text_row, kind="stable")
         labels = [name for name in LABELS if name in captions.column_names]
         captions = captions.select(["text", *labels]).take(pa.array(rows.text_row[self._entry]))
         self.sha256 = hashlib.sha256(repr(captions.select(labels).to_pydict()).encode()).hexdigest()
@@ -229,8 +229,8 @@ class RelevantCaptions:
         )
 
     def draw(self, clip: int, *, position: int, seed: int) -> tuple[int, float]:
-        """Draw an entry; return it with its relevancy. This is a pure function of (clip, position, seed)."""
-        # The sentences that may be shown with the clip, as entries of their captions.
+        """Draw an entry; return the entry and its relevancy. This is a pure function of (clip, position, seed)."""
+        # Find the sentences that may be shown with the clip, as entries of their captions.
         values_M = self._relevancy.rows(np.array([clip]))[0]
         values_M[self._own[clip]] = 1.0
         chosen = np.flatnonzero(values_M > self._min)
@@ -241,7 +241,7 @@ class RelevantCaptions:
 
 
 def has_actions(schema: pa.Schema) -> bool:
-    """Return True if captions may have a verb class and noun classes with the numbers of EPIC-KITCHENS-100."""
+    """Return True if the schema has columns for a verb class and noun classes, as in EPIC-KITCHENS-100."""
     return all(_is_class(schema, name) for name in LABELS)
 
 

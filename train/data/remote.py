@@ -1,7 +1,7 @@
-"""Data folders and tars at addresses: small files are copied to this machine, and tars are read by range or cached.
+"""Remote data folders and tars: small files are copied to this machine, and tars are read by range or cached.
 
-The cache folder (`--cache`) has `folders/`, the small files of each data folder, and `objects/`, complete tars under a
-limit (`--cache-size`, clipmill.manifests.storage.cache).
+The cache folder (`--cache`) contains `folders/`, the small files of each data folder, and `objects/`, complete tars up
+to a size limit (`--cache-size`, clipmill.manifests.storage.cache).
 """
 
 import errno
@@ -48,25 +48,25 @@ from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.shards.scores import CHUNKS_FILE, score_table_problem
 
 NUM_AT_ONCE = 32
-_ETAGS_FILE = ".etags.json"  # etags of the records that were copied
+_ETAGS_FILE = ".etags.json"  # ETags of the commit records that were copied
 _LAUNCH_FILE = ".copied-{}.json"
 _LINK = re.compile(r'href="([^"/?]+\.json)"')
 _Item = TypeVar("_Item")
 
 
 class RemoteFiles:
-    """Small files of the data folder at an address, in the local folder `copy`. Thread-safe.
+    """Small files of a remote data folder, copied to the local folder `copy`. Thread-safe.
 
-    The processes that a launcher starts together on a machine use one copy: the first process copies under a lock, and
-    the others wait for it. A process without a launcher copies what has changed each time that it opens the folder.
+    The processes that a launcher starts together on a machine share one copy: the first process copies under a lock,
+    and the others wait for it. A process without a launcher copies changed files each time that it opens the folder.
 
-    The files of a column are contents.json, recipe.json, the commits, and the tables that `prep` merges them into. Only
-    commits that differ from their table, and indexes that the table of chunks lacks, are copied; any other index is
-    copied when its shard is first read. Files with a checksum are verified. Web servers are not listed: contents.json
-    names the shards, and during a first run the directory page does.
+    The files of a column are contents.json, recipe.json, the commits, and the tables into which `prep` merges commits
+    and indexes. Only commits that differ from their table, and indexes that are missing from the table of chunks, are
+    copied; any other index is copied when its shard is first read. Files with a checksum are verified. Web servers
+    cannot list objects: contents.json lists the shards, and during a first run the directory page does.
 
     Args:
-        objects: Objects below the address.
+        objects: Objects of the data folder.
     """
 
     def __init__(self, objects: Objects, copy: Path) -> None:
@@ -75,10 +75,10 @@ class RemoteFiles:
         read_from(copy, objects)
 
     def copy_manifest(self) -> None:
-        """Copy dataset.json and the manifest, unless they are here.
+        """Copy dataset.json and the manifest, unless this launch has already copied them.
 
         Raises:
-            UserError: The address is not a data folder, or cannot be read, or the copy cannot be written.
+            UserError: The URL is not a data folder or cannot be read, or the copy cannot be written.
         """
         with (
             self._errors(missing="name a data folder that prep made, or tars: {000..999}.tar"),
@@ -89,7 +89,7 @@ class RemoteFiles:
                 self._copy_manifest()
 
     def copy_column(self, column: str) -> None:
-        """Copy the small files of the current variant of a column, unless they are here.
+        """Copy the small files of a column's current variant, unless this launch has already copied them.
 
         Raises:
             UserError: See `copy_manifest`.
@@ -98,7 +98,7 @@ class RemoteFiles:
         if variant is None:
             address = self.objects.address
             raise UserError(f"{address} has no {column} shards", hint=f"run {how_to_make(column, address)}")
-        self._users.append(leave_mark(self.copy / column / variant))  # before it is copied
+        self._users.append(leave_mark(self.copy / column / variant))  # before copying, so that it is not deleted
         with (
             self._errors(missing=f"run prep {command_for(column, variant)}"),
             self._once(f"{column}-{variant}") as is_due,
@@ -107,20 +107,20 @@ class RemoteFiles:
                 self._copy_variant(f"{column}/{variant}")
 
     def copy_file(self, key: str, *, sha256: str | None = None, size_bytes: int | None = None) -> None:
-        """Copy a file, unless it is here with this digest or size.
+        """Copy a file, unless the copy already has this digest or size.
 
         Raises:
-            OSError: The file cannot be read, or has another digest or size.
+            OSError: The file cannot be read, or has a different digest or size.
         """
         path = self.copy / key
-        if _is_whole(path, sha256=sha256, size_bytes=size_bytes):
+        if _is_complete(path, sha256=sha256, size_bytes=size_bytes):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         with hold_lock(path.parent / f".{path.name}.lock"):
-            if _is_whole(path, sha256=sha256, size_bytes=size_bytes):
+            if _is_complete(path, sha256=sha256, size_bytes=size_bytes):
                 return
             self.objects.fetch(key, path)
-            if not _is_whole(path, sha256=sha256, size_bytes=size_bytes):
+            if not _is_complete(path, sha256=sha256, size_bytes=size_bytes):
                 path.unlink()
                 raise OSError(f"{self.objects.address_of(key)} is not the file that was committed")
 
@@ -132,28 +132,28 @@ class RemoteFiles:
             manifest = json.loads(content)
             mark, recorded = manifest["fingerprint"], manifest.get("tables", {})
         except (ValueError, KeyError, TypeError, AttributeError):
-            mark, recorded = "", {}  # damaged: reading the copy reports it
+            mark, recorded = "", {}  # the manifest is damaged, which is reported when the copy is read
         is_same = path.is_file() and path.read_bytes() == content
         local.mkdir(parents=True, exist_ok=True)
         for name in (VIDEOS_FILE, CAPTIONS_FILE, *(name for name in MAPPED_FILES if name in recorded)):
             facts = recorded.get(name)
             if is_same and (local / name).is_file() and facts in (None, describe(local / name)):
                 continue
-            # The current table has its plain name, unless writing the manifest was interrupted at its very end.
+            # The table has a staged name only if the publication of the manifest was interrupted at its very end.
             staged = staged_path(Path(MANIFEST_FOLDER), name, fingerprint=mark).as_posix()
             for key in (f"{MANIFEST_FOLDER}/{name}", staged):
-                with suppress(FileNotFoundError):  # damaged: reading the copy reports it
+                with suppress(FileNotFoundError):  # a missing table is reported when the copy is read
                     self.objects.fetch(key, local / name)
                     if facts in (None, describe(local / name)):
                         break
-        # Last: if it exists, so do the tables that it refers to.
+        # Publish the manifest last: if it exists, the tables that it refers to exist as well.
         _publish(path, content)
 
     def _copy_variant(self, folder: str) -> None:
         local = self.copy / folder
-        # Before the commits: a new commit may be missing in the list, but no listed commit may be missing.
+        # Copy these files before the commits: contents.json may lack a new commit, but must not list a missing commit.
         for name in (CONTENTS_FILE, RECIPE_FILE):
-            self._copy_if_there(f"{folder}/{name}", local / name)
+            self._copy_if_present(f"{folder}/{name}", local / name)
         self._copy_commits(folder, local)
         if self._copy_chunk_table(folder, local):
             return
@@ -164,7 +164,7 @@ class RemoteFiles:
             update_chunk_table(variant, column=folder.partition("/")[0])
 
     def _copy_chunk_table(self, folder: str, local: Path) -> bool:
-        """Copy missing parts of the merged table; return False if a part is of other commits, or missing."""
+        """Copy missing parts of the merged table; return False if a part is missing or does not match the commits."""
         variant = Variant(local)
 
         def fetch(part: str) -> None:
@@ -176,36 +176,36 @@ class RemoteFiles:
         return not _missing_parts(variant)
 
     def _copy_commits(self, folder: str, local: Path) -> None:
-        """Copy the records that have changed and that no table replaces, and remove copies of all other records."""
+        """Copy the changed records that the table of commits does not replace, and remove copies of all others."""
         listed = self._list_commits(folder, local)
-        of_table = self._records_of_table(folder, local, listed)
-        # The table replaces folders whose records are all in it, unchanged.
-        by_table = {"", *map(_folder, of_table)} if of_table else set()
+        in_table = self._records_of_table(folder, local, listed)
+        # The table replaces a folder if it contains all records of the folder, unchanged.
+        replaced_folders = {"", *map(_folder, in_table)} if in_table else set()
         if self.objects.is_writable:
-            by_table -= set(map(_folder, listed.keys() ^ of_table.keys()))
-        records = {name: info for name, info in listed.items() if _folder(name) not in by_table}
+            replaced_folders -= set(map(_folder, listed.keys() ^ in_table.keys()))
+        records = {name: info for name, info in listed.items() if _folder(name) not in replaced_folders}
         try:
-            before = dict(json.loads((local / _ETAGS_FILE).read_bytes()))
+            old_etags = dict(json.loads((local / _ETAGS_FILE).read_bytes()))
         except (OSError, ValueError, TypeError):
-            before = {}
+            old_etags = {}
         root = local / COMMITS_FOLDER
-        changed = {name for name, info in records.items() if not info.etag or before.get(name) != info.etag}
+        changed = {name for name, info in records.items() if not info.etag or old_etags.get(name) != info.etag}
         changed |= {name for name in records if not (root / name).is_file()}
-        for name in of_table.keys() & changed:
+        for name in in_table.keys() & changed:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_bytes(commit_bytes(of_table[name]))  # not flushed: without its etag it is written again
-        absent = [name for name in changed if name not in of_table]
-        _at_once(lambda name: self._copy_if_there(f"{folder}/{COMMITS_FOLDER}/{name}", root / name), absent)
-        for name in by_table:
+            (root / name).write_bytes(commit_bytes(in_table[name]))  # not flushed: it is written again without its ETag
+        absent = [name for name in changed if name not in in_table]
+        _at_once(lambda name: self._copy_if_present(f"{folder}/{COMMITS_FOLDER}/{name}", root / name), absent)
+        for name in replaced_folders:
             (root / name).mkdir(parents=True, exist_ok=True)
         for path in root.rglob("*.json"):
             if path.relative_to(root).as_posix() not in records:
                 path.unlink(missing_ok=True)
-        if (etags := {name: info.etag for name, info in records.items() if info.etag}) != before:
+        if (etags := {name: info.etag for name, info in records.items() if info.etag}) != old_etags:
             _publish(local / _ETAGS_FILE, json.dumps(etags).encode())
-        if by_table:
+        if replaced_folders:
             folders, sha256 = commit_folders(local), listed_contents(local).files[COMMIT_TABLE_FILE]
-            confirm(local, sha256=sha256, folders=folders, except_for=folders.keys() - by_table)
+            confirm(local, sha256=sha256, folders=folders, except_for=folders.keys() - replaced_folders)
 
     def _records_of_table(self, folder: str, local: Path, listed: dict[str, ObjectInfo]) -> dict[str, Commit]:
         """Copy the table of commits; return its unchanged records by name, including records that were deleted."""
@@ -216,23 +216,23 @@ class RemoteFiles:
             self.copy_file(f"{folder}/{COMMIT_TABLE_FILE}", sha256=sha256)
             written_s = self.objects.info(f"{folder}/{COMMIT_TABLE_FILE}").modified_s
         except (OSError, UserError):
-            return {}  # a run is replacing it now
+            return {}  # a run is currently replacing the table
         table = open_commit_table(local, sha256=sha256)
         if table is None:
             return {}
         commits = commits_in(table.rows)
-        held = {in_folder(shard_id, commit_name(shard_id)): commit for shard_id, commit in commits.items()}
+        records = {in_folder(shard_id, commit_name(shard_id)): commit for shard_id, commit in commits.items()}
         if not self.objects.is_writable:
             is_same = listed_contents(local).shard_ids == commits.keys()
-            return held if is_same else {}
+            return records if is_same else {}
         return {
             name: commit
-            for name, commit in held.items()
+            for name, commit in records.items()
             if name not in listed or listed[name].modified_s <= written_s or _is_record(listed[name], commit)
         }
 
     def _list_commits(self, folder: str, local: Path) -> dict[str, ObjectInfo]:
-        """Return the records of a variant by their names in the folder of commits."""
+        """Return the commit records of a variant by their paths in the folder of commits."""
         prefix = f"{folder}/{COMMITS_FOLDER}/"
         if self.objects.is_writable:
             listed = {info.key.removeprefix(prefix): info for info in self.objects.list(prefix)}
@@ -243,7 +243,7 @@ class RemoteFiles:
             names = _LINK.findall(self.objects.read(prefix).decode(errors="replace"))
         return {name: ObjectInfo(prefix + name, 0, "", 0.0) for name in names}
 
-    def _copy_if_there(self, key: str, path: Path) -> None:
+    def _copy_if_present(self, key: str, path: Path) -> None:
         try:
             _publish(path, self.objects.read(key))
         except FileNotFoundError:
@@ -251,7 +251,7 @@ class RemoteFiles:
 
     @contextmanager
     def _once(self, what: str) -> Iterator[bool]:
-        """Hold the lock of the copy; yield False if a process of the same launch has already done `what`."""
+        """Hold the lock of the copy; yield False if a process of the same launch has already copied `what`."""
         self.copy.mkdir(parents=True, exist_ok=True)
         path, launch = self.copy / _LAUNCH_FILE.format(what), _launch()
         with hold_lock(self.copy / ".lock"):
@@ -276,33 +276,34 @@ class RemoteFiles:
 
 
 def is_local(error: OSError) -> bool:
-    """Return True if a copy cannot be written; object storage that cannot be read raises AccessRefused."""
+    """Return True if the error concerns writing a copy. (Object storage that cannot be read raises AccessRefused.)"""
     is_refused = isinstance(error, PermissionError) and not isinstance(error, UserError)
     return is_refused or error.errno in DISK_ERRORS
 
 
 def cache_unusable(folder: Path, address: str, error: OSError) -> UserError:
-    """Return the error for a cache that cannot take a copy of `address`."""
+    """Return the error for a cache in which a copy of `address` cannot be stored."""
     hint = "make room, or choose another folder with --cache DIR"
     return UserError(f"{folder} cannot take a copy of {address}: {error.strerror}", hint=hint)
 
 
 def _launch() -> str | None:
-    """Return an id that the processes of one launch on this machine share; None without a launcher.
+    """Return an ID that the processes of one launch on this machine share; None without a launcher.
 
-    torchrun and srun are the parent of all their processes on a machine; each restart by torchrun has its own number.
+    torchrun and srun are the parent of all their processes on a machine; each restart by torchrun has a different
+    number.
     """
     if int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1) < 2:
         return None
     parent = os.getppid()
     try:
-        began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+        start_ticks = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return None
-    return f"{parent} {began} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
+    return f"{parent} {start_ticks} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
 
 
-def _is_whole(path: Path, *, sha256: str | None, size_bytes: int | None) -> bool:
+def _is_complete(path: Path, *, sha256: str | None, size_bytes: int | None) -> bool:
     if not path.is_file() or size_bytes not in (None, path.stat().st_size):
         return False
     return sha256 is None or scan(path).sha256 == sha256
@@ -314,9 +315,10 @@ def _folder(name: str) -> str:
 
 
 def _is_record(info: ObjectInfo, commit: Commit) -> bool:
-    """Return True if an object is the record of a commit, by its etag: in S3 it is often the MD5 of the content.
+    """Return True if an object's ETag shows that it is the record of a commit. In S3, it is often the content's MD5.
 
-    A data folder that was uploaded has its records at any time, before and after the table.
+    The modification time is not enough, because the records of a data folder that was uploaded may be newer than the
+    table.
     """
     content = commit_bytes(commit)
     md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
@@ -333,7 +335,7 @@ def _missing_parts(variant: Variant) -> list[str]:
 def _at_once(copy: Callable[[_Item], None], items: Iterable[_Item]) -> None:
     """Copy several files at a time, because each copy waits for the network."""
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
-        # Consumed, so that errors are raised here.
+        # Consume the results, so that errors are raised here.
         list(pool.map(copy, items))
 
 
@@ -343,13 +345,13 @@ def _publish(path: Path, content: bytes) -> None:
         publish_bytes(path, content)
 
 
-_BLOCK_BYTES = 1 << 24  # part of a tar that is fetched at a time
+_BLOCK_BYTES = 1 << 24  # size of the parts in which a tar is fetched
 _caches: dict[tuple[Path, int | None], ObjectCache] = {}
 _caches_lock = threading.Lock()
 
 
 def cache_folder(chosen: Path | None) -> Path:
-    """Return the folder for copies of remote files: the chosen one, or clipmill's in the user's cache.
+    """Return the folder for copies of remote files: `chosen`, or clipmill's folder in the user's cache.
 
     Raises:
         UserError: The folder cannot be created.
@@ -363,11 +365,11 @@ def cache_folder(chosen: Path | None) -> Path:
 
 
 def open_cache(chosen: Path | None, *, size: str | None = None) -> ObjectCache:
-    """Return the cache of complete tars in a folder, which all of this process shares.
+    """Return the cache of complete tars in a folder. All threads of a process share it.
 
     Args:
         chosen: See `cache_folder`.
-        size: Limit, such as 100GB; None for a limit by the free disk.
+        size: Size limit, such as 100GB; None for a limit that depends on the free disk space.
 
     Raises:
         UserError: The folder cannot be created or written, or `size` is not valid.
@@ -385,10 +387,10 @@ def open_cache(chosen: Path | None, *, size: str | None = None) -> ObjectCache:
 
 
 def local_copy(address: str, *, cache: Path | None, size: str | None = None) -> Path:
-    """Return the path of a local file, or of a remote file's copy in the cache, fetched if it is missing or outdated.
+    """Return the path of a local file, or of a remote file's copy in the cache, which is fetched again if outdated.
 
     Raises:
-        OSError: The file cannot be fetched, or is shorter than announced.
+        OSError: The file cannot be fetched, or is shorter than its size in the storage.
         UserError: The storage does not exist, or the cache cannot be written or is too small.
     """
     if not is_remote(address):
@@ -398,7 +400,7 @@ def local_copy(address: str, *, cache: Path | None, size: str | None = None) -> 
 
 
 def held_copy(address: str, cache: ObjectCache) -> CachedFile:
-    """Return the copy of a remote file, which stays in the cache while it is held; raises as `local_copy` does."""
+    """Return a remote file's copy, which stays in the cache while it is held; raise errors as `local_copy` does."""
     folder, _, key = address.rpartition("/")
     name, size_bytes = copy_name(address)
     try:
@@ -407,7 +409,7 @@ def held_copy(address: str, cache: ObjectCache) -> CachedFile:
         if not is_local(error):
             raise
         raise cache_unusable(cache.folder, address, error) from error
-    assert copy is not None  # it waits
+    assert copy is not None  # `get` waits by default
     for older in cache.names(f"{_digest(address)}-"):
         if older != name:
             cache.drop(older)
@@ -415,10 +417,10 @@ def held_copy(address: str, cache: ObjectCache) -> CachedFile:
 
 
 def copy_name(address: str) -> tuple[str, int]:
-    """Return the name that the copy of a remote file has in the cache, by its version now, and its size in bytes.
+    """Return the name in the cache for the current version of a remote file, and the size of the file in bytes.
 
     Raises:
-        OSError: The storage does not answer.
+        OSError: The storage does not respond.
         UserError: The storage does not exist.
     """
     folder, _, key = address.rpartition("/")
@@ -436,11 +438,11 @@ class RemoteTars:
     """Tars of a remote data folder, read by range (`clipmill.shards.tars.TarBytes`).
 
     Args:
-        files: Small files of the folder; paths below their copy are keys of objects.
+        files: Small files of the folder. Paths relative to their copy are object keys.
         cache: Cache for complete tars.
 
     Attributes:
-        num_readers: Number of threads that read clips ahead of decoding. A request waits for tens of milliseconds.
+        num_readers: Number of threads that read clips ahead of decoding. A request takes tens of milliseconds.
     """
 
     files: RemoteFiles
@@ -456,11 +458,11 @@ class RemoteTars:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes fetched so far."""
+        """Number of bytes fetched so far."""
         return self.objects.num_bytes
 
     def key(self, path: Path) -> str:
-        """Return the object that a path below the copy stands for."""
+        """Return the key of the object that corresponds to a path in the copy."""
         return path.relative_to(self.files.copy).as_posix()
 
     def name(self, path: Path) -> str:
@@ -483,10 +485,10 @@ class RemoteTars:
 
     @contextmanager
     def _distinguish_refusals(self) -> Iterator[None]:
-        """Distinguish, in a context around reads, a refused object, which is unreadable, from refused credentials.
+        """Distinguish a refused object from refused credentials in a context around reads.
 
-        Refused credentials end the run. The records of the folder could be read when it was opened; if they are refused
-        as well, nothing can be read.
+        A refused object is unreadable, but refused credentials end the run. dataset.json could be read when the folder
+        was opened; if it is now refused as well, the credentials are refused.
         """
         try:
             yield
@@ -512,7 +514,7 @@ class RemoteTars:
         """Return the complete tar of a shard in the cache; None if another process fetches it and `waits` is False.
 
         Args:
-            is_over: Function that returns True to end fetching within a block of `_BLOCK_BYTES`, with an OSError.
+            is_over: Function that returns True to stop fetching after the current block, with an OSError.
 
         Raises:
             clipmill.manifests.storage.cache.NoRoom, OSError: See `ObjectCache.get`.
@@ -530,12 +532,12 @@ class RemoteTars:
         return self.cache.get(name, size_bytes=size_bytes, fetch=fetch, sha256=shard.tar_sha256, waits=waits)
 
     def cached_name(self, shard: CommittedShard) -> str:
-        """Return the name of a shard's tar in the cache: the same content has the same name in all data folders."""
+        """Return the name of a shard's tar in the cache. The same content has the same name for all data folders."""
         return f"{shard.tar_sha256[:32]}-{shard.tar_path.name}"
 
 
 def copy_of_folder(address: str, *, cache: Path | None) -> Path:
-    """Return the path of the copy of a remote data folder; raises UserError as `folder_path` does."""
+    """Return the path of the copy of a remote data folder; raise UserError as `folder_path` does."""
     return cache_folder(cache) / "folders" / _digest(open_objects(address).address)
 
 
@@ -551,7 +553,7 @@ def open_remote_folder(
     if column is not None:
         files.copy_column(column)
     if not objects.is_writable:
-        # A web server that ignores ranges would send a complete shard for each clip.
+        # Reject a web server that ignores ranges: it would send a complete shard for each clip.
         try:
             objects.read_range(DATASET_FILE, 0, 1)
         except OSError as error:

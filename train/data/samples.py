@@ -1,14 +1,14 @@
 """`Samples`: a table of samples, the reader of its rows, and the loader that makes batches from them.
 
 Producers (clipmill.train.data.query), one for each kind of data, make `Samples`. A task requests samples and gets
-batches, without knowing the kind of data.
+batches, regardless of the kind of data.
 
 A row of a `SampleTable` describes a sample: the parts of the data that contain it (chunks of videos, arrays of latents,
-images), its time span or first frame, the captions with which it may be shown, and its labels. Rows are in the order of
-videos and times, so a table does not depend on shards.
+images), its time span or first frame, the captions with which it may be shown, and its labels. Rows are ordered by
+video and time, so a table does not depend on the division into shards.
 
-A table consists of arrays. It is stored as an Arrow file with one column per array (clipmill.train.data.node_cache):
-made once per machine, found by a digest of everything that affects it, and mapped by all ranks.
+A table consists of arrays. It is stored as an Arrow file with one column per array (clipmill.train.data.node_cache). It
+is made once per machine, identified by a digest of everything that affects it, and mapped by all ranks.
 
 Suffixes: N rows, R runs, P captions of rows, C captions, L labels.
 """
@@ -42,10 +42,10 @@ class SampleTable:
             parts.
         frame: First frame of a segment in its part, int32 [N]; None for other samples.
         captions: Captions of each row; None without captions.
-        label: Class in each class list, int64 [N, L], -1 if a sample has none of the list's classes; None without
+        label: Class number in each class list, int64 [N, L], -1 if a sample has no class from the list; None without
             labels.
         caption_id: ID of the caption that has the label, int [N]; None in other tables.
-        remarks: Remarks for the log about counted and omitted samples.
+        remarks: Remarks for the log on used and omitted samples.
     """
 
     first_part: NDArray[Any]
@@ -63,7 +63,7 @@ class SampleTable:
 
     @property
     def num_caption_ids(self) -> int:
-        """Upper bound of caption IDs, which are in [0, num_caption_ids); 0 in a table without captions."""
+        """Exclusive upper bound of the caption IDs; 0 in a table without captions."""
         ids = self.caption_id if self.captions is None else self.captions.caption_id
         return 0 if ids is None else int(ids.max(initial=-1)) + 1
 
@@ -74,10 +74,10 @@ _TYPES = (SampleTable, RowCaptions, CaptionChoice, Sources)
 def open_table(
     name: str, make: Callable[[], SampleTable], *, depends_on: Sequence[object], num_rows: int
 ) -> SampleTable:
-    """Return the table that `make` makes. A large table is made once per machine (clipmill.train.data.node_cache).
+    """Return the table that `make` creates. A large table is made once per machine (clipmill.train.data.node_cache).
 
     Args:
-        name: Name of the kind of samples, which becomes part of the file name.
+        name: Name of the kind of samples, which is also a prefix of the file name.
         depends_on: Everything that affects the table.
         num_rows: Approximate number of rows.
     """
@@ -95,7 +95,7 @@ def open_fingerprint(
     """Return the hash of the samples, their order, and the texts of their captions; cached per machine if large.
 
     Args:
-        facts: Facts besides the rows that affect the samples, such as variants.
+        facts: Values that affect the samples in addition to the rows, such as variants.
         parts: Function that returns arrays that identify the parts, if the rows do not.
         depends_on, num_rows: See `open_table`.
     """
@@ -131,65 +131,65 @@ def _sha256(facts: Sequence[object], arrays: Sequence[NDArray[Any] | None]) -> s
 
 
 class RowReader(Reader, Protocol):
-    """A reader that can also show single samples to an evaluation.
+    """A reader that can also show individual samples in an evaluation.
 
     Attributes:
-        mixture: Import path of the reader for such samples from several data folders.
+        mixture: Import path of the reader for a mixture of such samples from several data folders.
     """
 
     mixture: ClassVar[str]
 
     def key(self, sample: int) -> str:
-        """Return the chunk in which a sample begins, or its name in a tar."""
+        """Return the key of the chunk in which a sample begins, or the sample's name in a tar."""
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the start and end of rows in their videos, microseconds."""
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the numbers of the videos of rows."""
+        """Return the video number of each row."""
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Return start and end, in the video in seconds, of the frames that an evaluation shows of a sample."""
+        """Return the start and end, in the video, of the frames that an evaluation shows for a sample, seconds."""
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         """Return frames as the model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
 
     def deviations(self) -> list[str]:
-        """Return deviations from the settings, with numbers."""
+        """Return deviations from the settings, with their counts, as text."""
 
 
 class RowCaptioner(Protocol):
-    """Captions of rows, with the interface for evaluations and losses (clipmill.train.data.captions.Captions)."""
+    """Interface of the captions of rows for evaluations and losses (clipmill.train.data.captions.Captions)."""
 
     @property
     def rows(self) -> RowCaptions:
         """Captions of each row."""
 
     def text(self, row: int) -> str:
-        """Return the text of a row's caption in an evaluation."""
+        """Return the text of the caption that an evaluation shows for a row."""
 
     def require_different_texts(self, *, split: str) -> None:
-        """Raise a UserError if all captions are the same text."""
+        """Raise a UserError if all captions have the same text."""
 
     def describe(self) -> list[str]:
-        """Return remarks about the captions, for the log."""
+        """Return remarks on the captions, for the log."""
 
     def visits_per_epoch(self, num_samples: int) -> float:
-        """Return the number of samples that training takes in an epoch."""
+        """Return the number of samples per epoch of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Origin of samples.
+    """Description of the data from which samples come.
 
     Attributes:
         split: Split of the manifest.
-        variant_name: Variants of the columns; empty for data without a manifest, which have none.
+        variant_name: Variants of the columns; empty for data without a manifest, which have no variants.
         fingerprint: Function that computes the hash of the samples, their order, and the texts of their captions.
         nothing: Message and hint of the error for a set without samples.
-        alike: Facts that must be equal in all sets of a mixture, by name.
+        alike: Properties that must be equal in all sets of a mixture, by name.
         frame_shape: Shape of latents (clipmill.train.data.latents.segments.FrameShape); None for pixels.
-        text_width: Width of stored caption embeddings; None if captions are tokens or texts.
+        text_width: Width of stored caption embeddings; None if captions are tokens or text.
     """
 
     split: str
@@ -205,7 +205,7 @@ AnyReader = TypeVar("AnyReader", bound=RowReader)
 
 
 class BatchedSamples:
-    """Samples with a loader, with the interface for the training loop (clipmill.train.data.loader.TrainingSet).
+    """Base class of samples that a loader batches for the training loop (clipmill.train.data.loader.TrainingSet).
 
     Attributes:
         loader: Loader of the batches.
@@ -248,7 +248,7 @@ class Samples(BatchedSamples, Generic[AnyReader]):
 
     Args:
         captions: Captions of the rows; None if there are no captions.
-        repeats: Samples of a row in an epoch.
+        repeats: Number of samples per row in an epoch.
 
     Attributes:
         split, variant_name, frame_shape, text_width: See `Source`.
@@ -292,12 +292,12 @@ class Samples(BatchedSamples, Generic[AnyReader]):
 
     @property
     def num_clips(self) -> int:
-        """Number of distinct clips; ids of clips are in [0, num_clips)."""
+        """Number of distinct clips. IDs of clips are in [0, num_clips)."""
         return len(self.table)
 
     @cached_property
     def num_caption_ids(self) -> int:
-        """Upper bound of caption ids, which are in [0, num_caption_ids); 0 in a set without captions."""
+        """Exclusive upper bound of the caption IDs; 0 in a set without captions."""
         return self.table.num_caption_ids
 
     @property
@@ -329,20 +329,20 @@ class Samples(BatchedSamples, Generic[AnyReader]):
 
     def describe(self) -> str:
         """Return a line for the log: content, omitted samples with reasons, and deviations from the settings."""
-        of_captions = [] if self._captions is None or not len(self.table) else self._captions.describe()
-        return "; ".join(filter(None, [*self.table.remarks, *of_captions, *self.reader.deviations()]))
+        caption_remarks = [] if self._captions is None or not len(self.table) else self._captions.describe()
+        return "; ".join(filter(None, [*self.table.remarks, *caption_remarks, *self.reader.deviations()]))
 
     def require_different_texts(self) -> None:
-        """Raise a UserError if all captions are the same text, which leaves nothing to distinguish."""
+        """Raise a UserError if all captions have the same text, so that a model could not tell clips apart."""
         if self._captions is not None:
             self._captions.require_different_texts(split=self.split)
 
     def text(self, sample: int) -> str:
-        """Return the text of a sample's caption in an evaluation."""
+        """Return the text of the caption that an evaluation shows for a sample."""
         return str(self.captions.text(sample // self._repeats))
 
     def key(self, sample: int) -> str:
-        """Return the chunk in which a sample begins, or its name in a tar."""
+        """Return the key of the chunk in which a sample begins, or the sample's name in a tar."""
         return self.reader.key(sample)
 
     def span_us(self, clips: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -355,7 +355,7 @@ class Samples(BatchedSamples, Generic[AnyReader]):
         return float(begin_us[0]) / US_PER_S, float(end_us[0]) / US_PER_S
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Return the start and end of the frames that an evaluation shows of a sample, in its video, seconds."""
+        """Return the start and end, in the video, of the frames that an evaluation shows for a sample, seconds."""
         return self.reader.shown_span_s(sample, num_frames=num_frames)
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:

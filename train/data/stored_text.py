@@ -1,4 +1,4 @@
-"""Embeddings of captions that `prep text` stored, and their places in the tars of the `text` column."""
+"""Embeddings of captions that `prep text` stored, and their locations in the tars of the `text` column."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,8 @@ class TextMembers:
 
     Attributes:
         width: Width D of embeddings.
-        place, size_bytes, crc32: Place, size and checksum of the payload (header and array).
+        place, size_bytes, crc32: Place, size and checksum of the payload (header and array). A place is an offset in
+            the concatenation of all tars (clipmill.train.data.mapped_tars).
         video_row: Row of the video; -1 if the video is not requested.
         max_tokens: Length of the longest sequence if texts are stored as sequences of vectors; 0 for embeddings.
     """
@@ -63,7 +64,7 @@ class TextMembers:
         return np.searchsorted(self.place, place, side="right") - 1
 
     def verify_in(self, tars: MappedTars) -> VerifiedMembers:
-        """Return these members in `tars`. Each is verified when it is first loaded."""
+        """Return these members in `tars`. Each member is verified when it is first loaded."""
 
         def payload(member: int) -> Payload:
             return Payload(int(self.place[member]), int(self.size_bytes[member]), int(self.crc32[member]))
@@ -81,7 +82,7 @@ class TextRows:
     """Embeddings of captions, ordered by caption ID.
 
     Attributes:
-        caption_id: Ids, ascending.
+        caption_id: IDs of the captions, ascending.
         video_row: Row of the caption's video, as in `TextMembers`.
         place: Place of the embedding, or of the first vector of a sequence.
         num_tokens: Lengths of the sequences; None for embeddings.
@@ -95,16 +96,16 @@ class TextRows:
     def find(
         self, caption_id: NDArray[np.int64], *, video_row: NDArray[np.int64], video_ids: pa.Array
     ) -> NDArray[np.int64]:
-        """Return the index of each caption's embedding; -1 if it has none.
+        """Return the index of each caption's embedding; -1 if the caption has no embedding.
 
         Raises:
-            UserError: A caption belongs to another video in the text column than in the manifest.
+            UserError: A caption belongs to different videos in the text column and in the manifest.
         """
         index = np.minimum(np.searchsorted(self.caption_id, caption_id), len(self.caption_id) - 1)
         has_text = self.caption_id[index] == caption_id
-        strange = np.flatnonzero(has_text & (self.video_row[index] != video_row))
-        if len(strange):
-            at = int(strange[0])
+        mismatches = np.flatnonzero(has_text & (self.video_row[index] != video_row))
+        if len(mismatches):
+            at = int(mismatches[0])
             other_row = int(self.video_row[index[at]])
             other = repr(video_ids[other_row].as_py()) if other_row >= 0 else "a video that is not of this split"
             raise UserError(
@@ -116,11 +117,11 @@ class TextRows:
 
 
 def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa.Array) -> tuple[TextMembers, TextRows]:
-    """Collect the embeddings of all captions from a variant's merged table, or else from its indexes.
+    """Collect the embeddings of all captions from a variant's merged table or, without a table, from its indexes.
 
     Args:
         starts: Place of each shard's tar.
-        video_ids: Videos; a video's row is its index in them.
+        video_ids: Videos; a video's row is its index in this array.
 
     Raises:
         UserError: Embeddings differ in width, or an index does not match its tar.
@@ -128,10 +129,10 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
     tars, rows = variant.tar_files, member_rows(variant)
     table = rows.table
     shard_of = np.searchsorted(tars.shard_ids, table["shard"].to_numpy())
-    in_order = np.lexsort((table["row"].to_numpy(), shard_of))
+    by_shard = np.lexsort((table["row"].to_numpy(), shard_of))
     widths = table["width"].to_numpy()
-    if (other := np.flatnonzero(widths[in_order] != widths[in_order[0]])).size:
-        first, second = (int(in_order[at]) for at in (other[0] - 1, other[0]))
+    if (other := np.flatnonzero(widths[by_shard] != widths[by_shard[0]])).size:
+        first, second = (int(by_shard[at]) for at in (other[0] - 1, other[0]))
         first_tar, second_tar = (tars.path(int(shard_of[at])) for at in (first, second))
         raise UserError(
             f"text embeddings differ in width: {widths[first]} in {first_tar}, {widths[second]} in {second_tar}",
@@ -140,10 +141,12 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
     row_bytes = int(widths[0]) * _ITEM_BYTES
     num_rows = table["num_rows"].to_numpy().astype(np.int64)
     tokens = pc.list_flatten(table["row_tokens"]).to_numpy() if variant.recipe.get("max_tokens") else None
-    # Number of vectors before each text in the order of the table, and before each member.
-    before = None if tokens is None else np.concatenate([[0], np.cumsum(tokens, dtype=np.int64)])
+    # Number of vectors before each text, in the order of the table.
+    first_vector = None if tokens is None else np.concatenate([[0], np.cumsum(tokens, dtype=np.int64)])
     first = np.cumsum(num_rows) - num_rows
-    array_bytes = (num_rows if before is None else before[first + num_rows] - before[first]) * row_bytes
+    array_bytes = (
+        num_rows if first_vector is None else first_vector[first + num_rows] - first_vector[first]
+    ) * row_bytes
     place, header_bytes = places_of(variant, table, starts=starts, shard_of=shard_of, array_bytes=array_bytes)
     entries, codes = rows.dictionary_codes("video_id")
     video_row = index_in(entries, video_ids).astype(np.int32)[codes]
@@ -165,7 +168,7 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
         max_tokens=0 if tokens is None else int(tokens.max(initial=0)),
     )
     text = first[member] + caption_row
-    row = caption_row if before is None else before[text] - before[first[member]]
+    row = caption_row if first_vector is None else first_vector[text] - first_vector[first[member]]
     places = place[member] + row * np.int64(row_bytes)
     by_id = np.argsort(caption_id, kind="stable")
     lengths = None if tokens is None else tokens[text][by_id]
@@ -173,13 +176,13 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
 
 
 def encoder_of(variant: Variant) -> str:
-    """Return the model that made the embeddings in a variant of the text column, identified by its weights."""
+    """Return the name, weights fingerprint and width of the encoder that made a variant of the text column."""
     recipe = variant.recipe
     return f"{recipe.get('encoder')} {str(recipe.get('encoder_sha256'))[:8]}, width {recipe.get('width')}"
 
 
 def require_embeddings(variant: Variant, data_dir: Path) -> None:
-    """Raise a UserError if texts are stored as sequences, instead of one embedding per text."""
+    """Raise a UserError if texts are stored as sequences of vectors instead of one embedding per text."""
     if variant.recipe.get("max_tokens"):
         raise UserError(
             f"{variant.directory} has a sequence of vectors for each text, and this needs one embedding",
@@ -188,13 +191,13 @@ def require_embeddings(variant: Variant, data_dir: Path) -> None:
 
 
 class StoredText:
-    """The `text` column, mapped into memory: 20 bytes per caption, whatever the width. Thread-safe.
+    """The memory-mapped `text` column. It takes 20 bytes per caption, regardless of the width. Thread-safe.
 
-    The embeddings of a video are verified when the first of them is needed.
+    The embeddings of a video are verified when one of them is first needed.
 
     Args:
-        videos: Facts that determine `video_ids` (clipmill.train.data.node_cache).
-        tars: Reader of the tars of a remote data folder. They are fetched completely into the cache.
+        videos: Everything that determines `video_ids` (clipmill.train.data.node_cache).
+        tars: Reader of the tars of a remote data folder. The complete tars are fetched into the cache.
 
     Raises:
         UserError: The column does not exist, or a tar is missing or truncated.
@@ -234,7 +237,7 @@ class StoredText:
 
     @property
     def encoder(self) -> str:
-        """Model that made the embeddings."""
+        """Encoder that made the embeddings, as text."""
         return encoder_of(self._variant)
 
     @property
@@ -243,11 +246,11 @@ class StoredText:
         return self._members.width
 
     def has(self, caption_id: NDArray[np.int64], *, video_row: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which captions have an embedding; raise UserError like `TextRows.find`."""
+        """Return a mask of the captions that have an embedding; raise UserError as `TextRows.find` does."""
         return self._rows.find(caption_id, video_row=video_row, video_ids=self._video_ids) >= 0
 
     def embedding(self, caption_id: int, *, key: str) -> NDArray[np.float16]:
-        """Return a caption's embedding, float16 [D], unit length. The caption must have one.
+        """Return a caption's embedding, float16 [D], with unit length. The caption must have an embedding.
 
         Args:
             key: Key of the sample that needs the embedding.

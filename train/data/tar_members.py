@@ -1,9 +1,9 @@
-"""The members of a tar, read from front to back in bounded memory, whatever sizes its headers claim.
+"""Sequential reader of tar members that uses bounded memory, whatever sizes the headers claim.
 
 Python's tarfile reads extended headers of any size, pads sparse members with zeros, interprets a damaged header as the
-end of the tar, and expands compressed tars to any size. This module reads a member only if the caller needs it and it
-is within a limit. Headers have a limit, sparse members are not read, and a compressed tar is rejected if it expands
-more than videos do.
+end of the tar, and expands compressed tars to any size. This module reads a member only if the caller needs it and its
+size is within a limit. Headers have a size limit, sparse members are not read, and a compressed tar is rejected if it
+expands much more than tars of videos do.
 
 Names and sizes are interpreted as in tarfile: USTAR, old tars, GNU's long names, PAX.
 """
@@ -24,10 +24,10 @@ from clipmill.shards.format import BLOCK_BYTES
 from clipmill.shards.index import padded_size
 from clipmill.shards.opening import DamagedTar, open_regular
 
-MAX_HEADER_BYTES = 1 << 20  # limit of an extended header, which has long names and PAX records
+MAX_HEADER_BYTES = 1 << 20  # maximum size of an extended header, which contains long names or PAX records
 MAX_NAME_BYTES = 4096
-# Limit of a compressed tar's expansion. Videos hardly compress, captions a few times, decompression bombs a
-# thousandfold.
+# Maximum ratio by which a compressed tar may expand. Videos hardly compress, captions by a factor of a few, and
+# decompression bombs by a factor of a thousand.
 MAX_EXPANSION = 64
 _FREE_BYTES = 64 << 20  # any tar may expand to this size
 _XZ_MEMORY_BYTES = 256 << 20  # four times what `xz -9` needs
@@ -42,19 +42,19 @@ _WITHOUT_PAYLOAD = (
     tarfile.FIFOTYPE,
 )
 _REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
-# Offsets of the flag that says that another header follows, in the first and in later headers of a sparse member.
+# Offset of the flag that a further header follows, in the first header and in further headers of a sparse member.
 _SPARSE_FIRST, _SPARSE_FURTHER = 482, 504
 
 
 @dataclass(frozen=True)
 class Member:
-    """A file of a tar.
+    """A file in a tar.
 
     Attributes:
         size_bytes: Size according to the header.
         offset: Offset of the first byte in the tar; None in a compressed tar.
         content: Bytes; None if they are not needed or cannot be read.
-        problem: Reason why the member cannot be read, as the end of a sentence that begins with its name.
+        problem: Reason why the member cannot be read, as a predicate that follows its name in messages.
     """
 
     name: str
@@ -68,11 +68,12 @@ def members_of(path: Path, *, limit_of: Callable[[str], int]) -> Iterator[Member
     """Yield the files in a tar, in order; links, folders and devices are skipped.
 
     Args:
-        limit_of: Function from a member's name to its maximum size in bytes; 0 if the member is not needed.
+        limit_of: Function that takes a member's name and returns its maximum size in bytes, or 0 if the member is not
+            needed.
 
     Raises:
-        DamagedTar: The tar ends early, continues with something other than a member, or expands too far. Earlier
-            members are intact.
+        DamagedTar: The tar ends early, contains bytes that are not a member, or expands too much. Members that were
+            yielded before are intact.
         OSError: The tar cannot be read.
     """
     with os.fdopen(open_regular(path), "rb") as file:
@@ -85,7 +86,7 @@ def members_of(path: Path, *, limit_of: Callable[[str], int]) -> Iterator[Member
 
 @dataclass
 class _Extended:
-    """Facts about a member from the headers that precede its own header."""
+    """Properties of a member from extended headers, which precede its own header."""
 
     name: bytes | None = None
     size_bytes: int | None = None
@@ -107,13 +108,13 @@ class _Source:
         return None if self._is_packed else self.position
 
     def block(self) -> bytes:
-        """Return the next block; fewer bytes at the end."""
+        """Return the next block; it is shorter at the end of the tar."""
         block = self._stream.read(BLOCK_BYTES)
         self._advance(len(block))
         return block
 
     def read(self, size_bytes: int) -> bytes:
-        """Return the payload of a member or header, whose size must be within a limit; skip its padding."""
+        """Return the payload of a member or header, and skip its padding. The caller must limit the size."""
         self._require_available(size_bytes)
         if not self._is_packed:
             content = self._stream.read(size_bytes)
@@ -144,7 +145,7 @@ class _Source:
             size_bytes -= len(piece)
 
     def damage(self, why: str) -> DamagedTar:
-        """Return the error with which reading ends."""
+        """Return the error that ends reading."""
         return DamagedTar(self._path, f"the tar cannot be read from here on (byte {self.position:,}): {why}")
 
     def _require_available(self, size_bytes: int) -> None:
@@ -235,7 +236,7 @@ def _extend(extended: _Extended, payload: bytes, *, is_pax: bool) -> None:
 
 
 def _unpack(file: BinaryIO) -> tuple[BinaryIO, bool]:
-    """Return the file or its decompressed content, and whether it is compressed."""
+    """Return the file or a stream of its decompressed content, and True if it is compressed."""
     magic = file.read(6)
     file.seek(0)
     if magic.startswith(b"\x1f\x8b"):

@@ -1,15 +1,15 @@
-"""The tars that a pattern names, and their samples, read from front to back without an index.
+"""Expansion of tar patterns, and the samples in the tars, which are read sequentially without an index.
 
-A sample consists of consecutive members with the same key, as webdataset groups them. It is held in memory. Its size is
-limited; a sample that exceeds a limit is reported and skipped.
+A sample consists of consecutive members with the same key, as in webdataset. It is held in memory. Its size is limited;
+a sample that exceeds a limit is reported and skipped.
 
-In samples of `prep chunk`, the json has the chunk's span in its video, and its captions. Each caption becomes a clip:
-the part of its span that lies in the chunk, because a stream cannot access the neighbouring chunk. In samples of
-video2dataset, the complete video is one clip. Its caption is the txt member, or `caption` in the json.
+In samples from `prep chunk`, the json contains the chunk's span in its video, and its captions. Each caption becomes a
+clip: the part of its span that lies in the chunk, because a stream cannot access the neighbouring chunk. In samples
+from video2dataset, the complete video is one clip. Its caption is the txt member, or `caption` in the json.
 
 If a sample has no video, has no caption, or cannot be read, it is a failed sample with its key. If a tar ends early, or
-continues with something other than a member, there is another failed sample after the readable ones. A sample is
-omitted and counted if its json says that video2dataset could not download it.
+contains bytes that are not a member, another failed sample follows the readable samples. A sample is omitted and
+counted if its json reports that video2dataset could not download it.
 """
 
 import json
@@ -36,7 +36,7 @@ from clipmill.train.data.workers import Stuck, in_order
 from clipmill.train.device.random import generator
 
 MAX_SAMPLE_BYTES = 1 << 30
-MAX_TEXT_BYTES = 8 << 20  # limit of a json or txt, which takes twenty times as much memory once it is parsed
+MAX_TEXT_BYTES = 8 << 20  # maximum size of a json or txt; a parsed json takes twenty times as much memory
 NO_CAPTION_ID = -1
 
 VIDEO_EXTENSIONS = ("mp4", "webm", "mkv", "mov", "avi")
@@ -48,7 +48,7 @@ _FAILED_STATUS = "failed_to_"  # video2dataset: failed_to_download, failed_to_su
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Replacement for a sample, or for the rest of a tar, that cannot be read."""
+    """Placeholder for a sample, or for the rest of a tar, that cannot be read."""
 
     key: str
     detail: str
@@ -56,17 +56,17 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class WithoutVideo:
-    """Replacement for a sample whose video video2dataset could not download. The tar is not damaged."""
+    """Placeholder for a sample without a video, because video2dataset could not download it. The tar is intact."""
 
     key: str
 
 
 @dataclass
 class TarSample:
-    """A sample, as far as it was read.
+    """A sample, with the members that have been read so far.
 
     Attributes:
-        members: Contents by extension in lower case; empty if they are not needed.
+        members: Contents by extension in lower case; the content is empty if it is not needed.
         places: Offset in the tar (None if it is compressed) and size in bytes of each member.
         problem: Reason why the sample must be skipped.
     """
@@ -111,12 +111,12 @@ def samples_of(tar: str, path: Path, *, limits: Mapping[str, int] = _LIMITS) -> 
         OSError: The tar cannot be opened or read.
     """
     sample: TarSample | None = None
-    begun: str | None = None  # key of the member that is being read
+    current_key: str | None = None  # key of the member that is being read
 
     def limit_of(name: str) -> int:
-        nonlocal begun
+        nonlocal current_key
         parts = _key_and_extension(name)
-        begun = None if parts is None else parts[0]
+        current_key = None if parts is None else parts[0]
         if parts is None:
             return 0
         key, extension = parts
@@ -129,7 +129,7 @@ def samples_of(tar: str, path: Path, *, limits: Mapping[str, int] = _LIMITS) -> 
 
     try:
         for member in members_of(path, limit_of=limit_of):
-            parts, begun = _key_and_extension(member.name), None
+            parts, current_key = _key_and_extension(member.name), None
             if parts is None and member.problem is None:
                 continue
             key, extension = parts or (member.name, "")
@@ -139,8 +139,8 @@ def samples_of(tar: str, path: Path, *, limits: Mapping[str, int] = _LIMITS) -> 
                 sample = TarSample(key)
             _add(sample, extension, member)
     except DamagedTar as error:
-        # A sample is complete only once the next one has begun.
-        if sample is not None and begun not in (None, sample.key):
+        # A sample is complete only once the next sample has begun.
+        if sample is not None and current_key not in (None, sample.key):
             yield _finish_sample(sample)
         yield Unreadable(tar, error.why)
         return
@@ -167,9 +167,9 @@ def _finish_sample(sample: TarSample) -> TarSample | Unreadable:
 
 
 def _key_and_extension(name: str) -> tuple[str, str] | None:
-    """Return the key and extension in a member's name; None if the member belongs to no sample.
+    """Return the key and extension in a member's name; None if the member does not belong to a sample.
 
-    Names without an extension, hidden files, and webdataset's own files (`__name__`) belong to no sample.
+    Files without an extension, hidden files, and webdataset's own files (`__name__`) do not belong to a sample.
     """
     folder, slash, file_name = name.rpartition("/")
     stem, dot, extension = file_name.partition(".")
@@ -207,7 +207,7 @@ def clips_of(sample: TarSample) -> Sequence[StreamedClip | WithoutVideo]:
 
 
 def caption_of(sample: TarSample) -> str | None:
-    """Return the text in a sample's txt member, or else the caption in its json; ValueError if it cannot be read."""
+    """Return the text in a sample's txt member, or the caption in its json; raise ValueError if it cannot be read."""
     # video2dataset and img2dataset write an empty txt if there was no caption.
     try:
         text = sample.members.get("txt", b"").decode()
@@ -218,7 +218,7 @@ def caption_of(sample: TarSample) -> str | None:
 
 
 def description_of(sample: TarSample) -> dict[str, Any]:
-    """Return the json of a sample, {} if it has none; raise ValueError if it cannot be read."""
+    """Return the json of a sample, or {} without a json; raise ValueError if it cannot be read."""
     try:
         description = json.loads(sample.members.get("json") or b"{}")
     except (ValueError, RecursionError) as error:
@@ -261,10 +261,10 @@ _T = TypeVar("_T")
 
 
 def expand(pattern: str) -> list[str]:
-    """Return the tars that a pattern such as `DIR/{000000..000099}.tar` names, in order; `::` joins several patterns.
+    """Expand a pattern such as `DIR/{000000..000099}.tar` to tars, in order; `::` joins several patterns.
 
     Raises:
-        UserError: The pattern is invalid or names too many tars, or a local tar or the first remote tar is missing.
+        UserError: The pattern is invalid or has too many tars, or a local tar or the first remote tar is missing.
     """
     if "pipe:" in pattern:
         raise UserError(f"{pattern} is a command, and commands are not run", hint="name tars: DIR/{000000..000099}.tar")
@@ -291,26 +291,26 @@ def expand(pattern: str) -> list[str]:
 
 
 def _names_of(pattern: str) -> list[str]:
-    """Return the names that a pattern stands for. They are counted before they are generated."""
+    """Return the names to which a pattern expands. They are counted before they are generated."""
     from webdataset.shardlists import envsubst, expand_urls
 
     try:
-        for _ in range(_MAX_DEPTH):  # webdataset replaces ${NAME} by the environment variable WDS_NAME
-            before, pattern = pattern, envsubst(pattern)
-            if pattern == before:
+        for _ in range(_MAX_DEPTH):  # webdataset replaces ${NAME} with the environment variable WDS_NAME
+            previous, pattern = pattern, envsubst(pattern)
+            if pattern == previous:
                 break
-        num_named = sum(_num_names(part) for part in pattern.split("::"))
-        if num_named > MAX_TARS:
-            named = f"{num_named:,}" if num_named < 10**15 else "very many"
-            raise UserError(f"{_shorten(pattern)} names {named} tars, more than {MAX_TARS:,}", hint=PATTERN_HINT)
+        num_tars = sum(_num_names(part) for part in pattern.split("::"))
+        if num_tars > MAX_TARS:
+            number = f"{num_tars:,}" if num_tars < 10**15 else "very many"
+            raise UserError(f"{_shorten(pattern)} names {number} tars, more than {MAX_TARS:,}", hint=PATTERN_HINT)
         return [str(name) for name in expand_urls(pattern)]
-    # A ${NAME} that is missing in the environment raises an AssertionError.
+    # If the environment variable of a ${NAME} is missing, webdataset raises an AssertionError.
     except (ValueError, AssertionError) as error:
         raise UserError(f"{_shorten(pattern)} is not a pattern: {error}", hint=PATTERN_HINT) from error
 
 
 def _num_names(pattern: str, *, depth: int = 0) -> int:
-    """Count the names to which braces expand, by braceexpand's grammar; each letter range counts as all letters."""
+    """Count the names to which braces expand in braceexpand's grammar. A letter range counts as 52 names."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"braces within braces, more than {_MAX_DEPTH} deep")
     num = 1
@@ -327,7 +327,7 @@ def _num_names(pattern: str, *, depth: int = 0) -> int:
 
 
 def _outermost_braces(pattern: str) -> Iterator[tuple[int, int]]:
-    """Yield the begin and end of each outermost pair of braces."""
+    """Yield the positions of the opening and closing brace of each outermost pair of braces."""
     begin = depth = 0
     for at, sign in _signs(pattern):
         if sign == "{":
@@ -344,7 +344,7 @@ def _outermost_braces(pattern: str) -> Iterator[tuple[int, int]]:
 
 
 def _parts(inner: str) -> Iterator[str]:
-    """Yield the parts between the commas of a pair of braces."""
+    """Yield the comma-separated parts of the text inside a pair of braces."""
     begin = depth = 0
     for at, sign in _signs(inner):
         depth += {"{": 1, "}": -1, ",": 0}[sign]
@@ -364,7 +364,7 @@ def _shorten(pattern: str) -> str:
 
 
 def items_in(tars: Iterable[str], *, cache: Path | None, cache_size: str | None = None) -> Iterator[Item]:
-    """Yield the clips and unreadable items in `tars`, in order. While a remote tar is read, the next ones are fetched.
+    """Yield the clips and unreadable items in `tars`, in order. While a remote tar is read, the next tars are fetched.
 
     Raises:
         UserError: The cache cannot be written, or is too small for the tars that are used at the same time.

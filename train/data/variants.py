@@ -1,4 +1,4 @@
-"""The variant of each column to read from data folders: a named one, a recorded one, or the current one."""
+"""Choice of the variant to read of each column: a named variant, a recorded variant, or the current variant."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,10 +20,13 @@ VariantNames = str | Sequence[str] | None
 
 @contextmanager
 def reading_named(folders: Sequence[str], variant: VariantNames, *, cache: Path | None) -> Iterator[None]:
-    """Read, inside the block, the variants that a caller in Python names, and the current ones of other columns.
+    """Read the variants in `variant` within this context, and the current variants of other columns.
+
+    Args:
+        variant: Name of a variant, or several names; None for the current variants.
 
     Raises:
-        UserError: No folder has a named variant.
+        UserError: A named variant does not exist in any folder.
     """
     names = () if variant is None else (variant,) if isinstance(variant, str) else tuple(variant)
     for name in names:
@@ -41,20 +44,23 @@ def choose_variants(
     cache: Path | None = None,
     say: Callable[[str], object] | None = None,
 ) -> dict[Path, dict[str, str]]:
-    """Choose the variants to read: the named ones, else those that a run has recorded; others are the current ones.
+    """Choose the variant to read of each column: a named variant, or a variant that a run has recorded.
+
+    Columns without either are missing from the result; their current variants are read.
 
     Args:
         folders: Data folders, or tars, which have no variants.
-        named: Names of variants (`--variant`); one of the folders has each of them.
+        named: Names of variants (`--variant`). At least one folder must have each of them.
         recorded: `name` and `recipe` of a variant by column, for each folder (`VARIANTS_FACT` of run.json).
-        made: What was made with the recorded variants, for messages.
-        say: Print which recorded variant is gone, and which one is read in its place; None to make it an error.
+        made: Noun phrase for the result that was made with the recorded variants, for messages.
+        say: Function that prints a note if a recorded variant no longer exists and the current variant is read instead;
+            None to raise an error in that case.
 
     Returns:
         chosen: Names of variants by column, for each data folder (`clipmill.shards.dataset.reading_variants`).
 
     Raises:
-        UserError: No folder has a named variant, or a recorded one is gone.
+        UserError: A named variant does not exist in any folder, or a recorded variant no longer exists.
     """
     chosen: dict[Path, dict[str, str]] = {}
     known: set[str] = set()
@@ -76,12 +82,12 @@ def choose_variants(
             path = open_data_folder(address, cache=cache, column=None).path
             current = current_variant(path, column)
             if current is not None and not _has_variant(address, column, current):
-                current = None  # dataset.json still names it, and its folder was deleted
+                current = None  # dataset.json still lists the variant, but its folder was deleted
             if say is None:
-                again = _how_to_make_again(address, column, variant, current=current, cache=cache)
+                command = _how_to_make_again(address, column, variant, current=current, cache=cache)
                 raise UserError(
                     f"{gone}; the current one is {current or 'missing'}",
-                    hint=f"make it again: {again}"
+                    hint=f"make it again: {command}"
                     + ("; or train on the current variant in a new run, with another --out" if current else ""),
                 )
             if current is not None:  # otherwise, opening the data says that the column is missing
@@ -98,7 +104,7 @@ def choose_variants(
 
 
 def _has_variant(address: str, column: str, variant: str) -> bool:
-    """Return True if the data folder at a path or an address has a variant of a column.
+    """Return True if the data folder at a path or URL has a variant of a column.
 
     Raises:
         UserError: The storage does not exist, or refuses the credentials.
@@ -116,21 +122,22 @@ def _has_variant(address: str, column: str, variant: str) -> bool:
 def _how_to_make_again(
     address: str, column: str, variant: Mapping[str, Any], *, current: str | None, cache: Path | None
 ) -> str:
-    """Return the command that makes a variant again, and its settings, as far as the current variant has others."""
-    recipe, usual = dict(variant.get("recipe", {})), {}
+    """Return the command that recreates a variant, and the settings that differ from the current variant."""
+    recipe, current_recipe = dict(variant.get("recipe", {})), {}
     make = how_to_make(column, address, str(variant["name"]))
     if current is not None:
-        # The small files of a bucket's current variant are copied.
-        usual = _recipe(open_data_folder(address, cache=cache, column=column).path, column, current)
-    names = [name for name in {**usual, **recipe} if recipe.get(name) != usual.get(name)]
+        # Opening the folder copies the small files of a bucket's current variant.
+        current_recipe = _recipe(open_data_folder(address, cache=cache, column=column).path, column, current)
+    names = [name for name in {**current_recipe, **recipe} if recipe.get(name) != current_recipe.get(name)]
     settings = ", ".join(
-        f"{name} {_value_text(recipe.get(name))}" + (f" (now {_value_text(usual.get(name))})" if usual else "")
+        f"{name} {_value_text(recipe.get(name))}"
+        + (f" (now {_value_text(current_recipe.get(name))})" if current_recipe else "")
         for name in names
     )
     if not (recipe and settings):
         return f"{make} with its settings"
-    others = "the settings of the current variant, but for " if usual else ""
-    return f"{make} with {others}{settings}"
+    prefix = "the settings of the current variant, but for " if current_recipe else ""
+    return f"{make} with {prefix}{settings}"
 
 
 def _value_text(value: object) -> str:

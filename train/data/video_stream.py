@@ -1,14 +1,14 @@
-"""`VideoStream`: a training set of tars that are read from front to back, without an index or a manifest.
+"""`VideoStream`: a training set of tars that are read sequentially, without an index or a manifest.
 
-It is for tars without our index: tars from other tools, or from prep if only the tars were copied. Remote tars are
-first fetched completely into the cache. A stream is much slower than a data folder: files are read completely and
-decoded through their containers, a caption across the border of a chunk is shortened (counted in `num_shortened`), and
-the number of samples is not known in advance. If there is a data folder, use its address instead of a pattern of its
-tars.
+A stream is for tars without clipmill's index: tars from other tools, or from prep if only the tars were copied. Each
+remote tar is completely fetched into the cache before it is read. A stream is much slower than a data folder: files are
+read completely and decoded through their containers, a caption across a chunk boundary is shortened (counted in
+`num_shortened`), and the number of samples is not known in advance. If there is a data folder, use its path or URL
+instead of a pattern of its tars.
 
 Each caption of a sample is a clip, which waits undecoded in the shuffle window. The loader's threads then open, decode
 and crop it. Positions count clips and failures as they leave the window. Therefore a resumed run reads up to its
-position without decoding: first through the first epoch, to count the clips, and then from the beginning of its own
+position without decoding: first through the first epoch, to count the clips, and then from the beginning of the current
 epoch.
 """
 
@@ -53,12 +53,12 @@ class VideoStream(BatchedSamples):
     """Clips from tars (clipmill.train.data.tar_samples), decoded through their containers.
 
     Tars are shuffled, and clips are shuffled within a window. Positions count all clips, including failures. A run
-    resumes exactly, by reading up to its position without decoding: the first epoch to count the clips, then its own
-    epoch. Every rank reads everything and uses its share.
+    resumes exactly, by reading up to its position without decoding: the first epoch to count the clips, then the
+    current epoch. Every rank reads all tars and uses its share of the clips.
 
     Args:
         pattern: Pattern of local or remote tars (`clipmill.train.data.tar_samples.expand`).
-        tokenize: Tokenizer of captions; None for texts.
+        tokenize: Tokenizer of captions; None for captions as text.
         cache, cache_size: Folder for copies of remote tars, and its limit (`clipmill.train.data.remote.open_cache`).
 
     Attributes:
@@ -82,9 +82,11 @@ class VideoStream(BatchedSamples):
         cache_size: str | None = None,
     ) -> None:
         self.tars = expand(pattern)
-        # Hashed now, so that a run can save its state even after a tar is lost. For remote tars, only names are known.
-        facts = [(tar.rpartition("/")[2], None if is_remote(tar) else Path(tar).stat().st_size) for tar in self.tars]
-        self.fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
+        # Hash the tars now, so that a run can save its state even after a tar is lost. Remote tars are hashed by name.
+        names_and_sizes = [
+            (tar.rpartition("/")[2], None if is_remote(tar) else Path(tar).stat().st_size) for tar in self.tars
+        ]
+        self.fingerprint = hashlib.sha256(repr(names_and_sizes).encode()).hexdigest()
         self.reader = StreamReader(
             self.tars, shape=shape, tokenize=tokenize, open_items=partial(items_in, cache=cache, cache_size=cache_size)
         )
@@ -97,11 +99,11 @@ class VideoStream(BatchedSamples):
 
     @property
     def variant_name(self) -> str:
-        """Origin of the clips."""
+        """Description of the tars, in place of the name of a variant."""
         return f"a stream of {count_noun(len(self.tars), 'tar')}"
 
     def describe(self) -> str:
-        """Return a line for the log: how clips are read, and deviations from the settings so far."""
+        """Return a line for the log: how clips are read, and the number of shortened and omitted clips so far."""
         return self.reader.describe()
 
     def require_different_texts(self) -> None:
@@ -112,11 +114,11 @@ class VideoStream(BatchedSamples):
         return self.reader.shown[sample].text
 
     def key(self, sample: int) -> str:
-        """Return the sample, in its tar, of a clip that an evaluation has shown."""
+        """Return the key in its tar of a clip that an evaluation has shown."""
         return self.reader.shown[sample].key
 
     def span_s(self, sample: int) -> tuple[float, float]:
-        """Return start and end, in its file in seconds, of a clip that an evaluation has shown."""
+        """Return the start and end in its file of a clip that an evaluation has shown, seconds."""
         clip = self.reader.shown[sample]
         return clip.begin_us / US_PER_S, float("inf") if clip.end_us is None else clip.end_us / US_PER_S
 
@@ -126,11 +128,11 @@ class VideoStream(BatchedSamples):
 
 
 class StreamReader:
-    """Reader of clips from tars, front to back (clipmill.train.data.loader.Reader). It numbers clips as they arrive.
+    """Sequential reader of clips from tars (clipmill.train.data.loader.Reader). It numbers clips in order of arrival.
 
     Attributes:
-        shown: Clips that evaluations have shown, without their files.
-        num_shortened: Number of captions so far that extend beyond their file and are shown up to its end.
+        shown: Clips that evaluations have shown, without the bytes of their files.
+        num_shortened: Number of captions so far that extend beyond their file and are cut at its start or end.
         num_without_video: Number of samples so far whose video could not be downloaded when the tar was made.
     """
 
@@ -162,10 +164,10 @@ class StreamReader:
         return BatchRing(loading.batch, pin=loading.pin, can_keep=loading.can_keep).collate
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[Sample | FailedSample]:
-        """Yield samples or failures at the ascending positions of some blocks. An evaluation ends with the tars.
+        """Yield samples or failures at the ascending positions of the blocks. An evaluation ends with the last tar.
 
         Raises:
-            UserError: The tars have no clips, or, in training, fewer than a batch.
+            UserError: The tars have no clips or, in training, fewer clips than a batch.
         """
         loaded = in_order(
             self._load,
@@ -180,26 +182,26 @@ class StreamReader:
             if isinstance(work.item, StreamedClip):
                 self.num_shortened += work.item.is_shortened
                 if work.request.seed is None:
-                    # Stored without the file, because an evaluation shows only the caption of a clip.
+                    # Drop the bytes of the file, because later only the key, caption and span are needed.
                     self.shown[work.request.position] = replace(work.item, content=b"")
             if isinstance(outcome, Stuck):
                 outcome = FailedSample(work.request.position, work.item.key, "stuck", str(outcome))
             yield outcome
 
     def _work(self, blocks: Iterator[Block], *, batch: int) -> Iterator[_Work]:
-        """Yield the clips at the positions of some blocks."""
+        """Yield the clips at the positions of the blocks."""
         requests = (
             SampleRequest(position, position, block.seed) for block in blocks for position in block.positions.tolist()
         )
         position, epoch, request = 0, 0, next(requests)
         while True:
-            began, seed = position, request.seed
+            epoch_start, seed = position, request.seed
             for item in self._items(seed, epoch=epoch):
                 if position == request.position:
                     yield _Work(request, item)
                     request = next(requests)
                 position += 1
-            num_items = position - began
+            num_items = position - epoch_start
             self._require(num_items, at_least=1 if seed is None else batch)
             if seed is None:
                 return
@@ -208,7 +210,7 @@ class StreamReader:
             epoch, position = epoch + 1 + num_skipped, position + num_skipped * num_items
 
     def _items(self, seed: int | None, *, epoch: int) -> Iterator[_Item]:
-        """Return the clips of an epoch: shuffled in training, in the order of the tars in an evaluation."""
+        """Return the clips of an epoch: shuffled in training, in tar order in an evaluation."""
         if seed is None:
             return self._read_tars(self._tars)
         order = permute(np.arange(len(self._tars)), len(self._tars), seed=seed, epoch=epoch)
@@ -288,12 +290,13 @@ def clip_of_file(
     begin_us: int = 0,
     end_us: int | None = None,
 ) -> tuple[Clip, list[float]]:
-    """Return the clip that a request shows of a span of a video file. The frame rate may vary.
+    """Return a clip from a span of a video file, and the times of its frames. The frame rate may vary.
 
-    The second value is the times of its frames, in seconds from the first frame of the file.
+    The times are in seconds from the first frame of the file.
 
     In training, `request.generator("frames")` draws the moments of the frames, and `request.generator("crop")` draws
-    the crop rectangle. In an evaluation, the frames of `shape.views.num_clips` views follow one another.
+    the crop rectangle. In an evaluation, the clip contains the frames of `shape.views.num_clips` views, one view after
+    another.
 
     Args:
         content: Bytes of the complete file.
@@ -301,13 +304,13 @@ def clip_of_file(
         begin_us, end_us: Span relative to the first frame of the file, microseconds; None for the end of the file.
 
     Raises:
-        SampleFailed: The file is truncated or cannot be decoded, a frame is missing, frames differ in size or color, or
-            no moment of the span lies in the file.
+        SampleFailed: The file is truncated or cannot be decoded, a frame is missing, frames differ in resolution or
+            colour, or the span does not overlap the file.
     """
     rng, num_views = request.generator("frames"), shape.views.num_clips
     try:
         video = PlainVideo(content)
-        # Rounded up, because a stride of complete frames would not fit into a span shorter than the file's frames.
+        # Round up, because a stride of complete frames would not fit into a span that is shorter than the frames.
         end_of_file_us = math.ceil((video.end_pts - video.pts[0]) * video.time_base * US_PER_S)
         end_us = end_of_file_us if end_us is None else min(end_us, end_of_file_us)
         if end_us <= begin_us:

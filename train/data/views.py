@@ -1,10 +1,10 @@
-"""Views of a moment: captions that name a group and a view, and clips that show each group from several cameras.
+"""Views of a moment: captions with a group and a view, and clips that show each group from several cameras.
 
-If a caption has a group and a view, its span is what the camera `view` recorded of the moment `group`. A group may have
-several spans, such as the parts of an episode; the n-th spans of its views form a moment. Moments of clips are sampled
-from the first view's span, as far as all views reach. Each view shows them at the same offset from the begin of its own
-span; cameras may have different frame rates. It is an error if a group lacks a view. If a view was not encoded, the
-moment is omitted and counted.
+If a caption has a group and a view, its span is the recording of the event `group` by the camera `view`. A group may
+have several spans, such as the parts of an episode; the n-th spans of its views form a moment. The times of a clip's
+frames are sampled from the first view's span, up to the length of the shortest view. Each view shows the frames at the
+same offsets from the start of its span; cameras may have different frame rates. It is an error if a group lacks a view.
+If a view was not encoded, the moment is omitted and counted.
 
 Shape suffixes: V views, N rows.
 """
@@ -41,12 +41,12 @@ _HINT = "columns `group` and `view` of a table of captions say which spans show 
 
 @dataclass(frozen=True)
 class _View:
-    """Different spans of one view, M spans of G groups.
+    """Distinct spans of one view: M spans of G groups.
 
     Attributes:
         usable: Spans that can be shown, as numbers in [0, M).
         counts: Number of spans of each group, [G].
-        number: Span of each caption of the view.
+        number: Span number of each caption of the view.
     """
 
     usable: UsableCaptions
@@ -58,7 +58,7 @@ def open_groups(query: ClipQuery, chunks: ChunkSet, table: pa.Table | None) -> "
     """Return the captions for the groups of a split.
 
     Args:
-        table: Captions of a protocol, in place of the manifest's captions.
+        table: Captions of an evaluation protocol, instead of the manifest's captions.
 
     Raises:
         UserError: See `GroupedCaptions`.
@@ -68,18 +68,18 @@ def open_groups(query: ClipQuery, chunks: ChunkSet, table: pa.Table | None) -> "
 
 
 class GroupedCaptions:
-    """The captions of the first of several views, for the groups that have all views.
+    """Captions of the first view, for the moments that all views can show.
 
     Args:
         views: Names of the views.
         captions: Captions of the split.
 
     Attributes:
-        captions: Captions of the first view, of groups with all views.
-        remark: Remark about omitted groups; empty if there are none.
+        captions: Captions of the first view, for moments that all views can show.
+        remark: Remark on omitted moments; empty if there are none.
 
     Raises:
-        UserError: The captions have no such views, or views of a group have different numbers of spans.
+        UserError: The captions lack a view, or the views of a group have different numbers of spans.
     """
 
     def __init__(self, views: Sequence[str], chunks: ChunkSet, captions: pa.Table) -> None:
@@ -104,7 +104,7 @@ class GroupedCaptions:
             if (differs := other.counts != counts).any():
                 raise self._wrong_groups(f"have another number of spans of view {view} than of {views[0]}", differs)
         is_shown = np.ones(int(counts.sum()), bool)
-        for spans in self._spans[1:]:  # spans of the first view are counted with all other captions
+        for spans in self._spans[1:]:  # unusable spans of the first view are counted like all other captions
             is_shown &= np.isin(np.arange(len(is_shown)), spans.caption)
         num_hidden = int((~is_shown).sum())
         self.remark = f"{count_noun(num_hidden, 'moment')} with a view that has no chunks" if num_hidden else ""
@@ -113,12 +113,12 @@ class GroupedCaptions:
         self.captions: pa.Table = first.filter(pa.array(is_shown[number]))
 
     def _open_view(self, view: str, captions: pa.Table) -> "_View":
-        """Return the spans of a view, in the order of groups and times."""
-        of_view = captions.filter(pc.equal(captions["view"], view))
-        group = rows_of(of_view["group"], self._groups)
-        of_view, group = of_view.filter(pa.array(group >= 0)), group[group >= 0]
-        video = rows_of(of_view["video_id"], self._chunks.video_ids)
-        columns = (group, *(of_view[name].to_numpy() for name in ("begin_s", "end_s")), video)
+        """Return the spans of a view, ordered by group and time."""
+        rows = captions.filter(pc.equal(captions["view"], view))
+        group = rows_of(rows["group"], self._groups)
+        rows, group = rows.filter(pa.array(group >= 0)), group[group >= 0]
+        video = rows_of(rows["video_id"], self._chunks.video_ids)
+        columns = (group, *(rows[name].to_numpy() for name in ("begin_s", "end_s")), video)
         spans, number = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
         times = {"video_row": spans[:, 3].astype(np.int64), "begin_s": spans[:, 1], "end_s": spans[:, 2]}
         usable = usable_captions(
@@ -138,7 +138,7 @@ class GroupedCaptions:
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """Facts that affect the samples, for their fingerprint."""
+        """Values that affect the samples, for their fingerprint."""
         digest = hashlib.sha256()
         for spans in self._spans:
             for name in ("caption", "begin_us", "end_us", "first_chunk", "last_chunk"):
@@ -148,10 +148,10 @@ class GroupedCaptions:
     def reader(
         self, table: SampleTable, shape: ClipShape, *, annotations: Sequence[Annotations], repeats: int = 1
     ) -> "ViewReader":
-        """Return the reader of the rows of a table of `captions`.
+        """Return the reader for the rows of a table that was made from `captions`.
 
         Raises:
-            UserError: The clips of an evaluation have several views in time or space.
+            UserError: The clips of an evaluation have several temporal or spatial views.
         """
         if len(shape.views) > 1:
             raise UserError(
@@ -167,35 +167,35 @@ class GroupedCaptions:
         moment_N = np.array([self._moment_of[caption] for caption in ids.tolist()], np.int64)
         tables = [_table_of(spans, moment_N) for spans in self._spans]
         common = _CommonMoments(tables, self._chunks, shape)
-        of_views: list[dict[str, Any]] = [
+        reader_arguments: list[dict[str, Any]] = [
             {
                 "chunks": self._chunks,
-                "table": of_view,
+                "table": view_table,
                 "shape": shape,
                 "repeats": repeats,
                 "moments": partial(common.of_view, number),
             }
-            for number, of_view in enumerate(tables)
+            for number, view_table in enumerate(tables)
         ]
-        first, *others = of_views
+        first, *others = reader_arguments
         return ViewReader(
             [ClipReader(**arguments) for arguments in others], remark=self.remark, annotations=annotations, **first
         )
 
 
 def _table_of(usable: UsableCaptions, moment_N: NDArray[np.int64]) -> SampleTable:
-    """Return the spans of one view for some moments, all usable."""
-    place = np.searchsorted(usable.caption, moment_N)
+    """Return the spans of one view for these moments, which must be usable."""
+    index = np.searchsorted(usable.caption, moment_N)
     return SampleTable(
-        first_part=usable.first_chunk[place],
-        last_part=usable.last_chunk[place],
-        begin_us=usable.begin_us[place],
-        end_us=usable.end_us[place],
+        first_part=usable.first_chunk[index],
+        last_part=usable.last_chunk[index],
+        begin_us=usable.begin_us[index],
+        end_us=usable.end_us[index],
     )
 
 
 class _CommonMoments:
-    """Moments that all views of a row show, at the same offsets from the begins of their spans."""
+    """Moments that all views of a row show, at the same offsets from the starts of their spans."""
 
     def __init__(self, tables: Sequence[SampleTable], chunks: ChunkSet, shape: ClipShape) -> None:
         self._chunks, self._sampling, self._first = chunks, shape.sampling, tables[0].first_part
@@ -207,20 +207,19 @@ class _CommonMoments:
         """Return the moments of a row in the video of a view."""
         first, begin_us = self._chunks.table.times(int(self._first[row])), int(self._begin_us_VN[0, row])
         end_us = begin_us + int(self._length_us[row])
-        # The rate of the first view, so that rules that count frames choose the same moments for all views.
+        # Use the frame rate of the first view, so that rules that count frames choose the same moments for all views.
         moments = moments_of(begin_us, end_us, self._sampling, fps_num=first.fps_num, fps_den=first.fps_den, rng=rng)
         shift = (int(self._begin_us_VN[view, row]) - begin_us) * moments.denominator
         return Moments(tuple(numerator + shift for numerator in moments.numerators), moments.denominator)
 
 
 class ViewReader(ClipReader):
-    """Reader of clips of several views: `video` [V, T, ...], `time_s` [V, T], `colour` [V].
+    """Reader of clips with several views: `video` [V, T, ...], `time_s` [V, T], `colour` [V].
 
-    The object is the reader of the first view, which provides all other entries, and has the readers of the other
-    views.
+    The object itself reads the first view, which provides all other entries. It holds readers for the other views.
 
     Args:
-        others: Reader for the clips of each additional view, with the same rows.
+        others: Reader of each additional view, with the same rows.
         remark: Remark for the log.
         first: Arguments of the reader of the first view.
     """
@@ -243,7 +242,7 @@ class ViewReader(ClipReader):
         return _join(super().load_read(read[0]), *(reader.load_read(clips) for reader, clips in others))
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Return frames of the first view, as the model sees them in an evaluation, RGB [H, W, 3]."""
+        """Return frames of the first view as the model sees them in an evaluation, RGB [H, W, 3]."""
         return ClipReader(**self._first).pictures(sample, num_frames=num_frames)
 
     def deviations(self) -> list[str]:

@@ -1,7 +1,7 @@
-"""Worker threads whose results come in the order of the work items; `ThreadedReader`, whose samples they load.
+"""Worker threads that return results in the order of the work items, and `ThreadedReader`, whose samples they load.
 
-Threads are used instead of processes: decoding, checksums and resizing release the interpreter lock, and nothing is
-copied between processes. All threads are daemon threads, so that a thread that is blocked in a decoder or on a dead
+Threads are used instead of processes: decoding, checksums and resizing release the interpreter lock, and nothing has to
+be copied between processes. All threads are daemon threads, so that a thread that is blocked in a decoder or on a dead
 file system does not prevent the program from exiting.
 """
 
@@ -33,7 +33,7 @@ _JOIN_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Stuck:
-    """Replacement for a result that was not ready in time. Its text is the detail of the failure."""
+    """Placeholder for a result that was not ready in time. Its string is the detail of the failure."""
 
     after_s: float
 
@@ -45,14 +45,14 @@ class Stuck:
 class _Task(Generic[_Item, _Result]):
     item: _Item
     done: threading.Event = field(default_factory=threading.Event)
-    began_s: float | None = None
+    start_s: float | None = None
     results: list[_Result] = field(default_factory=list)  # empty until the work is done
     error: BaseException | None = None
     abandoned: threading.Event = field(default_factory=threading.Event)
 
     def is_late(self, after_s: float) -> bool:
-        is_running = self.began_s is not None and not self.done.is_set() and not self.abandoned.is_set()
-        return is_running and time.monotonic() - (self.began_s or 0.0) > after_s
+        is_running = self.start_s is not None and not self.done.is_set() and not self.abandoned.is_set()
+        return is_running and time.monotonic() - (self.start_s or 0.0) > after_s
 
     def outcome(self) -> _Result:
         if self.error is not None:
@@ -79,28 +79,28 @@ class _Pool(Generic[_Item, _Result]):
         return task
 
     def abandon(self, tasks: "Iterable[_Task[_Item, _Result]]") -> None:
-        """Stop waiting for `tasks`, and replace the thread of each task with a new one."""
+        """Stop waiting for `tasks`, and replace the thread of each task with a new thread."""
         for task in tasks:
             task.abandoned.set()
             self.add_thread()
 
     def close(self, waiting: "Iterable[_Task[_Item, _Result]]") -> None:
-        """End the threads; wait for blocked ones only up to a time limit."""
+        """Stop the threads. The method waits for blocked threads only up to a time limit."""
         for task in waiting:
             task.abandoned.set()
         for _ in self._threads:
             self._queue.put(None)
-        until = time.monotonic() + _JOIN_TIMEOUT_S
+        deadline_s = time.monotonic() + _JOIN_TIMEOUT_S
         for thread in self._threads:
             # The garbage collector may close a generator in one of these threads.
             if thread is not threading.current_thread():
-                thread.join(max(0.0, until - time.monotonic()))
+                thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _run(self) -> None:
         while (task := self._queue.get()) is not None:
             if task.abandoned.is_set():
                 continue
-            task.began_s = time.monotonic()
+            task.start_s = time.monotonic()
             try:
                 task.results.append(self._work(task.item))
             except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
@@ -124,15 +124,15 @@ def in_order(
     """Yield (item, work(item)) in the order of `items`; threads run at most `num_ahead` items ahead of the caller.
 
     Args:
-        stuck_after_s: Seconds after which work yields a `Stuck` instead of its result. Its thread cannot be stopped, so
-            it is abandoned, and a new thread replaces it.
+        stuck_after_s: Time after which an item yields `Stuck` instead of its result, seconds. The thread cannot be
+            stopped, so it is abandoned, and a new thread replaces it.
         size_of: Function that returns the size of an item in bytes.
         max_bytes: Maximum total size of the items ahead of the caller, unless a single item is larger; 0 for no limit.
         num_together: Number of results that the caller uses together. A waiting caller is woken when the last of them
-            is ready, not for each of them, because every wake-up takes the interpreter lock from the threads.
+            is ready, not for each result, because every wake-up takes the interpreter lock from the threads.
 
     Raises:
-        Exception: The error that `work` raised for an item, when its turn comes.
+        Exception: The error that `work` raised for an item, after the results of earlier items.
     """
     pool = _Pool(work, num_threads=num_threads)
     waiting: deque[_Task[_Item, _Result]] = deque()
@@ -140,13 +140,13 @@ def in_order(
 
     def wait_for(task: _Task[_Item, _Result]) -> None:
         while not (task.done.wait(min(_POLL_S, stuck_after_s)) or task.abandoned.is_set()):
-            # All running tasks are checked, because this one may be queued behind threads stuck with other tasks.
+            # Check all running tasks, because this task may still be queued while other tasks block all threads.
             pool.abandon([other for other in waiting if other.is_late(stuck_after_s)])
 
     def first_result() -> tuple[_Item, _Result | Stuck]:
         task = waiting[0]
         if not task.done.is_set():
-            # Earlier tasks may take longer than the last one, so wait for the first task as well.
+            # Also wait for the first task, because it may take longer than the last one.
             wait_for(waiting[min(num_together, len(waiting)) - 1])
             wait_for(task)
         nonlocal held_bytes
@@ -174,11 +174,11 @@ _Group = list[SampleRequest | None]  # requests that are loaded together; None f
 
 @dataclass(frozen=True)
 class ReadAhead:
-    """Loading in two steps.
+    """Functions that load samples in two steps.
 
     Attributes:
-        read: Function of a group of requests; it does not raise for samples that cannot be read.
-        load: Function of the result of `read` that returns what `ThreadedReader.load` does.
+        read: Function that reads a group of requests; it does not raise for samples that cannot be read.
+        load: Function that takes the result of `read` and returns the same as `ThreadedReader.load`.
         num_threads: Number of threads that read.
     """
 
@@ -188,13 +188,13 @@ class ReadAhead:
 
 
 class ThreadedReader(ABC):
-    """Base of readers whose samples are loaded by threads (clipmill.train.data.loader.Reader).
+    """Base class of readers whose samples are loaded by threads (clipmill.train.data.loader.Reader).
 
     Consecutive requests are loaded in groups, so that samples of one chunk may share its decoding. Samples of remote
-    data are loaded in two steps, each by its own threads: most reading threads wait for a network.
+    data are loaded in two steps with separate threads, because most reading threads wait for the network.
 
     Attributes:
-        mixture: Import path of the reader of such samples of several data folders.
+        mixture: Import path of the reader for a mixture of such samples from several data folders.
         decoder: Decoder of chunks, which the readers of a mixture share; None without chunks.
     """
 
@@ -203,12 +203,12 @@ class ThreadedReader(ABC):
 
     @property
     def ahead(self) -> ReadAhead | None:
-        """Function that reads samples ahead of loading; None if loading them reads them."""
+        """Functions that read samples ahead of loading; None if `load` also reads them."""
         return None
 
     @abstractmethod
     def load(self, requests: Sequence[SampleRequest]) -> list[Outcome]:
-        """Load the samples of a group of requests, in their order; requests of a group may share work."""
+        """Load the samples of a group of requests, in order. Requests of a group may share work."""
 
     @abstractmethod
     def key(self, sample: int) -> str:
@@ -219,11 +219,11 @@ class ThreadedReader(ABC):
         return np.zeros_like(rows), np.zeros_like(rows)
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the numbers of the videos of rows; by default, each row is a separate video."""
+        """Return the video number of each row; by default, each row is a separate video."""
         return rows
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Return the start and end of the frames that an evaluation shows of a sample, in its video, seconds."""
+        """Return the start and end, in the video, of the frames that an evaluation shows for a sample, seconds."""
         return 0.0, 0.0
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
@@ -238,19 +238,19 @@ class ThreadedReader(ABC):
         return list(video[:num_frames])
 
     def deviations(self) -> list[str]:
-        """Return deviations from the settings, with numbers; none by default."""
+        """Return deviations from the settings, with their counts, as text; none by default."""
         return []
 
     def place(self, sample: int) -> str:
-        """Return the place of a sample's data, as the end of a failure's detail; empty if there is only one place."""
+        """Return the data folder of a sample, as a suffix for a failure's detail; empty if there is only one folder."""
         return ""
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[Sample]], Batch]:
-        """Return the function that makes batches of samples, for one iteration."""
+        """Return the function that collates samples into batches, for one iteration."""
         return BatchRing(loading.batch, pin=loading.pin, can_keep=loading.can_keep).collate
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[Outcome | None]:
-        """Yield the samples or failures of some blocks, in order; None for an empty position."""
+        """Yield the samples or failures of the blocks, in order; None for an empty position."""
         ahead = self.ahead
         num_ahead = max(1, loading.num_ahead // loading.group)
 
@@ -267,7 +267,7 @@ class ThreadedReader(ABC):
                 num_threads=loading.num_threads,
                 num_ahead=num_ahead,
                 stuck_after_s=loading.stuck_after_s,
-                # No work is submitted while the caller sleeps, so two items for each thread are queued meanwhile.
+                # No work is submitted while the caller sleeps, so keep at least two queued items for each thread.
                 num_together=max(1, min(loading.batch // loading.group, num_ahead - 2 * loading.num_threads)),
             )
             for (group, _), outcomes in loaded:
@@ -285,13 +285,13 @@ class ThreadedReader(ABC):
 
 
 def _groups(blocks: Iterator[Block], group: int) -> Iterator[_Group]:
-    """Yield the requests of some blocks: groups of the order in training, single requests in an evaluation."""
+    """Yield the requests of the blocks: groups of the order in training, single requests in an evaluation."""
     requests = (
         (position, None if sample < 0 else SampleRequest(sample, position, block.seed))
         for block in blocks
         for sample, position in zip(block.samples.tolist(), block.positions.tolist(), strict=True)
     )
-    # A run that is resumed inside a group loads the rest of it first.
+    # A run that is resumed within a group first loads the rest of the group.
     for _, members in groupby(
         requests, lambda pair: -1 - pair[0] if pair[1] is not None and pair[1].seed is None else pair[0] // group
     ):
@@ -301,7 +301,7 @@ def _groups(blocks: Iterator[Block], group: int) -> Iterator[_Group]:
 def _read(
     groups: Iterator[_Group], ahead: ReadAhead | None, loading: LoaderSettings
 ) -> Generator[tuple[_Group, Any], None, None]:
-    """Yield the groups, each with the result of reading it, or Stuck."""
+    """Yield each group with the result of reading it, or with `Stuck`."""
     if ahead is None:
         yield from ((group, None) for group in groups)
         return
