@@ -286,7 +286,7 @@ def write_cache(
         return Exported("segment", len(captioned), 0, left_out)
     old_paths = {digest: path for path, digest in old.items()}
     seen: set[int] = set()
-    written: set[int] = set()
+    written_segments: set[int] = set()
     with replaced_folder(destination) as folder:
         for part in new_parts:
             path, source = folder / part.path, old_paths.get(record[part.path]) if part.is_kept else None
@@ -294,7 +294,7 @@ def write_cache(
             if source is None or not _link(destination / source, path):
                 with path.open("wb") as file:
                     file.writelines(part.content())
-                written.update(part.segments)
+                written_segments.update(part.segments)
             seen.update(part.segments)
             show(len(seen), len(captioned))
         for path in destination.rglob("*"):
@@ -304,7 +304,7 @@ def write_cache(
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 _link(path, folder / name)
         (folder / RECORD_FILE).write_text(json.dumps({"format": form, "files": record}))
-    return Exported("segment", len(captioned), len(written), left_out)
+    return Exported("segment", len(captioned), len(written_segments), left_out)
 
 
 def torch_bytes(values: dict[str, Any]) -> bytes:

@@ -112,10 +112,10 @@ def _find_segments(data_dir: Path, latents: ColumnArrays, text: ColumnArrays, fl
     num_frames, shape = _segment_shape(latents, samples, flags.segment)
     embeddings = _embeddings(data_dir, text, videos, split=flags.split)
     is_captioned = np.isin(video_row[samples], list(embeddings))
-    per_chunk, rest = np.divmod(latents.numbers("num_frames")[samples].astype(np.int64), num_frames)
+    per_chunk, remainder = np.divmod(latents.numbers("num_frames")[samples].astype(np.int64), num_frames)
     left_out = {
         "segments of videos without an embedded caption": int(per_chunk[~is_captioned].sum()),
-        "ends of chunks that are shorter than a segment": int((rest > 0).sum()),
+        "ends of chunks that are shorter than a segment": int((remainder > 0).sum()),
     }
     samples, per_chunk = samples[is_captioned], per_chunk[is_captioned]
     sample = np.repeat(samples, per_chunk)

@@ -533,9 +533,9 @@ def garbage_text(garbage: Garbage, in_bucket: BucketGarbage, removed: Removed | 
                 for item in items
             ]
         else:
-            listed = list(items)
-            files, size = count_noun(len(listed), "file"), size_text(sum(item.size_bytes for item in listed))
-            lines.append(f"{verb:<11}{variant} ({files}, {size}): {listed[0].reason}")
+            group = list(items)
+            files, size = count_noun(len(group), "file"), size_text(sum(item.size_bytes for item in group))
+            lines.append(f"{verb:<11}{variant} ({files}, {size}): {group[0].reason}")
     lines += [
         f"{verb:<11}{upload.key} (begun {upload.begun or 'at an unknown time'}): upload of a killed command"
         for upload in in_bucket.uploads

@@ -211,7 +211,7 @@ def variants_report(data_dir: Path, first: str, second: str) -> Report:
     values: dict[str, Any] = {
         "column": column,
         "changed_settings": differences,
-        "num_samples": [len(each) for each in keys],
+        "num_samples": [len(variant_keys) for variant_keys in keys],
         "num_common": num_common,
         "num_bytes": sizes,
         "values": None,
@@ -248,12 +248,12 @@ class Comparison:
     deviation: float | None
 
     def __str__(self) -> str:
-        other = f"; {count_noun(self.num_other_shape, 'array')} of other shapes" if self.num_other_shape else ""
+        suffix = f"; {count_noun(self.num_other_shape, 'array')} of other shapes" if self.num_other_shape else ""
         if self.largest is None:
-            return f"no arrays with the same sample and shape to compare{other}"
+            return f"no arrays with the same sample and shape to compare{suffix}"
         return (
             f"{count_noun(self.num_arrays, 'array')} compared: largest difference {self.largest:.3g}, mean"
-            f" {self.mean:.3g}, at a standard deviation of {self.deviation:.3g}{other}"
+            f" {self.mean:.3g}, at a standard deviation of {self.deviation:.3g}{suffix}"
         )
 
 

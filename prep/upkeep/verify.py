@@ -387,14 +387,14 @@ def _layouts(data_dir: Path) -> Iterator[RecordFinding]:
             read_layout(path)
         except (DamagedLayout, OSError) as error:
             yield RecordFinding(str(path), str(error), _layout_repair(path, data_dir))
-    used = set()
+    layouts = set()
     for column in columns():
         for variant in variants_of(data_dir, column.name):
             # A damaged recipe is reported separately. Other errors mean a different version or an unusable column.
             with suppress(UserError):
                 if (name := work_of(column).layout_file(variant.recipe)) is not None and variant.commits:
-                    used.add(data_dir / LAYOUT_FOLDER / name)
-    for path in used:
+                    layouts.add(data_dir / LAYOUT_FOLDER / name)
+    for path in layouts:
         if not path.exists():
             message = "the layout is missing, but shards depend on it"
             yield RecordFinding(str(path), message, _layout_repair(path, data_dir))
@@ -424,14 +424,14 @@ def _command_of(data_dir: Path, column: ColumnSpec, matches: Callable[[Stored], 
 
 def verified_text(verified: Verified, *, column: ColumnSpec, max_findings: int) -> str:
     """Return the findings, one per line, and a summary of what was checked."""
-    listed = [*verified.findings, *verified.deep_findings, *verified.inaccessible]
+    findings = [*verified.findings, *verified.deep_findings, *verified.inaccessible]
     lines = [
         f"shard {finding.shard_id:06d}  {finding.code}  {finding.key or '-'}  "
         f"{finding.message.removeprefix(f'{finding.key}: ')}"
-        for finding in listed[:max_findings]
+        for finding in findings[:max_findings]
     ]
-    if len(listed) > max_findings:
-        lines.append(f"... and {len(listed) - max_findings:,} more; use --json for the full list")
+    if len(findings) > max_findings:
+        lines.append(f"... and {len(findings) - max_findings:,} more; use --json for the full list")
     total = f"{count_noun(verified.num_samples, column.sample)} in {count_noun(verified.num_shards, 'shard')}"
     deep = f", {count_noun(verified.num_deep, column.checked_noun)}" if verified.num_deep else ""
     state = "damaged" if verified.num_damaged else "not read completely" if verified.inaccessible else "OK"
@@ -473,10 +473,10 @@ def failure_text(verified: Verified, variant: Variant, *, column: ColumnSpec, da
             command = f"prep {command_for(column.name, name)} with the settings of the variant"
         parts.append(repair_text(command, (finding.message for finding in verified.findings)))
     # A run does not notice the damage in these shards, so their commits have to be removed by hand.
-    by_hand = sorted({*verified.unseen, *(finding.shard_id for finding in verified.deep_findings)})
-    if by_hand:
-        paths = ", ".join(str(commit_path(variant.directory, shard_id)) for shard_id in by_hand[:5])
-        more = f" and {len(by_hand) - 5} more" if len(by_hand) > 5 else ""
+    unmarked_ids = sorted({*verified.unseen, *(finding.shard_id for finding in verified.deep_findings)})
+    if unmarked_ids:
+        paths = ", ".join(str(commit_path(variant.directory, shard_id)) for shard_id in unmarked_ids[:5])
+        more = f" and {len(unmarked_ids) - 5} more" if len(unmarked_ids) > 5 else ""
         parts.append(f"to remake shards whose damage only verify detects, first remove their commits: {paths}{more}")
     if verified.inaccessible:
         shards = count_noun(len(verified.inaccessible), "shard")

@@ -142,16 +142,16 @@ class Recipe(Checked):
             UserError: The settings conflict.
         """
         flags = {field.name: getattr(self, field.name) for field in fields(ChunkSettings)}
-        named = NAMED_RECIPES[self.recipe]
-        codec = codec_named(self.codec or named["codec"])
+        recipe = NAMED_RECIPES[self.recipe]
+        codec = codec_named(self.codec or recipe["codec"])
         defaults: dict[str, Any] = {
             "crf": codec.default_crf,
             "preset": codec.default_preset or None,
             "gop": codec.gops[0],
-            "codec": named["codec"],
+            "codec": recipe["codec"],
         }
-        if self.codec in (None, named["codec"]):
-            defaults |= named
+        if self.codec in (None, recipe["codec"]):
+            defaults |= recipe
         if self.bitrate is not None:
             defaults["crf"] = None
         gop = self.gop or defaults["gop"]

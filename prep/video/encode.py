@@ -492,12 +492,12 @@ def check_frames(times_s: np.ndarray, packets_s: np.ndarray, *, span: Span, fps:
     wrong = is_late(times_s, span=span, fps=fps)
     if span.index == 0:
         wrong &= times_s != times_s[0]
-    shown = np.searchsorted(packets_s, times_s + _ROUNDING_S)
-    due = np.searchsorted(packets_s, due_s + half_s - _ROUNDING_S)
-    wrong |= due - shown > _MAX_HIDDEN
+    shown_packets = np.searchsorted(packets_s, times_s + _ROUNDING_S)
+    due_packets = np.searchsorted(packets_s, due_s + half_s - _ROUNDING_S)
+    wrong |= due_packets - shown_packets > _MAX_HIDDEN
     if wrong.any():
         first = int(np.argmax(wrong))
-        begins_s = packets_s[max(0, due[first] - 1)] if len(packets_s) else due_s[first]
+        begins_s = packets_s[max(0, due_packets[first] - 1)] if len(packets_s) else due_s[first]
         is_end = times_s[first] < begins_s and (times_s[first:] == times_s[first]).all()
         raise SourceFailure(
             FailureCode.SOURCE_TRUNCATED if is_end else FailureCode.FRAMES_DIFFER,

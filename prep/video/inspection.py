@@ -103,8 +103,8 @@ def gop_line(packet_frame: list[int], packet_flags: list[int]) -> str:
 
     I is a key frame, P is a frame that other frames may reference, and b is a non-reference frame.
     """
-    shown = [flags for _, flags in sorted(zip(packet_frame, packet_flags, strict=True))]
-    letters = "".join("I" if flag & PACKET_KEY else "P" if flag & PACKET_REFERENCE else "b" for flag in shown)
+    sorted_flags = [flags for _, flags in sorted(zip(packet_frame, packet_flags, strict=True))]
+    letters = "".join("I" if flag & PACKET_KEY else "P" if flag & PACKET_REFERENCE else "b" for flag in sorted_flags)
     begins = [position for position, letter in enumerate(letters) if letter == "I"]
     groups = [letters[begin:end] for begin, end in zip(begins, [*begins[1:], len(letters)], strict=True)]
     parts = []
@@ -169,20 +169,20 @@ def _check_description(row: dict[str, Any], members: dict[str, bytes], *, split:
         description = parse_json(members["json"])
         captions = [caption["text"] for caption in description["captions"]]
         fps, begin_s, end_s = (Fraction(*description[name]) for name in ("fps", "begin_s", "end_s"))
-        stated = {
+        json_values = {
             name: description[name]
             for name in ("key", "video_id", "split", "num_frames", "width", "height", "codec", "span_fingerprint")
         }
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         return [(DeepCode.JSON_DIFFERS, f"the json member cannot be read: {error!r}")]
     start_ms = round(begin_s * 1000)
-    stated |= {"start_ms": start_ms, "fps_num": fps.numerator, "fps_den": fps.denominator}
-    expected = {name: split if name == "split" else row[name] for name in stated}
+    json_values |= {"start_ms": start_ms, "fps_num": fps.numerator, "fps_den": fps.denominator}
+    expected = {name: split if name == "split" else row[name] for name in json_values}
     expected["key"] = chunk_key(row["video_id"], row["start_ms"])
     differences = [
-        (DeepCode.JSON_DIFFERS, f"{name}: {stated[name]!r} in the json member, {expected[name]!r} in the index")
-        for name in stated
-        if stated[name] != expected[name]
+        (DeepCode.JSON_DIFFERS, f"{name}: {json_values[name]!r} in the json member, {expected[name]!r} in the index")
+        for name in json_values
+        if json_values[name] != expected[name]
     ]
     if expected["key"] != row["key"]:
         differences.append((DeepCode.JSON_DIFFERS, f"key: {row['key']!r} in the index, expected {expected['key']!r}"))

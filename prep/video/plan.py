@@ -488,8 +488,8 @@ def _change(
     """
     # A span can be copied if any tar contains its fingerprint, even if its video had a different name.
     keys = plan.span_keys(shard.rows)
-    held = {fingerprint for _, fingerprint in stored.spans}
-    missing_keys = {key for key in keys if key[1] not in held}
+    stored_fingerprints = {fingerprint for _, fingerprint in stored.spans}
+    missing_keys = {key for key in keys if key[1] not in stored_fingerprints}
     rows = tuple(row for row, key in zip(shard.rows, keys, strict=True) if key in missing_keys and key[1] not in tars)
     planned = {video_id for video_id, _ in keys}
     failed = {failure.video_id for failure in commit.failures}

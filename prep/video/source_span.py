@@ -245,9 +245,9 @@ def _index_chunk(
     begin, end = (moment * source.rate for moment in (begin_s, end_s))
     first = max(0, int(np.searchsorted(source.times, int(begin), side="right")) - 1)
     stop = max(first + 1, int(np.searchsorted(source.times, -(-end.numerator // end.denominator), side="left")))
-    shown = source.display_order[first:stop]
-    first_packet, last_packet = int(source.gop[shown].min()), int(shown.max())
-    lead_s = float((source.time[shown[0]] - source.time[first_packet]) / source.rate)
+    frame_packets = source.display_order[first:stop]
+    first_packet, last_packet = int(source.gop[frame_packets].min()), int(frame_packets.max())
+    lead_s = float((source.time[frame_packets[0]] - source.time[first_packet]) / source.rate)
     if lead_s > _MAX_LEAD_S:
         where = f"at {float(begin_s):.1f} s"
         raise SourceFailure(
@@ -289,7 +289,7 @@ def _index_chunk(
         "source_bytes": plan.source.size_bytes,
         "packets_crc32": zlib.crc32(source.crc32[packets].tobytes()),
     }
-    return SourceChunk(facts, len(shown), json.dumps(content, separators=(",", ":")).encode())
+    return SourceChunk(facts, len(frame_packets), json.dumps(content, separators=(",", ":")).encode())
 
 
 def _check_recovery(path: Path, source: _Source) -> None:

@@ -514,7 +514,7 @@ def video_layout_of_commits(
     variants = []
     for variant in variants_of(data_dir, VIDEO):
         with suppress(UserError):  # the variant has a different schema
-            other = COLUMN.stored_settings(variant.recipe).settings()
-            if (layout_file(other), other.fps_exact) == (layout_file(settings), settings.fps_exact):
+            stored = COLUMN.stored_settings(variant.recipe).settings()
+            if (layout_file(stored), stored.fps_exact) == (layout_file(settings), settings.fps_exact):
                 variants.append(variant)
     return layout_of_commits(variants, video_ids, spans=spans, span_of_failure=span_of_failure)

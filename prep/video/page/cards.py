@@ -231,7 +231,7 @@ class CaptionLine:
     text: str
     begin_s: float
     end_s: float | None
-    of_model: bool = False
+    is_from_model: bool = False
 
     @property
     def short_text(self) -> str:
@@ -260,10 +260,10 @@ class Card:
     """One chunk on the page.
 
     Attributes:
-        place: Location in the data folder, as text: shard and row.
+        location: Location in the data folder, as text: shard and row.
         facts: Codec, resolution and frame rate, as text.
         scores: Score name -> value.
-        written: Generated caption from the column `captions`; empty if there is none.
+        model_caption: Generated caption from the column `captions`; empty if there is none.
         labels: (name, value) of the labels on captions that overlap the chunk.
         problem: Reason why the chunk cannot be shown. Such a chunk has neither pictures nor a clip.
     """
@@ -274,7 +274,7 @@ class Card:
     begin_s: float
     end_s: float
     size_bytes: int
-    place: str = ""
+    location: str = ""
     dataset: str = ""
     source_id: str = ""
     path: str = ""
@@ -282,7 +282,7 @@ class Card:
     captions: tuple[CaptionLine, ...] = ()
     pictures: tuple[Picture, ...] = ()
     scores: dict[str, float] = field(default_factory=dict)
-    written: str = ""
+    model_caption: str = ""
     labels: tuple[tuple[str, str], ...] = ()
     clip: Clip | None = None
     problem: str | None = None
@@ -321,11 +321,11 @@ class Card:
     @property
     def caption_groups(self) -> tuple[Sequence[CaptionLine], Sequence[CaptionLine], int]:
         """(Captions shown, folded captions, number of captions that are not listed)."""
-        rest = self.captions[_MAX_CAPTIONS:]
-        folded = rest[:_MAX_FOLDED]
+        remaining = self.captions[_MAX_CAPTIONS:]
+        folded = remaining[:_MAX_FOLDED]
         chars = accumulate(len(caption.short_text) for caption in folded)
         num_listed = next((number for number, sum_ in enumerate(chars, 1) if sum_ >= _MAX_FOLDED_CHARS), len(folded))
-        return self.captions[:_MAX_CAPTIONS], folded[:num_listed], len(rest) - num_listed
+        return self.captions[:_MAX_CAPTIONS], folded[:num_listed], len(remaining) - num_listed
 
 
 def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: ClipFolder) -> dict[str, Any]:
@@ -346,7 +346,7 @@ def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: Cli
                 text=str(caption["text"]),
                 begin_s=float(caption["begin_s"]),
                 end_s=None if caption["end_s"] is None else float(caption["end_s"]),
-                of_model=is_of_model(str(caption.get("source"))),
+                is_from_model=is_of_model(str(caption.get("source"))),
             )
             for caption in description["captions"]
         )

@@ -264,7 +264,7 @@ def scores_of(chunks: Chunks, data_dir: Path) -> ChunkScores | None:
     return ChunkScores(table, rows) if (rows >= 0).any() else None
 
 
-def written_of(chunks: Chunks, data_dir: Path) -> dict[int, str]:
+def model_captions_of(chunks: Chunks, data_dir: Path) -> dict[int, str]:
     """Return the generated captions from the column `captions`, by chunk number.
 
     Raises:

@@ -34,11 +34,11 @@ from clipmill.prep.video.page.chunks import (
     choose_chunks,
     distributions,
     labels_of,
+    model_captions_of,
     num_captions,
     read_chunks,
     scores_of,
     split_totals,
-    written_of,
 )
 from clipmill.shards.columns import CAPTIONS, VIDEO
 from clipmill.shards.columns import SCORES as SCORES_COLUMN
@@ -92,12 +92,12 @@ class Header:
 def summary(everything: Chunks, chunks: Chunks, *, num_shown: int, variant: Variant, where: str | None) -> str:
     """Return the number of chunks, videos and bytes, and which chunks are shown, as text."""
     num_videos = len(np.unique(chunks.video))
-    kept = f"{len(chunks):,} of {count_noun(len(everything), 'chunk')}, selected by {where}," if where else ""
+    selection = f"{len(chunks):,} of {count_noun(len(everything), 'chunk')}, selected by {where}," if where else ""
     size = size_text(int(variant.tar_files.sizes.sum() if where is None else chunks.size_bytes.sum()))
-    total = f"{kept or count_noun(len(chunks), 'chunk')} of {count_noun(num_videos, 'video')}, {size}"
-    shown = "" if num_shown == len(chunks) else f"; showing {num_shown:,} evenly spaced chunks of all splits"
+    total = f"{selection or count_noun(len(chunks), 'chunk')} of {count_noun(num_videos, 'video')}, {size}"
+    limit = "" if num_shown == len(chunks) else f"; showing {num_shown:,} evenly spaced chunks of all splits"
     holes = f"; {count_noun(len(chunks.holes), 'shard')} missing or damaged" if chunks.holes else ""
-    return f"{total}{shown}{holes}"
+    return f"{total}{limit}{holes}"
 
 
 def tiles(chunks: Chunks, variant: Variant) -> list[tuple[str, str]]:
@@ -157,19 +157,21 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
     # Scores and generated captions belong to the current variant. If they cannot be read, the page has a note instead.
     notes: list[str] = []
     is_current = current_variant(data_dir, VIDEO) == variant.directory.name
-    has_scores, has_written = (is_current and (data_dir / column).is_dir() for column in (SCORES_COLUMN, CAPTIONS))
+    has_scores, has_model_captions = (
+        is_current and (data_dir / column).is_dir() for column in (SCORES_COLUMN, CAPTIONS)
+    )
     scores = _or_note(lambda: scores_of(chunks, data_dir), notes) if has_scores else None
-    written = _or_note(lambda: written_of(chunks, data_dir), notes) if has_written else {}
+    model_captions = _or_note(lambda: model_captions_of(chunks, data_dir), notes) if has_model_captions else {}
     captions = _or_note(lambda: num_captions(chunks, data_dir), notes)
     labels = {} if captions is None else labels_of(chunks, picked, data_dir)
     holes = []
     for hole in chunks.holes.values():
-        what = "" if hole.num_chunks is None else f" ({hole.split}, {count_noun(hole.num_chunks, 'chunk')})"
-        holes.append(show_addresses(f"Shard {hole.shard_id:06d}{what}: {hole.why}"))
+        content = "" if hole.num_chunks is None else f" ({hole.split}, {count_noun(hole.num_chunks, 'chunk')})"
+        holes.append(show_addresses(f"Shard {hole.shard_id:06d}{content}: {hole.why}"))
     clips = f"Clips are {plan.why}."
     if plan.is_preview:
-        how = f"encoded again as H.264 with a short side of 240 pixels, up to {PREVIEW_S:.0f} s"
-        clips = f"Clips are previews, {how}: {plan.why}."
+        encoding = f"encoded again as H.264 with a short side of 240 pixels, up to {PREVIEW_S:.0f} s"
+        clips = f"Clips are previews, {encoding}: {plan.why}."
     header = Header(
         variant=variant.directory.name,
         summary=summary(everything, chunks, num_shown=len(picked), variant=variant, where=request.where),
@@ -181,7 +183,7 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
         holes=holes,
         clips=clips,
     )
-    known = _Known(scores, written or {}, labels)
+    known = _Known(scores, model_captions or {}, labels)
     cards = _cards(variant, chunks, picked, known=known, plan=plan, folder=folder, on_card=request.on_sample)
     return _publish(cards, header, request.path, folder=folder, plan=plan, num_shown=len(picked), num_all=len(chunks))
 
@@ -264,7 +266,7 @@ class _Known:
     """Information about chunks that is not in their shards: scores, and captions and labels by chunk number."""
 
     scores: ChunkScores | None
-    written: Mapping[int, str]
+    model_captions: Mapping[int, str]
     labels: Mapping[int, tuple[tuple[str, str], ...]]
 
 
@@ -283,8 +285,8 @@ def _cards(
     paths: dict[str, str] = {}  # source files of the shown videos that the manifest contains
     with suppress(UserError):
         videos = read_videos(data_dir)
-        shown = chunks.video_ids.take(np.unique(chunks.video[picked]))
-        rows = videos.select(["video_id", "path"]).filter(pc.is_in(videos["video_id"], value_set=shown))
+        video_ids = chunks.video_ids.take(np.unique(chunks.video[picked]))
+        rows = videos.select(["video_id", "path"]).filter(pc.is_in(videos["video_id"], value_set=video_ids))
         paths = {row["video_id"]: mask_secrets(row["path"]) for row in rows.to_pylist()}
     is_remote = mirror_of(data_dir) is not None
     num_threads = _BUCKET_THREADS if is_remote else len(os.sched_getaffinity(0))
@@ -300,10 +302,10 @@ def _cards(
             begin_s=begin_s,
             end_s=begin_s + float(chunks.duration_s[number]),
             size_bytes=int(chunks.size_bytes[number]),
-            place=f"shard {shard_id:06d}, row {row}",
+            location=f"shard {shard_id:06d}, row {row}",
             path=paths.get(video_id, ""),
             scores={} if known.scores is None else known.scores.of(number),
-            written=known.written.get(number, ""),
+            model_caption=known.model_captions.get(number, ""),
             labels=known.labels.get(number, ()),
         )
         details = read_details(variant.shard(shard_id), row, plan=plan, folder=folder)
@@ -369,10 +371,10 @@ class Pages:
     @property
     def near(self) -> list[int | None]:
         """Numbers of the pages in the navigation bar, with None for each gap."""
-        shown = {1, self.count, *range(max(1, self.number - 2), min(self.count, self.number + 2) + 1)}
+        visible = {1, self.count, *range(max(1, self.number - 2), min(self.count, self.number + 2) + 1)}
         numbers: list[int | None] = []
         last = 0
-        for number in sorted(shown):
+        for number in sorted(visible):
             numbers += [None, number] if number > last + 1 else [number]
             last = number
         return numbers
@@ -386,24 +388,24 @@ def page_values(cards: Sequence[tuple[Card, int]], header: Header, pages: Pages,
         media: Sources of clips that the content security policy permits.
     """
     part = ", list of chunks" if pages.is_list else "" if pages.number == 1 else f", page {pages.number}"
-    shown = [card for card, _ in cards]
+    page_cards = [card for card, _ in cards]
     values_of_filters = (
-        ("split", "Split", [card.split for card in shown]),
-        ("dataset", "Dataset", [card.dataset for card in shown if card.dataset]),
-        ("video", "Source video", [card.video_id for card in shown]),
+        ("split", "Split", [card.split for card in page_cards]),
+        ("dataset", "Dataset", [card.dataset for card in page_cards if card.dataset]),
+        ("video", "Source video", [card.video_id for card in page_cards]),
     )
     # A filter with a single value does not distinguish chunks, and a menu of thousands of values is unusable.
     values_of_labels: dict[str, dict[str, None]] = {}
-    for card in shown:
+    for card in page_cards:
         for name, value in card.labels:
             values_of_labels.setdefault(name, {})[value] = None
     distinct = [(name, label, list(dict.fromkeys(values))) for name, label, values in values_of_filters]
     distinct += [(f"label={name}", f"Label {name}", sorted(values)) for name, values in values_of_labels.items()]
     filters = [entry for entry in distinct if 1 < len(entry[2]) <= _MAX_OPTIONS]
     orders = [("order", "video and time"), ("length", "longest first"), ("bitrate", "highest bit rate first")]
-    orders += [("captions", "most captions first")] if any(card.captions for card in shown) else []
+    orders += [("captions", "most captions first")] if any(card.captions for card in page_cards) else []
     sorting = [(score.name, score.order) for score in SCORES if score.order]
-    orders += [(name, order) for name, order in sorting if any(name in card.scores for card in shown)]
+    orders += [(name, order) for name, order in sorting if any(name in card.scores for card in page_cards)]
     return {
         "title": f"Chunks{part}",
         "header": header,
