@@ -1,7 +1,7 @@
-"""The bank: text embeddings or sequences that are computed, but not yet in their shard.
+"""The bank: a temporary store of text embeddings or sequences that are computed but not yet in a shard.
 
-During a run, it is stored in `<variant>/bank/`. A block is an Arrow file with digests and rows, named after the hash of
-its content. Therefore the next run can verify and reuse the blocks of a killed run, even if it divides the work
+During a run, the bank is the folder `<variant>/bank/`. A block is an Arrow file with digests and rows, named after the
+hash of its content. The next run can therefore verify and reuse the blocks of a killed run, even if it divides the work
 differently. Embeddings in committed shards of the variant are copied to the bank instead of being computed again.
 Workers encode all other texts in blocks.
 """
@@ -32,7 +32,7 @@ from clipmill.shards.reader import CommittedShard, Variant
 _BLOCK_BYTES = 1 << 25
 MAX_BLOCK_TEXTS = 2048
 _MAX_BLOCK_SEQUENCES = 64  # 268 MB for 512 tokens of width 4096
-_MAX_BLOCK_CHARS = 1 << 20  # limits the size of a task, because some texts may be very long
+_MAX_BLOCK_CHARS = 1 << 20  # maximum size of a task, because some texts may be very long
 
 
 def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray, lengths: np.ndarray) -> None:
@@ -61,7 +61,7 @@ def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray, lengths: np
 
 
 class Bank:
-    """The content of the bank. Several parts of a run may share it. Damaged blocks are removed.
+    """The bank of a variant, which several parts of a run may share. Damaged blocks are removed.
 
     Args:
         folder: Folder of the bank, which may not exist yet.
@@ -76,11 +76,11 @@ class Bank:
         self._digests = np.empty(0, DIGESTS)
         self._order = np.empty(0, np.int32)  # order that sorts the digests
         if is_alone:
-            remove_temporaries(self.folder)  # left by killed writers
+            remove_temporaries(self.folder)  # remove files of killed writers
         self.refresh()
 
     def add_not_finite(self, digests: Collection[bytes]) -> None:
-        """Add rows of NaN for texts without an embedding, to inform the part of the run that makes the shards."""
+        """Add rows of NaN for texts without an embedding, so that the part that makes the shards knows about them."""
         added = np.frombuffer(b"".join(sorted(digests)), DIGESTS)
         write_block(self.folder, added, np.full((len(added), self._width), np.nan, np.float16), np.ones(len(added)))
 
@@ -141,22 +141,22 @@ class Bank:
         return embedded, lengths
 
     def remove(self) -> None:
-        """Remove the bank. Its rows are in committed shards, or no longer needed."""
+        """Remove the bank, whose rows are in committed shards or no longer needed."""
         if not self.folder.is_dir():
             return
         remove_temporaries(self.folder)
         for path in self.folder.iterdir():
             if BLOCK_FILE.fullmatch(path.name):
                 remove(path)
-        with suppress(OSError):  # the folder holds files of other programs
+        with suppress(OSError):  # the folder contains files of other programs
             self.folder.rmdir()
 
     def _read(self, path: Path, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the values of some texts in a block, and the number of rows of each text."""
+        """Return the rows of some texts in a block, and the number of rows of each text."""
         with map_arrow_file(path) as file:
-            taken = pa.ipc.open_file(file).read_all()["row"].combine_chunks().take(pa.array(rows))
-            _, offsets, values = taken.buffers()
-            ends = np.frombuffer(offsets, np.int64)[taken.offset : taken.offset + len(taken) + 1]
+            selected = pa.ipc.open_file(file).read_all()["row"].combine_chunks().take(pa.array(rows))
+            _, offsets, values = selected.buffers()
+            ends = np.frombuffer(offsets, np.int64)[selected.offset : selected.offset + len(selected) + 1]
             stored = np.frombuffer(values, np.uint8)[ends[0] : ends[-1]].view(np.float16).reshape(-1, self._width)
             return stored, np.diff(ends) // (self._width * stored.itemsize)
 
@@ -223,11 +223,11 @@ def _missing_rows(
         lengths = np.array(shard.index["row_tokens"][sample].as_py() or np.ones(end - begin), np.int64)
         embedded = np.frombuffer(payload, np.float16, offset=data_offset(payload)).reshape(-1, width)
         # Another sample may already have provided the same text.
-        of_sample = positions[begin:end]
-        taken = (of_sample >= 0) & is_missing[of_sample]
-        if taken.any():
-            is_missing[of_sample[taken]] = False
-            yield stored[begin:end][taken].astype(DIGESTS), embedded[np.repeat(taken, lengths)], lengths[taken]
+        sample_positions = positions[begin:end]
+        selected = (sample_positions >= 0) & is_missing[sample_positions]
+        if selected.any():
+            is_missing[sample_positions[selected]] = False
+            yield stored[begin:end][selected].astype(DIGESTS), embedded[np.repeat(selected, lengths)], lengths[selected]
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class TowerUse:
 
 @dataclass(frozen=True)
 class Block:
-    """Texts to encode into the bank; `number` is its position among the blocks of a run."""
+    """Texts to encode into the bank; `number` is the position of the block among the blocks of a run."""
 
     bank_dir: Path
     tower: TowerUse
@@ -307,21 +307,18 @@ def encode_block(block: Block) -> BlockResult:
 def blocks_of(
     reader: CaptionReader, video_ids: pa.Array, *, missing: np.ndarray, bank_dir: Path, tower: TowerUse
 ) -> Iterator[Block]:
-    """Yield blocks of captions of `video_ids` whose digests are in `missing` (ascending).
-
-    Each text occurs exactly once.
-    """
-    is_waiting = np.ones(len(missing), bool)
+    """Yield blocks of the captions of `video_ids` whose digests are in `missing` (ascending); each text occurs once."""
+    is_pending = np.ones(len(missing), bool)
     max_texts = MAX_BLOCK_TEXTS if tower.recipe.settings.encoder is None else _MAX_BLOCK_SEQUENCES
     texts: list[str] = []
     num_chars = num_blocks = 0
     for piece in reader.pieces(video_ids):
-        in_piece = piece.texts.to_pylist()
-        positions = positions_in(missing, digests_of(in_piece))
-        for text, position in zip(in_piece, positions.tolist(), strict=True):
-            if position < 0 or not is_waiting[position]:
+        piece_texts = piece.texts.to_pylist()
+        positions = positions_in(missing, digests_of(piece_texts))
+        for text, position in zip(piece_texts, positions.tolist(), strict=True):
+            if position < 0 or not is_pending[position]:
                 continue
-            is_waiting[position] = False
+            is_pending[position] = False
             texts.append(text)
             num_chars += len(text)
             if len(texts) == max_texts or num_chars >= _MAX_BLOCK_CHARS:

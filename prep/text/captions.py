@@ -1,7 +1,7 @@
-"""The captions of some videos, read in batches; the digests of their texts; the deep check of stored texts.
+"""Read the captions of videos in batches, compute the digests of their texts, and check stored texts.
 
-Batches avoid having ten million captions as Python objects at once. Digests identify texts in shards, in the bank, and
-across runs. They are stored in a NumPy array of 16-byte strings, which is sorted before a search. Ten million digests
+Reading in batches avoids ten million captions as Python objects at once. Digests identify texts in shards, in the bank,
+and across runs. They are kept in a NumPy array of 16-byte strings, which is sorted before a search. Ten million digests
 take 160 MB. When NumPy converts such a string to a Python object, it strips trailing zero bytes; `tobytes` returns all
 bytes.
 """
@@ -46,12 +46,12 @@ class CaptionPiece:
 
 
 class CaptionReader:
-    """Context manager for reading the manifest's captions.
+    """Context manager that reads the captions of the manifest.
 
-    It continues to read the same manifest even if a new manifest is written in the meantime.
+    It keeps reading the same manifest even if a new manifest is written in the meantime.
 
     Args:
-        where: Conditions on captions and their videos; captions that are not selected are skipped.
+        where: Conditions on captions and their videos; captions that are not selected are skipped. None for all.
     """
 
     def __init__(self, data_dir: Path, *, where: Where | None = None) -> None:
@@ -70,7 +70,7 @@ class CaptionReader:
         """Yield the captions of `video_ids`, in the order of the table.
 
         Args:
-            row_groups: Row groups to read; all by default.
+            row_groups: Row groups to read; None for all.
 
         Raises:
             UserError: The table is damaged.
@@ -128,10 +128,10 @@ def from_arrow(array: pa.FixedSizeBinaryArray) -> np.ndarray:
 
 
 def positions_in(stored: np.ndarray, digests: np.ndarray, *, order: np.ndarray | None = None) -> np.ndarray:
-    """Return the position of each of `digests` in the array `stored`; -1 if missing; int64.
+    """Return the position of each of `digests` in the array `stored`, int64; -1 if it is missing.
 
     Args:
-        order: Indices that sort `stored`; None if it is strictly ascending.
+        order: Indices that sort `stored`; None if `stored` is strictly ascending.
     """
     if not len(stored):
         return np.full(len(digests), -1, np.int64)
@@ -148,7 +148,7 @@ def owners_of(digests: np.ndarray, *, num_parts: int) -> np.ndarray:
 class DigestSet:
     """A set of digests; duplicates may be added.
 
-    Digests are partitioned by their leading bits, so sorting needs memory for only a small part of them.
+    Digests are partitioned by their leading bits, so sorting needs memory for only one partition at a time.
     """
 
     _NUM_PARTS = 16
@@ -180,9 +180,9 @@ class DigestSet:
     def _sort_in(self) -> None:
         added = np.concatenate([np.empty(0, DIGESTS), *self._waiting])
         self._waiting, self._num_waiting = [], 0
-        part_of = added.view(np.uint8)[::DIGEST_BYTES] // (256 // self._NUM_PARTS)
+        part_numbers = added.view(np.uint8)[::DIGEST_BYTES] // (256 // self._NUM_PARTS)
         for number in range(self._NUM_PARTS):
-            self._parts[number] = np.union1d(self._parts[number], added[part_of == number])
+            self._parts[number] = np.union1d(self._parts[number], added[part_numbers == number])
 
 
 _MAX_LENGTH_ERROR = 0.01  # far more than the rounding of a unit vector to float16

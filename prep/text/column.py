@@ -14,7 +14,7 @@ from clipmill.prep.text.recipe import TEXT, TEXT_RECIPE_SCHEMA, TextSettings, se
 
 @dataclass(frozen=True, kw_only=True)
 class TextRequest(ModelRequest):
-    """The flags of `prep text` that are not settings; a text encoder takes texts in batches."""
+    """Flags of `prep text` that are not settings: the batch size of the text encoder."""
 
     batch: Annotated[
         int | None,

@@ -1,12 +1,12 @@
 """The plan of the `text` column: the shards to make, and the reasons.
 
-It is a function of the manifest's table of videos, the layout, the recipe and the commits. No captions are read,
+The plan is a function of the manifest's table of videos, the layout, the recipe and the commits. No captions are read,
 because the row of a video contains the digest of its captions. The plan does not depend on the `video` column, so a
 change of the codec does not affect it.
 
-The layout assigns videos to shards. It is in `<data>/layout/text.parquet`, and all text towers share it. Existing
-assignments never change. The table has the same schema as the layout of `video` (clipmill.prep.core.tables), with a
-single span per video. It contains only videos with captions.
+The layout assigns videos to shards. It is stored in `<data>/layout/text.parquet`, and all text encoders share it.
+Existing assignments never change. The table has the same schema as the layout of `video` (clipmill.prep.core.tables),
+with one span per video. It contains only videos with captions.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ from clipmill.shards.where import Where, parse_where
 LAYOUT_FILE = f"{TEXT}.parquet"
 
 MAX_SHARD_VIDEOS = 4096
-MAX_SHARD_CAPTIONS = 65_536  # about 100 MB; a video with more captions gets its own shard
+MAX_SHARD_CAPTIONS = 65_536  # about 100 MB; a video with more captions gets a shard of its own
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class TextPlan:
 
     Attributes:
         where: Conditions on captions; None for all.
-        layout: Layout in which every video is assigned; it must be written before the work begins.
+        layout: Layout that assigns every video to a shard; it must be written before the work begins.
         video_ids: IDs of the videos in the plan; the `rows` of a shard are a range of them.
         num_captions: Total number of captions of all videos.
         num_left_out: Number of videos in the manifest without captions, which have no sample.
@@ -96,22 +96,22 @@ def make_text_plan(
         UserError: There is no manifest, the layout is damaged, or there is no caption to encode.
     """
     videos = read_videos(data_dir)
-    of_videos, of_captions = None, None  # conditions
+    video_conditions, caption_conditions = None, None
     if recipe.settings.where is not None:
         where = parse_where(recipe.settings.where)
         because = "prep text encodes captions, which belong to videos and not to chunks"
         where.require(("video", "caption", "label"), because=because)
-        of_videos, of_captions = where.by_level()
+        video_conditions, caption_conditions = where.by_level()
     folder = variant_dir(data_dir, TEXT, recipe.variant)
     stored = stored_shards(folder)
     num_captions = np.asarray(videos["num_captions"])
     num_left_out = int((num_captions == 0).sum())
-    if of_videos is not None:
+    if video_conditions is not None:
         # The plan treats videos that are not selected like videos without captions.
-        num_captions = np.where(of_videos.mask(videos), num_captions, 0)
+        num_captions = np.where(video_conditions.mask(videos), num_captions, 0)
         if not num_captions.any():
             raise empty_selection_error(
-                of_videos, what=f"{count_noun(len(videos), 'video')}, or only some without captions"
+                video_conditions, what=f"{count_noun(len(videos), 'video')}, or only some without captions"
             )
     if not num_captions.any() and not stored.commits:
         raise UserError(
@@ -132,7 +132,7 @@ def make_text_plan(
     layout = extend_text_layout(known, video_ids=video_ids, splits=splits, num_captions=num_captions)
     rows, video_rows = wanted_text_rows(layout, video_ids=video_ids, splits=splits, num_captions=num_captions)
     planned = videos.take(pa.array(video_rows)) if len(video_rows) else videos.slice(0, 0)
-    fingerprint = recipe.fingerprint + ("" if of_captions is None else f" where {of_captions.text}")
+    fingerprint = recipe.fingerprint + ("" if caption_conditions is None else f" where {caption_conditions.text}")
     shards = plan_shards(
         _wanted_shards(np.asarray(layout["shard_id"])[rows], planned, fingerprint=fingerprint),
         stored,
@@ -150,14 +150,14 @@ def make_text_plan(
         num_left_out=num_left_out,
         shards=list(shards),
         commits=stored.commits,
-        where=of_captions,
+        where=caption_conditions,
     )
 
 
 def pending_text(data_dir: Path, variant: Variant) -> Pending:
-    """Return the missing part of a variant; nothing if it is not current, or belongs to another version."""
-    is_written = has_manifest(data_dir)
-    if not is_written or current_variant(data_dir, TEXT) != variant.directory.name:
+    """Return the remaining work of a variant; none if it is not current, or belongs to a different version."""
+    is_manifest_written = has_manifest(data_dir)
+    if not is_manifest_written or current_variant(data_dir, TEXT) != variant.directory.name:
         return Pending()
     try:
         plan = make_text_plan(data_dir, stored_recipe(COLUMN, variant))
@@ -167,7 +167,7 @@ def pending_text(data_dir: Path, variant: Variant) -> Pending:
 
 
 def left_out_lines(num_videos: int) -> list[str]:
-    """Describe how many videos have no sample; empty if all have one."""
+    """Return a line with the number of videos without a sample; empty if every video has a sample."""
     return [f"{count_noun(num_videos, 'video')} without captions: nothing to encode"] if num_videos else []
 
 
@@ -214,23 +214,23 @@ def extend_text_layout(
     next_shard = pc.max(layout["shard_id"]).as_py() + 1 if len(layout) else 0
     added = []
     for split in sorted(pc.unique(splits.filter(pa.array(is_new))).to_pylist()):
-        of_split = np.flatnonzero(is_new & np.asarray(pc.equal(splits, split)))
-        # Shards are filled one after another.
-        counts = num_captions[of_split]
-        shard_of = np.empty(len(counts), np.int64)
-        shard = num_videos = held = 0
+        split_rows = np.flatnonzero(is_new & np.asarray(pc.equal(splits, split)))
+        # Fill one shard after another.
+        counts = num_captions[split_rows]
+        relative_shards = np.empty(len(counts), np.int64)
+        shard = num_videos = num_held = 0
         for row, captions in enumerate(counts.tolist()):
-            if num_videos == MAX_SHARD_VIDEOS or (num_videos and held + captions > MAX_SHARD_CAPTIONS):
-                shard, num_videos, held = shard + 1, 0, 0
-            shard_of[row] = shard
-            num_videos, held = num_videos + 1, held + captions
-        shard_ids = next_shard + shard_of
+            if num_videos == MAX_SHARD_VIDEOS or (num_videos and num_held + captions > MAX_SHARD_CAPTIONS):
+                shard, num_videos, num_held = shard + 1, 0, 0
+            relative_shards[row] = shard
+            num_videos, num_held = num_videos + 1, num_held + captions
+        shard_ids = next_shard + relative_shards
         next_shard = int(shard_ids[-1]) + 1
         columns = [
             pa.array(shard_ids, pa.int32()),
-            pa.repeat(split, len(of_split)),
-            video_ids.take(pa.array(of_split)),
-            pa.array(np.zeros(len(of_split)), pa.int32()),
+            pa.repeat(split, len(split_rows)),
+            video_ids.take(pa.array(split_rows)),
+            pa.array(np.zeros(len(split_rows)), pa.int32()),
         ]
         added.append(pa.table(columns, schema=LAYOUT))
     return pa.concat_tables([layout, *added]).combine_chunks() if added else layout
@@ -239,9 +239,9 @@ def extend_text_layout(
 def wanted_text_rows(
     layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_captions: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of `layout` whose video is in the manifest, with captions and in the same split.
+    """Return the rows of `layout` whose video is in the manifest, has captions and is in the same split.
 
-    The second array has the row of the video for each of these rows.
+    The second array contains the row of the video for each of these rows.
     """
     rows = video_rows_of(layout, video_ids)
     return wanted_spans(layout, video_rows=rows, splits=splits, num_spans=(num_captions > 0).astype(np.int64))

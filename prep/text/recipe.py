@@ -3,8 +3,8 @@
 A CLIP text tower makes one unit-length embedding per text. A T5 encoder makes a sequence per text: one vector for each
 token, stored without padding.
 
-In addition to the settings, the stored recipe has the hash of the weights and the embedding width. It omits the folder
-of a weights file, because moving the file does not change the embeddings.
+In addition to the settings, the stored recipe contains the hash of the weights and the embedding width. It omits the
+folder of a weights file, because moving the file does not change the embeddings.
 """
 
 import hashlib
@@ -30,13 +30,13 @@ _PIECE_BYTES = 1 << 24
 _MAX_HEADER_BYTES = 100 << 20
 TEXT = "text"
 MEMBER = "text.npy"
-BANK_FOLDER = "bank"  # folder in a variant for embeddings that are not in their shard yet
+BANK_FOLDER = "bank"  # folder in a variant for embeddings that are not in a shard yet
 BLOCK_FILE = re.compile(r"[0-9a-f]{32}\.arrow")
 TEXT_RECIPE_SCHEMA = 2  # increment it when the same settings begin to produce different bytes
 TINY, T5 = "tiny", "t5:"
 MODEL = Parameter(group=Group("Model", sort_key=1))
 DTYPE = "float16"
-OF_SEQUENCES = ("max_tokens", "precision")  # settings that affect only sequences
+OF_SEQUENCES = ("max_tokens", "precision")  # names of settings that affect only sequences
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
 _MAX_SLUG_CHARS = 80
 _ONE_OF_BOTH = "give --clip MODEL:TAG for embeddings, or --encoder t5:NAME for sequences"
@@ -66,7 +66,7 @@ class TextSettings(Checked):
     all captions."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for two encoders, for a name that is not an encoder, and for an invalid condition."""
+        """Yield errors for two encoders, for a value that is not an encoder, and for an invalid condition."""
         if self.clip is not None and self.encoder is not None:
             yield UserError("--clip and --encoder are both given", hint=_ONE_OF_BOTH, flags=("--clip", "--encoder"))
         if self.encoder is not None and not self.encoder.removeprefix(T5):
@@ -90,7 +90,7 @@ class TextSettings(Checked):
         yield from errors_of(check_where, self.where)
 
     def require_encoder(self) -> None:
-        """Raise UserError if no encoder is given."""
+        """Raise UserError if no encoder is selected."""
         if self.clip is None and self.encoder is None:
             raise UserError("no text encoder is given", hint=_ONE_OF_BOTH)
 
@@ -120,24 +120,24 @@ def text_recipe(settings: TextSettings, *, encoder: str, sha256: str, width: int
             weights, configuration and tokenizer.
         width: Embedding dimension.
     """
-    of_sequences = {} if settings.encoder is None else {name: getattr(settings, name) for name in OF_SEQUENCES}
-    stored = {"encoder": encoder, "encoder_sha256": sha256, "width": width, "dtype": DTYPE, **of_sequences}
+    sequence_settings = {} if settings.encoder is None else {name: getattr(settings, name) for name in OF_SEQUENCES}
+    stored = {"encoder": encoder, "encoder_sha256": sha256, "width": width, "dtype": DTYPE, **sequence_settings}
     name = _UNSAFE.sub("-", encoder).strip("-")[:_MAX_SLUG_CHARS]
     return Recipe(settings, {"schema": TEXT_RECIPE_SCHEMA, "column": TEXT, **stored}, name)
 
 
 def settings_of(stored: Mapping[str, Any], weights: str | None) -> TextSettings:
     """Return the settings in a variant's recipe.json, with the path of local weights."""
-    named = stored["encoder"] if weights is None else f"{stored['encoder'].partition(':')[0]}:{weights}"
-    of_sequences = {name: stored[name] for name in OF_SEQUENCES if name in stored}
-    given: dict[str, Any] = {"encoder" if of_sequences else "clip": named, **of_sequences}
-    return TextSettings(**given, where=stored.get(WHERE))
+    encoder = stored["encoder"] if weights is None else f"{stored['encoder'].partition(':')[0]}:{weights}"
+    sequence_settings = {name: stored[name] for name in OF_SEQUENCES if name in stored}
+    settings: dict[str, Any] = {"encoder" if sequence_settings else "clip": encoder, **sequence_settings}
+    return TextSettings(**settings, where=stored.get(WHERE))
 
 
 def local_weights(recipe: Recipe[TextSettings]) -> str | None:
-    """Return the absolute path of weights on this machine; None if they have a name."""
-    asked = str(recipe.settings.clip or recipe.settings.encoder)
-    return None if asked == recipe.values["encoder"] else asked.partition(":")[2]
+    """Return the absolute path of weights on this machine; None if the weights have a tag or a name on the Hub."""
+    encoder = str(recipe.settings.clip or recipe.settings.encoder)
+    return None if encoder == recipe.values["encoder"] else encoder.partition(":")[2]
 
 
 def file_sha256(path: Path) -> str:
@@ -150,7 +150,7 @@ def file_sha256(path: Path) -> str:
 
 
 def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return tensor name -> shape for a safetensors file, from its header.
+    """Read the header of a safetensors file, and return tensor name -> shape.
 
     Raises:
         UserError: The file is not a safetensors file, or is truncated.

@@ -1,7 +1,7 @@
 """The only interface to transformers: T5 and umT5 encoders, which make a sequence of vectors for a text.
 
 As in clipmill.prep.text.tower, every batch has the same size, and every text is padded to a length that depends only on
-the text. Therefore its vectors have the same bits whatever other texts are in its batch.
+the text. The vectors are therefore bit-identical regardless of the other texts in the batch.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _SUGGESTION = "give t5: and a folder or model with config.json, safetensors and 
 
 
 def resolve_t5(settings: TextSettings) -> Recipe[TextSettings]:
-    """Find the model that `settings` name; download it if it is not in the cache.
+    """Find the T5 that the settings select, and return the recipe; download the model if it is not in the cache.
 
     Raises:
         UserError: The model does not exist, is not a T5, or lacks files.
@@ -87,7 +87,7 @@ class T5Encoder:
     def _vectors(self, texts: list[list[int]], length: int, batch: int) -> list[np.ndarray]:
         import torch
 
-        # A smaller batch would use other kernels, with different rounding.
+        # A smaller batch would use different kernels, with different rounding.
         filled = texts + [texts[-1]] * (batch - len(texts))
         ids_BT = torch.tensor([ids + [self._tokenizer.pad_token_id] * (length - len(ids)) for ids in filled])
         mask_BT = torch.arange(length) < torch.tensor([[len(ids)] for ids in filled])
@@ -100,7 +100,7 @@ class T5Encoder:
 
 @lru_cache(maxsize=1)
 def load_t5(settings: TextSettings, *, sha256: str, device: str) -> T5Encoder:
-    """Load the model that `settings` name, once per process.
+    """Load the model that the settings select, once per process.
 
     Raises:
         UserError: This machine lacks the model, or its hash is not `sha256`.
@@ -131,7 +131,7 @@ def load_t5(settings: TextSettings, *, sha256: str, device: str) -> T5Encoder:
 
 
 def _folders(name: str) -> tuple[Path, Path]:
-    """Return the folders of model and tokenizer, in a model or in a pipeline with text_encoder/ and tokenizer/."""
+    """Return the folders of model and tokenizer: subfolders of a pipeline, or twice the folder of the model."""
     folder = model_folder(name, files=_WANTED, what="", asked=f"--encoder {T5}{name}", hint=_SUGGESTION)
     model, tokenizer = folder / "text_encoder", folder / "tokenizer"
     return (model if model.is_dir() else folder), (tokenizer if tokenizer.is_dir() else folder)

@@ -1,7 +1,7 @@
-"""The only interface to open_clip and its text towers: finding weights, and encoding captions.
+"""The only interface to open_clip and its text towers: find the weights, and encode captions.
 
-Every batch has the same size, and every text is padded to a length that depends only on the text. Therefore an
-embedding has the same bits whatever other texts are in its batch, and however often a run was interrupted.
+Every batch has the same size, and every text is padded to a length that depends only on the text. Embeddings are
+therefore bit-identical regardless of the other texts in the batch, and of interruptions of the run.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ TINY_WIDTH = 256  # embedding dimension: a row takes 512 bytes
 _TINY_VERSION = "seeded text tower: width 64, 2 heads, 2 layers, embedding 256, RandomState(0), version 1"
 TINY_SHA256 = hashlib.sha256(_TINY_VERSION.encode()).hexdigest()
 _LENGTH_STEP = 8  # texts are padded to the next multiple of this number of tokens
-_LONG_WORD_CHARS = 64  # for shorter words, the tokenizer itself is as fast, and it caches words
+_LONG_WORD_CHARS = 64  # words of up to this length are left to the tokenizer, which is as fast and caches words
 _INSTALL_HINT = "install clipmill[columns]"
 
 
@@ -35,8 +35,8 @@ class Encoded:
     """Embeddings or sequences for some texts.
 
     Attributes:
-        rows: Vectors of one text after another, float16 [sum of lengths, width]. Rows may be non-finite. Embeddings are
-            normalised to unit length.
+        rows: Vectors of all texts, concatenated, float16 [sum of lengths, width]. Rows may be non-finite. Embeddings
+            are normalised to unit length.
         lengths: Number of rows of each text, int64 [texts]: 1 for an embedding, the number of tokens for a sequence.
         num_cut: Number of texts truncated to the encoder's context length.
     """
@@ -47,12 +47,17 @@ class Encoded:
 
     @property
     def is_finite(self) -> np.ndarray:
-        """Texts whose rows are all finite, bool [texts]."""
+        """True for each text whose rows are all finite, bool [texts]."""
         return texts_with_all(np.isfinite(self.rows).all(axis=1), self.lengths)
 
 
 def texts_with_all(is_good: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the texts whose rows are all good, bool [texts], given `is_good` [sum of lengths] and the lengths."""
+    """Return True for each text whose rows are all good, bool [texts].
+
+    Args:
+        is_good: True for each good row, bool [sum of lengths].
+        lengths: Number of rows of each text, int64 [texts].
+    """
     num_bad = np.concatenate([[0], np.cumsum(~is_good)])
     ends = np.cumsum(lengths)
     return num_bad[ends] == num_bad[ends - lengths]
@@ -108,7 +113,7 @@ class Tower:
         import torch
 
         num_texts = len(ids)
-        # A smaller batch would use other kernels, with different rounding.
+        # A smaller batch would use different kernels, with different rounding.
         filled = torch.cat([ids, ids[-1:].expand(batch - num_texts, -1)]).to(self._device)
         features = (self._encode_short(filled) if self._can_shorten else self._model.encode_text(filled)).float()
         normal = torch.nn.functional.normalize(features, dim=-1)
@@ -135,7 +140,7 @@ class Tower:
         length = self._context_length
         if not isinstance(self._tokenizer, open_clip.SimpleTokenizer) or self._tokenizer.reduction_fn is not None:
             ids = self._tokenizer(list(texts), context_length=length)
-            # With a context one token longer, the last token is padding unless the text was truncated.
+            # With a context that is one token longer, the last token is padding unless the text is truncated.
             longer = self._tokenizer([*texts, ""], context_length=length + 1)[:, -1]
             return ids, int((longer[:-1] != longer[-1]).sum())
         tokens_of_texts = [tokens_of(self._tokenizer, text, context_length=length) for text in texts]
@@ -147,7 +152,7 @@ class Tower:
 
 @lru_cache(maxsize=1)
 def load_tower(clip: str, *, sha256: str, device: str) -> Tower:
-    """Load the tower that `clip` names (see `TextSettings`); this is done once per process.
+    """Load the tower that `clip` selects (see `TextSettings`), once per process.
 
     Raises:
         UserError: This machine lacks the weights, or their hash is not `sha256`.
@@ -180,29 +185,29 @@ def use_threads(num_threads: int) -> None:
 
 
 def is_tag(settings: TextSettings) -> bool:
-    """Return True if the weights are given as an open_clip tag."""
+    """Return True if the weights are selected by an open_clip tag."""
     return bool(_import_open_clip().pretrained.is_pretrained_cfg(settings.model, settings.weights))
 
 
 def resolve(settings: TextSettings) -> Recipe[TextSettings]:
-    """Find the weights that `settings` name; download weights of a tag if they are not in the cache.
+    """Find the weights that the settings select, and return the recipe; download the weights of a tag if necessary.
 
     Raises:
-        UserError: The model, tag or file does not exist, or the file belongs to another model.
+        UserError: The model, tag or file does not exist, or the file belongs to a different model.
     """
     if settings.clip == TINY:
         return text_recipe(settings, encoder=TINY, sha256=TINY_SHA256, width=TINY_WIDTH)
     path = weights_file(settings)
-    width, has_name = check_weights(settings, path), is_tag(settings)
-    clip = f"{settings.model}:{settings.weights if has_name else path.resolve()}"
-    name = settings.weights if has_name else Path(settings.weights).name
+    width, has_tag = check_weights(settings, path), is_tag(settings)
+    clip = f"{settings.model}:{settings.weights if has_tag else path.resolve()}"
+    name = settings.weights if has_tag else Path(settings.weights).name
     return text_recipe(
         replace(settings, clip=clip), encoder=f"{settings.model}:{name}", sha256=file_sha256(path), width=width
     )
 
 
 def weights_file(settings: TextSettings) -> Path:
-    """Return the weights file that `settings` name; download weights of a tag if they are not in the cache.
+    """Return the weights file that the settings select; download the weights of a tag if they are not in the cache.
 
     Raises:
         UserError: The model, tag or file does not exist.
@@ -210,10 +215,10 @@ def weights_file(settings: TextSettings) -> Path:
     open_clip = _import_open_clip()
     models = open_clip.list_models()
     if settings.model not in models:
-        near = [name for name in models if name.lower()[:5] == settings.model.lower()[:5]] or models
+        similar = [name for name in models if name.lower()[:5] == settings.model.lower()[:5]] or models
         raise UserError(
             f'open_clip has no model "{settings.model}" (required by --clip {settings.clip})',
-            hint=f"use one of its {len(models)} models, for example {', '.join(near[:6])}; or tiny",
+            hint=f"use one of its {len(models)} models, for example {', '.join(similar[:6])}; or tiny",
         )
     config = open_clip.pretrained.get_pretrained_cfg(settings.model, settings.weights)
     if not config:
@@ -243,19 +248,19 @@ def weights_file(settings: TextSettings) -> Path:
 
 
 def check_weights(settings: TextSettings, path: Path) -> int:
-    """Compare names and shapes of the file's tensors with the model; return the embedding width.
+    """Compare the names and shapes of the file's tensors with the model; return the embedding width.
 
     Raises:
-        UserError: The file is not a checkpoint, or belongs to another model.
+        UserError: The file is not a checkpoint, or belongs to a different model.
     """
     import torch
 
     open_clip = _import_open_clip()
     width = int(open_clip.get_model_config(settings.model)["embed_dim"])
     if is_tag(settings):
-        return width  # open_clip itself converts the weights that it lists
+        return width  # open_clip converts the weights that it lists
     shapes = _shapes_in(path)
-    logging.disable(logging.WARNING)  # open_clip warns of a model without pretrained weights, which is intended here
+    logging.disable(logging.WARNING)  # open_clip warns about models without pretrained weights, but this one needs none
     try:
         with torch.device("meta"):
             model = open_clip.create_model(settings.model, load_weights=False, pretrained_text=False, device="meta")
@@ -297,7 +302,7 @@ def _tiny_model() -> Any:
     vision = {"layers": 1, "width": 64, "head_width": 64, "patch_size": 32, "image_size": 32}
     text = {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 2}
     model = open_clip.CLIP(embed_dim=TINY_WIDTH, vision_cfg=vision, text_cfg=text)
-    # NumPy guarantees a stable sequence of numbers for RandomState; torch gives no such guarantee.
+    # NumPy guarantees that the numbers from RandomState never change; torch gives no such guarantee.
     random = np.random.RandomState(0)
     with torch.no_grad():
         for name, tensor in sorted(model.state_dict().items()):
@@ -314,7 +319,7 @@ def _tiny_model() -> Any:
 def _import_open_clip() -> Any:
     """Import open_clip without wandb.
 
-    timm, which open_clip imports, would import wandb, which creates folders in $TMPDIR that outlive a killed worker.
+    open_clip imports timm, which would import wandb. wandb creates folders in $TMPDIR that outlive a killed worker.
     """
     modules: dict[str, Any] = sys.modules
     is_imported = "wandb" in modules
@@ -338,11 +343,11 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(tokenizer: Any, text: str, *, context_length: int) -> Tokens:
-    """Return the tokens of `text` as open_clip's `SimpleTokenizer` gives them, at most `context_length`.
+    """Return the first `context_length` tokens of `text`, equal to the tokens from open_clip's `SimpleTokenizer`.
 
-    `SimpleTokenizer` encodes the complete text, although a tower reads only 77 tokens of it. Its time is quadratic in
-    the length of a word: a word of 100,000 letters takes minutes. Here, encoding stops at the first token that no tower
-    reads, and long words are merged with a heap.
+    `SimpleTokenizer` encodes the complete text, although a tower reads only 77 tokens. Its time is quadratic in the
+    length of a word: a word of 100,000 letters takes minutes. This function stops at the first token that the tower
+    does not read, and merges long words with a heap.
     """
     begin, end = tokenizer.sot_token_id, tokenizer.eot_token_id
     ids = [begin]
@@ -361,34 +366,34 @@ def tokens_of(tokenizer: Any, text: str, *, context_length: int) -> Tokens:
 def merge_pairs(symbols: list[str], *, ranks: Mapping[tuple[str, str], int]) -> list[str]:
     """Apply byte-pair encoding (Sennrich et al. 2016) to the symbols of a word, in O(n log n) for n symbols.
 
-    The pair of lowest rank is merged everywhere, from left to right, until no remaining pair has a rank.
+    The pair with the lowest rank is merged everywhere, from left to right, until no remaining pair has a rank.
     """
-    after = [*range(1, len(symbols)), -1]
-    before = list(range(-1, len(symbols) - 1))
+    successor = [*range(1, len(symbols)), -1]
+    predecessor = list(range(-1, len(symbols) - 1))
     symbols = list(symbols)
     heap = [(ranks[pair], position) for position, pair in enumerate(pairwise(symbols)) if pair in ranks]
     heapq.heapify(heap)
     pair_of_rank: dict[int, tuple[str, str]] = {ranks[pair]: pair for pair in set(pairwise(symbols)) if pair in ranks}
     while heap:
-        # As in the original algorithm, all occurrences of a pair are merged before pairs that these merges create.
+        # As in the original algorithm, merge all occurrences of a pair before the pairs that these merges create.
         rank, positions = heap[0][0], []
         while heap and heap[0][0] == rank:
             positions.append(heapq.heappop(heap)[1])
         first, second = pair_of_rank[rank]
         changed = []
         for position in positions:
-            follower = after[position]
+            follower = successor[position]
             if symbols[position] != first or follower < 0 or symbols[follower] != second:
                 continue
             symbols[position], symbols[follower] = first + second, ""
-            after[position] = after[follower]
-            if after[position] >= 0:
-                before[after[position]] = position
+            successor[position] = successor[follower]
+            if successor[position] >= 0:
+                predecessor[successor[position]] = position
             changed.append(position)
         for position in changed:
-            for left in (before[position], position):
-                if left >= 0 and after[left] >= 0:
-                    pair = symbols[left], symbols[after[left]]
+            for left in (predecessor[position], position):
+                if left >= 0 and successor[left] >= 0:
+                    pair = symbols[left], symbols[successor[left]]
                     if pair in ranks:
                         pair_of_rank[ranks[pair]] = pair
                         heapq.heappush(heap, (ranks[pair], left))

@@ -1,9 +1,9 @@
 """The `ColumnWork` of `text`: the functions that its commands call, its reports, and the run of a plan.
 
 First, the bank is filled: embeddings in committed shards of the variant are copied, and all other texts are encoded
-exactly once. Then the bank has, for every text of the shards to make, an embedding or the reason why there is none. All
-state is in the commits and the bank, so the run can be killed at any time; the next run reuses both. The driver makes
-the shards itself, because this only copies embeddings.
+exactly once. The bank then contains, for every text of the shards to make, an embedding or the reason why there is
+none. All state is in the commits and the bank, so the run can be killed at any time; the next run reuses both. The
+driver makes the shards itself, because this only copies embeddings.
 """
 
 import json
@@ -136,15 +136,15 @@ def text_report(plan: TextPlan) -> Report:
     Raises:
         UserError: The table of captions is damaged.
     """
-    captions_path(plan.data_dir)  # verified, because a run needs them
+    captions_path(plan.data_dir)  # verify the table of captions, because a run needs it
     recipe = plan.recipe
     differences = changed_settings(plan.data_dir, TEXT, variant=recipe.variant, recipe=recipe.values)
     num_videos = sum(shard.num_chunks for shard in plan.shards if shard.has_work)
-    most_bytes = plan.num_captions * recipe.values["width"] * _BYTES_PER_NUMBER if num_videos else 0
-    disk = disk_use(plan.data_dir, column=TEXT, variant=recipe.variant, added_bytes=(0.0, float(most_bytes)))
-    further = {WHERE: recipe.settings.where, WEIGHTS: local_weights(recipe)}
-    asked = {name: value for name, value in further.items() if value is not None}
-    command = COLUMN.command_line({**recipe.values, **asked}, data_dir=plan.data_dir)
+    max_bytes = plan.num_captions * recipe.values["width"] * _BYTES_PER_NUMBER if num_videos else 0
+    disk = disk_use(plan.data_dir, column=TEXT, variant=recipe.variant, added_bytes=(0.0, float(max_bytes)))
+    unstored = {WHERE: recipe.settings.where, WEIGHTS: local_weights(recipe)}
+    flags = {name: value for name, value in unstored.items() if value is not None}
+    command = COLUMN.command_line({**recipe.values, **flags}, data_dir=plan.data_dir)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in differences)]
     lines += states_lines(plan.shards, sample="video")
     lines += [f"left out {line}" for line in left_out_lines(plan.num_left_out)]
@@ -184,7 +184,8 @@ WORK = ColumnWork(
 
 
 EXTENSIONS = (MEMBER, "json")
-_MAX_TEXTS, _MAX_SEQUENCES = 1 << 16, 64  # read at a time: an embedding takes a kilobyte, a sequence megabytes
+# Numbers of texts read from the bank at a time: an embedding takes a kilobyte, a sequence takes megabytes.
+_MAX_TEXTS, _MAX_SEQUENCES = 1 << 16, 64
 
 
 def run_text(
@@ -202,9 +203,9 @@ def run_text(
     makes the shards.
 
     Args:
-        tower: Text tower of the plan's recipe.
+        tower: Text encoder of the plan's recipe.
         engine: Engine that encodes the texts.
-        part_run: Part whose texts are encoded; None for all.
+        part_run: Part whose texts to encode; None for all.
         lag_limit_s: Time limit in seconds until embeddings that workers report are visible on this machine.
         asked: Additional values of the request that the records store, by flag name.
     """
@@ -222,11 +223,11 @@ def run_text(
     with CaptionReader(plan.data_dir, where=plan.where) as reader:
         with Activity("reading captions"):
             texts = collect_texts(plan, reader)
-        mine = texts if part_run is None else texts.of_part(part_run.part)
-        filled = fill_bank(bank, mine, plan=plan, reader=reader, tower=tower, engine=engine)
+        part_texts = texts if part_run is None else texts.of_part(part_run.part)
+        filled = fill_bank(bank, part_texts, plan=plan, reader=reader, tower=tower, engine=engine)
         if lag_limit_s and filled.error is None and filled.num_encoded:
             what = f"embeddings in {bank.folder}"
-            wait_until_seen(what, lambda: _is_filled(bank, mine, filled.not_finite), limit_s=lag_limit_s)
+            wait_until_seen(what, lambda: _is_filled(bank, part_texts, filled.not_finite), limit_s=lag_limit_s)
         if part_run is not None and not _can_make_shards(bank, texts, filled, part_run):
             # This part has encoded its texts; another part makes the shards.
             files = [commit.files for commit in plan.commits.values() if commit.files is not None]
@@ -237,7 +238,7 @@ def run_text(
                 gave_up=None if filled.error is None else f"{filled.error[0]}: {filled.error[1]}",
                 refused_workers=list(filled.refused),
             )
-            return _add_texts(summary, plan, mine, filled, begin_s=begin_s)
+            return _add_texts(summary, plan, part_texts, filled, begin_s=begin_s)
         maker = ShardMaker(plan, reader, bank, texts.row_groups, filled.not_finite, filled.error)
         summary = execute(_job(plan, maker, asked), _LocalEngine())
     if summary.num_shards_made == len(with_work(plan.shards)):
@@ -247,7 +248,7 @@ def run_text(
 
 
 def _can_make_shards(bank: Bank, texts: "ShardTexts", filled: "Filled", part_run: PartRun) -> bool:
-    """Return True for the last part if the bank then has all texts, including texts without an embedding."""
+    """Return True if this is the last part and the bank has all texts, including texts without an embedding."""
     if filled.not_finite:
         bank.add_not_finite(filled.not_finite)
     num_parts = part_run.part.count
@@ -269,7 +270,7 @@ def _num_encoded(bank: Bank, texts: "ShardTexts", num_parts: int) -> Counter[int
 
 
 def _add_texts(summary: Summary, plan: TextPlan, texts: "ShardTexts", filled: "Filled", *, begin_s: float) -> Summary:
-    """Return the summary with counts of texts, because its samples are videos, but a run encodes texts."""
+    """Return the summary with counts of texts: its samples are videos, but a run encodes texts."""
     summary.num_encoded, summary.wall_s = filled.num_encoded, time.monotonic() - begin_s
     # All other texts come from a shard, or from the bank of a killed run.
     summary.num_reused = len(texts.digests) - filled.num_encoded
@@ -280,7 +281,7 @@ def _add_texts(summary: Summary, plan: TextPlan, texts: "ShardTexts", filled: "F
 
 
 class _LocalEngine:
-    """Engine that runs tasks one after another in the driver, because shards are copied from the bank, not computed."""
+    """Engine that runs tasks one after another in the driver, since making a shard only copies data from the bank."""
 
     def run(
         self,
@@ -357,7 +358,7 @@ class Filled:
 
 
 def collect_texts(plan: TextPlan, reader: CaptionReader) -> ShardTexts:
-    """Read the captions of the shards that need work once, to get their digests and row groups."""
+    """Read the captions of the shards that need work, and return their digests and row groups."""
     work = sorted(with_work(plan.shards), key=lambda shard: shard.shard_id)
     video_ids = pa.concat_arrays([plan.video_ids[:0], *(plan.ids_of(shard) for shard in work)])
     if not work:
@@ -381,7 +382,7 @@ def fill_bank(
     tower: TowerUse,
     engine: Engine,
 ) -> Filled:
-    """Fill the bank with the embeddings of texts: copy the stored ones, and encode all others."""
+    """Fill the bank with the embeddings of texts: copy stored embeddings, and encode all other texts."""
     num_encoded = num_cut = 0
     not_finite: set[bytes] = set()
     error: tuple[FailureCode, str] | None = None
@@ -422,7 +423,7 @@ def _is_filled(bank: Bank, texts: ShardTexts, not_finite: frozenset[bytes]) -> b
 
 @dataclass(frozen=True)
 class TextShardTask:
-    """The videos of one shard."""
+    """Task to make a shard of the given videos."""
 
     variant_dir: Path
     shard_id: int
@@ -433,7 +434,7 @@ class TextShardTask:
 
 @dataclass(frozen=True)
 class ShardMaker:
-    """Maker of shards in the driver, which uses captions and the bank.
+    """Maker of shards, which runs in the driver and combines captions with embeddings from the bank.
 
     Attributes:
         row_groups: Row groups of the table of captions that contain captions of each shard, by shard ID.
@@ -449,7 +450,7 @@ class ShardMaker:
     error: tuple[FailureCode, str] | None
 
     def make(self, task: TextShardTask) -> ShardResult:
-        """Make, publish and commit a shard. A repetition writes the same bytes."""
+        """Make, publish and commit a shard. The bytes are reproducible."""
         videos = self._videos(task)
         with begin_shard(
             task,
@@ -461,19 +462,21 @@ class ShardMaker:
         ) as shard:
             for video, embedded, lengths in self._read_rows(videos):
                 if not len(video.digests) and self.plan.where is not None:
-                    continue  # none of its captions is selected
+                    continue  # no caption of the video is selected
                 if not len(video.digests):
                     message = f"the caption table has no captions of video {video.video_id}"
                     return stop_result(task, FailureCode.IO_ERROR, message)
-                is_sound = (lengths > 0) & texts_with_all(np.isfinite(embedded).all(axis=1), lengths)
-                if not is_sound.all():
+                is_valid = (lengths > 0) & texts_with_all(np.isfinite(embedded).all(axis=1), lengths)
+                if not is_valid.all():
                     lost = [video.digest(row) for row in np.flatnonzero(lengths == 0).tolist()]
                     if not self.not_finite.issuperset(lost):
                         lost_error = (FailureCode.IO_ERROR, "embeddings are missing from the bank")
                         return stop_result(task, *(self.error or lost_error))
-                    unsound = np.flatnonzero(~is_sound)
-                    text = video.texts[int(unsound[0])]
-                    message = f"non-finite embeddings of {count_noun(len(unsound), 'text')}, for example {text[:80]!r}"
+                    invalid_rows = np.flatnonzero(~is_valid)
+                    text = video.texts[int(invalid_rows[0])]
+                    message = (
+                        f"non-finite embeddings of {count_noun(len(invalid_rows), 'text')}, for example {text[:80]!r}"
+                    )
                     failure = Failure(video.video_id, None, str(FailureCode.NOT_FINITE), message)
                     shard.fail(failure, content=f" {video.video_id} failed")
                     continue
@@ -483,7 +486,7 @@ class ShardMaker:
             return shard.commit()
 
     def _read_rows(self, videos: list["_VideoTexts"]) -> Iterator[tuple["_VideoTexts", np.ndarray, np.ndarray]]:
-        """Yield each video with the rows of its texts and their lengths; the rows of many videos are read together."""
+        """Yield each video with the rows and lengths of its texts; the rows of several videos are read together."""
         max_texts = _MAX_TEXTS if self.plan.recipe.settings.encoder is None else _MAX_SEQUENCES
         for group in _groups(videos, max_texts=max_texts):
             embedded, lengths = self.bank.rows(np.concatenate([video.digests for video in group]))
@@ -522,9 +525,9 @@ class _VideoTexts:
 
     @classmethod
     def of(cls, video_id: str, ids: np.ndarray, texts: list[str]) -> "_VideoTexts":
-        row_of: dict[str, int] = {}
-        rows = [row_of.setdefault(text, len(row_of)) for text in texts]
-        return cls(video_id, list(row_of), digests_of(row_of), ids.tolist(), rows)
+        text_rows: dict[str, int] = {}
+        rows = [text_rows.setdefault(text, len(text_rows)) for text in texts]
+        return cls(video_id, list(text_rows), digests_of(text_rows), ids.tolist(), rows)
 
     def digest(self, row: int) -> bytes:
         """Return the digest of the text in a row."""
