@@ -431,7 +431,9 @@ def _command_of_variant(column: str, variant: str, data_dir: Path) -> str:
         return spec.command_line(stored, data_dir=data_dir)
     except UserError:
         command = command_for(column, variant)
-        return f"prep {command} with the settings of {variant} (its recipe.json is unreadable, or of another version)"
+        return (
+            f"prep {command} with the settings of {variant} (its recipe.json is unreadable or has a different version)"
+        )
 
 
 def _videos_lines(videos: VideosStatus) -> list[str]:

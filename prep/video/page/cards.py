@@ -121,16 +121,16 @@ def preview(chunk: ChunkContent) -> bytes:
 
 @dataclass(frozen=True)
 class Clip:
-    """A clip of a page. `address` is a data URI, or a file name in the folder of the page."""
+    """A clip of a page. `url` is a data URI, or a file name in the folder of the page."""
 
-    address: str
+    url: str
     size_bytes: int
     is_preview: bool
 
     @property
     def is_embedded(self) -> bool:
         """True if the clip is embedded in the page."""
-        return self.address.startswith("data:")
+        return self.url.startswith("data:")
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class ClipFolder:
             raise UserError(f"--html needs the folder {self.path}, but a file has this name", hint="rename the file")
 
     @property
-    def address(self) -> str:
+    def url(self) -> str:
         """URL of the folder, relative to the page."""
         return f"{quote(self.path.name)}/"
 

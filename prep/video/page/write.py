@@ -201,7 +201,7 @@ def _publish(
     """Write the pages, remove clips of earlier pages, and return the report."""
     count = -(-num_shown // PAGE_CHUNKS)
     media = "data:" if plan.is_embedded else "'self' file:"  # for the content security policy
-    pages = [Pages(path.name, folder.address, number, count, num_shown) for number in range(1, count + 1)]
+    pages = [Pages(path.name, folder.url, number, count, num_shown) for number in range(1, count + 1)]
     kept: set[str] = set()
     listed: list[tuple[Card, int]] = []
     written_bytes, clip_bytes = 0, 0
@@ -214,7 +214,7 @@ def _publish(
         page_cards = [card for _, card in zip(range(min(PAGE_CHUNKS, num_shown - len(listed))), cards, strict=False)]
         clips = [card.clip for card in page_cards if card.clip is not None]
         clip_bytes += sum(clip.size_bytes for clip in clips)
-        kept |= {clip.address for clip in clips if not plan.is_embedded}
+        kept |= {clip.url for clip in clips if not plan.is_embedded}
         # The list of all chunks has no images, so that even thousands of chunks can be searched.
         listed += [(replace(card, pictures=(), clip=None), page.number) for card in page_cards]
         if page.number == 1:
@@ -355,21 +355,21 @@ class Pages:
         """True if this page is the list of all chunks, which has no images."""
         return self.number == 0
 
-    def address(self, number: int) -> str:
+    def url(self, number: int) -> str:
         """Return the URL of a page, relative to this page."""
         if number == self.number:
             return ""
         if number == 1:
             return f"../{quote(self.name)}"
-        return f"{self.inside}page-{number}.html"
+        return f"{self.folder_url}page-{number}.html"
 
     @property
-    def inside(self) -> str:
+    def folder_url(self) -> str:
         """URL of the folder, relative to this page."""
         return self.folder if self.number == 1 else ""
 
     @property
-    def near(self) -> list[int | None]:
+    def linked_numbers(self) -> list[int | None]:
         """Numbers of the pages in the navigation bar, with None for each gap."""
         visible = {1, self.count, *range(max(1, self.number - 2), min(self.count, self.number + 2) + 1)}
         numbers: list[int | None] = []
@@ -412,9 +412,7 @@ def page_values(cards: Sequence[tuple[Card, int]], header: Header, pages: Pages,
         "pages": pages,
         "filters": filters,
         "orders": orders,
-        "cards": [
-            (card, f"{pages.address(number)}#{quote(card.key)}" if pages.is_list else "") for card, number in cards
-        ],
+        "cards": [(card, f"{pages.url(number)}#{quote(card.key)}" if pages.is_list else "") for card, number in cards],
         "scripts": [SEARCH_SCRIPT, _SCRIPT],
         "media": media,
     }
