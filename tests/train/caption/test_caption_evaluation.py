@@ -63,7 +63,7 @@ def test_a_page_of_its_own_has_every_clip_with_pictures_and_all_references(
 ) -> None:
     text = (captioner_run / "evaluations/captions-val.html").read_text(encoding="utf-8")
     assert text.count("<article ") == text.count('<img src="data:image/jpeg') == 3
-    assert text.count('<video src="data:video/mp4') == 3 and "CIDEr-D play" in text
+    assert text.count('<video src="data:video/mp4') == 3 and "CIDEr-D can be played" in text
     assert all(f">{words}</li>" in text for words in ("it begins", "the middle of d", "the end of d"))
     assert all(f"<b>{100 * value:.1f}</b>" in text for value in result["means"].values())
     assert '<a href="evaluations/captions-val.html">' in page(captioner_run)

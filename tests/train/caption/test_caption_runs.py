@@ -158,8 +158,8 @@ def test_what_contradicts_the_decoder_of_the_start_is_refused(
     file = folder / "model.safetensors"
     capsys.readouterr()
     wrong: list[tuple[tuple[object, ...], str, str]] = [
-        ((run, "--decoder.tokenizer", other_tokens), "has other tokens than those that the decoder of", "leave --dec"),
-        ((folder, "--decoder.tokenizer", other_tokens), "has other tokens than those that the decoder of", "leave --d"),
+        ((run, "--decoder.tokenizer", other_tokens), "has other tokens than the decoder of", "omit --dec"),
+        ((folder, "--decoder.tokenizer", other_tokens), "has other tokens than the decoder of", "omit --dec"),
         ((bare,), "has a decoder but no tokenizer", "--decoder.tokenizer FOLDER"),
         ((file,), "has a decoder but no tokenizer", "--decoder.tokenizer FOLDER"),
         ((file, "--decoder.tokenizer", run), "decoder of width 128 and 1 block", "--decoder.depth 1 --decoder.max-"),
@@ -242,10 +242,10 @@ def test_a_decoder_that_has_only_read_gets_new_cross_attention(
     GPT2LMHeadModel(config).save_pretrained(folder)
     assert train("caption", "--shards", data_dir, "--out", tmp_path / "no", *SMALL.split(), *decoder) == 2
     err = capsys.readouterr().err
-    assert "they do not belong together" in err and "leave --decoder.tokenizer out" not in err
+    assert "they do not belong together" in err and "omit --decoder.tokenizer" not in err
     named = (*decoder, "--decoder.tokenizer", folder)
     assert train("caption", "--shards", data_dir, "--out", tmp_path / "no", *SMALL.split(), *named) == 2
-    assert "leave --decoder.tokenizer out" in capsys.readouterr().err
+    assert "omit --decoder.tokenizer" in capsys.readouterr().err
     # Heads that cannot share the width.
     message = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**message, "n_head": 5}))
@@ -267,7 +267,7 @@ def test_a_decoder_that_has_only_read_gets_new_cross_attention(
         (("--captions.min-relevancy", "0.5"), "which do not describe the clip"),
         (("--evaluate.every", "1", "--evaluate.split", "test"), "no videos of split 'test'"),
         (("--input", "latents"), "--input"),
-        (("--decoding.max-tokens", "30"), "--decoding.max-tokens is 30, and the decoder's context has 12 tokens"),
+        (("--decoding.max-tokens", "30"), "--decoding.max-tokens is 30, but the decoder's context has 12 tokens"),
         (("--captions-per-visit", "0"), "--captions-per-visit is 0"),
     ],
 )

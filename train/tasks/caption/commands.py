@@ -1,4 +1,4 @@
-"""The commands `train caption-video` and `train caption-chunks`; torch is imported when one of them runs."""
+"""The commands `train caption-video` and `train caption-chunks`; torch is imported only when a command runs."""
 
 import json
 import shlex
@@ -26,16 +26,16 @@ def caption_chunks(
     weights: Annotated[
         str,
         Parameter(
-            help="Run folder of train caption, or a folder of a captioner of TimeSformer and GPT-2 with its tokenizer."
+            help="Run folder of train caption, or folder of a captioner of TimeSformer and GPT-2, with its tokenizer."
         ),
     ],
     /,
     request: ChunkCaptionsRequest,
 ) -> None:
-    """Caption the chunks of a split, as a table that prep manifest captions takes as a source of captions.
+    """Caption the chunks of a split, into a table that prep manifest captions reads as a source of captions.
 
-    The table has several captions per clip with their likelihoods, and names the weights. The same command resumes an
-    interrupted run; under torchrun, all processes share the work.
+    The table has several captions per clip, their likelihoods, and the name of the weights. Run the same command again
+    to resume interrupted work; under torchrun, all processes share the work.
 
     Example:
 
@@ -53,11 +53,11 @@ def caption_chunks(
 
     out = request.out
     require_table_path(out)
-    decisive = ("shards", "split", "variant", "where", "segment", "batch")
+    fields = ("shards", "split", "variant", "where", "segment", "batch")
     start = {
         COMMAND: "train caption-chunks",
         "WEIGHTS": weights,
-        **{request.flag(name): getattr(request, name) for name in decisive},
+        **{request.flag(name): getattr(request, name) for name in fields},
         **{Overrides.flag(name): value for name, value in vars(request.shown).items()},
         **{ChunkDecoding.flag(name): value for name, value in vars(request.decoding).items()},
     }
@@ -76,7 +76,7 @@ def caption_chunks(
     if record["num_failed"]:
         failures = failures_path(out)
         raise FailedWork(
-            f"clips that could not be decoded: {record['num_failed']:,}; see {failures}. After a repair of the data, "
+            f"clips that could not be decoded: {record['num_failed']:,}; see {failures}. After repairing the data, "
             f"remove {out} and {failures}, and run the same command again"
         )
 
@@ -93,7 +93,7 @@ def caption_video(
     shown: Overrides = AS_TRAINED,
     decoding: Annotated[DecodingSettings | None, DECODING] = None,
 ) -> None:
-    """Caption video files in windows of fixed length; folders are searched for videos.
+    """Caption video files in windows of fixed length. Folders are searched for videos.
 
     Examples:
 
@@ -103,11 +103,11 @@ def caption_video(
     Parameters
     ----------
     weights
-        Run folder of train caption, or a folder of a captioner of TimeSformer and GPT-2 with its tokenizer.
+        Run folder of train caption, or folder of a captioner of TimeSformer and GPT-2, with its tokenizer.
     videos
-        Video files, or folders of them.
+        Video files, or folders with videos.
     len
-        Window length. A remainder shorter than a quarter of it is merged into the last window.
+        Window length. A remainder shorter than a quarter of this length is merged into the last window.
     out
         New file to write. Default: lines on standard output. For subtitles of several videos, a folder.
     form
@@ -115,7 +115,7 @@ def caption_video(
     batch
         Number of windows per batch.
     decoding
-        Generation of captions. Default: as in training.
+        Decoding settings. Default: the settings of the training.
     """
     require_named_weights(weights, takes_tags=False)
     with Activity("importing torch"):

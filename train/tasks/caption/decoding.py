@@ -1,14 +1,14 @@
-"""Generation of captions, token by token: greedy search, sampling and beam search.
+"""Generate captions token by token, with greedy search, sampling or beam search.
 
-A decoder is any object with `start` and `step` (`Generator`): a captioner in one process, or its stages in a pipeline.
-All processes that hold a part of the model decode in lockstep: `step` gives each of them the logits of the last stage,
-so they all choose the same tokens.
+A generator is any object with `start` and `step` (`Generator`): a captioner in one process, or its stages in a
+pipeline. All processes that hold a part of the model decode in lockstep: `step` returns the logits of the last stage in
+every process, so all processes choose the same tokens.
 
-Shape suffixes: V videos, v unfinished videos, R rows of text (V * n; rows of a video are adjacent), r rows that are
-still computed, B beams, c candidates (2 B), L tokens, P prompt tokens, W words of the vocabulary.
+Shape suffixes: V videos, v unfinished videos, R rows of text (V * n; rows of a video are adjacent), r rows that
+are still computed, B beams, c candidates (2 B), L tokens, P prompt tokens, W words of the vocabulary.
 
-The likelihood of a text is the mean natural logarithm of its tokens' probabilities, including the end token. The
-model's own probabilities are used: temperature, top-k, top-p and a minimum length do not change the likelihood.
+The likelihood of a text is the mean natural logarithm of its tokens' probabilities, including the end token. It is
+computed from the model's unmodified probabilities: temperature, top-k, top-p and a minimum length do not affect it.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,22 +28,22 @@ from clipmill.train.tasks.caption.spec import (
     temperature_of,
 )
 
-# Function that chooses the next tokens from logits [r, W], the indices of the rows [r], and the number of the token.
+# Function that chooses the next tokens [r] from logits [r, W], the indices of the rows [r], and the token's position.
 Choose = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-# Finished texts stay in the batch until at most this fraction of it is unfinished. The caches are then compacted.
-_FEW = 0.5
-_NEVER = -1e9  # the score of an empty beam
+# Finished texts are removed from the batch and its caches when at most this fraction of the texts is unfinished.
+_COMPACT_AT = 0.5
+_NEVER = -1e9  # score of an empty beam
 
 
 class Cache(Protocol):
-    """Keys and values of texts that are being generated."""
+    """Cached keys and values of texts that are being generated."""
 
     def keep(self, rows_r: torch.Tensor, videos_v: torch.Tensor | None = None) -> None:
-        """Replace the rows.
+        """Select rows for the next step.
 
         Args:
-            rows_r: Old row that each new row continues, int64.
-            videos_v: Remaining videos, to which these rows belong, int64; all videos by default.
+            rows_r: Current row that each new row continues, int64.
+            videos_v: Indices of the videos that these rows belong to, int64. Default: all videos.
         """
 
 
@@ -57,7 +57,7 @@ class Generator(Protocol[C]):
         """Return a cache for texts of at most `num_tokens` tokens."""
 
     def step(self, tokens_RL: torch.Tensor, cache: C, /) -> torch.Tensor:
-        """Return logits [R, W] of the next token; the first step takes the prompt, later steps one token per row."""
+        """Return logits [R, W] for the next token. The first step takes the prompt, later steps one token per row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +91,12 @@ def generate_captions(
 
     Args:
         generator: Captioner in evaluation mode.
-        video: Clips as the generator takes them.
+        video: Clips, the generator's input.
         end_id: Token before and after a caption.
-        samples: Number that identifies each text, such as the index of its clip. Sampling depends on it and on the
-            seed, not on the batch.
-        prompt_VP: First tokens of each text, int64; by default the end token.
-        rows_per_video: Number of texts per clip, which are adjacent; more than one only for sampling.
+        samples: Number that identifies each text, such as the index of its clip. Sampling depends on this number and
+            on the seed, not on the batch.
+        prompt_VP: First tokens of each text, int64. Default: the end token.
+        rows_per_video: Number of texts per clip, in adjacent rows; more than one only for sampling.
     """
     if prompt_VP is None:
         prompt_VP = torch.full((len(samples) // rows_per_video, 1), end_id, device=video.device)
@@ -134,9 +134,9 @@ def generate(
     totals_R = torch.zeros(len(tokens_RL), device=device)
     rows_r = torch.arange(len(tokens_RL), device=device)
     is_open_r = torch.ones(len(tokens_RL), dtype=torch.bool, device=device)
-    given = prompt_VP.repeat_interleave(rows_per_video, 0)
+    next_tokens = prompt_VP.repeat_interleave(rows_per_video, 0)
     for number in range(max_tokens):
-        logits_rW = generator.step(given, cache)
+        logits_rW = generator.step(next_tokens, cache)
         norms_r = logits_rW.float().logsumexp(dim=1)  # before any token is excluded
         if number < min_tokens:
             logits_rW[:, end_id] = -torch.inf
@@ -145,16 +145,16 @@ def generate(
         log_probabilities_r = logits_rW.gather(1, tokens_r[:, None])[:, 0].float() - norms_r
         totals_R[rows_r] += log_probabilities_r.masked_fill(~is_open_r, 0)
         is_open_r &= tokens_r != end_id
-        is_kept_v = is_open_r.view(-1, rows_per_video).any(dim=1)
-        num_kept = int(is_kept_v.sum())
-        if num_kept == 0:
+        is_unfinished_v = is_open_r.view(-1, rows_per_video).any(dim=1)
+        num_unfinished = int(is_unfinished_v.sum())
+        if num_unfinished == 0:
             tokens_RL = tokens_RL[:, : number + 1]
             break
-        if num_kept <= _FEW * len(is_kept_v) and number + 1 < max_tokens:
-            rows = is_kept_v.repeat_interleave(rows_per_video).nonzero()[:, 0]
-            cache.keep(rows, is_kept_v.nonzero()[:, 0])
+        if num_unfinished <= _COMPACT_AT * len(is_unfinished_v) and number + 1 < max_tokens:
+            rows = is_unfinished_v.repeat_interleave(rows_per_video).nonzero()[:, 0]
+            cache.keep(rows, is_unfinished_v.nonzero()[:, 0])
             rows_r, is_open_r, tokens_r = rows_r[rows], is_open_r[rows], tokens_r[rows]
-        given = tokens_r[:, None]
+        next_tokens = tokens_r[:, None]
     return Generated(tokens_VL=tokens_RL, likelihoods_V=totals_R / num_tokens_of(tokens_RL, end_id=end_id))
 
 
@@ -169,7 +169,7 @@ def greedy_tokens(logits_rW: torch.Tensor, rows_r: torch.Tensor, number: int) ->
 
 
 def sampling(settings: DecodingSettings, samples: Sequence[int], *, device: torch.device) -> Choose:
-    """Return a function that samples: it applies temperature, then top-k, then top-p.
+    """Return a function that samples tokens after applying temperature, then top-k, then top-p.
 
     Args:
         samples: Number that identifies each text.
@@ -197,33 +197,33 @@ def with_temperature(logits_RW: torch.Tensor, temperature: float) -> torch.Tenso
 
 
 def filter_top_k(logits_RW: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Set the logits of tokens less likely than the k-th to -inf (top-k; Fan et al. 2018, section 5.4)."""
+    """Set the logits of all tokens but the k most likely ones to -inf (Fan et al. 2018, section 5.4)."""
     if top_k >= logits_RW.shape[1]:
         return logits_RW
-    least_R1 = logits_RW.topk(top_k, dim=1).values[:, -1:]
-    return logits_RW.masked_fill(logits_RW < least_R1, -torch.inf)
+    smallest_R1 = logits_RW.topk(top_k, dim=1).values[:, -1:]
+    return logits_RW.masked_fill(logits_RW < smallest_R1, -torch.inf)
 
 
 def filter_top_p(logits_RW: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Keep the fewest tokens whose probabilities sum to `top_p`; set others to -inf (Holtzman et al.
+    """Keep the fewest most likely tokens whose probabilities add up to `top_p` (Holtzman et al. 2020, section 3.1).
 
-    2020, section 3.1).
+    The logits of other tokens are set to -inf.
     """
     if top_p >= 1:
         return logits_RW
     sorted_RW, order_RW = logits_RW.sort(dim=1, descending=True, stable=True)
     probabilities_RW = sorted_RW.softmax(dim=1)
-    # A token is kept if the tokens before it do not reach top_p; the first token is always kept.
-    before_RW = probabilities_RW.cumsum(dim=1) - probabilities_RW
-    is_out_RW = before_RW >= top_p
-    is_out_RW[:, 0] = False
-    return logits_RW.masked_fill(is_out_RW.gather(1, order_RW.argsort(dim=1)), -torch.inf)
+    # A token is kept if the probabilities of more likely tokens do not reach top_p; the first token is always kept.
+    preceding_RW = probabilities_RW.cumsum(dim=1) - probabilities_RW
+    is_excluded_RW = preceding_RW >= top_p
+    is_excluded_RW[:, 0] = False
+    return logits_RW.masked_fill(is_excluded_RW.gather(1, order_RW.argsort(dim=1)), -torch.inf)
 
 
 def sample_tokens(logits_RW: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
     """Draw tokens, int64 [R], by inverting the cumulative distribution at uniform numbers from [0, 1)."""
     sums_RW = logits_RW.double().softmax(dim=1).cumsum(dim=1)
-    # Due to rounding, probabilities may not sum to exactly 1.
+    # Scale by the sum, because rounding may prevent the probabilities from summing to exactly 1.
     targets_R1 = (uniform_R[:, None] * sums_RW[:, -1:]).to(sums_RW.dtype)
     return torch.searchsorted(sums_RW, targets_R1, right=True)[:, 0].clamp(max=logits_RW.shape[1] - 1)
 
@@ -239,16 +239,16 @@ def beam_search(
     """Find the best text for each video, by the rules of transformers' `generate`.
 
     The best 2 B continuations of a video's running texts are candidates; they always include B unfinished texts. If
-    ended texts are among the best B candidates, they compete for the B places of finished texts. They are compared by
-    the sum of their log probabilities / length ** length_penalty. A video is done when its finished texts cannot be
-    improved, judged by the best running text at its present length; with early stopping, as soon as there are B
-    finished texts. At the last token, every text counts as ended.
+    ended texts are among the best B candidates, they compete with the finished texts, and the best B texts are kept.
+    Texts are compared by the sum of their log probabilities / length ** length_penalty. A video is done when its
+    finished texts cannot be improved, judged by the best running text at its current length; with early stopping, as
+    soon as there are B finished texts. At the maximum length, every text counts as ended.
     """
     num_videos, prompt_length = prompt_VP.shape
     device = prompt_VP.device
     num_beams, length_penalty, max_tokens = num_beams_of(settings), length_penalty_of(settings), max_tokens_of(settings)
     cache = generator.start(video, num_tokens=prompt_length + max_tokens - 1, rows_per_video=num_beams)
-    given = prompt_VP.repeat_interleave(num_beams, 0)
+    next_tokens = prompt_VP.repeat_interleave(num_beams, 0)
     running_vBL = torch.full((num_videos, num_beams, max_tokens), end_id, device=device)
     running_scores_vB = torch.full((num_videos, num_beams), _NEVER, device=device)
     running_scores_vB[:, 0] = 0  # initially, all beams have the same text
@@ -259,43 +259,43 @@ def beam_search(
     videos_v = torch.arange(num_videos, device=device)
 
     for number in range(max_tokens):
-        log_probabilities = generator.step(given, cache).float().log_softmax(dim=1)
+        log_probabilities = generator.step(next_tokens, cache).float().log_softmax(dim=1)
         if number < settings.min_tokens:
             log_probabilities[:, end_id] = -torch.inf
         vocabulary = log_probabilities.shape[1]
         totals = running_scores_vB[..., None] + log_probabilities.view(-1, num_beams, vocabulary)
-        scores_vc, places_vc = totals.flatten(1).topk(2 * num_beams, dim=1)
-        beams_vc, tokens_vc = places_vc // vocabulary, places_vc % vocabulary
+        scores_vc, index_vc = totals.flatten(1).topk(2 * num_beams, dim=1)
+        beams_vc, tokens_vc = index_vc // vocabulary, index_vc % vocabulary
         texts_vcL = choose_rows(running_vBL, beams_vc)
         texts_vcL[:, :, number] = tokens_vc
-        has_ended_vc = tokens_vc == end_id if number + 1 < max_tokens else torch.ones_like(tokens_vc, dtype=torch.bool)
+        is_ended_vc = tokens_vc == end_id if number + 1 < max_tokens else torch.ones_like(tokens_vc, dtype=torch.bool)
 
         power = (number + 1) ** length_penalty
-        ended_scores_vB = (scores_vc / power).masked_fill(~has_ended_vc, _NEVER)[:, :num_beams]
+        ended_scores_vB = (scores_vc / power).masked_fill(~is_ended_vc, _NEVER)[:, :num_beams]
         merged_scores = torch.cat([finished_scores_vB, ended_scores_vB], dim=1)
-        finished_scores_vB, chosen_vB = merged_scores.topk(num_beams, dim=1)
-        finished_vBL = choose_rows(torch.cat([finished_vBL, texts_vcL[:, :num_beams]], dim=1), chosen_vB)
+        finished_scores_vB, best_vB = merged_scores.topk(num_beams, dim=1)
+        finished_vBL = choose_rows(torch.cat([finished_vBL, texts_vcL[:, :num_beams]], dim=1), best_vB)
 
-        running_scores_vB, chosen_vB = scores_vc.masked_fill(has_ended_vc, _NEVER).topk(num_beams, dim=1)
-        running_vBL = choose_rows(texts_vcL, chosen_vB)
-        beams_vB = beams_vc.gather(1, chosen_vB)
+        running_scores_vB, best_vB = scores_vc.masked_fill(is_ended_vc, _NEVER).topk(num_beams, dim=1)
+        running_vBL = choose_rows(texts_vcL, best_vB)
+        beams_vB = beams_vc.gather(1, best_vB)
 
         is_full_v = (finished_scores_vB > _NEVER).all(dim=1)
         is_done_v = is_full_v
         if not settings.early_stopping:
             is_done_v = is_full_v & (running_scores_vB[:, 0] / power <= finished_scores_vB[:, -1])
         best_VL[videos_v], best_scores_V[videos_v] = finished_vBL[:, 0], finished_scores_vB[:, 0]
-        left = (~is_done_v).nonzero()[:, 0]
-        if len(left) == 0 or number + 1 == max_tokens:
+        remaining = (~is_done_v).nonzero()[:, 0]
+        if len(remaining) == 0 or number + 1 == max_tokens:
             best_VL = best_VL[:, : number + 1]
             lengths_V = num_tokens_of(best_VL, end_id=end_id)
             likelihoods_V = best_scores_V * lengths_V ** (length_penalty - 1)
             return Generated(tokens_VL=best_VL, likelihoods_V=likelihoods_V, scores_V=best_scores_V)
-        rows_r = (left[:, None] * num_beams + beams_vB[left]).flatten()
-        cache.keep(rows_r, left if len(left) < len(is_done_v) else None)
-        if len(left) < len(is_done_v):
+        rows_r = (remaining[:, None] * num_beams + beams_vB[remaining]).flatten()
+        cache.keep(rows_r, remaining if len(remaining) < len(is_done_v) else None)
+        if len(remaining) < len(is_done_v):
             videos_v, running_vBL, running_scores_vB, finished_vBL, finished_scores_vB = (
-                x[left] for x in (videos_v, running_vBL, running_scores_vB, finished_vBL, finished_scores_vB)
+                x[remaining] for x in (videos_v, running_vBL, running_scores_vB, finished_vBL, finished_scores_vB)
             )
-        given = running_vBL[:, :, number].reshape(-1, 1)
+        next_tokens = running_vBL[:, :, number].reshape(-1, 1)
     raise AssertionError("every text ends at the last token")

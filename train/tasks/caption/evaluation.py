@@ -1,6 +1,6 @@
-"""`train eval caption`: captions for the clips of a split, their metrics, examples, and a page with all captions.
+"""`train eval caption`: caption the clips of a split, compute metrics, and write examples and a page of all captions.
 
-The pages load no other resources, whatever text captions and names contain.
+The pages load no other resources, regardless of the text in captions and names.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,7 +49,7 @@ _PROTOCOL = (
     "one caption of each clip, compared with all its references; tokens as Stanford's PTBTokenizer makes them, without "
     "punctuation; idf from"
 )
-# The protocol on the page of all captions: label to key of the result.
+# Protocol on the page of all captions: key of the result for each label.
 _ON_PAGE = {
     **{name: name for name in ("split", "step", "weights", "data", "clip", "decoding", "protocol", "command")},
     "data folder": "shards",
@@ -61,7 +61,7 @@ _ON_PAGE = {
 def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True) -> Score:
     """Caption the clips of a split with a run's latest checkpoint, and score the captions.
 
-    For comparison, the best constant caption is scored too.
+    For comparison, the best constant caption is also scored.
 
     Args:
         with_java: True to compute METEOR and SPICE (`score_captions`).
@@ -73,7 +73,7 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
     if flags.spice_jars is not None:
         check_jars(flags.spice_jars)
     settings, trained, task, split = opened.settings, opened.trained, opened.task, flags.split
-    how = task.decoding(flags.decoding)
+    decoding_settings = task.decoding(flags.decoding)
     samples = task.samples(split, World())
     every = every_for(len(samples), at_most=flags.max_samples)
     with trained.precision.autocast():
@@ -82,31 +82,31 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
             count_batches(samples.evaluation_batches(every=every), "captioning", total=-(-len(samples) // every)),
             inputs=task.inputs,
             tokenizer=task.decoder.tokenizer,
-            decoding=how,
+            decoding=decoding_settings,
             device=trained.device,
         )
     loss = loss_of([generated])
-    # A clip has the name of its video, followed by times if the split has several clips of the video.
+    # The name of a clip is the name of its video, followed by times if the split has several clips of the video.
     videos = {index: samples.key(index).rpartition("_")[0] for index in range(len(samples))}
-    is_alone = len(set(videos.values())) == len(videos)
+    is_single = len(set(videos.values())) == len(videos)
     names = {}
     for index in sorted(generated.captions):
         begin_s, end_s = samples.span_s(index)
-        names[index] = videos[index] if is_alone else f"{videos[index]} {begin_s:.2f}-{end_s:.2f} s"
+        names[index] = videos[index] if is_single else f"{videos[index]} {begin_s:.2f}-{end_s:.2f} s"
     captions, references, left_out = comparable_captions(
         {name: generated.captions[index] for index, name in names.items()},
         {name: samples.captions.texts_of(index) for index, name in names.items()},
     )
     constant, chosen = _constant_baseline(task, settings, references)
     with Meteor() as meteor:
-        scores, of_constant = (
+        scores, constant_scores = (
             score_captions(candidates, references, with_java=with_java, spice_jars=flags.spice_jars, meteor=meteor)
             for candidates in (captions, dict.fromkeys(references, constant))
         )
     if len(scores.empty) == scores.num_videos:
         raise FailedWork(
             f"all captions found are empty ({scores.num_videos:,}), so there is nothing to score: the model ends each "
-            "one at once. It was trained for too few steps, or on captions without words"
+            "caption at once. It was trained for too few steps, or on captions without words"
         )
     scored = ScoredCaptions(
         samples=samples,
@@ -117,25 +117,25 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
         num_frames=settings.num_frames,
     )
     count = settings.captions_per_visit
-    references_of_loss = "the first reference" if count == 1 else f"the first {count} references"
+    loss_references = "the first reference" if count == 1 else f"the first {count} references"
     name = f"captions-{split}"
     player = open_player(settings, split=split)
     values = {
         "data": "; ".join(
             [samples.describe(), *_omitted_notes(samples, every=every), *_without_words(scores, left_out)]
         ),
-        "decoding": describe_decoding(how),
+        "decoding": describe_decoding(decoding_settings),
         "protocol": f"{_PROTOCOL} {scores.idf}",
         "num_samples": scores.num_videos,
         "num_references": scores.num_references,
         "ids_hash": scores.ids_hash,
         "loss": loss,
-        "loss_rule": f"mean cross-entropy per token of {references_of_loss} of each clip",
+        "loss_rule": f"mean cross-entropy per token of {loss_references} of each clip",
         "means": scores.means,
         "absent": scores.absent,
         "empty": list(scores.empty),
         "without_words": left_out,
-        "constant": {"caption": constant, "chosen": chosen, "means": of_constant.means},
+        "constant": {"caption": constant, "chosen": chosen, "means": constant_scores.means},
         "said": scored.examples(player),
         "all_said": f"evaluations/{opened.result_name(name, flags)}.html",
     }
@@ -147,7 +147,7 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
             scored.videos(player),
             title=f"Captions of split “{split}” by “{opened.name}”",
             means=scores.means,
-            baseline=of_constant.means,
+            baseline=constant_scores.means,
             absent=scores.absent,
             protocol={
                 **{label: str(result[key]) for label, key in _ON_PAGE.items()},
@@ -166,12 +166,12 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
 
 
 def write_coco_results(path: Path, captions: Mapping[str, str]) -> None:
-    """Publish captions by video ID in COCO's results format, in the given order."""
+    """Publish captions by video ID, in the given order, in COCO's results format."""
     publish_json(path, [{"image_id": video_id, "caption": caption} for video_id, caption in captions.items()])
 
 
 def describe_decoding(settings: DecodingSettings) -> str:
-    """Describe the settings by which captions are generated."""
+    """Describe the settings that generate captions."""
     match settings.method:
         case "greedy":
             how = "greedy"
@@ -182,14 +182,14 @@ def describe_decoding(settings: DecodingSettings) -> str:
         case "beam":
             how = f"{num_beams_of(settings)} beams, length penalty {length_penalty_of(settings):g}"
             how += ", early stopping" if settings.early_stopping else ""
-    least = f"{settings.min_tokens} to " if settings.min_tokens else "at most "
-    return f"{how}, {least}{max_tokens_of(settings)} tokens"
+    minimum = f"{settings.min_tokens} to " if settings.min_tokens else "at most "
+    return f"{how}, {minimum}{max_tokens_of(settings)} tokens"
 
 
 def _constant_baseline(
     task: CaptionTask, settings: CaptionerSettings, references: Mapping[str, Sequence[str]]
 ) -> tuple[str, str]:
-    """Return the best constant caption, and the rule by which it was chosen."""
+    """Return the best constant caption, and the rule that selected it."""
     split = settings.split
     try:
         training_set = task.samples(split, World())
@@ -203,7 +203,7 @@ def _constant_baseline(
 
 
 def _omitted_notes(samples: Samples[ClipReader], *, every: int) -> list[str]:
-    """Return notes about videos of a split without captions, and about clips that --max-samples omits."""
+    """Return notes on videos of a split without captions, and on clips that --max-samples omits."""
     chunks = samples.reader.chunks
     captioned = np.unique(samples.video)
     remarks = []
@@ -216,7 +216,7 @@ def _omitted_notes(samples: Samples[ClipReader], *, every: int) -> list[str]:
 
 
 def _without_words(scores: CaptionScores, left_out: Sequence[str]) -> list[str]:
-    """Return notes about generated captions without words, and about clips whose references have no words."""
+    """Return notes on generated captions without words, and on clips whose references have no words."""
     remarks = []
     if scores.empty:
         remarks.append(
@@ -229,11 +229,11 @@ def _without_words(scores: CaptionScores, left_out: Sequence[str]) -> list[str]:
 
 _FOLDER = Path(__file__).parent
 _NUM_EXAMPLES = 12
-# Clips with pictures on the page of all captions. Each of them is decoded again, and takes about 8 kB.
+# Maximum number of clips with images on the page of all captions. Each image is decoded again, and takes about 8 kB.
 _MAX_WITH_PICTURES = 2000
-_NUM_PLAYED = 30  # with the lowest CIDEr-D, and as many with the highest
-PLAYED = f"the {_NUM_PLAYED} clips of the lowest and the {_NUM_PLAYED} of the highest CIDEr-D play"
-# The contact sheet of a clip.
+_NUM_PLAYED = 30  # number of playable clips with the lowest, and with the highest CIDEr-D
+PLAYED = f"the {_NUM_PLAYED} clips with the lowest and the {_NUM_PLAYED} clips with the highest CIDEr-D can be played"
+# Layout of a clip's contact sheet.
 _NUM_COLUMNS = 2
 _MAX_FRAMES = 4
 _HEIGHT_PX = 96
@@ -244,7 +244,7 @@ _GAP_GREY = 128
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredCaptions:
-    """Generated captions of clips, their references and scores.
+    """Generated captions of clips, with their references and scores.
 
     Attributes:
         samples: Samples of the split.
@@ -261,7 +261,7 @@ class ScoredCaptions:
     num_frames: int
 
     def examples(self, player: Player | None) -> list[dict[str, Any]]:
-        """Return clips spread evenly over the split, regardless of their scores, as plain values."""
+        """Return JSON-serialisable clips that are spread evenly over the split, regardless of their scores."""
         return [
             {
                 **clip_figure(self.samples, index, num_frames=self.num_frames, player=player),
@@ -274,7 +274,7 @@ class ScoredCaptions:
         ]
 
     def videos(self, player: Player | None) -> "Iterator[CaptionedVideo]":
-        """Yield all clips, at most 2,000 with pictures. Clips with the lowest and the highest CIDEr-D can be played."""
+        """Yield all clips, at most 2,000 with images. Clips with the lowest and the highest CIDEr-D can be played."""
         every = every_for(len(self.names), at_most=_MAX_WITH_PICTURES)
         by_score = sorted(self.names, key=lambda index: self.scores.per_video[self.names[index]]["cider_d"])
         played = set() if player is None else {*by_score[:_NUM_PLAYED], *by_score[-_NUM_PLAYED:]}
@@ -299,14 +299,14 @@ class ScoredCaptions:
 
 @dataclass(frozen=True)
 class CaptionedVideo:
-    """One row of the page of all captions.
+    """Row on the page of all captions.
 
     Attributes:
         name: Name of the video, or of the clip if the video has several.
         detail: Text next to the name, such as the clip's times.
         scores: Values by metric, with the keys of METRIC_LABELS.
-        picture: Data URI; empty for no picture.
-        shown: Clip, if it can be played.
+        picture: Data URI of an image; empty for no image.
+        shown: Playable clip; empty if it cannot be played.
     """
 
     name: str
@@ -332,9 +332,9 @@ def write_captions_page(
 
     Args:
         videos: Rows in their initial order. They are rendered one at a time.
-        means, baseline: Values by metric over all videos: of the captions, and of the best constant caption.
+        means, baseline: Values by metric over all videos, for the captions and for the best constant caption.
         absent: Reason for each missing metric.
-        protocol: Facts that are needed to compare the values with other results.
+        protocol: Facts that a comparison with other results needs.
     """
     script = (_FOLDER / "captions.js").read_text(encoding="utf-8")
     parts = load_template(_FOLDER / "captions.html.j2").stream(
@@ -352,11 +352,11 @@ def write_captions_page(
 
 
 def sheet_uri(frames: Sequence[NDArray[np.uint8]]) -> str:
-    """Return a contact sheet, four of the frames in two rows, as a data URI with a JPEG of about 8 kB.
+    """Return a contact sheet of four frames in two rows, as a data URI with a JPEG of about 8 kB.
 
     Args:
-        frames: Frames of one size, uint8 RGB [H, W, 3]. Fewer than four are in one row; without frames the URI is
-            empty.
+        frames: Frames with equal resolution, uint8 RGB [H, W, 3]. Fewer than four are in one row; without frames, the
+            URI is empty.
     """
     import cv2
 
@@ -371,7 +371,7 @@ def sheet_uri(frames: Sequence[NDArray[np.uint8]]) -> str:
         for frame in chosen
     ]
     columns = _NUM_COLUMNS if len(small) == _MAX_FRAMES else len(small)
-    rows = [np.hstack(small[place : place + columns]) for place in range(0, len(small), columns)]
+    rows = [np.hstack(small[first : first + columns]) for first in range(0, len(small), columns)]
     sheet = np.vstack(rows)[:-_GAP_PX, :-_GAP_PX]
     # OpenCV expects BGR.
     _, jpeg = cv2.imencode(".jpg", sheet[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, _QUALITY])

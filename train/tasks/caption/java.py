@@ -1,4 +1,4 @@
-"""The caption metrics METEOR and SPICE, which are Java programs. Only this module runs Java."""
+"""Compute the caption metrics METEOR and SPICE, which are Java programs. Only this module runs Java."""
 
 import json
 import os
@@ -23,7 +23,7 @@ _SPICE_NEEDS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar
 
 
 class MetricUnavailable(Exception):
-    """A metric cannot be computed on this machine; the message says why."""
+    """A metric cannot be computed on this machine; the message contains the reason."""
 
 
 def java() -> str:
@@ -54,7 +54,7 @@ def jar_of_pycocoevalcap(name: str) -> Path:
 
 
 class Dialogue:
-    """A program that runs in `folder` and answers each line with a line. It is killed after `timeout_s`."""
+    """A program that runs in `folder` and reads and writes lines. It is killed after `timeout_s` seconds."""
 
     def __init__(self, command: Sequence[str], *, folder: Path, timeout_s: float) -> None:
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115, closed at the end
@@ -93,7 +93,7 @@ class Dialogue:
             try:
                 if pipe is not None:
                     pipe.close()
-            except BrokenPipeError:  # buffered lines that were not sent
+            except BrokenPipeError:  # buffered lines could not be sent
                 pass
 
     def _end_error(self) -> MetricUnavailable:
@@ -105,7 +105,7 @@ class Dialogue:
 
 def _failure(status: int, printed: str) -> MetricUnavailable:
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    # The first line of a Java stack trace has the error, the other lines its location.
+    # The first line of a Java stack trace contains the error, the other lines its location.
     while len(lines) > 1 and lines[-1].startswith(("at ", "... ")):
         lines.pop()
     return MetricUnavailable(f"java ended with status {status}" + (f": {lines[-1][:200]}" if lines else ""))
@@ -114,7 +114,7 @@ def _failure(status: int, printed: str) -> MetricUnavailable:
 class Meteor:
     """METEOR 1.5 (Denkowski and Lavie 2014), with the program and options of pycocoevalcap.
 
-    One program serves a complete `with` block, because it takes seconds to start.
+    The program starts once per `with` block, because its start takes seconds.
     """
 
     _dialogue: "Dialogue | None" = None
@@ -141,9 +141,9 @@ class Meteor:
             self._dialogue = Dialogue(command, folder=jar.parent, timeout_s=_METEOR_TIMEOUT_S)
         dialogue, statistics = self._dialogue, []
         for video_id, candidate in candidates.items():
-            # "|||" is the program's separator of captions.
-            ours = candidate.replace("|||", "").replace("  ", " ")
-            dialogue.send(_SEPARATOR.join(("SCORE", *references[video_id], ours)))
+            # The program separates captions with "|||".
+            text = candidate.replace("|||", "").replace("  ", " ")
+            dialogue.send(_SEPARATOR.join(("SCORE", *references[video_id], text)))
             statistics.append(dialogue.receive())
         dialogue.send(_SEPARATOR.join(("EVAL", *statistics)))
         per_video = {video_id: float(dialogue.receive()) for video_id in candidates}
@@ -156,7 +156,7 @@ def check_jars(folder: Path) -> None:
     if missing:
         raise UserError(
             f"{folder} has no {' and no '.join(missing)}, which SPICE needs",
-            hint="take both from stanford-corenlp-full-2015-12-09.zip (CoreNLP 3.6.0), or omit SPICE",
+            hint="copy both from stanford-corenlp-full-2015-12-09.zip (CoreNLP 3.6.0), or omit SPICE",
         )
 
 
@@ -180,7 +180,8 @@ def spice(
 
     Args:
         candidates, references: Tokenized captions.
-        jars: Folder with Stanford CoreNLP 3.6.0 and its models, which have half a gigabyte and are in no package index.
+        jars: Folder with Stanford CoreNLP 3.6.0 and its models, which take half a gigabyte, and which no package
+            provides.
 
     Raises:
         MetricUnavailable: Java or pycocoevalcap is missing, or the program failed.
@@ -188,26 +189,26 @@ def spice(
     program, jar = java(), jar_of_pycocoevalcap(_SPICE_JAR)
     classes = os.pathsep.join(map(str, (jar, *(jars.resolve() / name for name in _SPICE_NEEDS), jar.parent / "lib/*")))
     with tempfile.TemporaryDirectory(prefix="train-caption-") as folder:
-        given, scored = Path(folder, "given.json"), Path(folder, "scored.json")
-        # IDs become file names in the program, so it gets numbers instead.
+        captions_file, scores_file = Path(folder, "given.json"), Path(folder, "scored.json")
+        # The program uses IDs as file names, so pass numbers instead.
         items = [
             {"image_id": number, "test": candidate, "refs": list(references[video_id])}
             for number, (video_id, candidate) in enumerate(candidates.items())
         ]
-        given.write_text(json.dumps(items), encoding="utf-8")
+        captions_file.write_text(json.dumps(items), encoding="utf-8")
         command = [program, "-Xmx8G", "-cp", classes, _SPICE_CLASS]
-        command += [str(given), "-out", str(scored), "-subset", "-silent"]
+        command += [str(captions_file), "-out", str(scores_file), "-subset", "-silent"]
         try:
-            ended = subprocess.run(
+            process = subprocess.run(
                 command, cwd=folder, capture_output=True, timeout=_SPICE_TIMEOUT_S, stdin=subprocess.DEVNULL
             )
         except subprocess.TimeoutExpired as error:
             raise MetricUnavailable(f"java took longer than {_SPICE_TIMEOUT_S:.0f} s") from error
-        if ended.returncode:
-            raise _failure(ended.returncode, ended.stderr.decode(errors="replace"))
+        if process.returncode:
+            raise _failure(process.returncode, process.stderr.decode(errors="replace"))
         try:
-            answers = {item["image_id"]: item["scores"]["All"]["f"] for item in json.loads(scored.read_bytes())}
-            per_video = {video_id: float(answers[number]) for number, video_id in enumerate(candidates)}
+            scores = {item["image_id"]: item["scores"]["All"]["f"] for item in json.loads(scores_file.read_bytes())}
+            per_video = {video_id: float(scores[number]) for number, video_id in enumerate(candidates)}
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise MetricUnavailable(f"SPICE's answer cannot be read: {error}") from error
+            raise MetricUnavailable(f"SPICE's output cannot be read: {error}") from error
     return sum(per_video.values()) / len(per_video), per_video

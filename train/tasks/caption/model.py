@@ -1,9 +1,9 @@
 """Captioner models: build a captioner from its settings, open its decoder, and initialise it from weights.
 
-The decoder has one of four origins: `--decoder.weights` (a GPT-2) or `--decoder.lm` (any causal language model,
-`clipmill.train.tasks.caption.language`), each a folder or a Hugging Face name; the captioner that `--init.weights`
-names; or new weights, with a tokenizer that is trained on the captions. Size and tokenizer always belong together,
-because no tensor shape shows that a token ID means another piece of text in another tokenizer.
+The decoder comes from one of four sources: `--decoder.weights` (a GPT-2) or `--decoder.lm` (any causal language model,
+`clipmill.train.tasks.caption.language`), each a folder or a Hugging Face name; the captioner in `--init.weights`; or
+new weights, with a tokenizer that is trained on the captions. Size and tokenizer are always opened together, because
+tensor shapes cannot show that a token ID stands for different text in a different tokenizer.
 """
 
 import re
@@ -46,7 +46,7 @@ from clipmill.train.weights.loading import Change, Loaded, fit_to
 from clipmill.train.weights.source import KINDS, Say, Source, effective_clip_settings
 from clipmill.train.weights.sources import place_of_weights
 
-# Pattern of a Hugging Face name. Any other text can only be a folder.
+# Pattern of a Hugging Face name. Other texts can only be folders.
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
@@ -55,9 +55,9 @@ class DecoderParts:
     """Tokenizer, size and weights of a decoder.
 
     Attributes:
-        tensors: Weights by their names in a captioner; empty for new weights.
-        source: Origin of the weights, as the user named it.
-        hint: Hint for the error if tokenizer and decoder do not belong together.
+        tensors: Weights by name in a captioner; empty for new weights.
+        source: Source of the weights, as the user specified it.
+        hint: Hint for the error that tokenizer and decoder do not belong together.
     """
 
     tokenizer: CaptionTokenizer
@@ -69,14 +69,14 @@ class DecoderParts:
     def __post_init__(self, hint: str) -> None:
         if self.tokenizer.vocabulary_size > self.size.vocabulary_size:
             raise UserError(
-                f"the tokenizer has {self.tokenizer.vocabulary_size:,} tokens, and the decoder "
+                f"the tokenizer has {self.tokenizer.vocabulary_size:,} tokens, but the decoder has only "
                 f"{self.size.vocabulary_size:,}: they do not belong together",
                 hint=hint,
             )
 
     @property
     def context_length(self) -> int:
-        """Maximum number of tokens of a caption, including the end."""
+        """Maximum number of tokens of a caption, including the end token."""
         return self.size.context_length
 
 
@@ -84,19 +84,19 @@ Decoder = DecoderParts | LanguageDecoder
 
 
 def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -> Decoder:
-    """Open the decoder that the settings name.
+    """Open the decoder from the settings.
 
     Args:
-        texts: Captions for training a tokenizer if none is named.
+        texts: Captions for training a tokenizer if the settings contain none.
 
     Raises:
-        UserError: A folder is missing, damaged, or belongs to another model; tokenizer and decoder do not belong
+        UserError: A folder is missing, damaged, or belongs to a different model; tokenizer and decoder do not belong
             together; the width is not a multiple of the heads; captions may exceed the decoder's context.
     """
     if settings.lm is not None:
-        its = decoder_folder(settings.lm, flag="--decoder.lm", files=LANGUAGE_FILES, say=say)
-        language = open_language(its, settings, tokenizer_folder=Path(settings.tokenizer or its))
-        # The weights are read now, so that a mistake in them ends a command before a run begins.
+        lm_folder = decoder_folder(settings.lm, flag="--decoder.lm", files=LANGUAGE_FILES, say=say)
+        language = open_language(lm_folder, settings, tokenizer_folder=Path(settings.tokenizer or lm_folder))
+        # Read the weights now, so that errors in them are reported before a run is created.
         return replace(language, loaded=[language.new_model()])
     folder = None if settings.weights is None else decoder_folder(settings.weights, say=say)
     named = Path(settings.tokenizer) if settings.tokenizer is not None else folder
@@ -111,7 +111,7 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
     if opened.config.decoder is None:
         raise UserError(
             f"{folder} has no GPT-2 (--decoder.weights)",
-            hint="name a folder that has one",
+            hint="use a folder with a GPT-2",
             flags=("--decoder.weights",),
         )
     if settings.max_tokens > opened.config.decoder.context_length:
@@ -122,9 +122,9 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
             flags=("--decoder.max-tokens",),
         )
     tensors = {name: tensor for name, tensor in opened.converted.tensors.items() if name.startswith("decoder.")}
-    hint = "name the tokenizer of the decoder, or leave --decoder.tokenizer out"
+    hint = "use the tokenizer of the decoder, or omit --decoder.tokenizer"
     if settings.tokenizer is None:
-        hint = f"the tokenizer is from {folder}: name the decoder's with --decoder.tokenizer, or repair the folder"
+        hint = f"the tokenizer is from {folder}: pass the decoder's with --decoder.tokenizer, or repair the folder"
     return DecoderParts(
         tokenizer=tokenizer, size=opened.config.decoder, tensors=tensors, source=str(settings.weights), hint=hint
     )
@@ -133,11 +133,11 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
 def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
     """Return size and tokenizer of the decoder in the `--init.weights` folder; None if it contains no captioner.
 
-    If `--decoder.lm` replaces the decoder of a captioner, only its tower is used.
+    If `--decoder.lm` replaces the decoder of a captioner, only the captioner's tower is used.
 
     Raises:
-        UserError: The folder has no tokenizer, and none is named; the settings name another tokenizer or size; or a
-            file is damaged.
+        UserError: Neither the folder nor the settings have a tokenizer; the settings have a different tokenizer or
+            size; or a file is damaged.
     """
     named, decoder = settings.init.weights, settings.decoder
     folder = None if named is None else place_of_weights(named)
@@ -153,11 +153,11 @@ def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
         size = caption_config_of(read_config(folder / "config.json") or {}, source=str(folder)).decoder
     if size is None:
         return None
-    for name, its in (("width", size.trunk.width), ("depth", size.trunk.depth), ("heads", size.trunk.num_heads)):
+    for name, value in (("width", size.trunk.width), ("depth", size.trunk.depth), ("heads", size.trunk.num_heads)):
         given = getattr(decoder, name)
-        if given not in (None, its):
+        if given not in (None, value):
             raise UserError(
-                f"--decoder.{name} is {given}, and the decoder of {folder} has {its} (--init.weights)",
+                f"--decoder.{name} is {given}, and the decoder of {folder} has {value} (--init.weights)",
                 hint="omit it: the decoder comes with these weights",
                 flags=(f"--decoder.{name}", "--init.weights"),
             )
@@ -168,9 +168,9 @@ def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
         raise no_tokenizer(str(named))
     if tokenizer_of_folder is not None and other is not None and tokenizer_of_folder.numbers() != other.numbers():
         raise UserError(
-            f"--decoder.tokenizer {decoder.tokenizer} has other tokens than those that the decoder of {folder} was "
-            "trained with (--init.weights)",
-            hint="leave --decoder.tokenizer out: the tokenizer comes with these weights",
+            f"--decoder.tokenizer {decoder.tokenizer} has other tokens than the decoder of {folder} was trained "
+            "with (--init.weights)",
+            hint="omit --decoder.tokenizer: the tokenizer comes with these weights",
             flags=("--decoder.tokenizer", "--init.weights"),
         )
     return DecoderParts(tokenizer=tokenizer, size=size)
@@ -180,17 +180,17 @@ def no_tokenizer(title: str) -> UserError:
     """Return the error for a decoder without a tokenizer."""
     return UserError(
         f"{title} has a decoder but no tokenizer, without which its tokens have no meaning",
-        hint="name the folder of the tokenizer that it was trained with: --decoder.tokenizer FOLDER",
+        hint="use the tokenizer that the decoder was trained with: --decoder.tokenizer FOLDER",
     )
 
 
 def decoder_folder(
     name: str, *, flag: str = "--decoder.weights", files: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FILES), say: Say
 ) -> Path:
-    """Return the folder that a flag names: an existing folder, or a download of that name from Hugging Face.
+    """Return the folder for the value of a flag: an existing folder, or a download from Hugging Face.
 
     Args:
-        files: Patterns of the names of files to download.
+        files: Name patterns of the files to download.
 
     Raises:
         UserError: The folder does not exist, and cannot be downloaded.
@@ -199,13 +199,13 @@ def decoder_folder(
     if folder.is_dir():
         return folder
     if _NAME.fullmatch(name) is None:
-        raise UserError(f"there is no folder {name} ({flag})", hint="name one with the model's files", flags=(flag,))
+        raise UserError(f"there is no folder {name} ({flag})", hint="use a folder with model files", flags=(flag,))
     say(f"decoder: there is no folder {name} here; the model comes from Hugging Face's cache or a download")
     return hub_folder(name, files=files, what="the model's files")
 
 
 def decoder_size(settings: DecoderSettings, *, vocabulary_size: int) -> Gpt2Size:
-    """Return the size of the decoder: the size `--decoder.name` with the changes from the settings.
+    """Return the size of the decoder: the size of `--decoder.name` with the changes from the settings.
 
     Raises:
         UserError: The width is not a multiple of the number of heads.
@@ -218,7 +218,7 @@ def decoder_size(settings: DecoderSettings, *, vocabulary_size: int) -> Gpt2Size
 
 
 def decoder_facts(decoder: Decoder) -> dict[str, Any]:
-    """Return the entry in run.json with the decoder's size, so that the folder with its weights is not needed."""
+    """Return the entry in run.json with the decoder's size, so that its weights are not needed again."""
     if isinstance(decoder, LanguageDecoder):
         return decoder.facts()
     trunk = decoder.size.trunk
@@ -233,14 +233,14 @@ def decoder_facts(decoder: Decoder) -> dict[str, Any]:
 
 
 def start_facts(model: nn.Module, parts: Decoder) -> dict[str, Any]:
-    """Return the entry in run.json about the decoder's initial weights; `model` may be on the meta device."""
-    state = {name: one for name, one in model.state_dict().items() if name.startswith("decoder.")}
+    """Return the entry in run.json on the decoder's initial weights; `model` may be on the meta device."""
+    state = {name: tensor for name, tensor in model.state_dict().items() if name.startswith("decoder.")}
     copied = parts.tensors if isinstance(parts, DecoderParts) else state if parts.folder is not None else {}
     if not copied:
         return {}
     changes = [
-        Change(kind="created", name=name, new=tuple(one.shape), why="a plain GPT-2 has no cross-attention")
-        for name, one in state.items()
+        Change(kind="created", name=name, new=tuple(tensor.shape), why="a plain GPT-2 has no cross-attention")
+        for name, tensor in state.items()
         if name not in copied
     ]
     start = {
@@ -296,13 +296,13 @@ def decoder_size_of(run: RunFolder) -> Gpt2Size:
         return Gpt2Size(trunk=trunk, vocabulary_size=facts["vocabulary"], context_length=facts["context"])
     except (KeyError, TypeError) as error:
         raise UserError(
-            f"{run.facts} names no decoder: {run.path} is not a run of train caption",
-            hint="other runs are scored by other commands: train eval --help",
+            f"{run.facts} has no decoder: {run.path} is not a run of train caption",
+            hint="other commands score other runs: train eval --help",
         ) from error
 
 
 _TOKENS, _DECODER_POSITIONS = "decoder.token_embedding.weight", "decoder.positional_embedding"
-_OF_LANGUAGE = "projection.mlp.0.weight"
+_LANGUAGE_PROJECTION = "projection.mlp.0.weight"
 _POSITIONS, _TIMES = "video.positional_embedding", "video.temporal_embedding"
 _UNUSED_PARTS = {
     **UNUSED_PARTS,
@@ -313,11 +313,11 @@ AnyCaptioner = Captioner | LanguageCaptioner
 
 
 def build_captioner(settings: CaptionerSettings, decoder: Decoder, *, attend: Attend) -> AnyCaptioner:
-    """Build a captioner with the decoder's weights or, if there are none, with weights from torch's generator.
+    """Build a captioner with the decoder's weights, or with random weights from torch's generator if there are none.
 
     Raises:
         UserError: The tower's width is not a multiple of its heads; the decoder's weights do not fit; or a clip has too
-            few tokens for the prefix of a language model.
+            few tokens for a language model's prefix.
     """
     tower = _tower(settings, attend=attend)
     if settings.num_views > 1:
@@ -387,27 +387,29 @@ def _tower(settings: CaptionerSettings, *, attend: Attend) -> nn.Module:
 
 @torch.no_grad()
 def copy_decoder(captioner: Captioner, parts: DecoderParts) -> None:
-    """Copy the decoder's weights into a captioner, if there are any. Missing cross-attention keeps its new weights.
+    """Copy the decoder's weights, if any, into a captioner. Cross-attention without weights keeps its new weights.
 
     Raises:
-        UserError: Another tensor is missing, is unknown, or has another shape.
+        UserError: A tensor is unknown, has the wrong shape, or is missing (except for cross-attention).
     """
     if not parts.tensors:
         return
-    state = {name: one for name, one in captioner.state_dict().items() if name.startswith("decoder.")}
-    missing = [name for name in state if name not in parts.tensors and not any(one in name for one in CROSS_ATTENTION)]
-    strange = [name for name, one in parts.tensors.items() if name not in state or one.shape != state[name].shape]
-    if missing or strange:
+    state = {name: tensor for name, tensor in captioner.state_dict().items() if name.startswith("decoder.")}
+    missing = [
+        name for name in state if name not in parts.tensors and not any(part in name for part in CROSS_ATTENTION)
+    ]
+    misfits = [name for name, new in parts.tensors.items() if name not in state or new.shape != state[name].shape]
+    if missing or misfits:
         raise UserError(
-            f"the decoder's weights do not fit its config.json: {', '.join((missing + strange)[:3])}",
-            hint="get the folder of --decoder.weights again",
+            f"the decoder's weights do not fit its config.json: {', '.join((missing + misfits)[:3])}",
+            hint="download the folder of --decoder.weights again",
         )
     for name, tensor in parts.tensors.items():
         state[name].copy_(tensor)
 
 
 def effective_settings(settings: CaptionerSettings, source: Source | None, *, say: Say) -> CaptionerSettings:
-    """Return the settings that apply with the weights of `source`; the default tower is a TimeSformer.
+    """Return the settings that apply with the weights of `source`. The default tower is a TimeSformer.
 
     Raises:
         UserError: The settings contradict the weights.
@@ -430,11 +432,11 @@ def with_decoder_of(settings: CaptionerSettings, source: Source, *, say: Say) ->
     """Return the settings of a captioner that starts from `source`, including the decoder if `source` has one.
 
     Raises:
-        UserError: The settings name another decoder, or captions that exceed its context; or there is no tokenizer.
+        UserError: The settings have a different decoder, or captions that exceed its context; or there is no tokenizer.
     """
     tensors, decoder = source.converted.tensors, settings.decoder
     folder = place_of_weights(settings.init.weights or "")
-    if _OF_LANGUAGE in tensors:
+    if _LANGUAGE_PROJECTION in tensors:
         return _with_language_of(settings, source, folder)
     if not has_decoder(tensors) or decoder.lm is not None:
         return settings
@@ -461,7 +463,7 @@ def with_decoder_of(settings: CaptionerSettings, source: Source, *, say: Say) ->
 
 
 def _with_language_of(settings: CaptionerSettings, source: Source, folder: Path) -> CaptionerSettings:
-    """Return the settings of a captioner that starts from another captioner with a language model."""
+    """Return the settings of a captioner that starts from a captioner with a language model."""
     settings_of_decoder, decoder = settings.decoder, kept_decoder(RunFolder(folder))["decoder"]
     assert isinstance(decoder, LanguageDecoder)
     if (named := settings_of_decoder.lm or settings_of_decoder.weights) is not None:
@@ -483,29 +485,29 @@ def _with_language_of(settings: CaptionerSettings, source: Source, folder: Path)
             hint="use fewer",
             flags=("--decoder.max-tokens",),
         )
-    its = replace(
+    decoder_settings = replace(
         settings_of_decoder,
         lm=decoder.source,
         visual_tokens=decoder.num_visual,
         reducer=decoder.reducer,
         prompt=decoder.prompt,
     )
-    return replace(settings, decoder=its)
+    return replace(settings, decoder=decoder_settings)
 
 
 def has_decoder(tensors: Mapping[str, torch.Tensor]) -> bool:
     """Return True for the weights of a complete captioner."""
-    return _TOKENS in tensors or _OF_LANGUAGE in tensors
+    return _TOKENS in tensors or _LANGUAGE_PROJECTION in tensors
 
 
 def start_of_captioner(model: AnyCaptioner, source: Source, *, allow: Sequence[str], say: Say) -> Loaded:
-    """Fit a complete captioner's weights, or a video tower's weights, to a captioner that may be on the meta device.
+    """Fit the weights of a captioner or a video tower to a captioner, which may be on the meta device.
 
     Raises:
         UserError: The weights do not fit.
     """
     part: nn.Module = model
-    if (_OF_LANGUAGE if isinstance(model, LanguageCaptioner) else _TOKENS) not in source.converted.tensors:
+    if (_LANGUAGE_PROJECTION if isinstance(model, LanguageCaptioner) else _TOKENS) not in source.converted.tensors:
         part = nn.Module()
         part.video = model.video
         source = without_parts(source, _UNUSED_PARTS, model="a captioner", say=say)
@@ -516,14 +518,14 @@ def start_of_captioner(model: AnyCaptioner, source: Source, *, allow: Sequence[s
 
 
 def _resize_embeddings(tensors: Mapping[str, torch.Tensor], tower: TimeSformer, *, say: Say) -> dict[str, torch.Tensor]:
-    """Resize a TimeSformer's position and time embeddings to other clips, by nearest neighbours as in transformers."""
+    """Resize a TimeSformer's position and time embeddings to other clips by nearest neighbour, as in transformers."""
     fitted = dict(tensors)
-    for name, what in ((_POSITIONS, "positional"), (_TIMES, "temporal")):
+    for name, kind in ((_POSITIONS, "positional"), (_TIMES, "temporal")):
         if name not in tensors:
             continue
         count = len(tower.positional_embedding if name == _POSITIONS else tower.temporal_embedding)
         if len(tensors[name]) != count:
-            say(f"weights: {what} embeddings resized from {len(tensors[name])} to {count} (nearest)")
+            say(f"weights: {kind} embeddings resized from {len(tensors[name])} to {count} (nearest)")
             resize = nearest_times if name == _TIMES else (lambda old, count: nearest_places(old, count - 1))
             fitted[name] = resize(tensors[name], count)
     return fitted

@@ -26,7 +26,7 @@ Method = Literal["greedy", "sample", "beam"]
 VideoFormat = Literal["json", "srt"]  # format of `train caption-video`
 
 _TEMPERATURE, _NUM_BEAMS, _LENGTH_PENALTY, _MAX_TOKENS = 1.0, 4, 1.0, 30
-# Meaning of None.
+# Values that None stands for.
 _DEFAULTS = {
     "temperature": _TEMPERATURE,
     "top_p": 1.0,
@@ -39,7 +39,7 @@ _SAMPLE, _BEAM = Needs("method", ("sample",)), Needs("method", ("beam",))
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingSettings(Checked):
-    """Settings of the generation of captions."""
+    """Settings for generating captions."""
 
     prefix = "decoding"
 
@@ -60,16 +60,16 @@ class DecodingSettings(Checked):
     length_penalty: Annotated[float | None, Range(), _BEAM] = None
     """beam: exponent of the length by which log probabilities are divided; more favours longer captions. Default: 1."""
     early_stopping: Annotated[bool | None, _BEAM] = None
-    """beam: stop once there are as many finished captions as beams. Otherwise, once no better caption can follow."""
+    """beam: stop once there are as many finished captions as beams. Default: stop once no better caption can follow."""
     min_tokens: Annotated[int, Range(least=0)] = 0
     """Minimum number of tokens before a caption ends."""
     max_tokens: Annotated[int | None, Range(least=1)] = None
-    """Maximum number of tokens, including the end. Default: 30, or the decoder's context if that is less."""
+    """Maximum number of tokens, including the end token. Default: 30, or the decoder's context if that is smaller."""
     seed: int = 0
     """sample: random seed, combined with the index of the clip."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield an error if the minimum length leaves no room for a caption."""
+        """Yield an error if the minimum length is not below the maximum length."""
         # The default maximum depends on the decoder: see `fit_decoding`.
         if self.max_tokens is not None and self.min_tokens >= self.max_tokens:
             yield UserError(
@@ -83,7 +83,7 @@ Decoding = TypeVar("Decoding", bound=DecodingSettings)
 
 
 def temperature_of(settings: DecodingSettings) -> float:
-    """Return the temperature, by which logits are divided."""
+    """Return the temperature by which logits are divided."""
     return _TEMPERATURE if settings.temperature is None else settings.temperature
 
 
@@ -103,10 +103,10 @@ def max_tokens_of(settings: DecodingSettings) -> int:
 
 
 def fit_decoding(settings: Decoding, context_length: int, *, is_of_run: bool = False) -> Decoding:
-    """Return the decoding settings that apply to a decoder. They are equal for settings that generate equal captions.
+    """Return the effective decoding settings for a decoder, which are equal if the captions are equal.
 
-    `max_tokens` is a number, limited by the decoder's context. Other values are omitted if they equal their defaults,
-    or if the method does not use them.
+    `max_tokens` is limited by the decoder's context. Other values become None if they equal their defaults, or if the
+    method does not use them.
 
     Args:
         is_of_run: True for the settings of a run. Old runs stored a default of 30, which is reduced without an error.
@@ -119,21 +119,21 @@ def fit_decoding(settings: Decoding, context_length: int, *, is_of_run: bool = F
         settings = replace(settings, max_tokens=None)
     if settings.max_tokens is not None and settings.max_tokens > context_length:
         raise UserError(
-            f"{most_flag} is {settings.max_tokens}, and the decoder's context has {context_length} tokens",
-            hint=f"give {context_length} at most, or omit it",
+            f"{most_flag} is {settings.max_tokens}, but the decoder's context has {context_length} tokens",
+            hint=f"use at most {context_length}, or omit it",
             flags=(most_flag,),
         )
     if settings.min_tokens >= context_length:
         raise UserError(
-            f"{least_flag} is {settings.min_tokens}, and the decoder's context has {context_length} tokens",
-            hint=f"give {context_length - 1} at most",
+            f"{least_flag} is {settings.min_tokens}, but the decoder's context has {context_length} tokens",
+            hint=f"use at most {context_length - 1}",
             flags=(least_flag,),
         )
     most = min(max_tokens_of(settings), context_length)
     if settings.min_tokens >= most:
         raise UserError(
-            f"{least_flag} is {settings.min_tokens}, and captions have {most} tokens at most",
-            hint=f"give {most - 1} at most, or a larger {most_flag}: the context has {context_length} tokens",
+            f"{least_flag} is {settings.min_tokens}, but captions have at most {most} tokens",
+            hint=f"use at most {most - 1}, or a larger {most_flag}: the context has {context_length} tokens",
             flags=(least_flag,),
         )
     unset: dict[str, Any] = {name: None for name, value in _DEFAULTS.items() if getattr(settings, name) == value}
@@ -163,19 +163,19 @@ METRIC_LABELS = {
     "spice": "SPICE",
     "exact_match": "exact match",
 }
-# Settings of a new decoder or tokenizer, and settings that provide a complete one.
-_OF_WHAT_IS_NEW = {"name": ("weights", "lm"), "vocabulary": ("weights", "lm", "tokenizer")}
+# Settings of a new decoder or tokenizer, and the settings that replace it with an existing one.
+_NEW_PARTS = {"name": ("weights", "lm"), "vocabulary": ("weights", "lm", "tokenizer")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSettings(Checked):
-    """A GPT-2 with cross-attention to the encoder, or a language model with a visual prefix; and the tokenizer."""
+    """Settings of a decoder (GPT-2 with cross-attention, or language model with a visual prefix) and its tokenizer."""
 
     prefix = "decoder"
 
     lm: Annotated[str | None, FIRST_RUN] = None
-    """Causal language model of transformers instead of the GPT-2, which reads the video as a prefix: folder or name.
-    A name is downloaded; a folder holds the tokenizer too."""
+    """Causal language model from transformers in place of the GPT-2, which reads the video as a prefix: folder or
+    Hugging Face name. A name is downloaded; a folder must contain the tokenizer, too."""
     visual_tokens: Annotated[int, Range(1, 4096), _OF_LM] = 32
     """Number of visual tokens per clip in the prefix of --decoder.lm."""
     reducer: Annotated[Reducer, _OF_LM] = "pool"
@@ -187,53 +187,53 @@ class DecoderSettings(Checked):
     name: Annotated[DecoderName, FIRST_RUN] = "gpt2"
     """Size of a decoder with random weights."""
     weights: Annotated[str | None, FIRST_RUN] = None
-    """Pretrained GPT-2: folder, gpt2, gpt2-medium, gpt2-xl. A name is downloaded; a folder holds the tokenizer too."""
+    """Pretrained GPT-2: folder, gpt2, gpt2-medium, gpt2-xl. A name is downloaded; a folder needs the tokenizer, too."""
     width: Annotated[int | None, SIZE] = None
-    """Width of a decoder with random weights. Default: as --decoder.name."""
+    """Width of a decoder with random weights. Default: the width of --decoder.name."""
     depth: Annotated[int | None, SIZE] = None
-    """Number of decoder blocks. Default: as --decoder.name."""
+    """Number of decoder blocks. Default: the number in --decoder.name."""
     heads: Annotated[int | None, SIZE] = None
-    """Number of attention heads per decoder block. Default: as --decoder.name."""
+    """Number of attention heads per decoder block. Default: the number in --decoder.name."""
     tokenizer: str | None = None
-    """Tokenizer folder. Default: the tokenizer of --decoder.weights, else one trained on the captions."""
+    """Tokenizer folder. Default: the tokenizer of --decoder.weights, or a tokenizer that is trained on the captions."""
     vocabulary: Annotated[int, Range(257, 1_000_000)] = 8192
     """Maximum vocabulary size of a tokenizer trained on the captions."""
     max_tokens: Annotated[int, Range(2, 8192)] = 64
-    """Maximum number of tokens of a caption in training, including the end. Longer captions are truncated and
-    counted."""
+    """Maximum number of tokens of a caption in training, including the end token. Longer captions are truncated, and
+    their number is reported."""
     dropout: Annotated[float, SHARE] = 0.0
     """Dropout probability of embeddings and residual branches."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for a size with pretrained weights, which have a size, and for prompts without a video mark."""
+        """Yield errors for sizes in addition to pretrained weights, and for prompts without a mark for the video."""
         pretrained = "lm" if self.lm is not None else "weights"
         for name in ("width", "depth", "heads", *(("weights", "dropout") if pretrained == "lm" else ())):
             if getattr(self, pretrained) is not None and getattr(self, name):
                 yield UserError(
-                    f"{self.flag(name)} is {getattr(self, name)}, and {self.flag(pretrained)} has its own",
-                    hint="leave one of them out",
+                    f"{self.flag(name)} is {getattr(self, name)}, but {self.flag(pretrained)} has its own {name}",
+                    hint="omit one of the two",
                     flags=(self.flag(name), self.flag(pretrained)),
                 )
         if self.prompt.count(VIDEO_MARK) != 1:
             yield UserError(
                 f"--decoder.prompt is {self.prompt!r}, which has {VIDEO_MARK} {self.prompt.count(VIDEO_MARK)} times",
-                hint=f"write {VIDEO_MARK} once, where the visual tokens are to be",
+                hint=f"write {VIDEO_MARK} once, at the position of the visual tokens",
                 flags=("--decoder.prompt",),
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionEvaluation(EvaluationSettings):
-    """Evaluation of a captioner in training, by the captions that it generates."""
+    """Evaluation of a captioner during training, by means of the captions that it generates."""
 
     lower_is_better = ("loss",)
 
     max_samples: Annotated[int, Range(least=2), EVERY] = 500
-    """Maximum number of clips: every k-th of the split, with the smallest sufficient k."""
+    """Maximum number of clips. Every k-th clip of the split is used, with the smallest sufficient k."""
     java: Annotated[bool, EVERY] = False
     """Also compute METEOR, which is a Java program, and SPICE with --evaluate.spice-jars."""
     spice_jars: Annotated[Path | None, GoesWith("java", (True,))] = None
-    """Folder of the two jar files that SPICE needs. Default: SPICE is omitted."""
+    """Folder with the two jar files that SPICE needs. Default: SPICE is omitted."""
 
     def number_names(self, data: EvaluatedData) -> tuple[str, ...]:
         """Return the metric names of generated captions."""
@@ -256,14 +256,14 @@ class CaptionerSettings(ClipSettings):
     captions: Annotated[CaptionSettings, groups.CAPTIONS] = field(default_factory=CaptionSettings)
     """Captions to train on, and their sampling weights."""
     captions_per_visit: Annotated[int, groups.CAPTIONS, Range(1, 1000)] = 1
-    """Number of captions of a clip to train on per sample, drawn without replacement; all if it has fewer."""
+    """Number of captions per sample, drawn from the clip's captions without replacement, or all if there are fewer."""
     label_smoothing: Annotated[float, groups.TRAINING, SHARE] = 0.0
-    """Label smoothing. Share of the target that is spread over the vocabulary."""
+    """Label smoothing. Fraction of the target that is spread over the vocabulary."""
     freeze: Annotated[Freeze, FIRST_RUN] = ()
     """Parts to freeze: encoder, decoder, decoder-except-cross-attention, or blocks:N (the encoder's embeddings and its
     first N blocks), decoder.blocks:N."""
     decoding: Annotated[DecodingSettings, DECODING] = field(default_factory=DecodingSettings)
-    """Decoding during training, and the default afterwards."""
+    """Decoding during training, and the default after training."""
     evaluate: Annotated[CaptionEvaluation, groups.EVALUATION] = field(default_factory=CaptionEvaluation)
 
     def tower_names(self) -> tuple[Tower, ...]:
@@ -271,26 +271,26 @@ class CaptionerSettings(ClipSettings):
         return ("video", "decoder")
 
     def trains_besides_towers(self) -> bool:
-        """Return True if there is a projector between the towers, which --freeze cannot name."""
+        """Return True if a projector is trained, which is not a part that --freeze accepts."""
         return self.decoder.lm is not None
 
     def adapts_pretrained(self) -> bool:
-        """Return True if towers with adapters have pretrained weights; a language model always does."""
+        """Return True if towers with adapters have pretrained weights; language models always have."""
         is_of_lm = self.decoder.lm is not None and adapted_towers(self) == ("decoder",)
         return is_of_lm or super().adapts_pretrained()
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for captions of other clips, patches that do not fill a frame, and parts that do not exist."""
+        """Yield errors for captions of other clips, patches that do not tile a frame, and parts that do not exist."""
         yield from super().rules()
         if self.decoder.lm is not None and self.parallel.stages > 1:
             yield UserError(
-                f"--parallel.stages is {self.parallel.stages}, and a captioner with --decoder.lm cannot be cut",
+                f"--parallel.stages is {self.parallel.stages}, but a captioner with --decoder.lm has no stages",
                 hint="use --parallel.strategy fsdp",
                 flags=("--parallel.stages", "--decoder.lm"),
             )
         if self.decoder.lm is not None and "decoder-except-cross-attention" in self.freeze:
             yield UserError(
-                "--freeze decoder-except-cross-attention is about the GPT-2: --decoder.lm has no cross-attention",
+                "--freeze decoder-except-cross-attention applies only to a GPT-2: --decoder.lm has no cross-attention",
                 hint="use --freeze decoder",
                 flags=("--freeze", "--decoder.lm"),
             )
@@ -303,14 +303,14 @@ class CaptionerSettings(ClipSettings):
         yield from errors_of(check_picture, self.model, self.towers, size_px=self.size_px)
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield errors for flags of a new decoder or tokenizer if an existing one is used."""
+        """Yield errors for flags of a new decoder or tokenizer if an existing decoder or tokenizer is used."""
         yield from super().without_effect(typed)
         start = self.init.weights
-        for name, others in _OF_WHAT_IS_NEW.items():
-            beside = {self.decoder.flag(other): getattr(self.decoder, other) for other in others}
+        for name, others in _NEW_PARTS.items():
+            replacements = {self.decoder.flag(other): getattr(self.decoder, other) for other in others}
             if start and has_captioner(Path(start)):
-                beside = {"--init.weights": start, **beside}
-            flag, given = self.decoder.flag(name), [(other, value) for other, value in beside.items() if value]
+                replacements = {"--init.weights": start, **replacements}
+            flag, given = self.decoder.flag(name), [(other, value) for other, value in replacements.items() if value]
             if flag in typed and given:
                 other, value = given[0]
                 yield UserError(
@@ -321,7 +321,7 @@ class CaptionerSettings(ClipSettings):
 
 
 def has_captioner(folder: Path) -> bool:
-    """Return True for a run of `train caption`, or for transformers' encoder-decoder model.
+    """Return True for a run of `train caption`, or for an encoder-decoder model of transformers.
 
     Only small files are read.
     """
@@ -357,15 +357,16 @@ class CaptionFlags(Checked):
     split: str = "val"
     """Split to evaluate on."""
     max_samples: Annotated[int, Range(least=1)] = 100_000
-    """Maximum number of clips: every k-th of the split, with the smallest sufficient k (12 of 52: 11, every 5th)."""
+    """Maximum number of clips. Every k-th clip of the split is used, with the smallest sufficient k (for 12 of 52
+    clips: 11 clips, every 5th)."""
     spice_jars: Path | None = None
-    """Folder of the two jar files that SPICE needs. Default: SPICE is omitted."""
+    """Folder with the two jar files that SPICE needs. Default: SPICE is omitted."""
     decoding: Annotated[DecodingSettings | None, DECODING] = None
-    """Generation of captions. Default: as in training."""
+    """Decoding settings. Default: the settings of the training."""
 
 
 def caption_table(result: dict[str, Any]) -> Table:
-    """Return the metrics of captions, and of the best constant caption."""
+    """Return a table with the metrics of the captions and of the best constant caption."""
     shown = [name for name in _CAPTION_COLUMNS if name in result["means"]]
     constant = result["constant"]
     rows = [
@@ -412,7 +413,7 @@ _NUM_SAMPLES, _TOP_P = 5, 0.9  # defaults of `train caption-chunks`
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ChunkDecoding(DecodingSettings):
-    """Settings of the generation of captions of chunks: several per clip, by nucleus sampling."""
+    """Settings for generating captions of chunks. By default, nucleus sampling generates several captions per clip."""
 
     prefix = ""
 
@@ -441,8 +442,8 @@ class ChunkCaptionsRequest(Checked):
     shards: str
     """Data folder."""
     variant: Annotated[tuple[str, ...], SEVERAL] = ()
-    """Names of variants to read, as prep status shows them. Default: the variants of the training, and of other data
-    the current ones."""
+    """Names of variants to read, as listed by prep status. Default: the training's variants; for other data, the
+    current variants."""
     out: Path
     """Parquet file to write."""
     split: str = "train"
@@ -456,9 +457,9 @@ class ChunkCaptionsRequest(Checked):
     batch: Annotated[int, Range(least=1)] = 16
     """Number of clips per batch and process."""
     workers: Annotated[int, Range(least=1)] = 4
-    """Number of threads that read and decode, per process."""
+    """Number of threads per process that read and decode."""
     device: Device = "auto"
-    """Device of the model."""
+    """Device to run the model on."""
     shown: Overrides = AS_TRAINED
     decoding: Annotated[ChunkDecoding, DECODING] = ChunkDecoding()
     json: Annotated[bool, Parameter(name="--json", negative="")] = False

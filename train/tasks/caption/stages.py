@@ -1,15 +1,15 @@
-"""A captioner as a flat list of layers. A pipeline can cut the list into stages anywhere.
+"""Split a captioner into pipeline stages: a captioner is a flat list of layers, which can be cut anywhere.
 
     video_embedding                 clips -> x
     video_block 0, 1, ...           x -> x
-    video_norm                      x -> video              (the tower's last norm, and the projection)
+    video_norm                      x -> video              (the tower's last norm and the projection)
     token_embedding                 video, tokens -> video, text
     text_block 0, 1, ...            video, text -> video, text
     head                            video, text -> logits
 
 One or two floating-point tensors go from one stage to the next. The stage with the token embedding also gets the
-tokens. Parameters keep their names from the complete captioner. The token embedding belongs to two layers, the
-decoder's first and last layer: if these are in different stages, each stage has a copy.
+tokens. Parameters have the same names as in the complete captioner. The token embedding belongs to the decoder's first
+and last layers: if these are in different stages, each stage has a copy.
 
 Shape suffixes: V videos, R rows of text (V * n), L tokens, W words of the vocabulary.
 """
@@ -43,7 +43,7 @@ _BLOCK_KIND = "block"
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a captioner; `number` is the index of a block."""
+    """Layer of a captioner; `number` is the index of a block."""
 
     kind: LayerKind
     number: int = 0
@@ -73,7 +73,7 @@ def owners_of(name: str) -> tuple[Layer, ...]:
     """Return the layers that have a parameter or buffer of a captioner; two for the tied embedding.
 
     Raises:
-        ValueError: A captioner has no parameter or buffer of that name.
+        ValueError: A captioner has no parameter or buffer with this name.
     """
     if match := _BLOCK.fullmatch(name):
         return (Layer("video_block" if match[1] == "video" else "text_block", int(match[2])),)
@@ -100,7 +100,7 @@ def parameters_by_layer(captioner: Captioner) -> list[int]:
 
 
 def layers_of(captioner: Captioner) -> list[LayerCost]:
-    """Return the layers with their costs, in order. Blocks of the tower and of the decoder are of the same kind."""
+    """Return the layers with their costs, in order. Blocks of the tower and the decoder have the same kind."""
     kinds = [_BLOCK_KIND if layer.kind.endswith(_BLOCK_KIND) else layer.kind for layer in all_layers(captioner)]
     return [LayerCost(*layer) for layer in zip(kinds, parameters_by_layer(captioner), strict=True)]
 
@@ -112,20 +112,20 @@ class CaptionerPart(nn.Module):
     memory.
 
     Args:
-        begin, end: Index of the first layer, and index after the last.
+        begin, end: Index of the first layer, and index after the last layer.
     """
 
     def __init__(self, captioner: Captioner, *, begin: int, end: int) -> None:
         super().__init__()
-        every = all_layers(captioner)
-        if not 0 <= begin < end <= len(every):
-            raise ValueError(f"layers {begin} to {end} of a captioner with {len(every)}")
-        self.layers = every[begin:end]
+        layers = all_layers(captioner)
+        if not 0 <= begin < end <= len(layers):
+            raise ValueError(f"layers {begin} to {end} of a captioner with {len(layers)}")
+        self.layers = layers[begin:end]
         self.video, self.projection, self.decoder = captioner.video, captioner.projection, captioner.decoder
-        # Parameters and buffers of other layers are removed.
-        kept = set(self.layers)
+        # Remove the parameters and buffers of other layers.
+        own_layers = set(self.layers)
         for name in [name for name, _ in chain(captioner.named_parameters(), captioner.named_buffers())]:
-            if kept.isdisjoint(owners_of(name)):
+            if own_layers.isdisjoint(owners_of(name)):
                 path, _, leaf = name.rpartition(".")
                 module = captioner.get_submodule(path)
                 if leaf in module._parameters:
@@ -143,26 +143,26 @@ class CaptionerPart(nn.Module):
         return self.has("head")
 
     def forward(
-        self, *given: torch.Tensor, tokens: torch.Tensor | None = None
+        self, *inputs: torch.Tensor, tokens: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run all layers.
 
         Args:
-            given: Clips for the first part; otherwise the previous part's outputs.
+            inputs: Clips for the first part; otherwise the previous part's outputs.
             tokens: Tokens, for the part that embeds them (`Captioner.forward`).
         """
-        carried = given
+        x = inputs
         for layer in self.layers:
-            carried = self._run(layer, carried, tokens)
-        return carried[0] if len(carried) == 1 else carried
+            x = self._run(layer, x, tokens)
+        return x[0] if len(x) == 1 else x
 
-    def encode(self, *given: torch.Tensor) -> torch.Tensor:
-        """Run only the tower's layers; without any, return the input."""
-        carried = given
+    def encode(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Run only the tower's layers; return the input if there are none."""
+        x = inputs
         for layer in self.layers:
             if layer.kind.startswith("video_"):
-                carried = self._run(layer, carried, None)
-        return carried[0]
+                x = self._run(layer, x, None)
+        return x[0]
 
     def start(self, video_VND: torch.Tensor, *, num_tokens: int, rows_per_video: int = 1) -> TextCache:
         """Return a cache of this part's text blocks (`Gpt2.start`)."""
@@ -170,17 +170,18 @@ class CaptionerPart(nn.Module):
         decoder = self._decoder()
         return decoder.start(video_VND, num_tokens=num_tokens, rows_per_video=rows_per_video, numbers=numbers)
 
-    def step(self, given: torch.Tensor, cache: TextCache) -> torch.Tensor:
-        """Run the decoder's layers on the tokens after the cached ones.
+    def step(self, inputs: torch.Tensor, cache: TextCache) -> torch.Tensor:
+        """Run the decoder's layers on the tokens that follow the cached tokens.
 
         Args:
-            given: Tokens, int64 [R, L], for the part that embeds them; otherwise the previous part's output, [R, L, D].
+            inputs: Tokens, int64 [R, L], for the part that embeds them; otherwise the previous part's output, [R, L,
+                D].
 
         Returns:
             Logits [R, W] for the next token from the last part; otherwise the part's output, [R, L, D].
         """
         decoder = self._decoder()
-        x_RLD = decoder.embed(given, begin=cache.num_tokens) if self.has("token_embedding") else given
+        x_RLD = decoder.embed(inputs, begin=cache.num_tokens) if self.has("token_embedding") else inputs
         x_RLD = decoder.run_blocks(x_RLD, cache)
         return decoder.logits(x_RLD[:, -1]) if self.is_last else x_RLD
 
@@ -220,7 +221,7 @@ def _tower_of(module: nn.Module) -> TokenTower:
     """
     if not isinstance(module.video, TokenTower):
         raise UserError(
-            "--towers.image names a tower of a library, which cannot be cut into pipeline stages",
+            "--towers.image is a tower from a library, which cannot be cut into pipeline stages",
             hint="omit --parallel.stages",
             flags=("--towers.image",),
         )
@@ -241,20 +242,21 @@ def whole_captioner(model: nn.Module, *, stages: World, device: torch.device) ->
 
 
 class StagedCaptioner(nn.Module):
-    """A captioner in stages, called like `clipmill.train.models.captioner.Captioner`. Only the first needs pixels.
+    """A captioner in pipeline stages, called like `clipmill.train.models.captioner.Captioner`.
 
     The encoder's output passes through the stages once. Each stage caches keys and values of its blocks. The last stage
-    broadcasts its logits, R * W numbers per token, so that all stages choose the same tokens.
+    broadcasts its logits, R * W values per token, so that all stages choose the same tokens. Only the first stage
+    needs pixels.
 
     Args:
-        part: Layers on this stage.
+        part: Layers of this stage.
     """
 
     def __init__(self, part: CaptionerPart, *, stages: World, device: torch.device) -> None:
         super().__init__()
         self.part = part
         self._stages, self._device = stages, device
-        # The first stage with text layers.
+        # Index of the first stage with text layers.
         self._first = stages.gather_objects(part.has("token_embedding")).index(True)
 
     def forward(self, video_VCTHW: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

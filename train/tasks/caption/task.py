@@ -1,10 +1,10 @@
-"""The captioning task: a video tower, and a decoder that attends to its tokens; evaluation during training; loss.
+"""Task `train caption`: train a video tower and a decoder that attends to its tokens; loss and evaluation in training.
 
-A sample has one or several captions of its clip as tokens with an end token, padded with `NO_TOKEN`. The decoder
+A sample has one or several captions of its clip, as tokens with an end token, padded with `NO_TOKEN`. The decoder
 predicts each token from the tokens before it and, by cross-attention, from the clip. The loss is the mean over all
 tokens of the batch. An evaluation generates one caption per clip, and compares it with all captions of that clip.
 
-Shape suffixes: B batch of a rank, R rows of a microbatch, K captions of a clip, L tokens, V vocabulary, C channels,
+Shape suffixes: B batch of a rank, R rows of a microbatch, K captions per clip, L tokens, V vocabulary, C channels,
 T frames, H and W pixels.
 """
 
@@ -77,7 +77,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
     """The task of `train caption`.
 
     Args:
-        decoder: Decoder of an existing run; by default, the decoder that the settings name.
+        decoder: Decoder of an existing run. Default: the decoder from the settings.
     """
 
     name = "caption"
@@ -95,12 +95,12 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         self._say = say
         self._decoder, self._is_of_run = decoder, decoder is not None
         self._held_out: dict[str, Samples[ClipReader]] = {}
-        self._captions_per_clip: str | None = None  # description of the training set
+        self._captions_per_clip: str | None = None  # mean number, as text
 
     @property
     def decoder(self) -> Decoder:
         """Tokenizer, size and weights of the decoder."""
-        assert self._decoder is not None  # was given, or training_set made it
+        assert self._decoder is not None  # passed to the task, or opened by training_set
         return self._decoder
 
     def facts(self) -> dict[str, Any]:
@@ -112,21 +112,21 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         return {"decoder": decoder_facts(parts), **captions, **start_facts(model, parts), **super().facts()}
 
     def files(self) -> dict[str, bytes]:
-        """Return the files that are needed besides the weights: the tokenizer, and a language model's configuration."""
+        """Return the files that the weights need: the tokenizer, and a language model's configuration."""
         if isinstance(self.decoder, LanguageDecoder):
             return {f"{LANGUAGE_FOLDER}/{name}": content for name, content in self.decoder.files.items()}
         return {TOKENIZER_FILE: self.decoder.tokenizer.as_json()}
 
     def training_set(self, world: World) -> "AnySamples":
-        """Open this rank's part of the clips and captions of the split that the settings name.
+        """Open this rank's part of the clips and captions of the training split.
 
         Raises:
-            UserError: The split is empty, the named decoder is not available, or its context is too short.
+            UserError: The split is empty, the decoder is not available, or its context is too short.
         """
         settings = self._settings
         sets: list[Samples[ClipReader]] = []
 
-        # A tokenizer trained on captions depends on the words in all folders.
+        # A tokenizer that is trained on captions uses the captions of all folders.
         def tokenizer(_: Iterable[str]) -> CaptionTokenizer:
             return self._tokenizer(text for samples in sets for text in samples.captions.all_texts())
 
@@ -135,9 +135,9 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
             return sets[-1]
 
         samples = self.open_mixture(open_folder_of)
-        _ = sets[0].captions.tokenizer  # created now, because the decoder depends on it
-        self._captions_per_clip = f"{sum(one.captions.num_entries for one in sets) / sum(map(len, sets)):.3g}"
-        # Checked now, so that a mistake in --decoding is reported before training starts.
+        _ = sets[0].captions.tokenizer  # create the tokenizer now, because the decoder depends on it
+        self._captions_per_clip = f"{sum(samples.captions.num_entries for samples in sets) / sum(map(len, sets)):.3g}"
+        # Check the decoding settings now, so that mistakes in them are reported before training starts.
         self.decoding()
         if settings.evaluate.every and settings.evaluate.java:
             require_java(settings.evaluate.spice_jars)
@@ -150,13 +150,13 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         return samples
 
     def samples(self, split: str, world: World) -> "Samples[ClipReader]":
-        """Open this rank's part of the clips and captions of any split.
+        """Open this rank's part of the clips and captions of a split.
 
         Raises:
-            UserError: The split is empty, or the named decoder is not available.
+            UserError: The split is empty, or the decoder is not available.
         """
         samples = self._open(split, world, make_tokenizer=self._tokenizer)
-        _ = samples.captions.tokenizer  # created now, because the decoder depends on it
+        _ = samples.captions.tokenizer  # create the tokenizer now, because the decoder depends on it
         return samples
 
     def _open(
@@ -176,11 +176,11 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         )
 
     def new_model(self, samples: "AnySamples | None" = None) -> AnyCaptioner:
-        """Build a captioner with new weights, and the weights of `--decoder.weights`."""
+        """Build a captioner with new weights, or with the decoder weights from `--decoder.weights`."""
         return build_captioner(self._settings, self.decoder, attend=self._attention.attend)
 
     def fit_weights(self, model: AnyCaptioner, source: Source, *, say: Say) -> Loaded:
-        """Fit weights to the captioner, or to its tower."""
+        """Fit weights to the captioner, or only to its tower."""
         return start_of_captioner(model, source, allow=self._settings.init.allow, say=say)
 
     def fit_whole(self, model: AnyCaptioner, source: Source, *, say: Say) -> Loaded:
@@ -188,20 +188,20 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         return start_of_captioner(model, source, allow=(), say=say)
 
     def build_model(self, samples: "AnySamples | None" = None) -> AnyCaptioner:
-        """Build a captioner with its initial weights, and freeze parts."""
+        """Build a captioner with its initial weights, and freeze the parts from the settings."""
         return super().build_model(samples)
 
     def adapt(self, model: AnyCaptioner, tower: Tower) -> None:
-        """Add adapters to a tower; peft adapts a language model."""
+        """Add adapters to a tower. For a language model, peft adds them."""
         if tower == "decoder" and isinstance(model, LanguageCaptioner):
             add_language_adapters(model.decoder, self._settings.lora)
         else:
             super().adapt(model, tower)
 
     def towers_of_start(self) -> Sequence[Tower]:
-        """Return the towers with adapters that need initial weights; a language model already has weights."""
-        brings_weights = self._settings.decoder.lm is not None
-        return [tower for tower in super().towers_of_start() if not (brings_weights and tower == "decoder")]
+        """Return the towers with adapters that need initial weights. A language model already has weights."""
+        has_weights = self._settings.decoder.lm is not None
+        return [tower for tower in super().towers_of_start() if not (has_weights and tower == "decoder")]
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
         """Return the blocks of the tower and the decoder."""
@@ -209,7 +209,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         return [*blocks, *language_blocks(model.decoder)] if isinstance(model, LanguageCaptioner) else blocks
 
     def build_objective(self, samples: "AnySamples", world: World) -> Objective:
-        """Return the cross-entropy of tokens."""
+        """Return the objective: the cross-entropy of tokens."""
         inputs: Callable[[Batch, slice], torch.Tensor] = partial(self.inputs, is_training=True)
         decoder = self.decoder
         return CaptionLoss(
@@ -220,15 +220,15 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         )
 
     def layers(self, model: Captioner) -> list[LayerCost]:
-        """Return the layers between which a pipeline can cut."""
+        """Return the layers that a pipeline can distribute over its stages."""
         return layers_of(model)
 
     def part(self, model: Captioner, layers: range) -> nn.Module:
-        """Return layers of a captioner for a pipeline stage."""
+        """Return a pipeline stage with the given layers of a captioner."""
         return part_of(model, layers)
 
     def inputs(self, batch: Batch, rows: slice = slice(None), *, is_training: bool = False) -> torch.Tensor:
-        """Return clips [B, C, T, H, W] of some rows of a batch, as the model takes them."""
+        """Return the model's input, clips [B, C, T, H, W], for the given rows of a batch."""
         if "video" not in batch:
             # Later pipeline stages need only the number of clips.
             return torch.empty(len(batch["position"][rows]), 0, device=self._device)
@@ -236,12 +236,12 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         return self.pixels(batch, rows, mean=mean, std=std, is_training=is_training)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float | list[float]]:
-        """Return loss, metrics and exact matches on the data that the settings name, as `<name>/<metric>`."""
-        metrics_of_data: dict[str, float | list[float]] = {}
+        """Return loss, metrics and exact matches on the evaluation data, as `<name>/<metric>`."""
+        all_metrics: dict[str, float | list[float]] = {}
         for name, samples in self._held_out.items():
             metrics, losses = self._score_captions(model, samples, world)
-            metrics_of_data |= {**split_metrics(name, metrics), f"{name}/loss of each batch": losses}
-        return metrics_of_data
+            all_metrics |= {**split_metrics(name, metrics), f"{name}/loss of each batch": losses}
+        return all_metrics
 
     def _score_captions(
         self, model: nn.Module, samples: "Samples[ClipReader]", world: World
@@ -264,11 +264,11 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
             )
 
         losses = [loss for part in parts for loss in part.batch_losses]
-        # One Java program, not one per process.
+        # Run one Java program in total, not one per process.
         return world.first(metrics) if how.java else metrics(), losses
 
     def decoding(self, settings: DecodingSettings | None = None) -> DecodingSettings:
-        """Return decoding settings, the given ones or the run's, limited by the decoder's context.
+        """Return the given decoding settings, or the run's, limited by the decoder's context.
 
         Raises:
             UserError: A requested limit exceeds the context.
@@ -278,14 +278,14 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
 
     def _tokenizer(self, texts: Iterable[str]) -> CaptionTokenizer:
         if self._decoder is None:
-            of_start = decoder_of_start(self._settings)
-            self._decoder = of_start or open_decoder(self._settings.decoder, texts, say=self._say)
+            initial_decoder = decoder_of_start(self._settings)
+            self._decoder = initial_decoder or open_decoder(self._settings.decoder, texts, say=self._say)
         return self._decoder.tokenizer
 
 
 @dataclass
 class GeneratedCaptions:
-    """Captions of this rank's clips.
+    """Captions that were generated for this rank's clips.
 
     Attributes:
         captions: Captions by the index of the clip.
@@ -313,7 +313,7 @@ def captions_of(
     """Generate one caption per clip with a captioner in evaluation mode.
 
     Args:
-        inputs: Function from a batch to clips [B, C, T, H, W].
+        inputs: Function that takes a batch and returns clips [B, C, T, H, W].
     """
     captions = GeneratedCaptions()
     for loaded in batches:
@@ -338,7 +338,7 @@ def loss_of(parts: Sequence[GeneratedCaptions]) -> float:
     """Return the mean cross-entropy per token over all parts.
 
     Raises:
-        FailedWork: Nothing could be decoded, or predictions are not finite.
+        FailedWork: No clip could be decoded, or predictions are not finite.
     """
     num_tokens = sum(part.num_tokens for part in parts)
     if not num_tokens:
@@ -356,13 +356,13 @@ def metrics_of(
     with_java: bool = False,
     spice_jars: Path | None = None,
 ) -> dict[str, float]:
-    """Return metrics of the captions of all ranks: loss, n-gram metrics, exact matches, and metrics of Java programs.
+    """Return metrics of the captions of all ranks: loss, n-gram metrics, exact matches, and metrics from Java programs.
 
-    The numbers of failed clips, of empty captions, and of clips whose references have no words are added if they are
-    not 0.
+    The numbers of failed clips, empty captions, and clips whose references have no words are included unless they are
+    0.
 
     Args:
-        references: Function from the index of a clip to all its captions.
+        references: Function that takes the index of a clip and returns all its captions.
         with_java, spice_jars: Arguments of `score_captions`.
 
     Raises:
@@ -371,8 +371,10 @@ def metrics_of(
     """
     loss = loss_of(parts)
     captions = {str(number): text for part in parts for number, text in part.captions.items()}
-    captions, its_references, left_out = comparable_captions(captions, {one: references(int(one)) for one in captions})
-    scores = score_captions(captions, its_references, with_java=with_java, spice_jars=spice_jars)
+    captions, all_references, left_out = comparable_captions(
+        captions, {name: references(int(name)) for name in captions}
+    )
+    scores = score_captions(captions, all_references, with_java=with_java, spice_jars=spice_jars)
     if with_java and (missing := scores.absent.keys() - ({"spice"} if spice_jars is None else set())):
         raise FailedWork(f"no {METRIC_LABELS[min(missing)]}: {scores.absent[min(missing)]}")
     counts = {
@@ -386,19 +388,19 @@ def metrics_of(
 def comparable_captions(
     captions: Mapping[str, str], references: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, str], dict[str, Sequence[str]], list[str]]:
-    """Return captions and references of clips that can be scored, and names of clips whose references lack words.
+    """Return captions and references of clips that can be scored, and the names of clips whose references lack words.
 
     Raises:
         UserError: No clip has references with words.
     """
     left_out = without_words(references)
-    kept = {one: its for one, its in references.items() if one not in set(left_out)}
-    if left_out and not kept:
+    comparable = {name: texts for name, texts in references.items() if name not in set(left_out)}
+    if left_out and not comparable:
         raise UserError(
             f"clips whose references have words: 0 of {len(left_out)}; there is nothing to compare captions with",
             hint="check the captions of this split: they are empty, or only punctuation",
         )
-    return {one: captions[one] for one in kept}, kept, left_out
+    return {name: captions[name] for name in comparable}, comparable, left_out
 
 
 _NUM_BUCKETS, _MIN_BUCKET = 8, 8
@@ -407,14 +409,14 @@ _NUM_BUCKETS, _MIN_BUCKET = 8, 8
 class CaptionLoss(Objective):
     """Cross-entropy of the next token, averaged over all tokens of the complete batch, including end tokens.
 
-    All tokens have the same weight, whatever rank and microbatch they are in; padding has no weight.
+    All tokens have the same weight, regardless of rank and microbatch; padding has no weight.
 
     Args:
-        inputs: Function that returns clips [R, C, T, H, W] of some rows of a batch.
-        end_id: Token that the decoder gets before the first token of a caption.
+        inputs: Function that takes a batch and a slice of its rows, and returns their clips [R, C, T, H, W].
+        end_id: Token that precedes the first token of a caption in the decoder's input.
         label_smoothing: Label smoothing (Szegedy et al. 2016, section 7).
-        num_before: Number of decoder tokens before a caption, which are computed for each caption; None if there are
-            none. If it is given, a microbatch holds captions of similar lengths.
+        num_before: Number of decoder tokens before each caption; None for a decoder without a prefix. With a prefix,
+            each microbatch holds captions of similar lengths.
     """
 
     def __init__(
@@ -430,7 +432,7 @@ class CaptionLoss(Objective):
         self._num_before = num_before
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
-        """Add the gradients of this rank's share of the batch; return the loss of the complete batch."""
+        """Add the gradients of this rank's part of the batch; return the loss of the complete batch."""
         is_bucketed = self._num_before is not None
         if is_bucketed:
             batch, step = sort_by_length(batch), bucket_step(step, num_samples=len(batch["targets"]))
@@ -463,7 +465,7 @@ class CaptionLoss(Objective):
             )
             total = model.backward(pipelined, step)
         else:
-            # Losses are summands of the complete batch's loss, while gradients are averaged over ranks.
+            # Losses add up to the loss of the complete batch, but gradients are averaged over ranks.
             losses = backward_microbatches(loss_of, num_samples=num_samples, step=step, gradient_factor=step.world.size)
             total = sum((loss.double() for loss in losses[1:]), losses[0].double())
         metrics: dict[str, Scalar] = {"loss": step.world.sum(total), "num_tokens": num_tokens}
@@ -475,14 +477,14 @@ class CaptionLoss(Objective):
 
 
 def sort_by_length(batch: Batch) -> Batch:
-    """Sort a batch's tensors by the lengths of captions; if a clip has K captions, the longest one counts."""
+    """Sort the rows of a batch's tensors by the length of the clip's longest caption."""
     order = batch["length"].argsort(stable=True)
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     return cast(Batch, {**batch, **{name: value[send(order, value.device)] for name, value in tensors.items()}})
 
 
 def bucket_step(step: Step, *, num_samples: int) -> Step:
-    """Return the step with smaller microbatches, if there are enough samples.
+    """Return the step, with smaller microbatches if there are enough samples.
 
     Samples are sorted by length, and each microbatch is padded to its longest caption. The number of microbatches
     depends only on the number of samples, because FSDP gathers weights on all ranks for each microbatch.
@@ -492,10 +494,11 @@ def bucket_step(step: Step, *, num_samples: int) -> Step:
 
 
 def without_padding(targets_BKL: torch.Tensor, *, longest: int | None = None) -> torch.Tensor:
-    """Remove positions at the end that are padding in all captions; at least one position remains.
+    """Remove the last positions if they are padding in all captions; at least one position remains.
 
     Args:
-        longest: Number of tokens of the longest caption. If omitted, the host waits for the device to count them.
+        longest: Number of tokens of the longest caption. If it is omitted, the CPU waits for the device to count
+            tokens.
     """
     if longest is None:
         longest = int((targets_BKL != NO_TOKEN).sum(dim=-1).max())
@@ -503,15 +506,15 @@ def without_padding(targets_BKL: torch.Tensor, *, longest: int | None = None) ->
 
 
 def shift_targets(targets: torch.Tensor, *, end_id: int) -> torch.Tensor:
-    """Return the decoder's inputs for targets: before each target, the previous token; before the first, the end token.
+    """Return the decoder's inputs for targets: the previous token for each target, and the end token for the first.
 
     Args:
         targets: Target tokens, int64 [..., L].
     """
-    before = torch.roll(targets, 1, dims=-1)
-    before[..., 0] = end_id
-    # Positions after the end may have any token: they have no target, and attention is causal.
-    return before.masked_fill(before == NO_TOKEN, end_id)
+    inputs = torch.roll(targets, 1, dims=-1)
+    inputs[..., 0] = end_id
+    # Positions after the end may have any token, because they have no target and attention is causal.
+    return inputs.masked_fill(inputs == NO_TOKEN, end_id)
 
 
 def summed_loss(logits: torch.Tensor, targets_RKL: torch.Tensor, *, label_smoothing: float = 0.0) -> torch.Tensor:

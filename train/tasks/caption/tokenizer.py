@@ -1,8 +1,8 @@
-"""Captions as token IDs: GPT-2's kind of byte-level BPE, read from a folder or trained on captions; targets of clips.
+"""Convert captions to token IDs with a byte-level BPE like GPT-2's, read from a folder or trained on the captions.
 
-The tokenizers library does the work, and reads GPT-2's files.
+The work is done by the tokenizers library, which reads GPT-2's files.
 
-Shape suffixes: K captions of a visit, L tokens.
+Shape suffixes: K captions per sample, L tokens.
 """
 
 import string
@@ -32,13 +32,13 @@ END = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
 # Older names of GPT-2's files, which have the same content.
 _PARTS = ("vocab.json", "merges.txt")
-# Target that the loss ignores; this is torch's value.
+# Target that the loss ignores, with torch's default value.
 NO_TOKEN = -100
 _LETTERS = string.ascii_letters + string.digits
 
 
 class CaptionTokenizer:
-    """A byte-level BPE. Any text can be converted to tokens and back.
+    """Byte-level BPE. Any text can be converted to tokens and back.
 
     Attributes:
         end_id: Token before the first and after the last token of a caption.
@@ -55,7 +55,7 @@ class CaptionTokenizer:
             raise UserError(
                 f"the tokenizer of {where} has no {end}, the token at the end of a caption; its special tokens: "
                 f"{', '.join(special) or 'none'}",
-                hint=f"if one of them ends its texts, rename it to {end} in {TOKENIZER_FILE}, which keeps its number; "
+                hint=f"if one of them ends texts, rename it to {end} in {TOKENIZER_FILE}, which keeps its number; "
                 "otherwise use the tokenizer of a GPT-2",
             )
         tokenizer.no_padding()
@@ -67,7 +67,7 @@ class CaptionTokenizer:
             raise UserError(
                 f"the tokenizer of {where} has no tokens for {len(lost)} of {len(_LETTERS)} letters and digits, such "
                 f"as {lost[0]!r}: captions would lose them",
-                hint="it is not a GPT-2 tokenizer, or truncated; name the folder of a complete one",
+                hint="it is not a GPT-2 tokenizer, or it is truncated; use the folder of a complete tokenizer",
             )
         self.vocabulary_size: int = tokenizer.get_vocab_size()
 
@@ -84,7 +84,7 @@ class CaptionTokenizer:
     def targets(self, text: str, *, max_tokens: int) -> NDArray[np.int64]:
         """Return target tokens for a decoder, int64 [max_tokens]: the caption's tokens, the end token, and then -100.
 
-        A longer caption is cut, and gets no end token, so the decoder does not learn to stop there.
+        A longer caption is truncated and gets no end token, so the decoder does not learn to stop there.
         """
         ids = [*self.ids(text), self.end_id][:max_tokens]
         targets = np.full(max_tokens, NO_TOKEN, np.int64)
@@ -100,7 +100,7 @@ class CaptionTokenizer:
 
     def num_longer(self, texts: Iterable[str], *, max_tokens: int) -> int:
         """Count captions that exceed `max_tokens`, including the end token."""
-        # A token has at least one byte, so most captions need no encoding.
+        # A token has at least one byte, so shorter captions need not be encoded.
         long = [line for line in map(one_line, texts) if len(line.encode()) >= max_tokens]
         encoded = self._tokenizer.encode_batch(long, add_special_tokens=False)
         return sum(len(caption.ids) >= max_tokens for caption in encoded)
@@ -111,22 +111,22 @@ class CaptionTokenizer:
         return ids
 
     def as_json(self) -> bytes:
-        """Return the content of the file that `read_tokenizer` reads."""
+        """Return the content of tokenizer.json, which `read_tokenizer` reads."""
         return str(self._tokenizer.to_str()).encode()
 
 
 def one_line(text: str) -> str:
-    """Remove control characters from a caption, and put one space between words."""
+    """Replace control characters and white space in a caption by single spaces."""
     return " ".join("".join(" " if unicodedata.category(char) == "Cc" else char for char in text).split())
 
 
 def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> CaptionTokenizer:
-    """Train a BPE on the most frequent pairs in these captions, starting from 256 bytes (Sennrich et al. 2016).
+    """Train a BPE from the most frequent pairs in captions, starting from 256 bytes (Sennrich et al. 2016).
 
     The same texts give the same tokenizer.
 
     Args:
-        vocabulary_size: Maximum size; a small number of texts may have fewer pairs.
+        vocabulary_size: Maximum size of the vocabulary; a few texts may have fewer pairs.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -155,7 +155,7 @@ def read_tokenizer(folder: Path, *, hint: str | None = None) -> CaptionTokenizer
         hint: Hint for errors about a missing or damaged tokenizer; replaces the default hint.
 
     Raises:
-        UserError: The tokenizer is missing, is damaged, or has no token for the end of a text.
+        UserError: The tokenizer is missing, is damaged, or has no end token.
     """
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
@@ -180,20 +180,20 @@ def read_tokenizer(folder: Path, *, hint: str | None = None) -> CaptionTokenizer
             tokenizer = Tokenizer.from_str(whole.read_text(encoding="utf-8"))
     except Exception as error:
         raise UserError(
-            f"cannot read the tokenizer {files[0]}: {error}", hint=hint or "get the folder of the decoder again"
+            f"cannot read the tokenizer {files[0]}: {error}", hint=hint or "download the folder of the decoder again"
         ) from error
     return CaptionTokenizer(tokenizer, where=str(folder))
 
 
 class TargetCaptions(Captions):
-    """The captions of clips as targets. Batches get `targets`.
+    """Captions of clips as targets for the decoder. Batches get `targets`.
 
     A training sample has `per_visit` of the clip's captions, drawn without replacement, or all if the clip has fewer.
-    An evaluation uses the first captions. If a clip has too few captions, the other rows are padding.
+    An evaluation uses the first captions of the clip. If a clip has too few captions, the remaining rows are padding.
 
     Args:
         make_tokenizer: Function that returns the tokenizer. It may read captions to train it.
-        max_tokens: Number L of tokens, including the end of a caption. Longer captions are cut and counted.
+        max_tokens: Number L of tokens, including the end of a caption. Longer captions are truncated and counted.
         per_visit: Number K of captions per training sample.
     """
 
@@ -215,7 +215,7 @@ class TargetCaptions(Captions):
         return self._make_tokenizer(self.all_texts())
 
     def visits_per_epoch(self, num_samples: int) -> float:
-        """Return the number of samples per epoch, in which as many captions are shown as in a loader of pairs."""
+        """Return the number of samples per epoch, with as many captions as an epoch of clip-caption pairs."""
         return max(num_samples, self.num_entries / self._per_visit)
 
     @cached_property
@@ -227,7 +227,7 @@ class TargetCaptions(Captions):
         return (sha256(self.tokenizer.as_json()).hexdigest(),)
 
     def describe(self) -> list[str]:
-        """Return a log line with the number of captions that are cut."""
+        """Return a log line with the number of captions that are truncated."""
         return [f"{self._num_cut:,} cut to {self._max_tokens} tokens"] if self._num_cut else []
 
     def add(self, sample: Sample, request: SampleRequest) -> None:
@@ -245,8 +245,9 @@ class TargetCaptions(Captions):
         entries = choice.entries(request.sample)
         if request.seed is None or len(entries) <= self._per_visit:
             return list(entries[: self._per_visit])
-        # Weighted drawing without replacement: the smallest exponential waiting times (Efraimidis and Spirakis 2006).
+        # Weighted sampling without replacement: take the smallest exponential waiting times (Efraimidis and Spirakis
+        # 2006).
         position = np.array([request.position])
         shares: NDArray[np.float64] = draw_uniform(position, len(entries), seed=request.seed, purpose="captions")[0]
         waits = -np.log1p(-shares) / choice.weights(request.sample)
-        return sorted(entries[int(one)] for one in np.argsort(waits, kind="stable")[: self._per_visit])
+        return sorted(entries[int(index)] for index in np.argsort(waits, kind="stable")[: self._per_visit])

@@ -206,7 +206,7 @@ def test_chunks_that_cannot_be_decoded_are_listed_and_have_no_row(
         (["--num-samples", "0"], "--num-samples is 0"),
         (["--method", "greedy", "--num-samples", "5"], "--num-samples 5 does nothing with --method greedy"),
         (["--temperature", "0"], "above 0; decoding method greedy is the limit"),
-        (["--max-tokens", "13"], "--max-tokens is 13, and the decoder's context has 12 tokens"),
+        (["--max-tokens", "13"], "--max-tokens is 13, but the decoder's context has 12 tokens"),
     ],
 )
 def test_mistakes_are_named_and_leave_nothing(

@@ -134,7 +134,7 @@ def test_the_default_length_gives_way_to_the_context_and_a_length_that_was_asked
     settings = DecodingSettings(max_tokens=expected)
     if result is None:
         with pytest.raises(
-            UserError, match=f"--decoding.max-tokens is {expected}, and the decoder's context has 12 tok"
+            UserError, match=f"--decoding.max-tokens is {expected}, but the decoder's context has 12 tok"
         ):
             fit_decoding(settings, context_length, is_of_run=is_of_run)
     else:
@@ -166,8 +166,8 @@ def test_settings_that_spell_out_what_takes_effect_are_equal(
 @pytest.mark.parametrize(
     ("least", "context_length", "message", "hint"),
     [
-        (50, 24, "--decoding.min-tokens is 50, and the decoder's context has 24 tokens", "give 23 at most"),
-        (50, 64, "--decoding.min-tokens is 50, and captions have 30 tokens at most", "a larger --decoding.max-tokens"),
+        (50, 24, "--decoding.min-tokens is 50, but the decoder's context has 24 tokens", "use at most 23"),
+        (50, 64, "--decoding.min-tokens is 50, but captions have at most 30 tokens", "a larger --decoding.max-tokens"),
     ],
 )
 def test_captions_that_must_be_too_long_are_refused_by_the_limit_that_there_is(

@@ -102,9 +102,9 @@ def test_a_folder_that_cannot_be_the_decoder(
         (("--decoder.visual-tokens", 8), "--decoder.lm"),
         (
             ("--decoder.lm", "LM", "--decoder.weights", "gpt2"),
-            "--decoder.weights is gpt2, and --decoder.lm has its own",
+            "--decoder.weights is gpt2, but --decoder.lm has its own",
         ),
-        (("--decoder.lm", "LM", "--decoder.width", 64), "--decoder.width is 64, and --decoder.lm has its own"),
+        (("--decoder.lm", "LM", "--decoder.width", 64), "--decoder.width is 64, but --decoder.lm has its own"),
         (("--decoder.lm", "LM", "--decoder.name", "gpt2"), "--decoder.name is gpt2, which has no effect"),
         (("--decoder.lm", "LM", "--decoder.prompt", "say:"), "which has {video} 0 times"),
         (("--decoder.lm", "LM", "--decoder.visual-tokens", 9), "the encoder has 8 tokens for a clip"),

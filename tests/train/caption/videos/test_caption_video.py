@@ -117,7 +117,7 @@ def test_a_limit_beyond_the_context_is_refused(
     limit = {"--decoding.max-tokens": 13, "--decoding.min-tokens": 12}[flag]
     for command in (("caption-video", captioner_run, films), ("eval", "caption", captioner_run)):
         assert train(*command, flag, limit) == 2
-        assert f"{flag} is {limit}, and the decoder's context has 12 tokens" in capsys.readouterr().err
+        assert f"{flag} is {limit}, but the decoder's context has 12 tokens" in capsys.readouterr().err
     assert train("caption-video", captioner_run, films / "a.mp4", flag, limit - 1) == 0
 
 
