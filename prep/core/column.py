@@ -36,7 +36,7 @@ ENGINE_FLAGS = ("engine", "address")  # flags that are recorded with a run if th
 # Names that settings must not have: values of every recipe, and flags of all columns (`prep/core/request.py`).
 TAKEN_SETTINGS = frozenset(
     {*("column", "schema", VIDEO, "weights"), *("data", "json", "engine", "address", "execution", "workers", "part")}
-    | {"max_failures", "trial", "explain", "retry_codes", "only_variant", "variant", "monitoring"}
+    | {"max_failures", "trial", "explain", "retry_codes", "only_variant", "part_run", "variant", "monitoring"}
 )
 WEIGHTS = "weights"  # name of the value with the path of a local model; recipes contain its hash instead
 Stored = Mapping[str, Any]  # content of a variant's recipe.json

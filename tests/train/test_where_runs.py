@@ -60,7 +60,7 @@ def test_resuming_with_another_expression_is_refused(
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     assert train("dual-encoder", "--resume", "--out", copy, "--where", "motion > 0.25", "--steps", 3) == 2
-    assert "--where is motion > 0.25, the run in" in capsys.readouterr().err
+    assert "--where is motion > 0.25, but the run in" in capsys.readouterr().err
     # Other scores select other samples.
     other = tmp_path / "data"
     shutil.copytree(scored_data, other)

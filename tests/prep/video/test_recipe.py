@@ -68,7 +68,7 @@ def test_a_bitrate_without_a_unit_is_refused(
     for command in (["plan"], ["chunk"], ["advise", "--batch", "3", "--step-time", "1"]):
         with pytest.raises(UserError, match='--bitrate "800000" has no unit') as caught:
             app([*command, "--bitrate", "800000"], exit_on_error=False)
-        assert caught.value.hint == "write --bitrate 800k (bits per second)"
+        assert caught.value.hint == "use --bitrate 800k (bits per second)"
 
 
 OTHER_VALUES: dict[str, Any] = {

@@ -179,8 +179,8 @@ def test_groups_whose_view_was_not_encoded_are_omitted_and_counted(robot: Path) 
     ("changes", "words"),
     [
         ({"views": "top,wrist"}, "views is 'top,wrist'"),
-        ({"views": ("top",)}, "views is top"),
-        ({"views": ("top", "top")}, "views is top,top"),
+        ({"views": ("top",)}, "views top does not name two"),
+        ({"views": ("top", "top")}, "views top,top does not name two"),
         ({"clips": 2, "shuffle": False}, "2 clips x 1 crops of 2 cameras"),
     ],
 )

@@ -61,9 +61,9 @@ def test_each_rule_cuts_as_it_says(rule: str, num_stages: int, lengths: list[int
         ("2,7", 2, "9 layers on 2 stages"),
         ("0,10", 2, "10 layers on 2 stages"),
         ("5,5", 3, "10 layers on 2 stages"),
-        ("size", 2, "is 'size'"),
-        ("type:", 2, "is 'type:'"),
-        ("3,", 2, "is '3,'"),
+        ("size", 2, "'size' is not a valid partition"),
+        ("type:", 2, "'type:' is not a valid partition"),
+        ("3,", 2, "'3,' is not a valid partition"),
     ],
 )
 def test_cuts_that_cannot_be_are_refused(rule: str, num_stages: int, message: str) -> None:

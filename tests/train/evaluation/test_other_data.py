@@ -114,7 +114,7 @@ def test_missing_data_are_named_before_training_starts(
         (
             ("--evaluate.shards", f"far={moving}@test"),
             f"--evaluate.shards far={moving}: {moving} has no videos of split 'test'",
-            "choose one with --evaluate.shards far=DATA@SPLIT\n",
+            "use --evaluate.shards far=DATA@SPLIT with a split of this manifest",
         ),
         (("--evaluate.split", "test"), f"error: {moving} has no videos of split 'test'", "with --evaluate.split\n"),
     ):

@@ -177,7 +177,7 @@ def test_a_split_to_look_at_that_no_video_has_is_refused_before_the_first_step(
     flags = (*TINY, "--steps", 1, "--batch", 2, "--out", tmp_path / "run")
     assert train("mae", "--shards", data_dir, *flags, "--evaluate.split", "nosplit") == 2
     error = capsys.readouterr().err
-    assert "no videos of split 'nosplit'" in error and "splits of this manifest: train, val" in error
+    assert "no videos of split 'nosplit'" in error and "a split of this manifest: train, val" in error
     assert not (tmp_path / "run").exists()
 
 

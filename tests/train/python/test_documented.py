@@ -44,7 +44,7 @@ def test_the_documented_code_runs(
     runpy.run_path(str(program))
     picture = np.asarray(Image.open("batch.png"))
     assert picture.shape == (8 * 112, 4 * 112, 3) and picture.std() > 10
-    assert "splits of this manifest: train, val" in capsys.readouterr().out
+    assert "a split of this manifest: train, val" in capsys.readouterr().out
 
 
 def test_a_picture_of_a_batch_takes_ten_lines(repository: Path) -> None:
