@@ -1,13 +1,13 @@
-"""Answers of a model, the journal that stores each answer as soon as it arrives, and the samples made from them.
+"""Answers from a model, the journal that stores each answer as soon as it arrives, and the samples made from answers.
 
-    <variant>/answers/000003.jsonl   the answers about chunks of shard 3, one per line: `<CRC-32, 8 digits> <JSON>`
+    <variant>/answers/000003.jsonl   the answers for chunks of shard 3, one per line: `<CRC-32, 8 digits> <JSON>`
     <variant>/answers/spent          the tokens of the current run, 8 bytes per answer (`Budget`)
 
-A line is on disk before the next request is sent in its place. A killed run therefore loses only requests in flight,
-but no answer that was paid for. A truncated or damaged line is ignored. If a chunk has several lines, the last one
-counts. The journal is kept, because it has values that the shard lacks, such as the seconds of each answer. A line
-identifies its chunk by the fingerprint of the content, so that an answer is found even if the chunk has moved to
-another shard.
+An answer is on disk before the next request takes its slot. A killed run therefore loses only requests in flight, and
+no response that was received and paid for. A truncated or damaged line is ignored. If a chunk has several lines, the
+last line counts. The journal is kept because it contains values that the shard lacks, such as the duration of each
+request. A line identifies its chunk by the fingerprint of the content, so an answer is found even if the chunk has
+moved to a different shard.
 """
 
 import json
@@ -35,13 +35,13 @@ ANSWER_FILE = re.compile(r"\d{6,}\.jsonl|spent")
 KEY_VARIABLE = "OPENAI_API_KEY"
 _SPENT_FILE = "spent"
 _LENGTH, _FILTERED = "length", "content_filter"
-# Finish reasons of complete answers: the words of OpenAI, Together, TGI and Anthropic. Any other word, even an unknown
-# one, means that the text may be cut off.
+# Finish reasons of complete answers, as sent by OpenAI, Together, TGI and Anthropic. Any other value, including unknown
+# values, means that the text may be cut off.
 _COMPLETE = ("stop", "eos", "eos_token", "stop_sequence", "end_turn")
 _RECORD_BYTES = 8
 _FINGERPRINT = re.compile(rb'"chunk_fingerprint": "([0-9a-f]{32})"')
 _MAX_TOKENS = (1 << 31) - 1  # maximum for one answer, since the index uses 32-bit integers
-_MIN_SECRET_CHARS = 8  # minimum length of keys that are also hidden within words
+_MIN_SECRET_CHARS = 8  # minimum length of keys that are also replaced within words
 # Invisible characters that Unicode does not classify as format characters: joiners, fillers, selectors.
 _INVISIBLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0000-\U000e0fff]"
@@ -51,15 +51,16 @@ EXTENSION = "caption.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Answer of a model about a chunk. Lone surrogates are removed from its strings, because files cannot store them.
+    """Answer from a model for a chunk. Lone surrogates are removed from its strings, because files cannot store them.
 
     Attributes:
         text: Text as received.
-        finish_reason: Reason why the model ended: stop, length, content_filter; None if the server gave none.
-        refusal: Reason why the model declines to answer, as a separate field.
-        tokens_in, tokens_out: Number of tokens of pictures and prompt, and of the answer; None if the server gave none.
-        seconds: Time in seconds from the request to the answer, including retries; in a batch, an equal share.
-        model: Name that the model gave in the answer.
+        finish_reason: Reason why generation ended: stop, length, content_filter; None if the server reported none.
+        refusal: Reason why the model declined to answer, if the server reports it in a separate field.
+        tokens_in, tokens_out: Number of tokens of the images and the prompt, and of the answer; None if unknown.
+        seconds: Time in seconds from the request to the response, including retries; in a batch, an equal part of the
+            batch's time.
+        model: Name of the model in the response.
     """
 
     text: str
@@ -73,20 +74,20 @@ class Answer:
     def __post_init__(self) -> None:
         values: dict[str, Any] = {name: _storable(getattr(self, name)) for name in ("text", "model")}
         for name in ("finish_reason", "refusal"):
-            given = getattr(self, name)
-            values[name] = None if given is None else _storable(given) or None
+            value = getattr(self, name)
+            values[name] = None if value is None else _storable(value) or None
         values |= {name: _token_count(getattr(self, name)) for name in ("tokens_in", "tokens_out")}
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in and out, as far as they are known."""
+        """Number of tokens in and out; unknown numbers count as 0."""
         return (self.tokens_in or 0) + (self.tokens_out or 0)
 
     @property
     def is_counted(self) -> bool:
-        """True if the server reported both numbers of tokens."""
+        """True if the server reported the numbers of tokens in and out."""
         return None not in (self.tokens_in, self.tokens_out)
 
     @property
@@ -100,9 +101,9 @@ class Answer:
         )
 
     def problem(self, model: str) -> SourceFailure | None:
-        """Return the reason why the answer is not a caption by `model`; None if it is. The server's key is removed.
+        """Return the reason why the answer cannot be used as a caption by `model`, without the server's key, or None.
 
-        A server may add the date of a snapshot to the name: gpt-4o-2024-08-06 for gpt-4o.
+        A server may append the date of a snapshot to the name of the model, such as gpt-4o-2024-08-06 for gpt-4o.
         """
         code = message = None
         if re.fullmatch(re.escape(model) + r"(-\d[\d-]*)?", self.model) is None:
@@ -123,10 +124,10 @@ class Answer:
 
 
 def without_key(message: str) -> str:
-    """Replace the key of the server in a message by `***`, because some servers repeat the key in their errors.
+    """Replace the key of the server in a message with `***`, because some servers repeat the key in their errors.
 
-    Only messages are changed, never answers. A short key, such as EMPTY for a server that needs none, is replaced only
-    if it is a separate word.
+    Only messages are changed, never answers. A short key, such as EMPTY for a server that does not need a key, is
+    replaced only if it is a separate word.
     """
     key = os.environ.get(KEY_VARIABLE)
     if not key:
@@ -139,39 +140,39 @@ def _storable(text: object) -> str:
     """Return the text without lone surrogates.
 
     Raises:
-        ValueError: It is not a text.
+        ValueError: `text` is not a string.
     """
     if not isinstance(text, str):
         raise ValueError(f"{quote_value(text)} is not a text")
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "ignore")
 
 
-def _token_count(given: object) -> int | None:
+def _token_count(value: object) -> int | None:
     """Return the number of tokens that a server reports; None for an impossible value."""
-    if isinstance(given, float) and given.is_integer():
-        given = int(given)
-    is_count = isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= _MAX_TOKENS
-    return given if is_count else None  # type: ignore[return-value]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_TOKENS
+    return value if is_count else None  # type: ignore[return-value]
 
 
 def journal_path(variant_dir: Path, shard_id: int) -> Path:
-    """Return the journal of a shard."""
+    """Return the path of the journal of a shard."""
     return variant_dir / ANSWERS_FOLDER / f"{shard_id:06d}.jsonl"
 
 
 def read_answers(path: Path) -> dict[str, Answer]:
-    """Return the answers in a journal by the fingerprint of their chunk; none if there is no journal."""
+    """Return the answers in a journal by the fingerprint of their chunk; empty if the journal does not exist."""
     return dict(_lines(path))
 
 
 def answered_chunks(folder: Path) -> Iterator[tuple[int, list[bytes]]]:
-    """Yield the ID of each shard that has a journal, and the chunk fingerprints in its lines, even in damaged lines."""
+    """Yield the id of each shard with a journal, and the chunk fingerprints in its lines, including damaged lines."""
     for path in sorted(folder.glob("*.jsonl")):
         yield int(path.stem), _FINGERPRINT.findall(path.read_bytes())
 
 
 def answers_in(folder: Path) -> Iterator[Answer]:
-    """Yield all answers in the journals of a variant, including several answers about one chunk."""
+    """Yield all answers in the journals of a variant, including repeated answers for the same chunk."""
     for path in sorted(folder.glob("*.jsonl")):
         yield from (answer for _, answer in _lines(path))
 
@@ -188,16 +189,16 @@ def _lines(path: Path) -> Iterator[tuple[str, Answer]]:
             try:
                 record: dict[str, Any] = parse_json(text)
                 entry = record.pop("chunk_fingerprint"), Answer(**record)
-            except (ValueError, LookupError, TypeError, AttributeError):  # written by another version
+            except (ValueError, LookupError, TypeError, AttributeError):  # written by a different version
                 continue
             yield entry
 
 
 class Journal:
-    """Context manager for the journal of a shard while a worker adds to it; threads may share it.
+    """Context manager with which a worker adds answers to the journal of a shard; threads may share it.
 
     Args:
-        others: Journals of shards that contained chunks of this shard before. Answers in this journal take precedence.
+        others: Journals of shards that used to contain chunks of this shard. Answers in this journal take precedence.
     """
 
     def __init__(self, path: Path, others: Sequence[Path] = ()) -> None:
@@ -215,24 +216,24 @@ class Journal:
         os.close(self._descriptor)
 
     def add(self, fingerprint: str, answer: Answer) -> None:
-        """Store an answer about the chunk with this fingerprint. It is on disk when the method returns."""
+        """Store an answer for the chunk with this fingerprint. The answer is on disk when the method returns."""
         text = json.dumps({"chunk_fingerprint": fingerprint, **asdict(answer)}, sort_keys=True).encode()
-        # The line feed at the beginning ends a line that a kill has cut off.
+        # The leading line feed ends a line that was truncated when a writer was killed.
         line = b"\n%08x %s\n" % (zlib.crc32(text), text)
         with self._lock:
             self.answers[fingerprint] = answer
-            written = os.write(self._descriptor, line)
-            if written < len(line):
-                os.write(self._descriptor, line[written:])  # raises the error that cut the first write short
+            num_bytes = os.write(self._descriptor, line)
+            if num_bytes < len(line):
+                os.write(self._descriptor, line[num_bytes:])  # raises the error that cut the first write short
         os.fsync(self._descriptor)
 
 
 class Budget:
-    """`--max-tokens-total`: the tokens of a variant's answers. All workers of a run share the count through a file.
+    """Token budget of a variant (`--max-tokens-total`). All workers of a run share the count through a file.
 
     Args:
-        limit: Number of tokens; None for no limit.
-        spent: Tokens of the answers of earlier runs.
+        limit: Maximum number of tokens; None for no limit.
+        spent: Number of tokens of the answers from earlier runs.
     """
 
     def __init__(self, variant_dir: Path, *, limit: int | None, spent: int) -> None:
@@ -240,7 +241,7 @@ class Budget:
         self._num_read = 0
 
     def begin(self) -> None:
-        """Forget the tokens of an earlier run, because its answers are in the journals. Only the driver calls this."""
+        """Reset the shared count: answers from earlier runs are in the journals. Only the driver calls this."""
         self._path.unlink(missing_ok=True)
 
     def add(self, tokens: int) -> None:
@@ -250,7 +251,7 @@ class Budget:
                 file.write(tokens.to_bytes(_RECORD_BYTES, "little"))
 
     def is_spent(self) -> bool:
-        """Return True once the answers have used all tokens of the limit."""
+        """Return True once the answers have reached the limit."""
         if self._limit is None:
             return False
         try:

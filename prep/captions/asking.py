@@ -1,4 +1,4 @@
-"""Interface between a caption worker and a model or server, and the frames of a chunk that it receives."""
+"""Interface between a caption worker and a model or server, and the frames of a chunk that the model receives."""
 
 import base64
 from collections.abc import Callable, Iterator, Sequence
@@ -48,15 +48,15 @@ def jpeg_address(picture: Picture) -> str:
 
 @dataclass(frozen=True)
 class Questions:
-    """Chunks to be captioned.
+    """Chunks to caption, and the functions that a captioner calls for them.
 
     Attributes:
         rows: Rows of the shard to caption.
-        stop: Function that returns a reason to stop asking, or None. It is called before each request.
+        stop: Function that returns a reason to send no further requests, or None. It is called before each request.
         read: Function that returns the content of a chunk. It may raise SourceFailure, and must be thread-safe.
         pictures: Function that decodes frames of a chunk. It may raise SourceFailure, and must be thread-safe.
-        keep: Function that stores the answer for a row, or the reason why there is none. The answer is on disk when the
-            function returns. It must be thread-safe.
+        keep: Function that stores the answer for a row, or the reason why there is no answer. The answer is on disk
+            when the function returns. It must be thread-safe.
         seed: Function that returns the random seed for a row.
     """
 
@@ -72,5 +72,5 @@ class Captioner(Protocol):
     """Model or server that writes captions."""
 
     def answer(self, questions: Questions) -> Stop | None:
-        """Answer all questions. If some were not asked, return the reason; otherwise return None."""
+        """Caption all rows. Return the reason if requests for some rows were not sent; otherwise None."""
         ...

@@ -22,7 +22,7 @@ _SHOWN_CHARS = 80  # maximum length of a prompt in messages
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionsRequest(ModelRequest):
-    """The flags of `prep captions` that are not settings: options of requests to a model or a server."""
+    """Flags of `prep captions` that are not settings: options for requests to a model or a server."""
 
     workers: Annotated[
         int | None,
@@ -90,7 +90,7 @@ class CaptionsRequest(ModelRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionsPlanRequest(PlanRequest):
-    """The flags of `prep plan captions` that are not settings."""
+    """Flags of `prep plan captions` that are not settings."""
 
     trial: Annotated[
         int,

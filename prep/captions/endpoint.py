@@ -1,11 +1,12 @@
-"""The only interface to `openai`: captions by a server with OpenAI's interface, many requests at a time.
+"""The only interface to `openai`: captions from a server with an OpenAI-compatible API, with many parallel requests.
 
     row ──► thread: read ──► decode, JPEG, JSON ──► request, one of `in_flight` ──► thread: journal
 
 Rows are prepared ahead of the requests in flight, so that a row is ready when a request ends. A single thread does all
-CPU work, because there are as many workers as cores, and threads that take turns cost a third more. The client repeats
-failed requests (429, 5xx, time limit, broken connection) after growing pauses with jitter, or after the time in
-Retry-After. It sends and receives bytes, because converting its message classes takes as long as decoding.
+CPU work, because there are as many workers as cores, and switching between threads costs a third more. The client
+retries failed requests (429, 5xx, timeout, broken connection) with exponential backoff and jitter, or after the time in
+Retry-After. Requests and responses are passed as bytes, because converting the client's message classes takes as long
+as decoding.
 """
 
 import asyncio
@@ -28,13 +29,13 @@ from clipmill.prep.core.shard_result import Stop
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-_NO_KEY = "none"  # local servers need no key, but the client does
-_MAX_UNUSABLE = 3  # maximum number of responses to one request that are not answers
-_MAX_FAILED = 8  # after this many consecutive failed requests, the rest of the shard is given up
-_MAX_AHEAD = 16  # rows that are prepared while others wait for the server
-# Status codes that concern all requests: no credit is left, or there is another program at the address.
-_OF_ALL_REQUESTS = (401, 402, 403, 404, 405)
-_TRANSIENT = (408, 409, 429)  # the client repeats these requests, like 5xx
+_NO_KEY = "none"  # placeholder: local servers need no key, but the client requires one
+_MAX_UNUSABLE = 3  # maximum number of attempts at a request whose responses contain no answer
+_MAX_FAILED = 8  # number of consecutive failed requests after which the rest of the shard is given up
+_MAX_AHEAD = 16  # maximum number of rows that are prepared while others wait for the server
+# Status codes that every request would get: the key or the credit is missing, or the URL belongs to another program.
+_FATAL_STATUSES = (401, 402, 403, 404, 405)
+_TRANSIENT = (408, 409, 429)  # status codes that the client retries, in addition to 5xx
 
 
 class Endpoint:
@@ -42,9 +43,9 @@ class Endpoint:
 
     Args:
         settings: Settings with the text of the prompt.
-        in_flight: Number of requests at a time.
-        retries: Number of times that a request is repeated.
-        timeout_s: Time limit of each request in seconds.
+        in_flight: Maximum number of parallel requests.
+        retries: Maximum number of retries of a request.
+        timeout_s: Timeout of each request in seconds.
 
     Raises:
         UserError: See `require_client`.
@@ -56,10 +57,10 @@ class Endpoint:
         self._retries, self._timeout_s = retries, timeout_s
         self._key = os.environ.get(KEY_VARIABLE) or _NO_KEY
         self._stop: Stop | None = None
-        self._num_failed = 0  # failed requests since the last answer
+        self._num_failed = 0  # number of failed requests since the last answer
 
     def answer(self, questions: Questions) -> Stop | None:
-        """Answer all questions (see `Captioner` of `asking.py`); requests in flight end before it returns."""
+        """Caption all rows (see `Captioner` in `asking.py`); requests in flight end before the method returns."""
         self._stop, self._num_failed = None, 0
         asyncio.run(self._answer_all(questions))
         return self._stop
@@ -67,26 +68,26 @@ class Endpoint:
     async def _answer_all(self, questions: Questions) -> None:
         from openai import AsyncOpenAI, DefaultAioHttpClient
 
-        free = asyncio.Semaphore(self._in_flight)
+        slots = asyncio.Semaphore(self._in_flight)
         async with AsyncOpenAI(
             base_url=self._settings.endpoint,
             api_key=self._key,
             max_retries=self._retries,
             timeout=self._timeout_s,
-            http_client=DefaultAioHttpClient(),  # takes less CPU time for each request than the default, httpx
+            http_client=DefaultAioHttpClient(),  # takes less CPU time per request than the default, httpx
         ) as client:
-            num_places = self._in_flight + min(self._in_flight, _MAX_AHEAD)
-            places = (self._answer_some(questions, client, free) for _ in range(num_places))
-            for error in await asyncio.gather(*places, return_exceptions=True):
+            num_tasks = self._in_flight + min(self._in_flight, _MAX_AHEAD)
+            tasks = (self._answer_rows(questions, client, slots) for _ in range(num_tasks))
+            for error in await asyncio.gather(*tasks, return_exceptions=True):
                 if error is not None:
                     raise error
 
-    async def _answer_some(self, questions: Questions, client: "AsyncOpenAI", free: asyncio.Semaphore) -> None:
+    async def _answer_rows(self, questions: Questions, client: "AsyncOpenAI", slots: asyncio.Semaphore) -> None:
         while (row := next(questions.rows, None)) is not None and not self._has_to_stop(questions):
             try:
                 settings, chunk = self._settings, await asyncio.to_thread(questions.read, row)
-                addresses = map(jpeg_address, questions.pictures(chunk))
-                pictures = [{"type": "image_url", "image_url": {"url": address}} for address in addresses]
+                urls = map(jpeg_address, questions.pictures(chunk))
+                pictures = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
                 content = [*pictures, {"type": "text", "text": settings.prompt}]
                 sampling = {"top_p": settings.top_p, "seed": None if settings.seed is None else questions.seed(row)}
                 body = {
@@ -100,7 +101,7 @@ class Endpoint:
             except SourceFailure as failure:
                 questions.keep(row, failure)
                 continue
-            async with free:
+            async with slots:
                 if self._has_to_stop(questions):
                     return
                 try:
@@ -110,7 +111,7 @@ class Endpoint:
                 # The answer must be on disk, and its tokens counted, before the next request.
                 try:
                     await asyncio.to_thread(questions.keep, row, result)
-                except OSError as error:  # the other requests in flight are still answered
+                except OSError as error:  # the other requests in flight still run to their end
                     self._stop = self._stop or Stop(FailureCode.IO_ERROR, str(error))
                     raise
 
@@ -119,10 +120,10 @@ class Endpoint:
         return self._stop is not None
 
     async def _ask(self, client: "AsyncOpenAI", request: bytes) -> Answer:
-        """Ask about the pictures of a chunk.
+        """Send the request for a chunk, and return the answer in the response.
 
         Raises:
-            SourceFailure: There is no answer.
+            SourceFailure: No answer was received.
         """
         import openai
 
@@ -133,27 +134,27 @@ class Endpoint:
                 answer = self._answer_in(content, begin_s=begin_s)
                 if answer is not None:
                     self._num_failed = 0
-                    wrong = answer.problem(self._settings.model)
-                    if wrong is not None and wrong.code == FailureCode.OTHER_MODEL:
-                        self._stop = self._stop or Stop(wrong.code, wrong.message)
+                    problem = answer.problem(self._settings.model)
+                    if problem is not None and problem.code == FailureCode.OTHER_MODEL:
+                        self._stop = self._stop or Stop(problem.code, problem.message)
                     return answer
             failure = SourceFailure(FailureCode.ENDPOINT_FAILED, "the server's response is not an answer")
         except openai.APIConnectionError as error:
-            failure = SourceFailure(FailureCode.ENDPOINT_FAILED, self._words(error))
+            failure = SourceFailure(FailureCode.ENDPOINT_FAILED, self._error_text(error))
         except openai.APIStatusError as error:
-            if error.status_code in _OF_ALL_REQUESTS:
-                self._stop = self._stop or Stop(FailureCode.ENDPOINT_REFUSED, self._words(error))
-                raise SourceFailure(FailureCode.ENDPOINT_REFUSED, self._words(error)) from None
+            if error.status_code in _FATAL_STATUSES:
+                self._stop = self._stop or Stop(FailureCode.ENDPOINT_REFUSED, self._error_text(error))
+                raise SourceFailure(FailureCode.ENDPOINT_REFUSED, self._error_text(error)) from None
             if error.status_code not in _TRANSIENT and error.status_code < 500:
-                raise SourceFailure(FailureCode.REQUEST_INVALID, self._words(error)) from None
-            failure = SourceFailure(FailureCode.ENDPOINT_FAILED, self._words(error))
+                raise SourceFailure(FailureCode.REQUEST_INVALID, self._error_text(error)) from None
+            failure = SourceFailure(FailureCode.ENDPOINT_FAILED, self._error_text(error))
         self._num_failed += 1
         if self._num_failed >= _MAX_FAILED:
             self._stop = self._stop or Stop(failure.code, failure.message)
         raise failure
 
     def _answer_in(self, content: bytes, *, begin_s: float) -> Answer | None:
-        """Return the answer in a response; None if it has none, such as a truncated body or a proxy's error page."""
+        """Return the answer in a response; None for a truncated body, a proxy's error page, or the like."""
         try:
             completion = parse_json(content)
             choice, usage = completion["choices"][0], completion.get("usage")
@@ -169,21 +170,21 @@ class Endpoint:
             )
         except (ValueError, LookupError, TypeError, AttributeError):
             return None
-        # Some servers never give a reason. Then only the number of tokens shows that the text was cut off.
+        # Some servers never report a finish reason. Then only the number of tokens shows that the text was cut off.
         is_cut = answer.finish_reason is None and (answer.tokens_out or 0) >= self._settings.max_tokens
         return replace(answer, finish_reason="length") if is_cut else answer
 
-    def _words(self, error: Exception) -> str:
-        """Return the message of an error, or of its cause, on one line. A closed port is reported as a time limit."""
+    def _error_text(self, error: Exception) -> str:
+        """Return the message of an error, or of its cause, on one line: openai reports a closed port as a timeout."""
         cause = error.__cause__
         text = str(error) if cause is None else str(cause) or f"{error}: {type(cause).__name__}"
         return on_one_line(without_key(text))
 
 
 def require_client() -> None:
-    """Raise UserError if `openai` or its transport is not installed, or if the key is not valid in a request.
+    """Raise UserError if `openai` or its transport is not installed, or if the key cannot be sent in a header.
 
-    Importing them here would take a second.
+    The packages are looked up without importing them, which would take a second.
     """
     for name in ("openai", "aiohttp"):
         if find_spec(name) is None:

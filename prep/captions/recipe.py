@@ -1,6 +1,6 @@
 """The settings of `prep captions`, the values that they add to the recipe, and the model with the hash of its files.
 
-This module does not import torch.
+This module is loaded by the command line, so it does not import torch.
 """
 
 import hashlib
@@ -26,13 +26,13 @@ _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 _SUGGESTION = (
     "give a folder written by save_pretrained of model and processor, or a name such as Qwen/Qwen3-VL-2B-Instruct"
 )
-CAPTIONS_SCHEMA = 2  # increment it when the same settings begin to send other pictures or other words
+CAPTIONS_SCHEMA = 2  # increment it when the same settings begin to send different images or text
 MODEL = Parameter(group=Group("Captions", sort_key=1))
 PROMPT = "Describe this video clip in one sentence."
 _MAX_PROMPT_CHARS = 100_000
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9.]+")
-_SAMPLING = Needs("temperature", use="1")  # with temperature 0, the most likely token is used at each step
+_SAMPLING = Needs("temperature", use="1")  # with temperature 0, decoding is greedy, and these settings have no effect
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Model:
     """An image-text-to-text model of transformers on this machine.
 
     Attributes:
-        name: Name given by the user; for a folder only its last component.
+        name: Name as passed by the user; for a folder, only its last component.
         source: Name or absolute path with which another machine can find the model.
         sha256: Hash of configuration, processor, tokenizer and weights.
     """
@@ -53,10 +53,10 @@ class Model:
 
 @lru_cache(maxsize=1)
 def find_model(name: str) -> Model:
-    """Find a model on this machine or download it, and hash its files; this is done once per process.
+    """Find a model on this machine or download it, and hash its files, once per process.
 
     Raises:
-        UserError: It does not exist, or lacks weights or a processor.
+        UserError: The model does not exist, or lacks weights or a processor.
     """
     directory = model_folder(name, files=_FILES, what="model", asked="--model", hint=_SUGGESTION)
     if not (directory / "config.json").is_file() or not any(directory.glob("*.safetensors")):
@@ -78,7 +78,7 @@ def find_model(name: str) -> Model:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionsSettings(Checked):
-    """Settings of `prep captions`. All of them affect the captions, except the address of the server and `where`."""
+    """Settings of `prep captions`. All of them affect the captions, except the URL of the server and `where`."""
 
     model: Annotated[str, MODEL, FIRST_RUN]
     """Model: folder or Hugging Face name of an image-text-to-text model of transformers, or with --endpoint the name
@@ -121,7 +121,7 @@ class CaptionsSettings(Checked):
     part of the variant. Default: all chunks."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield an error for each invalid name, prompt, address or condition."""
+        """Yield an error for each invalid name, prompt, URL or condition."""
         if not self.model or self.model != self.model.strip() or _CONTROL.search(self.model):
             yield UserError(
                 f"--model {self.model!r} is not a name",
@@ -157,10 +157,10 @@ class CaptionsSettings(Checked):
         yield from errors_of(check_where, self.where)
 
     def with_prompt(self) -> "CaptionsSettings":
-        """Return the settings with the text of `prompt_file`.
+        """Return the settings with the text of `prompt_file` as the prompt.
 
         Raises:
-            UserError: It cannot be read, or is not a prompt.
+            UserError: The file cannot be read, or its text is not a valid prompt.
         """
         if self.prompt_file is None:
             return self
@@ -194,14 +194,14 @@ def resolve(settings: CaptionsSettings) -> tuple[CaptionsSettings, dict[str, Any
     """Read the prompt and find the model; return the settings with both, and the values that they add to the recipe.
 
     Raises:
-        UserError: There is no such prompt or model.
+        UserError: The prompt file or the model does not exist, or is invalid.
     """
     settings = settings.with_prompt()
     if settings.endpoint is not None:
         return settings, {"model_sha256": None, "precision": None}
     model = find_model(settings.model)
-    of_sampling = {"seed": settings.seed or 0} if settings.temperature else {}
-    return replace(settings, model=model.source), {"model": model.name, "model_sha256": model.sha256, **of_sampling}
+    sampling_values = {"seed": settings.seed or 0} if settings.temperature else {}
+    return replace(settings, model=model.source), {"model": model.name, "model_sha256": model.sha256, **sampling_values}
 
 
 def local_weights(recipe: Recipe[CaptionsSettings]) -> str | None:
@@ -211,6 +211,6 @@ def local_weights(recipe: Recipe[CaptionsSettings]) -> str | None:
 
 
 def variant_name(recipe: Recipe[CaptionsSettings]) -> str:
-    """Return the readable part of the variant's name: the model's name, number and size of the frames."""
+    """Return the readable part of the variant's name: the model, and the number and size of the frames."""
     model = _NOT_IN_A_NAME.sub("-", recipe.values["model"].rpartition("/")[2]).strip("-.")[:60] or "model"
     return f"{model}-{recipe.settings.frames}x{recipe.settings.size}px"

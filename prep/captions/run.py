@@ -1,4 +1,4 @@
-"""The driver of `captions`: options of workers, journals of other shards, the trial of a plan, cost and reports."""
+"""The parts of `captions` that run in the driver: worker options, the trial of a plan, cost and reports."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -43,7 +43,7 @@ _NUM_SHOWN = 3  # number of answers in the report of a plan
 
 
 def choose_workers(plan: ChunksPlan, request: CaptionsRequest) -> Workers:
-    """Return the number, the resources and the options of the workers, and forget the tokens of the previous run."""
+    """Return the number, the resources and the options of the workers, and reset the shared token count."""
     workers = _workers(plan, request)
     if workers.use.max_tokens_total is not None:
         Budget(plan.variant_dir, limit=workers.use.max_tokens_total, spent=workers.use.spent).begin()
@@ -55,11 +55,11 @@ def _workers(plan: ChunksPlan, request: CaptionsRequest) -> Workers:
     gpus = 0.0 if is_served else request.gpus_per_worker(has_work=bool(work))
     workers, num_threads = request.workers, None
     if is_served:
-        # A worker that finishes a shard does not use its share of the requests. Therefore several workers share them,
-        # even on few cores.
+        # A worker at the end of a shard does not use all of its parallel requests. Therefore use several workers, even
+        # on few cores.
         workers = max(1, min(workers or max(_SERVED_WORKERS, num_cores()), request.in_flight, len(work)))
     elif not gpus and workers is None and request.cluster is None:
-        workers, num_threads = 1, num_cores()  # a model on a CPU uses all cores, and each replica takes its memory
+        workers, num_threads = 1, num_cores()  # a model on a CPU uses all cores, and more replicas only take memory
     else:
         num_threads = threads_per_worker(
             workers, gpus_per_worker=gpus, address=request.cluster, execution=request.execution
@@ -82,7 +82,7 @@ def _workers(plan: ChunksPlan, request: CaptionsRequest) -> Workers:
 
 
 def other_journals(plan: ChunksPlan) -> Callable[[int], tuple[Path, ...]]:
-    """Return a function that finds, for a shard ID, the journals of other shards with answers about its chunks."""
+    """Return a function from a shard id to the journals of other shards that contain answers for its chunks."""
     answered = Holders(answered_chunks(plan.variant_dir / ANSWERS_FOLDER))
 
     def journals(shard_id: int) -> tuple[Path, ...]:
@@ -93,10 +93,10 @@ def other_journals(plan: ChunksPlan) -> Callable[[int], tuple[Path, ...]]:
 
 
 def run_trial(plan: ChunksPlan, request: CaptionsRequest) -> None:
-    """Ask about a few chunks for the estimate. The answers are stored.
+    """Caption a few chunks for the estimate, and store the answers.
 
     Raises:
-        UserError: The model or the server does not answer.
+        UserError: The model or the server fails.
     """
     left = request.trial
     with writing(plan.data_dir, column=CAPTIONS), Activity("captioning a few chunks for the estimate"):
@@ -111,9 +111,9 @@ def run_trial(plan: ChunksPlan, request: CaptionsRequest) -> None:
                 stop = inquiry.ask(open_captioner(plan.recipe, asking), limit=left, on_answer=lambda row: None)
                 failure = next(iter(inquiry.failed.values()), None)
             if stop is not None or failure is not None:
-                why = stop.message if stop is not None else failure.message if failure is not None else ""
+                reason = stop.message if stop is not None else failure.message if failure is not None else ""
                 raise UserError(
-                    f"the trial failed: {why}", hint="fix the cause and try again; the answers so far are kept"
+                    f"the trial failed: {reason}", hint="fix the cause and try again; the answers so far are kept"
                 )
             left -= min(left, num_open)
             if not left:
@@ -121,7 +121,7 @@ def run_trial(plan: ChunksPlan, request: CaptionsRequest) -> None:
 
 
 def sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
-    """Return duration and model of the answer about a chunk, if the journal has them."""
+    """Return the duration and the model of a chunk's answer, if a journal contains the answer."""
     variant = Variant.open(data_dir, column=CAPTIONS)
     for shard in variant.shards():
         row = pc.index(shard.index["key"], key).as_py()
@@ -136,7 +136,7 @@ def sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a variant's answers: tokens in and out, and seconds.
+    """Cost of a variant's answers: tokens in and out, and seconds.
 
     Attributes:
         num_uncounted: Number of answers for which the server did not report the tokens.
@@ -160,7 +160,7 @@ class Cost:
         )
 
     def line(self) -> str:
-        """Return the cost in words."""
+        """Return the cost as text."""
         each = f"; {self.seconds / self.num_answers:.2g} s each" if self.num_answers else ""
         tokens = f"{self.tokens_in:,} tokens in, {self.tokens_out:,} out"
         if self.num_uncounted:
@@ -182,7 +182,7 @@ def estimate(plan: ChunksPlan) -> Addition:
     values: dict[str, Any] = {"num_chunks": num_chunks}
     lines: list[str] = []
     if num_chunks:
-        # "At most", because chunks that are unchanged or already have an answer are not asked about again.
+        # "At most", because no request is sent for chunks that are unchanged or already have an answer.
         lines.append(
             f"estimate at most {count_noun(num_chunks, 'chunk')} to caption, "
             f"{count_noun(settings.frames, 'frame')} each"

@@ -25,7 +25,7 @@ class LocalModel:
     """A model and its processor.
 
     Args:
-        name: Name under which its answers are recorded.
+        name: Name of the model to record with its answers.
     """
 
     def __init__(self, model: Any, processor: Any, *, name: str, device: Device) -> None:
@@ -39,7 +39,7 @@ class LocalModel:
     def captions(
         self, pictures: Sequence[Sequence[Picture]], *, settings: CaptionsSettings, seed: int
     ) -> list[Answer | SourceFailure]:
-        """Return the answer about each chunk, given its pictures, or the reason why there is no answer.
+        """Return the answer for each chunk, given its pictures, or the reason why there is no answer.
 
         Raises:
             MemoryError: The GPU does not have enough memory for the batch.
@@ -51,7 +51,7 @@ class LocalModel:
         lengths = inputs["attention_mask"].sum(1).tolist()
         fits = [length + settings.max_tokens <= self._context for length in lengths]
         if not all(fits):
-            # The chunks that fit are prepared again, as a batch without the other chunks.
+            # Prepare the chunks that fit again, as a batch without the other chunks.
             rest = [chunk for chunk, does_fit in zip(pictures, fits, strict=True) if does_fit]
             answered = iter(self.captions(rest, settings=settings, seed=seed) if rest else [])
             return [
@@ -93,12 +93,12 @@ class LocalModel:
                 {
                     "role": "user",
                     "content": [
-                        *({"type": "image", "image": picture} for picture in of_chunk),
+                        *({"type": "image", "image": picture} for picture in chunk_pictures),
                         {"type": "text", "text": prompt},
                     ],
                 }
             ]
-            for of_chunk in pictures
+            for chunk_pictures in pictures
         ]
         inputs = self._processor.apply_chat_template(
             conversations,
@@ -126,8 +126,8 @@ class LocalModel:
 class LocalCaptioner:
     """Captioner that runs a model in this process, `batch` chunks at a time.
 
-    A batch consists of consecutive rows of a shard, even if only some of them still need a caption. Therefore a killed
-    run and its rerun have the same batches.
+    The boundaries of batches depend only on the rows of the shard, even if only some rows still need a caption.
+    Therefore a killed run and its rerun have the same batches.
     """
 
     model: LocalModel
@@ -135,24 +135,24 @@ class LocalCaptioner:
     batch: int
 
     def answer(self, questions: Questions) -> Stop | None:
-        """Answer all questions (`clipmill.prep.captions.asking.Captioner`)."""
+        """Caption all rows (`clipmill.prep.captions.asking.Captioner`)."""
         with ThreadPoolExecutor(_DECODE_THREADS) as pool:
             decode = partial(_pictures_or_failure, questions)
-            for rows, waiting in _ahead(
+            for rows, futures in _run_ahead(
                 self._batches(questions.rows), lambda rows: [pool.submit(decode, row) for row in rows]
             ):
                 if (stop := questions.stop()) is not None:
                     return stop
-                decoded = [(row, future.result()) for row, future in zip(rows, waiting, strict=True)]
-                shown = [(row, pictures) for row, pictures in decoded if not isinstance(pictures, SourceFailure)]
+                decoded = [(row, future.result()) for row, future in zip(rows, futures, strict=True)]
+                usable = [(row, pictures) for row, pictures in decoded if not isinstance(pictures, SourceFailure)]
                 for row, result in decoded:
                     if isinstance(result, SourceFailure):
                         questions.keep(row, result)
-                if shown:
-                    seed = questions.seed(shown[0][0])
-                    pictures_of_rows = [pictures for _, pictures in shown]
+                if usable:
+                    seed = questions.seed(usable[0][0])
+                    pictures_of_rows = [pictures for _, pictures in usable]
                     answers = self.model.captions(pictures_of_rows, settings=self.settings, seed=seed)
-                    for (row, _), answer in zip(shown, answers, strict=True):
+                    for (row, _), answer in zip(usable, answers, strict=True):
                         questions.keep(row, answer)
         return None
 
@@ -167,7 +167,7 @@ class LocalCaptioner:
             yield batch
 
 
-def _ahead(batches: Iterator[list[int]], begin: Callable[[list[int]], Any]) -> Iterator[tuple[list[int], Any]]:
+def _run_ahead(batches: Iterator[list[int]], begin: Callable[[list[int]], Any]) -> Iterator[tuple[list[int], Any]]:
     """Yield each batch with the result of `begin`, which is called one batch ahead."""
     running = [(batch, begin(batch)) for batch in islice(batches, 1)]
     while running:

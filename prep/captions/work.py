@@ -1,6 +1,6 @@
 """The `ChunkWork` of `captions`, and `<variant>/captions.parquet`, the table that `prep manifest captions` reads.
 
-The table is derived from the shards, and written at the end of a run.
+The table is derived from the shards and is written at the end of a run.
 """
 
 from pathlib import Path
@@ -77,7 +77,7 @@ def publish_caption_table(variant: Variant) -> Path:
 
 
 def caption_table_problem(variant: Variant) -> str | None:
-    """Return the reason why a variant's table is unusable; None if it is usable, or if there are no captions."""
+    """Return the reason why a variant's table is unusable; None if it is usable, or if the variant has no captions."""
     if not any(commit.files for commit in variant.commits.values()):
         return None
     path = variant.directory / TABLE_FILE
@@ -116,7 +116,7 @@ WORK = ChunkWork(
     workers=import_late("clipmill.prep.captions.run:choose_workers"),
     more=import_late("clipmill.prep.captions.run:other_journals"),
     on_plan=_on_plan,
-    is_function_of_plan=False,  # a model may answer differently
+    is_function_of_plan=False,  # a model may return different answers for the same request
     estimate=import_late("clipmill.prep.captions.run:estimate"),
     summary=import_late("clipmill.prep.captions.run:summary"),
     has_cpu_speed=False,

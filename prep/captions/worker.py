@@ -1,7 +1,7 @@
-"""Captioning of the chunks of one shard in a worker.
+"""Caption the chunks of one shard, in a worker.
 
-Captions in the journal are reused; the model is asked about all other chunks. Answers are only in the journal until no
-question is left. If a chunk gets no caption, the others are not affected.
+Answers in the journal are reused; a request is made for each of the other chunks. Answers stay in the journal until all
+requests of the shard have ended, and then become samples. A chunk without a caption does not affect the others.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,15 +26,15 @@ from clipmill.shards.writer import Sample
 
 @dataclass(frozen=True)
 class Asking:
-    """Options of requests to models that do not affect their answers.
+    """Options for requests to a model that do not affect the answers.
 
     Attributes:
         batch: Batch size of a model in the worker, in chunks.
-        num_threads: Number of threads of that model; None for the number that the engine has assigned to the worker.
-        in_flight, retries, timeout_s: Number of simultaneous requests per worker; for each request, the number of
-            retries and the time limit in seconds.
-        max_tokens_total, spent: Token limit of the variant, and tokens of the answers of earlier runs.
-        retry_codes: Codes of answers that are not captions, for which the model is asked again.
+        num_threads: Number of threads of this model; None for the number that the engine has assigned to the worker.
+        in_flight: Maximum number of parallel requests per worker.
+        retries, timeout_s: Maximum number of retries of a request, and its timeout in seconds.
+        max_tokens_total, spent: Token limit of the variant, and number of tokens of the answers from earlier runs.
+        retry_codes: Failure codes of stored answers for which a new request is made.
     """
 
     device: Device
@@ -49,7 +49,7 @@ class Asking:
 
 
 def make_captions(chunks: Chunks, recipe: Recipe[CaptionsSettings]) -> Iterator[Sample | SourceFailure | Stop]:
-    """Yield each chunk's sample, or the reason why it has none; a `Stop` if some could not be asked about."""
+    """Yield the sample of each chunk or the reason for its failure, or a `Stop` if some requests were not sent."""
     with Journal(journal_path(chunks.variant_dir, chunks.shard_id), chunks.more) as journal:
         inquiry = Inquiry(chunks, recipe, journal)
         open_rows = inquiry.open_rows()
@@ -71,7 +71,7 @@ def make_captions(chunks: Chunks, recipe: Recipe[CaptionsSettings]) -> Iterator[
 
 @dataclass
 class Inquiry:
-    """State of the chunks of a shard that have no sample yet.
+    """State of the requests for the chunks of a shard without a sample.
 
     Attributes:
         failed: Reason why a row has no answer, by row.
@@ -83,18 +83,18 @@ class Inquiry:
     failed: dict[int, SourceFailure] = field(default_factory=dict)
 
     def open_rows(self) -> list[int]:
-        """Return the rows to ask about: rows without an answer, and rows whose answer is requested again."""
-        again = self.chunks.use.retry_codes | {FailureCode.OTHER_MODEL}
+        """Return the rows that need a request: rows without an answer, and rows whose answer is to be replaced."""
+        codes = self.chunks.use.retry_codes | {FailureCode.OTHER_MODEL}
         rows = []
         for row in self.chunks.rows:
             answer = self.journal.answers.get(self.chunks.fingerprints[row])
             problem = None if answer is None else answer.problem(self.recipe.values["model"])
-            if answer is None or (problem is not None and problem.code in again):
+            if answer is None or (problem is not None and problem.code in codes):
                 rows.append(row)
         return rows
 
     def ask(self, captioner: Captioner, *, limit: int | None = None, on_answer: Callable[[int], None]) -> Stop | None:
-        """Ask about at most `limit` open rows; if some could not be asked, return the reason, otherwise None."""
+        """Make requests for at most `limit` open rows; return the reason if some were not sent, otherwise None."""
         chunks, asking, settings = self.chunks, self.chunks.use, self.recipe.settings
         budget = Budget(chunks.variant_dir, limit=asking.max_tokens_total, spent=asking.spent)
 
@@ -120,7 +120,7 @@ class Inquiry:
         return captioner.answer(questions) if rows else None
 
     def outcome(self, chunk: Chunk) -> Sample | SourceFailure:
-        """Return the sample of a chunk, or the reason why there is none."""
+        """Return the sample of a chunk, or the reason why it has no sample."""
         if chunk.row in self.failed:
             return self.failed[chunk.row]
         answer = self.journal.answers[chunk.fingerprint]
@@ -128,10 +128,10 @@ class Inquiry:
 
 
 def open_captioner(recipe: Recipe[CaptionsSettings], asking: Asking) -> Captioner:
-    """Open the model or the server that answers.
+    """Return the model or the server that writes the captions.
 
     Raises:
-        UserError: It cannot be opened here, or its weights differ from the planned ones.
+        UserError: The model cannot be opened on this machine, or its weights differ from the planned weights.
     """
     settings = recipe.settings
     if settings.endpoint is not None:

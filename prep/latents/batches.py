@@ -1,4 +1,4 @@
-"""Batches across chunks: threads decode chunks ahead of the model, and crop the frames.
+"""Form batches across chunks: threads decode chunks ahead of the model, and crop the frames.
 
     chunk ──► thread: decode, crop ──► one short queue per chunk ──► batches, in the order of the chunks ──► model
 
@@ -34,7 +34,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class WantedFrames:
-    """Frames to decode of a chunk: `wanted` has their indices in ascending order, some of them several times."""
+    """Frames of a chunk to decode: `wanted` has their indices in ascending order; an index may be repeated."""
 
     content: ChunkContent
     wanted: list[int]
@@ -43,16 +43,16 @@ class WantedFrames:
         """Yield the wanted frames, uint8 [H, W, 3]."""
         counts = Counter(self.wanted)
         for decoded, count in zip(self.content.frames([*counts]), counts.values(), strict=True):
-            # One thread: starting more takes longer than converting a picture of this size.
+            # Use a single thread: starting more takes longer than converting a picture of this resolution.
             yield from repeat(np.asarray(decoded.to_ndarray(format="rgb24", threads=1), np.uint8), count)
 
 
 @dataclass(frozen=True)
 class ChunkVideo:
-    """The frames of a chunk to decode, and the crops.
+    """The frames of a chunk to decode, and their crops.
 
     Attributes:
-        sources: Frames of the chunk, and a frame of the next chunk if a segment ends there.
+        sources: Frames of the chunk, and a frame of the next chunk if the last segment ends with it.
         num_repeated: Number of repetitions of the last frame.
         segment_frames: Number of frames in a segment.
         squares: Crop of each segment.
@@ -68,9 +68,9 @@ class ChunkVideo:
 
 @dataclass(frozen=True)
 class Piece(Generic[C]):
-    """Frames of one chunk, in order: crops uint8 [N, S, S, 3], or a segment, uint8 [1, F, S, S, 3].
+    """Consecutive frames of one chunk: crops, uint8 [N, S, S, 3], or a segment, uint8 [1, F, S, S, 3].
 
-    The last piece of a chunk has no crops, or a failure.
+    The last piece of a chunk has no crops; it has a failure if the chunk failed.
     """
 
     chunk: C
@@ -87,11 +87,11 @@ def pieces_in_order(chunks: Iterable[C], *, read: Callable[[C], ChunkVideo], num
     Raises:
         Exception: Any other exception that `read` raises.
     """
-    waiting = iter(chunks)
+    queue = iter(chunks)
     running: deque[_Decoding[C]] = deque()
     try:
         while True:
-            running.extend(_Decoding(chunk, read) for chunk in islice(waiting, num_threads - len(running)))
+            running.extend(_Decoding(chunk, read) for chunk in islice(queue, num_threads - len(running)))
             if not running:
                 return
             yield from running[0].pieces()
@@ -144,7 +144,7 @@ class _Decoding(Generic[C]):
 
 
 def cut(video: ChunkVideo) -> Iterator[NDArray[np.uint8]]:
-    """Yield the crops of the wanted frames: uint8 [N, S, S, 3] with N up to PIECE_FRAMES, or segment by segment.
+    """Yield the crops of the wanted frames: uint8 [N, S, S, 3], N up to PIECE_FRAMES, or segments [1, F, S, S, 3].
 
     S is the same for all crops of a chunk.
     """
@@ -174,12 +174,12 @@ def read_chunk_video(chunk: Chunk, encoding: Encoding) -> ChunkVideo:
     """Read a chunk, and determine its frames and crops for encoding.
 
     Raises:
-        SourceFailure: chunk_damaged, if its bytes or the bytes of the next chunk differ from the committed ones.
+        SourceFailure: chunk_damaged, if the chunk or the next chunk does not match its committed checksum.
     """
     segments, fps = segments_of(chunk.length, encoding), encoding.settings.fps_exact
     sources = [WantedFrames(chunk.read(), segments.frames)]
     if segments.has_border and chunk.next is not None:
-        # The next moment after the last one in this chunk, in the time of the next chunk.
+        # The first sampling time after this chunk, relative to the start of the next chunk.
         num_shown = len(frames_on_screen(chunk["num_frames"], chunk_fps=chunk.fps, fps=fps))
         later_s = num_shown / fps - Fraction(chunk.next["start_ms"] - chunk["start_ms"], 1000)
         sources.append(WantedFrames(chunk.next.read(), [int(max(Fraction(0), later_s) * chunk.next.fps)]))
@@ -206,7 +206,7 @@ def chunk_squares(chunk: Chunk, encoding: Encoding) -> list[Square]:
 
 @dataclass(frozen=True)
 class EncodedChunk(Generic[C]):
-    """The latents of one chunk, float32 [F, C, h, w] or [S, C, T', h, w], or the reason why there are none."""
+    """Latents of one chunk, float32 [F, C, h, w] or [S, C, T', h, w], or the failure of the chunk."""
 
     chunk: C
     latents: NDArray[np.float32] | None
@@ -218,14 +218,14 @@ class _Growing(Generic[C]):
     chunk: C
     latents: list[NDArray[np.float32]] = field(default_factory=list)
     num_decoded: int = 0  # number of pictures decoded so far
-    num_waiting: int = 0  # number of decoded pictures that are not in a finished batch yet
+    num_waiting: int = 0  # number of decoded pictures that are not encoded yet
     is_ended: bool = False
     failure: SourceFailure | None = None
 
 
 @dataclass(frozen=True)
 class PicturesOfChunk(Generic[C]):
-    """The pictures of one chunk in a batch, beginning with its picture number `first`.
+    """Consecutive pictures of one chunk in a batch, starting with its picture number `first`.
 
     Attributes:
         pictures: Array or tensor of N pictures of the same size, or of N segments, in memory or on a device.
@@ -254,9 +254,9 @@ def encoded_chunks(
 
     Args:
         pieces: Pieces of one chunk after another; the last piece of each chunk has no crops.
-        resize: Function that converts crops [N, S, S, 3] to N pictures, or [N, F, S, S, 3] to N segments. All chunks
-            get the same size.
-        encode: Function that returns the latents of the pictures in all parts, concatenated.
+        resize: Function that converts crops [N, S, S, 3] to N pictures, or [N, F, S, S, 3] to N segments. The result
+            has the same resolution for all chunks.
+        encode: Function that returns the concatenated latents of the pictures in all parts.
     """
     growing: deque[_Growing[C]] = deque()
     waiting: list[PicturesOfChunk[C]] = []
@@ -295,7 +295,7 @@ def _encode_batch(parts: list[PicturesOfChunk[C]], encode: Encode[C]) -> None:
 
 
 def _pop_complete(growing: deque[_Growing[C]]) -> Iterator[EncodedChunk[C]]:
-    """Remove chunks from the front of the queue while all their pictures are encoded, and yield them."""
+    """Remove and yield the chunks at the front of the queue whose pictures are all encoded."""
     while growing and growing[0].is_ended and not growing[0].num_waiting:
         done = growing.popleft()
         if done.failure is not None or not done.latents:

@@ -19,7 +19,7 @@ BATCH = 16
 
 @dataclass(frozen=True, kw_only=True)
 class LatentsRequest(ModelRequest):
-    """The flags of `prep latents` that are not settings: a VAE encodes frames in batches."""
+    """Flags of `prep latents` that are not settings: the batch size of the VAE."""
 
     batch: Annotated[
         int, EXECUTION, FIRST_RUN, KEPT, Range(least=1), Parameter(help="Batch size of the VAE in frames, 1 or more.")

@@ -1,6 +1,7 @@
-"""The part of a chunk that is encoded: the frames of its segments, and a square crop for each segment.
+"""Choose the part of a chunk to encode: the frames of its segments, and a square crop for each segment.
 
-The crops are a function of settings, key and frame size; all randomness comes from `generator`.
+The crops are a function of the settings, the content of the chunk and the frame size; all randomness comes from
+`generator`.
 """
 
 import hashlib
@@ -14,7 +15,8 @@ from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.latents.recipe import Encoding, LatentsSettings
 
-# For chunks of the default height of 288 pixels, this gives crops of 256 pixels, which need no resizing.
+# Side of a random crop as a fraction of the frame's short side. Chunks of the default height of 288 pixels get crops of
+# 256 pixels, which need no resizing.
 _RANDOM_SIDE = (8, 9)
 
 
@@ -29,8 +31,8 @@ class SegmentFrames:
     """The frames of a chunk's segments, one segment after another.
 
     Attributes:
-        frames: Index of each frame in the chunk, ascending. A frame on the border of two segments occurs in both.
-        has_border: True if the first frame of the next chunk follows.
+        frames: Index of each frame in the chunk, ascending. A frame on the boundary of two segments occurs in both.
+        has_border: True if a frame of the next chunk ends the last segment.
         num_repeated: Number of repetitions of the last frame that complete the last segment.
         lengths: Number of real frames in each segment; the other frames of a full segment are repetitions.
     """
@@ -46,14 +48,14 @@ def video_segments(shown: list[int], *, segment_frames: int, has_next: bool, tai
 
     Segments have `segment_frames` frames, and the last frame of a segment is also the first frame of the next one. At
     the end of a chunk, this frame comes from the next chunk. At the end of a video (`has_next` is false), an incomplete
-    segment is omitted if the tail is `drop`, and completed if it is `repeat`. At the end of any other chunk, it is
-    omitted.
+    segment is omitted if `tail` is `drop`, and completed if `tail` is `repeat`. At the end of any other chunk, an
+    incomplete segment is omitted.
     """
     step = segment_frames - 1
     count, rest = divmod(len(shown), step)
     has_border = has_next and count > 0 and rest == 0
     if not has_next and tail == "repeat":
-        count += rest > 1 or not count  # a single frame ends the segment before it
+        count += rest > 1 or not count  # a single remaining frame already ends the previous segment
     elif not has_next and rest == 0:
         count = max(0, count - 1)
     parts = [shown[begin : begin + segment_frames] for begin in range(0, count * step, step)]
@@ -65,7 +67,7 @@ def video_segments(shown: list[int], *, segment_frames: int, has_next: bool, tai
 
 
 def segments_of(length: ChunkLength, encoding: Encoding) -> SegmentFrames:
-    """Return the frames of a chunk that are encoded; a VAE of images encodes all frames at the sampling rate."""
+    """Return the frames of a chunk to encode; a VAE of images encodes all frames at the sampling rate."""
     shown = frames_on_screen(length.num_frames, chunk_fps=length.fps, fps=encoding.settings.fps_exact)
     if not encoding.is_video:
         return SegmentFrames(shown)
@@ -75,7 +77,7 @@ def segments_of(length: ChunkLength, encoding: Encoding) -> SegmentFrames:
 
 
 def has_segment(recipe: Recipe[LatentsSettings], length: ChunkLength) -> bool:
-    """Return True if some part of a chunk is encoded. A VAE of videos encodes only complete segments."""
+    """Return True if any part of a chunk is encoded. A VAE of videos encodes only complete segments."""
     encoding = Encoding.of(recipe)
     return not encoding.is_video or bool(segments_of(length, encoding).lengths)
 
@@ -92,7 +94,11 @@ class Square:
 def segment_squares(
     num_segments: int, *, content: str, width: int, height: int, settings: LatentsSettings
 ) -> list[Square]:
-    """Return the crop of each segment of the chunk with the hash `content`, whose frames have these sizes in pixels.
+    """Return the crop of each segment of a chunk.
+
+    Args:
+        content: Hash of the content of the chunk.
+        width, height: Resolution of the frames in pixels.
 
     Raises:
         SourceFailure: frames_differ, if an exact crop is larger than the frames.
@@ -119,5 +125,5 @@ def generator(seed: int, content: str, purpose: str) -> np.random.Generator:
 
 
 def as_numbers(squares: list[Square]) -> list[int]:
-    """Return left, top, width and height of all squares in one list, as stored in the index."""
+    """Return left, top, width and height of all squares in a flat list, as stored in the index."""
     return [number for square in squares for number in (*astuple(square), square.side)]

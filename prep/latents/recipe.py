@@ -19,7 +19,7 @@ from clipmill.shards.where_flag import check_where
 LATENTS = "latents"
 Precision = Literal["float32", "float16", "bfloat16"]
 MODEL = Parameter(group=Group("Latents", sort_key=1))
-EXTENSION = "latents.npy"  # member of each sample
+EXTENSION = "latents.npy"  # extension of the member of each sample
 COMPRESSED = f"{EXTENSION}.zst"
 LATENTS_SCHEMA = 2  # increment it when the same settings begin to produce different bytes
 SEED = Range(0, (1 << 63) - 1, hint="use a whole number from 0 to 2^63 - 1")
@@ -86,16 +86,16 @@ class LatentsSettings(Checked):
     that are not selected. Default: all chunks."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for an empty VAE, wrong lengths and rates, and an invalid condition."""
+        """Yield errors for an empty VAE, invalid lengths and rates, and an invalid condition."""
         if not self.vae:
             yield UserError(
                 "--vae is empty",
                 hint="give a folder, a model such as stabilityai/sd-vae-ft-mse, or tiny",
                 flags=("--vae",),
             )
-        wrong = [*errors_of(lambda: self.fps_exact)]
-        yield from wrong
-        if not wrong:
+        errors = [*errors_of(lambda: self.fps_exact)]
+        yield from errors
+        if not errors:
             yield from _FPS.mistakes("--fps", self.fps_exact)
             yield from errors_of(self.segment_frames, is_video=False)
         yield from errors_of(check_where, self.where)
@@ -111,7 +111,7 @@ class LatentsSettings(Checked):
             ) from None
 
     def segment_frames(self, *, is_video: bool) -> int:
-        """Return the number of frames in a segment. For a video VAE, a length in seconds includes the frame at its end.
+        """Return the number of frames in a segment; for a video VAE, a length in seconds gets one frame more, its end.
 
         Raises:
             UserError: --segment is not a length, or not a whole number of frames.
@@ -131,7 +131,7 @@ class LatentsSettings(Checked):
 
 @dataclass(frozen=True)
 class Encoding:
-    """The conversion of pictures to latents: the settings of `prep latents`, and the VAE that they name."""
+    """The conversion of pictures to latents: the settings of `prep latents`, and the VAE that they select."""
 
     settings: LatentsSettings
     vae: Vae
@@ -153,7 +153,7 @@ class Encoding:
 
     @property
     def segment_step(self) -> int:
-        """Number of frames from the beginning of a segment to the next; two segments of a video VAE share a frame."""
+        """Number of frames between the starts of two segments; consecutive segments of a video VAE share a frame."""
         return self.segment_frames - self.is_video
 
     @property
@@ -164,7 +164,7 @@ class Encoding:
 
     @property
     def latent_fps(self) -> Fraction:
-        """Rate of latent frames per second."""
+        """Number of latent frames per second."""
         fps = self.settings.fps_exact
         return fps if self.latent_frames is None else fps * self.latent_frames / self.segment_step
 
@@ -176,27 +176,27 @@ class Encoding:
         return (self.vae.channels, *frames, side, side)
 
     def units_per_batch(self, batch: int) -> int:
-        """Return the number of frames, or segments of a video VAE, encoded at once for `batch` frames; 1 or more."""
+        """Return the number of frames, or of segments for a video VAE, in a batch of `batch` frames; at least 1."""
         return batch if self.latent_frames is None else max(1, batch // self.segment_frames)
 
     def require_consistency(self) -> None:
         """Check that the VAE supports the settings: number of frames, tiles, samples from the posterior, size.
 
         Raises:
-            UserError: The VAE does not support them, or lacks the statistics to normalise a segment.
+            UserError: The VAE does not support the settings, or lacks the statistics to normalise a segment.
         """
         if self.is_video:
             num_frames, step, vae = self.segment_frames, self.vae.frames_step, self.vae
-            counts = ((num_frames - 1) // step, -(-(num_frames - 1) // step))
-            lower, upper = (max(1, count) * step + 1 for count in counts)
+            steps = ((num_frames - 1) // step, -(-(num_frames - 1) // step))
+            lower, upper = (max(1, count) * step + 1 for count in steps)
             if num_frames != lower:
                 fps, lengths = self.settings.fps_exact, dict.fromkeys((lower, upper))
-                near = [f"--segment {length}f ({float((length - 1) / fps):g}s)" for length in lengths]
-                held = [str(15 * fps // (length - 1)) for length in lengths]
+                suggestions = [f"--segment {length}f ({float((length - 1) / fps):g}s)" for length in lengths]
+                counts_per_chunk = [str(15 * fps // (length - 1)) for length in lengths]
                 raise UserError(
                     f"{vae.kind} encodes segments of {step}k + 1 frames; --segment {self.settings.segment} at"
                     f" {self.settings.fps} fps has {count_noun(num_frames, 'frame')}",
-                    hint=f"use {' or '.join(near)}; a chunk of 15 s holds {' or '.join(held)} of them",
+                    hint=f"use {' or '.join(suggestions)}; a chunk of 15 s holds {' or '.join(counts_per_chunk)} of them",
                 )
             known = len(vae.latents_mean or ()) // vae.channels
             if known > 1 and (self.latent_frames or 0) > known and vae.temporal_factor is not None:
@@ -224,7 +224,7 @@ def resolve(settings: LatentsSettings) -> tuple[LatentsSettings, dict[str, Any]]
     Settings that cannot affect the bytes are null, for example the seed if nothing is random.
 
     Raises:
-        UserError: There is no such VAE, or it does not support the settings.
+        UserError: The VAE does not exist, or does not support the settings.
     """
     vae = find_vae(settings.vae)
     settings = replace(settings, vae=vae.source)
@@ -264,7 +264,7 @@ def variant_name(recipe: Recipe[LatentsSettings]) -> str:
 
 
 def vae_of(values: Mapping[str, Any], *, source: str) -> Vae:
-    """Return the VAE in a recipe, without its folder.
+    """Return the VAE that a recipe describes, without its folder.
 
     Args:
         values: Content of recipe.json.
@@ -275,8 +275,8 @@ def vae_of(values: Mapping[str, Any], *, source: str) -> Vae:
     """
     optional = ("kind", "temporal_factor", *_STATISTICS)
     try:
-        of_vae = {name: values[name] for name in _VAE} | {name: values[name] for name in optional if name in values}
-        of_vae |= {name: tuple(of_vae[name]) for name in _STATISTICS if of_vae.get(name) is not None}
-        return Vae(name=values["vae"], source=source, directory=None, sha256=values["vae_sha256"], **of_vae)
+        vae_values = {name: values[name] for name in _VAE} | {name: values[name] for name in optional if name in values}
+        vae_values |= {name: tuple(vae_values[name]) for name in _STATISTICS if vae_values.get(name) is not None}
+        return Vae(name=values["vae"], source=source, directory=None, sha256=values["vae_sha256"], **vae_values)
     except KeyError as error:
         raise UserError(f"the recipe lacks {error}", hint="run `prep latents` again to rewrite it") from None

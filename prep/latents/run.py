@@ -1,4 +1,4 @@
-"""The driver of `latents`: resources of its workers, a trial for the estimate, and the reports of plans and runs."""
+"""The parts of `latents` that run in the driver: worker resources, a trial for the estimate, and reports."""
 
 import os
 import time
@@ -35,7 +35,7 @@ from clipmill.shards.opening import Damaged
 
 _WORKER_GB = 3.5  # measured (benchmarks/README.md): Stable Diffusion's VAE, batch of 16 on a CPU: 3.0 GB
 _MARGIN = 1.2
-_SPREAD = 1.3  # chunks and machines vary, and a trial measures only one chunk
+_SPREAD = 1.3  # factor between estimate and limits: chunks and machines vary, but a trial measures only one chunk
 _SECOND = 1 / 3600
 _CPU_FRAMES, _GPU_FRAMES = 2, 16
 _BYTES_PER_NUMBER = 2
@@ -58,11 +58,12 @@ def choose_workers(plan: ChunksPlan, request: LatentsRequest) -> Workers:
 def worker_memory_gb(plan: ChunksPlan, request: LatentsRequest, *, on_cpu: bool) -> float:
     """Return the memory to reserve for a worker on a cluster.
 
-    For a VAE of videos on CPUs, it is measured in a trial on this machine with the segments of a batch, plus a margin.
+    For a VAE of videos on CPUs, a trial on this machine measures the memory of one segment. The result is this memory
+    times the number of segments in a batch, plus a margin.
     """
     encoding, has_work = Encoding.of(plan.recipe), bool(with_work(plan.shards))
-    is_asked = request.cluster is not None and request.execution.task_memory is None
-    if is_asked and on_cpu and has_work and encoding.is_video:
+    is_reserved = request.cluster is not None and request.execution.task_memory is None
+    if is_reserved and on_cpu and has_work and encoding.is_video:
         trial = run_trial(plan, num_gpus=0)
         if trial is not None and trial.segment_bytes is not None:
             return _MARGIN * trial.segment_bytes * encoding.units_per_batch(request.batch) / 1e9
@@ -93,10 +94,12 @@ class FrameCost:
 
 
 def run_trial(plan: ChunksPlan, *, num_gpus: int | None = None) -> FrameCost | None:
-    """Encode a few frames or a segment of a chunk. Return None if chunk or model cannot be read; the run reports it.
+    """Measure the cost of encoding a few frames or a segment; None if the chunk or the model cannot be read.
+
+    The run reports the reason why it cannot be read.
 
     Args:
-        num_gpus: Number of GPUs of this machine; None to count them.
+        num_gpus: Number of GPUs in this machine; None to count them.
     """
     encoding = Encoding.of(plan.recipe)
     settings, is_video = encoding.settings, encoding.is_video
@@ -113,7 +116,7 @@ def run_trial(plan: ChunksPlan, *, num_gpus: int | None = None) -> FrameCost | N
             pictures = encoder.resize(crops, size=settings.size)
             if not is_video:  # the first call sets up memory and kernels; in a segment, the first frames do
                 encoder.encode([pictures[:1]], noise=None)
-            # Decoding yields a full piece and encoding takes a few of its frames, so each is timed per frame.
+            # Time decoding and encoding per frame: decoding yields a full piece, but only a few frames are encoded.
             begin_s = time.monotonic()
             decoded: list[NDArray[np.uint8]] = list(islice(_crops(plan, encoding), 1))
             decode_s = (time.monotonic() - begin_s) / (num_frames if is_video else len(decoded[0]))
@@ -152,10 +155,10 @@ def time_lines(trial: FrameCost | None, *, num_frames: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Content:
-    """The part of chunks that is encoded and, for a VAE of videos, the part that is in no segment.
+    """Size of the encoded part of chunks and, for a VAE of videos, of the part outside of all segments.
 
     Attributes:
-        num_frames: Maximum number of frames to encode, because unchanged chunks of a changed shard are copied.
+        num_frames: Number of frames to encode; an upper limit, because unchanged chunks of a changed shard are copied.
         num_units: Number of frames, or of segments for a VAE of videos.
         num_without: Number of chunks without a segment, which have no sample.
         left_out_s: Seconds of video at the ends of chunks, including chunks without a segment.
@@ -168,7 +171,7 @@ class Content:
 
 
 def content_of(shards: Iterable[ChunkShard], encoding: Encoding) -> Content:
-    """Return the encoded part of the selected chunks of shards."""
+    """Return the size of the encoded part of the selected chunks of shards."""
     num_frames = num_units = num_without = 0
     left_out_s = Fraction(0)
     for length, count in (item for shard in shards for item in shard.lengths.items()):
@@ -220,16 +223,16 @@ def estimate(plan: ChunksPlan) -> Addition:
     disk = disk_use(plan.data_dir, column=LATENTS, variant=plan.recipe.variant, added_bytes=added_bytes)
     lines: list[str] = []
     if num_frames:
-        # "At most", because unchanged chunks of a changed shard are copied; their number is not known in advance.
+        # "At most", because unchanged chunks of a changed shard are copied, and their number is not known in advance.
         lines.append(f"estimate at most {count_noun(num_frames, 'frame')} to encode, {size_text(size_bytes)}")
         lines += [*time_lines(trial, num_frames=num_frames), *disk.lines()]
-    of_trial: dict[str, Any] = {}
+    trial_values: dict[str, Any] = {}
     if trial is not None:
-        of_trial = {"trial": asdict(trial), "wall_hours_range": list(trial.hours(num_frames))}
+        trial_values = {"trial": asdict(trial), "wall_hours_range": list(trial.hours(num_frames))}
     segments = {"num_segments": content.num_units, "left_out_s": float(in_all.left_out_s)}
     values = {
         "segments": segments if encoding.is_video else None,
-        "estimate": {"num_frames": num_frames, "size_bytes": size_bytes, **of_trial},
+        "estimate": {"num_frames": num_frames, "size_bytes": size_bytes, **trial_values},
         "disk": disk.values(),
     }
     if not encoding.is_video:
@@ -246,13 +249,13 @@ def estimate(plan: ChunksPlan) -> Addition:
 
 
 def left_out_lines(plan: ChunksPlan) -> list[str]:
-    """Describe the part of a plan that is in no segment; empty if every frame is in a segment."""
+    """Return lines about the part of a plan outside of all segments; empty if every frame is in a segment."""
     encoding = Encoding.of(plan.recipe)
     return _left_out_texts(content_of(plan.chunk_shards.values(), encoding), encoding.settings)
 
 
 def _left_out_texts(content: Content, settings: LatentsSettings) -> list[str]:
-    """Describe the part of chunks that is in no segment; empty if every frame is in a segment."""
+    """Return texts about the part of chunks outside of all segments; empty if every frame is in a segment."""
     texts = []
     if content.left_out_s:
         texts.append(f"{duration_text(float(content.left_out_s))} at the ends of chunks and videos are in no segment")
@@ -263,7 +266,7 @@ def _left_out_texts(content: Content, settings: LatentsSettings) -> list[str]:
 
 
 def summary(plan: ChunksPlan, result: Summary, written: Sequence[str]) -> Addition:
-    """Describe the VAE of a run, and the part of the complete plan that is in no segment."""
+    """Describe the VAE of a run, and the part of the complete plan outside of all segments."""
     encoding = Encoding.of(plan.recipe)
     content = content_of(plan.chunk_shards.values(), encoding)
     left_out = {"num_chunks": content.num_without, "seconds": float(content.left_out_s)}

@@ -1,4 +1,4 @@
-"""The only interface to torch and diffusers: a VAE on a device, which converts pictures or segments to latents."""
+"""The only interface to torch and diffusers: a VAE on a device that converts pictures or segments to latents."""
 
 import logging
 from functools import lru_cache
@@ -57,8 +57,8 @@ class Encoder:
 
         pictures = torch.from_numpy(crops).flatten(0, -4).permute(0, 3, 1, 2)
         if pictures.shape[-1] != size:
-            # Always on the CPU: CUDA does not resize uint8. In float32, a quarter of the bytes differ, which changes
-            # the latents more than half precision does.
+            # Resize on the CPU, because CUDA cannot resize uint8. In float32, a quarter of the bytes would differ,
+            # which changes the latents more than half precision does.
             pictures = functional.interpolate(pictures, size=(size, size), mode="bilinear", antialias=True)
         return pictures.unflatten(0, crops.shape[:-3]).to(self._device)
 
@@ -102,7 +102,7 @@ class Encoder:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak memory of this process so far in bytes, on the GPU if it encodes there."""
+        """Peak memory of this process so far in bytes: GPU memory if the model is on a GPU."""
         import resource
 
         import torch
@@ -119,7 +119,7 @@ def open_encoder(encoding: Encoding, *, device: Device, num_threads: int) -> Enc
     Raises:
         UserError: torch or diffusers is missing, or the weights do not match the configuration.
     """
-    # diffusers imports xformers if it is installed. Its warnings are irrelevant, because its attention is not used.
+    # diffusers imports xformers if it is installed. Its warnings are irrelevant, because its attention is not used here.
     logging.getLogger("xformers").setLevel(logging.ERROR)
     try:
         import diffusers
@@ -149,7 +149,7 @@ def open_encoder(encoding: Encoding, *, device: Device, num_threads: int) -> Enc
 
 
 def tiny_vae() -> Any:
-    """Return the small VAE without pretrained weights. numpy generates the same numbers on every machine."""
+    """Return the small VAE with seeded random weights; NumPy generates the same numbers on every machine."""
     import torch
     from diffusers import AutoencoderKL
 

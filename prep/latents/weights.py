@@ -1,7 +1,7 @@
-"""The classes of VAEs, one row each, and a VAE's weights and configuration: location, hash, content.
+"""Supported VAE classes, and the weights and configuration of a VAE: location, hash, content.
 
-Defaults of the classes equal diffusers' defaults, because configurations on the Hugging Face Hub lack entries that were
-added later. Factors include patches. This module does not import torch.
+The defaults of the classes equal the defaults in diffusers, because configurations on the Hugging Face Hub lack entries
+that were added later. Downsampling factors include patches. This module does not import torch.
 """
 
 import hashlib
@@ -21,15 +21,15 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class VaeClass:
-    """A class of diffusers.
+    """Properties of a VAE class in diffusers.
 
     Attributes:
         channels: Name of the configuration entry with the number of latent channels, and its default.
-        spatial: Factor by which each side shrinks.
-        temporal: Factor by which the number of frames after the first one shrinks; None for a VAE of images, which
-            encodes frame by frame.
-        frames_step: Step of the segment lengths, k x frames_step + 1 frames; None for the temporal factor.
-        in_channels: Number of input channels of the encoder for pictures in RGB.
+        spatial: Function from the configuration to the factor by which width and height are downsampled.
+        temporal: Function from the configuration to the factor by which the frames after the first are downsampled;
+            None for a VAE of images, which encodes frame by frame.
+        frames_step: Step of the segment lengths, which are k x frames_step + 1 frames; None for the temporal factor.
+        in_channels: Function from the configuration to the number of input channels of the encoder for RGB pictures.
         scaling_factor: Default of the configuration entry with this name.
         statistics: Location of each channel's mean and standard deviation, with which latents are normalised: in the
             configuration, or as tensors beside the weights; None if latents are scaled by a single factor.
@@ -50,7 +50,7 @@ class VaeClass:
 
 
 def _block_factor(entry: str, default: int) -> Callable[[Config], int]:
-    """Return a function for 2^(blocks - 1): each block in the list `entry`, except the last one, halves the sides."""
+    """Return a function for 2^(blocks - 1): each block in the list `entry`, except the last, halves the resolution."""
     return lambda config: 2 ** (len(config[entry]) - 1 if entry in config else default)
 
 
@@ -59,7 +59,7 @@ def _entry_or(entry: str, default: int) -> Callable[[Config], int]:
 
 
 def _ltx_factor(entry: str, patch: str, patch_size: int) -> Callable[[Config], int]:
-    """Return a function for LTX's factors: from `entry`, or from patches and blocks that halve space and time."""
+    """Return a function for a factor of LTX: from `entry`, or from the patches and the blocks that halve the size."""
 
     def factor(config: Config) -> int:
         halving = sum(config.get("spatio_temporal_scaling", (True, True, True, False)))
@@ -113,7 +113,7 @@ CLASSES = {
             channels=("latent_channels", 16),
             spatial=_block_factor("block_out_channels", 3),
             temporal=_entry_or("temporal_compression_ratio", 4),
-            # It encodes eight frames at a time, and the remainder goes into the first batch.
+            # The model encodes eight frames at a time, and the remainder goes into the first batch.
             frames_step=8,
             scaling_factor=1.15258426,
         ),
@@ -158,18 +158,18 @@ TINY_CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Vae:
-    """A VAE that `find_vae` found, or that a recipe names.
+    """A VAE, as returned by `find_vae` or described by a recipe.
 
     Attributes:
-        name: Name given by the user. For a folder, only its last component, because moving a folder does not change the
-            weights.
+        name: Name as passed by the user. For a folder, only its last component, because moving a folder does not change
+            the weights.
         source: Name or absolute path of the folder with which another machine can find the VAE.
         directory: Folder of the files; None for `tiny`, and if only the recipe is known.
         sha256: Hash of configuration and weights.
         channels: Number of latent channels.
-        factor: Factor by which the VAE downsamples each side.
+        factor: Factor by which the VAE downsamples width and height.
         scaling_factor, shift_factor: Stored latents are (latents - shift_factor) x scaling_factor.
-        kind: Class of diffusers, a row of CLASSES.
+        kind: Name of the class in diffusers, a key of CLASSES.
         temporal_factor: Temporal factor: a segment of k x temporal_factor + 1 frames has k + 1 latent frames; None for
             a VAE of images.
         latents_mean, latents_std: Statistics of each channel, or of each channel and latent frame in turn. With them,
@@ -191,7 +191,7 @@ class Vae:
 
     @property
     def row(self) -> VaeClass:
-        """Properties of its class."""
+        """Properties of the class of this VAE."""
         return CLASSES[self.kind]
 
     @property
@@ -206,7 +206,7 @@ def find_vae(name: str) -> Vae:
     A folder may contain the VAE itself, or a pipeline with the VAE in `vae/`.
 
     Raises:
-        UserError: It does not exist, or is not a VAE of CLASSES with three input channels and safetensors weights.
+        UserError: The VAE does not exist, is not in CLASSES, or lacks three input channels or safetensors weights.
     """
     if name == TINY:
         return _make_vae(name, name, None, _TINY_SHA256, TINY_CONFIG)
@@ -237,7 +237,7 @@ def find_vae(name: str) -> Vae:
                 digest.update(piece)
     except OSError as error:
         raise UserError(f"{weights} cannot be read: {error.strerror}", hint=_SUGGESTION) from None
-    # Workers load the weights; a file without an encoder is found before they start.
+    # Detect a file without an encoder now, before workers start and load the weights.
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -256,10 +256,10 @@ def find_vae(name: str) -> Vae:
 
 
 def vae_folder(name: str) -> Path | None:
-    """Return the folder with the files of a VAE that `find_vae` found; None for `tiny`.
+    """Return the folder with the files of a VAE that `find_vae` has found; None for `tiny`.
 
     Raises:
-        UserError: It does not exist.
+        UserError: The folder does not exist.
     """
     return None if name == TINY else _find_folders(name)[1]
 
@@ -271,10 +271,10 @@ def _find_folders(name: str) -> tuple[Path, Path]:
 
 
 def _make_vae(name: str, source: str, directory: Path | None, sha256: str, config: dict[str, Any]) -> Vae:
-    """Return the VAE of a configuration.
+    """Return the VAE that a configuration describes.
 
     Raises:
-        UserError: An entry is wrong or missing.
+        UserError: An entry is invalid or missing.
     """
     row = CLASSES[config["_class_name"]]
     if (channels := config.get("in_channels", 3)) != row.in_channels(config):
@@ -313,7 +313,7 @@ def _statistics(
     if row.statistics == IN_CONFIG:
         mean, std = (config.get(name, "") for name in _STATISTICS)
         if mean is None and std is None:
-            return None, None  # the configuration has no statistics, explicitly
+            return None, None  # the configuration explicitly has no statistics
     elif row.statistics == IN_WEIGHTS and directory is not None:
         from safetensors import safe_open
 

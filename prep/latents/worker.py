@@ -1,7 +1,7 @@
-"""Encoding of the chunks of one shard in a worker; their samples: member, index row and check by `verify --deep`.
+"""Encode the chunks of one shard in a worker; make their samples, and check samples for `prep verify --deep`.
 
-Chunks are decoded ahead, and batches span several chunks. Numbers are stored as float16, or as the bits of bfloat16 in
-uint16, because npy has no bfloat16.
+Chunks are decoded ahead of the model, and batches span several chunks. Numbers are stored as float16, or as the bits of
+bfloat16 in uint16, because npy has no bfloat16.
 """
 
 from collections.abc import Iterator
@@ -35,13 +35,13 @@ from clipmill.shards.npy import compress_frame, decompress_frame, load_npy, npy_
 from clipmill.shards.writer import Sample
 
 _BFLOAT16_EXPONENT = 0x7F80
-_ITEM_BYTES = 2  # of both data types; the header of such a small array takes one block (clipmill.shards.npy)
+_ITEM_BYTES = 2  # size of a number in both data types; the npy header takes one block (clipmill.shards.npy)
 _STORED = {"float16": "<f2", "bfloat16": "<u2"}
 
 
 @dataclass(frozen=True)
 class EncoderUse:
-    """Options of workers that do not affect the stored values.
+    """Options for workers that do not affect the stored values.
 
     Attributes:
         batch: Batch size of the model in frames; a VAE of videos encodes at least one segment.
@@ -55,7 +55,7 @@ class EncoderUse:
 
 
 def make_latents(chunks: Chunks, recipe: Recipe[LatentsSettings]) -> Iterator[Sample | SourceFailure]:
-    """Yield the sample of each chunk, or the reason why it has none."""
+    """Yield the sample of each chunk, or the reason why it has no sample."""
     use: EncoderUse = chunks.use
     settings, num_threads = recipe.settings, worker_threads() if use.num_threads is None else use.num_threads
     vae = find_vae(settings.vae)
@@ -67,7 +67,7 @@ def make_latents(chunks: Chunks, recipe: Recipe[LatentsSettings]) -> Iterator[Sa
     def encode(parts: list[PicturesOfChunk[Chunk]]) -> NDArray[np.float32]:
         noise = None
         if settings.posterior == "sample":
-            # Noise is drawn per frame or per segment, so that it does not depend on the batch.
+            # Draw the noise per frame or per segment, so that it does not depend on the batch.
             unit = "segment" if encoding.is_video else "frame"
             draws = [
                 generator(settings.seed, part.chunk.content, f"{unit} {number}")
@@ -115,7 +115,7 @@ def latents_sample(chunk: Chunk, stored: NDArray[np.generic], *, encoding: Encod
 
 
 def as_stored(latents: NDArray[np.float32], *, dtype: Literal["float16", "bfloat16"]) -> NDArray[np.generic]:
-    """Round latents to a stored data type: to the nearest value, ties to even.
+    """Round latents to the stored data type, to the nearest value, with ties to even.
 
     Values out of range become infinite, which `is_finite` detects.
     """
