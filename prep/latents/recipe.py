@@ -192,11 +192,11 @@ class Encoding:
             if num_frames != lower:
                 fps, lengths = self.settings.fps_exact, dict.fromkeys((lower, upper))
                 suggestions = [f"--segment {length}f ({float((length - 1) / fps):g}s)" for length in lengths]
-                counts_per_chunk = [str(15 * fps // (length - 1)) for length in lengths]
+                per_chunk = [str(15 * fps // (length - 1)) for length in lengths]
                 raise UserError(
                     f"{vae.kind} encodes segments of {step}k + 1 frames; --segment {self.settings.segment} at"
                     f" {self.settings.fps} fps has {count_noun(num_frames, 'frame')}",
-                    hint=f"use {' or '.join(suggestions)}; a chunk of 15 s holds {' or '.join(counts_per_chunk)} of them",
+                    hint=f"use {' or '.join(suggestions)}; a chunk of 15 s holds {' or '.join(per_chunk)} of them",
                 )
             known = len(vae.latents_mean or ()) // vae.channels
             if known > 1 and (self.latent_frames or 0) > known and vae.temporal_factor is not None:

@@ -119,7 +119,7 @@ def open_encoder(encoding: Encoding, *, device: Device, num_threads: int) -> Enc
     Raises:
         UserError: torch or diffusers is missing, or the weights do not match the configuration.
     """
-    # diffusers imports xformers if it is installed. Its warnings are irrelevant, because its attention is not used here.
+    # diffusers imports xformers if it is installed. Its warnings are irrelevant: its attention is not used here.
     logging.getLogger("xformers").setLevel(logging.ERROR)
     try:
         import diffusers
