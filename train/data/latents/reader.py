@@ -36,10 +36,10 @@ _AHEAD_BYTES = 1 << 28  # total size of members that are loaded ahead
 
 Columns = dict[str, NDArray[Any]]  # entries of batches, by name
 
-# A sample: columns of batches, and its row in them; its latents; and, in a set with stored text, its embedding.
+# A sample: columns of batches and the sample's row in them, its latents, and, in a set with stored text, its embedding.
 LatentSample = tuple[Columns, int, Part, Part | None]
 _Text = tuple[int, int, int]  # member and place of the embedding, or of a sequence, and number of vectors
-_Segment = tuple[int, int, _Text | None]  # first frame, number of frames; text
+_Segment = tuple[int, int, _Text | None]  # first frame, number of frames, and text
 _Loaded = tuple[Part, Part | None] | Problem
 
 
@@ -48,13 +48,13 @@ class SegmentRequests:
     """Samples to read. Each array has one entry per request.
 
     Attributes:
-        columns: Entries of a batch except latents and embeddings. They may also have rows of other requests.
+        columns: Entries of a batch except latents and embeddings. They may also contain rows of other requests.
         rows: Rows of the requests in `columns`, ascending.
         chunk: Index of the chunk in the records.
         frame: Index of the first frame in the chunk.
         num_frames: Number of frames. A tail has fewer frames than a full segment.
-        text_place: Place at which the caption's embedding or sequence begins; None if texts are not stored. The column
-            `num_tokens` has the lengths of sequences.
+        text_place: Place of the first byte of the caption's embedding or sequence; None if texts are not stored. The
+            column `num_tokens` contains the lengths of sequences.
     """
 
     columns: Columns
@@ -80,17 +80,17 @@ class SegmentReader:
         self._text = None if segments.text is None else segments.text.verify_in(self._tars)
 
     def read(self, requests: SegmentRequests, loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
-        """Read the samples of some requests, in their order.
+        """Read the samples of these requests, in order.
 
         Args:
-            loading: Settings of the threads that load members that are not ready in a mapped tar.
+            loading: Settings of the threads that load members that have not been verified or mapped.
 
         Raises:
             UserError: A tar can no longer be mapped.
         """
         frame_bytes = self._records.shape.frame_bytes
         latents = self._records.array_place[requests.chunk] + requests.frame * frame_bytes
-        # The requests that must wait for a member. After they are loaded, all other members are verified too.
+        # Find the requests that must load a member first. All other members have been verified, or will be by then.
         are_parts = not self._records.shape.is_compressed and self._tars.are_mapped(latents)
         due = self._latents.are_due(requests.chunk)
         if self._text is not None and self._segments.text is not None and requests.text_place is not None:
@@ -134,20 +134,18 @@ class SegmentReader:
         )
         with closing(outcomes):
             for run, has_to_wait in zip(runs, waits, strict=True):
-                chunk_of_run, rows = chunk[run[0]], requests.rows[slice(*run)]
+                run_chunk, rows = chunk[run[0]], requests.rows[slice(*run)]
                 loaded = next(outcomes)[1] if has_to_wait else load(run)
-                parts = (
-                    [self._latents.give_up(chunk_of_run, loaded)] * len(rows) if isinstance(loaded, Stuck) else loaded
-                )
+                parts = [self._latents.give_up(run_chunk, loaded)] * len(rows) if isinstance(loaded, Stuck) else loaded
                 for row, part in zip(rows, parts, strict=True):
                     if isinstance(part, Problem):
                         position = int(requests.columns["position"][row])
-                        yield FailedSample(position, self._segments.key(chunk_of_run), part.reason, part.detail)
+                        yield FailedSample(position, self._segments.key(run_chunk), part.reason, part.detail)
                     else:
                         yield requests.columns, row, *part
 
     def _load(self, chunk: int, segments: Iterable[_Segment]) -> list[_Loaded]:
-        """Return the parts of a chunk for some segments, each with its embedding."""
+        """Return the parts of a chunk for these segments, each with its embedding."""
         content, shape, loaded = self._latents.load(chunk), self._records.shape, list[_Loaded]()
         first = int(self._records.header_bytes[chunk])
         if shape.is_compressed and not isinstance(content, Problem):
@@ -174,15 +172,15 @@ class SegmentReader:
 
 
 class LatentRing:
-    """Memory in which batches are collated from the samples of one set, or of sets whose samples have the same shape.
+    """Memory in which samples of one set, or of several sets with the same sample shape, are collated into batches.
 
-    Each row is one copy, an assignment to a part of a `memoryview`, which holds the interpreter lock. If the lock were
-    released for each row, a loader beside another busy thread would wait for the lock once per row. This is as fast as
-    the C library's `memcpy`, and does not use torch's threads, which are slow when they share a core.
+    Each row is copied by one assignment to a slice of a `memoryview`, which holds the interpreter lock. If the lock
+    were released for each row, the loader would wait for it once per row whenever another thread is busy. The copy is
+    as fast as the C library's `memcpy`, and does not use torch's threads, which are slow when they share a core.
 
     Args:
         loading: Size of the largest batch, and kind of its memory.
-        keys_of: Function that returns the keys of the chunks of given clips.
+        keys_of: Function that takes clip IDs and returns the keys of their chunks.
         captions: Captions of the segments, which batches contain as tokens; None if batches have no captions.
     """
 
@@ -213,19 +211,19 @@ class LatentRing:
         self._keys_of, self._captions, self._from_numpy = keys_of, captions, torch.from_numpy
 
     def collate(self, samples: Sequence[LatentSample]) -> Batch:
-        """Return the batch of `samples`, in their order."""
+        """Collate `samples` into a batch, in order."""
         columns, rows, latents, texts = zip(*samples)  # noqa: B905 - all have four entries
         first, end = rows[0], rows[0] + len(rows)
         is_slice = columns[-1] is columns[0] and rows[-1] + 1 == end
-        # A literal, because calling `Batch` costs a microsecond, which matters for a batch of one sample.
+        # Use a literal, because calling `Batch` takes a microsecond, which matters for a batch of one sample.
         pictures = self._latents.fill(latents)
         batch: Batch = {
             "input": "latents",
             "latents": pictures.transpose(1, 2) if self._channels_first else pictures,
         }
         for name, column in columns[0].items():
-            # Slices of arrays, which nothing overwrites, take half as long as slices of tensors.
-            values = column[first:end] if is_slice else np.array([of[name][row] for of, row, _, _ in samples])
+            # Slice the arrays, which are never overwritten: slicing tensors takes twice as long.
+            values = column[first:end] if is_slice else np.array([entries[name][row] for entries, row, _, _ in samples])
             batch[name] = self._from_numpy(values)  # type: ignore[literal-required]
         batch["key"] = Keys(batch["clip_id"], self._keys_of)
         if self._captions is not None and (tokenize := self._captions.tokenize) is not None:
@@ -246,20 +244,20 @@ class _Rows(BatchMemory):
     def __init__(self, shape: tuple[int, ...], dtype: "torch.dtype", *, pin: bool, can_keep: bool) -> None:
         super().__init__(shape, dtype, pin=pin, can_keep=can_keep)
         size = self._row_bytes = dtype.itemsize * int(np.prod(shape[1:]))
-        self._places = [slice(begin, begin + size) for begin in range(0, shape[0] * size, size)]
+        self._slices = [slice(begin, begin + size) for begin in range(0, shape[0] * size, size)]
 
     def fill(self, parts: Sequence[Part]) -> "torch.Tensor":
         """Copy parts into rows, and return the rows as a tensor. A part that is shorter than a row is zero-padded."""
         (rows, content), size = self.rows(len(parts)), self._row_bytes
-        for place, (source, begin, end) in zip(self._places, parts):  # noqa: B905 - the last batch may be smaller
-            content[place] = source[begin:end] if end - begin == size else bytes(source[begin:end]).ljust(size, b"\0")
+        for row, (source, begin, end) in zip(self._slices, parts):  # noqa: B905 - the last batch may be smaller
+            content[row] = source[begin:end] if end - begin == size else bytes(source[begin:end]).ljust(size, b"\0")
         return rows
 
 
 class Keys(Sequence[str]):
     """Keys of the chunks of clips. They are made on access, because a training step does not need them.
 
-    Equals a list.
+    The sequence compares equal to a list with the same keys.
     """
 
     __slots__ = ("_clips", "_keys_of")
@@ -313,8 +311,8 @@ class LatentReader:
         return float(self.num_frames / self.segments.records.shape.fps)
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
-        """Return the samples or failures of some blocks, in order."""
-        # No generator, because it would be resumed for every sample.
+        """Return the samples or failures of the blocks, in order."""
+        # Do not use a generator, because it would be resumed for every sample.
         return chain.from_iterable(self.read(block, loading) for block in blocks)
 
     def read(self, block: Block, loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
@@ -328,7 +326,7 @@ class LatentReader:
         return SegmentReader(self.segments)
 
     def requests(self, block: Block) -> SegmentRequests:
-        """Return requests for a block, each with a caption: drawn with the seed, or the first one without a seed."""
+        """Return requests for a block, each with a caption: drawn by the seed, or the first caption without a seed."""
         rows, chunk, frame = block.samples, self._chunk[block.samples], self._frame[block.samples].astype(np.int64)
         num_frames = np.minimum(self.segments.records.num_frames[chunk] - frame, self.num_frames)
         columns: Columns = {"position": block.positions, "clip_id": rows.astype(np.int64)}
@@ -376,7 +374,7 @@ class LatentReader:
         return frame_times_us(self.segments.records, chunk, frame, num_frames=self.num_frames)
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Return the start and end of the middle frames of an evaluated segment, in seconds of the video."""
+        """Return the start and end, in the video, of the middle frames of an evaluated segment, seconds."""
         begin_us, _ = self.span_us(np.array([sample]))
         fps = self.segments.records.shape.fps
         begin_s = float(begin_us[0]) / 1e6 + float((self.num_frames - num_frames) // 2 / fps)
@@ -385,7 +383,7 @@ class LatentReader:
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         """Return frames as the model sees them, in false colours: three channels become red, green and blue [h, w, 3].
 
-        The list is empty if the latents do not match their checksum.
+        The list is empty if the latents cannot be read or do not match their checksum.
         """
         number, shape = np.array([sample]), self.segments.records.shape
         [loaded] = self.read(Block(number, number, None), LoaderSettings())
@@ -401,19 +399,19 @@ class LatentReader:
             latents = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
         else:
             latents = bits.view(np.float16).astype(np.float32)
-        chosen = (np.arange(num_frames) * 2 + 1) * len(latents) // (2 * num_frames)
-        colours = latents[chosen][:, np.arange(3) % shape.channels].transpose(0, 2, 3, 1)
+        frames = (np.arange(num_frames) * 2 + 1) * len(latents) // (2 * num_frames)
+        colours = latents[frames][:, np.arange(3) % shape.channels].transpose(0, 2, 3, 1)
         return list((np.clip(colours / (2 * FALSE_COLOUR_STDS) + 0.5, 0, 1) * 255).astype(np.uint8))
 
     def deviations(self) -> list[str]:
-        """Report that latents belong to other chunks than the current ones, and where the tars are."""
+        """Report whether latents were made from chunks that are not current, and where the tars are located."""
         return [self.segments.made_of, self.segments.maps.describe()]
 
 
 class MixedLatentReader:
-    """Reader of segments from several folders, which are numbered folder after folder.
+    """Reader of segments from several folders, which are numbered one folder after another.
 
-    `MixedReader` has the arguments.
+    See `MixedReader` for the arguments.
     """
 
     def __init__(self, parts: Sequence[Samples], addresses: Sequence[str], numbering: "Numbering") -> None:
@@ -422,11 +420,11 @@ class MixedLatentReader:
         self._rings: dict[LoaderSettings, LatentRing] = {}
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
-        """Return the samples or failures of some blocks, in order."""
+        """Return the samples or failures of the blocks, in order."""
         return chain.from_iterable(self._read(block, loading) for block in blocks)
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[LatentSample]], Batch]:
-        """Return the function that makes batches of samples; it uses the same memory in all iterations."""
+        """Return the function that collates samples into batches. It uses the same memory in all iterations."""
         if loading not in self._rings:
             self._rings[loading] = LatentRing(
                 self._readers[0].segments, loading, keys_of=self.keys_of, captions=self.captions
@@ -435,25 +433,25 @@ class MixedLatentReader:
 
     @cached_property
     def captions(self) -> Captions | None:
-        """Captions of all folders, with texts numbered folder after folder; None if there are no captions."""
+        """Captions of all folders, with texts numbered one folder after another; None if there are no captions."""
         parts = [reader.captions for reader in self._readers if reader.captions is not None]
         if not parts:
             return None
-        # A single table: finding each caption's folder for a small batch would take longer than reading its text.
+        # Join the tables: in a small batch, finding each caption's folder would take longer than reading its text.
         texts = pa.chunked_array([chunk for part in parts for chunk in part.stored_texts.chunks], pa.string())
         return Captions(parts[0].rows, texts, tokenize=parts[0].tokenize)
 
     @cached_property
     def _first_text(self) -> list[int]:
-        """Index of the first text of each folder."""
+        """Index of the first text of each folder, followed by the number of texts."""
         counts = [0 if reader.captions is None else len(reader.captions.stored_texts) for reader in self._readers]
         return np.cumsum([0, *counts]).tolist()
 
     def keys_of(self, clips: NDArray[np.int64]) -> list[str]:
         """Return the key of the chunk of each clip."""
         keys: list[str] = [""] * len(clips)
-        for folder, where, rows in self._numbering.divide(clips):
-            for index, key in zip(where.tolist(), self._readers[folder].keys_of(rows), strict=True):
+        for folder, indices, rows in self._numbering.divide(clips):
+            for index, key in zip(indices.tolist(), self._readers[folder].keys_of(rows), strict=True):
                 keys[index] = key
         return keys
 
@@ -461,18 +459,18 @@ class MixedLatentReader:
         columns: Columns = {}
         parts: dict[int, Iterator[Any]] = {}
         folder_of = self._numbering.folder_of(block.samples)
-        for folder, where, rows in self._numbering.divide(block.samples):
+        for folder, indices, rows in self._numbering.divide(block.samples):
             reader = self._readers[folder]
-            requests = reader.requests(Block(rows, block.positions[where], block.seed))
+            requests = reader.requests(Block(rows, block.positions[indices], block.seed))
             first = {
                 "clip_id": self._numbering.first_clip[folder],
                 "caption_id": self._numbering.first_caption[folder],
                 "text_row": self._first_text[folder],
             }
             for name, column in requests.columns.items():
-                of_all = columns.setdefault(name, np.empty((len(block.samples), *column.shape[1:]), column.dtype))
-                of_all[where] = column + first.get(name, 0)
-            requests = replace(requests, columns=columns, rows=where.tolist())
+                joined = columns.setdefault(name, np.empty((len(block.samples), *column.shape[1:]), column.dtype))
+                joined[indices] = column + first.get(name, 0)
+            requests = replace(requests, columns=columns, rows=indices.tolist())
             parts[folder] = reader.segment_reader.read(requests, loading)
         for folder in folder_of.tolist():
             yield next(parts[folder])

@@ -44,7 +44,7 @@ from clipmill.train.data.stored_text import TextMembers, TextRows, read_text_row
 
 
 def read_latents(latents: Variant, data_dir: Path, *, split: str, maps: MappedTars) -> StoredLatents:
-    """Read which chunks of a split have latents.
+    """Return the chunks of a split that have latents.
 
     Args:
         maps: Tars of the latents, possibly followed by other tars.
@@ -68,7 +68,7 @@ def read_latents(latents: Variant, data_dir: Path, *, split: str, maps: MappedTa
 def read_text(
     text: Variant, stored: StoredLatents, maps: MappedTars, *, data_dir: Path, split: str, depends_on: Sequence[object]
 ) -> tuple[TextMembers, TextRows]:
-    """Return members and rows of stored texts. In `maps`, their tars follow the tars of the latents."""
+    """Return the members and rows of stored texts. In `maps`, their tars follow the tars of the latents."""
 
     def read() -> tuple[TextMembers, TextRows]:
         if not text.num_shards:
@@ -175,7 +175,7 @@ def make_segment_table(
 def _without_other_splits(
     shown: NDArray[np.int64], records: LatentRecords, segments: Segments, divided: DividedVideos, *, split: str
 ) -> tuple[NDArray[np.int64], str | None]:
-    """Return the segments that have no seconds of other splits, and a remark about the rest; None if all remain."""
+    """Return the segments that do not overlap other splits, and a remark on the others (None if there are none)."""
     chunk = segments.chunk_of(shown)
     begin_us, end_us = times_us(records, segments, shown)
     is_kept = divided.shows_only(split, video=records.video_row[chunk], begin_us=begin_us, end_us=end_us)
@@ -183,8 +183,8 @@ def _without_other_splits(
         return shown, None
     num_lost, num_chunks = int((~is_kept).sum()), len(np.unique(chunk[~is_kept]))
     seconds = float((end_us - begin_us)[~is_kept].sum()) / US_PER_S
-    of_chunks = f"{count_noun(num_lost, 'segment')} ({seconds:,.1f} s of {count_noun(num_chunks, 'chunk')})"
-    return shown[is_kept], f"{of_chunks} left out, with seconds of other splits"
+    omitted = f"{count_noun(num_lost, 'segment')} ({seconds:,.1f} s of {count_noun(num_chunks, 'chunk')})"
+    return shown[is_kept], f"{omitted} left out, with seconds of other splits"
 
 
 def _nothing_of(variant: Variant, data_dir: Path, video_ids: pa.Array, *, split: str) -> UserError:
@@ -200,7 +200,7 @@ def _nothing_of(variant: Variant, data_dir: Path, video_ids: pa.Array, *, split:
 
 
 def require_whole_crops(latents: Variant, shape: FrameShape, *, segment: str | None, num_frames: int) -> None:
-    """Raise a UserError if latents have random crops, and a segment could contain two of them."""
+    """Raise a UserError if latents have random crops and a segment could contain two different crops."""
     recipe = latents.recipe
     if recipe.get("crop") not in ("random", "exact") or shape.segment_frames:
         return
@@ -214,7 +214,7 @@ def require_whole_crops(latents: Variant, shape: FrameShape, *, segment: str | N
         )
 
 
-_BLOCK = 1 << 16  # pairs processed at a time
+_BLOCK = 1 << 16  # number of pairs that are processed at a time
 
 
 def pair_captions(
@@ -235,15 +235,15 @@ def pair_captions(
 
     Args:
         stored: Captions of the manifest.
-        text: Stored embeddings; None if captions need no embeddings.
+        text: Stored embeddings; None if captions do not need embeddings.
         selected: Mask of the selected captions; None for all.
-        keep: Function that selects some of the segments with captions, which ascend.
+        keep: Function that takes the segments with captions, ascending, and returns the segments to use.
 
     Returns:
         The segments, ascending; their captions, grouped by segment, then by source, with ascending IDs; and remarks.
 
     Raises:
-        UserError: A caption belongs to another video in the text column than in the manifest, a source is missing, or
+        UserError: A caption belongs to different videos in the text column and in the manifest, a source is missing, or
             no caption is selected.
     """
     stored.verify()
@@ -281,7 +281,7 @@ def pair_captions(
         }
         parts.append({"place": place, "tokens": tokens, **{name: array[used] for name, array in part.items()}})
     joined = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
-    # Ascending indices of captions are then also ascending IDs within each source.
+    # Sort captions by source and ID, so that ascending indices are also ascending IDs within each source.
     order = np.lexsort((joined["id"], joined["rank"]))
     rank, text_row = joined["rank"][order], joined["row"][order].astype(np.int32)
     counts, pair_caption = _pairs(joined["first"][order], joined["last"][order], num_segments=len(segments))
@@ -322,18 +322,18 @@ def pair_captions(
 def _words_sha256(
     captions: CaptionSpans, rows: NDArray[np.int32], *, rank: NDArray[np.int16], of_split: SplitCaptions
 ) -> str:
-    """Return the digest of the texts of `rows`, source by source."""
-    each = []
+    """Return the SHA-256 digest of the texts of `rows`, which is computed for each source separately."""
+    digests = []
     for code, source_rank in enumerate(of_split.rank_of_code.tolist()):
         if source_rank >= 0:
             is_used = np.zeros(len(captions.texts), bool)
             is_used[rows[rank == source_rank]] = True
-            each.append(f"{captions.sources[code]} {used_texts(captions.texts, is_used)[0]}")
-    return hashlib.sha256("\n".join(sorted(each)).encode()).hexdigest()
+            digests.append(f"{captions.sources[code]} {used_texts(captions.texts, is_used)[0]}")
+    return hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()
 
 
 class SegmentSpans:
-    """Search for the segments that a span of a video overlaps. Video and time are combined into one number.
+    """Search for the segments that overlap a span of a video. Video and time are combined into one number.
 
     Attributes:
         lengths_us: Duration of each segment, microseconds, int64 [segments].
@@ -344,14 +344,14 @@ class SegmentSpans:
         self._begins, self._ends = times_us(records, segments, numbers)
         self.lengths_us: NDArray[np.int64] = self._ends - self._begins
         self._step = int(self._ends.max(initial=0)) + 2  # larger than any time in a video
-        before = records.video_row[segments.chunk_of(numbers)] * np.int64(self._step)
-        self._begins += before
-        self._ends += before
+        offset = records.video_row[segments.chunk_of(numbers)] * np.int64(self._step)
+        self._begins += offset
+        self._ends += offset
 
     def overlaps(
         self, *, video_row: NDArray[np.int64], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return, for each span, the first segment of its video that it overlaps, and the number after the last one."""
+        """Return the segments that overlap each span, as the first index and the index after the last one."""
         begin, end = self._keys(video_row=video_row, begin_s=begin_s, end_s=end_s)
         first = np.searchsorted(self._ends, begin, side="right")
         last = np.searchsorted(self._begins, end, side="left")
@@ -360,9 +360,10 @@ class SegmentSpans:
     def longest_spans(
         self, *, video_row: NDArray[np.int64], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return, for each segment, the span that overlaps it longest, and the overlap in microseconds.
+        """Return the span with the longest overlap for each segment, and the overlap in microseconds.
 
-        Of several equal spans, the first one is returned; -1 and 0 if no span overlaps the segment.
+        If several spans overlap a segment equally, the first span wins. If no span overlaps a segment, the values are
+        -1 and 0.
         """
         begin, end = self._keys(video_row=video_row, begin_s=begin_s, end_s=end_s)
         first, last = self.overlaps(video_row=video_row, begin_s=begin_s, end_s=end_s)
@@ -370,7 +371,7 @@ class SegmentSpans:
         span = np.repeat(np.arange(len(first)), widths)
         segment = np.arange(len(span)) - np.repeat(np.cumsum(widths) - widths, widths) + first[span]
         shared_us = np.minimum(end[span], self._ends[segment]) - np.maximum(begin[span], self._begins[segment])
-        # The last value that is written wins: the longest overlap, and the first among equal ones.
+        # The last assignment wins: the longest overlap, and the first of several equal overlaps.
         order = np.lexsort((-span, shared_us))
         longest = np.full(len(self._begins), -1)
         longest_us = np.zeros(len(self._begins), np.int64)
@@ -382,7 +383,7 @@ class SegmentSpans:
         self, *, video_row: NDArray[np.int64], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         step = self._step
-        # NaN is not a time, so such a span is empty.
+        # Treat a span with NaN as empty, because NaN is not a time.
         begin = np.clip(np.nan_to_num(np.rint(begin_s * US_PER_S), nan=step), 0, step - 1).astype(np.int64)
         end = np.clip(np.nan_to_num(np.rint(end_s * US_PER_S), nan=0, posinf=step), 0, step - 1).astype(np.int64)
         return video_row * step + begin, video_row * step + end
@@ -391,11 +392,11 @@ class SegmentSpans:
 def _pairs(
     first: NDArray[np.int64], last: NDArray[np.int64], *, num_segments: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Return each segment's number of captions, and the captions, segment by segment, ascending in each segment."""
+    """Return the number of captions of each segment, and the captions, grouped by segment, ascending in each group."""
     steps = np.bincount(first, minlength=num_segments + 1) - np.bincount(last, minlength=num_segments + 1)
     counts = np.cumsum(steps)[:num_segments]
     pair_caption = np.empty(int((last - first).sum()), np.int32)
-    where = np.concatenate([[0], np.cumsum(counts)])
+    next_pair = np.concatenate([[0], np.cumsum(counts)])
     for block in _blocks(first, last):
         widths = last[block] - first[block]
         caption = np.repeat(block, widths)
@@ -405,8 +406,8 @@ def _pairs(
         segment = segment[order]
         begins = np.flatnonzero(np.r_[True, segment[1:] != segment[:-1]])
         run = np.diff(np.r_[begins, len(segment)])
-        pair_caption[where[segment] + np.arange(len(segment)) - np.repeat(begins, run)] = caption[order]
-        where[segment[begins]] += run
+        pair_caption[next_pair[segment] + np.arange(len(segment)) - np.repeat(begins, run)] = caption[order]
+        next_pair[segment[begins]] += run
     return counts, pair_caption
 
 
@@ -415,8 +416,8 @@ def _blocks(first: NDArray[np.int64], last: NDArray[np.int64]) -> Iterator[NDArr
     total = np.cumsum(last - first)
     begin = 0
     while begin < len(first):
-        before = int(total[begin - 1]) if begin else 0
-        end = max(begin + 1, int(np.searchsorted(total, before + _BLOCK, side="right")))
+        num_previous = int(total[begin - 1]) if begin else 0
+        end = max(begin + 1, int(np.searchsorted(total, num_previous + _BLOCK, side="right")))
         yield np.arange(begin, end)
         begin = end
 
@@ -431,17 +432,17 @@ def label_segments(
     classes: Sequence[ClassList],
     selection: Selection,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[str]]:
-    """Read the labels in the captions of the videos `video_ids`, and find the segments that have them.
+    """Read the labels in the captions of the videos `video_ids`, and find the labelled segments.
 
-    A segment has the label of the labelled caption that overlaps it longest; among equal captions, the lowest caption
-    ID wins. Captions without this label do not count. A segment is omitted if no labelled caption overlaps it.
+    A segment has the label of the labelled caption that overlaps it longest; if overlaps are equal, the lowest caption
+    ID wins. Captions without this label are ignored. A segment is omitted if no labelled caption overlaps it.
 
     Returns:
         The segments with at least one of the labels, ascending; the class of each segment in each class list, int64 [N,
         L], -1 without a class; and remarks.
 
     Raises:
-        UserError: The captions lack the label, may have several values of it, or no caption is selected.
+        UserError: The captions lack a label, may have several values for it, or no caption is selected.
     """
     table = read_captions(data_dir)
     video_row = rows_of(table["video_id"], video_ids)
@@ -465,8 +466,8 @@ def label_segments(
     remarks = [", ".join(names.describe(label) for names, label in zip(classes, label_NL[is_labelled].T, strict=True))]
     if num_without := len(segments) - len(segment):
         remarks.append(f"{count_noun(num_without, 'segment')} without label left out")
-    if of_captions := labelled.remarks():
-        remarks.append(f"captions: {', '.join(of_captions)}")
+    if caption_remarks := labelled.remarks():
+        remarks.append(f"captions: {', '.join(caption_remarks)}")
     mean_share = float(share_NL[label_NL >= 0].mean()) if len(segment) else 0.0
     remarks.append(f"the caption that gives the label covers {mean_share:.0%} of a segment on average")
     return segment, label_NL[is_labelled], remarks

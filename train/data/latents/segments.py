@@ -1,7 +1,7 @@
 """Locations of the latents of all chunks, and the segments into which they are cut, as arrays: 40 bytes per chunk.
 
 A segment consists of `num_frames` frames of one chunk; segment i of a chunk begins at frame i * num_frames. The rest of
-a chunk is a tail: a shorter segment, which is either omitted or zero-padded. Latents of a video VAE have the segments
+a chunk is a tail: a shorter segment, which is either omitted or zero-padded. Latents from a video VAE have the segments
 that the VAE encoded, and no tails. A frame is then a latent frame, at the lower rate of latent frames.
 """
 
@@ -39,8 +39,8 @@ _COMPRESSED = "latents.npy.zst"
 _ITEM_BYTES = 2  # size of a float16 or bfloat16
 _SHAPE_COLUMNS = ("channels", "height", "width", "dtype", "fps_num", "fps_den")
 DEFAULT_SEGMENT = "5s"
-FALSE_COLOUR_STDS = 2.0  # range of false colours, in standard deviations on either side of grey
-_SAME_S = 1e-3  # tolerance, because a decimal number may not be exact, as for 80 frames at 30000/1001 per second
+FALSE_COLOUR_STDS = 2.0  # range of false colours on either side of grey, in standard deviations
+_SAME_S = 1e-3  # tolerance, because decimal seconds may not be exact, as for 80 frames at 30000/1001 frames per second
 _MS_PER_S = 1000
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*s?")
 
@@ -81,8 +81,8 @@ class LatentRecords:
     Attributes:
         array_place: Place of the array, or of the member if it is compressed (clipmill.train.data.mapped_tars).
         header_bytes: Size of the npy header before the array; 0 for a compressed member.
-        crc32: Checksum of header and array, or of the compressed member.
-        num_unknown: Number of additional chunks whose videos are not in the manifest.
+        crc32: CRC-32 checksum of header and array, or of the compressed member.
+        num_unknown: Number of chunks that are omitted because their videos are not in the manifest.
         packed_bytes: Size of a compressed member; None if members are not compressed.
     """
 
@@ -100,7 +100,7 @@ class LatentRecords:
         return len(self.video_row)
 
     def take(self, rows: NDArray[np.int64]) -> "LatentRecords":
-        """Select some of the chunks, in ascending order."""
+        """Return the records of these chunks; `rows` must be ascending."""
         arrays: dict[str, Any] = {
             name: value[rows] for name, value in vars(self).items() if isinstance(value, np.ndarray)
         }
@@ -111,7 +111,7 @@ class LatentRecords:
         return chunk_key(video_ids[int(self.video_row[chunk])].as_py(), int(self.start_ms[chunk]))
 
     def payload(self, chunk: int) -> Payload:
-        """Return the member of a chunk."""
+        """Return the place, size and checksum of a chunk's member."""
         header_bytes = int(self.header_bytes[chunk])
         size_bytes = header_bytes + int(self.num_frames[chunk]) * self.shape.frame_bytes
         if self.packed_bytes is not None:
@@ -122,11 +122,11 @@ class LatentRecords:
 def read_records(
     variant: Variant, *, starts: NDArray[np.int64], video_ids: pa.Array, known_ids: pa.Array
 ) -> LatentRecords | None:
-    """Collect the chunks of the videos `video_ids` from a variant's merged table, or from its indexes without a table.
+    """Collect the chunks of the videos `video_ids` from a variant's merged table or, without a table, from its indexes.
 
     Args:
         starts: Place of each shard's tar.
-        video_ids: IDs of the videos; a video's row is its index in them.
+        video_ids: IDs of the videos; a video's row is its index in this array.
         known_ids: IDs of all videos of the manifest.
 
     Returns:
@@ -142,9 +142,9 @@ def read_records(
     table, member = rows.table.drop_columns("video_id"), rows.member
     num_unknown = int((index_in(entries, known_ids) < 0)[codes].sum())
     video_row = index_in(entries, video_ids).astype(np.int32)[codes]
-    of_videos, order = own_in_order(video_row, table["start_ms"].to_numpy())
-    if of_videos is not None:
-        table, video_row = table.take(pa.array(of_videos)), video_row[of_videos]
+    with_video, order = own_in_order(video_row, table["start_ms"].to_numpy())
+    if with_video is not None:
+        table, video_row = table.take(pa.array(with_video)), video_row[with_video]
     if not len(table):
         return None
     shard_of = np.searchsorted(variant.tar_files.shard_ids, table["shard"].to_numpy())
@@ -178,11 +178,11 @@ def _shape(variant: Variant, table: pa.Table, shard_of: NDArray[np.int64], *, is
         fps = Fraction(row.pop("fps_num"), row.pop("fps_den"))
         shape = FrameShape(fps=fps, is_compressed=is_compressed, segment_frames=segment_frames, **row)
         shapes.append((int(shard_of[same].min()), shape))
-    (seen_in, shape), *others = sorted(shapes, key=lambda pair: pair[0])
-    for other_in, other_shape in others:
+    (first_shard, shape), *others = sorted(shapes, key=lambda pair: pair[0])
+    for other_shard, other_shape in others:
         tars = variant.tar_files
         raise UserError(
-            f"latents differ in shape: {shape} in {tars.path(seen_in)}, {other_shape} in {tars.path(other_in)}",
+            f"latents differ in shape: {shape} in {tars.path(first_shard)}, {other_shape} in {tars.path(other_shard)}",
             hint="all latents of a variant must have the same shape: "
             f"prep {command_for(LATENTS)} makes a new variant with one setting",
         )
@@ -191,13 +191,13 @@ def _shape(variant: Variant, table: pa.Table, shard_of: NDArray[np.int64], *, is
 
 @dataclass(frozen=True)
 class Segments:
-    """Segments of a set of chunks, which are numbered chunk by chunk.
+    """Segments of a set of chunks, numbered one chunk after another.
 
     Attributes:
         num_frames: Number of frames of a full segment.
         first: Index of the first segment of each chunk, followed by the number of segments, [chunks + 1].
         num_tails: Number of chunks that end with a shorter segment.
-        tails: "pad" if tails are also segments.
+        tails: Treatment of tails: "pad" if they are also segments, or "drop".
     """
 
     num_frames: int
@@ -225,7 +225,7 @@ def cut(records: LatentRecords, *, num_frames: int, tails: Tails) -> Segments:
 def times_us(
     records: LatentRecords, segments: Segments, numbers: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return start and end of segments in their videos, microseconds, rounded down. A tail ends with its last frame."""
+    """Return the start and end of segments in their videos, microseconds, rounded down. Tails end with the chunk."""
     chunk = segments.chunk_of(numbers)
     frame = (numbers - segments.first[chunk]) * segments.num_frames
     return frame_times_us(records, chunk, frame, num_frames=segments.num_frames)
@@ -234,7 +234,7 @@ def times_us(
 def frame_times_us(
     records: LatentRecords, chunk: NDArray[np.integer], begin: NDArray[np.integer], *, num_frames: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return start and end, like `times_us`, of segments that begin at the frame `begin` of their chunks."""
+    """Return the start and end, as in `times_us`, of segments that begin at the frame `begin` of their chunks."""
     begin = begin.astype(np.int64)
     end = np.minimum(begin + num_frames, records.num_frames[chunk])
     fps = records.shape.fps
@@ -246,7 +246,7 @@ def frame_times_us(
 def begins_s(
     records: LatentRecords, chunk: NDArray[np.integer], begin: NDArray[np.integer], *, num_frames: int
 ) -> NDArray[np.float64]:
-    """Return the begin of each frame of segments, seconds [N, num_frames]; nan after a chunk's last frame."""
+    """Return the start of each frame of segments, seconds [N, num_frames]; nan after a chunk's last frame."""
     frame = begin.astype(np.int64)[:, None] + np.arange(num_frames)
     fps = records.shape.fps
     start = records.start_ms[chunk].astype(np.int64)[:, None] * fps.numerator
@@ -255,7 +255,7 @@ def begins_s(
 
 
 def frames_of(segment: str | None, shape: FrameShape) -> int:
-    """Return the number of frames in a segment, given its length such as `5s`; None means the default length.
+    """Return the number of frames in a segment of a length such as `5s`; None means the default length.
 
     Raises:
         UserError: `segment` is not a duration, is not a whole number of frames, or is not the video VAE's segment.
@@ -289,7 +289,7 @@ def seconds_of(segment: str) -> Fraction:
 
 @dataclass(frozen=True)
 class StoredLatents:
-    """Chunks with latents, for the videos of a split, and the divided videos among them; None if there are none."""
+    """Chunks with latents for the videos of a split, and the divided videos (None if there are none)."""
 
     video_ids: pa.Array
     records: LatentRecords
@@ -304,7 +304,7 @@ class LatentSegments:
         records: Chunks with latents, which are the parts of a segment table.
         video_ids: Videos of the split.
         maps: Tars of latents and stored texts.
-        text: Members that hold stored texts; None if samples have no stored texts.
+        text: Members that contain stored texts; None if samples have no stored texts.
         num_frames: Number of frames of a full segment.
         has_tails: True if shorter segments are also samples.
         made_of: Remark that the latents were made from other chunks; usually empty.
@@ -335,14 +335,15 @@ class SegmentQuery:
         split: Split of the manifest.
         segment: Length of a segment in seconds, a whole number of frames. By default, the stored segments of a video
             VAE, or DEFAULT_SEGMENT for other latents.
-        captions: Form of captions in samples: none, stored embeddings, or words. Segments without captions are omitted.
-        loading: Batches and this rank's share. The threads read members that must be verified, fetched or unpacked.
+        captions: Form of captions in samples: none, stored embeddings, or "words" for text. Unless it is none, segments
+            without captions are omitted.
+        loading: Batches and this rank's share. The threads read members that must be verified, fetched or decompressed.
             Four threads keep a disk busy, and one thread verifies several gigabytes per second. Memory is pinned if
-            there is a GPU, unless batches in use are kept.
+            there is a GPU, unless the caller keeps batches.
         tails: Treatment of the frames after the last full segment of a chunk: "drop", or "pad" with zeros (batches then
             have `num_frames`).
         sources: Sampling weights of caption sources (clipmill.train.config.clips).
-        classes: Classes of labels, in place of captions. Segments without any of the labels are omitted
+        classes: Class lists of labels, instead of captions. Segments without any of the labels are omitted
             (clipmill.train.data.latents.segment_table).
         max_segments: Maximum number of samples per video, evenly spaced; None for all.
         where: Expression that selects segments by chunks and captions (clipmill.shards.where); None for all.

@@ -1,4 +1,4 @@
-"""Captioned clips: spans of videos with all their captions, from the manifest; frames from the `video` column."""
+"""Captioned clips: spans of videos with all their captions from the manifest, and frames from the `video` column."""
 
 from collections.abc import Callable
 from functools import partial
@@ -38,16 +38,18 @@ def open_captioned_clips(
     """Open the captioned clips of a split. Sample i is a span of a video with all its captions.
 
     Training shows one caption at a time (clipmill.train.data.captions); an evaluation shows the first caption of the
-    first source. Batches have `tokens`, or `text` with stored embeddings, or else `caption`.
+    first source. Batches have `tokens` if there is a tokenizer, `text` with stored embeddings, or otherwise `caption`.
 
     Args:
-        query: Clips. Its conditions on captions select the captions that may be shown.
+        query: Query for the clips. Its conditions on captions select the captions that may be shown.
         tokenize: Tokenizer of captions.
         captions: Settings for the choice of a clip's caption.
-        has_stored_text: Use the embeddings that prep text made as captions. Captions without an embedding are omitted.
-        each_caption: Make a clip for each caption instead of each span, for evaluations that score every caption.
-        table: Captions to use in place of the manifest's captions, with the same columns.
-        make_captions: Function that makes forms of captions other than tokens, texts and embeddings.
+        has_stored_text: True to use the embeddings that prep text made, instead of captions. Captions without an
+            embedding are omitted.
+        each_caption: True to make a clip for each caption instead of each span, for evaluations that score every
+            caption.
+        table: Captions to use instead of the manifest's captions, with the same columns.
+        make_captions: Function that makes captions in forms other than tokens, text and embeddings.
 
     Raises:
         UserError: The data do not exist, or no clip is usable.
@@ -83,8 +85,8 @@ def open_captioned_clips(
             table=table,
         )
 
-    of_text = () if stored_text is None else stored_text.depends_on
-    depends_on = (*chunks.depends_on, *chunks.selection.depends_on, of_text, captions, each_caption, spans.mark)
+    text_mark = () if stored_text is None else stored_text.depends_on
+    depends_on = (*chunks.depends_on, *chunks.selection.depends_on, text_mark, captions, each_caption, spans.mark)
     num_rows = chunks.num_rows + num_captions_of(data_dir) if table is None else 0
     clip_table = open_table("captions", make, depends_on=depends_on, num_rows=num_rows)
     assert clip_table.captions is not None
@@ -96,31 +98,31 @@ def open_captioned_clips(
         relevant = relevancy.RelevantCaptions(clip_table.captions, labelled, min_relevancy=captions.min_relevancy)
     if make_captions is None:
         make_captions = partial(Captions, tokenize=tokenize, stored_text=stored_text, relevant=relevant)
-    shown = make_captions(clip_table.captions, spans.texts)  # the files are verified by now
+    clip_captions = make_captions(clip_table.captions, spans.texts)  # the files have been verified by now
     variant_name = chunks.variant_name
     if stored_text is not None:
         variant_name = f"{variant_name} and {stored_text.variant_name}"
     facts: tuple[object, ...] = (variant_name, query.loading.group, captions.min_relevancy, chunks.selection.text)
     reader: Any
     if groups is None:
-        reader = ClipReader(chunks, clip_table, query.shape, annotations=[shown])
+        reader = ClipReader(chunks, clip_table, query.shape, annotations=[clip_captions])
     else:
-        reader, facts = groups.reader(clip_table, query.shape, annotations=[shown]), (*facts, *groups.facts)
+        reader, facts = groups.reader(clip_table, query.shape, annotations=[clip_captions]), (*facts, *groups.facts)
     source = Source(
         split=query.split,
         variant_name=variant_name,
         fingerprint=lambda: open_fingerprint(
-            clip_table, (*facts, *shown.facts()), depends_on=depends_on, num_rows=num_rows
+            clip_table, (*facts, *clip_captions.facts()), depends_on=depends_on, num_rows=num_rows
         ),
         nothing=query.nothing(chunks),
         alike={} if stored_text is None else {"text embeddings": stored_text.encoder},
         text_width=None if stored_text is None else stored_text.width,
     )
-    return Samples(clip_table, reader, source, query.loading, captions=shown)
+    return Samples(clip_table, reader, source, query.loading, captions=clip_captions)
 
 
 def open_captions(query: DataQuery) -> Samples[ClipReader]:
-    """Open the captioned clips that a task needs; raise UserError like `open_captioned_clips`."""
+    """Open the captioned clips that a task needs; raise UserError as `open_captioned_clips` does."""
     return open_captioned_clips(
         query_clips(query),
         tokenize=query.tokenize,

@@ -1,4 +1,4 @@
-"""Complete chunks of a split, the parts that belong to it, or segments of chunks: only frames, without captions."""
+"""Clips without captions: complete chunks of a split, the parts of chunks that belong to it, or segments of chunks."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ def open_chunk_clips(
     """Open clips of complete chunks. Batches have `video`, `colour`, and the number of the chunk as `clip_id`.
 
     Args:
-        query: Chunks. The `group` of its loading settings is the number of samples per chunk in an epoch.
-        same_frames: Let the samples of a chunk show the same moments, with different crops.
+        query: Query for the chunks. The `group` of its loading settings is the number of samples per chunk in an epoch.
+        same_frames: True to let the samples of a chunk show the same moments, with different crops.
         segment_us: Length of the clips into which each chunk is divided, microseconds; None for one clip per chunk. A
             remainder shorter than a quarter of this length is added to the last clip.
 
@@ -67,7 +67,7 @@ def open_chunk_clips(
 
 
 def open_frames(query: DataQuery) -> Samples[ClipReader]:
-    """Open the chunks that a task needs; raise UserError like `open_chunk_clips`."""
+    """Open the chunks that a task needs; raise UserError as `open_chunk_clips` does."""
     return open_chunk_clips(query_clips(query), same_frames=query.same_frames)
 
 
@@ -99,7 +99,7 @@ class ChunkParts:
         chunk: Row of the chunk of each part, ascending.
         begin_us, end_us: Span of each part in the video, microseconds.
         num_trimmed: Number of chunks that are trimmed or omitted.
-        lost_us: Total length of what is omitted, microseconds.
+        lost_us: Total length of the omitted parts, microseconds.
     """
 
     chunk: NDArray[np.int64]
@@ -109,15 +109,15 @@ class ChunkParts:
     lost_us: int = 0
 
     def remarks(self) -> list[str]:
-        """Return a remark about what is omitted; empty if nothing is."""
+        """Return a remark on the omitted parts; empty if nothing is omitted."""
         if not self.num_trimmed:
             return []
-        of_chunks = f"{self.lost_us / US_PER_S:,.1f} s of {count_noun(self.num_trimmed, 'chunk')}"
-        return [f"{of_chunks} left out, which belong to other splits"]
+        omitted = f"{self.lost_us / US_PER_S:,.1f} s of {count_noun(self.num_trimmed, 'chunk')}"
+        return [f"{omitted} left out, which belong to other splits"]
 
 
 def parts_of_split(chunk_set: ChunkSet, chunks: NDArray[np.int64]) -> ChunkParts:
-    """Return the parts of some chunks of a set, as rows of its table, that belong to its split."""
+    """Return the parts of `chunks`, rows of the set's table, that belong to the set's split."""
     table, divided = chunk_set.table, chunk_set.divided
     start_us, end_us = table.start_ms[chunks] * 1000, table.end_us_of(chunks)
     if divided is None:
@@ -125,7 +125,7 @@ def parts_of_split(chunk_set: ChunkSet, chunks: NDArray[np.int64]) -> ChunkParts
     parts = divided.parts_of(chunk_set.split, video=table.video_row[chunks], begin_us=start_us, end_us=end_us)
     chunk, begin_us = chunks[parts.span], parts.begin_us.copy()
     for number in np.flatnonzero(begin_us > start_us[parts.span]).tolist():
-        # The frame that is on screen when a part begins may have appeared in another split.
+        # If the frame that is on screen at the start of a part appeared earlier, it belongs to another split.
         at_us, last_us = int(begin_us[number]), int(parts.end_us[number])
         with suppress(SampleFailed):  # reading the chunk reports it
             times = chunk_set.times(int(chunk[number]))

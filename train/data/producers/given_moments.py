@@ -1,8 +1,8 @@
-"""Clips at given moments: a row names a video and a time; its clip has frames at offsets from it (`read_clips`).
+"""Clips at given moments: a row has a video and a time, and its clip has frames at offsets from it (`read_clips`).
 
-A frame is on screen until the next one begins. Times in tables are rounded, so a frame that begins up to NEAR_US after
-a moment counts as being on screen at that moment. An offset that leads out of the video, or out of the row's span,
-shows its first or last frame, as LeRobot pads an episode. If the row's own time lies outside, the sample fails.
+A frame is on screen until the next frame begins. Times in tables are rounded, so a frame that begins up to NEAR_US
+after a moment counts as being on screen at that moment. An offset that points outside the video or the row's span shows
+the first or last frame of the span, as LeRobot pads an episode. If the row's time lies outside, the sample fails.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,8 +37,8 @@ class GivenRows:
     Attributes:
         video_id: Videos, strings [N].
         time_us: Times in the videos, microseconds, int64 [N].
-        begin_us, end_us: Spans that offsets must not leave, int64 [N]; without such columns, 0 and a time after any
-            video.
+        begin_us, end_us: Spans to which frames are limited, int64 [N]; without such columns, 0 and a time after the end
+            of any video.
     """
 
     video_id: pa.ChunkedArray
@@ -51,7 +51,7 @@ class GivenRows:
         """Read the columns `video_id` or `key` (of a chunk of the video), `time_s`, and optionally `begin_s`, `end_s`.
 
         Args:
-            view: Camera. Its columns, such as `video_id.top`, replace columns without a camera.
+            view: Name of a camera, whose columns, such as `video_id.top`, replace columns without a camera.
 
         Raises:
             UserError: The table is not a table, a column is missing, or a value is not a name or a time.
@@ -61,9 +61,11 @@ class GivenRows:
         except (pa.ArrowException, TypeError, ValueError) as error:
             raise UserError(f"table is {quote_value(table)}, which is not a table: {error}", hint=_COLUMNS) from error
         if view:
-            named = dict(zip(columns.column_names, columns.columns, strict=True))
-            of_view = {name.removesuffix(f".{view}"): named[name] for name in named if name.endswith(f".{view}")}
-            columns = pa.table(named | of_view)
+            by_name = dict(zip(columns.column_names, columns.columns, strict=True))
+            view_columns = {
+                name.removesuffix(f".{view}"): by_name[name] for name in by_name if name.endswith(f".{view}")
+            }
+            columns = pa.table(by_name | view_columns)
         names = columns.column_names
         if not {"video_id", "key"} & set(names) or "time_s" not in names:
             of_camera = f" for the view {view}" if view else ""
@@ -113,18 +115,23 @@ def _times_us(columns: pa.Table, name: str) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class GivenMoments:
-    """Moments of rows, whose spans end no later than their videos, at offsets in the order of frames, microseconds."""
+    """Moments of rows at offsets from their times.
+
+    Attributes:
+        rows: Rows, whose spans must lie within their videos.
+        offsets_us: Offsets in the order of frames, microseconds.
+    """
 
     rows: GivenRows
     offsets_us: Sequence[int]
 
     def shown_us(self, offset_us: int) -> NDArray[np.int64]:
-        """Return, for an offset, the moment that each row shows, int64 [N]."""
+        """Return the moment that each row shows for an offset, int64 [N]."""
         rows = self.rows
         return np.maximum(np.minimum(rows.time_us + offset_us, rows.end_us - 2 * NEAR_US), rows.begin_us) + NEAR_US
 
     def of_row(self, row: int, rng: np.random.Generator | None) -> Moments:
-        """Return the moments of a row; raise ValueError if the row's own time is not in its span."""
+        """Return the moments of a row; raise ValueError if the row's time is not in its span."""
         time_us, begin_us, end_us = self._times_of(row)
         if not begin_us - NEAR_US <= time_us < end_us:
             span = f"[{begin_us / US_PER_S:g}, {end_us / US_PER_S:g}) s"
@@ -134,7 +141,7 @@ class GivenMoments:
         return Moments(tuple(max(min(time_us + at, latest_us), begin_us) + NEAR_US for at in self.offsets_us), 1)
 
     def add(self, sample: Sample, request: SampleRequest) -> None:
-        """Add to a sample which of its frames are padding."""
+        """Add a mask of the padded frames to a sample."""
         time_us, begin_us, end_us = self._times_of(request.sample)
         sample["is_padded"] = [not begin_us <= time_us + at + NEAR_US < end_us for at in self.offsets_us]
 
@@ -154,13 +161,13 @@ def open_given_moments(
     """Open clips at given moments; sample i is row i. Batches have `time_s` and `is_padded`.
 
     Args:
-        views: Rows for the only camera, or for each camera.
+        views: Rows of each camera; a single item if there is only one camera.
         chunks: Chunks of all videos.
-        shape: Size and crop of the frames.
+        shape: Resolution and crop of the frames.
         offsets_us: Offsets from the time of a row, microseconds, in the order of frames; they may be repeated.
 
     Raises:
-        UserError: A row names an unknown video, or a video without chunks.
+        UserError: A row refers to an unknown video, or to a video without chunks.
     """
     first, *others = (
         {"chunks": chunks, "shape": shape, **_open_view(rows, chunks, offsets_us=offsets_us)} for rows in views
@@ -168,10 +175,10 @@ def open_given_moments(
     if others:
         from clipmill.train.data.views import ViewReader
 
-        reader: ClipReader = ViewReader([ClipReader(**of_view) for of_view in others], **first)
+        reader: ClipReader = ViewReader([ClipReader(**arguments) for arguments in others], **first)
     else:
         reader = ClipReader(**first)
-    tables = [of_view["table"] for of_view in (first, *others)]
+    tables = [arguments["table"] for arguments in (first, *others)]
     ids = pc.unique(pa.chunked_array([chunk for rows in views for chunk in rows.video_id.chunks], pa.string()))
     facts = ("moments", chunks.variant_name, *offsets_us, *ids.to_pylist())
     parts = [array for rows in views for array in (rows_of(rows.video_id, ids), rows.time_us)]
@@ -217,7 +224,7 @@ def _open_view(rows: GivenRows, chunks: ChunkSet, *, offsets_us: Sequence[int]) 
 
 
 def _named_rows(is_wrong: NDArray[np.bool_], rows: GivenRows) -> str:
-    """Return the number of wrong rows, and the first few of them with their videos."""
+    """Return the number of wrong rows, and the first few rows with their videos, as text."""
     wrong = np.flatnonzero(is_wrong)
     first = rows.video_id.take(pa.array(wrong[:_NUM_NAMED])).to_pylist()
     names = ", ".join(f"row {row}: {name}" for row, name in zip(wrong.tolist(), first, strict=False))

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class Labels:
-    """Class and caption ID of each row."""
+    """Annotations that add a class and a caption ID to samples (clipmill.train.data.captions.Annotations)."""
 
     def __init__(self, table: SampleTable) -> None:
         assert table.label is not None and table.caption_id is not None
         self._label_N, self._caption_id_N = table.label[:, 0], table.caption_id
 
     def add(self, sample: Sample, request: SampleRequest) -> None:
-        """Add class and caption ID to a sample."""
+        """Add the class and the caption ID to a sample."""
         sample["caption_id"] = int(self._caption_id_N[request.sample])
         sample["label"] = int(self._label_N[request.sample])
 
@@ -43,8 +43,8 @@ def open_labelled_clips(query: ClipQuery, *, classes: Sequence[ClassList], repea
     Args:
         classes: Class lists, which number the labels. Captions with other classes are omitted and counted. With several
             class lists, a sample has at least one of the labels.
-        repeats: Samples per clip in an epoch (repeated augmentation, Hoffer et al. 2020). It divides the loader's
-            group.
+        repeats: Number of samples per clip in an epoch (repeated augmentation, Hoffer et al. 2020). It must divide the
+            loader's group size.
 
     Raises:
         UserError: The data do not exist, or no clip is usable.
@@ -67,12 +67,12 @@ def open_labelled_clips(query: ClipQuery, *, classes: Sequence[ClassList], repea
         num_rows=num_rows,
     )
     facts: tuple[object, ...] = (chunks.variant_name, query.loading.group, repeats, names, chunks.selection.text)
-    of_labels = [Labels(table)]
+    annotations = [Labels(table)]
     reader: Any
     if groups is None:
-        reader = ClipReader(chunks, table, query.shape, annotations=of_labels, repeats=repeats)
+        reader = ClipReader(chunks, table, query.shape, annotations=annotations, repeats=repeats)
     else:
-        reader = groups.reader(table, query.shape, annotations=of_labels, repeats=repeats)
+        reader = groups.reader(table, query.shape, annotations=annotations, repeats=repeats)
         facts = (*facts, *groups.facts)
     source = Source(
         split=query.split,
@@ -84,7 +84,7 @@ def open_labelled_clips(query: ClipQuery, *, classes: Sequence[ClassList], repea
 
 
 def open_labels(query: DataQuery) -> Samples[ClipReader]:
-    """Open the labelled clips that a task needs; raise UserError like `open_labelled_clips`."""
+    """Open the labelled clips that a task needs; raise UserError as `open_labelled_clips` does."""
     return open_labelled_clips(query_clips(query), classes=query.classes, repeats=query.repeats)
 
 
@@ -105,7 +105,7 @@ def _make_table(
         selected=None if selected is None else selected[rows],
         selected_chunks=selection.chunks,
     )
-    # The spans of captions, in the order of videos and time.
+    # Sort the spans of captions by video and time.
     order = np.lexsort((usable.end_us, usable.begin_us, usable.first_chunk))
     spans, caption = spans_at(usable, order), usable.caption[order]
     chunks.require_same_manifest()

@@ -1,4 +1,4 @@
-"""Segments of a split's latents, with captions, with labels, or without either."""
+"""Segments of a split's latents: with captions, with labels, or with neither."""
 
 from dataclasses import replace
 from functools import partial
@@ -49,8 +49,8 @@ def open_latent_segments(
     """Open the segments of latents of a split, for one rank.
 
     A sample is a segment of a chunk's latents, with one of the captions that overlap it. In training, the caption is
-    drawn by a pure function of (seed, position); in evaluation, it is the caption with the lowest ID.
-    clipmill.train.data.batch documents the batches.
+    drawn by a pure function of (seed, position); in evaluation, it is the first caption of the first source. See
+    clipmill.train.data.batch for the entries of batches.
 
     Every array is verified against its checksum when it is first needed, so only the first epoch takes longer. If an
     array does not match, the sample fails (clipmill.train.data.outcomes).
@@ -59,8 +59,8 @@ def open_latent_segments(
     per pair of segment and caption.
 
     Args:
-        tokenize: Tokenizer for captions that are words. Without it, batches have only IDs of captions.
-        needs_embeddings: Reject stored texts that are sequences.
+        tokenize: Tokenizer for captions in text form. Without it, batches have only caption IDs and text rows.
+        needs_embeddings: True to reject texts that are stored as sequences of vectors.
 
     Raises:
         UserError: There are no samples, the columns do not belong together, or a tar is missing or truncated.
@@ -78,10 +78,10 @@ def open_latent_segments(
     variants = [latents] if text is None else [latents, text]
     maps = open_maps(variants, tars, whole=text)
     marks = [merged_mark(variant.directory, variant.commits) for variant in variants]
-    of_split = (query.split, *manifest_mark(data_dir))
+    split_mark = (query.split, *manifest_mark(data_dir))
     stored = open_shared(
         lambda: read_latents(latents, data_dir, split=query.split, maps=maps),
-        of=(LATENTS, *of_split, marks[0]),
+        of=(LATENTS, *split_mark, marks[0]),
         num_rows=latents.num_samples,
         types=(StoredLatents, LatentRecords, FrameShape, DividedVideos),
         column=LATENTS,
@@ -89,7 +89,7 @@ def open_latent_segments(
     members, text_rows = (
         (None, None)
         if text is None
-        else read_text(text, stored, maps, data_dir=data_dir, split=query.split, depends_on=(*of_split, *marks))
+        else read_text(text, stored, maps, data_dir=data_dir, split=query.split, depends_on=(*split_mark, *marks))
     )
     records = stored.records
     num_frames = frames_of(query.segment, records.shape)
@@ -100,20 +100,20 @@ def open_latent_segments(
         split=query.split,
         chunks=ChunkRows(stored.video_ids, records.video_row, records.start_ms),
         has_captions=query.captions != "none" or bool(query.classes),
-        depends_on=(*of_split, marks[0]),
+        depends_on=(*split_mark, marks[0]),
     )
     settings = (query.captions, query.tails, query.sources, [class_list.as_json() for class_list in query.classes])
     where = selection_mark(query.where, data_dir, tars=tars)
     stored_captions = None if query.captions == "none" else open_stored_captions(data_dir)
-    of_captions = () if stored_captions is None else stored_captions.mark
-    depends_on = (*of_split, *marks, num_frames, *settings, query.max_segments, *where, of_captions)
+    captions_mark = () if stored_captions is None else stored_captions.mark
+    depends_on = (*split_mark, *marks, num_frames, *settings, query.max_segments, *where, captions_mark)
     num_rows = latents.num_samples
     if query.captions != "none" or query.classes:
         num_rows += num_captions_of(data_dir)
     table = open_table(
         "segments",
         lambda: make_segment_table(
-            query, stored, selection, stored_captions, text_rows, num_frames=num_frames, manifest=of_split[1:]
+            query, stored, selection, stored_captions, text_rows, num_frames=num_frames, manifest=split_mark[1:]
         ),
         depends_on=depends_on,
         num_rows=num_rows,
@@ -123,7 +123,7 @@ def open_latent_segments(
     captions: Captions | None = None
     if table.captions is not None and stored_captions is not None:
         captions = Captions(table.captions, stored_captions.texts, tokenize=tokenize)
-    # Otherwise Arrow would keep the memory that reading indexes and captions used.
+    # Release the memory that reading indexes and captions used; otherwise Arrow would keep it.
     pa.default_memory_pool().release_unused()
     names = [variant.directory.name for variant in variants]
 
@@ -173,14 +173,14 @@ def open_latent_segments(
 
 
 def open_captions(query: DataQuery) -> Samples[LatentReader]:
-    """Open segments with captions; raise UserError like `open_frames`, or if there are no captions."""
-    shown: ShownCaptions = "stored" if query.has_stored_text else "words"
-    segments = replace(_query(query), captions=shown, sources=query.captions.sources)
+    """Open segments with captions; raise UserError as `open_frames` does, or if there are no captions."""
+    form: ShownCaptions = "stored" if query.has_stored_text else "words"
+    segments = replace(_query(query), captions=form, sources=query.captions.sources)
     return _require_fitting(query, open_latent_segments(segments, tokenize=query.tokenize, needs_embeddings=True))
 
 
 def open_labels(query: DataQuery) -> Samples[LatentReader]:
-    """Open segments with labels; raise UserError like `open_frames`, or if there are no labels."""
+    """Open segments with labels; raise UserError as `open_frames` does, or if there are no labels."""
     segments = replace(_query(query), captions="none", classes=tuple(query.classes))
     return _require_fitting(query, open_latent_segments(segments))
 
@@ -209,7 +209,7 @@ def _query(query: DataQuery) -> SegmentQuery:
         folder.path,
         split=query.split,
         segment=settings.segment,
-        # Latents need neither decoding threads nor groups.
+        # Omit the numbers of threads and the group size: latents are not decoded, and are not read in groups.
         loading=LoaderSettings(batch=loading.batch, seed=loading.seed, rank=loading.rank, num_ranks=loading.num_ranks),
         max_segments=None if query.has_all_segments or query.split != settings.split else settings.max_segments,
         where=settings.selection,
@@ -234,9 +234,9 @@ def _require_fitting(query: DataQuery, samples: Samples[LatentReader]) -> Sample
 
 
 def _common_facts(latents: Variant, shape: FrameShape, text: Variant | None) -> dict[str, str]:
-    """Return shape and VAE of the latents, and the encoder of stored embeddings.
+    """Return the properties that all folders of a mixture must have in common.
 
-    All folders of a mixture must agree.
+    They are the shape and the VAE of the latents, and the encoder of stored embeddings.
     """
     recipe = latents.recipe
     name, weights = recipe.get("vae"), str(recipe.get("vae_sha256"))[:8]

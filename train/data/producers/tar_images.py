@@ -1,7 +1,7 @@
-"""Images in tars: their table, their reader, and the decoder of JPEG, PNG and WebP files.
+"""Images in tars: the table of images, its reader, and the decoder of JPEG, PNG and WebP files.
 
-Each tar is indexed once (clipmill.train.data.image_tars), and images are read in random order. Images are numbered in
-the order of tars and of members. Samples without the requested caption or class are omitted and counted.
+Each tar is indexed once (clipmill.train.data.image_tars), and images are read in random order. Images are numbered by
+tar, then by member. Samples without the requested caption or class are omitted and counted.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import av
 
 
-_NUM_READERS = 32  # for remote tars; a request waits for tens of milliseconds
+_NUM_READERS = 32  # number of reading threads for remote tars; a request takes tens of milliseconds
 
 
 class ImageReader(ThreadedReader):
@@ -49,7 +49,8 @@ class ImageReader(ThreadedReader):
     Args:
         images: Image of each row, int64 [N].
         annotations: Entries that samples get in addition to frames.
-        repeats: Samples per image in an epoch. It divides the loader's group, in which the image is decoded once.
+        repeats: Number of samples per image in an epoch. It must divide the loader's group size; an image is decoded
+            once per group.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class ImageReader(ThreadedReader):
         try:
             size = int(self._tars.size[image])
             content = self._tars.read(tar, int(self._tars.offset[image]), size)
-        except UserError:  # credentials that are refused affect all tars
+        except UserError:  # refused credentials affect all tars
             raise
         except (OSError, Damaged) as error:
             detail = f"{self._tars.tars[tar]}: {error}"
@@ -90,7 +91,7 @@ class ImageReader(ThreadedReader):
         return content
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Return the image once, RGB [H, W, 3], as the model sees it in an evaluation; empty if it cannot be read."""
+        """Return the image as the model sees it in an evaluation, one RGB [H, W, 3]; empty if it cannot be read."""
         return super().pictures(sample, num_frames=1)
 
     def deviations(self) -> list[str]:
@@ -103,7 +104,7 @@ class ImageReader(ThreadedReader):
 
     @property
     def ahead(self) -> ReadAhead | None:
-        """Function that reads images of remote tars ahead of decoding; None for local tars."""
+        """Functions that read images of remote tars ahead of decoding; None for local tars."""
         return ReadAhead(self.read, self.load_read, _NUM_READERS) if any(map(is_remote, self._tars.tars)) else None
 
     def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
@@ -123,7 +124,7 @@ class ImageReader(ThreadedReader):
         return [(request, contents[request.sample // self._repeats]) for request in requests]
 
     def load_read(self, read: Sequence[tuple[SampleRequest, bytes | SampleFailed]]) -> list[Sample | FailedSample]:
-        """Decode and crop images that were read."""
+        """Decode and crop images that `read` has read."""
         loaded: list[Sample | FailedSample] = []
         decoded: dict[int, av.VideoFrame] = {}
         for request, content in read:
@@ -148,9 +149,9 @@ class ImageReader(ThreadedReader):
     def _sample(self, request: SampleRequest, frame: "av.VideoFrame") -> Sample:
         shape, key, row = self._shape, self.key(request.sample), request.sample // self._repeats
         num_frames = shape.sampling.num_frames * shape.views.num_clips
-        building = ClipBuilder(shape, num_frames=num_frames, rng=request.generator("crop"), key=key)
-        building.add(frame, range(num_frames))
-        clip = building.clip()
+        builder = ClipBuilder(shape, num_frames=num_frames, rng=request.generator("crop"), key=key)
+        builder.add(frame, range(num_frames))
+        clip = builder.clip()
         sample = Sample(position=request.position, key=key, clip_id=row, video=clip.video, colour=clip.colour)
         sample["time_s"] = [math.nan] * num_frames
         for annotations in self._annotations:
@@ -175,9 +176,11 @@ def open_tar_images(
     """Open the images in tars; `clip_id` and `caption_id` are the numbers of the images.
 
     Args:
-        has_captions: Omit images without a caption. Batches have `tokens` if `tokenize` is given, or else `caption`.
-        classes: Classes. Images with other classes are omitted, and batches have `label`.
-        repeats: Samples per image in an epoch. It divides the loader's group, in which the image is decoded once.
+        has_captions: True to omit images without a caption. Batches have `tokens` if `tokenize` is given, otherwise
+            `caption`.
+        classes: Classes of the label. Images with other classes are omitted, and batches have `label`.
+        repeats: Number of samples per image in an epoch. It must divide the loader's group size; an image is decoded
+            once per group.
 
     Raises:
         UserError: The tars cannot be read, also contain videos, or have no such images.
@@ -235,7 +238,7 @@ def _make_table(
     Args:
         texts: Captions of all images; None for samples without captions.
         classes: Classes; a sample must have one of them. None for samples without classes.
-        needs_captions: Omit images without a caption.
+        needs_captions: True to omit images without a caption.
     """
     left_out, images = LeftOut(), np.arange(tars.num_images)
     for number, index in enumerate(tars.indexes):
@@ -252,9 +255,9 @@ def _make_table(
         keep(pc.binary_length(texts).to_numpy() > 0, "without caption")
     label, caption_id, rows = None, None, None
     if classes is not None:
-        of_image = class_numbers_of(pa.chunked_array([index.classes for index in tars.indexes]), classes)
-        keep(of_image >= 0, "without one of the classes")
-        label, caption_id = of_image[images][:, None], np.arange(len(images))
+        class_of_image = class_numbers_of(pa.chunked_array([index.classes for index in tars.indexes]), classes)
+        keep(class_of_image >= 0, "without one of the classes")
+        label, caption_id = class_of_image[images][:, None], np.arange(len(images))
     if texts is not None:
         sha256 = hashlib.sha256("".join(index.content_sha256 for index in tars.indexes).encode()).hexdigest()
         rows = RowCaptions.of_one_each(images.astype(np.int32), texts=texts, texts_sha256=sha256)
@@ -270,7 +273,7 @@ def _make_table(
 
 
 _ORIENTATION_TAG = 0x0112
-# libav's filters for the orientations of EXIF; 1 is upright.
+# libav filters that turn an image upright, by EXIF orientation; orientation 1 is upright.
 _UPRIGHT: dict[int, tuple[tuple[str, str], ...]] = {
     2: (("hflip", ""),),
     3: (("hflip", ""), ("vflip", "")),
@@ -293,7 +296,7 @@ def decode_image(content: bytes) -> "av.VideoFrame":
     Transparency is dropped, as by Pillow's `convert("RGB")`.
 
     Raises:
-        ValueError: The file is of another kind, animated, too large, truncated or damaged.
+        ValueError: The file has a different format, or is animated, too large, truncated or damaged.
     """
     import av
 
@@ -303,7 +306,7 @@ def decode_image(content: bytes) -> "av.VideoFrame":
     context = av.CodecContext.create(codec, "r")
     assert isinstance(context, av.VideoCodecContext)
     context.thread_count = 1  # the loader's threads already use all cores
-    # Report errors instead of concealing them. And a file of a few bytes can claim an image of any size.
+    # Report errors instead of concealing them, and limit the number of pixels, because a small file can claim any size.
     context.options = {"err_detect": "explode", "max_pixels": str(MAX_PIXELS)}
     try:
         frames = context.decode(av.Packet(content))
@@ -318,11 +321,11 @@ def decode_image(content: bytes) -> "av.VideoFrame":
 
 
 def _codec_of(content: bytes) -> str:
-    """Return libav's name of the codec; raise ValueError for other files and for animations."""
+    """Return the libav name of the codec; raise ValueError for other formats and for animations."""
     if content.startswith(b"\xff\xd8\xff"):
         return "mjpeg"
     if content.startswith(b"\x89PNG\r\n\x1a\n"):
-        # libav shows the first picture of an animation.
+        # Reject animations, because libav would decode their first image.
         if b"acTL" in content[: max(content.find(b"IDAT"), 0)]:
             raise ValueError("an animated PNG, not an image")
         return "png"
@@ -334,7 +337,7 @@ def _codec_of(content: bytes) -> str:
 
 
 def _claimed_size(content: bytes, codec: str) -> tuple[int, int]:
-    """Return width and height from the header, for the message about a rejected file; (0, 0) if they are not found."""
+    """Return the width and height in the header, for the error about a rejected file; (0, 0) if they are not found."""
     if codec == "png":
         return int.from_bytes(content[16:20]), int.from_bytes(content[20:24])
     if codec == "webp":
@@ -383,7 +386,7 @@ def _turn_upright(frame: "av.VideoFrame", orientation: int) -> "av.VideoFrame":
     graph = Graph()
     links = [graph.add_buffer(width=frame.width, height=frame.height, format=frame.format, time_base=Fraction(1))]
     links += [graph.add(name, arguments or None) for name, arguments in _UPRIGHT[orientation]]
-    # Copied, because vflip only reverses the order of the lines in memory.
+    # Copy the frame, because vflip only reverses the order of the lines in memory.
     graph.link_nodes(*links, graph.add("copy"), graph.add("buffersink")).configure()
     graph.push(frame)
     turned = graph.pull()
