@@ -1,31 +1,31 @@
-"""The measures of a chunk: choice of frames, motion, cuts, focus, black, frozen, bars, perceptual hash, speech.
+"""Measures from which the scores of a chunk are computed: motion, cuts, focus, black, frozen, bars, hash, speech.
 
-Frames that are analysed:
+Analysed frames:
 
     samples      reference frames about half a second apart, which the decoder needs anyway, and the last frame
     neighbours   the frame a tenth of a second after each sample, for motion
     middle       the middle frame, for the perceptual hash
-    refined      all frames between two samples that differ by as much as a cut might
+    refined      all frames between two samples whose difference may be due to a cut
 
-Luma is always in full range (0 black, 255 white), whatever range the codec stores.
+Luma is always in full range (0 black, 255 white), regardless of the range that the codec stores.
 
 Motion: the flow between a sample and its neighbour is DIS (Kroeger et al., Fast Optical Flow using Dense Inverse
-Search, ECCV 2016) in OpenCV's implementation, on small luma. The camera's part is the similarity transform
+Search, ECCV 2016) in OpenCV's implementation, on small luma. The camera motion is the similarity transform
 (translation, rotation, zoom) that explains the flow at the textured points of a grid, by least median of squares. All
-other flow is motion of objects. Flow cannot be observed without texture, so pixels without texture are assumed to
-follow the camera. If texture covers too little of the picture to distinguish a moving camera from a moving object, the
-camera is assumed to be still.
+other flow is object motion. Flow cannot be observed without texture, so pixels without texture are assumed to follow
+the camera. If texture covers too little of the picture to distinguish a moving camera from a moving object, the camera
+is assumed to be still.
 
 Cuts: PySceneDetect's ContentDetector compares each frame with the previous frame that it received. It receives all
 samples. If the difference of two samples is below `REFINE_SHARE` of the threshold, it receives no frames between them;
-otherwise it receives every frame between them, so that a cut is found at its exact frame. It misses a short shot
-between two samples that look alike, and a cut between pictures that differ too little as samples but enough as
-neighbours.
+otherwise it receives every frame between them, so that a cut is found at its exact frame. The method misses a short
+shot between two samples that look alike, and a cut whose two samples differ too little although consecutive frames
+differ enough.
 
 Speech: WebRTC's voice activity detector decides for each window of 30 ms whether it is loud in the frequency bands of
-speech; tones and noise may be, too. But speech also changes its loudness with every syllable, about four times a second
-(Scheirer and Slaney, Construction and Evaluation of a Robust Multifeature Speech/Music Discriminator, ICASSP 1997).
-Therefore windows count only if the loudness varies within the second around them.
+speech; tones and noise may be loud in these bands too. However, the loudness of speech changes with every syllable,
+about four times a second (Scheirer and Slaney, Construction and Evaluation of a Robust Multifeature Speech/Music
+Discriminator, ICASSP 1997). Therefore windows count only if the loudness varies within the second around them.
 """
 
 from bisect import bisect_right
@@ -53,8 +53,8 @@ from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.shards.format import PACKET_REFERENCE
 
 SAMPLE_STEP_S = Fraction(8, 15)  # 16 frames at 30 frames per second: the distance of the P frames in a comb
-NEIGHBOUR_STEP_S = Fraction(1, 10)  # even a source of 10 frames per second moves in this time
-SMALL_SIDE_PX = 128  # long side of the small luma
+NEIGHBOUR_STEP_S = Fraction(1, 10)  # long enough for a new frame even in a source with 10 frames per second
+SMALL_SIDE_PX = 128  # longer side of the small luma
 Luma = NDArray[np.uint8]  # [H, W]
 
 _FULL_RANGE = np.clip(np.round((np.arange(256) - 16) * (255 / 219)), 0, 255).astype(np.uint8)
@@ -62,10 +62,10 @@ _FULL_RANGE = np.clip(np.round((np.arange(256) - 16) * (255 / 219)), 0, 255).ast
 
 @dataclass(frozen=True)
 class Chosen:
-    """Indices of the frames that are decoded in the first pass, ascending.
+    """Indices of the frames to decode in the first pass, ascending.
 
     Attributes:
-        pairs: (sample, neighbour); empty if the chunk has a single frame.
+        pairs: Pairs (sample, neighbour); empty if the chunk has a single frame.
     """
 
     samples: list[int]
@@ -82,8 +82,8 @@ def choose_frames(
 ) -> Chosen:
     """Choose the frames of a chunk to analyse, from its packet table (clipmill.shards.format.VIDEO_FIELDS).
 
-    The next sample is the last reference frame within SAMPLE_STEP_S of a sample. If there is none, it is the first
-    reference frame within twice that time, or else the frame at that time, whatever its decoding costs.
+    The next sample is the last reference frame within SAMPLE_STEP_S after a sample. If no reference frame is that
+    close, it is the first one within twice that time, otherwise the frame after SAMPLE_STEP_S, at any decoding cost.
     """
     step = max(1, int(SAMPLE_STEP_S * fps))
     references = sorted(
@@ -114,12 +114,12 @@ def full_luma(frame: VideoFrame) -> Luma:
     lines = np.frombuffer(memoryview(plane), np.uint8).reshape(plane.height, plane.line_size)
     luma = lines[:, : plane.width]
     if frame.format.name == "yuvj420p" or frame.color_range == ColorRange.JPEG:
-        return luma.copy()  # the plane belongs to the decoder
+        return luma.copy()  # the decoder will reuse the memory of the plane
     return np.asarray(cv2.LUT(luma, _FULL_RANGE), np.uint8)
 
 
 def small_luma(luma: Luma) -> Luma:
-    """Return the luma with a long side of SMALL_SIDE_PX (never enlarged), each pixel the mean of its area."""
+    """Scale the luma down to a longer side of SMALL_SIDE_PX by area averaging; smaller luma is not enlarged."""
     height, width = luma.shape
     scale = min(1.0, SMALL_SIDE_PX / max(width, height))
     size = (max(1, round(width * scale)), max(1, round(height * scale)))
@@ -141,38 +141,38 @@ _MIN_SIDE_PX = 16  # DIS needs a few patches of 8 pixels
 
 @dataclass(frozen=True)
 class Motion:
-    """Mean displacements over the picture, in the units of the flow."""
+    """Mean displacements over the picture, in the unit of the flow."""
 
     all: float
     camera: float
     objects: float
 
 
-def optical_flow(before: Luma, after: Luma) -> Flow | None:
-    """Return the flow from one small luma to another; None if the picture is too small."""
-    if min(before.shape) < _MIN_SIDE_PX:
+def optical_flow(first: Luma, second: Luma) -> Flow | None:
+    """Return the flow from the first small luma to the second; None if the picture is too small."""
+    if min(first.shape) < _MIN_SIDE_PX:
         return None
     dis: Any = cv2.DISOpticalFlow  # the type stub lacks the optional initial flow
-    flow = dis.create(cv2.DISOPTICAL_FLOW_PRESET_MEDIUM).calc(before, after, None)
+    flow = dis.create(cv2.DISOPTICAL_FLOW_PRESET_MEDIUM).calc(first, second, None)
     return np.asarray(flow, np.float32)
 
 
 def texture_mask(luma: Luma) -> Mask:
-    """Return the pixels with texture around them."""
+    """Return True for each pixel with texture around it, bool [H, W]."""
     gradients = [cv2.convertScaleAbs(cv2.Sobel(luma, cv2.CV_16S, dx, dy, scale=1 / 8)) for dx, dy in ((1, 0), (0, 1))]
     window = (_TEXTURE_WINDOW_PX, _TEXTURE_WINDOW_PX)
     return np.asarray(sum(cv2.blur(gradient.astype(np.float32), window) for gradient in gradients) >= _TEXTURE)
 
 
 def split_motion(flow: Flow, texture: Mask) -> Motion:
-    """Separate the camera's motion in a flow from the motion of objects."""
+    """Split a flow into camera motion and object motion."""
     camera = camera_flow(flow, texture)
     rest = (flow - camera) * texture[..., None]
     return Motion(_mean_length(camera + rest), _mean_length(camera), _mean_length(rest))
 
 
 def camera_flow(flow: Flow, texture: Mask) -> Flow:
-    """Return the flow that is caused by a moving camera, [H, W, 2]; zero if it cannot be estimated."""
+    """Return the flow caused by a moving camera, [H, W, 2]; zero if the camera motion cannot be estimated."""
     grid = np.zeros_like(texture)
     grid[_GRID_PX // 2 :: _GRID_PX, _GRID_PX // 2 :: _GRID_PX] = True
     rows, columns = np.nonzero(grid & texture)
@@ -187,13 +187,13 @@ def camera_flow(flow: Flow, texture: Mask) -> Flow:
     a, b, c, d, e, f = np.asarray(transform, np.float32).ravel()
     x, y = np.arange(width, dtype=np.float32), np.arange(height, dtype=np.float32)[:, None]
     camera = np.stack([(a - 1) * x + (b * y + c), d * x + ((e - 1) * y + f)], axis=2)
-    # A camera at rest is preferred, unless a moving camera explains the typical point clearly better.
+    # Prefer a camera at rest unless a moving camera explains the median point clearly better.
     moving, still = (_lengths((flow - other)[rows, columns]) for other in (camera, np.zeros_like(flow)))
     return camera if np.median(still) - np.median(moving) > _REST_PX else np.zeros_like(flow)
 
 
 def _lengths(flow: Flow) -> NDArray[np.float32]:
-    return np.sqrt(flow[..., 0] ** 2 + flow[..., 1] ** 2)  # a third of np.hypot's time
+    return np.sqrt(flow[..., 0] ** 2 + flow[..., 1] ** 2)  # three times as fast as np.hypot
 
 
 def _mean_length(flow: Flow) -> float:
@@ -220,9 +220,9 @@ def intervals_to_refine(samples: Sequence[tuple[int, Picture]], *, threshold: fl
     """Return the frames between neighbouring samples (index, picture) that may contain a cut."""
     detector = ContentDetector(threshold=REFINE_SHARE * threshold, min_scene_len=0)
     intervals = []
-    for before, (frame, picture) in zip([0, *(frame for frame, _ in samples)], samples, strict=False):
-        if detector.process_frame(FrameTimecode(frame, _DETECTOR_FPS), picture) and frame - before > 1:
-            intervals.append(range(before + 1, frame))
+    for previous, (frame, picture) in zip([0, *(frame for frame, _ in samples)], samples, strict=False):
+        if detector.process_frame(FrameTimecode(frame, _DETECTOR_FPS), picture) and frame - previous > 1:
+            intervals.append(range(previous + 1, frame))
     return intervals
 
 
@@ -238,12 +238,12 @@ def find_cuts(frames: Iterable[tuple[int, Picture]], *, threshold: float) -> lis
 
 
 BLACK_LEVEL = 25  # maximum luma of a black pixel: 0.10 of the range, as in ffmpeg's blackdetect
-BLACK_PIXELS = 0.98  # share of black pixels in a black frame, as in blackdetect
+BLACK_PIXELS = 0.98  # minimum fraction of black pixels in a black frame, as in blackdetect
 BAR_LEVEL = 9.3  # mean luma of a line of a bar: 24 in limited range, as in ffmpeg's cropdetect
-STILL_DIFFERENCE = 3.0  # mean absolute difference in any block of a frozen picture, in levels; compression makes 0.9
-MAX_AGAIN = 2.0  # levels by which all blocks of a still picture may differ after a key frame, which encodes them again
-_BLOCK_PX = 8  # of small luma, whose long side has 16 blocks
-MIN_FROZEN_S = 1.0  # shorter standstills do not count
+STILL_DIFFERENCE = 3.0  # maximum mean absolute difference, in levels, in a block of a frozen picture; compression: 0.9
+MAX_AGAIN = 2.0  # maximum difference, in levels, that re-encoding at a key frame may cause in all blocks
+_BLOCK_PX = 8  # side of a block of the small luma, whose longer side has 16 blocks
+MIN_FROZEN_S = 1.0  # minimum duration of a standstill
 _HASH_SIDE, _PICTURE_SIDE = 8, 32
 # The lowest frequencies of the DCT-II, [8, 32], scaled as in scipy.fftpack.
 _COSINES = 2 * np.cos(
@@ -261,7 +261,7 @@ class Look:
 
     @classmethod
     def of(cls, frame: int, luma: Luma) -> "Look":
-        """Reduce the luma of full size of the frame with index `frame`."""
+        """Reduce the full-resolution luma of the frame with index `frame`."""
         num_black = np.count_nonzero(luma <= BLACK_LEVEL)
         return cls(frame, small_luma(luma), bool(num_black >= BLACK_PIXELS * luma.size))
 
@@ -302,14 +302,14 @@ def frozen_frames(looks: Sequence[Look], *, num_frames: int, min_frames: float, 
     return num_frozen
 
 
-def _is_still(before: Luma, after: Luma, *, has_key_frame: bool = False) -> bool:
+def _is_still(first: Luma, second: Luma, *, has_key_frame: bool = False) -> bool:
     """Return True if nothing moves between two frames.
 
     Args:
-        has_key_frame: True if a key frame lies between them. The median of all blocks then counts as compression.
+        has_key_frame: True if a key frame lies between the frames. The median difference is then due to compression.
     """
-    difference = cv2.absdiff(before, after).astype(np.float32)
-    size = (max(1, before.shape[1] // _BLOCK_PX), max(1, before.shape[0] // _BLOCK_PX))
+    difference = cv2.absdiff(first, second).astype(np.float32)
+    size = (max(1, first.shape[1] // _BLOCK_PX), max(1, first.shape[0] // _BLOCK_PX))
     blocks = cv2.resize(difference, size, interpolation=cv2.INTER_AREA)
     compression = min(float(np.median(blocks)), MAX_AGAIN) if has_key_frame else 0.0
     return bool(blocks.max() <= STILL_DIFFERENCE + compression)
@@ -344,7 +344,11 @@ class Active:
     right: int
 
     def of_small(self, small: Luma, *, height: int, width: int) -> tuple[slice, slice]:
-        """Return the rows and columns of a small luma that are entirely inside; `height` x `width` is the full size."""
+        """Return the rows and columns of a small luma that are entirely inside the bars.
+
+        Args:
+            height, width: Full resolution of the frame.
+        """
         down, across = small.shape[0] / height, small.shape[1] / width
         return (
             slice(ceil(self.top * down), floor(self.bottom * down)),
@@ -353,7 +357,7 @@ class Active:
 
 
 def active_part(lines: Sequence[Lines]) -> Active | None:
-    """Return the part inside the bars, which are border lines that are black in all frames; None if all lines are."""
+    """Return the part inside the bars, the outer lines that are black in all frames; None if all lines are black."""
     rows = np.flatnonzero(np.max([line.rows for line in lines], axis=0) > BAR_LEVEL)
     columns = np.flatnonzero(np.max([line.columns for line in lines], axis=0) > BAR_LEVEL)
     if not len(rows) or not len(columns):
@@ -364,15 +368,15 @@ def active_part(lines: Sequence[Lines]) -> Active | None:
 def phash(rgb: NDArray[np.uint8]) -> int:
     """Return the 64-bit perceptual hash of a picture [H, W, 3]: ImageHash's `phash`, first bit highest.
 
-    It is the sign of the lowest 8 x 8 frequencies of the 32 x 32 luma's cosine transform, relative to their median.
-    Grey and the Lanczos filter are computed in Pillow's integers, so that hashes are equal bit for bit.
+    A bit is set if one of the lowest 8 x 8 frequencies of the cosine transform of the 32 x 32 luma exceeds the median.
+    Grey conversion and the Lanczos filter use Pillow's integer arithmetic, so that hashes are bit-identical.
     """
     weights = np.array([19595, 38470, 7471], np.int64)  # Pillow's conversion to L
     grey = ((rgb.astype(np.int64) @ weights + 0x8000) >> 16).astype(np.int64)
     for _ in range(2):  # along the width, then along the height
         coefficients = _lanczos(grey.shape[1])
         grey = np.clip((grey @ coefficients + (1 << 21)) >> 22, 0, 255).T
-    # Rounding makes frequencies that are zero by symmetry exactly zero, in whatever order sums are computed.
+    # Round, so that frequencies that are zero by symmetry are exactly zero, regardless of the order of summation.
     low = np.round(_COSINES @ grey.astype(np.float64) @ _COSINES.T, 6)
     bits = (low > np.median(low)).ravel()
     return int.from_bytes(np.packbits(bits).tobytes(), "big")
@@ -398,14 +402,14 @@ def _lanczos(length: int) -> NDArray[np.int64]:
 RATE_HZ = 16_000
 WINDOW_MS = 30
 _WINDOW = RATE_HZ * WINDOW_MS // 1000  # samples
-_AGGRESSIVENESS = 3  # from 0 to 3: the fewest false alarms
-_AROUND = 16  # windows before and after a window: about a second
+_AGGRESSIVENESS = 3  # mode of the detector, 0 to 3; 3 gives the fewest false alarms
+_AROUND = 16  # number of windows before and after a window: about a second in total
 _MIN_VARIATION_DB = 3.0  # minimum standard deviation; a tone has 0, white noise 0.3
 _FLOOR_DB = -60.0  # relative to full scale; anything below is silence
 
 
 def is_speech(samples: NDArray[np.int16]) -> NDArray[np.bool_]:
-    """Return which complete windows of 30 ms are speech, bool [windows].
+    """Return True for each complete window of 30 ms that contains speech, bool [windows].
 
     Args:
         samples: Mono samples at RATE_HZ.
@@ -415,7 +419,7 @@ def is_speech(samples: NDArray[np.int16]) -> NDArray[np.bool_]:
     is_voiced = np.array([detector.is_speech(window.tobytes(), RATE_HZ) for window in windows], bool)
     power = (windows.astype(np.float64) ** 2).mean(axis=1) / 2.0**30
     loudness_db = 10 * np.log10(np.maximum(power, 10 ** (_FLOOR_DB / 10)))
-    # The standard deviation of the loudness around each value.
+    # Compute the standard deviation of the loudness around each window.
     count = np.arange(len(loudness_db))
     begin, end = np.maximum(count - _AROUND, 0), np.minimum(count + _AROUND + 1, len(loudness_db))
     sums, squares = (np.concatenate([[0.0], np.cumsum(terms)]) for terms in (loudness_db, loudness_db**2))
@@ -425,7 +429,7 @@ def is_speech(samples: NDArray[np.int16]) -> NDArray[np.bool_]:
 
 
 def decode_audio(content: bytes) -> NDArray[np.int16] | None:
-    """Return the first audio track of an MP4 file, mono at RATE_HZ; None if there is none, or it is empty.
+    """Return the first audio track of an MP4 file, mono at RATE_HZ; None without audio, or if the track is empty.
 
     Raises:
         SourceFailure: decode_errors.

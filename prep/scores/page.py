@@ -1,6 +1,6 @@
-"""The page of `prep inspect --column scores --html`: the distribution of each score, with example pictures.
+"""Write the page of `prep inspect --column scores --html`: the distribution of each score, with example pictures.
 
-The page is self-contained: its pictures are embedded JPEG files, and its content security policy forbids other
+The page is self-contained: its pictures are embedded JPEG files, and its content security policy forbids all external
 resources.
 """
 
@@ -34,8 +34,8 @@ from clipmill.shards.where import parse_where
 
 _HEIGHT_PX = 108
 _JPEG_QUALITY = 80
-NUM_SELECTED = 12  # pictures of chunks that a selection keeps, and of chunks that it drops
-NUM_CUT_CHUNKS = 8  # chunks whose cuts are shown: the chunks with the most cuts
+NUM_SELECTED = 12  # number of pictures of chunks that a selection keeps, and of chunks that it drops
+NUM_CUT_CHUNKS = 8  # number of chunks whose cuts are shown: the chunks with the most cuts
 NUM_CUT_PICTURES = 6
 SHOWN = tuple(score for score in SCORES if score.title)
 _PICKED = (("lowest", 0.0), ("1st quartile", 0.25), ("median", 0.5), ("3rd quartile", 0.75), ("highest", 1.0))
@@ -43,7 +43,7 @@ _PICKED = (("lowest", 0.0), ("1st quartile", 0.25), ("median", 0.5), ("3rd quart
 
 @dataclass(frozen=True)
 class Thumbnail:
-    """A picture as a JPEG file in a data URI, or the reason why there is none."""
+    """A picture as a JPEG file in a data URI, or the reason why the picture is missing."""
 
     source: str | None
     width: int = 0
@@ -62,17 +62,17 @@ class Chunks:
     def __init__(self, table: pa.Table, *, video: Variant) -> None:
         self.table = table
         self._shards = [shard for shard in video.shards() if is_readable(shard)]
-        self._places: dict[int, tuple[CommittedShard, int] | None] = {}
+        self._locations: dict[int, tuple[CommittedShard, int] | None] = {}
 
     def copy_of(self, row: int) -> str | None:
-        """Return the key of the chunk of an earlier video that a chunk duplicates; None if there is none."""
+        """Return the key of the earlier chunk that a chunk duplicates; None if the chunk is unique."""
         first = self.table["duplicate_of"][row].as_py()
         return None if first < 0 else key_of_row(self.table, first)
 
     def duration_s(self, row: int) -> float | None:
-        """Return the duration of a chunk; None if it is not in the video column, or damaged."""
-        place = self._find(row)
-        return None if place is None else float(seconds_of(place[0].index, place[1]))
+        """Return the duration of a chunk in seconds; None if the chunk is not in the video column, or is damaged."""
+        location = self._find(row)
+        return None if location is None else float(seconds_of(location[0].index, location[1]))
 
     def thumbnails(
         self,
@@ -91,23 +91,23 @@ class Chunks:
         rows = dict.fromkeys([*middles, *moments_s])
         for done, row in enumerate(rows, 1):
             moments: list[float | None] = [*([None] if row in middles else []), *moments_s.get(row, ())]
-            pictures |= {(row, moment): picture for moment, picture in self._of_chunk(row, moments).items()}
+            pictures |= {(row, moment): picture for moment, picture in self._decode_chunk(row, moments).items()}
             on_picture(done, len(rows))
         return pictures
 
-    def _of_chunk(self, row: int, moments: Sequence[float | None]) -> dict[float | None, Thumbnail]:
-        """Return the pictures of a chunk, which is decoded once, or the reason why there are none."""
-        place = self._find(row)
-        if place is None:
+    def _decode_chunk(self, row: int, moments: Sequence[float | None]) -> dict[float | None, Thumbnail]:
+        """Return the pictures of a chunk, which is decoded once, or the reason why they are missing."""
+        location = self._find(row)
+        if location is None:
             return dict.fromkeys(moments, Thumbnail(None, problem="not in the video column, or damaged"))
-        shard, number = place
+        shard, number = location
         index, fps = shard.index, frame_rate(shard.index, number)
         last = index["num_frames"][number].as_py() - 1
-        frame_of = {
+        moment_frames = {
             moment: (last + 1) // 2 if moment is None else min(last, round(Fraction(moment) * fps))
             for moment in moments
         }
-        frames = sorted(set(frame_of.values()))
+        frames = sorted(set(moment_frames.values()))
         pictures: dict[int, Thumbnail] = {}
         try:
             for frame, picture in zip(frames, read_chunk(shard, number).frames(frames), strict=True):
@@ -117,15 +117,15 @@ class Chunks:
                 pictures[frame] = Thumbnail(data_uri(encoded.tobytes(), "image/jpeg"), width, _HEIGHT_PX)
         except SourceFailure as failure:
             return dict.fromkeys(moments, Thumbnail(None, problem=f"cannot be shown: {failure.message}"))
-        return {moment: pictures[frame] for moment, frame in frame_of.items()}
+        return {moment: pictures[frame] for moment, frame in moment_frames.items()}
 
     def _find(self, row: int) -> tuple[CommittedShard, int] | None:
-        """Return the shard of a chunk, and its row in the shard's index; None if there is none."""
-        if row not in self._places:
+        """Return the shard of a chunk, and its row in the shard's index; None if no shard contains the chunk."""
+        if row not in self._locations:
             key = key_of_row(self.table, row)
-            places = ((shard, pc.index(shard.index["key"], key).as_py()) for shard in self._shards)
-            self._places[row] = next(((shard, number) for shard, number in places if number >= 0), None)
-        return self._places[row]
+            locations = ((shard, pc.index(shard.index["key"], key).as_py()) for shard in self._shards)
+            self._locations[row] = next(((shard, number) for shard, number in locations if number >= 0), None)
+        return self._locations[row]
 
 
 @dataclass(frozen=True)
@@ -137,21 +137,21 @@ class Selection:
 
     @property
     def num_kept(self) -> int:
-        """Number of chunks that are kept."""
+        """Number of kept chunks."""
         return int(self.is_kept.sum())
 
     @property
     def share(self) -> float:
-        """Share of the chunks that are kept."""
+        """Fraction of kept chunks."""
         return self.num_kept / max(1, len(self.is_kept))
 
 
 def write_scores_page(variant: Variant, request: PageRequest) -> Report:
-    """Publish the page of the current variant. With an expression, it also shows the chunks that are kept and dropped.
+    """Publish the page of the current variant; with an expression, the page also shows the kept and dropped chunks.
 
     Raises:
-        UserError: The page cannot be written, `variant` is not the current one, its merged table is missing or stale,
-            or the page does not support the request.
+        UserError: The page cannot be written, `variant` is not the current variant, its merged table is missing or
+            stale, or the page does not support the request.
     """
     require_page_path(request.path, flag="--html")
     if request.num_samples is not None:
@@ -195,8 +195,8 @@ def write_scores_page(variant: Variant, request: PageRequest) -> Report:
 
 
 def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[int, int], None]) -> dict[str, Any]:
-    """Return the values of the template."""
-    # Unknown values are NaN.
+    """Return the values with which to render the template."""
+    # Represent unknown values as NaN.
     columns = {
         score.name: np.asarray(chunks.table[score.name].cast(pa.float64()).to_numpy(), np.float64) for score in SHOWN
     }
@@ -258,9 +258,9 @@ def _cut_frames_s(chunks: Chunks, row: int) -> list[float]:
 
 
 def landmarks(values: NDArray[np.float64]) -> list[tuple[str, int]]:
-    """Return (name, row) of the chunks at the lowest, highest and quartile values; NaN marks unknown values.
+    """Return (name, row) of the chunks with the lowest, highest and quartile values; NaN marks unknown values.
 
-    Each chunk is named only once, so a small number of chunks has fewer landmarks.
+    Each chunk is listed only once, so a small number of chunks has fewer landmarks.
     """
     known = np.flatnonzero(~np.isnan(values))
     in_order = known[np.argsort(values[known], kind="stable")]

@@ -1,4 +1,4 @@
-"""The scores of a chunk (defined in docs/columns.md), and its sample: member, index row and `verify --deep`."""
+"""Compute the scores of a chunk (defined in docs/columns.md), make its sample, and check it for `verify --deep`."""
 
 import json
 from dataclasses import astuple, dataclass
@@ -46,7 +46,7 @@ from clipmill.shards.format import PACKET_KEY
 from clipmill.shards.score_fields import SCORES, SCORES_FIELDS
 from clipmill.shards.writer import Sample
 
-NUM_SHARP = 12  # samples whose sharpness is measured, evenly spaced
+NUM_SHARP = 12  # number of evenly spaced samples whose sharpness is measured
 _DECIMALS = 6
 EXTENSION = "scores.json"
 _HASH_DIGITS = 16
@@ -54,13 +54,13 @@ _HASH_DIGITS = 16
 
 @dataclass(frozen=True)
 class _Seen:
-    """Data from the frames of the first pass.
+    """Data that the first pass collects from its frames.
 
     Attributes:
-        looks, pictures: Looks of all frames, and pictures of the samples, by frame.
-        sharp: Luma of full size of the samples whose sharpness is measured.
-        lines: Mean luma of the lines of all samples that are not black.
-        size: (height, width) of the frames.
+        looks, pictures: Looks of all frames, and pictures of the samples, by frame index.
+        sharp: Full-resolution luma of the samples whose sharpness is measured.
+        lines: Line means of all samples that are not black.
+        size: Resolution of the frames, (height, width).
     """
 
     looks: dict[int, Look]
@@ -72,21 +72,21 @@ class _Seen:
 
 
 def score_chunk(chunk: ChunkContent, *, cut_threshold: float) -> dict[str, Any]:
-    """Return the scores of a chunk: a value for each row of clipmill.shards.score_fields.SCORES.
+    """Return the scores of a chunk: a value for each score in clipmill.shards.score_fields.SCORES.
 
     Numbers are rounded to six decimals; unknown values are None.
 
     Raises:
         SourceFailure: The chunk or its audio cannot be decoded.
     """
-    cv2.setNumThreads(1)  # the flow depends on the number of threads, and the caller already uses all cores
+    cv2.setNumThreads(1)  # the flow depends on the number of threads, and callers already use all cores
     chosen = choose_frames(
         chunk.num_frames, fps=chunk.fps, packet_frame=chunk.packet_frame, packet_flags=chunk.packet_flags
     )
-    colours = VideoReformatter()  # one for all frames: setting it up costs more than converting a frame
+    colours = VideoReformatter()  # shared by all frames, since creating it costs more than converting a frame
     seen = _first_pass(chunk, chosen, colours)
     looks, pictures = dict(seen.looks), dict(seen.pictures)
-    # A second pass decodes all frames between samples that may contain a cut. Most chunks have few such frames or none.
+    # A second pass decodes all frames of the intervals that may contain a cut. Most chunks have few such frames.
     intervals = intervals_to_refine(sorted(pictures.items()), threshold=cut_threshold)
     to_refine = [frame for interval in intervals for frame in interval]
     for frame, picture in zip(to_refine, chunk.frames(to_refine), strict=True):
@@ -95,7 +95,7 @@ def score_chunk(chunk: ChunkContent, *, cut_threshold: float) -> dict[str, Any]:
     cuts = find_cuts(sorted(pictures.items()), threshold=cut_threshold)
     active = active_part(seen.lines) if seen.lines else None
     motion = _mean_motion(seen, chosen, cuts=cuts, active=active, fps=chunk.fps)
-    # Looks are denser where frames were refined, so each is weighted with the number of frames that it represents.
+    # Looks are denser in refined intervals, so weight each look by the number of frames that it represents.
     in_order = [look for _, look in sorted(looks.items())]
     shown = shown_frames(in_order, num_frames=chunk.num_frames)
     is_black = np.array([look.is_black for look in in_order])
@@ -164,21 +164,21 @@ def _picture(frame: VideoFrame, colours: VideoReformatter) -> Picture:
 def _mean_motion(
     seen: _Seen, chosen: Chosen, *, cuts: list[int], active: Active | None, fps: Fraction
 ) -> Motion | None:
-    """Return the mean over all pairs without a cut between them, in frame heights per second; None without pairs."""
+    """Return the mean motion over all pairs without a cut, in frame heights per second; None without pairs."""
     motions = []
-    for before, after in chosen.pairs:
-        if any(before < cut <= after for cut in cuts):
+    for first, second in chosen.pairs:
+        if any(first < cut <= second for cut in cuts):
             continue
-        lumas = [seen.looks[frame].luma for frame in (before, after)]
+        lumas = [seen.looks[frame].luma for frame in (first, second)]
         height = lumas[0].shape[0]
         if active is not None:
             part = active.of_small(lumas[0], height=seen.size[0], width=seen.size[1])
             lumas = [np.ascontiguousarray(luma[part]) for luma in lumas]
         flow = optical_flow(*lumas)
         if flow is not None:
-            # Bars do not move. They count as part of the picture.
-            share = lumas[0].size / seen.looks[before].luma.size
-            factor = share * float(fps) / (after - before) / height
+            # Bars count as a part of the picture that does not move.
+            fraction = lumas[0].size / seen.looks[first].luma.size
+            factor = fraction * float(fps) / (second - first) / height
             motions.append([value * factor for value in astuple(split_motion(flow, texture_mask(lumas[0])))])
     return Motion(*(fmean(values) for values in zip(*motions, strict=True))) if motions else None
 

@@ -1,4 +1,4 @@
-"""The `ChunkWork` of `scores`: samples, the libraries in its recipe, and the merged table."""
+"""The `ChunkWork` of `scores`: how samples are made, the library versions in the recipe, and the merged table."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -67,14 +67,14 @@ def version_mismatch(planned: str) -> str | None:
 
 
 def _table_problem(variant: Variant) -> str | None:
-    """Return the reason why the merged table is unusable; None if it is usable, or if there are no scores to merge."""
+    """Return the reason why the merged table is unusable; None if it is usable, or if the variant has no scores."""
     from clipmill.shards.scores import score_table_problem
 
     return score_table_problem(variant) if any(commit.files for commit in variant.commits.values()) else None
 
 
 def _sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
-    """Return the key of the chunk that a chunk nearly duplicates; None if it is unique, nothing if unknown."""
+    """Return the fact `duplicate_of`: the key of a near-duplicate chunk, or None; empty if it is unknown."""
     from clipmill.shards.scores import open_scores
 
     video_id, start_ms = split_key(key)

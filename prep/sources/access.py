@@ -1,4 +1,4 @@
-"""Access to a source, a local file or an object: opening it, its fingerprint, its properties, and its failures."""
+"""Access to a source, which is a local file or an object: open it, compute its fingerprint, and convert its errors."""
 
 import errno
 import hashlib
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 STAT_LIMIT_S = 60.0  # timeout per file
 _FINGERPRINT_BYTES = 1 << 20
-# Errors that the machine causes, not the file. They may not occur at the next probe.
+# Errors that are caused by the machine and not by the file. They may not occur in the next probe.
 _MACHINE_ERRORS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE, errno.ENODEV}
     | {errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
@@ -41,9 +41,9 @@ class SourceFacts:
         fps: Frame rate in frames per second; the average if it varies.
         width: Display width in pixels, after rotation and with square pixels.
         height: Display height in pixels, after rotation and with square pixels.
-        codec: Libav's name of the codec.
-        key_gap_s: Longest time in seconds between two key frames if a seek may land between them; 0 if a seek lands on
-            a key frame.
+        codec: Name of the codec in libav.
+        key_gap_s: Longest time in seconds between two key frames if a seek may land between key frames; 0 if seeks
+            always land on a key frame.
         num_audio: Number of audio streams.
         timeline: Timeline and shape of the video (`clipmill.shards.timeline.model.Timeline.to_json`).
         notes: Unusual properties of the video, one per line.
@@ -69,7 +69,7 @@ class OpenSource:
     Attributes:
         size_bytes: Size of the source when it was opened.
         file: Content of the source.
-        for_libav: Argument for libav: the path of a local file, or an object as a Python file.
+        for_libav: Argument for libav: the path of a local file, or a Python file for an object.
     """
 
     size_bytes: int
@@ -79,7 +79,7 @@ class OpenSource:
 
 @contextmanager
 def open_source(place: "Place", *, on_read: Callable[[], None] = lambda: None) -> Iterator[OpenSource]:
-    """Open a source: a local path, or the URL of an object, which is read by ranges.
+    """Open a source: a local path, or the URL of an object, which is read in ranges.
 
     Args:
         on_read: Function to call for every range that is read from an object, as a heartbeat.
@@ -95,14 +95,14 @@ def open_source(place: "Place", *, on_read: Callable[[], None] = lambda: None) -
         try:
             yield OpenSource(file.size_bytes, file, file)
         except SourceFailure:
-            if file.failure is not None:  # libav interpreted it as the end of the file, or as damage
+            if file.failure is not None:  # libav took the failed read for the end of the file, or for damage
                 raise file.failure from None
             raise
         if file.failure is not None:
             raise file.failure
         return
     try:
-        state = os.stat(path)  # noqa: PTH116 - not every place is a Path
+        state = os.stat(path)  # noqa: PTH116 - a place is not always a Path
         if not stat.S_ISREG(state.st_mode):  # opening a named pipe would block until something writes to it
             raise SourceFailure(FailureCode.SOURCE_UNREADABLE, "not a regular file")
         local = open(path, "rb")  # noqa: PTH123, SIM115 - closed below
@@ -115,7 +115,7 @@ def open_source(place: "Place", *, on_read: Callable[[], None] = lambda: None) -
 def source_fingerprint(place: "Place") -> str:
     """Return the SHA-256 (hex) over a source's size and its first and last MiB.
 
-    This is cheap even for hours of video, and independent of the source's name and storage.
+    Computing it is cheap even for hours of video, and it does not depend on the source's name and storage.
 
     Raises:
         SourceFailure: source_missing, source_unreadable or io_error.
@@ -153,17 +153,17 @@ def current_fingerprint(place: "Place") -> str:
     Raises:
         SourceFailure: timeout, or any failure that `source_fingerprint` raises.
     """
-    answer: SimpleQueue[str | SourceFailure] = SimpleQueue()
+    results: SimpleQueue[str | SourceFailure] = SimpleQueue()
 
     def read() -> None:
         try:
-            answer.put(source_fingerprint(place))
+            results.put(source_fingerprint(place))
         except SourceFailure as failure:
-            answer.put(failure)
+            results.put(failure)
 
     Thread(target=read, daemon=True).start()
     try:
-        result = answer.get(timeout=STAT_LIMIT_S)
+        result = results.get(timeout=STAT_LIMIT_S)
     except Empty:
         message = f"opening or reading timed out after {STAT_LIMIT_S:.0f} s"
         raise SourceFailure(FailureCode.TIMEOUT, message, is_lasting=False) from None
@@ -174,7 +174,7 @@ def current_fingerprint(place: "Place") -> str:
 
 @contextmanager
 def as_failure(code: FailureCode, what: str) -> Iterator[None]:
-    """Convert the errors that libav raises inside the block, whatever the file contains, to failure `code`."""
+    """Convert the errors that libav raises inside the block to a failure with code `code`."""
     import av.error
 
     try:

@@ -1,4 +1,4 @@
-"""PySceneDetect's shot detectors and their settings. PySceneDetect and OpenCV are loaded only to compare frames."""
+"""Settings of PySceneDetect's shot detectors. PySceneDetect and OpenCV are loaded only when frames are compared."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 DetectorName = Literal["adaptive", "content"]
 DEFAULT_DETECTOR: DetectorName = "adaptive"  # as in PySceneDetect
 DEFAULT_THRESHOLD: dict[DetectorName, float] = {"adaptive": 3.0, "content": 27.0}
-PICTURE_PX = 256  # the longer side of the pictures that are compared, as in PySceneDetect; never upscaled
+PICTURE_PX = 256  # maximum longer side of the compared pictures, as in PySceneDetect; smaller ones are not upscaled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +29,14 @@ class Detector:
     fps: Fraction
 
     def key(self, version: str) -> str:
-        """Return a text that identifies the cuts that this detector finds with PySceneDetect `version`."""
+        """Return a string that identifies the cuts that this detector finds with PySceneDetect `version`."""
         return (
             f"scenedetect {version} {self.name} threshold={self.threshold!r} min_scene_len={self.min_scene_frames}"
             f" fps={self.fps} px={PICTURE_PX}"
         )
 
     def open(self) -> "SceneDetector":
-        """Return a new detector of PySceneDetect."""
+        """Return a new PySceneDetect detector."""
         from scenedetect.detectors import AdaptiveDetector, ContentDetector
 
         if self.name == "adaptive":

@@ -1,13 +1,13 @@
-"""Probe of a source file: its properties are read and verified before anything is encoded.
+"""Probe a source file: read and verify its properties before anything is encoded.
 
 The index of an MP4 file lists the position of every packet, so truncation is detected without reading the file. Other
-containers are demuxed once from end to end, without decoding, because a plan needs what only their packets tell: the
-exact end of the last frame, whether timestamps start again, changes of shape, and damage. A header has a rounded
-duration, perhaps of another track, or none. Chunks that are planned from it could be lost or invented. In both cases,
-one frame is decoded, which shows the actual size and rotation.
+containers are demuxed completely, without decoding, because a plan needs information that only the packets contain: the
+exact end of the last frame, timestamps that start again, changes of shape, and damage. The duration in a header is
+rounded, may belong to a different track, or is missing, so chunks planned from it could be missing or nonexistent. In
+both cases, one frame is decoded to get the actual resolution and rotation.
 
 Files are opened only with an allowlist of demuxers and through the file protocol. A playlist or concat script that is
-disguised as a video is rejected, so it cannot make libav read other files. Objects are read by range
+disguised as a video is rejected, so it cannot make libav read other files. Objects are read in ranges
 (`clipmill.prep.sources.remote`), with the same result.
 
 `clipmill.prep.sources.probe_processes` runs probes in separate processes: a file that hangs or crashes its reader, or
@@ -61,7 +61,7 @@ def probe(place: Place, *, on_read: Callable[[], None] = lambda: None) -> Source
                     timeline = indexed_timeline(container, stream, size_bytes=size_bytes)
             num_audio = len(container.streams.audio)
         if timeline is None:
-            # Opened again, because not every container can be rewound.
+            # Open the source again, because not every container can be rewound.
             with (
                 open_video(source) as container,
                 as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"),
@@ -114,7 +114,7 @@ def open_video(source: OpenSource) -> Iterator[InputContainer]:
 
 @dataclass(frozen=True)
 class _Look:
-    """Facts from the first frame and the header of one video track."""
+    """Properties read from the first frame and the header of a video track."""
 
     track: int
     picture: Picture

@@ -1,10 +1,10 @@
-"""Probes of many sources in separate processes, so that a problem with one source does not affect the others.
+"""Probe many sources in separate processes, so that a problem with one source does not affect the others.
 
-A hostile or damaged file can make its reader block forever (a dead mount), crash, or use all memory. A reader without a
-heartbeat for `SILENCE_LIMIT_S` is killed, and its current source fails with a timeout. If a reader ends without being
-killed by this module, its source may not be the cause, because memory may have been short. That source is read again
-after all others, when nothing else runs. It fails only if its reader ends twice more. A new reader continues with the
-next sources. A process that even SIGKILL cannot end (blocked inside the kernel) is abandoned.
+A hostile or damaged file can make its reader crash or use all memory, and a dead mount can block it forever. A reader
+without a heartbeat for `SILENCE_LIMIT_S` is killed, and its current source fails with a timeout. If a reader ends
+without being killed by this module, its source may not be the cause, because memory may have been short. This source is
+read again after all others, when no other reader runs. It fails only if its reader ends twice more. A new reader
+continues with the next sources. A process that even SIGKILL cannot end (blocked inside the kernel) is abandoned.
 
 `serve` runs in the reader. It reads paths as lines of JSON strings, and writes lines of JSON objects: heartbeats (the
 first one when it has started) and, as the last line for each path, an object with `facts` or `failure`. It imports only
@@ -31,8 +31,8 @@ from clipmill.prep.sources.access import SourceFacts
 SILENCE_LIMIT_S = 60.0  # longer than the kernel lets a lease block an `open` (45 s)
 MEMORY_LIMIT_BYTES = 4 << 30  # address space: enough for a 16k frame and its reference frames
 _HEARTBEAT, _HEARTBEAT_S = b"{}\n", 1.0
-_QUEUE_LENGTH = 4  # so that a reader always has its next source
-_SPAWN_DELAY_S = 0.1  # delay before another reader is started while all are busy
+_QUEUE_LENGTH = 4  # number of sources queued at a reader, so that it never waits for its next source
+_SPAWN_DELAY_S = 0.1  # delay before a further reader is started while all readers are busy
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from clipmill.prep.sources.probe_processes import serve; serve()"
 
 
@@ -42,9 +42,9 @@ def probe_each(
     """Probe every path; yield (index in `paths`, result) in order of completion.
 
     Args:
-        max_processes: Maximum number of readers. Fewer are started while answers arrive quickly.
-        kept: Idle readers from earlier calls, which are used first. At the end, it contains the readers that are then
-            idle. None to end all readers.
+        max_processes: Maximum number of readers. Fewer are started if results arrive quickly.
+        kept: Idle readers from earlier calls, which are used first. At the end, the list contains the idle readers.
+            None to end all readers.
     """
     suspects = []
     for number, outcome in _probe_side_by_side(paths, max_processes=max_processes, kept=kept):
@@ -63,14 +63,14 @@ def probe_each(
 def _probe_side_by_side(
     paths: Sequence[str], *, max_processes: int, kept: "list[Reader] | None" = None
 ) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
-    """Probe every path, as `probe_each` does, but do not read any source again."""
+    """Probe every path, as `probe_each` does, but read no source twice."""
     waiting, retries = iter(enumerate(paths)), deque[tuple[int, str]]()
     readers = [] if kept is None else kept
     num_answered = 0
     try:
         while True:
-            # Near the end, sources are distributed one at a time: sources that are queued at a reader that hangs must
-            # wait until it is killed.
+            # Near the end, distribute the sources one at a time, because sources that are queued at a hanging reader
+            # must wait until the reader is killed.
             ahead = min(_QUEUE_LENGTH, 1 + (len(paths) - num_answered) // (_QUEUE_LENGTH * max_processes))
             for reader in readers:
                 while len(reader.given) < ahead and (question := _next(retries, waiting)) is not None:
@@ -84,7 +84,7 @@ def _probe_side_by_side(
                 readers[-1].give(*question)
                 continue
             ready = wait([reader.descriptor for reader in busy], timeout=_SPAWN_DELAY_S)
-            # A reader takes longer to start than most sources to be read.
+            # Starting a reader takes longer than reading most sources.
             is_slow = not ready and all(reader.has_started for reader in busy)
             if is_slow and len(busy) < max_processes and (question := _next(retries, waiting)) is not None:
                 readers.append(Reader())
@@ -107,7 +107,7 @@ def _next(retries: deque[tuple[int, str]], waiting: Iterator[tuple[int, str]]) -
 
 
 class _ReaderEnded(SourceFailure):
-    """The reader of a source ended without an answer."""
+    """The reader of a source ended without a result."""
 
 
 class Reader:
@@ -118,7 +118,7 @@ class Reader:
             [sys.executable, "-c", _PROGRAM, *sys.path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,  # read after it has exited; it writes nothing before
+            stderr=subprocess.PIPE,  # read after the process has exited; it writes nothing before
             process_group=0,  # Ctrl-C is handled by the driver
         )
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -126,7 +126,7 @@ class Reader:
         self.descriptor = self._answers.fileno()
         self._unread = b""
         self._last_answer_s = 0.0
-        self.given: deque[tuple[int, str]] = deque()  # sources without an answer; the first one is being read
+        self.given: deque[tuple[int, str]] = deque()  # sources without a result; the first one is being read
         self.is_alive, self.has_started = True, False
 
     def give(self, number: int, path: str) -> None:
@@ -134,7 +134,7 @@ class Reader:
         if not self.given:
             self._last_answer_s = time.monotonic()
         self.given.append((number, path))
-        with suppress(BrokenPipeError):  # its exit is detected at the end of its answers
+        with suppress(BrokenPipeError):  # the exit of the process is detected when its results are read
             self._questions.write(json.dumps(path).encode() + b"\n")
             self._questions.flush()
 
@@ -196,12 +196,12 @@ def serve() -> None:
     from clipmill.prep.sources.probe import probe  # not in the process that starts readers
 
     die_with_parent()
-    # A file may claim frames of any size. Then the reader must fail, and not the machine.
+    # Limit memory: a file may claim frames of any size, and then the reader must fail rather than the machine.
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = MEMORY_LIMIT_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_LIMIT_BYTES)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # other output must not be mistaken for an answer
+    os.dup2(2, 1)  # keep other output separate from the results
     shown_s = 0.0
 
     def show_life() -> None:

@@ -1,8 +1,8 @@
-"""Source probing in an engine's workers, so that all nodes of a cluster share the work of reading.
+"""Probe sources in the workers of an engine, so that all nodes of a cluster share the work of reading.
 
 A result from a worker is used only if it describes a file of the expected size. A failure may be caused by the worker's
-machine: it may lack a mount, credentials or memory, or have a different file at the path. Therefore this process probes
-all other sources again.
+machine, which may lack a mount, credentials or memory, or have a different file at the path. Therefore this process
+probes the sources without a usable result again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +16,8 @@ from clipmill.prep.engines import MachineFault, Outcome, Refused
 from clipmill.prep.sources.access import SourceFacts
 from clipmill.prep.sources.probe_processes import Reader, probe_each
 
-MAX_SOURCES = 64  # per task; each task costs the driver a few milliseconds
-MAX_BYTES = 1 << 30  # per task with several sources; reading this many bytes takes seconds
+MAX_SOURCES = 64  # maximum number of sources per task; each task costs the driver a few milliseconds
+MAX_BYTES = 1 << 30  # maximum size of a task with several sources; reading this many bytes takes seconds
 # Readers wait for disks and buckets most of the time. Four readers fit in the memory that a worker of `video` reserves.
 _READERS_PER_WORKER = 4
 _readers: list[Reader] = []  # readers that a worker keeps between tasks; they end when the worker ends

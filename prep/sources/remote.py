@@ -1,7 +1,7 @@
-"""Sources in object storage and on web servers: their states, and reading them by range.
+"""Sources in object storage and on web servers: get their states, and read them in ranges.
 
-A source is read through a `RemoteFile`, with the same results as a local file: its fingerprint, its probe, its shots.
-libav reads it through Python, and never opens a connection itself. Only the encoder needs a local copy
+A source is read through a `RemoteFile`, with the same results as a local file: fingerprint, probe and shots. libav
+reads it through Python, and never opens a connection itself. Only the encoder needs a local copy
 (`clipmill.prep.video.staging`).
 """
 
@@ -26,13 +26,13 @@ from clipmill.prep.core.failures import REFUSALS, FailureCode, SourceFailure, re
 
 _MIB = 1 << 20
 _FIRST_BYTES = 256 << 10  # size of a read at a new position; doubled while reading continues from there
-_MAX_BYTES = 8 * _MIB
-_KEPT_BYTES = 24 * _MIB  # size of the blocks that a file keeps
-_SMALL_BYTES = 2 * _MIB  # a file of this size is read in one request
+_MAX_BYTES = 8 * _MIB  # maximum size of a read
+_KEPT_BYTES = 24 * _MIB  # maximum total size of the blocks that a file caches
+_SMALL_BYTES = 2 * _MIB  # maximum size of a file that is read in one request
 _NUM_REQUESTS = 32  # number of parallel requests for the states of single objects
-_LISTED_PER_KEY = 10  # a listing is given up if it yields more objects than this for each source
+_LISTED_PER_KEY = 10  # number of objects per source after which a listing is given up
 _LISTED_AT_LEAST = 2000
-_MAX_FAILED = 64  # after this many consecutive requests without an answer, all others fail without a request
+_MAX_FAILED = 64  # number of consecutive requests without a response after which all others fail without a request
 _NS = 1_000_000_000
 
 _State = tuple[int, int] | SourceFailure  # result of `object_state`, or the failure
@@ -78,28 +78,27 @@ def as_source_failure() -> Iterator[None]:
 def object_state(info: ObjectInfo) -> tuple[int, int]:
     """Return (size in bytes, time of the last write in ns). At least one of them changes if the content changes.
 
-    The time has only whole seconds. Its nanoseconds are a digest of the etag, so that an object that is replaced twice
-    within
-    within a second counts as changed.
+    Object storage reports the time in whole seconds. The nanoseconds are a digest of the etag, so that an object that
+    is replaced twice within a second counts as changed.
     """
     digest = int.from_bytes(hashlib.sha256(info.etag.strip('"').encode()).digest()[:8], "big") % _NS
     return info.size_bytes, int(info.modified_s) * _NS + digest
 
 
 def source_state(objects: Objects, key: str) -> tuple[int, int]:
-    """Return the state of a source; raise the errors of `Objects`."""
+    """Return the `object_state` of a source; raise the errors of `Objects`."""
     try:
         return object_state(objects.info(key))
     except FileNotFoundError:
-        objects.read_range(key, 0, 1)  # raises an error that tells a missing bucket from a missing object
+        objects.read_range(key, 0, 1)  # raises an error that distinguishes a missing bucket from a missing object
         raise
 
 
 def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
     """Yield (row, state or failure) of all `urls`, in any order.
 
-    Sources in a bucket are found by listing their common folder, a thousand per request. Each source that the listing
-    lacks, and each source on a web server, takes a request of its own.
+    The states of sources in a bucket come from a listing of their common folder, with a thousand objects per request.
+    Each source that the listing lacks, and each source on a web server, takes a separate request.
 
     Raises:
         UserError: A bucket does not exist, it refuses the credentials, or a server refuses all sources.
@@ -115,7 +114,7 @@ def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
             states.update(_list_states(objects, set(rows)))
         missing = [key for key in rows if key not in states]
         with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
-            states.update(zip(missing, pool.map(_Asker(objects), missing), strict=True))
+            states.update(zip(missing, pool.map(_StateReader(objects), missing), strict=True))
         failures = [state for state in states.values() if isinstance(state, SourceFailure)]
         refused = [failure for failure in failures if failure.code in REFUSALS]
         if len(refused) == len(states) and (len(states) > 1 or len(groups) == 1):
@@ -130,7 +129,7 @@ def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
 def _list_states(objects: Objects, keys: set[str]) -> Iterator[tuple[str, _State]]:
     """Yield (key, state) for the `keys` in a listing of their common folder; nothing if listing is not allowed.
 
-    If the server does not answer, all keys get this failure.
+    If the server does not respond, all keys get this failure.
 
     Raises:
         UserError: The bucket does not exist, or it refuses the credentials.
@@ -138,9 +137,9 @@ def _list_states(objects: Objects, keys: set[str]) -> Iterator[tuple[str, _State
     if len(keys) == 1:
         return
     folder = os.path.commonpath([key.rpartition("/")[0] for key in keys])
-    most = max(_LISTED_AT_LEAST, _LISTED_PER_KEY * len(keys))
+    max_objects = max(_LISTED_AT_LEAST, _LISTED_PER_KEY * len(keys))
     try:
-        for info in islice(objects.list(folder), most):
+        for info in islice(objects.list(folder), max_objects):
             if info.key in keys:
                 yield info.key, object_state(info)
     except AccessDenied:
@@ -152,16 +151,16 @@ def _list_states(objects: Objects, keys: set[str]) -> Iterator[tuple[str, _State
         yield from ((key, failure) for key in keys)
 
 
-class _Asker:
-    """Requests for the states of objects, one after another.
+class _StateReader:
+    """Callable that requests the state of an object.
 
-    If a server does not answer, it is not asked about each of a million objects, because each attempt takes many
-    seconds.
+    If a server does not respond to many consecutive requests, no further requests are sent, because each of a million
+    objects would take many seconds.
     """
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
-        self._num_failed = 0  # in a row
+        self._num_failed = 0  # number of consecutive failures
         self._last: SourceFailure | None = None
 
     def __call__(self, key: str) -> _State:
@@ -179,15 +178,15 @@ class _Asker:
 
 
 class RemoteFile(io.RawIOBase):
-    """An object as a file that can be read and positioned. Blocks are kept while they are likely to be read again.
+    """An object as a seekable file for reading. Recently read blocks are cached.
 
     A read at a new position requests 256 KiB. If reading continues there, the request size doubles up to 8 MiB.
-    Therefore neither the index at the end of a long video nor demuxing it from end to end takes many requests.
+    Therefore neither reading the index at the end of a long video nor demuxing the complete video takes many requests.
 
     Attributes:
         name: File name, from which libav guesses raw formats.
         size_bytes: Size of the object when it was opened.
-        failure: Failure of a read, which libav may interpret as the end of the file.
+        failure: Failure of a read, which libav may mistake for the end of the file; None if all reads succeeded.
 
     Raises:
         SourceFailure: source_missing, access_refused, source_changed or io_error; also from `read`.
@@ -202,7 +201,7 @@ class RemoteFile(io.RawIOBase):
         self.failure: SourceFailure | None = None
         self._on_read = on_read
         self._position = 0
-        self._blocks: OrderedDict[int, bytes] = OrderedDict()  # begin -> content, the last used at the end
+        self._blocks: OrderedDict[int, bytes] = OrderedDict()  # offset -> content, the most recently used block last
         self._next_begin, self._next_bytes = -1, _FIRST_BYTES
 
     def readable(self) -> bool:
@@ -242,9 +241,9 @@ class RemoteFile(io.RawIOBase):
         else:
             num_bytes = min(2 * self._next_bytes, _MAX_BYTES) if at == self._next_begin else _FIRST_BYTES
             self._next_bytes = num_bytes
-            # A read ends where a kept block begins, so that no byte is fetched twice.
-            behind = min((begin for begin in self._blocks if begin > at), default=self.size_bytes)
-            num_bytes = min(max(num_bytes, min(end - at, _MAX_BYTES)), behind - at)
+            # A read ends where a cached block begins, so that no byte is fetched twice.
+            next_block = min((begin for begin in self._blocks if begin > at), default=self.size_bytes)
+            num_bytes = min(max(num_bytes, min(end - at, _MAX_BYTES)), next_block - at)
         try:
             with as_source_failure():
                 content = self._objects.read_range(self._key, at, num_bytes)

@@ -1,9 +1,10 @@
-"""The shots of all sources, stored in `<data>/shots.parquet` so that no source is searched twice for the same shots.
+"""Detect the shots of all sources, and store them in `<data>/shots.parquet`, so that no source is searched twice.
 
-A row belongs to the content of a source (its fingerprint), to its length, and to a detector with its settings. If any
-of them changes, the source is searched again. If a source leaves the manifest, its rows are kept, because it may
-return. Rows of detectors that no variant uses are removed when the table is next written. Failures that the file causes
-are also stored; failures that the machine may have caused are tried again by every run.
+A row is identified by the content of a source (its fingerprint), by its length, and by a detector with its settings. If
+any of them changes, the source is searched again. If a source is removed from the manifest, its rows are kept, because
+the source may return. Rows of detectors that no variant uses are removed when the table is next written. Failures that
+are caused by the file are also stored; sources with failures that the machine may have caused are searched again in
+every run.
 """
 
 import sys
@@ -27,7 +28,7 @@ from clipmill.prep.engines import Check, Engine, MachineFault, Outcome, Refused
 from clipmill.prep.sources.access import current_fingerprint
 from clipmill.prep.sources.detector import Detector
 
-_SAVING_SHARE = 0.05  # share of a run's time that may be spent on saving, so that a killed run loses little
+_SAVING_SHARE = 0.05  # maximum fraction of a run's time for saving; frequent saving means a killed run loses little
 
 SHOTS = pa.schema(
     [
@@ -69,11 +70,13 @@ def shot_rows(shots: pa.Table, *, key: str, fingerprints: pa.Array, num_frames: 
     """
     rows = np.flatnonzero(np.asarray(pc.equal(shots["detector"], key)))
     known = as_array(shots["fingerprint"]).take(pa.array(rows))
-    places = np.asarray(pc.fill_null(pc.index_in(fingerprints, value_set=known, skip_nulls=True), -1)).astype(np.int64)
-    hit = places >= 0
-    places[hit] = rows[places[hit]]
-    hit[hit] &= np.asarray(shots["num_frames"])[places[hit]] == num_frames[hit]
-    return np.where(hit, places, -1)
+    positions = np.asarray(pc.fill_null(pc.index_in(fingerprints, value_set=known, skip_nulls=True), -1)).astype(
+        np.int64
+    )
+    hit = positions >= 0
+    positions[hit] = rows[positions[hit]]
+    hit[hit] &= np.asarray(shots["num_frames"])[positions[hit]] == num_frames[hit]
+    return np.where(hit, positions, -1)
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class ShotTask:
 
 @dataclass(frozen=True)
 class FoundShots:
-    """The cuts of a source, or the reason why they cannot be found."""
+    """The cuts of a source, or the reason why the search failed."""
 
     cuts: tuple[int, ...] = ()
     failure: tuple[FailureCode, str, bool] | None = None  # code, message, True if it is lasting
@@ -109,7 +112,7 @@ class FoundShots:
 
 
 def find_shots(task: ShotTask) -> FoundShots:
-    """Detect the shots of one source, in a worker."""
+    """Detect the shots of a source, in a worker."""
     from clipmill.prep.sources.shots import detect_cuts
     from clipmill.shards.timeline.model import Timeline
 
@@ -128,7 +131,7 @@ def find_shots(task: ShotTask) -> FoundShots:
 
 @dataclass(frozen=True)
 class Detection:
-    """Result of a detection.
+    """Result of `detect_shots`.
 
     Attributes:
         shots: Stored and new rows, including failures that are not stored (schema SHOTS).
@@ -171,7 +174,7 @@ def detect_shots(
     is_used = pc.is_in(shots["detector"], value_set=pa.array(sorted(used_detectors), pa.string()))
     kept = shots.filter(pc.and_not(is_used, is_searched))
     stored: list[dict[str, object]] = []
-    passing: list[dict[str, object]] = []  # failures that may not occur in the next run
+    transient: list[dict[str, object]] = []  # failures that may not occur in the next run
     refused: list[Refused] = []
     saved_s = time.monotonic()
     saving_s, total_cpu_s = 0.0, 0.0
@@ -180,7 +183,7 @@ def detect_shots(
         nonlocal saved_s, saving_s
         started_s = time.monotonic()
         table = _join_rows(kept, stored)
-        # The table is sorted, so that it does not depend on the order in which sources were finished.
+        # Sort the table, so that it does not depend on the order in which sources were finished.
         table = table.sort_by([("detector", "ascending"), ("fingerprint", "ascending")]).combine_chunks()
         with folder_lock(data_dir):
             remove_temporaries(data_dir, of=lambda target: target == SHOTS_FILE)
@@ -205,24 +208,24 @@ def detect_shots(
                     stored.append({**row, "cuts": list(result.cuts)})
                 else:
                     code, message, is_lasting = result.failure
-                    (stored if is_lasting else passing).append({**row, "code": str(code), "message": message})
+                    (stored if is_lasting else transient).append({**row, "code": str(code), "message": message})
                 total_cpu_s += result.cpu_s
-                on_progress(len(stored) + len(passing), len(tasks))
+                on_progress(len(stored) + len(transient), len(tasks))
             if len(stored) > num_saved and time.monotonic() - saved_s >= saving_s / _SAVING_SHARE:
                 save()
                 num_saved = len(stored)
     finally:
         if len(stored) > num_saved:
             save()
-    return Detection(_join_rows(kept, [*stored, *passing]), len(tasks), total_cpu_s, tuple(refused))
+    return Detection(_join_rows(kept, [*stored, *transient]), len(tasks), total_cpu_s, tuple(refused))
 
 
 def _search_sources(
     engine: Engine, tasks: list[ShotTask], *, check: Check
 ) -> Iterator[Outcome[ShotTask, FoundShots] | Refused | None]:
-    """Run `find_shots`. Sources whose workers were lost are searched again, one at a time, after all others are done.
+    """Run `find_shots`; search the sources of lost workers again, one at a time, after all other sources.
 
-    Without the shots of a source, its chunks are unknown, and chunks of later runs would be assigned to other shards.
+    Without the shots of a source, its chunks are unknown, and a later run would assign them to different shards.
     """
     lost = []
     for outcome in engine.run(find_shots, tasks, check=check, name=_name):

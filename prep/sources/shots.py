@@ -1,8 +1,8 @@
-"""Detection of a source's shots: every frame of the output grid, at small size, goes through PySceneDetect.
+"""Detect the shots of a source: PySceneDetect compares all frames of the output grid at low resolution.
 
 Cuts are numbers of output frames. Output frame `n` shows the last source frame whose time, rounded to the grid, is at
-most `n`; before the first source frame, it shows that frame. This is the rule of ffmpeg's fps filter, which encodes the
-chunks.
+most `n`; before the first source frame, it shows the first source frame. This is the rule of ffmpeg's fps filter, which
+is used to encode the chunks.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from clipmill.shards.timeline.model import Timeline, track_of
 from clipmill.shards.timeline.pictures import shown_frames
 from clipmill.shards.timeline.reading import read_timeline
 
-# Exact arithmetic, so that all machines compare the same pixels.
+# Scaling is bit-exact, so that all machines compare the same pixels.
 _SCALER = Interpolation.AREA | Interpolation.ACCURATE_RND | Interpolation.BITEXACT
 
 
@@ -92,10 +92,10 @@ def _output_pictures(
 
 
 class _Pictures:
-    """Scaler for the frames of one video, which all get the size of the first frame."""
+    """Scaler for the frames of a video; all pictures get the resolution of the first."""
 
     def __init__(self) -> None:
-        self._scaler = VideoReformatter()  # keeps its tables from frame to frame
+        self._scaler = VideoReformatter()  # reuses its tables for all frames
         self._size: dict[str, int] = {}
 
     def of(self, frame: VideoFrame) -> np.ndarray:

@@ -1,9 +1,9 @@
-"""Probes of all sources of a manifest, stored in `<data>/probes.parquet` so that no unchanged file is probed twice.
+"""Probe all sources of a manifest, and store the results in `<data>/probes.parquet`; unchanged files are probed once.
 
-A file counts as unchanged if its path, size and modification time are the same. Failures that the file causes are also
-stored. Failures that the machine may have caused (permissions, a mount, a timeout) are probed again in every run. If a
-source becomes unreadable, the properties from its last successful probe are kept beside the failure. Chunks made from
-the source are kept too, although the file may no longer exist.
+A file counts as unchanged if its path, size and modification time are the same. Failures that are caused by the file
+are also stored. Files with failures that the machine may have caused (permissions, a mount, a timeout) are probed again
+in every run. If a source becomes unreadable, the properties from its last successful probe are kept beside the failure.
+Chunks made from the source are kept too, although the file may no longer exist.
 
 Source files may be on a mount that does not respond. A thread that is blocked inside the kernel cannot be ended, so
 each check has a timeout. After the timeout, the thread is abandoned, and another thread continues with its remaining
@@ -54,7 +54,7 @@ class FileStates:
         size_bytes: Int64 [files]; NO_FILE if the file could not be checked.
         mtime_ns: Modification time, int64 [files]; 0 if the file could not be checked. For an object, it also depends
             on the etag (`clipmill.prep.sources.remote.object_state`).
-        failures: Row -> why the file could not be checked.
+        failures: Row -> reason why the file could not be checked.
     """
 
     size_bytes: np.ndarray
