@@ -122,7 +122,7 @@ def test_a_relevancy_of_another_split_names_both_shapes(
     capsys.readouterr()
     assert train("eval", "mir", run, "--split", "train", "--relevancy", tmp_path / "test.npy") == 2
     error, hint = capsys.readouterr().err.splitlines()
-    assert "3 clips x 3 sentences, and split 'train' has 9 x 7" in error and "--sentences" in hint
+    assert "3 clips x 3 sentences, but split 'train' has 9 x 7" in error and "--sentences" in hint
 
 
 @pytest.mark.parametrize("clips", [0, -1])

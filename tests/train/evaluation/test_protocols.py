@@ -128,7 +128,7 @@ def test_1ka_ranks_a_thousand_pairs_even_where_texts_are_equal() -> None:
     similarity = embedded.text @ embedded.video.T
     same(result, clip4clip(similarity, range(1000)))
     assert result["text_to_video"]["num_queries"] == 1000 and result["incomplete"] == ""
-    assert "1 text equal to an earlier one" in result["notes"][1] and result["title"] == "MSR-VTT 1k-A retrieval"
+    assert "1 text equal to an earlier text" in result["notes"][1] and result["title"] == "MSR-VTT 1k-A retrieval"
     # The plain protocol takes equal texts for one.
     assert RetrievalScorer().score(embedded, no_texts)["text_to_video"]["num_queries"] == 999
     dual = result["dual_softmax"]
@@ -221,7 +221,7 @@ def test_vatex_from_a_data_folder_is_named_incomplete(
         "text → video, vatex (incomplete), dual softmax",
         "incomplete: 6 of 1,500 videos and 60 of 15,000 captions",
         "each caption among all videos",
-        "5 texts equal to an earlier one",
+        "5 texts equal to an earlier text",
         "dual softmax: cosines times their softmax over all queries",
         "at temperature 0.05",
     ):
@@ -276,10 +276,10 @@ def test_a_protocol_whose_captions_have_no_chunks_names_their_source(
         (
             "msrvtt-1ka",
             [("a", WHOLE), ("b", WHOLE)],
-            "1 caption for each video, and 6 of 6 videos have another number, such as v0 with 2",
+            "1 caption for each video, but 6 of 6 videos have a different number, such as v0 with 2",
         ),
-        ("vatex", [("a", WHOLE)], "10 captions for each video, and 6 of 6 videos"),
-        ("vatex", [(str(n), (n / 10, 3.0)) for n in range(10)], "different times, and the protocol ranks whole videos"),
+        ("vatex", [("a", WHOLE)], "10 captions for each video, but 6 of 6 videos"),
+        ("vatex", [(str(n), (n / 10, 3.0)) for n in range(10)], "but the protocol ranks complete videos"),
         ("paragraph", [("a", WHOLE)], "no video has several sentences"),
         ("paragraph", [("a", WHOLE), ("b", WHOLE)], "no video has several sentences with different times"),
     ],
@@ -300,7 +300,7 @@ def test_data_that_contradict_a_protocol_are_refused(
 def test_more_videos_than_the_protocol_has_are_another_test_set(tmp_path: Path) -> None:
     names = [f"v{number}" for number in range(1001)]
     write_captions(tmp_path, dict.fromkeys(names, "test"), [Caption(name, *WHOLE, name) for name in names])
-    with pytest.raises(UserError, match="1,000 videos, and the split 1,001"):
+    with pytest.raises(UserError, match="1,000 videos, but the split has 1,001"):
         protocol_captions(tmp_path, "msrvtt-1ka", split="test", sources=None)
 
 
@@ -318,9 +318,7 @@ def test_captions_of_other_sources_are_not_the_protocols(tmp_path: Path) -> None
 def test_texts_that_reach_the_context_are_counted() -> None:
     texts = ["word " * 75, "word " * 74, "a short one"]
     result = RetrievalScorer("paragraph", table_of(texts, range(3))).score(embeddings(3, ids=np.arange(3)), no_texts)
-    assert any(note == "1 text with 77 tokens or more, which are cut after 77" for note in result["notes"]), result[
-        "notes"
-    ]
+    assert any(note == "1 text with 77 tokens or more, truncated to 77" for note in result["notes"]), result["notes"]
 
 
 def test_a_protocol_of_paragraphs_needs_a_text_tower(data_dir: Path) -> None:

@@ -3,13 +3,13 @@
 MIR: clips are the captions of a split; sentences are their distinct texts. The rows of the relevancy matrix are the
 captions of the split in the order of their IDs, as in the annotation file. The columns are the distinct texts in the
 order of their first occurrence, or the texts of a sentence file (EPIC_100_retrieval_test_sentence.csv:
-`narration_id,narration`). The published relevancy is a pickle, and a pickle is a program. Its few calls that rebuild an
-array are replaced by stand-ins that only record their arguments, and any other name is rejected. The array is then
-built from the checked arguments.
+`narration_id,narration`). The published relevancy is a pickle, and a pickle can run code. The few functions that
+rebuild an array are replaced by stand-ins that only record their arguments, and all other names are rejected. The array
+is then built from the checked arguments.
 
 EgoMCQ (Lin et al. 2022, section 4.1): which of five clips does a narration describe? The questions are in
-`egomcq.json`. Their clips are captions of the manifest (`prep manifest ego4d`), found by video, begin and end. A
-question is of the kind inter if its clips come from different videos, and intra if they come from one video.
+`egomcq.json`. Their clips are captions of the manifest (`prep manifest ego4d`), identified by video, start
+and end. The kind of a question is inter if its clips come from different videos, and intra if they come from one video.
 """
 
 import pickle
@@ -41,8 +41,9 @@ from clipmill.train.tasks.dual_encoder.protocols import Embeddings, EmbedTexts
 
 _VERB, _NOUNS = "label_verb", "label_nouns"
 _LOST = re.compile(r"captions lost: (\d+)$")  # clipmill.manifests.adapters.reading
-# Narrations with the same text may have different classes, so a clip may have a relevancy below 1 for its sentence.
-_LEAST_RIGHT_SHARE = 0.5
+# Minimum fraction of clips with relevancy 1 for their own sentences. It is below 1, because narrations with the same
+# text may have different classes.
+_MIN_RIGHT_FRACTION = 0.5
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,11 @@ class MirTable:
         relevancy: Relevancies [N, M].
         sentences: Texts [M].
         caption_ids: IDs of the captions, int64 [N], ascending.
-        span_of_N: Number of the caption's span, int64. Captions with the same span of a video are one clip for the
-            loader.
+        span_of_N: Number of the caption's span, int64. The loader treats captions with the same span of a video as one
+            clip.
         sentence_of_N: Index of the clip's sentence, int64; -1 if it is not among the sentences.
-        source: Description of where the relevancy comes from.
-        num_rejected: Number of captions in the split's annotation files that the manifest rejected, if recorded.
+        source: Description of the source of the relevancy.
+        num_rejected: Number of captions in the split's annotation files that prep manifest rejected, if it is recorded.
     """
 
     relevancy: Relevancy
@@ -69,7 +70,7 @@ class MirTable:
     num_rejected: int = 0
 
     def describe_missing(self, num_shown: int) -> str:
-        """Describe which part of the split is missing in a result for `num_shown` clips; empty if it is complete."""
+        """Describe the part of the split that is missing in a result for `num_shown` clips; empty if it is complete."""
         num_clips = len(self.caption_ids)
         parts = [f"{num_shown:,} of {count_noun(num_clips, 'clip')} scored"] if num_shown < num_clips else []
         if self.num_rejected:
@@ -80,38 +81,38 @@ class MirTable:
         """Return the rows whose clips were embedded, ascending, and each clip's index in `caption_ids`.
 
         Args:
-            caption_ids: A caption of each embedded clip; IDs without a row are ignored.
+            caption_ids: ID of a caption of each embedded clip; IDs without a row are ignored.
         """
-        place = np.searchsorted(self.caption_ids, caption_ids).clip(max=len(self.caption_ids) - 1)
-        given = np.flatnonzero(self.caption_ids[place] == caption_ids)
-        place_of_span = np.full(int(self.span_of_N.max()) + 1, -1)
-        place_of_span[self.span_of_N[place[given]]] = given
-        rows = np.flatnonzero(place_of_span[self.span_of_N] >= 0)
-        return rows, place_of_span[self.span_of_N[rows]]
+        index = np.searchsorted(self.caption_ids, caption_ids).clip(max=len(self.caption_ids) - 1)
+        embedded = np.flatnonzero(self.caption_ids[index] == caption_ids)
+        index_by_span = np.full(int(self.span_of_N.max()) + 1, -1)
+        index_by_span[self.span_of_N[index[embedded]]] = embedded
+        rows = np.flatnonzero(index_by_span[self.span_of_N] >= 0)
+        return rows, index_by_span[self.span_of_N[rows]]
 
 
 def open_mir_table(data_dir: Path, *, split: str, relevancy: Path | None, sentences: Path | None) -> MirTable:
-    """Read the captions of a split, and their relevancies, from a file or computed from their classes.
+    """Read the captions of a split and their relevancies, or compute relevancies from classes.
 
     Raises:
-        UserError: A file cannot be read or belongs to another split, or relevancies cannot be computed without classes.
+        UserError: A file cannot be read or belongs to a different split; or there are no classes for relevancies.
     """
     captions = select_split(read_captions(data_dir), data_dir, split)
     if _VERB in captions.column_names:
-        # Captions without classes belong to another dataset in the same folder.
+        # Captions without classes belong to a different dataset in the same folder.
         captions = captions.filter(pc.is_valid(captions[_VERB]))
     texts = captions["text"].combine_chunks()
     names = pc.unique(texts) if sentences is None else _sentences(sentences, texts, split=split)
     sentence_of_N = pc.fill_null(pc.index_in(texts, value_set=names), -1).to_numpy().astype(np.int64)
     caption_ids = captions["caption_id"].to_numpy()
     if relevancy is None:
-        matrix = _of_classes(captions, sentence_of_N, num_sentences=len(names), split=split)
+        matrix = _compute_relevancy(captions, sentence_of_N, num_sentences=len(names), split=split)
         source = "computed from verb and noun classes; a sentence has the classes of its first clip"
     else:
         matrix = _read_matrix(relevancy)
         _require_fit(matrix, sentence_of_N, num_sentences=len(names), path=relevancy, split=split)
         source = relevancy.name
-    # Clips with the same span of a video have the same number.
+    # Give the same number to clips with the same span of a video.
     spans = captions.select(["video_id", "begin_s", "end_s"]).append_column("row", pa.array(np.arange(len(captions))))
     groups = spans.group_by(["video_id", "begin_s", "end_s"], use_threads=False).aggregate([("row", "list")])
     numbers = np.empty(len(captions), np.int64)
@@ -129,7 +130,7 @@ def open_mir_table(data_dir: Path, *, split: str, relevancy: Path | None, senten
 
 
 def _count_rejected(data_dir: Path, captions: pa.Table, *, split: str) -> int:
-    """Count the captions in a split's annotation files that the manifest lacks; 0 for remote data without the list."""
+    """Count the captions in a split's annotation files that were rejected; 0 for remote data without the list."""
     if not (manifest_dir(data_dir) / REJECTED_FILE).exists():
         return 0
     videos, rejected = read_videos(data_dir), read_rejected_rows(data_dir)
@@ -141,7 +142,7 @@ def _count_rejected(data_dir: Path, captions: pa.Table, *, split: str) -> int:
         if row["dataset"] not in datasets or not file.endswith(".csv"):
             continue
         if split_in_file_name(file.rsplit("/", 1)[-1]) == split:
-            # If a video has no file, a row stands for all its captions; otherwise for a single caption.
+            # If a video has no file, a row stands for all captions of the video, otherwise for a single caption.
             count += int(lost[1]) if (lost := _LOST.search(row["detail"])) else 1
     return count
 
@@ -149,30 +150,32 @@ def _count_rejected(data_dir: Path, captions: pa.Table, *, split: str) -> int:
 def _sentences(path: Path, texts: pa.Array, *, split: str) -> pa.Array:
     rows = list(read_csv(path, required=["narration"]))
     if bad := next((row for row in rows if row.fault is not None), None):
-        raise UserError(f"{path}, row {bad.number}: {bad.fault}", hint="give the sentence file as it was published")
+        raise UserError(f"{path}, row {bad.number}: {bad.fault}", hint="use the sentence file as it was published")
     names = pa.array([row.values["narration"].strip() for row in rows], pa.string())
-    strange = names.filter(pc.invert(pc.is_in(names, value_set=texts)))
-    if len(strange):
+    unknown = names.filter(pc.invert(pc.is_in(names, value_set=texts)))
+    if len(unknown):
         raise UserError(
-            f"{path} has {count_noun(len(strange), 'sentence')} that no caption of split {split!r} has; the first: "
-            f"{strange[0]}",
-            hint="give the sentence file of this split",
+            f"{path} has {count_noun(len(unknown), 'sentence')} that no caption of split {split!r} has; the first: "
+            f"{unknown[0]}",
+            hint="use the sentence file of this split",
         )
     if len(pc.unique(names)) != len(names):
-        raise UserError(f"{path} has a sentence twice", hint="give the sentence file as it was published")
+        raise UserError(f"{path} has a sentence twice", hint="use the sentence file as it was published")
     return names
 
 
-def _of_classes(captions: pa.Table, sentence_of_N: NDArray[np.int64], *, num_sentences: int, split: str) -> Relevancy:
+def _compute_relevancy(
+    captions: pa.Table, sentence_of_N: NDArray[np.int64], *, num_sentences: int, split: str
+) -> Relevancy:
     if not has_actions(captions.schema) or not captions.num_rows:
         raise UserError(
-            f"captions of split {split!r} have no verb and noun classes, from which relevancies are computed",
-            hint="use prep manifest epic-kitchens, or give --relevancy FILE (in training --evaluate.relevancy)",
+            f"captions of split {split!r} have no verb and noun classes, which relevancies are computed from",
+            hint="use prep manifest epic-kitchens, or --relevancy FILE (in training --evaluate.relevancy)",
         )
     nouns = captions[_NOUNS].combine_chunks()
-    of_noun, noun = pc.list_parent_indices(nouns).to_numpy(), pc.list_flatten(nouns).to_numpy()
+    row_of_noun, noun = pc.list_parent_indices(nouns).to_numpy(), pc.list_flatten(nouns).to_numpy()
     nouns_NK = np.zeros((captions.num_rows, int(noun.max(initial=0)) + 1), bool)
-    nouns_NK[of_noun, noun] = True
+    nouns_NK[row_of_noun, noun] = True
     actions = Actions(captions[_VERB].to_numpy().astype(np.int64), nouns_NK)
     sentences, first = np.unique(sentence_of_N, return_index=True)
     first = first[sentences >= 0]
@@ -183,8 +186,8 @@ def _of_classes(captions: pa.Table, sentence_of_N: NDArray[np.int64], *, num_sen
 def _read_matrix(path: Path) -> Relevancy:
     if path.suffix.lower() in (".csv", ".tsv", ".txt"):
         raise UserError(
-            f"{path} is a table of text, and the relevancies are a matrix of numbers: clips x sentences",
-            hint="give the pickle or .npy file of the matrix; a list of sentences belongs to --sentences",
+            f"{path} is a table of text, but relevancies are a matrix of numbers: clips x sentences",
+            hint="use the pickle or .npy file of the matrix; a list of sentences belongs to --sentences",
         )
     if path.suffix == ".npy":
         try:
@@ -195,13 +198,13 @@ def _read_matrix(path: Path) -> Relevancy:
         matrix = load_array_pickle(path)
     if matrix.ndim != 2 or matrix.dtype.kind not in "fiub":
         raise UserError(
-            f"{path} holds {matrix.dtype} of shape {matrix.shape}, and a table of numbers is needed: clips x sentences",
-            hint="give a relevancy file",
+            f"{path} holds {matrix.dtype} of shape {matrix.shape}, not a matrix of numbers: clips x sentences",
+            hint="use a relevancy file",
         )
     try:
         return compress_matrix(matrix)
     except NoRelevancy as error:
-        raise UserError(f"{path} holds no relevancies: {error}", hint="give a relevancy file") from error
+        raise UserError(f"{path} holds no relevancies: {error}", hint="use a relevancy file") from error
 
 
 def _require_fit(
@@ -210,17 +213,17 @@ def _require_fit(
     expected = (len(sentence_of_N), num_sentences)
     if matrix.shape != expected:
         raise UserError(
-            f"{path} is {matrix.shape[0]:,} clips x {matrix.shape[1]:,} sentences, and split {split!r} has "
+            f"{path} is {matrix.shape[0]:,} clips x {matrix.shape[1]:,} sentences, but split {split!r} has "
             f"{expected[0]:,} x {expected[1]:,}",
-            hint="give the relevancy file of this split, with --sentences, and a manifest that has every row of it",
+            hint="use the relevancy file of this split, with --sentences, and a manifest with all its rows",
         )
     clips = np.flatnonzero(sentence_of_N >= 0)
     right_share = float((matrix.at(clips, sentence_of_N[clips]) == 1).mean()) if len(clips) else 0.0
-    if right_share < _LEAST_RIGHT_SHARE:
+    if right_share < _MIN_RIGHT_FRACTION:
         raise UserError(
             f"{path} has relevancy 1 for only {100 * right_share:.0f} % of the clips with their own sentences: its "
             f"rows or columns are in a different order than the clips and sentences of split {split!r}",
-            hint="give --sentences, the sentence file that the relevancy was made with",
+            hint="use --sentences with the sentence file that the relevancy was made with",
         )
 
 
@@ -238,7 +241,7 @@ def load_array_pickle(path: Path) -> NDArray[Any]:
         with path.open("rb") as file:
             value = _ArrayUnpickler(file, encoding="latin1").load()
         if not isinstance(value, _Array):
-            raise UserError(f"{path} holds a {type(value).__name__}, and a numpy array is needed", hint=_HINT)
+            raise UserError(f"{path} holds a {type(value).__name__}, but a numpy array is needed", hint=_HINT)
         return value.array()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
@@ -248,7 +251,7 @@ def load_array_pickle(path: Path) -> NDArray[Any]:
             "need it",
             hint=_HINT,
         ) from error
-    # A damaged pickle may raise more than UnpicklingError (see Python's documentation of pickle.load).
+    # A damaged pickle may raise other errors than UnpicklingError (see Python's documentation of pickle.load).
     except (
         pickle.UnpicklingError, EOFError, ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError,
         MemoryError,
@@ -262,11 +265,11 @@ _HINT = "save it as .npy: numpy.save(FILE, array)"
 
 
 class _Refused(Exception):
-    """The pickle refers to an object that an array of numbers does not need."""
+    """The pickle refers to an object that arrays of numbers do not need."""
 
 
 class _Dtype:
-    """Stand-in for numpy.dtype, which records code and byte order."""
+    """Stand-in for numpy.dtype that records code and byte order."""
 
     def __init__(self, code: str, *_: Any) -> None:
         if not isinstance(code, str) or not _NUMBER_TYPES.fullmatch(code):
@@ -281,7 +284,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stand-in for numpy.ndarray."""
+    """Stand-in for numpy.ndarray that records its state."""
 
     def __init__(self, *_: Any) -> None:
         self._state: tuple[Any, ...] = ()
@@ -293,7 +296,7 @@ class _Array:
         """Return the array, which shares the pickle's bytes.
 
         Raises:
-            ValueError: The parts are inconsistent.
+            ValueError: The recorded parts are inconsistent.
         """
         _, shape, dtype, is_fortran, content = self._state
         if not isinstance(dtype, _Dtype):
@@ -305,21 +308,21 @@ class _Array:
 
 
 def _from_buffer(content: bytes, dtype: Any, shape: Any, order: str, *_: Any) -> _Array:
-    """Stand-in for the function with which protocol 5 stores an array."""
+    """Stand-in for the function by which protocol 5 stores an array."""
     array = _Array()
     array.__setstate__((1, shape, dtype, order == "F", content))
     return array
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
-    """Stand-in for the function with which protocols before 3 store bytes."""
+    """Stand-in for the function by which protocols before 3 store bytes."""
     if encoding != "latin1":
         raise _Refused(f"the encoding {encoding!r:.20}")
     return text.encode("latin1")
 
 
 _STAND_INS: dict[tuple[str, str], Any] = {
-    ("__builtin__", "bytes"): lambda: b"",  # protocols before 3 store empty bytes as this call
+    ("__builtin__", "bytes"): lambda: b"",  # protocols before 3 store empty bytes as a call of this
     ("numpy", "dtype"): _Dtype,
     ("numpy", "ndarray"): _Array,
     ("_codecs", "encode"): _encode,
@@ -348,12 +351,12 @@ EGOMCQ_PROTOCOL = (
 
 @dataclass(frozen=True)
 class EgoMcqScorer:
-    """Scorer of EgoMCQ.
+    """Scorer for EgoMCQ.
 
     Attributes:
         questions: Questions whose clips are all in the data.
-        ids: Caption ids of the clips of each question.
-        source: Name of the file of questions.
+        ids: Caption IDs of the clips of each question.
+        source: Name of the file with the questions.
         num_all: Number of questions in the file.
     """
 
@@ -365,7 +368,7 @@ class EgoMcqScorer:
 
     @property
     def means_of(self) -> tuple[int, str]:
-        """Number and noun of the items over which its metrics are means."""
+        """Number and noun of the items that the metrics average over."""
         return len(self.questions), "question"
 
     def score(self, embeddings: Embeddings, embed: EmbedTexts) -> dict[str, Any]:
@@ -376,7 +379,7 @@ class EgoMcqScorer:
         text_QE = embed([self.questions[number].text for number in scored])
         is_right, chance, is_intra = [], [], []
         for text_E, number in zip(text_QE, scored, strict=True):
-            similarity = embeddings.video[[row_of[one] for one in self.ids[number]]] @ text_E
+            similarity = embeddings.video[[row_of[caption_id] for caption_id in self.ids[number]]] @ text_E
             is_right.append(is_nearest(similarity, self.questions[number].answer))
             chance.append(1 / len(similarity))
             is_intra.append(self.questions[number].is_intra)
@@ -388,12 +391,12 @@ class EgoMcqScorer:
         if len(scored) < self.num_all:
             missing = f"{len(scored):,} of {self.num_all:,} questions scored: not comparable with published numbers"
             result["incomplete"] = missing
-        for kind, of_kind in zip(KINDS, (~np.array(is_intra), np.array(is_intra)), strict=True):
-            num = int(of_kind.sum())
+        for kind, mask in zip(KINDS, (~np.array(is_intra), np.array(is_intra)), strict=True):
+            num = int(mask.sum())
             result[kind] = {
                 "num_questions": num,
-                "accuracy": float(np.array(is_right)[of_kind].mean()) if num else None,
-                "chance": float(np.array(chance)[of_kind].mean()) if num else None,
+                "accuracy": float(np.array(is_right)[mask].mean()) if num else None,
+                "chance": float(np.array(chance)[mask].mean()) if num else None,
             }
         return result
 
@@ -409,16 +412,16 @@ def is_nearest(similarity: NDArray[np.float32], answer: int) -> bool:
 
 
 def open_questions(path: Path | None, captions: pa.Table, *, data_dir: Path) -> EgoMcqScorer:
-    """Open the questions in a file whose clips are among `captions`, the captions of EgoMCQ in the manifest.
+    """Read the questions whose clips are all among `captions`, the captions of EgoMCQ in the manifest.
 
     Raises:
-        UserError: No file is given, or none of its questions is about these captions.
+        UserError: The file is missing, or has no question about these captions.
     """
 
     if path is None:
         raise UserError(
-            "EgoMCQ needs its questions",
-            hint="give --questions egomcq.json (in training --evaluate.questions)",
+            "EgoMCQ needs its file of questions",
+            hint="use --questions egomcq.json (in training --evaluate.questions)",
         )
     videos = read_videos(data_dir, columns=["video_id", "source_id"]).to_pydict()
     source_of = dict(zip(videos["video_id"], videos["source_id"], strict=True))
@@ -429,13 +432,13 @@ def open_questions(path: Path | None, captions: pa.Table, *, data_dir: Path) -> 
         num_all += 1
         if isinstance(question, str):
             continue
-        its = tuple(id_of.get((one.source_id, one.begin_s, one.end_s), -1) for one in question.choices)
-        if min(its) >= 0:
+        clip_ids = tuple(id_of.get((clip.source_id, clip.begin_s, clip.end_s), -1) for clip in question.choices)
+        if min(clip_ids) >= 0:
             questions.append(question)
-            ids.append(its)
+            ids.append(clip_ids)
     if not questions:
         raise UserError(
-            f"no question of {path} has all of its clips in {data_dir}",
-            hint="give the same file to prep manifest ego4d --annotations",
+            f"no question in {path} has all its clips in {data_dir}",
+            hint="pass the same file to prep manifest ego4d --annotations",
         )
     return EgoMcqScorer(tuple(questions), tuple(ids), path.name, num_all)

@@ -1,12 +1,12 @@
-"""Embeddings of a split on all ranks; the named protocols of text-video retrieval, which score them.
+"""Embed a split on all ranks, and score the embeddings with the named protocols of text-video retrieval.
 
-Each rank embeds a part; `gather_embeddings` gives every rank all embeddings, in the order of the samples.
+Each rank embeds a part; `gather_embeddings` gathers the embeddings on every rank, in the order of the samples.
 
-A protocol is the rule of a published benchmark: its texts, its clips and the correct pairs. If data contradict it, they
-are rejected. If data have only a part of its videos, they are scored, and the result is marked as incomplete.
+A protocol defines the texts, the clips and the correct pairs of a published benchmark. Data that do not fit it are
+rejected. If the data have only a part of its videos, they are scored, and the result is marked as incomplete.
 docs/evaluation.md has sources and differences from public code.
 
-Shape suffixes: B samples of a batch, L their views, C channels, F frames of all views, T frames of a view, H height, W
+Shape suffixes: B samples in a batch, L their views, C channels, F frames of all views, T frames per view, H height, W
 width, E width of the embeddings, N clips, M distinct texts.
 """
 
@@ -47,7 +47,7 @@ class TakesBatches(Protocol):
     """A task whose model embeds clips and captions."""
 
     def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the clips and captions of a batch, as the model takes them."""
+        """Return the model's input, the clips and captions of a batch."""
         ...
 
 
@@ -58,7 +58,7 @@ class Embeddings:
     Attributes:
         video: Embeddings of clips, float32 [N, E], unit length.
         text: Embeddings of captions, float32 [N, E], unit length.
-        text_key: Keys of texts, int64 [N]. They are equal for equal tokens, or equal stored embeddings.
+        text_key: Keys of texts, int64 [N], which are equal for equal tokens or equal stored embeddings.
         caption_id: IDs of captions in the manifest, int64 [N].
         samples: Indices of the samples, int64 [N].
         num_failed: Number of samples that could not be decoded: on this rank, or on all ranks after
@@ -85,8 +85,8 @@ def embed_all(
     """Run a model in evaluation mode on all batches of this rank.
 
     Args:
-        num_clips: Number of temporal views per clip, which follow one another in the frames of a batch. The embedding
-            of a clip is the normalised mean of the unit-length embeddings of its views.
+        num_clips: Number of temporal views per clip, whose frames are consecutive in a batch. The embedding of a clip
+            is the normalised mean of the unit-length embeddings of its views.
 
     Raises:
         FailedWork: An embedding is not finite.
@@ -110,8 +110,8 @@ def embed_all(
                 video_BE.cpu().numpy(),
                 text_BE.float().cpu().numpy(),
                 text_keys(captions.cpu().numpy()),
-                # Copied, because later batches reuse the buffers.
-                *(one.cpu().clone().numpy() for one in ids),
+                # Copy the IDs, because later batches reuse the buffers.
+                *(column.cpu().clone().numpy() for column in ids),
             )
         )
     # A rank may have no samples.
@@ -132,7 +132,7 @@ def embed_texts(
     """Embed texts with a text tower; return unit-length embeddings, float32 [N, E].
 
     Args:
-        embed: Function from token IDs [B, L] to unit-length embeddings [B, E].
+        embed: Function that takes token IDs [B, L] and returns unit-length embeddings [B, E].
     """
     parts = []
     for begin in range(0, len(texts), _TEXTS_AT_ONCE):
@@ -149,7 +149,7 @@ def text_keys(text_NX: NDArray[np.generic]) -> NDArray[np.int64]:
 
 
 def distinct_texts(text_key_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the row of each distinct text's first caption, [M], and each caption's distinct text, [N], in order."""
+    """Return the row of each distinct text's first caption, [M], and the number of each caption's text, [N]."""
     _, first, text_of = np.unique(text_key_N, return_index=True, return_inverse=True)
     order = np.argsort(first)
     new_number = np.empty_like(order)
@@ -187,7 +187,7 @@ def gather_embeddings(embeddings: Embeddings, world: World, *, device: torch.dev
 
 
 OF_IMAGES: RetrievalName = "clip-benchmark"
-EGOMCQ: ProtocolName = "egomcq"  # also the source of its clips in the manifest
+EGOMCQ: ProtocolName = "egomcq"  # also the source of EgoMCQ's clips in the manifest
 _TIES = "ties count against the model"
 _OWN = f"only a video's own texts are correct for it, even where two videos have equal texts; {_TIES}"
 _HINT = "use --protocol retrieval (in training --evaluate.protocol), or the data of this benchmark"
@@ -200,7 +200,7 @@ class RetrievalProtocol:
     Attributes:
         title: Title of tables.
         definition: Queries, galleries, correct pairs, and the source.
-        num_videos, num_captions: Number of videos in the test set, and of captions per video; None if it may vary.
+        num_videos, num_captions: Number of videos in the test set, and number of captions per video; None if it varies.
     """
 
     title: str
@@ -245,7 +245,7 @@ PROTOCOLS: dict[str, RetrievalProtocol] = {
 }
 
 
-# Protocols of benchmarks that determine the captions.
+# Protocols of benchmarks that determine which captions are used.
 NAMED = (*(name for name in PROTOCOLS if name not in ("retrieval", OF_IMAGES)), EGOMCQ)
 
 
@@ -257,58 +257,58 @@ def _dual_softmax_rule(temperature: float) -> str:
 
 
 def protocol_captions(data_dir: Path, name: ProtocolName, *, split: str, sources: str | None) -> pa.Table:
-    """Return the captions of a split for a protocol of `NAMED`, from one source. A paragraph is one caption.
+    """Return a split's captions from one source, for a protocol in `NAMED`. A paragraph is one caption.
 
     Args:
         sources: `--captions.sources`; the first source is used. EgoMCQ has a fixed source.
 
     Raises:
-        UserError: The captions contradict the protocol.
+        UserError: The captions do not fit the protocol.
     """
     captions = read_captions(data_dir)
     elsewhere = pc.unique(captions["source"]).to_pylist()
     captions = select_split(captions, data_dir, split)
     if not captions.num_rows:
         raise no_captions(data_dir, split)
-    for name_of_column in ("video_id", "source"):  # dictionaries may differ between chunks
-        number = captions.column_names.index(name_of_column)
-        captions = captions.set_column(number, name_of_column, captions[name_of_column].cast(pa.string()))
+    for column_name in ("video_id", "source"):  # the chunks of a column may have different dictionaries
+        number = captions.column_names.index(column_name)
+        captions = captions.set_column(number, column_name, captions[column_name].cast(pa.string()))
     sources_of_split = pc.unique(captions["source"]).to_pylist()
     if name == EGOMCQ:
         if EGOMCQ not in sources_of_split:
             raise UserError(
                 f"split {split!r} of {data_dir} has no clips of EgoMCQ",
-                hint="give egomcq.json to prep manifest ego4d --annotations",
+                hint="pass egomcq.json to prep manifest ego4d --annotations",
             )
         return captions.filter(pc.equal(captions["source"], EGOMCQ))
     first = choose_sources(sources_of_split, weights=sources, elsewhere=elsewhere).names[0]
     captions = captions.filter(pc.equal(captions["source"], first))
-    if misfit := _misfit(captions, name):
+    if misfit := _find_misfit(captions, name):
         raise UserError(f"split {split!r} of {data_dir} is not for the protocol {name}: {misfit}", hint=_HINT)
     return _join_sentences(captions) if name == "paragraph" else captions
 
 
-def _misfit(captions: pa.Table, name: ProtocolName) -> str:
-    """Describe how captions contradict a protocol; empty if they do not. Missing videos or captions are allowed."""
+def _find_misfit(captions: pa.Table, name: ProtocolName) -> str:
+    """Describe why captions do not fit a protocol; empty if they do. Missing videos or captions are allowed."""
     counts = pc.value_counts(captions["video_id"].combine_chunks())
     num_N, videos = counts.field("counts").to_numpy(), counts.field("values")
     has_times = len(captions.group_by(["video_id", "begin_s", "end_s"]).aggregate([])) > len(num_N)
     if name == "paragraph":
         return "" if has_times else "no video has several sentences with different times"
-    most, num_captions = PROTOCOLS[name].num_videos, PROTOCOLS[name].num_captions
-    if most is not None and len(num_N) > most:
-        return f"the protocol has {most:,} videos, and the split {len(num_N):,}"
+    max_videos, num_captions = PROTOCOLS[name].num_videos, PROTOCOLS[name].num_captions
+    if max_videos is not None and len(num_N) > max_videos:
+        return f"the protocol has {max_videos:,} videos, but the split has {len(num_N):,}"
     if num_captions is not None and (num_N.max() > num_captions or np.median(num_N) != num_captions):
         other = np.flatnonzero(num_N != num_captions)
         return (
-            f"the protocol has {count_noun(num_captions, 'caption')} for each video, and {len(other):,} of "
-            f"{len(num_N):,} videos have another number, such as {videos[int(other[0])]} with {num_N[other[0]]}"
+            f"the protocol has {count_noun(num_captions, 'caption')} for each video, but {len(other):,} of "
+            f"{len(num_N):,} videos have a different number, such as {videos[int(other[0])]} with {num_N[other[0]]}"
         )
-    return "captions of a video have different times, and the protocol ranks whole videos" if has_times else ""
+    return "captions of a video have different times, but the protocol ranks complete videos" if has_times else ""
 
 
 def _join_sentences(captions: pa.Table) -> pa.Table:
-    """Return one caption per complete video: its sentences in order of time, with the ID of the first one."""
+    """Return one caption per complete video: its sentences in order of time, with the ID of the first sentence."""
     order = [("begin_s", "ascending"), ("end_s", "ascending"), ("caption_id", "ascending")]
     columns = captions.select(["video_id", "begin_s", "end_s", "caption_id", "source", "text"])
     grouped = columns.sort_by(order).group_by(["video_id"], use_threads=False)
@@ -331,9 +331,9 @@ class Match:
 
     Attributes:
         clip_N: Rows of the clips in the embeddings, int64.
-        row_M: First of these rows that has the text, int64.
+        row_M: First row with each text, int64.
         texts: Texts of a named protocol; None if the texts of the samples are used.
-        incomplete: Description of the protocol's missing data; empty if there are none.
+        incomplete: Description of the protocol's missing data; empty if no data are missing.
         notes: Additional remarks.
     """
 
@@ -348,11 +348,11 @@ class Match:
 
 @dataclass(frozen=True)
 class RetrievalScorer:
-    """Text-video retrieval by a named protocol.
+    """Scorer for text-video retrieval with a protocol.
 
     Attributes:
         captions: Captions of the protocol (`protocol_captions`); None for `retrieval`, which uses the samples' texts.
-        temperature: Temperature of dual softmax, which gives a separate result; None turns it off.
+        temperature: Temperature of dual softmax, which adds a separate result; None for no dual softmax.
     """
 
     name: RetrievalName = "retrieval"
@@ -367,12 +367,12 @@ class RetrievalScorer:
         return PROTOCOLS[self.name].definition + dual
 
     def describe_missing(self, num_videos: int) -> str:
-        """Describe which of the protocol's data are missing if there are `num_videos`; empty if none."""
+        """Describe the protocol's data that are missing if there are `num_videos`; empty if no data are missing."""
         num_texts = 0 if self.captions is None else len(self.captions)
         return _missing_text(PROTOCOLS[self.name], num_videos=num_videos, num_texts=num_texts)
 
     def score(self, embeddings: Embeddings, embed: EmbedTexts) -> dict[str, Any]:
-        """Return the result as plain values."""
+        """Return the entries of a result file."""
         return self.result(self.match(embeddings, embed))
 
     def match(self, embeddings: Embeddings, embed: EmbedTexts) -> Match:
@@ -401,7 +401,7 @@ class RetrievalScorer:
         return result
 
     def metrics(self, result: dict[str, Any]) -> dict[str, float]:
-        """Return the metrics that are logged in training. Metrics with dual softmax have separate names."""
+        """Return the metrics that are logged during training. Metrics with dual softmax have separate names."""
         metrics: dict[str, float] = {}
         for kind in ("", "dual_softmax"):
             scored = result.get(kind, {}) if kind else result
@@ -417,14 +417,14 @@ class RetrievalScorer:
         clip_N = np.flatnonzero(np.isin(embeddings.caption_id, id_M))
         if not len(clip_N):
             raise FailedWork(f"none of the clips of the protocol {self.name} could be decoded")
-        own_N = np.searchsorted(id_M, embeddings.caption_id[clip_N])
+        caption_N = np.searchsorted(id_M, embeddings.caption_id[clip_N])
         if len(np.unique(video_M)) == len(video_M):
-            shown, text_ME = own_N, embeddings.text[clip_N]
+            shown, text_ME = caption_N, embeddings.text[clip_N]
         else:
-            shown, text_ME = np.flatnonzero(np.isin(video_M, video_M[own_N])), None
+            shown, text_ME = np.flatnonzero(np.isin(video_M, video_M[caption_N])), None
         texts = tuple(captions["text"].take(pa.array(shown)).to_pylist())
         text_ME = embed(texts) if text_ME is None else text_ME
-        is_right_NM = video_M[own_N][:, None] == video_M[shown]
+        is_right_NM = video_M[caption_N][:, None] == video_M[shown]
         return Match(
             embeddings.video[clip_N] @ text_ME.T,
             is_right_NM,
@@ -456,9 +456,9 @@ def _notes(texts: tuple[str, ...], *, source: str, context_length: int | None) -
     num_equal = len(texts) - len(set(texts))
     notes = [f"captions of source {source}"]
     if num_equal:
-        notes.append(f"{count_noun(num_equal, 'text')} equal to an earlier one")
+        notes.append(f"{count_noun(num_equal, 'text')} equal to an earlier text")
     if num_cut:
         notes.append(
-            f"{count_noun(num_cut, 'text')} with {context_length} tokens or more, which are cut after {context_length}"
+            f"{count_noun(num_cut, 'text')} with {context_length} tokens or more, truncated to {context_length}"
         )
     return notes

@@ -43,7 +43,7 @@ def _retrieval_numbers(kind: str = "", *, numbers: tuple[str, ...] = ("r1", "r5"
     return tuple(f"{way}{kind}_{number}" for way in ("text_to_video", "video_to_text") for number in numbers)
 
 
-# Metrics that each protocol logs in training.
+# Metrics that each protocol logs during training.
 _NUMBERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(RETRIEVAL_NAMES, _retrieval_numbers()),
     "mir": tuple(
@@ -58,22 +58,22 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DualEncoderEvaluation(EvaluationSettings):
-    """Evaluation of a dual encoder in training."""
+    """Evaluation of a dual encoder during training."""
 
     lower_is_better = tuple(name for kind in ("", _SOFTMAX) for name in _retrieval_numbers(kind, numbers=_RANKS))
 
     protocol: Annotated[ProtocolName, EVERY] = "retrieval"
     """Evaluation protocol. retrieval: R@k and median rank; msrvtt-1ka, paragraph, vatex, clip-benchmark: the same by
     the rules of these benchmarks; mir: EK-100's mAP and nDCG; egomcq: EgoVLP's multiple choice; zero-shot:
-    classification by prompts. Data of --evaluate.shards can have another: DATA@SPLIT:PROTOCOL."""
+    classification by prompts. Data in --evaluate.shards can have a different protocol: DATA@SPLIT:PROTOCOL."""
     dual_softmax: Annotated[float | None, TEMPERATURE, EVERY] = None
     """Retrieval: also log R@k with dual softmax at this temperature of the cosines, under separate names."""
     relevancy: Annotated[Path | None, EVERY] = None
     """mir: relevancy matrix, .pkl or .npy. Default: computed from verb and noun classes."""
     sentences: Annotated[Path | None, EVERY] = None
-    """mir: CSV file whose `narration` column has the sentences of --evaluate.relevancy, in its order."""
+    """mir: CSV file whose `narration` column has the sentences of --evaluate.relevancy, in the order of its columns."""
     questions: Annotated[Path | None, EVERY] = None
-    """egomcq: its file of questions, egomcq.json."""
+    """egomcq: file with the questions, egomcq.json."""
     classes: Annotated[Path | None, EVERY] = None
     """zero-shot: text file, one class per line. Default: the labels of the captions."""
     templates: Annotated[Path | None, EVERY] = None
@@ -88,12 +88,12 @@ class DualEncoderEvaluation(EvaluationSettings):
         return _NUMBERS.get(protocol, ()) + (_retrieval_numbers(_SOFTMAX) if has_more else ())
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield errors for settings of protocols that no evaluation uses."""
+        """Yield errors for settings that apply only to protocols that no evaluation uses."""
         try:
-            used = {one.protocol or self.protocol for one in self.evaluated_data()}
+            used = {data.protocol or self.protocol for data in self.evaluated_data()}
         except UserError:
             return  # `rules` yields this error
-        for name, protocols in _OF_PROTOCOL.items():
+        for name, protocols in _PROTOCOLS_OF_SETTING.items():
             flag = self.flag(name)
             if self.every and flag in typed and used.isdisjoint(protocols):
                 other = self.flag("protocol")
@@ -115,7 +115,7 @@ class DualEncoderEvaluation(EvaluationSettings):
         return known[name]
 
 
-_OF_PROTOCOL: dict[str, tuple[str, ...]] = {
+_PROTOCOLS_OF_SETTING: dict[str, tuple[str, ...]] = {
     "dual_softmax": RETRIEVAL_NAMES,
     **dict.fromkeys(("relevancy", "sentences"), ("mir",)),
     "questions": ("egomcq",),
@@ -136,9 +136,9 @@ class DualEncoderSettings(LatentSettings):
     towers: Annotated[DualEncoderTowers, groups.TOWERS] = field(default_factory=DualEncoderTowers)
     init: Annotated[DualEncoderInit, groups.MODEL, groups.SEVERAL] = field(default_factory=DualEncoderInit)
     text_tower: Annotated[Literal["trained", "frozen"], groups.MODEL, FIRST_RUN] = "trained"
-    """Text tower. frozen: the embeddings made by prep text take its place."""
+    """Text tower. frozen: embeddings made by prep text replace it."""
     captions: Annotated[CaptionSettings, groups.CAPTIONS] = field(default_factory=CaptionSettings)
-    """Choice of the caption that a sample shows."""
+    """Choice of the caption for a sample."""
     loss: Annotated[Loss, LOSS] = field(default_factory=Loss)
     """Contrastive loss."""
     evaluate: Annotated[DualEncoderEvaluation, groups.EVALUATION] = field(default_factory=DualEncoderEvaluation)
@@ -148,7 +148,7 @@ class DualEncoderSettings(LatentSettings):
         return ("video",) if self.text_tower == "frozen" else ("video", "text")
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for batches without negatives, and for settings that contradict the input or the text tower."""
+        """Yield errors for batches without negatives, and for settings that do not fit the input or the text tower."""
         yield from super().rules()
         if self.reads_latents and self.captions.min_relevancy is not None:
             yield UserError(
@@ -159,20 +159,20 @@ class DualEncoderSettings(LatentSettings):
         if self.batch < self.least_batch:
             yield UserError(
                 f"--batch is {self.batch}",
-                hint="it must be at least 2: a contrastive loss needs negatives",
+                hint="use at least 2: a contrastive loss needs negatives",
                 flags=("--batch",),
             )
         if not self.reads_latents:
             yield from errors_of(check_picture, self.model, self.towers, size_px=self.size_px)
         if self.text_tower == "frozen" and self.init.text is not None:
             yield UserError(
-                f"--init.text is {self.init.text}, and stored embeddings take the place of the text tower",
+                f"--init.text is {self.init.text}, but stored embeddings take the place of the text tower",
                 hint="omit --init.text or --text-tower frozen",
                 flags=("--init.text",),
             )
         if self.text_tower == "frozen" and self.towers.embedding_width is not None:
             yield UserError(
-                f"--towers.embedding-width is {self.towers.embedding_width}, and stored embeddings have a fixed width",
+                f"--towers.embedding-width is {self.towers.embedding_width}, but stored embeddings have a fixed width",
                 hint="omit it with --text-tower frozen",
                 flags=("--towers.embedding-width",),
             )
@@ -185,7 +185,7 @@ _DIRECTIONS = {"text_to_video": "text → video", "video_to_text": "video → te
 
 @dataclass(frozen=True, kw_only=True)
 class ClipFlags(Checked):
-    """Flags of every evaluation of a dual encoder."""
+    """Flags that all evaluations of a dual encoder have."""
 
     split: str = "val"
     """Split to evaluate on."""
@@ -199,13 +199,13 @@ class RetrievalFlags(ClipFlags):
 
     protocol: RetrievalName = "retrieval"
     """Rules for texts, clips and correct pairs: all captions of the split (retrieval), or a benchmark. Data that
-    contradict a benchmark are refused."""
+    do not fit the benchmark are rejected."""
     dual_softmax: Annotated[float | None, TEMPERATURE] = None
     """Also report recall with dual softmax at this temperature of the cosines, in separate rows. It uses all queries of
     the test set together."""
 
     def evaluation(self) -> DualEncoderEvaluation:
-        """Return the settings of this evaluation in training."""
+        """Return the same evaluation as settings of an evaluation during training."""
         return DualEncoderEvaluation(split=self.split, protocol=self.protocol, dual_softmax=self.dual_softmax)
 
 
@@ -219,11 +219,11 @@ class MirFlags(ClipFlags):
     """Relevancy matrix of clips by sentences: .npy, or the published .pkl, which is read without executing it. Default:
     computed from verb and noun classes."""
     sentences: Path | None = None
-    """CSV file whose `narration` column has the sentences of --relevancy, in its order. Default: the unique captions in
-    their order."""
+    """CSV file whose `narration` column has the sentences of --relevancy, in the order of its columns. Default: the
+    distinct captions in their order."""
 
     def evaluation(self) -> DualEncoderEvaluation:
-        """Return the settings of this evaluation in training."""
+        """Return the same evaluation as settings of an evaluation during training."""
         return DualEncoderEvaluation(
             protocol="mir", split=self.split, relevancy=self.relevancy, sentences=self.sentences
         )
@@ -234,10 +234,10 @@ class EgoMcqFlags(ClipFlags):
     """Flags of `train eval egomcq`."""
 
     questions: Path | None = None
-    """File of questions, egomcq.json, which prep manifest ego4d has read too. Required."""
+    """File with the questions, egomcq.json, which prep manifest ego4d has also read. Required."""
 
     def evaluation(self) -> DualEncoderEvaluation:
-        """Return the settings of this evaluation in training."""
+        """Return the same evaluation as settings of an evaluation during training."""
         return DualEncoderEvaluation(protocol="egomcq", split=self.split, questions=self.questions)
 
 
@@ -254,7 +254,7 @@ class ZeroShotFlags(ClipFlags):
     """Label column of the captions, such as verb. Required if there are several."""
 
     def evaluation(self) -> DualEncoderEvaluation:
-        """Return the settings of this evaluation in training."""
+        """Return the same evaluation as settings of an evaluation during training."""
         return DualEncoderEvaluation(
             protocol="zero-shot",
             split=self.split,
@@ -265,7 +265,7 @@ class ZeroShotFlags(ClipFlags):
 
 
 def retrieval_table(result: dict[str, Any]) -> Table:
-    """Return recall and median rank in both directions; rows with dual softmax follow the plain rows."""
+    """Return a table of recall and median rank in both directions; rows with dual softmax follow the plain rows."""
     rows, dual = [], result.get("dual_softmax", {})
     is_plain = result.get("protocol_name", "retrieval") == "retrieval"
     named = "" if is_plain else f", {result['protocol_name']}" + (" (incomplete)" if result["incomplete"] else "")
@@ -288,7 +288,7 @@ def retrieval_table(result: dict[str, Any]) -> Table:
 
 
 def mir_table(result: dict[str, Any]) -> Table:
-    """Return graded mAP and nDCG in both directions, and their mean."""
+    """Return a table of graded mAP and nDCG in both directions, and their mean."""
     rows = []
     for key in ("video_to_text", "text_to_video"):
         scores = result[key]
@@ -304,7 +304,7 @@ def mir_table(result: dict[str, Any]) -> Table:
         chances = [result[key][f"chance_{name}"] for key in _DIRECTIONS]
         chance = None if None in chances else sum(chances) / len(chances)
         means.append(share_cell(result["average"][name], chance))
-    # Results of earlier versions contain the word twice.
+    # Results of earlier versions contain the word "relevancy" twice.
     relevancy = result["relevancy"].removeprefix("relevancy of ").removeprefix("relevancy ")
     is_computed = relevancy.startswith("computed from ")
     rows.append(Row("average" if is_computed else f"average, {relevancy}", "of both directions", tuple(means)))
@@ -314,18 +314,18 @@ def mir_table(result: dict[str, Any]) -> Table:
 
 
 def egomcq_table(result: dict[str, Any]) -> Table:
-    """Return accuracies among clips of different videos, and among clips of one video."""
+    """Return a table of accuracies among clips of different videos, and among clips of one video."""
     kinds = {"inter": "inter-video", "intra": "intra-video"}
     cells = tuple(share_cell(result[kind]["accuracy"], result[kind]["chance"]) for kind in kinds)
     sizes = ", ".join(count_noun(result[kind]["num_questions"], f"{name} question") for kind, name in kinds.items())
     rows = (Row("accuracy", sizes, cells),)
     protocol = protocol_of(result, sizes, questions=result["questions"])
-    of_first = result["inter"]["num_questions"], f"{kinds['inter']} question"
-    return Table("EgoMCQ", tuple(kinds.values()), rows, protocol, means_of=of_first)
+    question_count = result["inter"]["num_questions"], f"{kinds['inter']} question"
+    return Table("EgoMCQ", tuple(kinds.values()), rows, protocol, means_of=question_count)
 
 
 def zero_shot_table(result: dict[str, Any]) -> Table:
-    """Return top-k and mean class accuracy."""
+    """Return a table of top-k and mean class accuracy."""
     top, baseline = result["top"], result["majority_baseline"]
     shares = [*top.values(), result["mean_class_accuracy"]]
     cells = [share_cell(share, baseline[key]) for share, key in zip(shares, BASELINE_KEYS, strict=True)]
@@ -344,9 +344,9 @@ def _undefined_text(result: dict[str, Any]) -> str:
     for direction, query in (("video_to_text", "clip"), ("text_to_video", "sentence")):
         scores = result[direction]
         if scores["num_without_ap"]:
-            parts.append(f"no AP for {count_noun(scores['num_without_ap'], query)} with nothing of relevancy 1")
+            parts.append(f"no AP for {count_noun(scores['num_without_ap'], query)} without an item of relevancy 1")
         if scores["num_without_ndcg"]:
-            parts.append(f"no nDCG for {count_noun(scores['num_without_ndcg'], query)} with nothing relevant")
+            parts.append(f"no nDCG for {count_noun(scores['num_without_ndcg'], query)} without a relevant item")
     return "; ".join(parts)
 
 
