@@ -27,7 +27,7 @@ STORIES: tuple[tuple[str, str], ...] = (
     (r"would stop training|see train doctor", "each finding above the message has a hint"),
     (r"out of range|has no preset|is not one of train|in variant", "`--help-all` states what is possible"),
     (r"character …", "correct the expression there: [selection](data.md#selection---where)"),
-    (r"--freeze|videomae tower|its own towers", "leave the flag out, or choose another part of the model"),
+    (r"--freeze|videomae tower|towers from libraries", "omit the flag, or choose a different part of the model"),
     (r"not of train|of source … only", "use the evaluation and the captions that the message names"),
     (
         r"do(es)? not fit (the model|its config)|the weights are of|holds adapters|captioner cannot be made|"

@@ -1,15 +1,15 @@
-"""`train caption-chunks`: caption the chunks of a split with a trained captioner, on all processes; can be resumed.
+"""Implementation of `train caption-chunks`: caption the chunks of a split with a captioner, on all processes.
 
 The clips are divided into parts with a fixed number of batches. Therefore neither the number of processes nor an
-interruption changes any batch, or the bytes of the table, which `prep manifest captions` reads:
+interruption changes the batches or the bytes of the table, which `prep manifest captions` reads:
 
     OUT.parquet         one row per caption: video, begin_s, end_s, text, source, likelihood, sample
-    OUT.failures.jsonl  the clips that could not be read or decoded; they have no row
-    OUT.parts/          finished parts of unfinished work, and plan.json, which describes the work
+    OUT.failures.jsonl  clips that could not be read or decoded, and have no row
+    OUT.parts/          during the work: finished parts, and plan.json, which describes the work
 
 `source` is the name of the weights with the first 8 digits of their hash. `likelihood` is the mean log probability per
 token (clipmill.train.tasks.caption.decoding). `sample` is the number of the caption among the captions of its clip. The
-schema metadata has a JSON object under `clipmill`: `kind`, `weights`, `weights_sha256`, `video_variant`,
+schema metadata contains a JSON object with the key `clipmill`: `kind`, `weights`, `weights_sha256`, `video_variant`,
 `chunks_sha256`, `settings`, and the numbers of clips, captions, empty captions (which have no row) and failed clips.
 The table is published last.
 """
@@ -73,7 +73,7 @@ def require_table_path(out: Path) -> None:
     """Raise a UserError if a table cannot be written to this path."""
     if out.suffix != _SUFFIX:
         raise UserError(
-            f"--out {out} does not end in {_SUFFIX}", hint=f"name a Parquet file: {out}{_SUFFIX}", flags=("--out",)
+            f"--out {out} does not end in {_SUFFIX}", hint=f"use a Parquet file: {out}{_SUFFIX}", flags=("--out",)
         )
 
 
@@ -88,10 +88,10 @@ def failures_path(out: Path) -> Path:
 
 
 def read_record(out: Path) -> dict[str, Any] | None:
-    """Return the metadata of a finished table, None if it is missing.
+    """Return the metadata of a finished table; None if the table is missing.
 
     Raises:
-        UserError: The file is not such a table.
+        UserError: The file is not a table of `train caption-chunks`.
     """
     if not out.exists():
         return None
@@ -117,7 +117,7 @@ def require_same_work(old: Mapping[str, Any], plan: Mapping[str, Any], *, path: 
 
 
 def publish_table(out: Path, parts: Sequence[CaptionPart], *, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Join the parts, and publish first the failures, then the table.
+    """Join the parts; publish the failures first, and then the table.
 
     Returns:
         The metadata of the table.
@@ -135,7 +135,7 @@ def publish_table(out: Path, parts: Sequence[CaptionPart], *, plan: Mapping[str,
     if len(failed) == num_clips:
         raise FailedWork(f"none of {count_noun(num_clips, 'clip')} could be decoded; the first: {failed[0]['detail']}")
     if failed:
-        publish_bytes(failures_path(out), "".join(json.dumps(one) + "\n" for one in failed).encode())
+        publish_bytes(failures_path(out), "".join(json.dumps(failure) + "\n" for failure in failed).encode())
     num_empty = (num_clips - len(failed)) * plan["settings"].get("num_samples", 1) - num_captions
     counts = (num_clips, num_captions, num_empty, len(failed))
     record = {**plan, **dict(zip(_COUNTS, counts, strict=True))}
@@ -145,12 +145,12 @@ def publish_table(out: Path, parts: Sequence[CaptionPart], *, plan: Mapping[str,
 
 def _groups(parts: Sequence[CaptionPart], out: Path) -> Iterator[pa.Table]:
     """Yield the rows of all parts as tables of similar size."""
-    waiting: list[pa.Table] = []
+    tables: list[pa.Table] = []
     for part in parts:
-        waiting.append(pq.read_table(part.path(out), schema=SCHEMA))
-        if sum(map(len, waiting)) >= _ROWS_PER_GROUP or part is parts[-1]:
-            yield pa.concat_tables(waiting)
-            waiting = []
+        tables.append(pq.read_table(part.path(out), schema=SCHEMA))
+        if sum(map(len, tables)) >= _ROWS_PER_GROUP or part is parts[-1]:
+            yield pa.concat_tables(tables)
+            tables = []
 
 
 _BATCHES_PER_PART = 4
@@ -162,7 +162,7 @@ class CaptionWork:
 
     Attributes:
         batch: Number of clips per batch of the model.
-        plan: Everything that affects the captions, as plain values. The table's metadata begins with it.
+        plan: Everything that affects the captions, as JSON-serialisable values. The table's metadata contains it.
     """
 
     captioner: TrainedCaptioner
@@ -182,7 +182,7 @@ def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Capti
     """Open the captioner and the clips.
 
     Raises:
-        UserError: The weights or clips do not exist, or a setting contradicts them.
+        UserError: The weights or clips do not exist, or a setting does not fit them.
     """
     segment_us = None if request.segment is None else parse_length_us(request.segment, flag="--segment")
     captioner = open_captioner(weights, overrides=request.shown, device=request.device, say=say)
@@ -249,15 +249,15 @@ def caption(work: CaptionWork, out: Path, *, world: World, progress: Progress) -
         UserError: The table has other captions, or another process is writing it.
         FailedWork: No clip could be decoded, or a likelihood is not finite.
     """
-    with ExitStack() as held:
-        finished = world.first(lambda: _begin(work, out, held=held))
+    with ExitStack() as stack:
+        finished = world.first(lambda: _begin(work, out, stack=stack))
         if finished is not None:
             progress.say(f"nothing to do: {out} is finished")
             return finished
         parts = work.parts
         missing = missing_parts(parts, out, world=world, progress=progress)
-        of_rank = missing[world.rank :: world.size]
-        outcomes = work.samples.outcomes(number for part in of_rank for number in range(part.begin, part.end))
+        local_parts = missing[world.rank :: world.size]
+        outcomes = work.samples.outcomes(number for part in local_parts for number in range(part.begin, part.end))
         ring = BatchRing(work.batch, pin=work.captioner.trained.device.type == "cuda")
         make = partial(_caption_part, work, outcomes=outcomes, ring=ring, out=out)
         share_parts(missing, make, world=world, progress=progress)
@@ -270,7 +270,7 @@ def caption(work: CaptionWork, out: Path, *, world: World, progress: Progress) -
         return world.first(finish)
 
 
-def _begin(work: CaptionWork, out: Path, *, held: ExitStack) -> dict[str, Any] | None:
+def _begin(work: CaptionWork, out: Path, *, stack: ExitStack) -> dict[str, Any] | None:
     """Lock and prepare the folder of parts; return the metadata of a finished table."""
     parts, record = parts_path(out), read_record(out)
     if record is not None:
@@ -278,16 +278,18 @@ def _begin(work: CaptionWork, out: Path, *, held: ExitStack) -> dict[str, Any] |
         if not parts.exists():
             return record
     elif (
-        parts.is_dir() and not (parts / PLAN).is_file() and any(target_of(one.name) != PLAN for one in parts.iterdir())
+        parts.is_dir()
+        and not (parts / PLAN).is_file()
+        and any(target_of(path.name) != PLAN for path in parts.iterdir())
     ):
         raise UserError(f"{parts}, the folder of unfinished work, exists already", hint="use another --out")
     try:
         parts.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"--out {out} cannot be made: {error.strerror}", hint="use another --out", flags=("--out",)
+            f"--out {out} cannot be made: {error.strerror}", hint="use a different --out", flags=("--out",)
         ) from error
-    held.enter_context(hold_folder(parts, work="captions chunks"))
+    stack.enter_context(hold_folder(parts, work="captions chunks"))
     if record is not None:
         shutil.rmtree(parts)
         return record
@@ -303,10 +305,10 @@ def _caption_part(
     tables, failed = [SCHEMA.empty_table()], []
     for begin in range(part.begin, part.end, work.batch):
         loaded = list(islice(outcomes, min(work.batch, part.end - begin)))
-        failed += [one for one in loaded if isinstance(one, FailedSample)]
-        if clips := [one for one in loaded if not isinstance(one, FailedSample)]:
+        failed += [sample for sample in loaded if isinstance(sample, FailedSample)]
+        if clips := [sample for sample in loaded if not isinstance(sample, FailedSample)]:
             tables.append(_caption_rows(work, clips, ring))
-    lines = json.dumps([asdict(one) for one in failed]).encode()
+    lines = json.dumps([asdict(failure) for failure in failed]).encode()
     with publish_atomically(part.path(out)) as temporary:
         pq.write_table(pa.concat_tables(tables).replace_schema_metadata({_FAILED: lines}), temporary)
     return len(failed)
@@ -318,8 +320,8 @@ def _caption_rows(work: CaptionWork, clips: Sequence[Sample], ring: BatchRing) -
     rows = np.array([clip["position"] for clip in clips])
     begin_us, end_us = samples.span_us(rows)
     numbers = [
-        draw_number(clip["key"], begin_us=begins_us, sample=sample)
-        for clip, begins_us in zip(clips, begin_us.tolist(), strict=True)
+        draw_number(clip["key"], begin_us=clip_begin_us, sample=sample)
+        for clip, clip_begin_us in zip(clips, begin_us.tolist(), strict=True)
         for sample in range(count)
     ]
     texts, likelihoods = work.captioner.captions(
@@ -344,11 +346,11 @@ def _caption_rows(work: CaptionWork, clips: Sequence[Sample], ring: BatchRing) -
 
 
 def draw_number(key: str, *, begin_us: int, sample: int) -> int:
-    """Return a 64-bit number. A caption's random numbers are drawn from it and the seed.
+    """Return a 64-bit number from which, with the seed, a caption's random numbers are drawn.
 
     Args:
         key: Key of the chunk.
-        begin_us: Start of the clip in its video.
+        begin_us: Start of the clip in its video, in microseconds.
         sample: Number of the caption among the captions of its clip.
     """
     digest = hashlib.blake2b(f"{key} {begin_us} {sample}".encode(), digest_size=8).digest()

@@ -1,18 +1,19 @@
-"""A captioner that consists of a video tower and a causal language model, which reads the video as a prefix.
+"""Captioner of a video tower and a causal language model, which reads the video as a prefix.
 
 As in LLaVA (Liu et al. 2023, section 4.1), the tower's tokens are reduced to a fixed number, projected to the width of
 the language model by an MLP, and put into the prompt in place of words:
 
-    [prompt before the video] [visual tokens] [prompt after it] [caption] [end]
+    [prompt before the video] [visual tokens] [prompt after the video] [caption] [end]
 
 The language model is an unchanged module of transformers. All rows of a batch have the same prefix. Captions are padded
-after their ends, where a causal model never looks, so no attention mask is needed, and positions count from 0.
+after their ends, and a causal model does not attend to later tokens, so no attention mask is needed, and positions
+count from 0.
 
 A run stores configuration and tokenizer in RUN/language_model, as transformers writes them, so that its checkpoints can
-be used without the folder that `--decoder.lm` names. The weights are in the checkpoints.
+be used without the folder of `--decoder.lm`. The weights are in the checkpoints.
 
-Shape suffixes: V videos, R rows of text (V * n, grouped by video), N tokens of a video, P tokens of the prefix, L
-tokens of a caption, E width of the tower, D width of the language model, W words of the vocabulary.
+Shape suffixes: V videos, R rows of text (V * n, grouped by video), N tokens per video, P tokens of the prefix, L
+tokens per caption, E width of the tower, D width of the language model, W words of the vocabulary.
 """
 
 import inspect
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 
 _STD = 0.02
-# Number of tokens in the trial, and the maximum error of its logits in float32, relative to the largest logit.
+# Number of tokens in the test of `decodes`, and maximum error of float32 logits, relative to the largest logit.
 _PROBE, _PROBE_ERROR = 4, 1e-4
 
 
@@ -75,7 +76,7 @@ class VisualProjector(nn.Module):
 
 
 def prefix_of(model: nn.Module, video_VCTHW: Tensor, before_bD: Tensor, after_aD: Tensor) -> Tensor:
-    """Return the prefix that the language model reads before a clip's caption, for each clip, [V, P, D].
+    """Return the prefix that the language model reads before the caption of each clip, [V, P, D].
 
     Args:
         model: Module with the `video` and `projection` of a captioner.
@@ -89,7 +90,7 @@ def prefix_of(model: nn.Module, video_VCTHW: Tensor, before_bD: Tensor, after_aD
 
 @dataclass
 class PrefixCache:
-    """Keys and values of texts that are being generated; the logits of their first tokens, until these are read."""
+    """Keys and values of texts that are being generated, and the logits of their first tokens until they are used."""
 
     keys_values: Any
     first_RW: Tensor | None
@@ -100,7 +101,7 @@ class PrefixCache:
 
 
 class LanguageCaptioner(nn.Module):
-    """Model that predicts the next tokens of clips' captions, like `Captioner` with another decoder.
+    """Model that predicts the next tokens of clips' captions, like `Captioner` with a different decoder.
 
     Args:
         decoder: Causal language model from transformers.
@@ -134,7 +135,7 @@ class LanguageCaptioner(nn.Module):
         prefix_VPD = self.encode(video_VCTHW)
         prefix_RPD = prefix_VPD.repeat_interleave(len(tokens_RL) // len(prefix_VPD), 0)
         embedded = torch.cat([prefix_RPD, self._embed(tokens_RL[:, 1:])], dim=1)
-        # Without a cache, the library searches the positions for packed texts, and the host waits for the device.
+        # Without a cache, transformers searches the positions for packed texts, and the CPU waits for the device.
         return self._run(tokens_RL.shape[1], inputs_embeds=embedded, use_cache=True).logits
 
     def encode(self, video_VCTHW: Tensor) -> Tensor:
@@ -182,10 +183,10 @@ class LanguageCaptioner(nn.Module):
 
 @torch.no_grad()
 def decodes(decoder: "PreTrainedModel") -> bool:
-    """Return True if a language model gives the same logits with its cache, token by token, as for all tokens at once.
+    """Return True if a language model returns the same logits token by token, with a cache, as for all tokens at once.
 
-    Encoders do not, because their tokens depend on later tokens; state-space models do not, because they have no keys
-    and values. The test exchanges rows of the cache, as a beam search does.
+    Encoders do not, because their outputs depend on later tokens; state-space models do not, because they have no keys
+    and values. The test reorders the rows of the cache, as beam search does.
     """
     was_training, decoder = decoder.training, decoder.eval()
     ids_RL = torch.arange(2 * _PROBE).reshape(2, _PROBE) % decoder.get_input_embeddings().num_embeddings
@@ -205,7 +206,7 @@ def decodes(decoder: "PreTrainedModel") -> bool:
 
 
 def language_blocks(decoder: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a transformers language model, which the library does not split over devices."""
+    """Return the blocks of a language model, which transformers does not split over devices."""
     names = set(getattr(decoder, "_no_split_modules", None) or ())
     return [module for module in decoder.modules() if type(module).__name__ in names]
 
@@ -216,7 +217,7 @@ def checkpoint_language_blocks(decoder: "PreTrainedModel") -> None:
     Raises:
         UserError: The library does not support it for this model.
     """
-    # The second is its name in older versions of transformers.
+    # The second name is from older versions of transformers.
     enable = getattr(decoder, "activation_checkpointing_enable", None) or decoder.gradient_checkpointing_enable
     try:
         enable({"use_reentrant": False})
@@ -241,30 +242,30 @@ def add_language_adapters(decoder: "PreTrainedModel", lora: Lora) -> None:
 
 
 LANGUAGE_FOLDER = "language_model"
-# Files of a download: no code, and no weights in pickles.
+# Files to download, without code, and without weights in pickles.
 LANGUAGE_FILES = (
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
     *("tokenizer*", "vocab*", "merges.txt", "*.tiktoken", "special_tokens_map.json", "added_tokens.json"),
     "chat_template*",
 )
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_SUPPORTED = "name a causal language model with a cache of keys and values, such as a Qwen3, Llama, SmolLM2 or GPT-2"
+_SUPPORTED = "use a causal language model with a cache of keys and values, such as a Qwen3, Llama, SmolLM2 or GPT-2"
 _UNLIMITED = 1 << 20  # context length of a model without learned or scaled positions
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageDecoder:
-    """A causal language model as decoder: another kind of `clipmill.train.tasks.caption.model.DecoderParts`.
+    """A causal language model as decoder, in place of `clipmill.train.tasks.caption.model.DecoderParts`.
 
     Attributes:
         context_length: Number of caption tokens, including the end, that fit after the prompt.
         before, after: Token IDs of the prompt before and after the visual tokens.
-        num_visual: Number of visual tokens per clip, which `reducer` makes.
+        num_visual: Number of visual tokens per clip, the output of `reducer`.
         prompt: Prompt as the user wrote it.
         files: Configuration and tokenizer files by name.
         source: Name of the model as the user wrote it.
         folder: Folder with the weights; None if a checkpoint has them.
-        loaded: Model with these weights, until the first captioner is built from it.
+        loaded: List with the loaded model, until the first captioner is built from it.
     """
 
     config: "PreTrainedConfig"
@@ -286,7 +287,7 @@ class LanguageDecoder:
         return len(self.before) + self.num_visual + len(self.after)
 
     def facts(self) -> dict[str, Any]:
-        """Return the entry in run.json: facts that the files in the run's folder do not contain."""
+        """Return the entry in run.json, with facts that the files in the run's folder do not contain."""
         return {
             "lm": self.source,
             "class": type(self.config).__name__.removesuffix("Config"),
@@ -297,7 +298,7 @@ class LanguageDecoder:
         }
 
     def new_model(self) -> "PreTrainedModel":
-        """Build the library's model in float32, with weights if there is a `folder`, and without weights on meta."""
+        """Build the model in float32, with the weights in `folder`, if any, unless it is built on the meta device."""
         from transformers import AutoModelForCausalLM
 
         if self.folder is None or torch.get_default_device().type == "meta":
@@ -312,7 +313,7 @@ def _read_weights(folder: Path, config: "PreTrainedConfig") -> "PreTrainedModel"
 
     disable_progress_bar()
     set_verbosity_error()  # missing and unexpected tensors are reported below
-    again = "get the folder of --decoder.lm again"
+    hint = "download the folder of --decoder.lm again"
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -327,11 +328,11 @@ def _read_weights(folder: Path, config: "PreTrainedConfig") -> "PreTrainedModel"
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise UserError(
             f"cannot read the weights of {folder} (--decoder.lm): {first_line(error)}",
-            hint=f"weights are read only from safetensors files; {again}",
+            hint=f"weights are read only from safetensors files; {hint}",
             flags=("--decoder.lm",),
         ) from error
-    if lacks := sorted({*report["missing_keys"], *(one[0] for one in report["mismatched_keys"])}):
-        raise UserError(f"the weights of {folder} do not fit its config.json: {', '.join(lacks[:3])}", hint=again)
+    if lacks := sorted({*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])}):
+        raise UserError(f"the weights of {folder} do not fit its config.json: {', '.join(lacks[:3])}", hint=hint)
     if not decodes(model):
         raise _undecodable_error(folder, config.model_type)
     return model  # type: ignore[no-any-return]
@@ -345,8 +346,10 @@ def open_language(folder: Path, settings: DecoderSettings, *, tokenizer_folder: 
             token; tokenizer and model do not belong together; or prompt and captions exceed the model's context.
     """
     config = _config_of(folder)
-    theirs = _tokenizer_of(tokenizer_folder)
-    tokenizer = CaptionTokenizer(theirs.backend_tokenizer, where=str(tokenizer_folder), end=theirs.eos_token)
+    library_tokenizer = _tokenizer_of(tokenizer_folder)
+    tokenizer = CaptionTokenizer(
+        library_tokenizer.backend_tokenizer, where=str(tokenizer_folder), end=library_tokenizer.eos_token
+    )
     text = config.get_text_config()
     if tokenizer.vocabulary_size > text.vocab_size:
         raise UserError(
@@ -354,10 +357,10 @@ def open_language(folder: Path, settings: DecoderSettings, *, tokenizer_folder: 
             f"{folder} {text.vocab_size:,}: they do not belong together",
             hint="use the tokenizer that the language model was trained with",
         )
-    first = list(theirs("")["input_ids"])[:1]
+    first = list(library_tokenizer("")["input_ids"])[:1]
     parts = settings.prompt.split(VIDEO_MARK)
     before, after = (tuple(tokenizer.prompt_ids(part)) for part in parts)
-    before = (*(first if first == [theirs.bos_token_id] else ()), *before)
+    before = (*(first if first == [library_tokenizer.bos_token_id] else ()), *before)
     context = getattr(text, "max_position_embeddings", None) or _UNLIMITED
     room = context - len(before) - settings.visual_tokens - len(after)
     if room < settings.max_tokens:
@@ -377,7 +380,7 @@ def open_language(folder: Path, settings: DecoderSettings, *, tokenizer_folder: 
         num_visual=settings.visual_tokens,
         reducer=settings.reducer,
         prompt=settings.prompt,
-        files={"config.json": config.to_json_string().encode(), **_files_of(theirs)},
+        files={"config.json": config.to_json_string().encode(), **_files_of(library_tokenizer)},
         source=settings.lm or str(folder),
         folder=folder,
     )
@@ -410,7 +413,7 @@ def _config_of(folder: Path) -> "PreTrainedConfig":
     if raw is None:
         raise UserError(
             f"{folder} has no config.json (--decoder.lm)",
-            hint="name the folder of a causal language model",
+            hint="use the folder of a causal language model",
             flags=("--decoder.lm",),
         )
     kind = raw.get("model_type")
@@ -432,16 +435,16 @@ def _config_of(folder: Path) -> "PreTrainedConfig":
     if "quantization_config" in raw:
         raise UserError(
             f"the weights of {folder} are quantized (--decoder.lm)",
-            hint="name the model in bfloat16 or float32",
+            hint="use the model in bfloat16 or float32",
             flags=("--decoder.lm",),
         )
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # type: ignore[no-any-return]
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
-        # The first line of the library's error names a validator, and the second line the value.
+        # The first line of the error contains a validator, and the second line contains the value.
         text = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else first_line(error)
         raise UserError(
-            f"cannot read {folder / 'config.json'}: {text}", hint="get the folder of --decoder.lm again"
+            f"cannot read {folder / 'config.json'}: {text}", hint="download the folder of --decoder.lm again"
         ) from error
 
 
@@ -457,21 +460,21 @@ def _undecodable_error(folder: Path, kind: Any) -> UserError:
 def _tokenizer_of(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    again = "put tokenizer.json and tokenizer_config.json there, or name their folder with --decoder.tokenizer"
+    hint = "put tokenizer.json and tokenizer_config.json there, or pass their folder with --decoder.tokenizer"
     if not any((folder / name).is_file() for name in _TOKENIZERS):
-        raise UserError(f"there is no tokenizer in {folder}", hint=again)
+        raise UserError(f"there is no tokenizer in {folder}", hint=hint)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a damaged file may lead to any exception in the library
-        raise UserError(f"cannot read the tokenizer of {folder}: {first_line(error)}", hint=again) from error
+        raise UserError(f"cannot read the tokenizer of {folder}: {first_line(error)}", hint=hint) from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise UserError(
-            f"the tokenizer of {folder} is a {type(tokenizer).__name__}, which tokenizers does not read", hint=again
+            f"the tokenizer of {folder} is a {type(tokenizer).__name__}, which tokenizers does not read", hint=hint
         )
     if tokenizer.eos_token is None:
         raise UserError(
             f"the tokenizer of {folder} has no token for the end of a text (eos_token)",
-            hint="name the token that the language model ends with as eos_token in tokenizer_config.json",
+            hint="set eos_token in tokenizer_config.json to the token that ends the language model's texts",
         )
     return tokenizer
 

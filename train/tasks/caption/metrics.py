@@ -1,4 +1,4 @@
-"""Caption metrics: BLEU, CIDEr-D, CIDEr and ROUGE-L from n-grams, METEOR and SPICE by Java; the best constant caption.
+"""Compute caption metrics (BLEU, CIDEr-D, CIDEr, ROUGE-L; METEOR and SPICE in Java), and the best constant caption.
 
 BLEU-1 to BLEU-4 (Papineni et al. 2002) are computed as in pycocoevalcap. Precisions are computed over the complete
 corpus, not averaged over videos. The brevity penalty uses the reference length closest to the candidate's length, and
@@ -6,15 +6,15 @@ the shorter of two equally close lengths. All orders have equal weights.
 
 CIDEr-D and CIDEr (Vedantam, Zitnick, Parikh: "CIDEr: Consensus-based Image Description Evaluation", CVPR 2015) compare
 n-gram vectors. An entry is the count of an n-gram times its idf, log(V) - log(max(1, df)), where df is the number of
-videos, out of V, that have the n-gram in any reference (equation 1; a caption's length cancels). Both are means over
-the orders 1 to 4 and over references, times 10. Words are not stemmed, as in all public code.
+videos, out of V, with the n-gram in any reference (equation 1; a caption's length cancels out). Both metrics are
+means over the orders 1 to 4 and over references, times 10. As in all public code, words are not stemmed.
 
 - CIDEr (equations 2 and 3): the cosine of the vectors of candidate and reference.
 - CIDEr-D (equation 4): the candidate's entries are clipped to the reference's entries, and the cosine is multiplied by
   a Gaussian of the difference in length, sigma 6. pycocoevalcap, and with it most papers, call this metric "CIDEr". As
   in pycocoevalcap, a length is the number of bigrams.
 
-With a single video, every idf is log(1) = 0, and so are both scores.
+With a single video, every idf is log(1) = 0, so both scores are 0.
 
 ROUGE-L (Lin 2004) is computed as in pycocoevalcap: beta is 1.2, with the best precision and the best recall of all
 references, which may be different references. In pycocoevalcap, a caption without words equals a reference without
@@ -55,7 +55,7 @@ class GramCounts:
 
     Attributes:
         caption: Index of the caption, int64 [E].
-        gram: Index of the n-gram, int64 [E].
+        gram: Number of the n-gram, int64 [E].
         count: Number of occurrences, int64 [E].
         num_grams: Number of different n-grams.
     """
@@ -91,19 +91,19 @@ class Corpus:
 
 
 def count_grams(captions: Sequence[Sequence[str]]) -> list[GramCounts]:
-    """Count the n-grams of captions of the orders 1 to 4. A caption is a list of words."""
+    """Count the n-grams of orders 1 to 4 in captions. A caption is a list of words."""
     known: dict[str, int] = {}
     words = np.array([known.setdefault(word, len(known)) for caption in captions for word in caption], dtype=np.int64)
     lengths = np.array([len(caption) for caption in captions], dtype=np.int64)
     caption = np.repeat(np.arange(len(captions)), lengths)
-    left = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(words))  # words to the end of the caption
+    num_remaining = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(words))  # words to the end of the caption
 
     counts = []
     code, num_grams = words, max(len(known), 1)
     for order in range(1, MAX_ORDER + 1):
-        has_order = left >= order
+        has_order = num_remaining >= order
         if order > 1:
-            # An n-gram is an (n - 1)-gram and the next word.
+            # An n-gram consists of an (n - 1)-gram and the next word.
             pairs = code[has_order] * max(len(known), 1) + words[np.flatnonzero(has_order) + order - 1]
             distinct, inverse = np.unique(pairs, return_inverse=True)
             code = np.zeros_like(code)
@@ -118,8 +118,8 @@ def look_up(queries: Ints, keys: Ints, values: Ints) -> Ints:
     """Return the values of the keys `queries`, 0 for missing keys; `keys` must be ascending."""
     if not len(keys):
         return np.zeros_like(queries)
-    place = np.minimum(np.searchsorted(keys, queries), len(keys) - 1)
-    return np.where(keys[place] == queries, values[place], 0)
+    index = np.minimum(np.searchsorted(keys, queries), len(keys) - 1)
+    return np.where(keys[index] == queries, values[index], 0)
 
 
 def bleu(corpus: Corpus) -> tuple[Floats, Floats]:
@@ -131,8 +131,8 @@ def bleu(corpus: Corpus) -> tuple[Floats, Floats]:
     for order, (ours, theirs) in enumerate(zip(corpus.candidates, corpus.references, strict=True)):
         matches[order] = _clipped_matches(ours, theirs, corpus.video_of_reference, num_videos)
         possible[order] = np.maximum(lengths - order, 0)
-    whole = _scores(matches.sum(1)[:, None], possible.sum(1)[:, None], lengths.sum()[None], closest.sum()[None])
-    return whole[:, 0], _scores(matches, possible, lengths, closest)
+    corpus_scores = _scores(matches.sum(1)[:, None], possible.sum(1)[:, None], lengths.sum()[None], closest.sum()[None])
+    return corpus_scores[:, 0], _scores(matches, possible, lengths, closest)
 
 
 def _closest_lengths(candidate_lengths: Ints, reference_lengths: Ints, video_of_reference: Ints) -> Ints:
@@ -144,7 +144,7 @@ def _closest_lengths(candidate_lengths: Ints, reference_lengths: Ints, video_of_
 
 
 def _clipped_matches(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num_videos: int) -> Floats:
-    """Count the n-grams of each candidate, each at most as often as it occurs in one of the references."""
+    """Count each candidate's n-grams, each at most as often as it occurs in one of the references."""
     keys = video_of_reference[theirs.caption] * theirs.num_grams + theirs.gram
     order = np.argsort(keys, kind="stable")
     distinct, first = np.unique(keys[order], return_index=True)
@@ -180,10 +180,10 @@ def cider(corpus: Corpus) -> tuple[Floats, Floats]:
 
 
 def _cosines(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num_videos: int) -> tuple[Floats, Floats]:
-    """Return the cosines of each reference and its candidate for one order, [R]: with clipped entries, and plain."""
+    """Return each reference's cosine with its candidate for one order, [R], with clipped and with plain entries."""
     num_references = len(video_of_reference)
     keys = video_of_reference[theirs.caption] * theirs.num_grams + theirs.gram
-    ascending = np.sort(keys)  # np.unique hashes, which takes ten times as long
+    ascending = np.sort(keys)  # np.unique uses hashing, which takes ten times as long
     first_of_video = ascending[np.flatnonzero(np.diff(ascending, prepend=-1))]
     num_with = np.bincount(first_of_video % theirs.num_grams, minlength=theirs.num_grams)
     idf = np.log(num_videos) - np.log(np.maximum(num_with, 1))
@@ -192,7 +192,7 @@ def _cosines(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num
     their_entry = theirs.count * idf[theirs.gram]
     their_norm = np.sqrt(np.bincount(theirs.caption, weights=their_entry**2, minlength=num_references))
 
-    # For each n-gram of a reference, the matching entry of its candidate.
+    # Entry of the candidate for each n-gram of a reference.
     our_entry = look_up(keys, ours.caption * ours.num_grams + ours.gram, ours.count) * idf[theirs.gram]
     clipped = np.bincount(
         theirs.caption, weights=np.minimum(our_entry, their_entry) * their_entry, minlength=num_references
@@ -208,13 +208,13 @@ def rouge_l(candidate: str, references: Sequence[str]) -> float:
     if not candidate:
         return 0.0
     words = candidate.split(" ")
-    places: dict[str, int] = {}  # word -> its positions, as a bit set
-    for place, word in enumerate(words):
-        places[word] = places.get(word, 0) | 1 << place
+    positions: dict[str, int] = {}  # bit set of each word's positions
+    for position, word in enumerate(words):
+        positions[word] = positions.get(word, 0) | 1 << position
     precision = recall = 0.0
     for reference in references:
         others = reference.split(" ")
-        common = _common_length(places, len(words), others)
+        common = _common_length(positions, len(words), others)
         precision = max(precision, common / len(words))
         recall = max(recall, common / len(others))
     if precision == 0 or recall == 0:
@@ -222,17 +222,17 @@ def rouge_l(candidate: str, references: Sequence[str]) -> float:
     return (1 + _BETA**2) * precision * recall / (recall + _BETA**2 * precision)
 
 
-def _common_length(places: dict[str, int], num_words: int, others: Sequence[str]) -> int:
+def _common_length(positions: dict[str, int], num_words: int, others: Sequence[str]) -> int:
     """Return the length of the longest common subsequence, computed bit-parallel row by row (Hyyrö 2004)."""
-    all_places = (1 << num_words) - 1
-    row = all_places
+    all_positions = (1 << num_words) - 1
+    row = all_positions
     for word in others:
-        matching = row & places.get(word, 0)
-        row = (row + matching | row - matching) & all_places
+        matching = row & positions.get(word, 0)
+        row = (row + matching | row - matching) & all_positions
     return num_words - row.bit_count()
 
 
-_MAX_NAMED = 3
+_MAX_LISTED = 3
 # Rule for choosing the constant caption, as stored in result files.
 CONSTANT_RULE = "of all its captions the one with the highest mean CIDEr-D as a caption of every clip"
 _SHORTLIST = 8
@@ -243,14 +243,14 @@ class CaptionScores:
     """Metrics of captions.
 
     Attributes:
-        means: Values by metric, with the keys of METRIC_LABELS: means over videos, except BLEU and METEOR of the
-            corpus.
+        means: Values by metric, with the keys of METRIC_LABELS: means over videos, except that BLEU and METEOR are
+            computed over the corpus.
         per_video: Values by video and metric, in the order of the candidates.
         absent: Reason for each missing metric.
         empty: Videos whose captions have no words. They score 0 in every metric.
-        num_references: Number of references of all videos.
+        num_references: Total number of references.
         idf: Source of CIDEr's document frequencies.
-        ids_hash: Hash of the video IDs, which prevents a comparison of scores of different sets by mistake.
+        ids_hash: Hash of the video IDs, which shows whether scores of two results are about the same videos.
     """
 
     means: dict[str, float]
@@ -278,11 +278,11 @@ def score_captions(
     """Score one caption per video against all its references.
 
     Args:
-        candidates: Video ID -> generated caption, which may be empty.
-        references: Video ID -> captions; at least one of them must have words (`without_words` lists other videos).
-        with_java: Compute METEOR and SPICE, which take seconds to start, and time for each video.
+        candidates: Generated caption, which may be empty, for each video ID.
+        references: Captions for each video ID; at least one must have words (`without_words` lists other videos).
+        with_java: True to compute METEOR and SPICE, which take seconds to start, and time for each video.
         spice_jars: Folder with the two jars that SPICE needs.
-        meteor: Entered instance, to score several sets of captions with one program; by default a new one.
+        meteor: Entered instance, to score several sets of captions with one program. Default: a new instance.
 
     Raises:
         UserError: There are no videos; the IDs differ; a video has no reference with words; or a jar is missing.
@@ -331,13 +331,13 @@ def score_captions(
 
 
 def without_words(references: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the videos whose references all lack words, so that no caption can be compared with them."""
+    """Return the videos whose references have no words, so that captions cannot be compared with them."""
     return [video_id for video_id, captions in references.items() if not any(map(tokenize, captions))]
 
 
 def name_videos(video_ids: Sequence[str]) -> str:
-    """Return the first few videos, as text."""
-    return ", ".join(video_ids[:_MAX_NAMED]) + (", ..." if len(video_ids) > _MAX_NAMED else "")
+    """Return the names of the first few videos, as text."""
+    return ", ".join(video_ids[:_MAX_LISTED]) + (", ..." if len(video_ids) > _MAX_LISTED else "")
 
 
 def hash_of_ids(ids: Iterable[str]) -> str:
@@ -348,15 +348,15 @@ def hash_of_ids(ids: Iterable[str]) -> str:
 def _plain_scores(
     ours: Mapping[str, str], theirs: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """Compute the metrics that need no Java: per video, and overall."""
+    """Compute the metrics that do not need Java, per video and overall."""
     captions = [caption.split() for caption in ours.values()]
     captions += [caption.split() for references in theirs.values() for caption in references]
     lengths = np.array([len(words) for words in captions], dtype=np.int64)
     counts = count_grams(captions)
     num_videos = len(ours)
     corpus = Corpus(
-        candidates=[of_order.of(0, num_videos) for of_order in counts],
-        references=[of_order.of(num_videos, len(captions)) for of_order in counts],
+        candidates=[grams.of(0, num_videos) for grams in counts],
+        references=[grams.of(num_videos, len(captions)) for grams in counts],
         candidate_lengths=lengths[:num_videos],
         reference_lengths=lengths[num_videos:],
         video_of_reference=np.repeat(np.arange(num_videos), [len(references) for references in theirs.values()]),
@@ -382,10 +382,10 @@ def _require_videos(lacking: Sequence[str], what: str) -> None:
 
 
 def best_constant(references: Mapping[str, Sequence[str]]) -> str:
-    """Return the best caption that ignores the clip. It has the highest mean CIDEr-D as the caption of every clip.
+    """Return the best constant caption, which has the highest mean CIDEr-D as the caption of every clip.
 
-    The CIDEr of a caption with all clips is a single product with their mean. CIDEr-D has no such shortcut, and is
-    computed only for a shortlist by CIDEr.
+    The mean CIDEr of a caption over all clips is a single product with the mean of their vectors. CIDEr-D has no such
+    shortcut, so it is computed only for the captions with the highest CIDEr.
 
     Args:
         references: Captions of each clip, at least one. Clips whose captions have no words are ignored.
@@ -393,11 +393,11 @@ def best_constant(references: Mapping[str, Sequence[str]]) -> str:
     wordless = set(without_words(references))
     if len(wordless) == len(references):
         return ""
-    references = {clip: its for clip, its in references.items() if clip not in wordless}
-    captions = [caption for its in references.values() for caption in its]
-    clip_of = np.repeat(np.arange(len(references)), [len(its) for its in references.values()])
+    references = {clip: texts for clip, texts in references.items() if clip not in wordless}
+    captions = [caption for texts in references.values() for caption in texts]
+    clip_of = np.repeat(np.arange(len(references)), [len(texts) for texts in references.values()])
     order = np.argsort(-mean_cider([tokenize(caption).split() for caption in captions], clip_of), kind="stable")
-    shortlist = list(dict.fromkeys(captions[place] for place in order))[:_SHORTLIST]
+    shortlist = list(dict.fromkeys(captions[index] for index in order))[:_SHORTLIST]
     scores = [
         score_captions(dict.fromkeys(references, caption), references, with_java=False).means["cider_d"]
         for caption in shortlist
@@ -410,7 +410,7 @@ def mean_cider(captions: Sequence[Sequence[str]], clip_of: np.ndarray) -> Floats
 
     Args:
         captions: Captions as lists of words.
-        clip_of: Clip of each caption, int64 [R], from 0, ascending; every clip has captions.
+        clip_of: Index of each caption's clip, int64 [R], ascending from 0; every clip has captions.
     """
     num_clips = int(clip_of[-1]) + 1
     share = 1 / (num_clips * np.bincount(clip_of)[clip_of])

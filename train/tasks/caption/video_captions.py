@@ -1,7 +1,7 @@
-"""`train caption-video`: caption video files with a trained captioner, and write the captions of their windows.
+"""Implementation of `train caption-video`: caption the windows of video files, and write the captions.
 
-Nothing is published before it is complete. A json or srt file gets its name at the end of the run or, if each video has
-a file, at the end of the video.
+Files are published only when they are complete: at the end of the run or, if each video has a separate file, at the end
+of the video.
 """
 
 import json
@@ -49,12 +49,12 @@ from clipmill.train.tasks.caption.video_windows import (
 )
 from clipmill.train.weights.source import Say
 
-_MAX_NAMED = 5
+_MAX_LISTED = 5
 
 
 @dataclass(frozen=True)
 class TrainedCaptioner:
-    """A run with the name `name`, and its model with the weights of the latest checkpoint, in evaluation mode."""
+    """A captioner in evaluation mode, with the weights of a run's latest checkpoint or other weights."""
 
     name: str
     trained: TrainedRun[CaptionerSettings]
@@ -63,7 +63,7 @@ class TrainedCaptioner:
 
     @cached_property
     def weights_sha256(self) -> str:
-        """Identity of the weights, which is equal for a run and its exports."""
+        """Hash of the weights, which is equal for a run and its exports."""
         return identity_of(self.model, self.trained.settings, task=self.task.name)
 
     @property
@@ -79,7 +79,7 @@ class TrainedCaptioner:
         """Generate captions for each clip of a batch, and their likelihoods (clipmill.train.tasks.caption.decoding).
 
         Args:
-            samples: Number that identifies each caption; sampling depends on it.
+            samples: Number that identifies each caption, on which sampling depends.
             rows_per_video: Number of captions per clip; captions of the same clip are adjacent.
         """
         tokenizer = self.task.decoder.tokenizer
@@ -113,29 +113,30 @@ def caption_files(
 
     Raises:
         UserError: A flag, the weights or a path is invalid.
-        FailedWork: Some videos could not be read to the end (all others are done), or captions could not be written.
+        FailedWork: Some videos could not be read to the end (all other videos are captioned), or captions could not be
+            written.
     """
     if batch < 1:
-        raise UserError(f"--batch is {batch}", hint="it must be 1 or more", flags=("--batch",))
+        raise UserError(f"--batch {batch} is less than 1", hint="use 1 or more", flags=("--batch",))
     if form is not None and out is None:
         raise UserError(
-            f"--format {form} is the format of a file",
-            hint="add --out, or omit it to print lines",
+            f"--format {form} applies only to files",
+            hint="add --out, or omit --format to print lines",
             flags=("--format",),
         )
     window_us, videos = parse_length_us(length), find_videos(paths)
-    if out is not None:  # a file with captions may be read from another folder
+    if out is not None:  # the captions may be read from a different working directory
         videos = [video.parent.resolve() / video.name for video in videos]
     sink = print_windows() if out is None else open_sink(out, videos, form=form)
     with Activity(f"loading {weights}"):
         captioner = open_captioner(weights, overrides=overrides, say=partial(print, file=sys.stderr))
-    settings, how = captioner.trained.settings, captioner.task.decoding(decoding)
+    settings, decoding = captioner.trained.settings, captioner.task.decoding(decoding)
     sampling = Sampling(num_frames=settings.num_frames, rule=settings.sampling, stride=settings.stride)
     failed = []
     with sink as take, VideoProgress(num_videos=len(videos)) as progress:
         for event in caption_videos(
             videos,
-            caption_by(captioner, how, source="" if out is None else captioner.source),
+            caption_by(captioner, decoding, source="" if out is None else captioner.source),
             sampling=sampling,
             size_px=settings.size_px,
             length_us=window_us,
@@ -147,15 +148,15 @@ def caption_files(
                 failed.append(event)
     progress.say_done("" if out is None else f" in {out}")
     if failed:
-        named = ", ".join(shown_name(end.video) for end in failed[:_MAX_NAMED])
-        more = f" and {len(failed) - _MAX_NAMED} more" if len(failed) > _MAX_NAMED else ""
+        names = ", ".join(shown_name(end.video) for end in failed[:_MAX_LISTED])
+        more = f" and {len(failed) - _MAX_LISTED} more" if len(failed) > _MAX_LISTED else ""
         raise FailedWork(
-            f"{len(failed)} of {count_noun(len(videos), 'video')} could not be read to the end: {named}{more}"
+            f"{len(failed)} of {count_noun(len(videos), 'video')} could not be read to the end: {names}{more}"
         )
 
 
 def caption_by(captioner: TrainedCaptioner, decoding: DecodingSettings, *, source: str) -> CaptionClips:
-    """Return a function that captions clips with a model. Sampling depends on the begin of a window."""
+    """Return a function that captions clips with a model. Sampling depends on the start of a window."""
 
     def caption(clips: list[WindowClip]) -> list[Caption]:
         batch = Batch(
@@ -166,7 +167,7 @@ def caption_by(captioner: TrainedCaptioner, decoding: DecodingSettings, *, sourc
         )
         samples = [clip.window.begin_us for clip in clips]
         texts, likelihoods = captioner.captions(batch, decoding, samples=samples)
-        return [Caption(text, source, its) for text, its in zip(texts, likelihoods.tolist(), strict=True)]
+        return [Caption(text, source, value) for text, value in zip(texts, likelihoods.tolist(), strict=True)]
 
     return caption
 
@@ -174,13 +175,13 @@ def caption_by(captioner: TrainedCaptioner, decoding: DecodingSettings, *, sourc
 def open_captioner(
     weights: str, *, overrides: Overrides = AS_TRAINED, device: Device | None = None, say: Say = print
 ) -> TrainedCaptioner:
-    """Open a run's latest checkpoint, or another captioner; no data is needed.
+    """Open a run's latest checkpoint, or other weights of a captioner. No data are needed.
 
     Args:
-        device: Device to use in place of the run's device.
+        device: Device that replaces the run's device.
 
     Raises:
-        UserError: The weights do not exist, belong to another task, or are damaged.
+        UserError: The weights do not exist, belong to a different task, or are damaged.
     """
     opened = open_weights_as({TASK.name: lambda: TASK}, weights, Use(overrides=overrides, device=device), say=say)
     name = opened.name if opened.run is not None else Path(opened.title).name
@@ -221,7 +222,7 @@ def srt_writer(path: Path) -> Iterator[Write]:
             number += 1
             times = f"{srt_time(window.begin_us)} --> {srt_time(window.end_us)}"
             caption = window.caption
-            for mark in ("<", "{", "--"):  # players would read these as markup, and "-->" as a timing line
+            for mark in ("<", "{", "--"):  # players would read these as markup, and "-->" as a line with times
                 caption = caption.replace(mark, mark + _JOINER)
             file.write(f"{number}\r\n{times}\r\n{caption}\r\n\r\n")
 
@@ -251,7 +252,7 @@ def format_of(path: Path, form: VideoFormat | None) -> VideoFormat:
     named = next((known for known in WRITERS if path.suffix.lower() == f".{known}"), None)
     if form is not None and named not in (None, form):
         raise UserError(
-            f"--out {path} ends in .{named}, and --format is {form}",
+            f"--out {path} ends in .{named}, but --format is {form}",
             hint="omit --format, or the suffix",
             flags=("--out", "--format"),
         )
@@ -259,7 +260,7 @@ def format_of(path: Path, form: VideoFormat | None) -> VideoFormat:
         return chosen
     raise UserError(
         f"--out {path} has no known format",
-        hint="end it in .json or .srt, or add --format; without --out, lines of text are printed",
+        hint="use the suffix .json or .srt, or add --format; without --out, lines of text are printed",
         flags=("--out",),
     )
 
@@ -282,7 +283,7 @@ def subtitle_names(videos: Sequence[Path]) -> list[str]:
 
 @contextmanager
 def _text_file(path: Path) -> Iterator[TextIO]:
-    # newline="": each format defines its own line ends, independent of the system.
+    # newline="", because each format defines its line ends, regardless of the system.
     with publish_atomically(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         yield file
         file.flush()
@@ -329,7 +330,7 @@ def one_file(writer: AbstractContextManager[Write]) -> Iterator[Take]:
         with _writing():
             writer.__exit__(*sys.exc_info())
         raise
-    with _writing():  # errors of the file become FailedWork, errors of the block do not
+    with _writing():  # only errors of the file become FailedWork, not errors of the block
         writer.__exit__(None, None, None)
 
 
@@ -337,7 +338,7 @@ def one_file(writer: AbstractContextManager[Write]) -> Iterator[Take]:
 def file_per_video(paths: dict[Path, Path]) -> Iterator[Take]:
     """Write each video's subtitles to a separate file, and publish it when the video is finished.
 
-    If no window of a video is captioned, the video gets no file.
+    A failed video without captioned windows gets no file.
 
     Args:
         paths: File for each video.
@@ -358,9 +359,10 @@ def file_per_video(paths: dict[Path, Path]) -> Iterator[Take]:
 
 
 def open_sink(out: Path, videos: Sequence[Path], *, form: VideoFormat | None) -> AbstractContextManager[Take]:
-    """Open the output that `--out` and `--format` name.
+    """Open the output for `--out` and `--format`.
 
-    An SRT file has the subtitles of one video. For several videos, or if `out` is a folder, each video gets a file.
+    An SRT file contains the subtitles of one video. For several videos, or if `out` is a folder, each video gets a
+    file.
 
     Raises:
         UserError: The format is unknown, or a file already exists or cannot be written.
@@ -369,19 +371,19 @@ def open_sink(out: Path, videos: Sequence[Path], *, form: VideoFormat | None) ->
     is_folder = form == "srt" and (out.is_dir() or len(videos) > 1)
     if is_folder and (out.suffix.lower() == ".srt" or (out.exists() and not out.is_dir())):
         raise UserError(
-            f"--out {out} is one file, and {len(videos)} videos have separate subtitles",
-            hint="name a folder: --out captions --format srt",
+            f"--out {out} is one file, but {len(videos)} videos need separate subtitle files",
+            hint="use a folder: --out captions --format srt",
             flags=("--out",),
         )
     if out.is_dir() and not is_folder:
         raise UserError(
-            f"--out {out} is a folder", hint=f"name a file, such as {out / 'captions'}.{form}", flags=("--out",)
+            f"--out {out} is a folder", hint=f"use a file, such as {out / 'captions'}.{form}", flags=("--out",)
         )
     if out.exists() and not out.is_dir() and not out.is_file():
-        # A device or a pipe; publishing would replace it by a file.
+        # Publishing would replace a device or a pipe by a file.
         raise UserError(
             f"--out {out} is not a regular file",
-            hint="name a file, or omit --out to print lines",
+            hint="use a file, or omit --out to print lines",
             flags=("--out",),
         )
     folder = out if is_folder else out.parent
@@ -391,13 +393,13 @@ def open_sink(out: Path, videos: Sequence[Path], *, form: VideoFormat | None) ->
         raise UserError(f"{existing[0]} exists already{more}", hint="use another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Permission bits do not show whether a folder is writable, so try it.
+        # Write a file, because permission bits do not show whether a folder is writable.
         with tempfile.NamedTemporaryFile(dir=folder, prefix=TEMPORARY_PREFIX, suffix=f"-{out.name}"):
             pass
     except OSError as error:
         raise UserError(
             f"--out {out} cannot be made: {error.strerror or error}",
-            hint="name a place where files can be written",
+            hint="use a folder in which files can be written",
             flags=("--out",),
         ) from error
     if is_folder:

@@ -52,12 +52,12 @@ BAD: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no tokenizer": (_without("tokenizer.json"), "there is no tokenizer in", "--decoder.tokenizer"),
     "no configuration": (_without("config.json"), "has no config.json", "causal language model"),
     "no weights": (_without("model.safetensors"), "cannot read the weights of", "only from safetensors files"),
-    "cut weights": (_cut, "cannot read the weights of", "get the folder"),
-    "other weights": (_change("config.json", intermediate_size=65), "do not fit its config.json", "get the folder"),
+    "cut weights": (_cut, "cannot read the weights of", "download the folder"),
+    "other weights": (_change("config.json", intermediate_size=65), "do not fit its config.json", "download the"),
     "contradiction": (
         _change("config.json", num_hidden_layers=3),
         "(3) must be equal to the number",
-        "get the folder",
+        "download the folder",
     ),
     "other vocabulary": (_change("config.json", vocab_size=100), "do not belong together", "use the tokenizer"),
     "encoder and decoder": (

@@ -68,7 +68,7 @@ def test_subtitles_of_several_videos_are_files_in_a_folder(
     captions = read_folder(tmp_path / "videos", subtitles=True).captions.to_pylist()
     assert [(caption["begin_s"], caption["end_s"]) for caption in captions] == [(n, n + 1.0) for n in range(3)]
     assert train(*common, "--out", tmp_path / "all.srt") == 2
-    assert "name a folder" in capsys.readouterr().err
+    assert "use a folder" in capsys.readouterr().err
 
 
 def test_a_damaged_video_is_named_and_the_others_are_written(
@@ -90,9 +90,9 @@ def test_a_damaged_video_is_named_and_the_others_are_written(
     [
         (["{films}/none.mp4"], "there is no "),
         (["{films}", "--len", "10"], '--len "10" is not a length'),
-        (["{films}", "--batch", "0"], "--batch is 0"),
+        (["{films}", "--batch", "0"], "--batch 0 is less than 1"),
         (["{films}", "--out", "c.txt"], "without --out, lines of text are printed"),
-        (["{films}", "--format", "json"], "--format json is the format of a file"),
+        (["{films}", "--format", "json"], "--format json applies only to files"),
         (["{films}", "--out", "{films}", "--format", "json"], "is a folder"),
         (["{films}", "--out", "{films}/notes.txt/c.json"], "cannot be made"),
         (["{films}", "--decoding.top-k", "3"], "--decoding.top-k 3 does nothing"),

@@ -96,7 +96,7 @@ def test_formats_are_named_by_suffix() -> None:
     with pytest.raises(UserError, match="no known format"):
         format_of(Path("captions.txt"), None)
     assert format_of(Path("captions.txt"), "json") == format_of(Path("c.JSON"), "json") == "json"
-    with pytest.raises(UserError, match=r"ends in \.json, and --format is srt"):
+    with pytest.raises(UserError, match=r"ends in \.json, but --format is srt"):
         format_of(Path("c.json"), "srt")
 
 
