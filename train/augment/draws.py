@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from clipmill.train.config.clips import MAX_MAGNITUDE, Augment
 from clipmill.train.device.random import Positions, draw_uniform
 
-# Range of SimCLR (Chen et al., 2020), in pixels of the model's input.
+# Range of sigma in SimCLR (Chen et al. 2020), in pixels of the model's input.
 MIN_SIGMA_PX, MAX_SIGMA_PX = 0.1, 2.0
-# RandAugment operations (clipmill.train.augment.rand_augment), by their number in a draw.
+# RandAugment operations (clipmill.train.augment.rand_augment), in the order of their numbers in a draw.
 OPERATIONS = (
     *("autocontrast", "equalize", "invert", "posterize", "solarize", "solarize_add"),
     *("saturation", "contrast", "brightness", "sharpness"),
@@ -19,7 +19,8 @@ OPERATIONS = (
 )
 _NAMES = ("flip", "brightness", "contrast", "saturation", "hue", "blur", "sigma")
 _OPERATION_PROBABILITY = 0.5
-# Erased box: share of the frame's area, height over width (Zhong et al. 2020, table 1 and section 3).
+# Erased box: range of its fraction of the frame's area, and maximum ratio of height to width (Zhong et al. 2020, table
+# 1 and section 3).
 _MIN_AREA, _MAX_AREA = 0.02, 1 / 3
 _MAX_ASPECT = 10 / 3
 _BOX_ATTEMPTS = 10
@@ -28,7 +29,7 @@ _SEEDS = 2.0**53
 
 @dataclass(frozen=True)
 class Draw:
-    """Drawn parameters, one row per clip: shape [B] unless stated otherwise."""
+    """Drawn parameters of a batch, with one row per clip; the shape is [B] unless stated otherwise."""
 
     flip: NDArray[np.bool_]
     brightness: NDArray[np.float32]
@@ -40,12 +41,12 @@ class Draw:
     blur_sigma_px: NDArray[np.float32]
     """Standard deviation; 0 means no blur."""
     operation: NDArray[np.int64]
-    """Indices in `OPERATIONS`, which are applied in this order, [B, N]; -1 means no operation."""
+    """Indices of the N operations in `OPERATIONS`, in the order of application, [B, N]; -1 means no operation."""
     strength: NDArray[np.float64]
     """Strengths of the operations, from 0 to 1, [B, N]; a negative strength means the opposite direction."""
     box: NDArray[np.float64]
     """Erased box, [B, 4]: height and width relative to the frame's side, and offsets from top and left relative to the
-        remaining space. A height of 0 means no box."""
+        free space. A height of 0 means no box."""
     noise_seed: NDArray[np.int64]
 
 
@@ -84,16 +85,16 @@ def _operations(positions: Positions, settings: Augment, *, seed: int) -> tuple[
     values_BN5 = draw_uniform(positions, 5 * settings.rand_ops, seed=seed, purpose="rand-augment").reshape(
         len(positions), settings.rand_ops, 5
     )
-    which, done, radius, angle, way = np.moveaxis(values_BN5, -1, 0)
-    operation_BN = np.where(done < _OPERATION_PROBABILITY, (which * len(OPERATIONS)).astype(np.int64), -1)
-    # Box and Muller 1958.
+    kind, application, radius, angle, sign = np.moveaxis(values_BN5, -1, 0)
+    operation_BN = np.where(application < _OPERATION_PROBABILITY, (kind * len(OPERATIONS)).astype(np.int64), -1)
+    # Normally distributed numbers (Box and Muller 1958).
     normal_BN = np.sqrt(-2 * np.log1p(-radius)) * np.cos(2 * math.pi * angle)
     magnitude_BN = np.clip(settings.rand_magnitude + settings.rand_std * normal_BN, 0, MAX_MAGNITUDE)
-    return operation_BN, magnitude_BN / MAX_MAGNITUDE * np.where(way < 0.5, -1.0, 1.0)
+    return operation_BN, magnitude_BN / MAX_MAGNITUDE * np.where(sign < 0.5, -1.0, 1.0)
 
 
 def _boxes(positions: Positions, probability: float, *, seed: int) -> NDArray[np.float64]:
-    """Draw boxes with a random area and aspect ratio: the first of ten that fits, or none."""
+    """Draw boxes with a random area and aspect ratio: the first of ten boxes that fits, or no box."""
     boxes_B4 = np.zeros((len(positions), 4))
     if not probability:
         return boxes_B4
@@ -102,8 +103,8 @@ def _boxes(positions: Positions, probability: float, *, seed: int) -> NDArray[np
     aspect_BA = np.exp(math.log(_MAX_ASPECT) * (2 * values_BN[:, 3 + _BOX_ATTEMPTS :] - 1))
     height_BA, width_BA = np.sqrt(area_BA * aspect_BA), np.sqrt(area_BA / aspect_BA)
     fits_BA = np.maximum(height_BA, width_BA) < 1
-    chosen_B = (values_BN[:, 0] < probability) & fits_BA.any(axis=1)
-    rows, first = np.flatnonzero(chosen_B), fits_BA.argmax(axis=1)[chosen_B]
+    has_box_B = (values_BN[:, 0] < probability) & fits_BA.any(axis=1)
+    rows, first = np.flatnonzero(has_box_B), fits_BA.argmax(axis=1)[has_box_B]
     boxes_B4[rows, 0], boxes_B4[rows, 1] = height_BA[rows, first], width_BA[rows, first]
     boxes_B4[rows, 2:] = values_BN[rows, 1:3]
     return boxes_B4

@@ -1,11 +1,11 @@
-"""RGB frames from YUV planes in one pass: all colour changes are affine, and combine into one 3x4 matrix per clip.
+"""Augmented RGB clips from YUV planes in one pass: all colour changes are affine, and combine into one 3x4 matrix.
 
-Chroma has half the size of luma, and is upsampled bilinearly. Its samples lie at the centres of the four pixels that
-they represent, because planes are cropped and resized this way (and swscale positions them this way). Swscale's default
-repeats each sample instead, which is less accurate; the README has the figures. Upsampled values are multiples of 1/16,
-which are exact in float32, so flipping the planes mirrors the result exactly.
+Chroma has half the resolution of luma, and is upsampled bilinearly. Each chroma sample lies at the centre of the four
+pixels that it represents, because planes are cropped and resized this way (and swscale positions them this way).
+Swscale's default repeats each sample instead, which is less accurate; see the README for figures. Upsampled values are
+multiples of 1/16, which are exact in float32, so flipping the planes mirrors the result exactly.
 
-Peak memory of a clip in bytes per pixel of a frame: result 12, upsampled chroma 8, flipped planes 1.5.
+Peak memory of a clip in bytes per pixel: result 12, upsampled chroma 8, flipped planes 1.5.
 """
 
 import math
@@ -28,28 +28,28 @@ if TYPE_CHECKING:
 
 # Effects on clips: colour jitter with normalisation, Gaussian blur, and random erasing.
 #
-# Jitter and normalisation are one affine map of RGB. The four changes equal those in torchvision's ColorJitter, with
-# two differences:
+# Jitter and normalisation are one affine map of RGB. Brightness, contrast, saturation and hue change as in
+# torchvision's ColorJitter, with two differences:
 #
 # - Hue rotates the colour plane of YIQ. Torchvision rotates hue in HSV, which preserves the largest of R, G and B, but
 #   is not linear. A rotation in YIQ preserves the grey value, and is linear, so it fits into the matrix.
 # - Values are clamped to [0, 1] once, after all changes, not after each change. A value is not lost if one change moves
 #   it beyond white and the next change moves it back.
 #
-# All four changes preserve or scale the grey value of a pixel, so they commute, and no order is drawn.
+# All four changes preserve or scale the grey value of a pixel, so they commute, and their order is not random.
 #
-# Gaussian blur is two matrix products, along rows and columns. It uses the kernel of torchvision's GaussianBlur: values
-# of the bell curve at integer pixels, normalised to a sum of 1. The frame is extended by reflection without repeating
-# the edge. The kernel is truncated at three times the largest sigma.
+# Gaussian blur consists of two matrix products, along rows and columns. It uses the kernel of torchvision's
+# GaussianBlur: values of the bell curve at integer pixels, normalised to a sum of 1. The frame is extended by
+# reflection without repeating the edge. The kernel is truncated at three times the largest sigma.
 #
-# Random erasing (Zhong et al. 2020) replaces a box by noise; all frames of a clip have the same box. The noise is
-# normal for each pixel, channel and frame, which is how normalised inputs are distributed (the "pixel" mode of
-# VideoMAE and timm). It is a function of the clip's own seed. If a clip is made twice, for example as the partner of
-# another clip, in another part of its batch or on another device, both copies are equal. torch's generators would draw
+# Random erasing (Zhong et al. 2020) replaces a box with noise; all frames of a clip have the same box. The noise is
+# normally distributed for each pixel, channel and frame, like normalised inputs (the "pixel" mode of VideoMAE and
+# timm). It is a function of the clip's seed, so a clip that is made twice, for example as the partner of another clip,
+# at a different position in its batch or on a different device, is the same both times. torch's generators would draw
 # different numbers on a GPU and on a CPU.
 
 
-# BT.601, whatever matrix the clip has. As in torchvision, but the sum is exactly 1.
+# BT.601 weights, for clips with any matrix. They equal torchvision's weights, but sum to exactly 1.
 GREY_WEIGHTS = (0.299, 0.587, 0.114)
 RADIUS_PX = math.ceil(3 * MAX_SIGMA_PX)  # radius of the blur kernel
 
@@ -67,7 +67,7 @@ def colour_map(draw: Draw | None, *, mean: tuple[float, ...], std: tuple[float, 
     """
     mean_3, std_3 = np.array(mean), np.array(std)
     if draw is None:
-        linear, of_mean_grey = np.eye(3)[None], np.zeros(1)
+        linear, grey_weight = np.eye(3)[None], np.zeros(1)
     else:
         angle = 2 * np.pi * draw.hue.astype(float)[:, None, None]
         saturation, contrast, brightness = (
@@ -75,16 +75,16 @@ def colour_map(draw: Draw | None, *, mean: tuple[float, ...], std: tuple[float, 
         )
         chroma = saturation * (np.cos(angle) * _CHROMA + np.sin(angle) * _QUARTER_TURN)
         linear = brightness * contrast * (_GREY + chroma)
-        of_mean_grey = (brightness * (1 - contrast))[:, 0, 0]
+        grey_weight = (brightness * (1 - contrast))[:, 0, 0]
     result = np.empty((len(linear), 3, 5), dtype=np.float32)
     result[..., :3] = linear / std_3[:, None]
     result[..., 3] = -mean_3 / std_3
-    result[..., 4] = of_mean_grey[:, None] / std_3
+    result[..., 4] = grey_weight[:, None] / std_3
     return result
 
 
 def blur_matrix(size_px: int, *, sigma_px: float) -> NDArray[np.float32]:
-    """Return a matrix [size, size]. A row of pixels times this matrix is the blurred row."""
+    """Return a matrix [S, S]. The product of a row of pixels and this matrix is the blurred row."""
     radius = min(RADIUS_PX, size_px - 1)
     steps = np.arange(-radius, radius + 1)
     weights = np.exp(-0.5 * (steps / sigma_px) ** 2)
@@ -100,9 +100,9 @@ def blur_matrix(size_px: int, *, sigma_px: float) -> NDArray[np.float32]:
 def blur_clips(video: torch.Tensor, sigma_px: NDArray[np.float32]) -> None:
     """Blur the clips of `video` (float32 [B, C, T, S, S]) whose sigma [B] is not 0, in place.
 
-    Clips are blurred one at a time, which takes the memory of two more clips, however many are blurred.
+    Clips are blurred one at a time, which takes the memory of two additional clips, regardless of their number.
     """
-    # Autocast would round values to an eight-bit mantissa.
+    # Disable autocast, which would round values to an eight-bit mantissa.
     with torch.autocast(video.device.type, enabled=False):
         for number in np.flatnonzero(sigma_px):
             matrix = send(blur_matrix(video.shape[-1], sigma_px=float(sigma_px[number])), video.device)
@@ -126,7 +126,7 @@ def box_of(box_4: np.ndarray, *, size_px: int) -> tuple[slice, slice]:
 
 
 def _noise(seed: int, shape: Sequence[int], *, device: torch.device) -> torch.Tensor:
-    """Draw normally distributed numbers, the same on any device up to rounding (Box and Muller 1958)."""
+    """Draw normally distributed numbers, which are equal on all devices up to rounding (Box and Muller 1958)."""
     count = math.prod(shape)
     num_pairs = -(-count // 2)
     seed_1 = torch.full((1,), seed, dtype=torch.int64, device=device)
@@ -146,20 +146,20 @@ def to_model_input(
     draw: Draw | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Convert clips to a model's input: RGB, augmented as drawn, clamped between black and white, normalised.
+    """Convert clips to a model's input: RGB, augmented by `draw`, clamped between black and white, and normalised.
 
     Args:
         video: Frames as planes Y, U, V, uint8 [B, T, S * S * 3 // 2]; S is `size_px`, even.
         colour: Colour kinds of the clips (clipmill.train.augment.colour), uint8 [B], on the same device.
         mean, std: Mean and standard deviation of each channel, for values from 0 to 1.
-        draw: Augmentation; none by default.
+        draw: Drawn augmentation; None for no augmentation.
         dtype: Dtype of the result; the arithmetic is float32.
 
     Returns:
         The input, [B, 3, T, S, S].
 
     Raises:
-        ValueError: The frames do not have the size `size_px`.
+        ValueError: The frames do not have a resolution of `size_px` x `size_px`, or `size_px` is odd.
     """
     if size_px % 2 or video.shape[-1] != size_px * size_px * 3 // 2:
         raise ValueError(f"pictures of {video.shape[-1]} bytes are not 4:2:0 planes of {size_px} x {size_px}")
@@ -211,24 +211,24 @@ def one_pass(
     if flip_B is not None:
         luma = torch.where(flip_B[:, None, None, None], luma.flip(-1), luma)
         chroma = torch.where(flip_B[:, None, None, None, None], chroma.flip(-1), chroma)
-    # Products of these small matrices are written out, because autocast and TF32 would round a matrix product.
+    # Multiply these small matrices elementwise, because autocast and TF32 would round a matrix product.
     matrix = (to_normalised_B35[:, :, :3, None] * to_rgb_B34[:, None]).sum(2)
     offset = to_normalised_B35[:, :, 3]
     if has_contrast:
         offset = offset + to_normalised_B35[:, :, 4] * _mean_grey(luma, chroma, to_rgb_B34)[:, None]
     offset = offset + matrix[:, :, 3]
     matrix, offset = matrix[..., None, None, None], offset[..., None, None, None]
-    enlarged = interpolate(chroma.flatten(1, 2).float(), scale_factor=2, mode="bilinear", align_corners=False)
-    enlarged = enlarged.unflatten(1, (-1, 2))
+    upsampled = interpolate(chroma.flatten(1, 2).float(), scale_factor=2, mode="bilinear", align_corners=False)
+    upsampled = upsampled.unflatten(1, (-1, 2))
     pictures = torch.addcmul(offset, luma[:, None], matrix[:, :, 0])
-    pictures.addcmul_(enlarged[:, None, :, 0], matrix[:, :, 1]).addcmul_(enlarged[:, None, :, 1], matrix[:, :, 2])
+    pictures.addcmul_(upsampled[:, None, :, 0], matrix[:, :, 1]).addcmul_(upsampled[:, None, :, 1], matrix[:, :, 2])
     for number, (low, high) in enumerate(zip(black, white, strict=True)):
         pictures[:, number].clamp_(low, high)
     return pictures
 
 
 def _mean_grey(luma: torch.Tensor, chroma: torch.Tensor, to_rgb_B34: torch.Tensor) -> torch.Tensor:
-    """Return the mean grey, [B]. A sum of integers is exact, in whatever order a device adds."""
+    """Return the mean grey of each clip, [B]. Sums of integers are exact, whatever the order in which a device adds."""
     num_frames, size_px = luma.shape[1:3]
     luma_B = luma.sum((2, 3), dtype=torch.int32).sum(1) / (num_frames * size_px**2)
     chroma_B2 = chroma.sum((3, 4), dtype=torch.int32).sum(1) / (num_frames * (size_px // 2) ** 2)

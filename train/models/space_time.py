@@ -4,11 +4,11 @@ They differ from TimeSformer's blocks (`clipmill.train.models.timesformer`) in t
 both attentions: it attends to all patches, and every patch attends to it. The output of spatial attention is added to
 the input of the block, so temporal attention has an effect only through spatial attention.
 
-`attend_short`, attention within many short sequences, is also used by TimeSformer.
+TimeSformer also uses `attend_short`, which computes attention within many short sequences.
 
-Shape suffixes: B clips, T frames, P patches of a frame, L tokens (1 + T * P, by frames), D width, H heads, K width of a
-head. In `attend_short`: S sequences of L tokens each, G groups of sequences that lie side by side, M tokens of a group,
-N groups of the batch.
+Shape suffixes: B clips, T frames, P patches of a frame, L tokens (1 + T * P, frame by frame), D width, H heads, K width
+of a head. In `attend_short`: S sequences of L tokens each, G groups of sequences that share a tile, M tokens of a
+group, N groups of the batch.
 """
 
 import torch
@@ -24,7 +24,7 @@ LN_PRE_EPS = 1e-5  # independent of the blocks' epsilon
 class SpaceTimeBlock(Block):
     """A CLIP block with temporal attention before spatial attention.
 
-    Temporal attention is new, and initially adds nothing.
+    Temporal attention is not part of CLIP. Its output is initially zero.
     """
 
     def __init__(self, size: TransformerSize, *, num_frames: int, attend: Attend) -> None:
@@ -82,25 +82,25 @@ def attend_short(
     """Attend within many short sequences: S sequences of length L per item; arguments and result are [B, S, L, H, K].
 
     A GPU computes attention in tiles of 64 or 128 queries by as many keys, all from one sequence. With a few frames,
-    `attend` would use only some percent of each tile. Therefore several sequences lie side by side in a tile, and a
-    mask separates them; docs/models.md has the arithmetic. (Products of separate L x K matrices would also use tiles of
-    32 or 64, and would store the scores in memory.)
+    `attend` would use only a few percent of each tile. Therefore several sequences share a tile, and a mask separates
+    them; see docs/models.md for the arithmetic. (Products of separate L x K matrices would also use tiles of 32 or 64,
+    and would store the scores in memory.)
 
     Args:
         first: Additional key and value to which the queries of all sequences attend, [B, 1, H, K].
-        per_tile: Number of sequences side by side, a divisor of S. By default 1 on a CPU, which processes them one by
-            one.
+        per_tile: Number of sequences that share a tile, a divisor of S. Default: 1 on a CPU, which processes sequences
+            one by one; otherwise `sequences_per_tile`.
     """
     num_sequences, length, num_heads = q_BSLHK.shape[1:4]
     if per_tile is None:
         is_tiled = q_BSLHK.is_cuda and attend is not attend_naively
         per_tile = sequences_per_tile(num_sequences, length) if is_tiled else 1
     if per_tile == 1 and first is None:
-        # Sequences are treated as heads: `q_BSLHK` may be a view of tokens in the order of L, and nothing is copied.
+        # Treat sequences as heads: `q_BSLHK` may be a view of tokens in the order of L, so nothing is copied.
         out_BLNK = attend(*(x.transpose(1, 2).flatten(2, 3) for x in (q_BSLHK, k_BSLHK, v_BSLHK)))
         return out_BLNK.unflatten(2, (num_sequences, num_heads)).transpose(1, 2)
 
-    def side_by_side(x_BSLHK: Tensor, first_B1HK: Tensor | None = None) -> Tensor:
+    def join_sequences(x_BSLHK: Tensor, first_B1HK: Tensor | None = None) -> Tensor:
         x_BGMHK = x_BSLHK.unflatten(1, (-1, per_tile)).flatten(2, 3)
         if first_B1HK is not None:
             first_BG1HK = first_B1HK[:, None].expand(-1, x_BGMHK.shape[1], -1, -1, -1)
@@ -108,7 +108,7 @@ def attend_short(
         return x_BGMHK.flatten(0, 1)
 
     first_k, first_v = (None, None) if first is None else first
-    q_NMHK, k_NMHK, v_NMHK = side_by_side(q_BSLHK), side_by_side(k_BSLHK, first_k), side_by_side(v_BSLHK, first_v)
+    q_NMHK, k_NMHK, v_NMHK = join_sequences(q_BSLHK), join_sequences(k_BSLHK, first_k), join_sequences(v_BSLHK, first_v)
     if per_tile == 1:
         out_NMHK = attend(q_NMHK, k_NMHK, v_NMHK)
     else:
@@ -121,5 +121,5 @@ def attend_short(
 
 
 def sequences_per_tile(num_sequences: int, length: int) -> int:
-    """Return how many sequences lie side by side: the largest divisor of `num_sequences` that fits in a tile."""
+    """Return the largest number of sequences of this length that fit in a tile and that divides `num_sequences`."""
     return max(number for number in range(1, max(1, _TILE // length) + 1) if num_sequences % number == 0)

@@ -23,7 +23,7 @@ from clipmill.train.models.transformer import LayerNorm, Transformer, Transforme
 
 VOCABULARY_SIZE = 49408
 CONTEXT_LENGTH = 77
-_MAX_WORDS = 100_000  # cached by a tokenizer
+_MAX_WORDS = 100_000  # maximum number of words in a tokenizer's cache
 
 Tokenize = Callable[[str], NDArray[np.int64]]
 
@@ -41,8 +41,8 @@ class TextTower(nn.Module):
     """Causal text tower. The embedding is taken at the end-of-text token, the first position of the largest ID.
 
     Args:
-        is_packed: Concatenate captions without padding, which needs their lengths. Otherwise every caption is padded to
-            the context length, so that all batches have the same shape.
+        is_packed: True to concatenate captions without padding, which requires their lengths. Otherwise every caption
+            is padded to the context length, so that all batches have the same shape.
     """
 
     def __init__(self, size: TextTowerSize, *, embedding_width: int, attend: Attend, is_packed: bool = True) -> None:
@@ -57,10 +57,11 @@ class TextTower(nn.Module):
         nn.init.normal_(self.token_embedding.weight, std=0.02)
 
     def forward(self, tokens_BL: Tensor, lengths_B: NDArray[np.int64] | None = None) -> Tensor:
-        """Embed int64 token IDs [B, L] as [B, E], not unit-length.
+        """Embed int64 token IDs [B, L] as [B, E], without normalisation to unit length.
 
-        `lengths_B` are the numbers of tokens including the end; without it, a packed tower synchronises with the
-        device.
+        Args:
+            lengths_B: Number of tokens of each caption, including the end token. If it is None, a packed tower has to
+                synchronise with the device.
         """
         if not self.is_packed:
             x_BLD = self.token_embedding(tokens_BL) + self.positional_embedding[: tokens_BL.shape[1]]
@@ -76,8 +77,8 @@ class TextTower(nn.Module):
             lengths_B = (tokens_BL.argmax(dim=1) + 1).cpu().numpy()
         packing = pack(lengths_B.tolist(), device=tokens_BL.device)
         tokens_M = tokens_BL[packing.sequence_M, packing.position_M]
-        # No indexing: its backward pass on a CPU (`index_put_` with `accumulate`) adds float32 rows by atomic
-        # operations, whose order depends on the threads.
+        # Do not index: the backward pass of indexing on a CPU (`index_put_` with `accumulate`) adds float32 rows by
+        # atomic operations, whose order depends on the threads.
         positions_MD = embedding(packing.position_M, self.positional_embedding)
         x_1MD = (self.token_embedding(tokens_M) + positions_MD)[None]
         x_1MD = self.transformer(x_1MD, causal=True, packing=packing)
@@ -86,10 +87,11 @@ class TextTower(nn.Module):
 
 @cache
 def load_tokenizer(context_length: int = CONTEXT_LENGTH) -> Tokenize:
-    """Return CLIP's tokenizer: from a text to int64 IDs [context_length] with start and end, cut or zero-padded.
+    """Return CLIP's tokenizer, which converts a text to int64 token IDs [context_length], cut or zero-padded.
 
-    The IDs equal open_clip's. Loader threads call it for every sample under the interpreter lock. Therefore the IDs of
-    words are cached (no token spans white space), and plain texts skip open_clip's cleaning.
+    The IDs include the start and end tokens, and equal open_clip's. Loader threads call the tokenizer for every sample
+    under the interpreter lock. Therefore the IDs of words are cached (tokens do not span white space), and plain texts
+    skip open_clip's cleaning.
     """
     tokenizer = _open_clip_tokenizer_module().SimpleTokenizer(context_length=context_length)
     ids_of_word: dict[str, list[int]] = {}
@@ -120,10 +122,10 @@ def load_tokenizer(context_length: int = CONTEXT_LENGTH) -> Tokenize:
 
 
 def _open_clip_tokenizer_module() -> Any:
-    """Return the module open_clip.tokenizer, without the rest of open_clip.
+    """Load the module open_clip.tokenizer without the rest of open_clip.
 
-    The package's __init__ would import all of its models, timm, torchvision and transformers. This costs 2 s at the
-    start of a run that needs none of them.
+    The package's __init__ would import all its models, timm, torchvision and transformers, which takes 2 s even if a
+    run does not need them.
     """
     if (loaded := sys.modules.get("open_clip.tokenizer")) is not None:
         return loaded

@@ -24,10 +24,10 @@ _CLIP_DIMS = 5
 
 
 def take_views(tower: nn.Module, *, num_views: int, rule: ViewRule) -> None:
-    """Change a tower so that it takes clips of several views.
+    """Change a tower so that it accepts clips with several views.
 
     Raises:
-        UserError: The rule is concat, but the tower's blocks do not attend to a list of tokens.
+        UserError: The rule is concat, but the tower's blocks do not attend to all tokens at once.
     """
     if rule == "concat":
         if not isinstance(tower, TokenTower) or not isinstance(tower.transformer, Transformer):
@@ -37,14 +37,14 @@ def take_views(tower: nn.Module, *, num_views: int, rule: ViewRule) -> None:
                 flags=("--towers.views",),
             )
         tower.view_embedding = nn.Parameter(torch.zeros(num_views, tower.token_width))
-    # The class is replaced, as FSDP does it, so that the tower keeps its methods and parameter names.
+    # Replace the class, as FSDP does, so that the tower keeps its methods and parameter names.
     tower.__class__ = type(f"{type(tower).__name__}OfViews", (_Views, type(tower)), {})
     assert isinstance(tower, _Views)
     tower.num_views, tower.view_rule = num_views, rule
 
 
 class _Views(nn.Module):
-    """Methods of a tower for several views. In the method resolution order, the tower's class comes next."""
+    """Mixin that overrides a tower's methods for several views. In the MRO, it precedes the tower's class."""
 
     num_views: int
     view_rule: ViewRule
