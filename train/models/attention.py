@@ -1,4 +1,4 @@
-"""The only interface to attention: xformers or torch's own kernels on CUDA, torch's kernels elsewhere.
+"""Common interface to attention implementations: xformers or torch's kernels on CUDA, torch's kernels elsewhere.
 
 Shape suffixes: B batch, M tokens, H heads, K width of a head; n sequences of the same length L.
 """
@@ -18,9 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from clipmill.manifests.errors import UserError
 from clipmill.train.device.transfer import send
 
-# Limits of one call of a GPU's attention kernel, and splitting of larger calls. B: sequences.
+# Limits of one call to a GPU's attention kernel, and splitting of larger calls. B: sequences.
 
-# Sequences and heads are the second and third dimension of the grid of every fused kernel, which CUDA limits.
+# Sequences and heads are the second and third grid dimensions of every fused kernel. CUDA limits these dimensions.
 _MOST_BLOCKS = 65_535
 # FlashAttention's backward pass counts the elements of a query gradient in 32 bits, padded to these multiples; packed
 # sequences have padding in addition to their tokens.
@@ -28,14 +28,18 @@ _MOST_ELEMENTS, _PADDED_TOKENS, _PADDED_WIDTH = 2**31, 128, 64
 
 
 def most_sequences(num_tokens: int, num_heads: int, head_width: int, *, packed: bool = False) -> int:
-    """Return how many sequences of `num_tokens` (packed: on average) a kernel can take in one call, at least 1."""
+    """Return the number of sequences that a kernel can process in one call, at least 1.
+
+    Args:
+        num_tokens: Number of tokens per sequence; the average number if sequences are packed.
+    """
     padded_tokens = num_tokens + _PADDED_TOKENS if packed else -(-num_tokens // _PADDED_TOKENS) * _PADDED_TOKENS
     padded_width = -(-head_width // _PADDED_WIDTH) * _PADDED_WIDTH
     return max(1, min(_MOST_BLOCKS, _MOST_ELEMENTS // (padded_tokens * padded_width * num_heads)))
 
 
 def attend_in_parts(attend: Callable[[Tensor, Tensor, Tensor], Tensor], *qkv_BMHK: Tensor) -> Tensor:
-    """Split calls of `attend` by heads and batch if a GPU's kernel cannot take everything at once."""
+    """Call `attend`, split by heads and batch if a GPU's kernel cannot process all of them in one call."""
     num_sequences, num_tokens, num_heads, head_width = qkv_BMHK[0].shape
     if qkv_BMHK[0].is_cuda:
         most = most_sequences(num_tokens, min(num_heads, _MOST_BLOCKS), head_width)
@@ -58,9 +62,9 @@ class Packing:
     Attributes:
         lengths: Number of tokens of each sequence, at least 1.
         longest: Length of the longest sequence.
-        sequence_M: The sequence of each token.
-        position_M: The position of each token in its sequence, from 0.
-        place_M: The index of each token in the flattened padded batch, [N * longest].
+        sequence_M: Sequence of each token.
+        position_M: Position of each token in its sequence, counted from 0.
+        place_M: Index of each token in the flattened padded batch, [N * longest].
         end_N: Index of each sequence's last token.
     """
 
@@ -78,7 +82,7 @@ class Packing:
 
     @cached_property
     def rows_by_length(self) -> tuple[tuple[int, torch.Tensor], ...]:
-        """Tokens of the sequences of each length L, by length: int64 [n * L]."""
+        """Each length L that occurs, with the indices of the tokens of all sequences of this length: int64 [n * L]."""
         lengths_N = torch.tensor(self.lengths)
         begins_N = lengths_N.cumsum(0) - lengths_N
         tokens = {
@@ -94,11 +98,15 @@ class Packing:
 
 
 def pack(lengths: Sequence[int], *, device: torch.device) -> Packing:
-    """Pack sequences of these lengths, with tensors on `device`; ValueError if there are none, or one is empty."""
+    """Pack sequences of these lengths, with index tensors on `device`.
+
+    Raises:
+        ValueError: There are no sequences, or a sequence is empty.
+    """
     if not lengths or min(lengths) < 1:
         raise ValueError(f"cannot pack sequences of lengths {list(lengths)}: each needs a token")
     longest = max(lengths)
-    # Computed on the host and copied in one transfer.
+    # Compute the indices on the host, and copy them in one transfer.
     lengths_N = torch.tensor(lengths)
     begins_N = lengths_N.cumsum(0) - lengths_N
     sequence_M = torch.repeat_interleave(torch.arange(len(lengths)), lengths_N)
@@ -121,7 +129,7 @@ class Attend(Protocol):
     """softmax(q k^T / sqrt(K)) v for each head. Arguments and result are [B, M, H, K].
 
     Args:
-        causal: Let each token attend only to itself and earlier tokens.
+        causal: True to let each token attend only to itself and to earlier tokens.
         packing: Layout of the packed sequences that the tokens belong to; B is then 1. A token attends only to its own
             sequence, and attention is causal.
     """
@@ -133,7 +141,7 @@ class Attend(Protocol):
 
 @runtime_checkable
 class HasHeads(Protocol):
-    """A module that calls an `Attend` with heads of the width `head_width`."""
+    """A module that calls an `Attend` with heads of width `head_width`."""
 
     attend: Attend
     head_width: int
@@ -149,10 +157,10 @@ class AttentionBackend:
 
 
 def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool = False) -> AttentionBackend:
-    """Select an implementation for a device (`cpu`, `cuda`): by name, or else xformers on a GPU and SDPA elsewhere.
+    """Select an implementation for a device (`cpu`, `cuda`): by name or, for "auto", xformers on a GPU, otherwise SDPA.
 
     Args:
-        compiles: The model is compiled by torch.compile, which can trace SDPA but not xformers.
+        compiles: True if the model is compiled by torch.compile, which can trace SDPA but not xformers.
 
     Raises:
         UserError: xformers or a GPU kernel was requested, but is not available.
@@ -188,13 +196,13 @@ def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool 
     return AttentionBackend("xformers", "the device is a GPU", attend_with_xformers_or_sdpa)
 
 
-# The release whose dispatcher and operators the tests cover, and its name for "compiled with CUDA".
+# xformers release whose dispatcher and operators the tests cover, and the name of its flag for "compiled with CUDA".
 _TESTED, _BUILT = "0.0.35", "_built_with_cuda"
 
 
 @cache
 def load_xformers() -> str | None:
-    """Load xformers; return why its compiled library failed to load, or None if it loaded.
+    """Load xformers; return the reason why its compiled library failed to load, or None if it loaded.
 
     The library contains only kernels for 2:4 sparsity, and no attention (docs/models.md). Its warning is therefore
     suppressed in runs, and shown by `train doctor`. xformers' attention uses torch's kernels, but it rejects every GPU
@@ -216,14 +224,14 @@ def load_xformers() -> str | None:
                 f"because its compiled library does not load with torch {torch.__version__}: install xformers {_TESTED}"
             )
         names[_BUILT] = True
-    # The innermost cause has the name of the missing library.
+    # The innermost cause mentions the missing library.
     while error is not None and error.__cause__ is not None:
         error = error.__cause__
     return None if error is None else str(error)
 
 
 def attend_preferring(kernel: str) -> Attend:
-    """Return `attend_with_sdpa` with a preferred kernel (`PREFERRED`). Other kernels compute the shapes it lacks."""
+    """Return `attend_with_sdpa` with a preferred kernel (`PREFERRED`), and fallbacks for shapes it does not support."""
 
     def attend(
         q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
@@ -239,8 +247,8 @@ def attend_with_sdpa(
 ) -> Tensor:
     """Compute `Attend` with torch.nn.functional.scaled_dot_product_attention."""
     if packing is not None:
-        # A compiled block must not depend on the lengths in a batch, as a loop over lengths does. On a GPU, padding is
-        # faster than launching one kernel per length.
+        # A compiled block must not depend on the lengths in a batch, so it cannot loop over lengths. On a GPU, padding
+        # is faster than launching one kernel per length.
         is_padded = torch.compiler.is_compiling() or q_BMHK.is_cuda
         attend = _attend_padded if is_padded else _attend_by_length
         return attend(attend_with_sdpa, q_BMHK, k_BMHK, v_BMHK, packing)
@@ -264,7 +272,7 @@ def attend_with_xformers(
     load_xformers()
     from xformers import ops
 
-    # A packed row cannot be split without new offsets. SDPA pads the row, and splits the result.
+    # A packed row cannot be split without new offsets. SDPA pads the row, and can split the padded batch.
     if packing is not None and packing.num_sequences > most_sequences(
         -(-q_BMHK.shape[1] // packing.num_sequences), *q_BMHK.shape[2:], packed=True
     ):
@@ -273,7 +281,7 @@ def attend_with_xformers(
     return attend_in_parts(partial(ops.memory_efficient_attention, attn_bias=bias), q_BMHK, k_BMHK, v_BMHK)
 
 
-# Cache of whether xformers has kernels, by everything that its dispatcher considers except the lengths.
+# Cached results of the search for xformers kernels, by all properties that its dispatcher considers except lengths.
 _HAS_KERNEL: dict[tuple[Any, ...], bool] = {}
 
 
@@ -303,7 +311,7 @@ def _xformers_bias(*, causal: bool, packing: Packing | None) -> Any:
         return ops.LowerTriangularMask() if causal else None
     bias = packing.prepared_values.get("xformers")
     if bias is None:
-        # Compute the offsets from the packing on the device; xformers would copy them to it.
+        # Compute the offsets on the device from the packing; xformers would copy them to the device.
         bias = ops.fmha.attn_bias.BlockDiagonalCausalMask.from_seqlens(
             list(packing.lengths), device=torch.device("cpu")
         )
@@ -352,7 +360,7 @@ def attend_naively(
 
 
 def _attend_padded(attend: Attend, q_1MHK: Tensor, k_1MHK: Tensor, v_1MHK: Tensor, packing: Packing) -> Tensor:
-    """Pad packed sequences, and attend within them. Padding comes last, so no token attends to it."""
+    """Pad packed sequences, and attend within them. Padding is at the end, so that no token attends to it."""
     num_sequences, longest = packing.num_sequences, packing.longest
 
     def pad(x_1MHK: Tensor) -> Tensor:
@@ -364,13 +372,13 @@ def _attend_padded(attend: Attend, q_1MHK: Tensor, k_1MHK: Tensor, v_1MHK: Tenso
 
 
 def _attend_by_length(attend: Attend, q_1MHK: Tensor, k_1MHK: Tensor, v_1MHK: Tensor, packing: Packing) -> Tensor:
-    """Attend within packed sequences, with one call per length, so that no sequence is padded to a longer one."""
-    outs, wheres = [], []
-    for length, where in packing.rows_by_length:
+    """Attend within packed sequences, with one call per length, so that no padding is needed."""
+    outs, row_indices = [], []
+    for length, rows in packing.rows_by_length:
         q_nLHK, k_nLHK, v_nLHK = (
-            x[0].index_select(0, where).unflatten(0, (-1, length)) for x in (q_1MHK, k_1MHK, v_1MHK)
+            x[0].index_select(0, rows).unflatten(0, (-1, length)) for x in (q_1MHK, k_1MHK, v_1MHK)
         )
         outs.append(attend(q_nLHK, k_nLHK, v_nLHK, causal=True).flatten(0, 1))
-        wheres.append(where)
+        row_indices.append(rows)
     out_MHK = torch.cat(outs)
-    return torch.zeros_like(out_MHK).index_copy(0, torch.cat(wheres), out_MHK)[None]
+    return torch.zeros_like(out_MHK).index_copy(0, torch.cat(row_indices), out_MHK)[None]

@@ -1,11 +1,11 @@
-"""The choice of a run's attention backend, and the kernels that the backend uses.
+"""Selection of a run's attention backend, and the kernels that the backend uses.
 
-On a GPU, `--attention auto` means xformers, with SDPA for heads and precisions that xformers has no kernel for. Kernels
-differ in the last digits, so a run keeps the backend with which it began. run.json records the backend for everyone who
-opens the run again.
+On a GPU, `--attention auto` means xformers, with SDPA for heads and precisions for which xformers has no kernel.
+Results of different kernels differ in the last digits, so a run keeps the backend with which it began. run.json records
+the backend for commands that open the run again.
 
-Nothing about kernels is inferred from version numbers: torch reports SDPA's choice (`torch._fused_sdp_choice`, which
-SDPA itself calls), and xformers' dispatcher reports its choice.
+Kernels are not inferred from version numbers: torch reports SDPA's choice (`torch._fused_sdp_choice`, which SDPA itself
+calls), and xformers' dispatcher reports its choice.
 
 Shape suffixes: B batch, M tokens, H heads, K width of a head.
 """
@@ -81,7 +81,8 @@ def kernels_of(
 ) -> Kernels:
     """Return the kernels that an implementation (xformers, sdpa, flash, cudnn, naive) uses for arguments of `Attend`.
 
-    Raises NotImplementedError if it has none.
+    Raises:
+        NotImplementedError: The implementation has no kernel for these arguments.
     """
     needs_gradient = any(x.requires_grad for x in (q_BMHK, k_BMHK, v_BMHK))
     if attention == "naive":
@@ -91,7 +92,7 @@ def kernels_of(
         forward, backward = xformers_operators(q_BMHK, k_BMHK, v_BMHK, causal=causal, packing=packing)
         return Kernels(of_xformers(forward), None if backward is None else of_xformers(backward))
     if packing is not None:
-        # SDPA gets packed sequences padded, or one length at a time.
+        # Packed sequences are padded for SDPA, or passed to it one length at a time.
         shape = (packing.num_sequences, packing.longest, *q_BMHK.shape[2:])
         q_BMHK, k_BMHK, v_BMHK = (x.new_zeros(shape).requires_grad_(x.requires_grad) for x in (q_BMHK, k_BMHK, v_BMHK))
     q_BHMK, k_BHMK, v_BHMK = (x.transpose(1, 2) for x in (q_BMHK, k_BMHK, v_BMHK))
@@ -122,18 +123,18 @@ def of_xformers(operator: str) -> Kernel:
 
 
 def why_no_operator(error: NotImplementedError) -> str:
-    """Return the reasons in an error of xformers' dispatcher on one line: the first reason of each operator."""
+    """Return the reasons in an error from xformers' dispatcher on one line: the first reason for each operator."""
     reasons: dict[str, str] = {}
     operator = ""
     for line in str(error).splitlines():
         if match := re.match(r"`(.+)` is not supported because:", line):
             operator = match[1]
         elif operator:
-            # The text contains a set of supported values, whose order changes.
+            # Remove the set of supported values, whose order is not deterministic.
             reasons.setdefault(operator, re.sub(r" \(supported: .*", "", line.strip()))
-    # Operators whose library is missing are of no help to the user.
-    told = [f"{name}: {reason}" for name, reason in reasons.items() if "wasn't built" not in reason]
-    return "; ".join(["No operator found", *told])
+    # Omit operators whose library is missing, because these reasons do not help the user.
+    parts = [f"{name}: {reason}" for name, reason in reasons.items() if "wasn't built" not in reason]
+    return "; ".join(["No operator found", *parts])
 
 
 def _flash_name(device: torch.device) -> str:
@@ -146,7 +147,7 @@ def _flash_name(device: torch.device) -> str:
 
 
 def cudnn_version() -> str:
-    """Return cuDNN's version, for example 9.26.0 (torch reports 92600)."""
+    """Return the version of cuDNN, for example 9.26.0 (torch reports 92600)."""
     number = torch.backends.cudnn.version()
     if number is None:
         return "(missing)"
@@ -157,8 +158,8 @@ def cudnn_version() -> str:
 
 CHOICE_FACT = "attention_choice"
 _OF_AUTO = ("xformers", "sdpa", "flash", "cudnn")
-# The fastest backend of GPUs by compute capability, such as {(9, 0): "cudnn"}, from the file of `python -m
-# benchmarks.gpu --first`. Empty until a GPU has been measured.
+# Fastest backend for GPUs by compute capability, such as {(9, 0): "cudnn"}, from the output of `python -m
+# benchmarks.gpu --first`. It is empty until a GPU has been measured.
 FASTEST: dict[tuple[int, int], AttentionChoice] = {}
 _NUM_TOKENS, _CAPTION_LENGTHS = 197, (12, 9, 17, 26)
 
@@ -194,7 +195,7 @@ def choose_attention(
 
 
 def is_chosen(settings: ClipSettings, *, device: torch.device) -> bool:
-    """Return True if a backend has to be chosen: the settings name none, and the device has more than one."""
+    """Return True if a backend has to be chosen: the settings do not select one, and the device supports several."""
     return settings.attention == "auto" and device.type == "cuda" and not settings.compile
 
 
@@ -212,7 +213,7 @@ def previous_backend(facts: dict[str, Any], *, device_type: str) -> AttentionBac
 def _open_chosen(name: AttentionChoice, *, device_type: str) -> AttentionBackend:
     """Open the backend that `auto` has chosen.
 
-    With xformers, SDPA computes the heads that xformers has no kernel for.
+    With xformers, SDPA computes the heads for which xformers has no kernel.
     """
     return open_attention("auto" if name == "xformers" else name, device_type=device_type)
 
@@ -234,13 +235,13 @@ def kernels_fact(
 def describe_fallback(
     attention: AttentionBackend, model: nn.Module | None, *, device: torch.device, products: torch.dtype | None
 ) -> Iterator[str]:
-    """Yield a line for each head width in a model that xformers has no kernel for.
+    """Yield a line for each head width in a model for which xformers has no kernel.
 
     Args:
         model: Model or its outline (clipmill.train.engine.task); None if the task has no model.
 
     Raises:
-        UserError: xformers has no kernel for some width, but was requested by name.
+        UserError: xformers was requested by name, but has no kernel for one of the widths.
     """
     if attention.name != "xformers" or model is None:
         return
@@ -281,7 +282,7 @@ def _kernels(
     products: torch.dtype | None,
     packing: Packing | None = None,
 ) -> Kernels:
-    """Return the kernels of a backend for clips or, given a `packing`, for captions."""
+    """Return the kernels of a backend for clips or, with a `packing`, for captions."""
     size = size_of(settings.model, settings.towers)
     trunk = size.video.trunk if packing is None else size.text.trunk
     heads = (trunk.num_heads, trunk.width // trunk.num_heads)
@@ -296,7 +297,7 @@ def _kernels_of_heads(
     products: torch.dtype | None,
     packing: Packing | None = None,
 ) -> Kernels:
-    """Return the kernels of a backend for heads (number, width); NotImplementedError if none supports the dtype."""
+    """Return the kernels of a backend for heads (number, width); raise NotImplementedError if there are none."""
     num_tokens = _NUM_TOKENS if packing is None else sum(packing.lengths)
     qkv = torch.zeros((1, num_tokens, 3, *heads), dtype=products or torch.float32, device=device, requires_grad=True)
     return kernels_of(name, *qkv.unbind(2), causal=packing is not None, packing=packing)

@@ -1,4 +1,4 @@
-"""CLIP-style dual encoder: a video tower and a text tower with a shared embedding space. Its sizes by name."""
+"""CLIP-style dual encoder, with a video tower and a text tower in a shared embedding space, and its named sizes."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from clipmill.train.models.library_towers import LibraryText
 
 _PLAIN = Towers()
-_ANY_PX = 224  # input size if a library's tower does not state one
+_ANY_PX = 224  # input resolution for library towers that do not specify a resolution
 # Epsilon of layer norms in the published configurations. Other kinds use CLIP's value.
 _NORM_EPS: dict[str, float] = {"videomae": 1e-12, "timesformer": 1e-6}
 
@@ -44,10 +44,11 @@ class DualEncoderSize:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Dimensions of the model that given weights belong to. They take precedence over --model and the samples.
+    """Dimensions of the model to which weights belong. They take precedence over --model and the samples.
 
     Attributes:
-        image_px: Side of the square frames, also of latents; 0 if unknown.
+        size: Dimensions of the towers.
+        image_px: Side length of the square frames or latents; 0 if unknown.
     """
 
     size: DualEncoderSize
@@ -57,7 +58,7 @@ class ModelShape:
 def _clip(
     name: ModelName, *, video: tuple[int, int], text: tuple[int, int], embedding_width: int, head_width: int = 64
 ) -> DualEncoderSize:
-    """Return the size for towers that are given as (width, depth)."""
+    """Return the size of a dual encoder whose towers are specified as (width, depth)."""
     (video_width, video_depth), (text_width, text_depth) = video, text
     video_trunk = TransformerSize(width=video_width, depth=video_depth, num_heads=video_width // head_width)
     text_trunk = TransformerSize(width=text_width, depth=text_depth, num_heads=text_width // head_width)
@@ -81,7 +82,7 @@ SIZES: dict[str, DualEncoderSize] = {
 
 
 def size_of(model: ModelName, towers: Towers, *, num_views: int = 1) -> DualEncoderSize:
-    """Return the dimensions of a model by its name, with the changes from the settings.
+    """Return the dimensions of a named model, with the changes from the settings.
 
     Args:
         num_views: Number of cameras per clip.
@@ -110,7 +111,7 @@ def size_of(model: ModelName, towers: Towers, *, num_views: int = 1) -> DualEnco
             size.video,
             trunk=trunk,
             cube_frames=tubelet_of(towers),
-            # A library's tower states its own input size.
+            # A library tower has its own input resolution and patches.
             patch_px=1 if kind == LIBRARY else towers.patch_px or size.video.patch_px,
             is_divided=towers.attention == "divided",
             num_views=num_views,
@@ -121,7 +122,7 @@ def size_of(model: ModelName, towers: Towers, *, num_views: int = 1) -> DualEnco
 
 
 def library_width(towers: Towers) -> int | None:
-    """Return the embedding width of the library's text tower, or else of its image tower; None without such towers."""
+    """Return the embedding width of the library text tower or, without it, of the image tower; None without either."""
     if towers.image is None and getattr(towers, "text", None) is None:
         return None
     from clipmill.train.models.library_towers import image_outline, preprocessing_of, text_outline
@@ -151,7 +152,7 @@ class DualEncoder(nn.Module):
 
     Args:
         towers: Dropout and memory settings. Settings that change dimensions are already part of `size`.
-        has_text_tower: False if captions are given as embeddings from another text tower.
+        has_text_tower: False if captions are passed as embeddings from another text tower.
     """
 
     def __init__(
@@ -178,8 +179,8 @@ class DualEncoder(nn.Module):
             from clipmill.train.models.views import take_views
 
             take_views(video, num_views=size.video.num_views, rule=towers.views)
-        # Registered in the order of `forward`, so that ranks exchange gradients during the backward pass. Drawn from
-        # the seed after the video tower.
+        # Register the text tower first, in the order of `forward`, so that ranks exchange gradients during the backward
+        # pass. Its weights are drawn after the weights of the video tower.
         self.text: TextTower | LibraryText | None = None
         if has_text_tower and isinstance(towers, DualEncoderTowers) and towers.text is not None:
             from clipmill.train.models.library_towers import text_tower
@@ -201,42 +202,45 @@ class DualEncoder(nn.Module):
         *,
         only_trained: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return unit-length embeddings of clips and captions, each [B, E]; `embed_text` describes `text`.
+        """Return unit-length embeddings of clips and captions, each [B, E].
 
-        With `only_trained`, frozen towers are not computed, and their embeddings are empty.
+        Args:
+            text, lengths_B: See `embed_text`.
+            only_trained: True to skip frozen towers, whose embeddings are then empty.
         """
-        # Captions come first: if their lengths must be read from the device, it has no earlier work to finish.
+        # Embed captions first: if their lengths must be read from the device, there is no earlier work to wait for.
         skipped = video_BCTHW.new_empty(0)
         text_BE = skipped if only_trained and _is_frozen(self.text) else self.embed_text(text, lengths_B)
         return skipped if only_trained and _is_frozen(self.video) else self.embed_video(video_BCTHW), text_BE
 
     @cached_property
     def tokenize(self) -> Tokenize:
-        """Tokenizer of the text tower; raises a UserError if it is a library's tokenizer and not available."""
+        """Tokenizer of the text tower. Raises a UserError if it is a library tokenizer that is not available."""
         return tokenizer_for(self._towers)
 
     @property
     def has_frozen_tower(self) -> bool:
-        """Return True if one of the towers has no trained parameters."""
+        """True if one of the towers has no trainable parameters."""
         return _is_frozen(self.video) or _is_frozen(self.text)
 
     def embed_video(self, video_BCTHW: Tensor) -> Tensor:
-        """Embed clips [B, C, T, H, W] as unit-length float32 [B, E] (float64 if the model is)."""
-        return _of_unit_length(self.video(video_BCTHW))
+        """Embed clips [B, C, T, H, W] as unit-length float32 [B, E] (float64 for a float64 model)."""
+        return _normalise(self.video(video_BCTHW))
 
     def embed_text(self, text: Tensor, lengths_B: NDArray[np.int64] | None = None) -> Tensor:
         """Embed token IDs [B, L] as unit-length float32 [B, E]. Without a text tower, normalise embeddings [B, E].
 
-        `lengths_B` are the captions' numbers of tokens, including the end token, if the host knows them.
+        Args:
+            lengths_B: Number of tokens of each caption, including the end token; None if the host does not know it.
         """
-        return _of_unit_length(text if self.text is None else self.text(text, lengths_B))
+        return _normalise(text if self.text is None else self.text(text, lengths_B))
 
 
 def _is_frozen(tower: nn.Module | None) -> bool:
-    return tower is not None and not any(one.requires_grad for one in tower.parameters())
+    return tower is not None and not any(parameter.requires_grad for parameter in tower.parameters())
 
 
-def _of_unit_length(embedding_BE: Tensor) -> Tensor:
+def _normalise(embedding_BE: Tensor) -> Tensor:
     # In bfloat16, similarities would be wrong by several percent (docs/models.md).
     dtype = torch.promote_types(embedding_BE.dtype, torch.float32)
     return nn.functional.normalize(embedding_BE.to(dtype), dim=-1)

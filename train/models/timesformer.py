@@ -26,7 +26,7 @@ _STD = 0.02
 
 
 class DividedBlock(nn.Module):
-    """Pre-norm block of temporal attention (followed by a linear layer, `time_proj`), spatial attention and MLP."""
+    """Pre-norm block with temporal attention (followed by a linear layer, `time_proj`), spatial attention and MLP."""
 
     num_branches = 3
 
@@ -46,24 +46,25 @@ class DividedBlock(nn.Module):
             nn.init.zeros_(linear.bias)
         for attention in (self.time_attn, self.attn):
             nn.init.trunc_normal_(attention.in_proj_weight, std=_STD)
-        # Initially, the block computes an image transformer. Pretrained image weights may fill its other parts.
+        # With a zero projection, temporal attention initially adds nothing, so the block equals a block of an image
+        # transformer, whose pretrained weights can be loaded into the other layers.
         nn.init.zeros_(self.time_proj.weight)
         nn.init.zeros_(self.time_proj.bias)
 
     def forward(self, x_BLD: Tensor, *, branches: Tensor | None = None) -> Tensor:
         """Compute the block's output [B, L, D]; `branches` [3, B, 1, 1] scales the three parts for each sample."""
-        of_time, of_space, of_mlp = (None, None, None) if branches is None else branches
+        time_scale, space_scale, mlp_scale = (None, None, None) if branches is None else branches
         # Split instead of slicing, because gradients of slices have the full size and are mostly zeros.
         class_B1D, x_BND = x_BLD.split([1, x_BLD.shape[1] - 1], dim=1)
-        x_BND = x_BND + _scale(self._over_time(x_BND), of_time)
-        x_BLD = self._over_space(class_B1D, x_BND, of_space)
+        x_BND = x_BND + _scale(self._over_time(x_BND), time_scale)
+        x_BLD = self._over_space(class_B1D, x_BND, space_scale)
         hidden = linear_of(self.mlp.c_fc, self.ln_2, x_BLD)
-        return x_BLD + _scale(linear_of(self.mlp.c_proj, self.mlp.activate, hidden), of_mlp)
+        return x_BLD + _scale(linear_of(self.mlp.c_proj, self.mlp.activate, hidden), mlp_scale)
 
     def _over_time(self, x_BND: Tensor) -> Tensor:
         attention = self.time_attn
-        # Matrix rows are reordered by head, so that patches and heads are contiguous in memory. Then every patch can
-        # act as a head, without a copy of its tokens.
+        # Reorder the matrix rows by head, so that patches and heads are contiguous in memory. Then every patch can act
+        # as a head, without a copy of its tokens.
         by_head = (attention.num_heads, 3, x_BND.shape[2] // attention.num_heads)
 
         def head_by_head(rows: Tensor) -> Tensor:
@@ -76,7 +77,8 @@ class DividedBlock(nn.Module):
         qkv_BPT = qkv.view(len(x_BND), self.num_frames, -1, *by_head).transpose(1, 2)
         out_BPThK = attend_short(self.attend, *qkv_BPT.unbind(4))
         out_BND = out_BPThK.transpose(1, 2).reshape(x_BND.shape)
-        # Two consecutive linear layers. Multiplying their matrices is cheaper than a second pass over the tokens.
+        # Combine two consecutive linear layers: multiplying their matrices is cheaper than a second pass over the
+        # tokens.
         last, first = self.time_proj, attention.out_proj
         last_DD = last.whole_matrix()
         bias_D = nn.functional.linear(first.bias, last_DD, last.bias)
@@ -152,11 +154,11 @@ class TimeSformer(TokenTower):
     def embed(self, video_BCTHW: Tensor, /) -> Tensor:
         """Embed normalised clips as input of the first block: tokens with positional embeddings, [B, L, D]."""
         patches_BTPD = self.conv1(self.conv1.cut(video_BCTHW))
-        # From here on, values have the precision of that product.
+        # From here on, values have the precision of this product.
         dtype = patches_BTPD.dtype
-        places_TPD = self.positional_embedding[1:] + self.temporal_embedding[:, None]
+        positions_TPD = self.positional_embedding[1:] + self.temporal_embedding[:, None]
         class_D = (self.class_embedding + self.positional_embedding[0]).to(dtype)
-        x_BND = (patches_BTPD + places_TPD.to(dtype)).flatten(1, 2)
+        x_BND = (patches_BTPD + positions_TPD.to(dtype)).flatten(1, 2)
         return torch.cat([class_D.expand(len(x_BND), 1, -1), x_BND], dim=1)
 
     def finish(self, x_BLD: Tensor, /) -> Tensor:
@@ -165,7 +167,11 @@ class TimeSformer(TokenTower):
 
 
 def nearest_places(embedding_LD: Tensor, num_patches: int) -> Tensor:
-    """Resize a square positional embedding (else ValueError) by nearest neighbours, as transformers does."""
+    """Resize a square positional embedding by nearest-neighbour interpolation, as transformers does.
+
+    Raises:
+        ValueError: The old or the new patches do not fill a square.
+    """
     sides = [round(count**0.5) for count in (len(embedding_LD) - 1, num_patches)]
     if sides[0] ** 2 != len(embedding_LD) - 1 or sides[1] ** 2 != num_patches:
         raise ValueError(f"{len(embedding_LD) - 1} patches for {num_patches}: both must fill a square")
@@ -183,7 +189,7 @@ def nearest_times(embedding_TD: Tensor, num_frames: int) -> Tensor:
     return nn.functional.interpolate(embedding_TD.T[None], size=num_frames, mode="nearest")[0].T.contiguous()
 
 
-# Below this number of values, recomputation is not worth its minimum cost of a few tenths of a millisecond.
+# Below this number of values, recomputation is not worth its fixed cost of a few tenths of a millisecond.
 SMALL = 2**18
 
 
@@ -198,7 +204,7 @@ def linear_of(layer: Callable[[Tensor], Tensor], prepare: Callable[..., Tensor],
     def product(*inputs: Tensor) -> Tensor:
         return layer(prepare(*inputs))
 
-    # torch.compile decides itself what to save, and torch.export must not see a condition on the batch size.
+    # torch.compile itself decides what to save, and torch.export must not encounter a condition on the batch size.
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or inputs[-1].numel() < SMALL:
         return product(*inputs)
     out: Tensor = checkpoint(product, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -1,8 +1,9 @@
-"""CLIP's pre-norm transformer, which all towers use, with CLIP's names; low-rank adapters of its layers.
+"""CLIP's pre-norm transformer, which all towers use, with CLIP's parameter names, and low-rank adapters for its layers.
 
-Low-rank adapters (LoRA, Hu et al. 2021): y = W x + s B A x, where the matrix W is frozen, and A and B are trained. The
-adapters are parameters of the layers that they adapt: `LAYER.lora.A` and `LAYER.lora.B` next to `LAYER.weight`, or next
-to `ATTENTION.in_proj_weight` for the fused projection of self-attention. All linear layers of a block are `Adaptable`.
+Low-rank adapters (LoRA, Hu et al. 2021) compute y = W x + s B A x, where the matrix W is frozen, and A and B are
+trained. The adapters are parameters of the layers that they adapt: `LAYER.lora.A` and `LAYER.lora.B` next to
+`LAYER.weight`, or next to `ATTENTION.in_proj_weight` for the fused projection of self-attention. All linear layers of a
+block are `Adaptable`.
 
 Shape suffixes: B batch (1 for packed sequences, clipmill.train.models.attention), L tokens, D width, H heads, K width
 of a head; I input width, O output width, R rank.
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-# Names of the two matrices in our layers, and in peft's layers, which adapt the layers of libraries.
+# Suffixes of the two adapter matrices in clipmill's layers, and in peft's layers, which adapt library modules.
 _SUFFIXES = ((".lora.A", ".lora.B"), (".lora_A.default.weight", ".lora_B.default.weight"))
-# A language model keeps its adapters, which are exported beside it. Some of its matrices are [I, O].
+# A language model keeps its adapters, which are exported separately. Some of its matrices are [I, O].
 _LANGUAGE = "decoder."
 
 
@@ -48,7 +49,11 @@ class LowRank(nn.Module):
         nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
 
     def forward(self, x: Tensor, *, arranged: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Return s B A x, [..., O] from [..., I]; `arranged` reorders a matrix's rows, as the caller reordered W."""
+        """Return s B A x, [..., O] from [..., I].
+
+        Args:
+            arranged: Function that reorders the rows of a matrix, in the same way as the rows of W.
+        """
         B = self.B if arranged is None else arranged(self.B)
         return linear(linear(x, self.A), B) * self.scale
 
@@ -58,7 +63,7 @@ class LowRank(nn.Module):
 
 
 class Adaptable(nn.Module):
-    """A layer with a matrix, which may have an adapter.
+    """A layer with a matrix that may have an adapter.
 
     Attributes:
         matrix_name: Name of the matrix [O, I] among the parameters.
@@ -75,18 +80,23 @@ class Adaptable(nn.Module):
         arranged: Callable[[Tensor], Tensor] | None = None,
         multiply: Callable[..., Tensor] = linear,
     ) -> Tensor:
-        """Return W x + bias, plus the output of any adapter; `arranged` reorders W's rows, but not `bias`."""
+        """Return W x + bias, plus the output of the adapter if there is one.
+
+        Args:
+            arranged: Function that reorders the rows of W. `bias` must already be in this order.
+            multiply: Function that computes W x + bias.
+        """
         weight: Tensor = getattr(self, self.matrix_name)
         weight = weight if arranged is None else arranged(weight)
         if self.lora is None:
             return multiply(x, weight, bias)
-        # The adapter comes first, so that a recomputation need not repeat the larger product
+        # Compute the adapter first, so that a recomputation does not have to repeat the larger product
         # (clipmill.train.models.timesformer.linear_of).
         added = self.lora(x, arranged=arranged)
         return multiply(x, weight, bias) + added
 
     def whole_matrix(self) -> Tensor:
-        """Return W, or W + s B A, [O, I]."""
+        """Return W or, with an adapter, W + s B A, [O, I]."""
         weight: Tensor = getattr(self, self.matrix_name)
         return weight if self.lora is None else weight + self.lora.matrix()
 
@@ -106,14 +116,14 @@ class Linear(nn.Linear, Adaptable):
 def add_adapters(
     tower: nn.Module, *, rank: int, scale: float, targets: Collection[Target], frozen: Collection[int] = ()
 ) -> None:
-    """Add adapters to the layers of a tower's blocks, and freeze everything else.
+    """Add adapters to the layers of a tower's blocks, and freeze all other parameters.
 
     Args:
         targets: Layers to adapt. attention: the projections of self- and cross-attention (and TimeSformer's
             `time_proj`); mlp: both layers of MLPs.
         frozen: IDs of parameters whose layers get no adapters.
     """
-    layers = {name: one for name, one in tower.named_modules() if isinstance(one, Adaptable)}
+    layers = {name: module for name, module in tower.named_modules() if isinstance(module, Adaptable)}
     tower.requires_grad_(False)
     for name, layer in layers.items():
         matrix: Tensor = getattr(layer, layer.matrix_name)
@@ -131,10 +141,10 @@ def peft_config(
     transposed: tuple[type[nn.Module], ...] = (),
     **more: Any,
 ) -> "LoraConfig":
-    """Return peft's adapters for a library's module: for the linear layers and attention of its blocks.
+    """Return peft's configuration of adapters for the linear layers and attention in the blocks of a library module.
 
     Args:
-        frozen: Parameters that stay frozen, as in `add_adapters`.
+        frozen: IDs of parameters whose layers get no adapters, as in `add_adapters`.
         transposed: Classes of linear layers with a matrix [I, O].
         more: Additional arguments for peft.
 
@@ -145,11 +155,11 @@ def peft_config(
         from peft import LoraConfig
     except ImportError as error:
         raise UserError("adapters of a library's model need peft", hint="pip install 'clipmill[lora]'") from error
-    inside = {id(module) for block in blocks for module in block.modules()}
+    block_modules = {id(module) for block in blocks for module in block.modules()}
     adapted: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         attends = isinstance(module, nn.MultiheadAttention)
-        if id(module) not in inside or not (attends or isinstance(module, (nn.Linear, *transposed))):
+        if id(module) not in block_modules or not (attends or isinstance(module, (nn.Linear, *transposed))):
             continue
         matrix = module.in_proj_weight if attends else module.weight
         target: Target = "attention" if attends or "attn" in name.lower() or "attention" in name.lower() else "mlp"
@@ -175,7 +185,7 @@ def peft_config(
 def add_library_adapters(
     tower: nn.Module, lora: Lora, *, blocks: Iterable[nn.Module], frozen: Collection[int] = ()
 ) -> None:
-    """Add adapters to a library's module, as `add_adapters` does, with peft.
+    """Add adapters to a library module with peft, as `add_adapters` does for other towers.
 
     Raises:
         UserError: See `peft_config`.
@@ -201,7 +211,7 @@ def remove_adapters(model: nn.Module) -> None:
 def merge_adapters(tensors: Mapping[str, Tensor], *, scale: float) -> dict[str, Tensor]:
     """Return the weights of an equivalent model without adapters: W + s B A, computed in float64.
 
-    The adapters of a language model are kept.
+    The adapters of a language model are not merged.
     """
     kept = {name for name in tensors if name.startswith(_LANGUAGE) and name.endswith(_SUFFIXES[1])}
     of_adapters = tuple(chain(*_SUFFIXES))
@@ -224,11 +234,11 @@ _MAX_GRAPHS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerSize:
-    """Dimensions of a transformer; activation and epsilon of its blocks.
+    """Dimensions of a transformer, and the activation and epsilon of its blocks.
 
     Attributes:
-        has_key_bias: Use one bias for queries, keys and values (CLIP), instead of separate biases for queries and
-            values (BEiT). A bias of the keys does not change the attention.
+        has_key_bias: True for one bias for queries, keys and values (CLIP); False for separate biases for queries and
+            values (BEiT). A bias for keys does not change the attention.
         mlp_ratio: Hidden width of the MLPs divided by the width.
     """
 
@@ -246,10 +256,12 @@ class TransformerSize:
         return round(self.mlp_ratio * self.width)
 
     def resize(self, *, width: int | None, depth: int | None, heads: int | None, flag: str) -> "TransformerSize":
-        """Return this size with the given dimensions replaced. The width of the heads is kept unless `heads` is given.
+        """Return this size with other dimensions; None keeps a dimension.
+
+        Unless `heads` is given, the width of the heads stays the same.
 
         Args:
-            flag: Prefix of the flags of the dimensions, for the error.
+            flag: Prefix of the flags for the dimensions, for the error message.
 
         Raises:
             UserError: The width is not a multiple of the number of heads.
@@ -268,8 +280,8 @@ class TransformerSize:
 class LayerNorm(nn.LayerNorm):
     """Layer norm that keeps the dtype of its input. Statistics are computed in float32 or wider.
 
-    Autocast would convert input and output to float32, and thus the residual stream. A block's input, which is most of
-    what activation checkpointing keeps, would take twice the memory.
+    Autocast would convert input and output to float32, and thus also the residual stream. Activation checkpointing
+    keeps mostly the inputs of blocks, which would take twice the memory.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -346,13 +358,13 @@ class Block(nn.Module):
         self.attn = SelfAttention(size.width, size.num_heads, attend=attend, has_key_bias=size.has_key_bias)
         self.ln_2 = LayerNorm(size.width, eps=size.norm_eps)
         self.mlp = Mlp(size.width, size.mlp_width, size.activation)
-        # CLIP's initialisation: weights at the end of residual branches shrink with the depth.
-        into_residual = size.width**-0.5 * (2 * size.depth) ** -0.5
+        # CLIP's initialisation: the initial weights at the end of residual branches are smaller in deeper models.
+        residual_std = size.width**-0.5 * (2 * size.depth) ** -0.5
         nn.init.normal_(self.attn.in_proj_weight, std=size.width**-0.5)
-        nn.init.normal_(self.attn.out_proj.weight, std=into_residual)
+        nn.init.normal_(self.attn.out_proj.weight, std=residual_std)
         nn.init.zeros_(self.attn.out_proj.bias)
         nn.init.normal_(self.mlp.c_fc.weight, std=(2 * size.width) ** -0.5)
-        nn.init.normal_(self.mlp.c_proj.weight, std=into_residual)
+        nn.init.normal_(self.mlp.c_proj.weight, std=residual_std)
 
     def forward(
         self, x_BLD: Tensor, *, causal: bool = False, packing: Packing | None = None, branches: Tensor | None = None
@@ -407,16 +419,16 @@ class Stack(HasBlocks):
         return x_BLD
 
     def run(self, number: int, x_BLD: Tensor, *context: Tensor, **options: Any) -> Tensor:
-        """Run the block with an index."""
+        """Run the block with this index."""
         block: Any = self.resblocks[number]
-        # Drawn outside the block, so that compiled or recomputed blocks see the same values. They are drawn for all
-        # blocks or for none, because blocks with the same kind of arguments share their compiled code.
+        # Draw outside the block, so that compiled or recomputed blocks get the same values. Draw for all blocks or for
+        # none, because blocks share their compiled code only if their arguments have the same types.
         drops = block.training and any(self.drop_path)
         branches = drawn_branches(x_BLD, self.drop_path[number], count=block.num_branches) if drops else None
         run = partial(block, branches=branches, **options)
         if not self.checkpointing:
             return cast(Tensor, run(x_BLD, *context))
-        # Reading a GPU's generator costs a copy per block, and only dropout draws within a block.
+        # Preserve the generator's state only if the block has dropout, because reading it from a GPU costs a copy.
         keeps = self.training and any(isinstance(part, nn.Dropout) and part.p > 0 for part in block.modules())
         return cast(Tensor, checkpoint(run, x_BLD, *context, use_reentrant=False, preserve_rng_state=keeps))
 
@@ -432,8 +444,8 @@ def drawn_branches(x_BLD: Tensor, probability: float, *, count: int = 2) -> Tens
     """Draw scales of a block's branches for each sample, [count, B, 1, 1], from torch's generator.
 
     A scale is 0 with the given probability, and otherwise 1 / (1 - probability) (stochastic depth, Huang et al. 2016).
-    The probability is adjusted so that the mean is 1 in the tokens' precision: in bfloat16, 1 / 0.9 is 1.109, and
-    without this adjustment the mean would be 0.16 % too small.
+    The probability is adjusted so that the mean is 1 in the precision of the tokens: in bfloat16, 1 / 0.9 is 1.109, so
+    that the mean would be 0.16 % too small without this adjustment.
     """
     scale = float(torch.ones((), dtype=x_BLD.dtype) / (1 - probability))
     kept_nB11 = torch.rand(count, len(x_BLD), 1, 1, device=x_BLD.device) >= 1 - 1 / scale
@@ -464,8 +476,12 @@ def checkpoint_blocks(model: nn.Module) -> None:
 
 
 def compile_blocks(model: nn.Module, *, backend: str = "inductor", fullgraph: bool = False) -> None:
-    """Compile each block in place when it first runs; parameter names stay. `fullgraph` forbids graph breaks."""
-    # Training, evaluation, pixels, captions and the last batch each have a graph, which all blocks share.
+    """Compile each block in place when it first runs; parameter names do not change.
+
+    Args:
+        fullgraph: True to raise an error instead of breaking a graph.
+    """
+    # Training, evaluation, pixels, captions and the last batch need separate graphs, which all blocks share.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
     for block in blocks_of(model):
         block.compile(backend=backend, fullgraph=fullgraph)

@@ -41,11 +41,12 @@ class CubeGrid:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoViTSize:
-    """Dimensions of a video tower: its transformer, and side (pixels) and length (frames) of a cube.
+    """Dimensions of a video tower: its transformer, and the side (pixels) and length (frames) of a cube.
 
     Attributes:
         num_views: Number of cameras that recorded a clip's moment (clipmill.train.models.views).
-        is_divided: Attend over time and space in turn, as LaViLa's tower does, instead of over all cubes at once.
+        is_divided: True to attend over time, then over space, as LaViLa's tower does, instead of over all cubes at
+            once.
     """
 
     trunk: TransformerSize
@@ -56,7 +57,7 @@ class VideoViTSize:
     num_views: int = 1
 
     def grid(self, *, image_px: int, num_frames: int) -> CubeGrid:
-        """Return the grid of square clips; ValueError if they cannot be cut into complete cubes."""
+        """Return the grid of square clips; raise ValueError if they cannot be cut into complete cubes."""
         if image_px % self.patch_px:
             raise ValueError(f"a picture of {image_px} px cannot be cut into patches of {self.patch_px} px")
         if num_frames % self.cube_frames:
@@ -65,7 +66,7 @@ class VideoViTSize:
 
 
 def grid_of(video_BCTHW: Tensor, *, cube_frames: int, patch_px: int) -> CubeGrid:
-    """Return the grid of clips; ValueError if they cannot be cut into complete cubes."""
+    """Return the grid of clips; raise ValueError if they cannot be cut into complete cubes."""
     num_frames, height, width = video_BCTHW.shape[2:]
     if num_frames % cube_frames or height % patch_px or width % patch_px:
         raise ValueError(
@@ -91,10 +92,10 @@ def pick_cubes(cubes_BShw: Tensor, numbers_BK: Tensor) -> Tensor:
 
 
 class CubeEmbedding(nn.Module):
-    """The convolution that embeds cubes (CLIP's `conv1`), computed as a matrix product.
+    """Convolution that embeds cubes (CLIP's `conv1`), computed as a matrix product.
 
     `weight` is [D, C, p, p] for cubes of one frame, as in CLIP, and [D, C, t, p, p] for longer cubes, as in a Conv3d.
-    VideoMAE's convolution has a bias, CLIP's has none.
+    VideoMAE's convolution has a bias, but CLIP's convolution does not.
     """
 
     def __init__(self, size: VideoViTSize, *, has_bias: bool = False) -> None:
@@ -120,7 +121,7 @@ class CubeEmbedding(nn.Module):
 
 
 class TokenTower(nn.Module):
-    """A video tower with blocks: `embed`, `transformer` and `finish`, called in this order, return its tokens.
+    """Base class of video towers with blocks: `embed`, `transformer` and `finish`, in this order, compute the tokens.
 
     All video towers have `tokens`, `token_width` and `features` (one vector per clip, before any projection).
     """
@@ -196,7 +197,7 @@ class VideoViT(TokenTower):
             self.proj = nn.Parameter(width**-0.5 * torch.randn(width, embedding_width))
 
     def forward(self, video_BCTHW: Tensor) -> Tensor:
-        """Embed normalised clips [B, C, T, H, W] as [B, E], not unit-length; [B, D] without a projection."""
+        """Embed normalised clips [B, C, T, H, W] as [B, E] (not unit-length), or [B, D] without a projection."""
         class_BD = self.features(video_BCTHW)
         return class_BD @ self.proj if self.has_projection else class_BD
 
@@ -212,10 +213,10 @@ class VideoViT(TokenTower):
         positions_BND = positions_SPD.flatten(0, 1).expand(num_clips, -1, -1)
         if self.training and self.patch_dropout:
             kept_BK = drawn_cubes(num_clips, cubes_BN.shape[1], dropout=self.patch_dropout, device=cubes_BN.device)
-            # Dropped before the embedding, which saves its computation too.
+            # Drop cubes before the embedding, which also saves the computation of their embeddings.
             cubes_BN, positions_BND = (choose_rows(x, kept_BK) for x in (cubes_BN, positions_BND))
         embedded_BND = self.conv1(cubes_BN)
-        # From here on, values have the precision of that product, as in open_clip.
+        # From here on, values have the precision of this product, as in open_clip.
         x_BND = embedded_BND + positions_BND.to(embedded_BND.dtype)
         class_D = (self.class_embedding + self.positional_embedding[0]).to(x_BND.dtype)
         return cast(Tensor, self.ln_pre(torch.cat([class_D.expand(num_clips, 1, -1), x_BND], dim=1)))
@@ -228,7 +229,7 @@ class VideoViT(TokenTower):
 def clip_tower(
     size: VideoViTSize, *, image_px: int, num_frames: int, embedding_width: int | None, attend: Attend, towers: Towers
 ) -> VideoViT:
-    """Return a tower of the kind `clip` with the given settings."""
+    """Return a tower of the kind `clip` with these settings."""
     trunk = size.trunk
     return VideoViT(
         size,
@@ -243,7 +244,9 @@ def clip_tower(
 
 
 def drawn_cubes(num_clips: int, num_cubes: int, *, dropout: float, device: torch.device) -> Tensor:
-    """Draw the cubes of each clip that patch dropout keeps from torch's generator: int64 [B, K], ascending.
+    """Draw the cubes of each clip that remain after patch dropout: int64 [B, K], ascending.
+
+    The cubes are drawn from torch's global generator.
 
     K = max(1, floor(num_cubes * (1 - dropout))) for all clips.
     """
@@ -260,7 +263,8 @@ def choose_rows(x_BNV: Tensor, kept_BK: Tensor) -> Tensor:
 def resampled_temporal(embedding_SD: Tensor, num_steps: int) -> Tensor:
     """Resample a temporal embedding linearly to a different number of steps, as AVION does for 4 to 16 frames.
 
-    Steps are equal parts of a clip, with embeddings at their centres. Beyond the outer centres, values are constant.
+    Steps are equal parts of a clip, with embeddings at their centres. Beyond the first and last centres, values are
+    constant.
     """
     if len(embedding_SD) == num_steps:
         return embedding_SD

@@ -1,7 +1,7 @@
 """VideoMAE's video tower: a vision transformer on all or some cubes of a clip (Tong et al. 2022, section 3).
 
 VideoMAE's weights require these differences from `video_vit`: no class token, fixed sinusoidal positional embeddings of
-the cube index, a bias in the cube embedding, and biases of queries and values but not of keys.
+the cube index, a bias in the cube embedding, and biases for queries and values but not for keys.
 
 Shape suffixes: B batch, C channels, T frames, H and W pixels, N cubes of a clip, K visible cubes, D width.
 """
@@ -30,7 +30,7 @@ class VideoMAEEncoder(TokenTower):
 
     Args:
         num_frames: Number of frames per clip, a multiple of the cube length.
-        has_last_norm: Apply `ln_post` to the tokens. A classifier normalises the tokens' mean instead.
+        has_last_norm: True to apply `ln_post` to the tokens. A classifier normalises the mean of the tokens instead.
         drop_path: For each block, the probability that a branch is skipped for a clip in training; empty if it is 0.
     """
 
@@ -67,7 +67,7 @@ class VideoMAEEncoder(TokenTower):
         if visible_BK is None:
             seen_BK, positions_BKD = cubes.flatten(4).flatten(1, 3), self.positions_ND
         else:
-            # The cubes are selected before the embedding, so that other cubes are not embedded.
+            # Select the cubes before the embedding, so that other cubes are not embedded.
             seen_BK, positions_BKD = pick_cubes(cubes, visible_BK).flatten(2), self.positions_ND[visible_BK]
         embedded_BKD = self.conv1(seen_BK)
         # The result has the precision of `embedded_BKD`, which autocast may lower.
@@ -86,8 +86,8 @@ class VideoMAEEncoder(TokenTower):
 def sines(num_places: int, width: int) -> Tensor:
     """Return sinusoidal positional embeddings, float32 [num_places, width] (Vaswani et al. 2017, section 3.5).
 
-    Column 2i is sin(place / 10000 ** (2i / width)), and column 2i + 1 is its cosine. VideoMAE's places are cube
-    indices, so a single table encodes time, height and width.
+    Column 2i is sin(place / 10000 ** (2i / width)), and column 2i + 1 is the cosine of the same angle. VideoMAE's
+    places are cube indices, so a single table encodes time, height and width.
     """
     columns_D = torch.arange(width, dtype=torch.float64)
     periods_D = 10_000.0 ** (2 * (columns_D // 2) / width)
@@ -98,7 +98,7 @@ def sines(num_places: int, width: int) -> Tensor:
 def start_as_videomae(module: nn.Module) -> None:
     """Initialise linear layers as VideoMAE does: Glorot-uniform weights and zero biases.
 
-    Queries, keys and values are treated as one layer with 3 D outputs.
+    The projections of queries, keys and values are treated as one layer with 3 D outputs.
     """
     for part in module.modules():
         if isinstance(part, SelfAttention):
@@ -137,28 +137,33 @@ class MaskedDecoder(nn.Module):
         nn.init.trunc_normal_(self.mask_token, std=_MASK_TOKEN_STD)
 
     def forward(self, tokens_BKD: Tensor, visible_BK: Tensor, predicted_BM: Tensor) -> Tensor:
-        """Return values of the predicted cubes, [B, M, V], from the encoder's tokens and the indices of both sets."""
+        """Return the values of the predicted cubes, [B, M, V].
+
+        Args:
+            tokens_BKD: Encoder tokens of the visible cubes.
+            visible_BK, predicted_BM: Indices of the visible cubes and of the cubes to predict, int64.
+        """
         x_BKE = self.embed(tokens_BKD)
         positions_NE = self.positions_NE.to(x_BKE.dtype)
         masked_BME = self.mask_token.to(x_BKE.dtype) + positions_NE[predicted_BM]
         x_BLE = self.transformer(torch.cat([x_BKE + positions_NE[visible_BK], masked_BME], dim=1))
-        # Norm and head are applied only to the predicted cubes, because the head's output is as wide as a cube.
+        # Apply norm and head only to the predicted cubes, because the head's output is as wide as a cube.
         values_BMV: Tensor = self.head(self.ln_post(x_BLE[:, visible_BK.shape[1] :]))
         return values_BMV
 
 
-# An encoder of the visible cubes, and a small decoder that predicts the masked cubes: Tong et al. 2022, "VideoMAE",
-# section 3. Decoder masking: Wang et al. 2023, "VideoMAE V2", section 3.2.
+# The encoder processes the visible cubes, and a small decoder predicts the masked cubes (Tong et al. 2022, "VideoMAE",
+# section 3). Decoder masking is described in Wang et al. 2023, "VideoMAE V2", section 3.2.
 #
 # Shape suffixes: N cubes of a clip, K visible cubes, M predicted cubes, L = K + M, D encoder width, E decoder width,
 # V values of a cube.
 
 
 class MaskedAutoencoder(nn.Module):
-    """Masked autoencoder with the parameters `video.*` (the tower, which is kept) and `decoder.*`.
+    """Masked autoencoder with the parameters `video.*` (the tower, which is used after training) and `decoder.*`.
 
     Args:
-        size: Dimensions of the encoder, which is of the kind videomae.
+        size: Dimensions of the encoder, a tower of the kind videomae.
         decoder_depth: Number of decoder blocks.
         towers: Settings for drop path and activation checkpointing.
     """
@@ -194,15 +199,15 @@ class MaskedAutoencoder(nn.Module):
         num_masked: int | None = None,
         num_predicted: int | None = None,
     ) -> Tensor:
-        """Predict the masked cubes, or the part of them that `decoded_BN` selects.
+        """Predict the masked cubes, or the masked cubes that `decoded_BN` selects.
 
         Args:
             video_BCTHW: Normalised clips.
-            masked_BN: True for cubes hidden from the encoder, bool; the same number in each clip.
-            decoded_BN: True for cubes that the decoder may predict, bool; None for all cubes. All clips must have the
-                same number of cubes that are both masked and decoded.
-            num_masked, num_predicted: Number of a clip's masked cubes, and of its masked and decoded cubes. If None,
-                they are counted, which synchronises with the device.
+            masked_BN: Mask of the cubes that are hidden from the encoder, bool; the same number in each clip.
+            decoded_BN: Mask of the cubes that the decoder may predict, bool; None for all cubes. All clips must have
+                the same number of cubes that are both masked and decoded.
+            num_masked, num_predicted: Number of masked cubes per clip, and of cubes that are both masked and decoded.
+                If None, the cubes are counted, which synchronises with the device.
 
         Returns:
             [B, M, V]: cubes in ascending order, with values in VideoMAE's order (t p p c).
@@ -219,13 +224,13 @@ class MaskedAutoencoder(nn.Module):
 
 
 def predicted_cubes(masked_BN: Tensor, decoded_BN: Tensor | None = None, *, count: int | None = None) -> Tensor:
-    """Return the indices of the cubes in the loss, which are masked and decoded: int64 [B, M], ascending."""
+    """Return the indices of the cubes that are masked and decoded, which the loss uses: int64 [B, M], ascending."""
     chosen_BN = masked_BN if decoded_BN is None else masked_BN & decoded_BN
     return numbers_of(chosen_BN, count_true(chosen_BN) if count is None else count)
 
 
 def count_true(chosen_BN: Tensor) -> int:
-    """Return the number of true values per row, which synchronises with the device; ValueError if rows differ."""
+    """Return the number of true values per row; raise ValueError if rows differ. This synchronises with the device."""
     counts = set(chosen_BN.sum(1).tolist())
     if len(counts) != 1:
         raise ValueError(f"clips of a batch have different numbers of cubes: {sorted(counts)}")
@@ -234,5 +239,5 @@ def count_true(chosen_BN: Tensor) -> int:
 
 def numbers_of(chosen_BN: Tensor, count: int) -> Tensor:
     """Return the indices of the `count` true values in each row, int64 [B, count], ascending, without synchronising."""
-    # A stable sort keeps the order of equal values.
+    # A stable sort keeps equal values in order, so the indices of true values ascend.
     return chosen_BN.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices[:, :count]
