@@ -1,17 +1,17 @@
-"""Engines: the interface between the work, which does not know how it is distributed, and the machines that do it.
+"""Interface of engines, which distribute tasks over workers, on this machine or on a cluster.
 
 An engine applies a function to tasks, a bounded number at a time, and yields an `Outcome` for each, in order of
 completion. Between outcomes it yields None at least once a second, so that the caller can update its progress bar. A
 task whose worker dies is tried again; if its workers keep dying, its outcome has no result. An exception in the
-function itself is a bug and ends the run. However a run ends, no worker survives it.
+function itself is a bug and ends the run. No worker outlives the run, however the run ends.
 
 Each worker is checked before its first task. A node (or this machine) whose workers fail the check gets no tasks: it is
-yielded once as `Refused`, and the run continues on other nodes, or ends if there are none.
+yielded once as `Refused`, and the run continues on other nodes, or ends if no node is left.
 
 A result may have an attribute `machine_fault`: a failure that the machine may have caused (`MachineFault`), such as a
-full disk. Such a task is tried on other nodes, and so is a task whose worker died. A node that fails tasks which others
-can do gets no more of them: it is yielded as `Refused` too, and so is a node that was lost. If no other node can try
-a task, its result is yielded.
+full disk. Such a task is tried on other nodes, and so is a task whose worker died. A node that fails tasks which other
+nodes can do gets no further tasks: it is also yielded as `Refused`, and so is a lost node. If no other node can try a
+task, its result is yielded.
 """
 
 import ctypes
@@ -27,11 +27,11 @@ from clipmill.manifests.errors import StorageReason, StorageRefused, UserError
 T = TypeVar("T")
 R = TypeVar("R")
 
-MAX_TRIES = 3  # attempts at a task whose worker is lost
+MAX_TRIES = 3  # maximum number of attempts at a task whose workers are lost
 TICK_S = 0.5
-THREADS_VARIABLE = "CLIPMILL_WORKER_THREADS"  # set by an engine in workers whose machine the driver does not know
+THREADS_VARIABLE = "CLIPMILL_WORKER_THREADS"  # set by an engine in workers on machines that the driver does not know
 _PR_SET_PDEATHSIG = 1
-# Signals by which the kernel, or the program itself, ends a program that is faulty. All others come from outside.
+# Signals with which the kernel, or the program itself, ends a faulty program. All other signals come from outside.
 CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
 
 Check = Callable[[], str | None]  # called in a worker: returns the reason why it must not work, or None
@@ -44,7 +44,7 @@ class Outcome(Generic[T, R]):
     task: T
     result: R | None
     lost: str | None = None
-    crashed: bool = False  # True if the lost worker ended by a fault of its program, and was not killed
+    crashed: bool = False  # True if the lost worker crashed, and was not killed from outside
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class MachineFault:
 
     Attributes:
         reason: Failure, for messages.
-        is_doubtful: True if the inputs of the task are as likely a cause: a few nodes try it, and not all of them.
+        is_doubtful: True if the inputs of the task are an equally likely cause. Then only a few nodes try the task.
     """
 
     reason: str
@@ -62,7 +62,7 @@ class MachineFault:
 
 @dataclass(frozen=True)
 class Refused:
-    """A node, or this machine, that gets no (more) tasks, and the reason."""
+    """A node, or this machine, that gets no further tasks, and the reason."""
 
     node: str
     reason: str
@@ -87,7 +87,7 @@ class Engine(Protocol):
 
         Args:
             check: Function that is called in every worker before its first task.
-            name: Function task -> its name where the engine lists it, such as "chunk 000123".
+            name: Function task -> name of the task in the engine's own lists, such as "chunk 000123".
 
         Raises:
             UserError: No worker has passed the check.
@@ -108,12 +108,12 @@ def no_worker_left(refused: Iterable[Refused]) -> UserError:
 
 
 def worker_threads() -> int:
-    """Return the number of threads of this worker, as assigned by an engine that knows the worker's machine."""
+    """Return the number of threads that the engine has assigned to this worker; 1 by default."""
     return int(os.environ.get(THREADS_VARIABLE, "1"))
 
 
 def exit_reason(exit_code: int | None) -> str:
-    """Return how a process ended, for messages: its exit status, or the signal that killed it."""
+    """Return a text for messages about how a process ended: its exit status, or the signal that killed it."""
     if exit_code is None or exit_code >= 0:
         return f"exit status {exit_code}"
     number = -exit_code
@@ -126,18 +126,19 @@ _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
 
 
 def die_with_parent() -> None:
-    """Ask the kernel (Linux) to kill this process when its parent dies.
+    """Request that the kernel (Linux) kill this process when its parent dies.
 
-    The function takes no locks, since it may run between fork and exec.
+    This function takes no locks, because it may run between fork and exec.
     """
     if _libc is not None and hasattr(_libc, "prctl"):
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def die_with_driver() -> None:
-    """Ask the kernel to kill this process when the process that started it dies; exit if that has died already.
+    """Request that the kernel kill this process when its parent dies; exit if the parent has died already.
 
-    A process of `multiprocessing` calls it once its imports are done: until then nothing tells it that its parent died.
+    Processes started by `multiprocessing` call this function after their imports, during which the parent may have
+    died unnoticed.
     """
     die_with_parent()
     driver = multiprocessing.parent_process()

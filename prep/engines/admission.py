@@ -1,13 +1,12 @@
-"""Admission check of workers.
+"""Check whether a worker may work, before its first task.
 
 A worker must see the driver's data folder, have the same clipmill as the driver, and meet the requirements of its
-column. The
-driver publishes a token in the variant's folder and sends out a `Ticket`, which each worker calls before its first
-task.
+column. The driver publishes a token in the variant's folder and sends a `Ticket`, which each worker calls before its
+first task.
 
-This file imports only the standard library, and the Ray engine sends it to the workers as source code: a node thus runs
-the driver's version of the check, whichever version of clipmill it has, or none. The column's code is identified by its
-import path, so that the code of a column from outside clipmill is found and compared in the same way.
+This file imports only the standard library, and the Ray engine sends it to the workers by value. A node therefore runs
+the driver's version of the check, even if it has a different version of clipmill, or none. The column's code is
+identified by its import path, so that the code of a column from outside clipmill is compared in the same way.
 """
 
 import hashlib
@@ -25,21 +24,22 @@ from pathlib import Path
 _PACKAGES = ("clipmill.manifests", "clipmill.prep", "clipmill.shards")
 _TOKEN_NAME = "workers"
 _PACKAGE_HINT = "install it, or correct `package` in its ColumnSpec: the name by which it is imported"
-_LAG_LIMIT_S = 5.0  # for the token to become visible on other machines; a shared disk may lag behind
+_LAG_LIMIT_S = 5.0  # time limit for the token to become visible on other machines, because shared disks may lag
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """Requirements on a worker. Calling it returns why the worker must not work, or None.
+    """Requirements on a worker. Calling the ticket returns the reason why the worker must not work, or None.
 
     Attributes:
         host: Name of the driver's machine.
         token_file: File published by the driver in the variant's folder.
         source_sha256: Hash of the packages that a worker runs.
         package: Package of the column's code.
-        needs: Import path `package.module:function` of a function that returns why a machine must not work, or None;
-            and its argument. None if there are no such requirements.
-        bucket: `Mirror.access` of the driver, with which a worker mounts a data folder in a bucket; else empty.
+        needs: Import path `package.module:function` of a function that returns the reason why a machine must not work,
+            or None; and its argument. None if every machine may work.
+        bucket: `Mirror.access` of the driver, with which a worker mounts a data folder in a bucket; empty for a local
+            data folder.
     """
 
     host: str
@@ -102,7 +102,7 @@ def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | N
 
     if (digest := source_sha256(package)) is None:
         raise UserError(f"the package {package} of the column is not installed here", hint=_PACKAGE_HINT)
-    # With a temporary name, the token of a killed driver is removed with its other temporary files.
+    # The token has a temporary name, so that the token of a killed driver is removed with other temporary files.
     token_file = temporary_path(variant_dir / _TOKEN_NAME)
     token = secrets.token_hex(16)
     try:
@@ -134,7 +134,7 @@ def source_sha256(column_package: str) -> str | None:
         if spec.submodule_search_locations:
             root = Path(next(iter(spec.submodule_search_locations)))
             paths = sorted(root.rglob("*.py"))
-            if not paths:  # an empty folder of that name
+            if not paths:  # an empty folder with the name of the package
                 return None
         else:
             root, paths = Path(str(spec.origin)).parent, [Path(str(spec.origin))]

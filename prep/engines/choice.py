@@ -1,4 +1,4 @@
-"""Choice of the engine and the number of workers: on this machine or on a cluster, with or without GPUs."""
+"""Choose the engine and the number of workers: on this machine or on a cluster, with or without GPUs."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ _JOB_VARIABLE, _ADDRESS_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_ADDRESS"
 
 
 def cluster_address(asked: str | None) -> str | None:
-    """Return the address of a cluster: `--address`, `RAY_ADDRESS`, or the cluster of a Ray job; None for none."""
+    """Return the cluster address: `--address`, `RAY_ADDRESS`, or the cluster of a Ray job; None without a cluster."""
     address = asked or os.environ.get(_ADDRESS_VARIABLE) or ("auto" if _JOB_VARIABLE in os.environ else None)
     return None if address == "local" else address
 
@@ -29,9 +29,9 @@ def open_engine(
     """Return the engine for `--engine`.
 
     Args:
-        gpus_per_worker: GPUs per worker; 0: none.
+        gpus_per_worker: GPUs per worker; 0 for none.
         execution: Settings of the Ray engine.
-        memory_gb: Memory that a worker of this column takes on a cluster, unless `execution` gives it.
+        memory_gb: Memory to reserve for a worker on a cluster, in GB, unless `execution` sets it.
 
     Raises:
         UserError: There are fewer GPUs than one worker needs.
@@ -42,7 +42,7 @@ def open_engine(
         return isolated_ray_engine(
             num_workers=workers,
             address=address,
-            # On one machine the user chooses the number of workers, and memory is not reserved unasked.
+            # On a single machine, the user chooses the number of workers, so memory is reserved only on request.
             need=need_of(execution, gpus=gpus_per_worker, default_memory_gb=memory_gb if address is not None else 0.0),
             execution=execution,
         )
@@ -64,7 +64,7 @@ def resolve_gpus_per_worker(asked: float | None, *, address: str | None) -> floa
     """Return the value of `--num-gpus`; the default is 1 if this machine, or the cluster at `address`, has a GPU.
 
     Raises:
-        UserError: No cluster answers at `address`.
+        UserError: No cluster is running at `address`.
     """
     if asked is not None:
         return asked
@@ -81,10 +81,9 @@ def resolve_gpus_per_worker(asked: float | None, *, address: str | None) -> floa
 def threads_per_worker(
     workers: int | None, *, gpus_per_worker: float, address: str | None, execution: Execution
 ) -> int | None:
-    """Return the number of threads per worker; None if the worker's machine decides
-    (`clipmill.prep.engines.worker_threads`).
+    """Return the number of threads per worker; None if the engine assigns it (`clipmill.prep.engines.worker_threads`).
 
-    On a CPU it is the number of cores that the worker reserves; on a GPU it is the worker's share of the cores.
+    A worker on a CPU gets the number of cores that it reserves; a worker on a GPU gets an equal part of the cores.
     """
     if not gpus_per_worker:
         return max(1, int(execution.task_cpus or 1))

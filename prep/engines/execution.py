@@ -14,7 +14,7 @@ _BYTES_PER_GB = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class Execution(Checked):
-    """Settings of the Ray engine; none of them affects what is made."""
+    """Settings of the Ray engine, which do not affect the stored bytes."""
 
     task_cpus: Annotated[float | None, CLUSTER, RARE, Range(above=0, below=10_000)] = None
     """CPUs to reserve per task. Default: 1; none for a worker with a GPU, which uses its share of the node's cores."""
@@ -28,13 +28,13 @@ class Execution(Checked):
 
     @property
     def changed_flags(self) -> list[str]:
-        """The flags whose values are not the defaults."""
+        """Flags whose values differ from the defaults."""
         return [self.flag(field.name) for field in fields(self) if getattr(self, field.name) != field.default]
 
 
 @dataclass(frozen=True)
 class Need:
-    """Resources that one worker takes on its node."""
+    """Resources that a worker takes on its node."""
 
     cpus: float
     gpus: float
@@ -49,7 +49,7 @@ class Need:
         )
 
     def room(self, resources: dict[str, float]) -> int:
-        """Return how many workers these resources have room for."""
+        """Return the number of workers that fit into these resources."""
         needs = (("CPU", self.cpus), ("GPU", self.gpus), ("memory", self.memory_bytes))
         return min((int(resources.get(resource, 0) / taken) for resource, taken in needs if taken), default=0)
 
@@ -68,11 +68,11 @@ class Need:
 
 
 def need_of(execution: Execution, *, gpus: float, default_memory_gb: float) -> Need:
-    """Return the resources that one worker takes.
+    """Return the resources that a worker takes.
 
     Args:
         gpus: GPUs per worker; 0 for a worker on a CPU.
-        default_memory_gb: Memory of a worker if the settings do not give it.
+        default_memory_gb: Memory of a worker in GB if the settings do not set it.
     """
     cpus = execution.task_cpus if execution.task_cpus is not None else 0.0 if gpus else 1.0
     memory_gb = execution.task_memory if execution.task_memory is not None else default_memory_gb

@@ -1,7 +1,7 @@
 """Run an engine in a separate process.
 
 The libraries of the engine then cannot print to the command's output or terminate the command. Ray, for example,
-terminates its process when it loses the cluster; the command keeps running and reports it.
+terminates its process when it loses the cluster; the command keeps running and reports the loss.
 """
 
 import multiprocessing
@@ -21,11 +21,11 @@ from clipmill.manifests.progress import Activity
 from clipmill.prep.engines import TICK_S, Check, Outcome, R, Refused, T, die_with_driver, exit_reason
 
 _CONTEXT = multiprocessing.get_context("spawn")
-_GRACE_S = 15.0  # for the engine to stop what it started
+_GRACE_S = 15.0  # time limit for the engine to stop the processes that it started
 
 
 class NotifyingEngine(Protocol):
-    """An engine that has lines for the user."""
+    """An engine that sends lines for the user."""
 
     def run(
         self,
@@ -41,12 +41,12 @@ class NotifyingEngine(Protocol):
 
 
 class IsolatedEngine:
-    """Runs an engine, which must be picklable, in another process, and prints its lines for the user.
+    """Engine that runs a picklable engine in a separate process, and prints its lines for the user.
 
     Args:
-        name: Name of the program in that process that may end unexpectedly; used in the message.
-        starting: Text that is shown until the engine takes the first task; None to show nothing.
-        start_limit_s: Seconds until the engine must have taken the first task; None for no limit.
+        name: Name of the program in the process for the message about its unexpected end.
+        starting: Text to show until the engine takes the first task; None to show nothing.
+        start_limit_s: Time limit in seconds for the engine to take the first task; None for no limit.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class IsolatedEngine:
             while True:
                 if not ours.poll(TICK_S):
                     if deadline_s is not None and time.monotonic() > deadline_s:
-                        process.kill()  # it may wait for Ray, and does not look at the pipe
+                        process.kill()  # the process may be waiting for Ray without reading the pipe
                         raise _start_failure(self._name, f"within {self._start_limit_s:g} s")
                     yield None
                     continue
@@ -105,19 +105,19 @@ class IsolatedEngine:
                     return
         finally:
             starting.close()
-            ours.close()  # the other process sees this and stops its workers
+            ours.close()  # the other process detects this and stops its workers
             _end(process)
 
 
 def call_isolated(function: Callable[..., Any], *arguments: object, name: str) -> Any:
-    """Call `function(*arguments)` in another process, and return its result.
+    """Call `function(*arguments)` in a separate process, and return its result.
 
     Args:
-        name: Name of the program in that process that may end unexpectedly; used in the message.
+        name: Name of the program in the process for the message about its unexpected end.
 
     Raises:
-        FailedWork: The process has ended without a result.
-        Exception: The function raised it.
+        FailedWork: The process ended without a result.
+        Exception: Exception that the function raised.
     """
     process, ours = _start_process(_serve_call, function, arguments)
     try:
@@ -131,11 +131,11 @@ def call_isolated(function: Callable[..., Any], *arguments: object, name: str) -
 
 
 def _start_process(target: Callable[..., None], *arguments: object) -> tuple[SpawnProcess, Connection]:
-    """Start `target(*arguments, pipe)` in another process, and return it with the other end of the pipe."""
+    """Start `target(*arguments, pipe)` in a new process; return the process and this process's end of the pipe."""
     ours, theirs = _CONTEXT.Pipe()
     process = _CONTEXT.Process(target=target, args=(*arguments, theirs))
     process.start()
-    theirs.close()  # so that the other process's death is seen as the end of the pipe
+    theirs.close()  # so that the end of the other process closes the pipe
     return process, ours
 
 
@@ -151,7 +151,7 @@ def _start_failure(name: str, reason: str) -> FailedWork:
 
 
 def _receive(pipe: Connection, process: SpawnProcess, *, name: str, is_starting: bool = False) -> tuple[str, Any]:
-    """Return the next message of the process: its kind, and its value."""
+    """Return the next message from the process: its kind and its value."""
     try:
         kind, value = pipe.recv()
     except (EOFError, ConnectionResetError):
@@ -186,7 +186,7 @@ def _serve(
                     _send(pipe, "outcome", (outcome.task[0], outcome.result, outcome.lost, outcome.crashed))
                 elif outcome is not None:
                     _send(pipe, "refused", outcome)
-                elif pipe.poll():  # the command sends nothing unasked: the pipe was closed
+                elif pipe.poll():  # the command sends only what was requested, so the pipe was closed
                     raise _Disconnected
             _send(pipe, "end", None)
         except _Disconnected:
@@ -216,7 +216,7 @@ def _detach() -> None:
 
 
 class _Numbered:
-    """A function applied to the second element of its argument."""
+    """Wrapper that applies a function to the second element of its argument."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
@@ -227,7 +227,7 @@ class _Numbered:
 
 
 def _tasks(pipe: Connection) -> Iterator[tuple[int, Any, str]]:
-    """Yield the command's tasks with numbers and names; each is requested from the command when it is needed."""
+    """Yield the command's tasks with numbers and names; each task is requested from the command when it is needed."""
     while True:
         _send(pipe, "next", None)
         try:
@@ -244,7 +244,7 @@ def _send_error(pipe: Connection, error: Exception) -> None:
         error.add_note("".join(traceback.format_exception(error)))
     try:
         _send(pipe, "error", error)
-    except (AttributeError, TypeError, ValueError):  # it cannot be pickled
+    except (AttributeError, TypeError, ValueError):  # the error cannot be pickled
         _send(pipe, "error", RuntimeError("".join(traceback.format_exception(error))))
 
 

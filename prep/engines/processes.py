@@ -1,7 +1,7 @@
 """The engine without Ray: worker processes on this machine, each with one task at a time.
 
-The death of a worker thus affects only its task. Workers are reused, since a new process per task would import
-everything again.
+The death of a worker therefore affects only its task. Workers are reused, because a new process for each task would
+import everything again.
 """
 
 import multiprocessing
@@ -33,7 +33,7 @@ from clipmill.prep.engines import (
 
 # A forked child would inherit locks held by the caller's threads; a spawned child does not.
 _CONTEXT = multiprocessing.get_context("spawn")
-_LEAVE_LIMIT_S = 10.0  # for an idle worker to exit
+_LEAVE_LIMIT_S = 10.0  # time limit for an idle worker to exit
 
 
 @dataclass
@@ -45,13 +45,13 @@ class _Worker:
 
     def give(self, task: object, *, tries: int) -> None:
         self.task, self.tries = task, tries
-        # A worker that died while idle is detected by its closed pipe, like any other.
+        # If the worker died while idle, its closed pipe is detected later, as for other workers.
         with suppress(BrokenPipeError):
             self.pipe.send(task)
 
 
 class ProcessEngine:
-    """Runs up to `num_workers` tasks at a time, each in a separate process.
+    """Engine that runs up to `num_workers` tasks at a time, each in a separate process.
 
     Args:
         gpus: CUDA indices of the GPUs; each worker sees one GPU. If empty, GPU visibility is unchanged.
@@ -127,14 +127,14 @@ class ProcessEngine:
             process.start()
         finally:
             sys.modules["__main__"] = main
-        theirs.close()  # so that the worker's death is seen as the end of the pipe
+        theirs.close()  # so that the end of the worker closes the pipe
         return _Worker(process, ours)
 
 
 def _work(function: Callable[[Any], Any], check: Check | None, pipe: Connection, gpu: str | None) -> None:
     die_with_driver()
     if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # torch reads it when it first uses a GPU, which is later
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # torch reads the variable later, when it first uses a GPU
     # Ctrl-C is sent to the complete process group; the driver decides what happens to its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     reason = check() if check is not None else None
@@ -152,5 +152,5 @@ def _work(function: Callable[[Any], Any], check: Check | None, pipe: Connection,
             pipe.send((None, function(task)))
         except Exception as error:  # noqa: BLE001 - raised again by the driver
             error.add_note(f"raised in a worker process by task {task!r:.500}")
-            with suppress(BrokenPipeError):  # likewise
+            with suppress(BrokenPipeError):  # the driver has exited
                 pipe.send((error, None))

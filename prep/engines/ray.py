@@ -1,18 +1,18 @@
-"""The Ray engine; no other file imports Ray. Its workers are actors, which take one task after another.
+"""The Ray engine, the only file that imports Ray. Its workers are actors, which take one task after another.
 
 The number of tasks in flight is bounded, and only kilobytes are sent and returned for each. Without an address, the
 command starts a Ray instance on this machine and stops it at the end. With an address, it joins a cluster, whose nodes
 need the same clipmill, the same ffmpeg and the data folder under the same path. Every worker is checked before its
-first task. The check is sent as source code; until a worker has passed it, function and task remain unpickled bytes. A
+first task. The check is sent by value; until a worker has passed it, function and task remain unpickled bytes. A
 node that fails the check is excluded from then on.
 
-Whoever can send work to a Ray instance runs code as its user. A private instance therefore listens on the loopback
-interface only, takes work only with a token that is made for it, and keeps its sockets in a folder of its user.
+Anyone who can send work to a Ray instance can run code as its user. A private instance therefore listens only on the
+loopback interface, accepts work only with a token created for it, and keeps its sockets in a folder of its user.
 
-A raylet starts agents (of the dashboard, of runtime environments). When it ends, they try to report that to the head of
-the instance, which has ended too, and give up only after a minute. Ray itself never removes the folder of an instance.
-So a small process, the sweeper, waits until the process that uses Ray has ended in any way, then kills the agents and
-removes the folder.
+A raylet starts agents (for the dashboard and for runtime environments). When it ends, they try to report the end to the
+head of the instance, which has ended too, and give up only after a minute. Ray never removes the folder of an instance.
+Therefore a small process, the sweeper, waits until the process that uses Ray has ended for any reason, then kills the
+agents and removes the folder.
 """
 
 import logging
@@ -36,16 +36,16 @@ from clipmill.prep.engines.execution import Execution, Need
 from clipmill.prep.engines.isolated import IsolatedEngine, call_isolated
 from clipmill.prep.engines.ray_actors import ActorRun, Nodes, Notify
 
-_GROWTH = 2  # factor of the present capacity to ask for, where an autoscaler does not tell its limit
-_LATE_LIMIT_S = 10.0  # for workers that are still starting; the run names their nodes if they are refused
+_GROWTH = 2  # factor between requested and present capacity if the autoscaler does not report its limit
+_LATE_LIMIT_S = 10.0  # time limit at the end for workers that are still starting, whose nodes may be refused
 
 
 class RayEngine:
-    """Runs tasks in Ray actors, which keep what the function has loaded.
+    """Engine that runs tasks in Ray actors, which keep everything that the function has loaded.
 
     Args:
-        num_workers: Maximum number of workers; None for all that fit.
-        address: Address of an existing cluster (`auto`, or host:port); None starts a private instance.
+        num_workers: Maximum number of workers; None for as many as fit.
+        address: Address of an existing cluster (`auto`, or host:port); None to start a private instance.
         need: Resources of a worker.
     """
 
@@ -77,11 +77,11 @@ class RayEngine:
         if self._address is None:
             # Ray reads the settings of a private instance when it is imported.
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-            # The only switch that makes every process of Ray listen on the loopback interface, on Linux too.
+            # This variable is the only way to make all Ray processes listen on the loopback interface, even on Linux.
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         ray = import_ray()
-        no_name = getattr(function, "__name__", "task")
-        given = ((task, name(task) if name is not None else no_name) for task in tasks)
+        default_name = getattr(function, "__name__", "task")
+        named_tasks = ((task, name(task) if name is not None else default_name) for task in tasks)
         where = name_of_cluster(self._address)
         # Ray reports lost workers on standard output, which is reserved for results, even during its shutdown.
         with redirect_stdout(sys.stderr):
@@ -100,7 +100,7 @@ class RayEngine:
                     task_retries=self._execution.task_retries,
                     num_actors=lambda: self._num_actors(nodes),
                 )
-                yield from run.outcomes(given)
+                yield from run.outcomes(named_tasks)
                 if check is not None and self._address is not None:
                     yield from run.late_refusals(limit_s=_LATE_LIMIT_S)
             except (ray.exceptions.RayError, ConnectionError) as error:
@@ -111,7 +111,7 @@ class RayEngine:
                 ray.shutdown()
 
     def _num_actors(self, nodes: Nodes) -> int:
-        """Return how many actors to ask for; actors without room on a cluster make an autoscaler start nodes."""
+        """Return the number of actors to request; actors that do not fit make an autoscaler start nodes."""
         room, largest_room = nodes.capacities()
         if self._address is None:
             return max(1, min(room, self._num_workers or room))
@@ -127,10 +127,10 @@ def isolated_ray_engine(*, num_workers: int | None, address: str | None, need: N
 
 
 def count_cluster_gpus(address: str) -> float:
-    """Return the number of GPUs of a cluster, or the number that its autoscaler may start if that is larger.
+    """Return the number of GPUs in a cluster, or the number that its autoscaler may start, if it is larger.
 
     Raises:
-        UserError: No cluster answers at the address.
+        UserError: No cluster is running at the address.
     """
     with Activity(starting_text(address)):
         num_gpus: float = call_isolated(_count_gpus, address, name=name_of_cluster(address))
@@ -148,7 +148,7 @@ def _count_gpus(address: str) -> float:
 
 
 def import_ray() -> Any:
-    """Import Ray with settings that it reads from the environment when it is imported.
+    """Import Ray, after setting the environment variables that Ray reads when it is imported.
 
     Raises:
         UserError: Ray is not installed.
@@ -156,10 +156,10 @@ def import_ray() -> Any:
     # Disable usage statistics and accelerator warnings.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # The head counts as lost after this time; Ray's default is 60.
+    # Time in seconds after which the head counts as lost; Ray's default is 60.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
-    # The head notices the loss of a node after 15 s. A call whose worker does not answer waits until it is known which
-    # of the two was lost; Ray's default is one second.
+    # The head detects the loss of a node after 15 s. A call whose worker does not respond waits until it is known
+    # whether the worker or the node was lost; Ray's default is one second.
     os.environ.setdefault("RAY_timeout_ms_task_wait_for_death_info", "60000")
     try:
         import ray
@@ -170,7 +170,7 @@ def import_ray() -> Any:
     return ray
 
 
-START_LIMIT_S = 60.0  # for Ray to start on this machine; 5 s on an idle one
+START_LIMIT_S = 60.0  # time limit for Ray to start on this machine, which takes 5 s if the machine is idle
 _ANSWER_LIMIT_S = 10.0
 _START_HINT = "start one with `ray start --head`, or give --engine processes to use this machine only"
 _TOKEN_HINT = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or ~/.ray/auth_token as on the nodes of the cluster"
@@ -215,9 +215,9 @@ def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> No
         name_agents(ray)
         return
     try:
-        # Ray itself would try for minutes to reach a cluster that does not answer, or refuses the token.
+        # Ray would try for minutes to reach a cluster that does not respond, or that refuses the token.
         server = address
-        if address == "auto":  # the cluster that was started last on this machine, which may have ended
+        if address == "auto":  # the last cluster that was started on this machine, which may have ended
             server = ray._private.services.canonicalize_bootstrap_address_or_die(address)
         host, _, port = server.rpartition(":")
         if host and port.isdigit() and "://" not in server:
@@ -244,7 +244,7 @@ def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> No
 def _init(ray: Any, **options: Any) -> None:
     """Call `ray.init` from a folder without Python files.
 
-    Workers import from the folder of the caller before all others, so a `numpy.py` of the user would be run.
+    Workers search the caller's folder first when they import, so they would run a `numpy.py` in it.
     """
     with chdir(sys.prefix):
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
@@ -270,7 +270,7 @@ _sweepers: "list[subprocess.Popen[str]]" = []  # this process holds their pipes 
 
 
 def start_sweeper(folder: Path) -> None:
-    """Have `folder` removed, and the agents of `name_agents` killed, once this process has ended."""
+    """Start a process that removes `folder`, and kills the agents from `name_agents`, once this process has ended."""
     null = subprocess.DEVNULL
     command = [sys.executable, "-I", "-S", "-c", _SWEEPER, os.fspath(folder)]
     sweeper = subprocess.Popen(
@@ -280,7 +280,7 @@ def start_sweeper(folder: Path) -> None:
 
 
 def name_agents(ray: Any) -> None:
-    """Tell the last sweeper the children of the raylet that this process has started."""
+    """Send the process ids of the children of this process's raylet to the last sweeper."""
     raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
     pipe = _sweepers[-1].stdin
     assert pipe is not None
@@ -292,7 +292,7 @@ def running_processes() -> "list[tuple[int, int, str]]":
     """Return PID, PID of the parent, and start time (in ticks) of all processes."""
     processes = []
     for folder in Path("/proc").iterdir():
-        with suppress(OSError, ValueError):  # not a process, or it has ended
+        with suppress(OSError, ValueError):  # the folder is not a process, or the process has ended
             pid = int(folder.name)
             fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
             processes.append((pid, int(fields[1]), fields[19]))

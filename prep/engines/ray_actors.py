@@ -1,13 +1,14 @@
 """Run a function in Ray actors: workers that take one task after another and keep what the function has loaded.
 
-A worker is checked when it starts, on any node, and gets its first task once it has passed. When no task is left for
-it, it ends, and its resources become free.
+A worker is checked when it starts, and gets its first task once it has passed the check. When no task is left for a
+worker, it ends, and its resources become free.
 
-Ray restarts no actor and repeats no call here, because its counts cannot tell the cause: a task may kill its workers,
-but it does not take a node away. So the engine counts both for each task, and a new worker replaces a lost one.
+Ray's own restarts of actors and retries of calls are disabled, because Ray does not distinguish the causes: a task may
+kill its worker, but the loss of a node is rarely its fault. The engine counts both for each task, and replaces a lost
+worker with a new one.
 
-Ray sends nested classes by value, so the actor class here needs no clipmill on a node before its check has passed;
-until then, function and task stay serialised bytes.
+Ray sends nested classes by value, so a node does not need clipmill to load the actor class. Until the check has passed,
+function and task stay serialised bytes.
 """
 
 import os
@@ -37,11 +38,11 @@ Notify = Callable[[str], None]  # shows a line to the user
 _NODE_LABEL = "ray.io/node-id"
 _CHECK_INTERVAL_S = 2.0
 _REPORT_INTERVAL_S = 60.0
-_MOST_AWAITED = 1000  # workers to ask an autoscaler for if it has no limit
+_MOST_AWAITED = 1000  # maximum number of workers to request from an autoscaler
 
 
 class Nodes:
-    """The nodes that can run workers, and those that get no tasks.
+    """The nodes that can run workers, and the nodes that get no tasks.
 
     Args:
         need: Resources of a worker; a node with less never gets a task.
@@ -69,7 +70,7 @@ class Nodes:
         }
 
     def refuse(self, node_id: str, reason: str) -> Iterator[Refused]:
-        """Exclude a node from now on; yield it if it was not excluded before.
+        """Exclude a node from now on; yield it unless it was excluded already.
 
         Raises:
             UserError: No node is left.
@@ -82,13 +83,13 @@ class Nodes:
         yield refused
 
     def lose(self, node_id: str) -> Iterator[Refused]:
-        """Yield a node that was lost, the first time."""
+        """Yield a lost node, unless it was yielded before."""
         if node_id not in self._lost | self._refused.keys():
             self._lost.add(node_id)
             yield Refused(self.name_of(node_id), "it was lost; its tasks run on other nodes")
 
     def is_refused(self, node_id: str) -> bool:
-        """Return True for a node that gets no tasks."""
+        """Return True if a node gets no tasks."""
         return node_id in self._refused
 
     def has_other(self, node_ids: Collection[str]) -> bool:
@@ -106,15 +107,15 @@ class Nodes:
         return any(node["NodeID"] == node_id and node["Alive"] for node in self._ray.nodes())
 
     def places(self) -> dict[str, str]:
-        """Return the nodes of the workers of this run that are starting, by actor id; Ray never gives up on them."""
+        """Return the nodes of this run's starting workers, by actor id; Ray has no time limit for a start."""
         job = self._ray.JobID.from_hex(self._ray.get_runtime_context().get_job_id())
         actors = self._ray._private.state.actors(job_id=job, actor_state_name="PENDING_CREATION")
         return {actor_id: actor["Address"]["NodeID"] for actor_id, actor in actors.items()}
 
     def capacities(self) -> tuple[int, int]:
-        """Return how many workers the nodes have room for: the living ones, and all that an autoscaler may start.
+        """Return the number of workers that fit on the living nodes, and on all nodes that an autoscaler may start.
 
-        The numbers are a few seconds old; the second one is 0 if it is unknown.
+        The numbers may be a few seconds old; the second number is 0 if it is unknown.
         """
         if time.monotonic() - self._counted_s > _CHECK_INTERVAL_S:
             self._counted_s = time.monotonic()
@@ -132,7 +133,7 @@ class Nodes:
             UserError: All nodes were refused, or no node has appeared within the time limit.
             FailedWork: The last node was lost, and no other node has appeared within the time limit.
         """
-        # The run calls this at every tick, and asking Ray takes milliseconds.
+        # The run calls this method at every tick, but a query to Ray takes milliseconds.
         now_s = time.monotonic()
         if now_s - self._checked_s < _CHECK_INTERVAL_S and not at_once:
             return
@@ -179,29 +180,29 @@ class Nodes:
         )
 
     def _able_nodes(self) -> list[Any]:
-        """Return the living nodes that can run workers, including refused ones."""
+        """Return the living nodes that can run workers, including refused nodes."""
         return [node for node in self._ray.nodes() if node["Alive"] and self.need.fits(node["Resources"])]
 
 
-_TASKS_PER_ACTOR = 2  # the task that it works on, and the next one, so that it need not wait for the command
-_START_LIMIT_S = 300.0  # for the first worker of a node; Ray may have to prepare the runtime environment of a job
-_LOOKS = 10  # within this time
-_MAX_FAILED_STARTS = 3  # per actor, one after another
-_MAX_LOST_NODES = 10  # for one task, which may take its nodes down
-_MAX_FAULTS = 2  # consecutive tasks that a node fails and another node does, before the node is refused
-_MAX_DOUBTS = 3  # nodes that try a task whose failure its inputs may have caused
+_TASKS_PER_ACTOR = 2  # the running task, and the next one, so that the actor need not wait for the command
+_START_LIMIT_S = 300.0  # limit for a node's first worker to start; Ray may have to prepare a job's runtime environment
+_LOOKS = 10  # number of checks within this time
+_MAX_FAILED_STARTS = 3  # maximum number of consecutive failed starts per actor
+_MAX_LOST_NODES = 10  # maximum number of lost nodes per task, because a task may take its nodes down
+_MAX_FAULTS = 2  # consecutive tasks that a node fails, but another node completes, before the node is refused
+_MAX_DOUBTS = 3  # maximum number of nodes that try a task whose inputs may have caused its failure
 
 Events = Iterator[Outcome[Any, Any] | Refused | None]
 
 
 @dataclass(eq=False)
 class _Attempt:
-    """A task, and the number of losses of its worker.
+    """A task, and its failed attempts.
 
     Attributes:
-        name: Name of the task where Ray lists it.
-        num_deaths: Number of deaths of its worker; the loss of a node counts in `num_lost_nodes` instead.
-        failed_on: Ids of the nodes whose machine has failed the task, with the reasons.
+        name: Name of the task in Ray's lists.
+        num_deaths: Number of its workers that died; the loss of a node is counted in `num_lost_nodes` instead.
+        failed_on: Ids of the nodes that failed the task because of a machine fault, with the reasons.
     """
 
     task: Any
@@ -223,8 +224,8 @@ class ActorRun:
     """One run of a function in Ray actors.
 
     Args:
-        task_retries: Number of times to try a task again whose worker died.
-        num_actors: Function that returns the number of actors to have, at least 1.
+        task_retries: Number of times to retry a task whose worker died.
+        num_actors: Function that returns the desired number of actors, at least 1.
     """
 
     def __init__(
@@ -251,7 +252,7 @@ class ActorRun:
         self._num_faults = Counter[str]()  # faults of each node since its last task without a fault
 
     def outcomes(self, given: Iterator[tuple[Any, str]]) -> Events:
-        """Run the tasks, each given with its name; see `clipmill.prep.engines.Engine.run`."""
+        """Run the tasks, which come as pairs (task, name); see `clipmill.prep.engines.Engine.run`."""
         while True:
             num_actors = self._num_actors()
             while len(self._waiting) + len(self._busy) < _TASKS_PER_ACTOR * num_actors:
@@ -261,13 +262,13 @@ class ActorRun:
                 self._waiting.append(_Attempt(*new))
             if not self._waiting and not self._busy:
                 return
-            # Actors that the nodes have no room for make an autoscaler start additional nodes.
+            # Actors that do not fit on the nodes make an autoscaler start additional nodes.
             while len(self._starting) < min(len(self._waiting), num_actors - len(self._busy)):
                 avoided = set.intersection(*(set(attempt.failed_on) for attempt in self._waiting))
                 options = self._nodes.options(avoided=avoided)
                 handle = self._kind.options(max_restarts=0, max_task_retries=0, **options).remote()
                 self._starting[handle.arrive.remote()] = handle
-            # With neither room nor a task for it, a worker would start at the end of the run, for nothing.
+            # Without room and without a task, a worker would start needlessly at the end of the run.
             while len(self._starting) > max(len(self._waiting), self._nodes.capacities()[0] - len(self._busy)):
                 self._ray.kill(self._starting.popitem()[1])
             yield from self._refuse_silent()
@@ -293,7 +294,7 @@ class ActorRun:
         """Handle the start of an actor."""
         handle = self._starting.pop(call)
         error, answer = self._answer(call)
-        if error is not None:  # its node was lost, or the reason affects the next actor as well
+        if error is not None:  # the node was lost, or the cause may affect the next actor as well
             self._num_failed_starts += 1
             if self._num_failed_starts >= _MAX_FAILED_STARTS * self._num_actors():
                 raise error
@@ -307,7 +308,7 @@ class ActorRun:
             yield from self._nodes.refuse(node_id, reason)
 
     def _refuse_silent(self) -> Events:
-        """Refuse the nodes on which no worker has started in time, for example because Python is damaged there."""
+        """Refuse the nodes on which no worker has started in time, for example because of a damaged Python."""
         now_s = time.monotonic()
         if not self._starting or now_s - self._looked_s < _START_LIMIT_S / _LOOKS:
             return
@@ -323,7 +324,7 @@ class ActorRun:
                 yield from self._nodes.refuse(node_id, reason)
 
     def _give(self, actor: _Actor) -> None:
-        """Give an actor the next task for its node. Without one it ends, because nothing refers to it any more."""
+        """Send an actor the next task for its node. Without a task, the actor ends, as no reference to it is left."""
         if self._nodes.is_refused(actor.node_id):
             return
         attempt = next((attempt for attempt in self._waiting if actor.node_id not in attempt.failed_on), None)
@@ -336,13 +337,13 @@ class ActorRun:
     def _end(self, call: Any) -> Events:
         """Handle the end of a task; if the machine seems to have failed, let the other nodes try the task.
 
-        A machine is the cause if another machine does the task; a task that fails on all nodes is not their fault.
+        A machine is the cause of a failure if another machine completes the task, but not if all nodes fail the task.
         """
         actor, attempt = self._busy.pop(call)
         error, result = self._answer(call)
         if error is not None:
             with suppress(self._ray.exceptions.RayError):
-                self._ray.kill(actor.handle)  # Ray may only have lost sight of it
+                self._ray.kill(actor.handle)  # the actor may still be running, although Ray reports its loss
             is_node = not self._nodes.is_alive(actor.node_id)
             if is_node:
                 yield from self._nodes.lose(actor.node_id)
@@ -375,10 +376,10 @@ class ActorRun:
         self._give(actor)
 
     def _answer(self, call: Any) -> tuple[Exception | None, Any]:
-        """Return how the worker of a call was lost, or None, and the result of the call.
+        """Return the error with which the worker of a call was lost, or None, and the result of the call.
 
         Raises:
-            Exception: The function itself raised it.
+            Exception: Exception that the function raised.
             UserError: The runtime environment of a Ray job cannot be set up.
             ConnectionError: The Ray instance has ended.
         """
@@ -401,10 +402,10 @@ class ActorRun:
 
 
 def worker_class(ray: Any, check: Check | None, need: Need) -> type:
-    """Return an actor class that runs serialised calls; its `arrive` must be called first.
+    """Return an actor class that runs serialised calls; its method `arrive` must be called first.
 
     Args:
-        check: Function that returns why the actor must not work; sent by value if it is in
+        check: Function that returns the reason why the actor must not work; sent by value if it is defined in
             `clipmill.prep.engines.admission`.
         need: Resources of a worker, which decide its number of threads.
     """
@@ -413,10 +414,10 @@ def worker_class(ray: Any, check: Check | None, need: Need) -> type:
 
     class Worker:
         def arrive(self) -> tuple[str, str | None]:
-            """Return the node id, and why the actor must not work there; the call returns once it has started."""
+            """Return the node id, and the reason why the actor must not work; the call returns once it has started."""
             node_id = ray.get_runtime_context().get_node_id()
             threads = cpus
-            if not threads:  # its share of the cores, by its share of the GPUs
+            if not threads:  # use a part of the cores in proportion to the worker's part of the GPUs
                 (node,) = (node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
                 threads = node.get("CPU", 1) * gpus / max(gpus, node.get("GPU", 0))
             os.environ[variable] = str(max(1, int(threads)))
@@ -424,8 +425,8 @@ def worker_class(ray: Any, check: Check | None, need: Need) -> type:
             if reason is None:
                 from clipmill.prep.engines import die_with_parent
 
-                # A worker whose node has exited, as happens when a driver is killed, would otherwise continue its task
-                # for a while.
+                # Otherwise a worker would continue its task for a while after its node has exited, which happens when a
+                # driver is killed.
                 die_with_parent()
             return node_id, reason
 

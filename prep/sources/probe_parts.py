@@ -1,12 +1,12 @@
-"""Source probing that the parts of a run (`--part K/N`) divide, one share of the sources after another.
+"""Divide the probing of sources among the parts of a run (`--part K/N`), in shares of the sources.
 
-Share s of S has the sources whose row in the manifest modulo S is s. A part claims a share (`PartRun.claim_share`),
-reads its new and changed sources, and stores their probes in `<data>/.probes/<s>-of-<S>.parquet`, at intervals and at
-the end. After the death of a part, another part claims its share and continues from that file. The part that plans adds
-all shares to `probes.parquet`.
+Share s of S contains the sources whose row in the manifest modulo S is s. A part claims a share
+(`PartRun.claim_share`), reads its new and changed sources, and stores their probes in
+`<data>/.probes/<s>-of-<S>.parquet`, at intervals and at the end. If a part dies, another part claims its share and
+continues from this file. The part that plans adds all shares to `probes.parquet`.
 
-A share is only a cache: a row is used if path, size and time are those that its reader sees, as in `probes.parquet`. A
-file that is late, outdated or missing costs time, and never changes a plan.
+A share is only a cache: as in `probes.parquet`, a row is used only if path, size and modification time match the
+source. A late, outdated or missing file costs time, but never changes a plan.
 """
 
 import math
@@ -30,11 +30,11 @@ from clipmill.prep.sources.table import PROBES, SHARES_FOLDER, FileStates, Probi
 if TYPE_CHECKING:
     from clipmill.prep.core.parts import PartRun
 
-_SHARES_PER_PART = 8  # a part that is killed loses little, and parts of unequal speed end together
+_SHARES_PER_PART = 8  # small shares: a killed part loses little, and parts of unequal speed end at the same time
 
 
 def num_shares(states: FileStates, *, num_parts: int) -> int:
-    """Return the number of shares, which is the same for all parts: the manifest and the sizes of its files give it."""
+    """Return the number of shares, a function of the sizes of the files, so that it is the same in all parts."""
     num_sources, num_bytes = len(states.size_bytes), int(states.size_bytes.clip(0).sum())
     useful = max(math.ceil(num_sources / MAX_SOURCES), math.ceil(num_bytes / MAX_BYTES), 1)
     return max(1, min(useful, num_sources, _SHARES_PER_PART * num_parts))
@@ -50,10 +50,11 @@ def probe_in_parts(
     part_run: "PartRun",
     probing: Probing,
 ) -> bool:
-    """Read shares of the files until none is left, and store their probes. Afterwards it is time to plan.
+    """Read shares of the files until no share is left, and store their probes. The caller can plan afterwards.
 
     Returns:
-        is_first: True if no other part has planned: this part has the turn, and adds the shares to the stored probes.
+        is_first: True if no other part has planned. Then this part has the turn, and must add the shares to the stored
+            probes.
 
     Args:
         known: Earlier probes (PROBES) of the files to read, if any.
@@ -68,7 +69,7 @@ def probe_in_parts(
         return folder / f"{share}-of-{count}.parquet"
 
     def has_changed(path: Path) -> bool:
-        """Return True if the file exists and is not the one that this function has seen before."""
+        """Return True if the file exists and has changed since the last call."""
         with suppress(FileNotFoundError):
             state = path.stat()
             before, seen[path] = seen.get(path), (state.st_size, state.st_mtime_ns)
@@ -76,10 +77,10 @@ def probe_in_parts(
         return False
 
     def find_unfinished() -> list[int]:
-        """Return the shares with sources whose probes are neither in the file of the share nor in the table of all."""
-        with folder_lock(data_dir):  # which refreshes the table in a bucket
+        """Return the shares with sources whose probes are neither in the share's file nor in `probes.parquet`."""
+        with folder_lock(data_dir):  # taking the lock also refreshes the table in a bucket
             refresh(folder)
-        if unfinished and has_changed(data_dir / PROBES_FILE):  # another part has planned, and may have ended since
+        if unfinished and has_changed(data_dir / PROBES_FILE):  # another part has planned, and may have ended already
             table = read_probes(data_dir, columns=["path", "size_bytes", "mtime_ns", "code"])
             table = table.filter(pc.is_in(table["path"], value_set=paths.take(pa.array(todo))))
             _, is_hit = probing.match(paths.take(pa.array(todo)), states.take(todo), table)
@@ -97,12 +98,12 @@ def probe_in_parts(
 
     while (share := part_run.claim_share(find_unfinished)) is not None:
         rows, save = todo[share_of == share], partial(write_table_file, file_of(share))
-        of_share, file_states = paths.take(pa.array(rows)), states.take(rows)
+        share_paths, file_states = paths.take(pa.array(rows)), states.take(rows)
         folder.mkdir(exist_ok=True)
         former = add_shares(known, [file_of(share)])
-        former_rows, is_hit = probing.match(of_share, file_states, former)
+        former_rows, is_hit = probing.match(share_paths, file_states, former)
         show = partial(lambda before, number, _: probing.on_progress(before + number, len(todo)), num_done)
-        save(replace(probing, on_progress=show).probe(of_share, file_states, former, former_rows, is_hit, save=save))
-        unfinished.pop(share, None)  # whatever this machine sees of the file: no share is claimed twice
+        save(replace(probing, on_progress=show).probe(share_paths, file_states, former, former_rows, is_hit, save=save))
+        unfinished.pop(share, None)  # never claim a share twice, even if its file is not visible here yet
         num_done += len(rows)
     return part_run.is_first

@@ -133,12 +133,12 @@ def _stat_local(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
 
 @dataclass(eq=False)
 class _Slice:
-    """A slice of the paths, beginning at row `begin`, with the results so far.
+    """A slice of the paths, starting at row `begin`, with the results so far.
 
     Attributes:
-        paths: Paths as text, only while they are being checked, because the paths of all slices would be large.
-        numbers: Size and modification time of one file after another, as numbers, which take less memory than pairs.
-        failures: Failure of each file that could not be checked, by the file's number in the slice.
+        paths: Paths as strings, set only while they are being checked, to save memory.
+        numbers: Size and modification time of each checked file, in a flat array, which takes less memory than pairs.
+        failures: Failure of each file that could not be checked, by the number of the file in the slice.
     """
 
     begin: int
@@ -155,7 +155,7 @@ class _Slice:
         for path in self.paths:
             self.since_s = time.monotonic()
             try:
-                state = os.stat(path)  # noqa: PTH116 - a Path for each of a million files takes its time
+                state = os.stat(path)  # noqa: PTH116 - creating a Path for each of a million files is slow
                 size_bytes, mtime_ns = state.st_size, state.st_mtime_ns
             except (OSError, ValueError) as error:
                 if not self.is_abandoned:
@@ -178,32 +178,32 @@ class _Slice:
         return time.monotonic() - self.since_s > min(STAT_LIMIT_S, _SHORT_LIMIT_S if is_slow else STAT_LIMIT_S)
 
     def abandon(self) -> "_Slice":
-        """Abandon the thread that is blocked on a path; return this path and all later ones as a new slice."""
+        """Abandon the thread that is blocked on a path; return this path and all later paths as a new slice."""
         self.is_abandoned = True
         self.numbers = self.numbers[: 2 * self.num_done]
         return _Slice(self.begin + self.num_done, self.given.slice(self.num_done))
 
 
 def _check_slices(waiting: "SimpleQueue[_Slice]", working: set[_Slice], ended: "SimpleQueue[_Slice]") -> None:
-    """Check slices, in a thread, until none is waiting. A thread whose slice was abandoned ends."""
+    """Check slices, in a thread, until the queue is empty. A thread whose slice was abandoned ends."""
     while True:
         try:
-            mine = waiting.get_nowait()
+            piece = waiting.get_nowait()
         except Empty:
             return
-        mine.since_s = time.monotonic()
-        working.add(mine)
-        mine.stat_all()
-        ended.put(mine)
-        if mine.is_abandoned:
+        piece.since_s = time.monotonic()
+        working.add(piece)
+        piece.stat_all()
+        ended.put(piece)
+        if piece.is_abandoned:
             return
 
 
 _SAVE_INTERVAL_S = 30.0
-_MAX_SAVING = 0.03  # share of the time that may be spent on saving, whose duration grows with the number of probes
-_FRESH_AT_ONCE = 4096  # probes held as Python objects
-_MAX_REFUSED = 100  # sources in a row to which access is refused, after which the others are not asked for
-_NEVER = -1  # an impossible modification time: the row is not reused by the next run
+_MAX_SAVING = 0.03  # maximum fraction of the time for saving, which takes longer the more probes there are
+_FRESH_AT_ONCE = 4096  # maximum number of probes held as Python objects
+_MAX_REFUSED = 100  # number of consecutive sources with refused access after which no further source is requested
+_NEVER = -1  # impossible modification time, so that the next run does not reuse the row
 # Increment this when probes begin to accept files that they used to reject: older failures are then probed again.
 _RULES = {b"probe_rules": b"3"}
 
@@ -223,7 +223,7 @@ PROBES = pa.schema(
         pa.field("key_gap_s", pa.float64()),
         pa.field("num_audio", pa.int32()),
         pa.field("timeline", pa.string()),  # JSON (clipmill.shards.timeline)
-        pa.field("notes", pa.string()),  # surprising properties, a line each
+        pa.field("notes", pa.string()),  # unusual properties, one per line
     ],
     metadata=_RULES,
 )
@@ -235,11 +235,11 @@ def read_probes(
     """Return the stored probes (schema PROBES); empty if they are missing or damaged. No source is read.
 
     Args:
-        paths: Paths of the manifest, which are returned as the column of paths if they are the same.
+        paths: Paths of the manifest, returned in place of an equal column of paths, which saves memory.
         columns: Names of the columns to return; None for all.
 
     Raises:
-        OSError: The file exists but cannot be read now. Discarding it would lose facts about vanished sources.
+        OSError: The file exists but cannot be read now. Discarding it would lose properties of vanished sources.
     """
     try:
         expected = None if paths is None else {"path": paths}
@@ -249,10 +249,10 @@ def read_probes(
 
 
 def add_shares(known: pa.Table, files: Iterable[Path]) -> pa.Table:
-    """Return probes with the results of parts before them, which nobody has added yet (`probe_parts.py`).
+    """Return probes, preceded by the results of parts that were not added yet (`probe_parts.py`).
 
-    Of several rows of a path, the first one counts. A failure of a part does not replace a row, which may have the
-    facts of a source that has vanished since.
+    If a path has several rows, the first one counts. A failure from a part does not replace a row, because the row may
+    contain the properties of a source that has vanished since.
 
     Args:
         files: Files of the parts, which may be missing.
@@ -260,10 +260,10 @@ def add_shares(known: pa.Table, files: Iterable[Path]) -> pa.Table:
     for path in files:
         try:
             share = read_table_file(path, schema=PROBES)
-        except (FileNotFoundError, ValueError):  # damaged, or of another version: its sources are read again
+        except (FileNotFoundError, ValueError):  # damaged, or from a different version: its sources are read again
             continue
         if share.schema.metadata == PROBES.metadata:
-            # The table of probes may be large: it is neither copied nor hashed.
+            # The table of probes may be large, so do not copy or hash it.
             former = known["path"].filter(pc.is_in(known["path"], value_set=share["path"]))
             is_new = pc.invert(pc.is_in(share["path"], value_set=former))
             share = share.filter(pc.or_(is_new, pc.is_null(share["code"])))
@@ -272,13 +272,13 @@ def add_shares(known: pa.Table, files: Iterable[Path]) -> pa.Table:
 
 
 def share_files(data_dir: Path) -> list[Path]:
-    """Return the files with probes of parts, in the order of their names."""
+    """Return the files with the probes of parts, sorted by name."""
     folder = data_dir / SHARES_FOLDER
     return sorted(path for path in folder.iterdir() if _SHARE.fullmatch(path.name)) if folder.is_dir() else []
 
 
 def remove_shares(data_dir: Path) -> None:
-    """Remove the probes of parts and what killed parts left beside them; the folder stays if other files are in it."""
+    """Remove the probes of parts and temporary files of killed parts; keep the folder if it contains other files."""
     if (folder := data_dir / SHARES_FOLDER).is_dir():
         remove(*share_files(data_dir), *temporaries_in(folder))
         with suppress(OSError):
@@ -311,11 +311,11 @@ def probe_sources(
         run: Function that runs tasks in the workers of a cluster (`probe_on_workers`); None to read all files on this
             machine.
         divide: Function that reads the files together with other processes (`probe_in_parts`) before this process reads
-            the rest. It returns True if this process adds what they have read to the stored probes.
+            the remaining files. It returns True if this process must add the results to the stored probes.
         on_progress: Function to call with (number probed, number to probe).
 
     Raises:
-        StorageRefused: A bucket refuses the credentials, or it or a server refuses many sources in a row.
+        StorageRefused: A bucket refuses the credentials, or a bucket or server refuses many consecutive sources.
     """
     states = stat_files(paths, num_threads=num_workers)
     probing = Probing(num_workers, retry_failed, run, on_progress)
@@ -325,7 +325,7 @@ def probe_sources(
     adds_shares = True
     if divide is not None:
         if len(todo := np.flatnonzero(~is_hit)):
-            # All probes are read again later, and should not be in memory twice.
+            # All probes are read again below, and must not be in memory twice.
             stored = known = known.take(pa.array(rows[todo][rows[todo] >= 0]))
         adds_shares = divide(data_dir, paths, states, known, todo=todo, probing=probing)
         if len(todo):
@@ -345,7 +345,7 @@ def probe_sources(
 
 @dataclass(frozen=True)
 class Probing:
-    """Reader of sources with the settings of `probe_sources`, which documents them."""
+    """Source reader with the settings of `probe_sources`, which documents them."""
 
     num_workers: int
     retry_failed: bool
@@ -353,7 +353,7 @@ class Probing:
     on_progress: Callable[[int, int], None]
 
     def match(self, paths: pa.ChunkedArray, states: FileStates, known: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-        """Return the row of each path in `known`, or -1, int64 [N], and whether the path need not be read, bool [N]."""
+        """Return the row of each path in `known`, or -1, int64 [N], and True for each row that is reused, bool [N]."""
         rows = _rows_of(paths, known=known["path"])
         is_hit = rows >= 0
         is_hit[is_hit] &= np.asarray(known["size_bytes"])[rows[is_hit]] == states.size_bytes[is_hit]
@@ -376,7 +376,7 @@ class Probing:
 
         Args:
             rows, is_hit: Result of `match`.
-            save: Function that stores the probes known so far; called at intervals, and before an error.
+            save: Function that stores the probes known so far; called at intervals, and before an error is raised.
         """
         fresh = _Fresh(known)
         source = np.where(is_hit, rows, -1)
@@ -393,7 +393,7 @@ class Probing:
             state = {"size_bytes": int(states.size_bytes[row]), "mtime_ns": int(states.mtime_ns[row])}
             record = {"path": paths[row].as_py(), **state}
             if isinstance(outcome, SourceFailure):
-                # A failure that may pass is probed again by the next run.
+                # The next run probes the file again if its failure may be temporary.
                 is_known_gone = outcome.code == FailureCode.SOURCE_MISSING and record["size_bytes"] == NO_FILE
                 is_kept = outcome.is_lasting or is_known_gone
                 failure = {"code": str(outcome.code), "message": outcome.message}
@@ -421,14 +421,14 @@ def failed_sources(probes: pa.Table, *, only_passing: bool) -> np.ndarray:
     """Return the rows of failed probes, int64.
 
     Args:
-        only_passing: Omit failures that the file causes; such files are read again only after they have changed.
+        only_passing: True to omit failures that are caused by the file, which is read again only after it has changed.
     """
     is_failed = np.asarray(pc.is_valid(probes["code"]))
     return np.flatnonzero(is_failed & (np.asarray(probes["mtime_ns"]) == _NEVER) if only_passing else is_failed)
 
 
 def num_to_read(probes: pa.Table) -> int:
-    """Return how many failed sources a plan would read again, because the failure may pass or the file has changed.
+    """Return the number of failed sources that a plan would read again: failures may be temporary, files may change.
 
     Local files are checked again. Sources in buckets are not, because that would cost requests.
     """
@@ -451,7 +451,7 @@ def with_changed_files(probes: pa.Table, *, num_threads: int) -> pa.Table:
 
 
 def _changed_files(probes: pa.Table, rows: np.ndarray, *, num_threads: int) -> dict[int, SourceFailure]:
-    """Return, by row, how local files differ from their state when they were probed."""
+    """Return a failure for each local file that differs from its state when it was probed, by row."""
     rows = rows[~np.asarray(pc.match_substring(probes["path"], "://"))[rows]]
     files = probes.select(["path", "size_bytes", "mtime_ns"]).take(pa.array(rows))
     states = stat_files(files["path"], num_threads=num_threads)
@@ -462,7 +462,7 @@ def _changed_files(probes: pa.Table, rows: np.ndarray, *, num_threads: int) -> d
 
 
 class _Fresh:
-    """Probes of this run, which follow the probes that were known before."""
+    """Table of probes that starts with the known probes and grows by the probes of this run."""
 
     def __init__(self, known: pa.Table) -> None:
         self._parts = [known.cast(PROBES)]
@@ -487,29 +487,29 @@ class _Fresh:
 def _outcomes(
     paths: pa.ChunkedArray, todo: list[int], states: FileStates, *, num_workers: int, run: "Run | None"
 ) -> "Iterator[tuple[int, SourceFacts | SourceFailure]]":
-    """Yield the result for each row in `todo`; some files could not even be checked."""
+    """Yield the result for each row in `todo`, first the failures of files that could not be checked."""
     failures = states.failures
     yield from ((row, failures[row]) for row in todo if row in failures)
     readable = [row for row in todo if row not in failures]
     if not readable:
         return
-    # Size and modification time are from before the probe. If the file has grown since, the next run notices it.
-    given = paths.take(pa.array(readable)).to_pylist()
+    # Size and modification time were read before the probe. If the file has grown since, the next run detects it.
+    source_paths = paths.take(pa.array(readable)).to_pylist()
     if run is None:
         from clipmill.prep.sources.probe_processes import probe_each
 
-        outcomes = probe_each(given, max_processes=num_workers)
+        outcomes = probe_each(source_paths, max_processes=num_workers)
     else:
         from clipmill.prep.sources.probe_tasks import probe_on_workers
 
         sizes = states.size_bytes[readable].tolist()
-        outcomes = probe_on_workers(given, sizes, run=run, max_processes=num_workers)
+        outcomes = probe_on_workers(source_paths, sizes, run=run, max_processes=num_workers)
     yield from ((readable[number], outcome) for number, outcome in outcomes)
 
 
 def _rows_of(paths: pa.ChunkedArray, *, known: pa.ChunkedArray) -> np.ndarray:
-    """Return the row of each path in `known`, or -1; int64."""
-    if known.equals(paths):  # the usual case; a lookup table of a million paths would take 200 MB
+    """Return the row of each path in `known`, int64; -1 if it is missing."""
+    if known.equals(paths):  # usual case: a lookup table of a million paths would take 200 MB
         return np.arange(len(paths))
     return np.asarray(pc.fill_null(pc.index_in(paths, value_set=known), -1)).astype(np.int64)
 
