@@ -1,11 +1,11 @@
-"""Export of captioners: to transformers' VisionEncoderDecoderModel, or, with a language model, for several libraries.
+"""Export captioners as transformers' VisionEncoderDecoderModel or, with a language model, for several libraries.
 
 A captioner with a language model is exported as a folder that transformers, peft and torch open without clipmill:
 
     OUT/lm/                   the language model and its tokenizer, as transformers save them
     OUT/adapter/              peft's LoRA, if there is one
-    OUT/model.pt2             program of torch.export: normalised clips to the prefix of their captions
-    OUT/preprocessing.json    frames of a clip, their preprocessing, and the parts of the prefix
+    OUT/model.pt2             program of torch.export that maps normalised clips to the prefix of their captions
+    OUT/preprocessing.json    number and preprocessing of frames, and the parts of the prefix
     OUT/visual.safetensors    tensors of the video tower and the projector by name
     OUT/visual.json           settings of the tower and the projector
 """
@@ -53,10 +53,10 @@ from clipmill.train.weights.source import Say, Source
 
 
 def adopted_captioner(source: Source, path: Path, *, say: Say) -> Adopted | None:
-    """Convert a captioner of TimeSformer and GPT-2, whose folder has its tokenizer; None for weights without decoder.
+    """Convert a captioner of TimeSformer and GPT-2, with the tokenizer in its folder; None for weights without decoder.
 
     Raises:
-        UserError: The folder lacks the sizes or the tokenizer, which tensors cannot show.
+        UserError: The folder lacks the sizes or the tokenizer, which cannot be read from the tensors.
     """
     if not has_decoder(source.converted.tensors):
         return None
@@ -64,12 +64,12 @@ def adopted_captioner(source: Source, path: Path, *, say: Say) -> Adopted | None
     if config is None:
         raise UserError(
             f"{source.title} is a captioner without config.json and tokenizer, which its tokens need",
-            hint="name the folder that save_pretrained or train export wrote",
+            hint="use a folder that save_pretrained or train export wrote",
         )
     video = caption_config_of(config, source=str(path)).video
     assert video is not None  # a decoder without a tower is not a captioner
     trunk = video.size.trunk
-    with deferred_checks():  # they are about --model
+    with deferred_checks():  # the checks are about --model
         settings = CaptionerSettings(
             num_frames=video.num_frames,
             size_px=video.image_px,
@@ -105,9 +105,9 @@ def exported_captioner(request: ExportRequest) -> Exported:
     kind = kind_of(settings.towers)
     if kind != "timesformer":
         raise UserError(
-            f"{request.title} is a captioner with a tower of the kind {settings.towers.kind}, and the format takes a "
-            "TimeSformer only",
-            hint="export a run of --towers.kind timesformer",
+            f"{request.title} is a captioner with a tower of the kind {settings.towers.kind}, but the format takes "
+            "only a TimeSformer",
+            hint="export a run with --towers.kind timesformer",
         )
     captioner = build_captioner(settings, parts, attend=attend_with_sdpa)
     assert isinstance(captioner, Captioner)
@@ -142,8 +142,8 @@ def save_hf(
 
     Args:
         end_id: Token before and after a caption.
-        pad_id: Padding token; `end_id` by default.
-        decoding: Default decoding of `generate`; if omitted, transformers' defaults.
+        pad_id: Padding token. Default: `end_id`.
+        decoding: Default decoding of `generate`. Default: transformers' defaults.
 
     Raises:
         UserError: The video tower is not a TimeSformer.
@@ -151,8 +151,8 @@ def save_hf(
     tower, decoder = captioner.video, captioner.decoder
     if not isinstance(tower, TimeSformer):
         raise UserError(
-            f"a captioner with a {type(tower).__name__} cannot be exported: the format takes a TimeSformer only",
-            hint="export a run of --towers.kind timesformer",
+            f"a captioner with a {type(tower).__name__} cannot be exported: the format takes only a TimeSformer",
+            hint="export a run with --towers.kind timesformer",
         )
     num_patches = len(tower.positional_embedding) - 1
     shape = TimeSformerShape(
@@ -174,10 +174,10 @@ def save_hf(
 def hf_generation_config(
     *, end_id: int, pad_id: int, decoding: DecodingSettings | None = None, context_length: int | None = None
 ) -> dict[str, Any]:
-    """Return the content of generation_config.json: special tokens and the decoding of `generate`.
+    """Return the content of generation_config.json: special tokens, and decoding settings of `generate`.
 
     Args:
-        decoding: Settings; if omitted, transformers' defaults, such as 20 tokens.
+        decoding: Decoding settings. Default: transformers' defaults, such as 20 tokens.
         context_length: Maximum number of tokens of the decoder.
     """
     chosen = {} if decoding is None else generate_arguments(decoding, context_length)
@@ -185,14 +185,14 @@ def hf_generation_config(
 
 
 def generate_arguments(decoding: DecodingSettings, context_length: int | None) -> dict[str, Any]:
-    """Return arguments with which `generate` decodes according to the settings."""
+    """Return the arguments of `generate` for the given decoding settings."""
     longest = min(max_tokens_of(decoding), context_length or max_tokens_of(decoding))
     lengths = {"max_new_tokens": longest}
     if decoding.min_tokens:
         lengths["min_new_tokens"] = min(decoding.min_tokens, longest - 1)
     num_beams = num_beams_of(decoding)
     if decoding.method == "sample":
-        # Old versions restrict sampling to the 50 most probable tokens by default.
+        # By default, old versions of transformers restrict sampling to the 50 most likely tokens.
         limits = {"top_k": decoding.top_k or 0, "top_p": 1.0 if decoding.top_p is None else decoding.top_p}
         return {**lengths, "do_sample": True, "num_beams": 1, "temperature": temperature_of(decoding), **limits}
     if decoding.method == "greedy" or num_beams == 1:
@@ -266,7 +266,7 @@ def exported_language(request: ExportRequest, parts: LanguageDecoder, *, decodin
     from transformers import GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # save_pretrained would mix a progress bar with our lines
+    disable_progress_bar()  # save_pretrained would print a progress bar between other output
     settings = request.settings
     captioner = build_captioner(settings, parts, attend=attend_with_sdpa)
     assert isinstance(captioner, LanguageCaptioner)
@@ -289,7 +289,7 @@ def exported_language(request: ExportRequest, parts: LanguageDecoder, *, decodin
         "prompt_ids": [list(parts.before), list(parts.after)],
     }
     program = exported_program(replace(request, form="torch"), _Prefix(captioner), prefix)
-    visual = {name: one for name, one in request.weights.items() if not name.startswith("decoder.")}
+    visual = {name: tensor for name, tensor in request.weights.items() if not name.startswith("decoder.")}
     about = {name: value for name, value in shaping(settings).items() if name.partition(".")[0] in _SETTINGS}
 
     def write(folder: Path) -> None:

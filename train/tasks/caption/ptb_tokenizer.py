@@ -1,14 +1,14 @@
-"""Tokenizer of captions that all published caption metrics use, without Java.
+"""Tokenize captions like Stanford's PTBTokenizer, which all published caption metrics use, but without Java.
 
 The tokens equal those from `pycocoevalcap.tokenizer.PTBTokenizer`: Stanford's PTBTokenizer (CoreNLP 3.4.1,
 `-preserveLines -lowerCase`), followed by the removal of punctuation. docs/captions.md describes the comparison and the
 differences.
 
 At each position of a caption, the rule with the longest match determines the next token; of equally long matches, the
-first rule wins. Required context after a token counts for the length, but is not part of the token. The rules were
-derived by comparison with the original on some millions of strings, and agree with it on all of them.
+first rule wins. Required context after a token counts towards the length, but is not part of the token. The rules were
+derived by comparison with the original on millions of strings, and agree with it on all of them.
 
-The original is from 2014. It knows the Unicode characters of that year, in the basic plane only. Its treatment of each
+The original is from 2014, and knows only the Unicode characters of that year in the basic plane. Its treatment of each
 of these 63,000 characters was measured. `ptb_characters.tsv` lists the characters beyond ASCII as ranges of three
 kinds: a `letter` (or a digit of any script); a `mark`, which may be part of a word but not of a number; and a `symbol`,
 which is a separate token. All other characters, such as emoji, are dropped unless a rule contains them.
@@ -26,7 +26,7 @@ Rewrite = Callable[[str], str]
 # Lists of words, separated by spaces.
 
 # These words keep their full stop. A sentence may end with a word of the first group, but not of the second. This
-# matters if a letter follows at once: "etc.x" is two tokens, "mr.x" is one.
+# matters if a letter follows directly: "etc.x" is two tokens, "mr.x" is one token.
 ABBREVIATIONS_AT_ENDS = (
     "al ala apr ariz assn aug bancorp bhd bldg blvd bros calif co colo conn corp cos ct dak dec esq est etc ext feb "
     "fla fri ga inc ind intl jan jr jul jun kan kans ky ltd mar md mich minn mo mon mont neb nev nov oct okla penn "
@@ -37,15 +37,15 @@ ABBREVIATIONS_BEFORE_NAMES = (
     "gov govs hon insp invt jos lieut lt maj messrs mlle mme mr mrs ms msgr mt natl pfc ph pres prof profs pvt rep "
     "reps rev sen sens sfc sgt spc st ste supt treas vs wm"
 )
-# Abbreviations only if capitalised, because they are words otherwise: "Mass." and "mass".
+# Words that are abbreviations only if they are capitalised: "Mass." and "mass".
 ABBREVIATIONS_WITH_CAPITALS = "ark az del ill la mass miss ore pa tex wash"
-# Abbreviations only before a number: "no. 5", but "no."
+# Words that are abbreviations only before a number: "no. 5", but "no."
 ABBREVIATIONS_BEFORE_NUMBERS = "art ca fig figs no nos op pp prop"
 
 # Words that are two tokens.
 DOUBLE_WORDS = (("can", "not"), ("gim", "me"), ("gon", "na"), ("got", "ta"), ("lem", "me"), ("wan", "na"))
 
-# Words that are one token in spite of their apostrophe.
+# Words that are one token despite their apostrophe.
 WORDS_WITH_APOSTROPHES = "nor'easter c'mon c'est e'er s'mores ev'ry li'l nat'l cap'n"
 
 # If these words are capitalised and follow a letter with a full stop, they begin a sentence: "the U.S. The man".
@@ -75,7 +75,7 @@ class Rule:
 
 
 def _replace_spaces(token: str) -> str:
-    """Replace spaces within a token, because they must differ from spaces between tokens."""
+    """Replace the spaces within a token by no-break spaces, to distinguish them from spaces between tokens."""
     return token.replace(" ", "\u00a0")
 
 
@@ -243,10 +243,10 @@ def character_classes() -> dict[str, str]:
     return inside
 
 
-# The original converts brackets to lower case ("-lrb-") before it drops punctuation, so it never drops brackets.
+# The original converts brackets to lower case ("-lrb-") before it drops punctuation, so it does not drop brackets.
 PUNCTUATION = frozenset(["''", "'", "``", "`", "-LRB-", "-RRB-", "-LCB-", "-RCB-", *".?!,:;-", "--", "..."])
 
-# At these characters, the original starts a new line, so that its caller loses count of the captions.
+# The original starts a new line at these characters, which shifts all later captions of its caller.
 _LINE_ENDS = re.compile("[\n\r\x0b\x0c\u2028\u2029]")
 _SOFT_HYPHEN = "\u00ad"
 # Fast path: most captions consist of letters and spaces, perhaps with a full stop.
@@ -263,7 +263,7 @@ def tokenize(caption: str) -> str:
         words = caption.lower().removesuffix(".").split()
         if words[-1] not in _special_words() and _DOUBLE.isdisjoint(words):
             return " ".join(words)
-    line = " ".join(tokens_of(caption)).rstrip()  # like the original; it matters for an address before a wide space
+    line = " ".join(tokens_of(caption)).rstrip()  # as in the original, which matters for a URL before a wide space
     return " ".join(token for token in line.split(" ") if token not in PUNCTUATION)
 
 
@@ -280,28 +280,28 @@ def tokens_of(caption: str) -> list[str]:
     text = _LINE_ENDS.sub(" ", caption).replace(_SOFT_HYPHEN, "") + "\n\n"
     end = len(text) - 2
     tokens: list[str] = []
-    place = 0
-    while place < end:
-        if plain := _PLAIN.match(text, place):
+    position = 0
+    while position < end:
+        if plain := _PLAIN.match(text, position):
             token = plain[1].lower()
             if token not in _DOUBLE:
                 tokens.append(token)
-                place = plain.end(1)
+                position = plain.end(1)
                 continue
-        if space := _SKIPPED.match(text, place):
-            place = space.end()
+        if space := _SKIPPED.match(text, position):
+            position = space.end()
             continue
-        token, place = _next_token(text, place)
+        token, position = _next_token(text, position)
         if token:
             tokens.append(token)
     return tokens
 
 
-def _next_token(text: str, place: int) -> tuple[str, int]:
+def _next_token(text: str, position: int) -> tuple[str, int]:
     """Return the token at a position, and the position after it; the token is empty for a dropped character."""
-    matches = [(match, rule) for rule in rules() if (match := rule.pattern.match(text, place))]
+    matches = [(match, rule) for rule in rules() if (match := rule.pattern.match(text, position))]
     if not matches:
-        return "", place + 1
-    match, rule = max(matches, key=lambda pair: pair[0].end())  # the first of equally long matches
+        return "", position + 1
+    match, rule = max(matches, key=lambda pair: pair[0].end())  # of equally long matches, the first one
     token = match[1] if rule.rewrite is None else rule.rewrite(match[1])
     return token.lower(), match.end(1)

@@ -1,7 +1,7 @@
-"""Video files of any origin: their timing and frames, windows of fixed length, and captions of windows.
+"""Read video files from any source, cut them into windows of fixed length, and caption the windows.
 
-Files are opened only as video containers, through the file protocol, so a playlist with the name of a video reads
-nothing else. `clipmill.shards.timeline` decides which frame is displayed at which time, as for the chunks that prep
+Files are opened only as video containers, through the file protocol, so a playlist with the name of a video cannot open
+other files. `clipmill.shards.timeline` decides which frame is displayed at which time, as for the chunks that prep
 makes.
 """
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _SLACK_S = 1  # a decoder may not output the last frames of a damaged file
 
-# Suffixes of video files in folders. A file that is named directly is opened with any suffix.
+# Suffixes of video files in folders. Files that are passed directly may have any suffix.
 SUFFIXES = frozenset(
     (
         *(".3gp", ".asf", ".avi", ".flv", ".gif", ".ivf", ".m2ts", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg"),
@@ -47,7 +47,7 @@ SUFFIXES = frozenset(
 
 
 class VideoFailed(ClipmillError):
-    """A video cannot be read, or cannot be read to its end. The message has the reason."""
+    """A video cannot be read, or not to its end. The message contains the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,8 @@ class VideoTiming:
     Attributes:
         end_us: End of the last existing frame.
         last_us: Time of the last existing frame.
-        missing_us: Duration that the header promises beyond the last packet, if it exceeds the rounding of containers.
-        fps: Frames per second; the average if the rate varies.
+        missing_us: Duration in the header beyond the last packet, if it exceeds the rounding of containers.
+        fps: Frames per second; the mean if the rate varies.
         timeline: Times and shape of the video.
         packets: Packets of the video track.
     """
@@ -118,7 +118,7 @@ def frames_of(path: Path, timing: VideoTiming) -> Iterator[TimedFrame]:
             stream.codec_context.options = {"err_detect": "explode"}  # report errors instead of concealing them
             for time_s, frame in shown_frames(container, timeline, timing.packets):
                 if frame.is_corrupt:
-                    # A recording may begin between two key frames, and its first frames then lack their key frame.
+                    # A recording may start between two key frames, so its first frames lack their key frame.
                     if not num_frames:
                         continue
                     raise VideoFailed(f"the frame at {float(time_s):.2f} s is damaged")
@@ -129,10 +129,12 @@ def frames_of(path: Path, timing: VideoTiming) -> Iterator[TimedFrame]:
         where = f"after {float(last):.2f} s" if num_frames else "from the start"
         raise VideoFailed(f"it cannot be decoded {where}: {error}") from error
     if not num_frames:
-        raise VideoFailed("no frame of it can be decoded")
+        raise VideoFailed("no frame can be decoded")
     if last < timeline.last - _SLACK_S:
-        shown, due = float(last), float(timeline.last)
-        raise VideoFailed(f"the last decoded frame is at {shown:.2f} s, but the video has frames until {due:.2f} s")
+        last_s, expected_s = float(last), float(timeline.last)
+        raise VideoFailed(
+            f"the last decoded frame is at {last_s:.2f} s, but the video has frames until {expected_s:.2f} s"
+        )
 
 
 class _Unreadable(VideoFailed):
@@ -165,7 +167,7 @@ def _reason(error: Exception) -> str:
 
 
 def find_videos(paths: Iterable[Path]) -> list[Path]:
-    """Return the named files, and the videos in named folders, recursively and sorted. Each file occurs once.
+    """Return the given files, and the videos in the given folders, recursively and sorted. Each file occurs once.
 
     Raises:
         UserError: A file or folder does not exist, or a folder contains no videos.
@@ -173,7 +175,7 @@ def find_videos(paths: Iterable[Path]) -> list[Path]:
     video_of_path: dict[str, Path] = {}
     for path in paths:
         if not path.exists():
-            raise UserError(f"there is no {shown_name(path)}", hint="name videos, or folders of videos")
+            raise UserError(f"there is no {shown_name(path)}", hint="pass videos, or folders with videos")
         videos = _in_folder(path) if path.is_dir() else [path]
         if not videos:
             raise UserError(
@@ -183,17 +185,17 @@ def find_videos(paths: Iterable[Path]) -> list[Path]:
         for video in videos:
             video_of_path.setdefault(os.path.realpath(video), video)
     if not video_of_path:
-        raise UserError("no video is named", hint="name videos, or folders of videos")
+        raise UserError("there are no videos to caption", hint="pass videos, or folders with videos")
     return list(video_of_path.values())
 
 
 def _in_folder(folder: Path) -> list[Path]:
     videos = []
-    for place, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder):
         folders.sort()
         folders[:] = [name for name in folders if not name.startswith(".")]
-        kept = (name for name in sorted(names) if not name.startswith("."))
-        videos += [Path(place, name) for name in kept if Path(name).suffix.lower() in SUFFIXES]
+        visible = (name for name in sorted(names) if not name.startswith("."))
+        videos += [Path(parent, name) for name in visible if Path(name).suffix.lower() in SUFFIXES]
     return videos
 
 
@@ -211,17 +213,17 @@ _MIN_REMAINDER = Fraction(1, 4)
 
 @dataclass(frozen=True)
 class Window:
-    """A span [begin_us, end_us) of a video, counted from the start of the container, as in players."""
+    """A time span [begin_us, end_us) of a video, relative to the start of the container, as in players."""
 
     begin_us: int
     end_us: int
 
 
 def windows_of(video_us: int, *, length_us: int) -> Iterator[Window]:
-    """Yield the consecutive windows of a video that lasts `video_us`, in exact arithmetic.
+    """Yield the consecutive windows of a video with the duration `video_us`, in exact arithmetic.
 
-    A remainder at the end is a shorter window, or joins the last window if it is shorter than a quarter of a window. A
-    video shorter than a window is a single window.
+    A remainder at the end becomes a shorter window, or is added to the last window if it is shorter than a quarter of a
+    window. A video that is shorter than a window is a single window.
     """
     full, rest = divmod(video_us, length_us)
     if full and rest < _MIN_REMAINDER * length_us:
@@ -232,10 +234,10 @@ def windows_of(video_us: int, *, length_us: int) -> Iterator[Window]:
 
 
 def parse_length_us(length: str, *, flag: str = "--len") -> int:
-    """Parse a length such as `10s` or `500ms` to microseconds.
+    """Convert a length such as `10s` or `500ms` to microseconds.
 
     Raises:
-        UserError: The text is not a length, or out of range.
+        UserError: The text is not a length, or is out of range.
     """
     length_us = round(parse_length(length, flag=flag) * US_PER_S)
     if not _SHORTEST_US <= length_us <= _LONGEST_US:
@@ -272,38 +274,38 @@ def window_clips(path: Path, sampling: Sampling, *, size_px: int, length_us: int
     timing = read_timing(path)
     pictures = _Pictures(frames_of(path, timing), size_px=size_px)
     # In a truncated video, complete windows before its end are valid.
-    good_us = timing.end_us - timing.end_us % length_us if timing.missing_us else timing.end_us
-    for window in windows_of(good_us, length_us=length_us):
-        # Sampling rules that count frames refer to the frames of the file.
+    valid_us = timing.end_us - timing.end_us % length_us if timing.missing_us else timing.end_us
+    for window in windows_of(valid_us, length_us=length_us):
+        # Sampling rules that count frames count the frames of the file.
         fps = timing.fps.limit_denominator(_LARGEST_RATE)
         video, colour = pictures.at(
             moments_of(
                 window.begin_us, window.end_us, sampling, fps_num=fps.numerator, fps_den=fps.denominator, rng=None
             )
         )
-        # Decode to the end of the window, to also detect damage after the last sampled frame.
+        # Decode to the end of the window to detect damage after the last sampled frame.
         pictures.go_to(window.end_us)
         if timing.missing_us and pictures.are_over_before(timing.last_us):
             break
         yield WindowClip(window, video, colour, timing.end_us)
     if timing.missing_us:
         end_s, promised_s = timing.end_us / US_PER_S, (timing.end_us + timing.missing_us) / US_PER_S
-        raise VideoFailed(f"it is cut off: its header promises {promised_s:.2f} s, and it ends at {end_s:.2f} s")
+        raise VideoFailed(f"it is cut off: its header promises {promised_s:.2f} s, but it ends at {end_s:.2f} s")
 
 
 class _Pictures:
-    """Sampler of pictures at ascending times, in one pass over the frames. It holds two frames at a time."""
+    """Sampler of frames at ascending times, in one pass over a video. It holds two frames at a time."""
 
     def __init__(self, frames: Iterator[TimedFrame], *, size_px: int) -> None:
         self._frames, self._size_px = frames, size_px
-        self._now = next(frames)  # also displayed before it begins, as in chunks
+        self._now = next(frames)  # also displayed before its own time, as in chunks
         self._next = next(frames, None)
         self._picture: tuple[Planes, int] | None = None
 
     def at(self, moments: Moments) -> tuple[Planes, int]:
-        """Return the pictures displayed at these times, [T, S * S * 3 / 2], and the first picture's colour.
+        """Return the frames displayed at these times, [T, S * S * 3 / 2], and the first frame's colour.
 
-        If color tags change within a clip, pictures keep their pixel values, as in chunks.
+        If colour tags change within a clip, frames keep their pixel values, as in chunks.
         """
         pictures = []
         for numerator in moments.numerators:
@@ -314,13 +316,13 @@ class _Pictures:
         return np.stack([planes for planes, _ in pictures]), pictures[0][1]
 
     def are_over_before(self, time_us: int) -> bool:
-        """Return True if the last picture was reached and began before this time."""
+        """Return True if the last frame was reached, and its time is before the given time."""
         return self._next is None and round(self._now.begin_us) < time_us
 
     def go_to(self, moment_us: Fraction | int) -> None:
-        """Advance to the picture displayed at a time. The next picture is also decoded."""
+        """Advance to the frame displayed at a time. The next frame is also decoded."""
         while self._next is not None and self._next.begin_us <= moment_us:
-            # Released before the next frame is decoded, so that only two frames are in memory.
+            # Release the frame before the next one is decoded, so that only two frames are in memory.
             self._now, self._next, self._picture = self._next, None, None
             self._next = next(self._frames, None)
 
@@ -339,7 +341,7 @@ def picture_of(frame: "av.VideoFrame", *, aspect: Fraction, size_px: int) -> tup
 
 
 def shown_square(width: int, height: int, *, aspect: Fraction) -> Rectangle:
-    """Return the part of a coded picture that is displayed as the largest centred square.
+    """Return the part of a coded frame that is displayed as the largest centred square.
 
     Args:
         aspect: Pixel aspect ratio (width / height).
@@ -382,7 +384,7 @@ class CaptionedWindow:
 
 @dataclass(frozen=True)
 class VideoEnd:
-    """The end of a video, or its failure with the reason. All earlier windows of the video are valid."""
+    """End of a video; `failure` is the reason if reading failed. All earlier windows of the video are valid."""
 
     video: Path
     failure: str | None = None
@@ -415,15 +417,15 @@ def caption_videos(
                 yield item
                 continue
             video, clip = item
-            window, made = clip.window, next(captions)
+            window, generated = clip.window, next(captions)
             yield CaptionedWindow(
                 video=video,
                 begin_us=window.begin_us,
                 end_us=window.end_us,
-                caption=one_line(made.text),
+                caption=one_line(generated.text),
                 video_us=clip.video_us,
-                source=made.source,
-                likelihood=made.likelihood,
+                source=generated.source,
+                likelihood=generated.likelihood,
             )
 
 
@@ -431,16 +433,16 @@ def _decode_ahead(groups: Iterator[Group]) -> Iterator[Group]:
     """Decode the next group while the model runs on the current one."""
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
     try:
-        coming = pool.submit(next, groups, None)
-        while (group := coming.result()) is not None:
-            coming = pool.submit(next, groups, None)
+        future = pool.submit(next, groups, None)
+        while (group := future.result()) is not None:
+            future = pool.submit(next, groups, None)
             yield group
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _groups(clips: Iterator[Clip | VideoEnd], *, batch: int) -> Iterator[Group]:
-    """Yield groups of `batch` clips. The ends of videos are in the groups, between the clips."""
+    """Yield groups of `batch` clips, with the ends of videos between the clips."""
     group: Group = []
     num_clips = 0
     for item in clips:
@@ -465,7 +467,7 @@ def _clips(videos: Iterable[Path], *, sampling: Sampling, size_px: int, length_u
 
 
 class VideoProgress:
-    """Progress and failures on standard error.
+    """Display of progress and failures on standard error.
 
     Args:
         num_videos: Number of videos to caption.
@@ -473,7 +475,7 @@ class VideoProgress:
 
     def __init__(self, *, num_videos: int) -> None:
         self._num_videos, self._num_done, self._num_failed = num_videos, 0, 0
-        self._before_us = self._now_us = self._num_windows = self._num_empty = 0
+        self._finished_us = self._now_us = self._num_windows = self._num_empty = 0
         self._begin_s, self._pace = time.monotonic(), ProgressRate()
         self._activity = Activity("decoding and captioning the first windows")
 
@@ -487,9 +489,9 @@ class VideoProgress:
         self._activity.__exit__(kind, error, trace)
 
     def say_done(self, where: str) -> None:
-        """Print how much was captioned, where the captions are, and how many captions are empty."""
+        """Print the amount of captioned video, the location of the captions, and the number of empty captions."""
         windows, videos = count_noun(self._num_windows, "window"), count_noun(self._num_videos, "video")
-        rates = f"{self._seen_s():.0f} s of video, {self._speed()}"
+        rates = f"{self._captioned_s():.0f} s of video, {self._speed()}"
         empty = (
             f"; {self._num_empty:,} of {count_noun(self._num_windows, 'caption')} are empty" if self._num_empty else ""
         )
@@ -504,7 +506,7 @@ class VideoProgress:
             self._now_us, share = event.end_us, min(event.end_us / event.video_us, 1.0)
         else:
             self._num_done += 1
-            self._before_us, self._now_us = self._before_us + self._now_us, 0
+            self._finished_us, self._now_us = self._finished_us + self._now_us, 0
             if event.failure is not None:
                 self._num_failed += 1
                 print(f"{shown_name(event.video)}: {event.failure}", file=sys.stderr, flush=True)
@@ -517,9 +519,9 @@ class VideoProgress:
             share=done / self._num_videos,
         )
 
-    def _seen_s(self) -> float:
-        return (self._before_us + self._now_us) / US_PER_S
+    def _captioned_s(self) -> float:
+        return (self._finished_us + self._now_us) / US_PER_S
 
     def _speed(self) -> str:
-        speed = self._seen_s() / max(time.monotonic() - self._begin_s, 1e-9)
+        speed = self._captioned_s() / max(time.monotonic() - self._begin_s, 1e-9)
         return join_parts(f"{speed:.1f}x real time", f"{self._num_failed} failed" if self._num_failed else "")
