@@ -1,4 +1,4 @@
-"""A captioner: a video tower and a GPT-2 that attends to its tokens.
+"""Captioner: a video tower, and a GPT-2 decoder that attends to the tower's tokens.
 
 GPT-2 is a causal text decoder (Radford et al. 2019); here, each block also has cross-attention to a video. The
 architecture equals transformers' `GPT2LMHeadModel(add_cross_attention=True)`: pre-norm, tanh-approximated GELU,
@@ -31,7 +31,7 @@ _STD = 0.02
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention of text over the tokens of its video."""
+    """Multi-head attention from text to the tokens of its video."""
 
     def __init__(self, width: int, num_heads: int, *, attend: Attend) -> None:
         super().__init__()
@@ -42,20 +42,20 @@ class CrossAttention(nn.Module):
         self.out_proj = Linear(width, width)
 
     def keys_and_values(self, video_VND: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the videos, each [V, N, H, K]."""
+        """Return the keys and the values of the videos, each [V, N, H, K]."""
         k_VNHK, v_VNHK = self.kv_proj(video_VND).unflatten(2, (2, self.num_heads, -1)).unbind(2)
         return k_VNHK, v_VNHK
 
     def forward(self, x_RLD: Tensor, k_VNHK: Tensor, v_VNHK: Tensor) -> Tensor:
         """Attend from text [R, L, D] to the videos, [R, L, D]."""
-        # All rows of a video are queries for the same keys, so the keys need not be repeated.
+        # All rows of a video are queries to the same keys, so the keys do not have to be repeated.
         q = apply_to_few(self.q_proj, x_RLD).view(len(k_VNHK), -1, self.num_heads, k_VNHK.shape[3])
         return apply_to_few(self.out_proj, self.attend(q, k_VNHK, v_VNHK).reshape(x_RLD.shape))
 
 
 @dataclass
 class BlockCache:
-    """Key-value cache of a block: keys and values of the videos, and of the text, preallocated for all tokens."""
+    """Key-value cache of a block: keys and values of the videos and of the text, preallocated for all text tokens."""
 
     k_RHLK: Tensor
     v_RHLK: Tensor
@@ -65,7 +65,7 @@ class BlockCache:
 
 @dataclass
 class TextCache:
-    """Caches of some blocks by block index, which hold the first `num_tokens` tokens of each row."""
+    """Caches of blocks, by block index. They contain the first `num_tokens` tokens of each row."""
 
     blocks: dict[int, BlockCache]
     num_tokens: int = 0
@@ -82,7 +82,7 @@ class TextCache:
                 x[: len(rows_r), :, : self.num_tokens] = x[:, :, : self.num_tokens].index_select(0, rows_r)
             if videos_v is not None:
                 block.video_k_VNHK, block.video_v_VNHK = (
-                    # Copied in memory order, head by head.
+                    # Copy in memory order, head by head.
                     x.transpose(1, 2).index_select(0, videos_v).transpose(1, 2)
                     for x in (block.video_k_VNHK, block.video_v_VNHK)
                 )
@@ -106,7 +106,7 @@ class Gpt2Block(nn.Module):
             nn.init.normal_(layer.weight, std=_STD)
             nn.init.zeros_(layer.bias)
         nn.init.normal_(self.attn.in_proj_weight, std=_STD)
-        # GPT-2's initialisation: weights at the end of residual branches shrink with the depth.
+        # GPT-2's initialisation: the initial weights at the end of residual branches are smaller in deeper models.
         for layer in (self.attn.out_proj, self.cross_attn.out_proj, self.mlp.c_proj):
             nn.init.normal_(layer.weight, std=_STD * (2 * size.depth) ** -0.5)
             nn.init.zeros_(layer.bias)
@@ -122,7 +122,7 @@ class Gpt2Block(nn.Module):
     def start(self, video_VND: Tensor, *, num_rows: int, num_tokens: int) -> BlockCache:
         """Create the cache for `num_rows` rows of at most `num_tokens` tokens."""
         k_VNHK, v_VNHK = (
-            # Contiguous by head, because a step reads all keys of a head in sequence.
+            # Keep the memory of each head contiguous, because a step reads all keys of a head in sequence.
             x.transpose(1, 2).contiguous().transpose(1, 2)
             for x in self.cross_attn.keys_and_values(video_VND)
         )
@@ -131,7 +131,7 @@ class Gpt2Block(nn.Module):
         return BlockCache(k_RHLK=k_RHLK, v_RHLK=v_RHLK, video_k_VNHK=k_VNHK, video_v_VNHK=v_VNHK)
 
     def step(self, x_RLD: Tensor, cache: BlockCache, *, begin: int) -> Tensor:
-        """Compute the block's output for the tokens from position `begin` on; the cache holds all earlier tokens.
+        """Compute the block's output for the tokens from position `begin` on; the cache contains all earlier tokens.
 
         Only the first step may have several tokens per row; ValueError otherwise.
         """
@@ -202,7 +202,7 @@ GPT2_SIZES: dict[Gpt2Name, Gpt2Size] = {
 
 
 def gpt2_size(name: Gpt2Name, *, vocabulary_size: int = VOCABULARY_SIZE, context_length: int | None = None) -> Gpt2Size:
-    """Return the dimensions of a named size, with another vocabulary size or context length."""
+    """Return the dimensions of a named size, with a different vocabulary size or context length."""
     size = GPT2_SIZES[name]
     return replace(size, vocabulary_size=vocabulary_size, context_length=context_length or size.context_length)
 
@@ -222,11 +222,11 @@ class Gpt2(nn.Module):
         nn.init.normal_(self.token_embedding.weight, std=_STD)
 
     def forward(self, tokens_RL: Tensor, video_VND: Tensor) -> Tensor:
-        """Return logits [R, L, W] for the token after each given token."""
+        """Return logits [R, L, W] for the token that follows each token."""
         return self.logits(self.transformer(self.embed(tokens_RL), video_VND))
 
     def embed(self, tokens_RL: Tensor, *, begin: int = 0) -> Tensor:
-        """Embed tokens, [R, L, D], at positions from `begin` on; ValueError if they exceed the context length."""
+        """Embed tokens, [R, L, D], at positions from `begin` on; raise ValueError if they exceed the context length."""
         end = begin + tokens_RL.shape[1]
         if end > self.size.context_length:
             raise ValueError(f"{end} tokens, and the decoder's context has {self.size.context_length}")
@@ -262,7 +262,7 @@ class Gpt2(nn.Module):
         return self.logits(x_RLD[:, -1])
 
     def run_blocks(self, x_RLD: Tensor, cache: TextCache) -> Tensor:
-        """Run the blocks of a cache on the tokens after the cached ones, [R, L, D]."""
+        """Run the blocks of a cache on the tokens that follow the cached tokens, [R, L, D]."""
         for number, block_cache in cache.blocks.items():
             x_RLD = self._block(number).step(x_RLD, block_cache, begin=cache.num_tokens)
         cache.num_tokens += x_RLD.shape[1]
@@ -299,7 +299,7 @@ class Captioner(nn.Module):
         self.decoder = decoder
 
     def forward(self, video_VCTHW: Tensor, tokens: Tensor) -> Tensor:
-        """Return logits [R, L, K] for the token after each of `tokens`, int64 [V, L], or [V, n, L] for n captions."""
+        """Return logits [R, L, K] for the token that follows each token; `tokens` are int64 [V, L] or [V, n, L]."""
         return self.decoder(tokens.flatten(0, -2), self.encode(video_VCTHW))  # type: ignore[no-any-return]
 
     def encode(self, video_VCTHW: Tensor) -> Tensor:
