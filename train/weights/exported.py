@@ -1,8 +1,8 @@
-"""Exported folders, which are written completely or not at all, and the files that all formats have.
+"""Write exported folders, either completely or not at all, with the files that all formats share.
 
-An image tower has no parameters for time. The other tensors of a video tower are in video_extras.safetensors beside it,
-so that `--init.weights FOLDER` restores the video tower bit for bit. That file contains the SHA-256 of the weights to
-which it belongs: if they are trained further elsewhere, it is rejected.
+An image tower has no parameters for time. The remaining tensors of a video tower are stored beside the weights in
+video_extras.safetensors, so that `--init.weights FOLDER` restores the video tower bit for bit. That file contains the
+SHA-256 of its weights: if the weights are trained further with other software, the file is rejected.
 """
 
 import hashlib
@@ -28,14 +28,14 @@ _OWNER = "weights_sha256"
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """An export that can be written.
+    """An export that is ready to be written.
 
     Attributes:
         write: Function that fills a folder.
         remarks: Notes for the user.
-        sees: Input of the exported model if it does not compute the same as the run, such as "single images".
-        usage: Instructions for a program, as Markdown. Empty for weights, which `WEIGHTS` can name. A program has no
-            record.
+        sees: Input of the exported model if it differs from the run's input, such as "single images".
+        usage: Instructions for a program, as Markdown; empty for weights, which commands accept as WEIGHTS. A program
+            has no record.
     """
 
     write: Callable[[Path], None]
@@ -55,7 +55,7 @@ def require_format(form: str, known: Sequence[str], *, what: str) -> None:
 
 
 def publish_folder(out: Path, write: Callable[[Path], None]) -> None:
-    """Fill a folder under a temporary name, and rename it: `out` is either complete or missing.
+    """Fill a folder under a temporary name, and rename it, so that `out` is either complete or missing.
 
     Raises:
         UserError: The folder cannot be written.
@@ -90,13 +90,13 @@ def save_tensors(tensors: Tensors, path: Path, *, metadata: dict[str, str] | Non
 
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
-    # Cloned, because safetensors rejects views of the same tensor.
-    save_file({name: one.detach().clone().contiguous() for name, one in tensors.items()}, path, metadata)
+    # Clone tensors, because safetensors rejects views of the same memory.
+    save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, path, metadata)
     path.chmod(mode)  # safetensors renames a temporary file that only its owner can read
 
 
 def preprocessor_config(processor: str, settings: ClipSettings, *, kind: str) -> dict[str, Any]:
-    """Return preprocessor_config.json, which says: resize the short side, crop the centre, normalise.
+    """Return the content of preprocessor_config.json: resize the short side, crop the centre, normalise.
 
     Args:
         processor: Class in transformers, such as CLIPImageProcessor.
@@ -120,7 +120,7 @@ def save_extras(extras: Tensors, folder: Path, *, beside: Path) -> None:
 
 
 def read_extras(folder: Path, *, beside: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a video tower that an exported image tower lacks, by our names; {} if there is no such file.
+    """Read the tensors of a video tower that an exported image tower lacks, by clipmill's names; {} if it is missing.
 
     Raises:
         UserError: The file belongs to other weights than the file `beside`, or is damaged.

@@ -1,8 +1,8 @@
-"""Reader of tensors from untrusted files. Nothing in a file is ever executed.
+"""Read tensors and configurations from untrusted files without executing code in them.
 
 safetensors files contain only tensors. torch.save files are read with `weights_only`, which builds tensors and plain
-containers, and rejects everything else. OpenAI's own archives are programs (TorchScript). Such an archive is opened
-only if its SHA-256 is in open_clip's list of the archives that OpenAI published.
+containers, and rejects everything else. The archives that OpenAI published are programs (TorchScript). Such an archive
+is opened only if its SHA-256 is in open_clip's list of OpenAI's archives.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from clipmill.train.config.model import EPS_RANGE, PIXEL_MEAN, PIXEL_STD
 from clipmill.train.models.hugging_face import PROCESSOR_FILES, is_triple
 from clipmill.train.weights.conversion import Mean
 
-# Configuration files beside weights: read JSON, check the values that are used, build transformers' classes.
+# Configuration files beside weights: read JSON, check the values that are used, create transformers' configurations.
 
 
 _DAMAGED = "correct it, or get the folder again"
@@ -36,7 +36,7 @@ def read_config(path: Path) -> dict[str, Any] | None:
     """Read the JSON object in a file; return None if the file does not exist.
 
     Raises:
-        UserError: The file cannot be read, or a value has a wrong type or is out of range for its key.
+        UserError: The file cannot be read, or a value has the wrong type or is out of range for its key.
     """
     if not path.is_file():
         return None
@@ -51,12 +51,12 @@ def read_config(path: Path) -> dict[str, Any] | None:
 
 
 def as_config(config_class: Callable[..., Any], given: Mapping[str, Any], *, keys: str, source: str) -> Any:
-    """Return a transformers configuration object, with defaults for values that `given` lacks.
+    """Return a transformers configuration object, with defaults for values that are missing in `given`.
 
     Args:
         config_class: Class, such as VideoMAEConfig.
         given: Object from a checked config.json.
-        keys: Keys that are used, separated by spaces. Other keys are omitted, because their values may be anything.
+        keys: Keys that are used, separated by spaces. Other keys are omitted, because their values are not checked.
         source: Source for errors.
 
     Raises:
@@ -65,7 +65,7 @@ def as_config(config_class: Callable[..., Any], given: Mapping[str, Any], *, key
     from huggingface_hub.errors import StrictDataclassError
 
     values = {key: given[key] for key in keys.split() if key in given}
-    # The classes accept no integer where they expect a float.
+    # The classes reject integers where they expect floats.
     values |= {key: float(value) for key, value in values.items() if key in _EPS}
     try:
         return config_class(**values)
@@ -74,7 +74,7 @@ def as_config(config_class: Callable[..., Any], given: Mapping[str, Any], *, key
 
 
 def colours(values: Any) -> Mean | None:
-    """Return a configuration value for R, G and B; None if it is missing."""
+    """Return a configuration's values for R, G and B; None if they are missing."""
     if values is None:
         return None
     red, green, blue = (float(value) for value in values)
@@ -147,12 +147,12 @@ _TYPES: tuple[tuple[frozenset[str], Callable[[Any], bool], str], ...] = (
 )
 
 
-# torch.load raises these for a file that contains more than tensors and plain containers.
+# torch.load raises this error for files that contain more than tensors and plain containers.
 _Refused: type[Exception] = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
 _DOWNLOAD_AGAIN = "get the file again, and compare its size with the original's"
 _scalar = np.float64(0).__reduce__()[0]  # function that builds a NumPy scalar from bytes
-# Training checkpoints of AVION and LaViLa contain arguments and a score besides tensors: a namespace of plain values,
-# and NumPy scalars, with their names in old and new versions of NumPy.
+# Training checkpoints of AVION and LaViLa contain arguments (a namespace of plain values) and a score (a NumPy scalar)
+# besides tensors. NumPy scalars have different names in old and new versions of NumPy.
 _PLAIN: list[Any] = [
     argparse.Namespace,
     np.dtype,
@@ -160,7 +160,7 @@ _PLAIN: list[Any] = [
     (_scalar, "numpy.core.multiarray.scalar"),
     (_scalar, "numpy._core.multiarray.scalar"),
 ]
-# File names of a folder's weights, by priority. An index lists the shards of weights that are in several files.
+# File names of weights in a folder, by priority. An index lists the shards of weights that consist of several files.
 _INDEX = ".index.json"
 WEIGHT_FILES = (
     "open_clip_model.safetensors",
@@ -232,7 +232,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def without_prefixes(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Remove a wrapper's prefix that all names have: DDP's `module.`, torch.compile's `_orig_mod.`."""
+    """Remove the prefixes of wrappers from names, such as DDP's `module.` and torch.compile's `_orig_mod.`."""
     names = list(state)
     for _ in range(len(_PREFIXES)):
         for prefix in _PREFIXES:
@@ -242,7 +242,7 @@ def without_prefixes(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 
 def _read_shards(index: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of all shards. transformers writes large models in several files."""
+    """Read the tensors of all shards, the files in which transformers stores a large model."""
     try:
         shard_of = parse_json(index.read_bytes())["weight_map"]
         names = sorted(set(shard_of.values()))
@@ -269,10 +269,10 @@ def _read_torch(path: Path) -> dict[str, torch.Tensor]:
         with torch.serialization.safe_globals(_PLAIN):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except _Refused as error:
-        # torch's own message is not used: it advises to load the file and execute its code.
-        reason, _, after = "it is not a tensor file", *str(error).partition("GLOBAL ")[1:]
-        if after:
-            reason = f"it holds {after.split()[0]}, and only tensors and plain values are loaded"
+        # Torch's message is not shown, because it suggests loading the file with its code.
+        reason, _, global_name = "it is not a tensor file", *str(error).partition("GLOBAL ")[1:]
+        if global_name:
+            reason = f"it holds {global_name.split()[0]}, and only tensors and plain values are loaded"
         raise UserError(
             f"{path} is refused: {reason}",
             hint="if you trust it, save only its state dict: torch.save(model.state_dict(), FILE)",
@@ -294,9 +294,9 @@ def _read_torch(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _is_printable(begin: bytes) -> bool:
-    """Return True if the first bytes of a file are printable; tensor files begin with lengths, marks and opcodes."""
+    """Return True if the first bytes of a file are printable. Tensor files start with lengths, marks and opcodes."""
     try:
-        # Decoded incrementally, because a multi-byte character may be cut at the end.
+        # Decode incrementally, because a multi-byte character may be truncated at the end.
         text = codecs.getincrementaldecoder("utf-8")().decode(begin)
     except UnicodeDecodeError:
         return False
@@ -316,11 +316,11 @@ def _read_openai_archive(path: Path) -> dict[str, torch.Tensor]:
 
 
 def openai_digests() -> frozenset[str]:
-    """Return the SHA-256 of each archive that OpenAI published, taken from the addresses in open_clip's list."""
+    """Return the SHA-256 of each archive that OpenAI published, taken from the URLs in open_clip's list."""
     from open_clip.pretrained import get_pretrained_url, list_pretrained_models_by_tag
 
-    addresses = [get_pretrained_url(name, "openai") for name in list_pretrained_models_by_tag("openai")]
-    return frozenset(address.split("/")[-2] for address in addresses if "openaipublic" in address)
+    urls = [get_pretrained_url(name, "openai") for name in list_pretrained_models_by_tag("openai")]
+    return frozenset(url.split("/")[-2] for url in urls if "openaipublic" in url)
 
 
 MODEL_FILES = ("config.json", *PROCESSOR_FILES, "model*.safetensors", "model.safetensors.index.json")
@@ -328,11 +328,11 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt")
 
 
 def hub_folder(name: str, *, files: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FILES), what: str = "weights") -> Path:
-    """Return the folder of a model on the Hub: from the cache if possible, otherwise downloaded.
+    """Return the folder of a model from the Hub, which is downloaded unless it is in the cache.
 
     Args:
         files: Patterns of the required files.
-        what: Content of the folder, for the hint.
+        what: Content of the folder, for the error's hint.
 
     Raises:
         UserError: The model is neither in the cache nor on the Hub.
