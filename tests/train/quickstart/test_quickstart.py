@@ -138,7 +138,7 @@ def test_a_script_is_never_asked_and_a_person_is(
     assert quickstart(data_dir) == 0
     printed = capsys.readouterr().out
     assert f"    {plan.command}\n" in printed and "--yes" in printed.splitlines()[-1] and not settings_list
-    monkeypatch.setattr("clipmill.train.commands.quickstart._is_asked", lambda: True)
+    monkeypatch.setattr("clipmill.train.commands.quickstart._is_interactive", lambda: True)
     for answer, times in (("", 0), ("n", 0), ("y", 1)):
         answers = iter([answer])
         assert quickstart(data_dir) == 0
