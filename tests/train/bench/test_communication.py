@@ -132,7 +132,7 @@ def test_two_processes_break_their_steps_down_under_each_strategy(data_dir: Path
         ("--strategies ddp fsdp", "--strategies needs several processes, but there is only one"),
         ("--exchanges features", "--exchanges needs several processes, but there is only one"),
         ("--page bench.html", "--page needs several processes, but there is only one"),
-        ("--page nowhere/bench.html", "--page is nowhere/bench.html, and there is no folder nowhere"),
+        ("--page nowhere/bench.html", "--page is nowhere/bench.html, but there is no folder nowhere"),
     ],
 )
 def test_what_a_breakdown_needs_is_said_at_once(

@@ -123,7 +123,7 @@ def test_what_egomcq_needs_is_said(
     other = tmp_path / "other.json"
     other.write_text(json.dumps({"0": question("what?", 0, ("x", 0, 1), ("y", 0, 1))}))
     assert train("eval", "egomcq", run, "--questions", other) == 2
-    assert "has all of its clips" in capsys.readouterr().err
+    assert "has all its clips" in capsys.readouterr().err
 
 
 def test_ties_and_nan_are_wrong() -> None:

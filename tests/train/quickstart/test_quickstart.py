@@ -253,7 +253,7 @@ def test_flags_that_contradict_data_or_each_other_are_refused(
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "file").touch()
     for flags, why in (
-        (["--yes", "--json"], "--yes runs the command, and --json only prints"),
+        (["--yes", "--json"], "--yes runs the command, but --json only prints"),
         (["--minutes", "0"], "--minutes 0"),
         (["--task", "classify"], "the captions have no labels"),
         (["--label", "shape"], "--label shape has no effect: train dual-encoder needs no labels"),

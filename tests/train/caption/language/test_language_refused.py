@@ -113,7 +113,7 @@ def test_a_folder_that_cannot_be_the_decoder(
             ("--decoder.lm", "LM", "--decoder.visual-tokens", 8, "--freeze", "decoder.blocks:3"),
             "the decoder tower has only 2 blocks",
         ),
-        (("--decoder.lm", "LM", "--parallel.stages", 2), "a captioner with --decoder.lm cannot be cut"),
+        (("--decoder.lm", "LM", "--parallel.stages", 2), "a captioner with --decoder.lm has no stages"),
         (("--decoder.lm", "LM", "--lora.rank", 2), "there are no pretrained weights to adapt"),
     ],
 )
