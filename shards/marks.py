@@ -12,7 +12,8 @@ depend on the clocks of machines.
 An unfinished run has a mark that does not depend on a process (`mark_run`). It expires when the run ends or its folder
 is removed; on a machine that cannot see the folder, `RUN_EXPIRY_S` seconds after the last start.
 
-If a mark cannot be written, a line reports this, and the process reads without a mark.
+If a mark cannot be written, the process prints a note and reads without a mark. A mark that cannot be read keeps all
+variants until it is `RUN_EXPIRY_S` seconds old, because its reader may still need any of them.
 """
 
 import atexit
@@ -33,6 +34,7 @@ from weakref import WeakSet
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.locks import is_abandoned, lock, process_record
+from clipmill.manifests.publish import publish_atomically
 from clipmill.manifests.storage.mirrors import is_remote, mirror_of, show_addresses
 
 if TYPE_CHECKING:
@@ -55,8 +57,9 @@ class LocalMarks:
 
     def write(self, name: str, content: bytes) -> None:
         """Write a mark."""
-        (self._folder / name).write_bytes(content)
-        (self._folder / name).chmod(0o644)  # regardless of the umask, so that another user's `prep gc` can read it
+        with publish_atomically(self._folder / name) as path:
+            path.write_bytes(content)
+            path.chmod(0o644)  # regardless of the umask, so that another user's `prep gc` can read it
 
     def renew(self, name: str, content: bytes) -> None:
         """Set the time of a mark to now; write it again if it was removed."""
@@ -70,12 +73,19 @@ class LocalMarks:
         (self._folder / name).unlink(missing_ok=True)
 
     def read(self) -> list[tuple[str, bytes, float]]:
-        """Return the name, content and last touch (seconds, by the storage's clock) of each mark."""
+        """Return the name, content and last touch (seconds, by the storage's clock) of each mark.
+
+        The content is empty if this user cannot read it.
+        """
         marks = []
         for path in sorted(self._folder.iterdir()) if self._folder.is_dir() else ():
             with suppress(FileNotFoundError):  # removed in the meantime
                 if _MARK.fullmatch(path.name):
-                    marks.append((path.name, path.read_bytes(), path.stat().st_mtime))
+                    touched_s = path.stat().st_mtime
+                    try:
+                        marks.append((path.name, path.read_bytes(), touched_s))
+                    except (PermissionError, IsADirectoryError):
+                        marks.append((path.name, b"", touched_s))
         return marks
 
     def now_s(self) -> float:
@@ -325,14 +335,14 @@ class Reader:
 
     Attributes:
         name: Path of the mark, relative to the data folder.
-        text: Name of the reader, and the time since which it reads.
-        variants: Names of the variants by column.
+        text: Name of the reader, and when it started to read.
+        variants: Names of the variants by column; None if the mark cannot be read, which may be of any variant.
         is_run: True for a run.
     """
 
     name: str
     text: str
-    variants: Mapping[str, str]
+    variants: Mapping[str, str] | None
     is_run: bool = False
 
 
@@ -352,7 +362,7 @@ class Readers:
 
     def of_variant(self, column: str, variant: str) -> list[Reader]:
         """Return the readers of a variant."""
-        return [reader for reader in self.alive if reader.variants.get(column) == variant]
+        return [reader for reader in self.alive if reader.variants is None or reader.variants.get(column) == variant]
 
 
 def read_readers(data_dir: Path) -> Readers:
@@ -369,38 +379,42 @@ def read_readers(data_dir: Path) -> Readers:
         with suppress(OSError, UserError):
             now_s = marks.now_s()
     for name, content, touched_s in listed:
+        path, age_s = f"{READERS_FOLDER}/{name}", now_s - touched_s
         record = _read_record(content)
+        if record is None:
+            text = f"an unknown reader, because {path} cannot be read; remove it if nothing reads the data folder"
+            (ended if age_s > RUN_EXPIRY_S else alive).append(Reader(path, text, None))
+            continue
         holder, since, run = record.get("holder"), record.get("since"), record.get("run")
         text = f"{holder} since {since}"
         if run is not None:
             text = f"unfinished run {run.rpartition('/')[0]} (last start {since}, {holder})"
-        reader = Reader(f"{READERS_FOLDER}/{name}", text, record.get("variants", {}), is_run=run is not None)
-        (ended if _has_ended(record, age_s=now_s - touched_s) else alive).append(reader)
+        reader = Reader(path, text, record["variants"], is_run=run is not None)
+        (ended if _has_ended(record, age_s=age_s) else alive).append(reader)
     return Readers(tuple(sorted(alive, key=lambda reader: reader.is_run)), tuple(ended), now_s)
 
 
-def _read_record(content: bytes) -> dict[str, Any]:
-    """Return the record of a mark; {} if its process was killed while writing it."""
+def _read_record(content: bytes) -> dict[str, Any] | None:
+    """Return the record of a mark; None if it is damaged."""
     try:
         record = json.loads(content)
     except ValueError:
-        return {}
-    return record if isinstance(record, dict) and isinstance(record.get("variants"), dict) else {}
+        return None
+    is_record = isinstance(record, dict) and isinstance(record.get("variants"), dict)
+    return record if is_record and isinstance(record.get("run", ""), str) else None
 
 
 def _has_ended(record: Mapping[str, Any], *, age_s: float) -> bool:
-    if not record:
-        return True
     if "run" not in record:
         return is_abandoned(record) or age_s > EXPIRY_S
     run = str(record["run"])
     try:
-        token = json.loads(_read_facts(run)).get(TOKEN_FACT)
+        facts = json.loads(_read_facts(run))
     except (FileNotFoundError, NotADirectoryError):
-        token = None
+        facts = {}
     except (OSError, ValueError, UserError):
         return False  # run.json is damaged, or this user may not read it
-    if token == record.get("token"):
+    if not isinstance(facts, dict) or facts.get(TOKEN_FACT) == record.get("token"):
         return False
     # The folder may exist on another machine only.
     is_seen = is_remote(run) or str(record.get("holder")).endswith(f" on {os.uname().nodename}")

@@ -163,10 +163,19 @@ def test_a_reader_that_is_killed_counts_no_more_and_its_end_removes_no_mark_of_a
     assert [reader.variants for reader in readers.ended] == [{"video": NEW}]
 
 
-def test_a_mark_without_content_is_of_a_killed_writer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"", b'{"holder"', b"[]", b'{"variants": 3}', b'{"variants": {}, "run": 5}', None])
+def test_a_mark_that_cannot_be_read_keeps_every_variant(tmp_path: Path, content: bytes | None) -> None:
     (tmp_path / READERS_FOLDER).mkdir()
-    (tmp_path / READERS_FOLDER / "0123456789abcdef.lock").write_bytes(b'{"holder"')
+    mark = tmp_path / READERS_FOLDER / "0123456789abcdef.lock"
+    if content is None:
+        mark.mkdir()
+    else:
+        mark.write_bytes(content)
     (tmp_path / READERS_FOLDER / "notes.txt").write_bytes(b"mine")
+    (tmp_path / READERS_FOLDER / ".lock").touch()
+    (reader,) = read_readers(tmp_path).of_variant("video", NEW)
+    assert "unknown reader" in reader.text and f"{READERS_FOLDER}/{mark.name} cannot be read" in reader.text
+    os.utime(mark, (0, time.time() - RUN_EXPIRY_S - 60))
     assert not read_readers(tmp_path).alive and len(read_readers(tmp_path).ended) == 1
 
 
@@ -253,8 +262,9 @@ def test_a_run_that_was_removed_counts_no_more(
 ) -> None:
     stop(run)
     facts = tmp_path / "run" / "run.json"
-    facts.write_bytes(b"{")
-    assert folder.readers().alive, "a damaged run is a run"
+    for damaged in (b"{", b"[]"):
+        facts.write_bytes(damaged)
+        assert folder.readers().alive, "a damaged run is a run"
     facts.write_text(json.dumps({marks.TOKEN_FACT: "another run"}))
     assert not folder.readers().alive and folder.readers().ended
     facts.unlink()
