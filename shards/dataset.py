@@ -42,9 +42,7 @@ def variant_dir(data_dir: Path, column: str, variant: str) -> Path:
     """
     for name in (column, variant):
         if not name or name.startswith(".") or "/" in name or "\0" in name:
-            raise UserError(
-                f"{name!r} is not a valid column or variant name", hint="use the name of a folder in the data folder"
-            )
+            raise UserError(f"{name!r} is not a valid column or variant name", hint="use a name that prep status shows")
     return data_dir / column / variant
 
 

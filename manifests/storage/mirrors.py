@@ -19,7 +19,7 @@ from typing import IO, Any, Protocol
 from clipmill.manifests.errors import UserError, folder_in_place
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
-_ONE_SLASH = re.compile(r"(s3|gs|az|abfs|https?):/(?!/)([^/]*)")
+_MISTYPED = re.compile(r"(s3|gs|az|abfs|https?)(?::/(?!/)|//)(.*)", re.DOTALL)
 
 
 class Mirror(Protocol):
@@ -120,10 +120,10 @@ def is_remote(address: str) -> bool:
 
 
 def require_not_mistyped(text: str) -> None:
-    """Raise a UserError for a URL with a single slash, which would be interpreted as a local path."""
-    if match := _ONE_SLASH.match(text):
+    """Raise a UserError for a URL without its colon or a slash, which would be interpreted as a local path."""
+    if match := _MISTYPED.fullmatch(text):
         raise UserError(
-            f"{text} has only one slash after {match[1]}:",
+            f"{text} is not a URL: it lacks a colon or a slash after {match[1]}",
             hint=f"use {match[1]}://{match[2]} for a URL, or ./{text} for a local path",
         )
 

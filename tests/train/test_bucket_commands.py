@@ -53,7 +53,9 @@ def test_commands_take_the_address_of_a_run(
     assert not any(scratch.encode() in content for content in written), "a local copy is named in place of the address"
 
 
-def test_addresses_without_a_run_are_refused(bucket: str, other_machine: Callable[[], Path], tmp_path: Path) -> None:
+def test_addresses_without_a_run_are_refused(
+    bucket: str, other_machine: Callable[[], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other_machine()
     open_objects(f"{bucket}/exported").write("model.safetensors", b"")
     with pytest.raises(UserError, match=f"there is no run in {bucket}/exported"):
@@ -65,5 +67,8 @@ def test_addresses_without_a_run_are_refused(bucket: str, other_machine: Callabl
     ):
         with pytest.raises(UserError, match=reason):
             local_folder(address)
-    assert train("mae", "--shards", tmp_path, "--out", "s3:/bucket/run") == 2
+    for mistyped in ("s3:/bucket/run", "s3//bucket/run"):
+        capsys.readouterr()
+        assert train("mae", "--shards", tmp_path, "--out", mistyped) == 2
+        assert two_lines(capsys)[1] == f"hint: use s3://bucket/run for a URL, or ./{mistyped} for a local path"
     assert train("embed", "runs/first", "--out", f"{bucket}/embedded") == 2

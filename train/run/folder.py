@@ -252,8 +252,12 @@ def create_run(settings: TrainingSettings, *, comment: str = "") -> RunFolder:
             leftovers = [*_leftover_files(run.path, run.settings.name), *_leftover_files(run.path, PROBE)]
             mirror = mirror_of(run.path)
             if len(leftovers) < len(list(run.path.iterdir())) if mirror is None else not mirror.is_empty:
+                if is_run(run.path):
+                    raise UserError(
+                        f"{run.path} exists already", hint="add --resume auto to continue it, or use another --out"
+                    )
                 raise UserError(
-                    f"{run.path} exists already", hint="add --resume auto to continue it, or use another --out"
+                    f"{run.path} contains other files and no run", hint="use an empty or new folder as --out"
                 )
             for path in leftovers:
                 path.unlink()
