@@ -2,10 +2,10 @@
 
 A collective waits for all ranks. On GPUs, where no connection breaks, it waits ten minutes or more. Therefore a thread
 of every rank updates a counter every few seconds. It exits the process if another rank has been silent for too long, or
-has reported why it stopped.
+has reported that it failed.
 
-The counters are in a store that torchrun hosts, or else rank 0. If that process freezes or its machine is lost, a call
-of the store never returns, so a second thread measures how long the first thread's calls take.
+The counters are in a store that torchrun or rank 0 hosts. If that process freezes or its machine is lost, a store call
+never returns. Therefore a second thread measures how long the first thread's calls take.
 """
 
 import os
@@ -30,7 +30,7 @@ _MAX_REASON = 300  # maximum length of a reason, in characters
 
 
 class Heartbeat:
-    """Sender of heartbeats, from the moment when the ranks have agreed on the name of their attempt, until `end`."""
+    """Sender of heartbeats, from its creation (once the ranks have agreed on the name of their attempt) until `end`."""
 
     def __init__(self, world: World, *, host: str, port: int, attempt: str) -> None:
         self._world = world
@@ -38,7 +38,7 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
         if world.size == 1:
             return
-        # A separate connection, because the process group's connection may be waiting for an answer.
+        # A separate connection, because the process group's connection may be waiting for a response.
         store = dist.TCPStore(
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=SILENT_S / 2)
         )
@@ -59,7 +59,7 @@ class Heartbeat:
         is_stuck = self._thread.is_alive()
         self._thread = None
         if is_stuck:
-            return  # the thread is in a call of the store, which blocks further calls
+            return  # the thread waits in a store call, which blocks further calls
         try:
             reason = _LEFT
             if error is not None:
@@ -106,9 +106,9 @@ class Heartbeat:
 
 
 class _RunningClock:
-    """Seconds in which this process ran.
+    """Clock that counts the seconds in which this process runs.
 
-    While it is suspended (Ctrl-Z, SIGSTOP), the silence of others does not count.
+    While the process is suspended (Ctrl-Z, SIGSTOP), the silence of other ranks does not count.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class _RunningClock:
         self._ticked_s = monotonic()
 
     def tick(self) -> None:
-        """Advance by the time since the last tick, but by at most two ticks, which a running process never exceeds."""
+        """Advance by the time since the last tick, limited to two ticks, because a longer gap means a suspension."""
         now_s = monotonic()
         self.now_s += min(now_s - self._ticked_s, 2 * _TICK_S)
         self._ticked_s = now_s
@@ -136,7 +136,7 @@ class Watch:
         """Return the reason why this rank should stop; None to continue.
 
         Args:
-            messages: Last message of each rank that has sent one; None if the store does not answer.
+            messages: Last message of each rank that has sent one; None if the store does not respond.
         """
         if messages is None:
             self._reached_s = now_s if self._reached_s is None else self._reached_s

@@ -1,4 +1,4 @@
-"""The process group under torchrun: ranks join it after a check that all were started in the same way, and leave it.
+"""The process group under torchrun: ranks check that all were started in the same way, join it, and leave it.
 
 Ranks with different arguments or data would hang or abort in the first collective, or silently continue with different
 learning rates.
@@ -28,11 +28,11 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _MAX_SHOWN = 6
 _POLL_S = 0.02
 _JOIN_TIMEOUT = timedelta(minutes=10)  # torchrun's default; a machine may first have to load everything over a network
-_TIMEOUT = timedelta(minutes=30)  # torch's default for a process group; heartbeats find a lost rank earlier
+_TIMEOUT = timedelta(minutes=30)  # torch's default for a process group; heartbeats detect a lost rank earlier
 _REMIND_S = 60.0
-# Rank 0 may host the store. It then leaves last, but waits no longer than this for ranks that have ended.
+# Rank 0 may host the store. It then leaves last, but waits at most this long, because other ranks may have exited.
 _LEAVE_TIMEOUT = timedelta(seconds=10)
-# Words in errors of gloo and NCCL after another process, or the connection to it, was lost.
+# Fragments of the errors that gloo and NCCL raise after another process, or the connection to it, was lost.
 _LOST = ("closed by peer", "connection reset", "connection refused", "broken pipe", "timed out", "nccl", "gloo")
 
 
@@ -42,7 +42,7 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
 
     Args:
         start: Start of this rank. Ranks compare their starts before any other communication.
-        hint: Hint of the error if the starts differ.
+        hint: Hint for the error that is raised if the starts differ.
 
     Raises:
         UserError: The environment is incomplete, this machine has fewer GPUs than processes, or the ranks were started
@@ -52,7 +52,7 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield World()
         return
-    world = _from_environment()
+    world = _read_environment()
     if device_type == "cuda":
         num_gpus = torch.cuda.device_count()
         if world.local_rank >= num_gpus:
@@ -101,7 +101,7 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
         raise
 
 
-def _from_environment() -> World:
+def _read_environment() -> World:
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:
         raise UserError(
@@ -121,9 +121,9 @@ def name_attempt(store: dist.Store, world: World) -> str:
     """Agree on a new name for this attempt of the launch. All ranks call it.
 
     torchrun restarts processes but keeps its store, which may still contain addresses of ranks that no longer exist.
-    (The restart count cannot serve as a name, because each machine has its own count.) Each rank asks under a random
-    key, which no earlier process can have answered. Rank 0 answers until all ranks have acknowledged the name, or
-    raises FailedWork after a timeout.
+    (The restart count cannot serve as a name, because each machine has its own count.) Each rank sends a request with a
+    random key, to which no earlier process can have responded. Rank 0 responds until all ranks have acknowledged the
+    name, or raises FailedWork after a timeout.
     """
     key = secrets.token_hex(8)  # on rank 0, this is the name of the attempt
     if not world.is_first:
@@ -134,8 +134,8 @@ def name_attempt(store: dist.Store, world: World) -> str:
         name = str(store.get(answer).decode())
         store.set(f"knows/{name}/{world.rank}", "")
         return name
-    missing, answered = set(range(1, world.size)), dict[int, str]()
-    latest_s = time.monotonic() + _JOIN_TIMEOUT.total_seconds()
+    missing, response_keys = set(range(1, world.size)), dict[int, str]()
+    deadline_s = time.monotonic() + _JOIN_TIMEOUT.total_seconds()
     with _remind_of_wait(world, lambda: _name_ranks(sorted(missing))):
         while missing:
             for rank in sorted(missing):
@@ -143,10 +143,10 @@ def name_attempt(store: dist.Store, world: World) -> str:
                     missing.remove(rank)
                 elif not store.check([f"asks/{rank}"]):
                     continue
-                elif (asked := store.get(f"asks/{rank}").decode()) != answered.get(rank):
-                    store.set(f"answer/{asked}", key)
-                    answered[rank] = asked
-            if missing and time.monotonic() > latest_s:
+                elif (request_key := store.get(f"asks/{rank}").decode()) != response_keys.get(rank):
+                    store.set(f"answer/{request_key}", key)
+                    response_keys[rank] = request_key
+            if missing and time.monotonic() > deadline_s:
                 raise FailedWork(
                     f"rank {min(missing)} of {world.size} did not join within {_JOIN_TIMEOUT}; see its log"
                 )
@@ -155,8 +155,8 @@ def name_attempt(store: dist.Store, world: World) -> str:
 
 
 @contextmanager
-def _remind_of_wait(world: World, waits_for: Callable[[], str]) -> Iterator[None]:
-    """Report on every machine, once a minute, the ranks for which this rank waits.
+def _remind_of_wait(world: World, describe_missing: Callable[[], str]) -> Iterator[None]:
+    """Print on every machine, once a minute, which ranks this rank is waiting for.
 
     A rank that fails before it joins, for example because of a wrong flag, cannot tell the other ranks.
     """
@@ -164,7 +164,9 @@ def _remind_of_wait(world: World, waits_for: Callable[[], str]) -> Iterator[None
 
     def remind() -> None:
         while not is_over.wait(_REMIND_S):
-            sys.stderr.write(f"rank {world.rank} of {world.size} waits for {waits_for()} to start; see their logs\n")
+            sys.stderr.write(
+                f"rank {world.rank} of {world.size} waits for {describe_missing()} to start; see their logs\n"
+            )
             sys.stderr.flush()
 
     if world.local_rank == 0 and world.size > 1:
@@ -203,18 +205,18 @@ def difference(ranks: Sequence[Start]) -> str | None:
     """Describe the values that differ between ranks; None if there are none."""
     names = list(dict.fromkeys(name for start in ranks for name in start))
     values = {name: [_value_text(start, name) for start in ranks] for name in names}
-    differing = {name: of_ranks for name, of_ranks in values.items() if len(set(of_ranks)) > 1}
+    differing = {name: rank_values for name, rank_values in values.items() if len(set(rank_values)) > 1}
     if COMMAND in differing:
         # Other commands have other flags; listing these differences would not help.
         differing = {COMMAND: differing[COMMAND]}
     if not differing:
         return None
     parts = []
-    for name, of_ranks in differing.items():
-        ranks_of: dict[str, list[int]] = {}
-        for rank, value in enumerate(of_ranks):
-            ranks_of.setdefault(value, []).append(rank)
-        places = " and ".join(f"{value} on {_name_ranks(of_value)}" for value, of_value in ranks_of.items())
+    for name, rank_values in differing.items():
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, value in enumerate(rank_values):
+            ranks_by_value.setdefault(value, []).append(rank)
+        places = " and ".join(f"{value} on {_name_ranks(numbers)}" for value, numbers in ranks_by_value.items())
         parts.append(f"{name} is {places}")
     more = f"; and {len(parts) - _MAX_SHOWN} more" if len(parts) > _MAX_SHOWN else ""
     return "; ".join(parts[:_MAX_SHOWN]) + more

@@ -55,7 +55,7 @@ def wrap_model(
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         return model
-    # `exchange_buffers` makes buffers equal once per step, for every strategy; DDP would do it in each forward pass.
+    # `exchange_buffers` synchronises buffers once per step for every strategy; DDP would do so in each forward pass.
     devices = [device] if device.type == "cuda" else None
     return Replicated(model, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
 
@@ -63,10 +63,10 @@ def wrap_model(
 class Replicated(DistributedDataParallel):
     """DDP with the same buckets in every step of every process.
 
-    The order in which ranks sum an element depends on its place in a bucket. DDP itself lays out new buckets after the
-    first backward pass of a process. A resumed run would then sum the gradients of its next step in another order than
-    the undisturbed run. This class lays out the buckets once, before the first step, from the last parameter to the
-    first: models define modules in the order in which they use them.
+    The order in which ranks sum an element depends on its position in a bucket. DDP itself lays out new buckets after
+    the first backward pass of a process. A resumed run would then sum the gradients of its next step in a different
+    order than an uninterrupted run. This class lays out the buckets once, before the first step, from the last
+    parameter to the first, because models define modules in the order in which they use them.
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
@@ -113,7 +113,7 @@ def unshard(model: nn.Module) -> Iterator[None]:
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
-    """Average gradients over ranks after the backward pass, for models whose wrapper does not average them."""
+    """Average gradients over ranks after the backward pass of a model whose wrapper does not average them."""
     if world.size == 1:
         return
     for bucket in buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
@@ -125,9 +125,9 @@ def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
 def exchange_buffers(model: nn.Module, world: World) -> None:
     """Send the buffers that a step has changed on rank 0 to all ranks, so that they equal the buffers in a checkpoint.
 
-    Batch norms normalise with the statistics of a rank's own microbatch, as with DDP. The running statistics of rank 0
-    are used for all ranks, for two reasons. Copies are exact and may be repeated, so neither an evaluation nor a
-    checkpoint changes the run. And any kind of buffer can be copied, but not averaged.
+    As with DDP, batch norms normalise with the statistics of the rank's microbatch. The running statistics of rank 0
+    are used for all ranks, for two reasons. Copies are exact and can be repeated, so neither an evaluation nor a
+    checkpoint changes the run. And every kind of buffer can be copied, but not every kind can be averaged.
     """
     if world.size > 1:
         _send(list(changing_buffers(model).values()), world, source=0)
@@ -147,8 +147,8 @@ def _send(tensors: Sequence[torch.Tensor], world: World, *, source: int) -> None
 class ZeroOptimizer:
     """ZeRO-1 (Rajbhandari et al. 2020, section 5.1): optimizer state sharded over ranks by complete parameters.
 
-    Each rank steps its own parameters, and sends them to the other ranks. Because parameters are not divided, every
-    optimizer gives the same bits as in a single process.
+    Each rank updates its own parameters and sends them to the other ranks. Because parameters are not divided, every
+    optimizer gives results that are bit-identical to the results of a single process.
 
     Args:
         optimizer: Optimizer of all parameters, without state. It is restricted to the parameters of this rank.
@@ -158,16 +158,16 @@ class ZeroOptimizer:
         self._optimizer, self._world = optimizer, world
         parameters: list[nn.Parameter] = [each for group in optimizer.param_groups for each in group["params"]]
         owners = divide([parameter.numel() for parameter in parameters], world.size)
-        self._of_rank: list[list[nn.Parameter]] = [[] for _ in range(world.size)]
+        self._parameters_by_rank: list[list[nn.Parameter]] = [[] for _ in range(world.size)]
         for parameter, owner in zip(parameters, owners, strict=True):
-            self._of_rank[owner].append(parameter)
-        of_this_rank = {id(parameter) for parameter in self._of_rank[world.rank]}
+            self._parameters_by_rank[owner].append(parameter)
+        local_ids = {id(parameter) for parameter in self._parameters_by_rank[world.rank]}
         for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) in of_this_rank]
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in local_ids]
 
     def exchange(self) -> None:
-        """Send the updated parameters of each rank to all others."""
-        for rank, parameters in enumerate(self._of_rank):
+        """Send the updated parameters of each rank to all other ranks."""
+        for rank, parameters in enumerate(self._parameters_by_rank):
             _send(parameters, self._world, source=rank)
 
 
@@ -181,13 +181,13 @@ def divide(sizes: Sequence[int], num_ranks: int) -> list[int]:
     return ranks
 
 
-Some = TypeVar("Some", bound=torch.Tensor)
+AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
 _BUCKET_BYTES = 64 << 20
 
 
-def buckets(tensors: Sequence[Some]) -> list[list[Some]]:
+def buckets(tensors: Sequence[AnyTensor]) -> list[list[AnyTensor]]:
     """Group consecutive tensors of the same dtype into buckets for communication, small enough to be copied."""
-    groups: list[list[Some]] = []
+    groups: list[list[AnyTensor]] = []
     size_bytes = 0
     for tensor in tensors:
         added_bytes = tensor.numel() * tensor.element_size()
@@ -206,7 +206,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def norms(parts: Sequence[torch.Tensor], *, like: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the Euclidean norms of N complete tensors, float64 [N], with one collective for all of them.
+    """Return the Euclidean norms of N complete tensors as float64 [N], with one collective per kind of sharding.
 
     Args:
         parts: Local part of each tensor.
@@ -237,7 +237,7 @@ class ShardedRows(nn.Module):
     """A table [num_rows, C] whose rows are sharded over ranks, with the layout of DTensor's Shard(0).
 
     In `state_dict`, it is one tensor `rows`. With several ranks it is a DTensor, which torch.distributed.checkpoint can
-    load into a world of another size.
+    load into a world of a different size.
 
     Args:
         start: Initial value of each row, C numbers.
@@ -252,29 +252,29 @@ class ShardedRows(nn.Module):
         self._mesh: DeviceMesh | None = None
         part = -(-num_rows // world.size)
         self._first = min(num_rows, world.rank * part)
-        self._num_own = min(num_rows, self._first + part) - self._first
-        # An additional row stands for rows of other ranks, so that no shape depends on the number of local rows.
-        self.register_buffer("rows", torch.tensor(start).repeat(self._num_own + 1, 1))
+        self._num_local = min(num_rows, self._first + part) - self._first
+        # An additional row stands for rows of other ranks, so that shapes do not depend on which rows are local.
+        self.register_buffer("rows", torch.tensor(start).repeat(self._num_local + 1, 1))
         self.register_state_dict_post_hook(_put_all_rows)
         self.register_load_state_dict_pre_hook(_take_local_rows)
 
     def read(self, ids_B: torch.Tensor) -> torch.Tensor:
         """Return the rows [B, C] of `ids_B`. All ranks must call it with the same IDs."""
-        place_B = self._places(ids_B)
-        is_own_B1 = (place_B < self._num_own)[:, None]
-        return self._world.sum(torch.where(is_own_B1, self.rows[place_B], 0))
+        index_B = self._local_indices(ids_B)
+        is_local_B1 = (index_B < self._num_local)[:, None]
+        return self._world.sum(torch.where(is_local_B1, self.rows[index_B], 0))
 
     def write(self, ids_B: torch.Tensor, values_BC: torch.Tensor) -> None:
         """Set rows. All ranks must call it with the same values, which must be equal for repeated IDs."""
-        self.rows[self._places(ids_B)] = values_BC.to(self.rows.dtype)
+        self.rows[self._local_indices(ids_B)] = values_BC.to(self.rows.dtype)
 
-    def _places(self, ids_B: torch.Tensor) -> torch.Tensor:
-        place_B = ids_B - self._first
-        return torch.where((place_B >= 0) & (place_B < self._num_own), place_B, self._num_own)
+    def _local_indices(self, ids_B: torch.Tensor) -> torch.Tensor:
+        index_B = ids_B - self._first
+        return torch.where((index_B >= 0) & (index_B < self._num_local), index_B, self._num_local)
 
     def all_rows(self) -> torch.Tensor:
         """Return all rows [num_rows, C], which share memory with the local rows; a DTensor with several ranks."""
-        local_rows = self.rows[: self._num_own]
+        local_rows = self.rows[: self._num_local]
         if self._world.size == 1:
             return local_rows
         if self._mesh is None or self._mesh.device_type != local_rows.device.type:
@@ -292,8 +292,8 @@ class ShardedRows(nn.Module):
         """Return a buffer with `rows` (all rows, or this rank's part) and the additional row."""
         local_rows = rows.to_local() if isinstance(rows, DTensor) else rows
         if not isinstance(rows, DTensor) and len(rows) == self._shape[0]:
-            local_rows = rows[self._first : self._first + self._num_own]
-        return torch.cat([local_rows, self.rows[self._num_own :].to(local_rows)])
+            local_rows = rows[self._first : self._first + self._num_local]
+        return torch.cat([local_rows, self.rows[self._num_local :].to(local_rows)])
 
 
 def _put_all_rows(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:

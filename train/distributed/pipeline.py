@@ -35,13 +35,13 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineBatch:
-    """A batch for a pipeline. All stages of a replica have the same batch, except for the inputs.
+    """A batch for a pipeline. All stages of a replica have the same batch, but only the first needs the inputs.
 
     Attributes:
         inputs: Function that returns the first stage's input for a slice of samples. Only the first stage calls it.
         tokens_BKL: Inputs of the decoder, int64.
         targets_BKL: Targets for the last stage's output, int64.
-        loss: Function of an output and its targets that returns a loss, which is a summand of the batch's loss.
+        loss: Function that takes an output and its targets and returns a loss, a summand of the batch's loss.
     """
 
     inputs: Callable[[slice], torch.Tensor]
@@ -54,8 +54,8 @@ class Pipeline(nn.Module):
     """This rank's stage of a model.
 
     Args:
-        part: Layers of this stage. They are called with the previous stage's output (the first stage: with the inputs)
-            and `tokens`. Parameters with the same name on several stages are tied.
+        part: Layers of this stage. They are called with the previous stage's output (in the first stage, with the
+            inputs) and `tokens`. Parameters with the same name on several stages are tied.
 
     Attributes:
         repeated: Parameters of this stage that are tied to parameters of an earlier stage.
@@ -66,16 +66,18 @@ class Pipeline(nn.Module):
         self.part = part
         self._settings, self._world, self._device = settings, world, device
         parameters = dict(part.named_parameters())
-        of_each = world.stages.gather_objects(sorted(parameters))
+        names_by_stage = world.stages.gather_objects(sorted(parameters))
         # Other stages that have the same parameter, by parameter name.
         self._others: dict[str, list[int]] = {}
         for name in sorted(parameters):
-            if others := [at for at, names in enumerate(of_each) if name in names and at != world.stages.rank]:
+            if others := [
+                rank for rank, names in enumerate(names_by_stage) if name in names and rank != world.stages.rank
+            ]:
                 self._others[name] = others
         first = {name for name, others in self._others.items() if min(others) < world.stages.rank}
         self.repeated = [parameters[name] for name in sorted(first)]
         self._running = _Running(part, is_first=world.stages.is_first)
-        self._borders: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+        self._boundaries: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
         self._schedule: tuple[tuple[int, ...], PipelineScheduleSingle] | None = None
 
     def backward(self, batch: PipelineBatch, step: Step) -> torch.Tensor:
@@ -95,17 +97,17 @@ class Pipeline(nn.Module):
             return step.scale(loss * step.world.size)
 
         stages = self._world.stages
-        # Row numbers stand for samples, so that only samples that are computed become pictures.
+        # Row numbers stand for samples, so that inputs are prepared one microbatch at a time.
         rows = torch.arange(num_samples)
-        named: dict[str, Any] = {"tokens": batch.tokens_BKL}
+        arguments: dict[str, Any] = {"tokens": batch.tokens_BKL}
         if not stages.is_first:
-            named["rows"] = rows
+            arguments["rows"] = rows
         if stages.rank == stages.size - 1:
-            named["target"] = batch.targets_BKL
-        with self._running.of(batch, step, size=size), _unwrap_errors():
+            arguments["target"] = batch.targets_BKL
+        with self._running.use_batch(batch, step, size=size), _unwrap_errors():
             schedule = self._schedule_for(batch, size=size)
             self._running.loss = loss_of
-            schedule.step(*([rows] if stages.is_first else []), **named, return_outputs=False)
+            schedule.step(*([rows] if stages.is_first else []), **arguments, return_outputs=False)
         average_gradients(list(self.part.parameters()), self._world.replicas)
         self._sum_repeated()
         total = sum(losses, torch.zeros((), dtype=torch.float64, device=self._device))
@@ -120,20 +122,20 @@ class Pipeline(nn.Module):
         shape = (num_samples, size, num_texts, num_tokens)
         if self._schedule is not None and self._schedule[0] == shape:
             return self._schedule[1]
-        if self._borders is None:
-            self._borders = self._measure_borders(batch)
+        if self._boundaries is None:
+            self._boundaries = self._measure_boundaries(batch)
         stages = self._world.stages
         is_last = stages.rank == stages.size - 1
-        before = _resize_border(self._borders[0], size, num_texts, num_tokens, num_of_samples=1)
+        inputs = _resize_boundary(self._boundaries[0], size, num_texts, num_tokens, num_of_samples=1)
         # All outputs of the last stage have one row per text; some versions of torch check the shapes.
-        behind = _resize_border(self._borders[1], size, num_texts, num_tokens, num_of_samples=0 if is_last else 1)
+        outputs = _resize_boundary(self._boundaries[1], size, num_texts, num_tokens, num_of_samples=0 if is_last else 1)
         stage = PipelineStage(
             self._running,
             stages.rank,
             stages.size,
             self._device,
-            input_args=(torch.empty(size, dtype=torch.int64, device="meta"),) if stages.is_first else before,
-            output_args=behind,
+            input_args=(torch.empty(size, dtype=torch.int64, device="meta"),) if stages.is_first else inputs,
+            output_args=outputs,
             group=stages.group,
         )
         kind = Schedule1F1B if self._settings.schedule == "1f1b" else ScheduleGPipe
@@ -141,18 +143,18 @@ class Pipeline(nn.Module):
         self._schedule = shape, schedule
         return schedule
 
-    def _measure_borders(self, batch: PipelineBatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Find shapes and dtypes of inputs and outputs by running the stages in turn on one sample with one token."""
+    def _measure_boundaries(self, batch: PipelineBatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Determine shapes and dtypes of inputs and outputs by running all stages on one sample with one token."""
         stages = self._world.stages
-        before: list[torch.Tensor] = []
-        behind: list[torch.Tensor] = []
+        stage_inputs: list[torch.Tensor] = []
+        stage_outputs: list[torch.Tensor] = []
         for rank in range(stages.size):
-            outputs = stages.one(rank, partial(self._running.measure_outputs, before, batch))
+            outputs = stages.one(rank, partial(self._running.measure_outputs, stage_inputs, batch))
             if rank == stages.rank - 1:
-                before = outputs
+                stage_inputs = outputs
             if rank == stages.rank:
-                behind = outputs
-        return before, behind
+                stage_outputs = outputs
+        return stage_inputs, stage_outputs
 
     @torch.no_grad()
     def _sum_repeated(self) -> None:
@@ -163,16 +165,16 @@ class Pipeline(nn.Module):
             gradient = parameters[name].grad
             if gradient is None:
                 continue
-            of_others = {rank: torch.empty_like(gradient) for rank in others}
+            other_gradients = {rank: torch.empty_like(gradient) for rank in others}
             exchanges = [dist.P2POp(dist.isend, gradient, group=stages.group, group_peer=rank) for rank in others]
             exchanges += [
                 dist.P2POp(dist.irecv, buffer, group=stages.group, group_peer=rank)
-                for rank, buffer in of_others.items()
+                for rank, buffer in other_gradients.items()
             ]
             for work in dist.batch_isend_irecv(exchanges):
                 work.wait()
-            of_all = of_others | {stages.rank: gradient.clone()}
-            gradient.copy_(torch.stack([of_all[rank] for rank in sorted(of_all)]).sum(dim=0))
+            all_gradients = other_gradients | {stages.rank: gradient.clone()}
+            gradient.copy_(torch.stack([all_gradients[rank] for rank in sorted(all_gradients)]).sum(dim=0))
 
 
 def check_microbatches(num_samples: int, *, size: int, settings: ParallelSettings) -> None:
@@ -185,10 +187,10 @@ def check_microbatches(num_samples: int, *, size: int, settings: ParallelSetting
         )
     num_parts = num_samples // size
     if settings.schedule == "1f1b" and num_parts < settings.stages:
-        fitting = num_samples // settings.stages
+        max_size = num_samples // settings.stages
         hint = "use a larger --batch"
-        if fitting:
-            divisor = next(number for number in range(fitting, 0, -1) if num_samples % number == 0)
+        if max_size:
+            divisor = next(number for number in range(max_size, 0, -1) if num_samples % number == 0)
             hint = f"use --microbatch {divisor}"
         raise UserError(
             f"a pipeline of {settings.stages} stages needs as many microbatches, and its share of --batch, "
@@ -199,7 +201,7 @@ def check_microbatches(num_samples: int, *, size: int, settings: ParallelSetting
 
 
 class _Running(nn.Module):
-    """Layers of a stage, with the interface that a schedule calls: row numbers of samples replace the inputs."""
+    """Layers of a stage for a schedule, which passes row numbers of samples in place of inputs."""
 
     def __init__(self, part: nn.Module, *, is_first: bool) -> None:
         super().__init__()
@@ -211,62 +213,64 @@ class _Running(nn.Module):
         self._size = 1
 
     @contextmanager
-    def of(self, batch: PipelineBatch, step: Step, *, size: int) -> Iterator[None]:
-        """Context in which the microbatches belong to `batch`."""
+    def use_batch(self, batch: PipelineBatch, step: Step, *, size: int) -> Iterator[None]:
+        """Context in which the row numbers refer to samples of `batch`."""
         self._batch, self._step, self._size = batch, step, size
         try:
             yield
         finally:
             self._batch, self.loss = None, None
 
-    def forward(self, *given: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None = None) -> Any:
+    def forward(self, *inputs: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None = None) -> Any:
         """Return the stage's output for a microbatch."""
         assert self._batch is not None
         if self._is_first:
-            rows = given[0]
+            rows = inputs[0]
         assert rows is not None
         begin = int(rows[0])
         with self._step.seed_generators(begin // self._size), self._step.autocast():
             if self._is_first:
-                given = (self._batch.inputs(slice(begin, begin + len(rows))),)
-            return self.part(*given, tokens=tokens)
+                inputs = (self._batch.inputs(slice(begin, begin + len(rows))),)
+            return self.part(*inputs, tokens=tokens)
 
     def loss_of(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss of a microbatch of the current batch."""
         assert self.loss is not None
         return self.loss(output, targets)
 
-    def measure_outputs(self, before: Sequence[torch.Tensor], batch: PipelineBatch) -> list[torch.Tensor]:
+    def measure_outputs(self, stage_inputs: Sequence[torch.Tensor], batch: PipelineBatch) -> list[torch.Tensor]:
         """Return the stage's outputs for one sample with one token, as meta tensors."""
         tokens_111 = batch.tokens_BKL[:1, :1, :1]
         device = tokens_111.device
-        given = [torch.zeros_like(each, device=device).requires_grad_(each.requires_grad) for each in before]
+        inputs = [
+            torch.zeros_like(tensor, device=device).requires_grad_(tensor.requires_grad) for tensor in stage_inputs
+        ]
         with keep_buffers(self.part), torch.enable_grad(), self._step.autocast():
             if self._is_first:
-                given = [batch.inputs(slice(0, 1))]
+                inputs = [batch.inputs(slice(0, 1))]
             # `forward` is called directly, so that hooks do not count this call.
-            out = self.part.forward(*given, tokens=tokens_111)
+            out = self.part.forward(*inputs, tokens=tokens_111)
         return [
             torch.empty_like(output, device="meta").requires_grad_(output.requires_grad)
             for output in (out if isinstance(out, tuple) else (out,))
         ]
 
 
-def _resize_border(
-    border: Sequence[torch.Tensor], size: int, num_texts: int, num_tokens: int, *, num_of_samples: int
+def _resize_boundary(
+    boundary: Sequence[torch.Tensor], size: int, num_texts: int, num_tokens: int, *, num_of_samples: int
 ) -> tuple[torch.Tensor, ...]:
     """Resize measured tensors: the first `num_of_samples` have one row per sample, the others one row per text."""
-    shapes = [(size, *tensor.shape[1:]) for tensor in border[:num_of_samples]]
-    shapes += [(size * num_texts, num_tokens, *tensor.shape[2:]) for tensor in border[num_of_samples:]]
+    shapes = [(size, *tensor.shape[1:]) for tensor in boundary[:num_of_samples]]
+    shapes += [(size * num_texts, num_tokens, *tensor.shape[2:]) for tensor in boundary[num_of_samples:]]
     return tuple(
         torch.empty(shape, dtype=tensor.dtype, device="meta").requires_grad_(tensor.requires_grad)
-        for shape, tensor in zip(shapes, border, strict=True)
+        for shape, tensor in zip(shapes, boundary, strict=True)
     )
 
 
 @contextmanager
 def _unwrap_errors() -> Iterator[None]:
-    """Unwrap errors from a stage's layers, which torch.distributed.pipelining wraps."""
+    """Raise errors from a stage's layers without the wrapper that torch.distributed.pipelining adds."""
     try:
         yield
     except RuntimeError as error:
@@ -284,7 +288,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Kind of a layer (such as `block`) and its number of parameters, for partition rules."""
+    """Kind of a layer (such as `block`) and its number of parameters, on which partition rules depend."""
 
     kind: str
     num_parameters: int
@@ -294,13 +298,13 @@ def partition(layers: Sequence[LayerCost], *, num_stages: int, rule: str) -> lis
     """Assign consecutive layers to stages; each stage gets at least one.
 
     Args:
-        rule: `parameters` minimises the largest number of parameters of a stage. `uniform` distributes the layers
+        rule: `parameters` minimises the number of parameters of the largest stage. `uniform` distributes the layers
             evenly, with the remainder on the first stages. `type:KIND` distributes the layers of a kind evenly; other
-            layers follow the layer before them (at the beginning, they precede the first). `5,9` gives the numbers of
-            layers.
+            layers join the stage of the layer before them (at the start, the first stage). `5,9` lists the number of
+            layers of each stage.
 
     Raises:
-        UserError: There are fewer layers (of this kind) than stages, or the numbers do not add up.
+        UserError: There are fewer layers (of this kind) than stages, or the listed numbers do not fit.
     """
     check_rule(rule)
     if num_stages > len(layers):
@@ -337,8 +341,8 @@ def partition(layers: Sequence[LayerCost], *, num_stages: int, rule: str) -> lis
 
 def _even_ranges(chosen: list[int], *, num_layers: int, num_stages: int) -> list[range]:
     """Cut the layers so that the chosen layers are distributed evenly."""
-    share, rest = divmod(len(chosen), num_stages)
-    firsts = [stage * share + min(stage, rest) for stage in range(1, num_stages)]
+    quotient, remainder = divmod(len(chosen), num_stages)
+    firsts = [stage * quotient + min(stage, remainder) for stage in range(1, num_stages)]
     return _ranges([0, *(chosen[first] for first in firsts), num_layers])
 
 
@@ -348,31 +352,31 @@ def _balanced_ranges(costs: list[int], *, num_stages: int) -> list[range]:
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if _num_stages(costs, middle) <= num_stages else (middle + 1, high)
-    begins, spent = [0], 0
+    starts, stage_cost = [0], 0
     for number, cost in enumerate(costs):
-        stages_left, layers_left = num_stages - len(begins), len(costs) - number
-        # At the end, one layer per stage, if stages would otherwise get no layer.
-        if number > begins[-1] and stages_left and (spent + cost > low or layers_left == stages_left):
-            begins.append(number)
-            spent = 0
-        spent += cost
-    return _ranges([*begins, len(costs)])
+        stages_left, layers_left = num_stages - len(starts), len(costs) - number
+        # Near the end, assign one layer per stage if stages would otherwise get no layer.
+        if number > starts[-1] and stages_left and (stage_cost + cost > low or layers_left == stages_left):
+            starts.append(number)
+            stage_cost = 0
+        stage_cost += cost
+    return _ranges([*starts, len(costs)])
 
 
-def _num_stages(costs: list[int], most: int) -> int:
-    """Return the minimum number of stages if no stage may cost more than `most`."""
-    count, spent = 1, 0
+def _num_stages(costs: list[int], max_cost: int) -> int:
+    """Return the minimum number of stages if no stage may cost more than `max_cost`."""
+    count, stage_cost = 1, 0
     for cost in costs:
-        count, spent = (count, spent + cost) if spent + cost <= most else (count + 1, cost)
+        count, stage_cost = (count, stage_cost + cost) if stage_cost + cost <= max_cost else (count + 1, cost)
     return count
 
 
-def _ranges(begins: list[int]) -> list[range]:
-    return [range(begin, end) for begin, end in itertools.pairwise(begins)]
+def _ranges(starts: list[int]) -> list[range]:
+    return [range(begin, end) for begin, end in itertools.pairwise(starts)]
 
 
 def run_along(stages: World, run: Callable[[Tensors], Tensors], *, first: int = 0, device: torch.device) -> Tensors:
-    """Call `run` on the ranks of a pipeline in turn, from rank `first`, with the previous rank's result (at first ()).
+    """Call `run` on the ranks of a pipeline in turn, from rank `first`, with the previous rank's result (() at first).
 
     Returns:
         The result on this rank; () on ranks before `first`.
@@ -416,7 +420,7 @@ def _receive_tensors(stages: World, *, device: torch.device) -> Tensors:
 
 
 def _header(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Return dtype, number of dimensions and shape of a tensor, on the CPU so that no GPU waits; zeros for None."""
+    """Encode dtype, number of dimensions and shape of a tensor, on the CPU so that no GPU waits; zeros for None."""
     header = torch.zeros(2 + _MAX_DIMENSIONS, dtype=torch.int64)
     if tensor is not None:
         numbers = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]

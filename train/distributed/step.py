@@ -1,4 +1,4 @@
-"""The view that an objective has of an optimizer step, and the step's random numbers."""
+"""The properties of an optimizer step that an objective needs, and the step's random numbers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,14 +17,14 @@ class Step:
 
     Attributes:
         number: Number of the step, from 1.
-        epoch: Epochs completed before this step (float); 0 for sets without an end.
+        epoch: Epochs completed before this step (float); 0 for endless datasets.
         world: Ranks that share the batch.
         seed: Seed of the run.
         microbatch: Number of samples per forward pass on this rank; None for all of them.
         autocast: Function that returns a context in which the model computes with the run's precision.
         scale: Function that scales a loss before its backward pass, for fp16.
         synced: Function that returns the context for a microbatch's forward and backward pass. With True, for the last
-            microbatch of the step, gradients are synchronised.
+            microbatch of the step, the context synchronises gradients.
     """
 
     number: int
@@ -40,7 +40,7 @@ class Step:
     def seed_generators(self, part: int) -> Iterator[None]:
         """Seed torch's generators for microbatch `part` from seed, step, rank, part and pipeline stage.
 
-        Thus a microbatch can be computed twice with the same dropout, and checkpoints need no generator state.
+        Thus a microbatch can be recomputed with the same dropout, and checkpoints do not need generator states.
         """
         # The first stage draws the same numbers as a single process.
         stage = (self.world.stages.rank,) if self.world.stages.rank else ()

@@ -1,7 +1,7 @@
 """Complete or sharded tensors on disk through torch.distributed.checkpoint, for any number of ranks.
 
-torch plans which rank writes and reads which part. The parts are plain bytes. A JSON table has their locations, so
-reading a checkpoint cannot execute code.
+torch plans which rank writes and reads which part. The parts are plain bytes. A JSON table lists their locations,
+so reading a checkpoint cannot execute code.
 """
 
 import io
@@ -40,7 +40,7 @@ Table = dict[str, Any]
 
 
 class Storage:
-    """Writer of the tensors of checkpoints. All ranks must call its methods in the same order."""
+    """Writer for the tensors of checkpoints. All ranks must call its methods in the same order."""
 
     def __init__(self, world: World) -> None:
         # A separate group, because checkpoints are written while training uses its own collectives.
@@ -64,7 +64,7 @@ class Storage:
         """
         writer = _Writer(file)
         metadata = dcp.save(
-            dict(sorted(tensors.items())),  # in a resumed run, the optimizer's state has another order
+            dict(sorted(tensors.items())),  # in a resumed run, the optimizer's state has a different order
             storage_writer=writer,
             planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=self._group,
@@ -74,7 +74,7 @@ class Storage:
         return _table(metadata)
 
     def agree(self, error: Exception | None) -> None:
-        """Raise this rank's error, if there is one, or FailedElsewhere if another rank has one; all ranks call it."""
+        """Raise this rank's error, or FailedElsewhere if another rank has failed. All ranks must call it."""
         failed = self.gather(error is not None)
         if error is not None:
             raise error
@@ -82,7 +82,7 @@ class Storage:
             raise FailedElsewhere(f"rank {failed.index(True)} could not write its parts")
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather plain values from all ranks, in the writing thread."""
+        """Gather plain values from all ranks. The writing thread may call it during training."""
         if self._group is None:
             return [value]
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
@@ -98,10 +98,14 @@ def read_into(
     world: World,
     open_part: Callable[[Path], BinaryIO],
 ) -> None:
-    """Load stored tensors into tensors of the same names and sizes (or ValueError); all ranks call it.
+    """Load stored tensors into the memory of `tensors`. All ranks must call it.
 
     Args:
-        open_part: Function that opens a file of the folder.
+        tensors: Tensors with the stored names and sizes.
+        open_part: Function that opens a file in the folder.
+
+    Raises:
+        ValueError: A rank could not read a tensor, or a stored size differs.
     """
     try:
         dcp.load(
@@ -116,7 +120,7 @@ def read_into(
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype with a name from the table; ValueError if there is none."""
+    """Return the dtype with a name from the table; ValueError if torch has none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype")
@@ -124,13 +128,13 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 class FailedElsewhere(Exception):
-    """Another rank could not write its parts. The message has the reason."""
+    """Error on the ranks that wrote their parts while another rank failed. The message identifies that rank."""
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writer of tensors into one file. It makes `dcp.save` return the location of each tensor.
+    """Writer of tensors into one file. With it, `dcp.save` returns the location of each tensor.
 
-    torch's own writer makes an archive of each tensor, which takes longer than a step of a small model.
+    torch's own writer stores each tensor as an archive, which takes longer than a step of a small model.
 
     Attributes:
         error: Reason why this rank could not write. It is not raised, because other ranks wait for this rank.
@@ -150,8 +154,8 @@ class _Writer(dcp.FileSystemWriter):
                     tensor = cast(torch.Tensor, planner.resolve_data(item))
                     begin, content = file.tell(), _bytes_of(tensor.detach().cpu().contiguous())
                     file.write(content)
-                    place = _StorageInfo(self._file.name, begin, len(content))
-                    results.append(WriteResult(item.index, size_in_bytes=len(content), storage_data=place))
+                    location = _StorageInfo(self._file.name, begin, len(content))
+                    results.append(WriteResult(item.index, size_in_bytes=len(content), storage_data=location))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:  # the error from a write does not contain the path
@@ -160,7 +164,9 @@ class _Writer(dcp.FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        metadata.storage_data = {
+            result.index: result.storage_data for rank_results in results for result in rank_results
+        }
 
 
 @dataclass(frozen=True)
@@ -174,7 +180,7 @@ class _Piece:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reader of files that `_Writer` wrote, by means of a table of plain values."""
+    """Reader for files that `_Writer` wrote. It finds tensors through a table of plain values."""
 
     def __init__(self, folder: Path, table: Table, open_part: Callable[[Path], BinaryIO]) -> None:
         super().__init__(str(folder))
@@ -185,11 +191,11 @@ class _Reader(dcp.FileSystemReader):
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         pieces: dict[MetadataIndex, _Piece] = self.storage_data
-        # File by file: a file that is fetched from a bucket takes room on the disk while it is open.
+        # Read file by file, because a file that is fetched from a bucket takes disk space while it is open.
         items = sorted(plan.items, key=lambda item: pieces[item.storage_index].file)
-        for name, of_file in groupby(items, key=lambda item: pieces[item.storage_index].file):
+        for name, file_items in groupby(items, key=lambda item: pieces[item.storage_index].file):
             with self._open_part(self._folder / name) as file:
-                for item in of_file:
+                for item in file_items:
                     piece, target = pieces[item.storage_index], planner.resolve_tensor(item).detach()
                     content = narrow_tensor_by_index(_read(piece, file), item.storage_offsets, item.lengths)
                     if content.size() != target.size():
@@ -224,9 +230,9 @@ def _table(metadata: Metadata) -> Table:
         dtype = str(entry.properties.dtype).removeprefix("torch.")
         pieces = []
         for chunk in entry.chunks:
-            place: _StorageInfo = metadata.storage_data[MetadataIndex(name, torch.Size(chunk.offsets))]
+            location: _StorageInfo = metadata.storage_data[MetadataIndex(name, torch.Size(chunk.offsets))]
             bounds = {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
-            pieces.append({**bounds, "file": place.relative_path, "begin": place.offset})
+            pieces.append({**bounds, "file": location.relative_path, "begin": location.offset})
         table[name] = {"dtype": dtype, "size": list(entry.size), "pieces": pieces}
     return table
 

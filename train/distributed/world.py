@@ -4,8 +4,8 @@ Without a launcher, the world has size 1, and every collective returns its input
 tensor: gloo for CPUs, NCCL for GPUs. Pipelines are worlds within the world. Example with 6 ranks and 2 stages:
 
     rank      0  1  2  3  4  5
-    replica   0  0  1  1  2  2    the ranks of a replica hold one copy of the model, and get the same samples: `stages`
-    stage     0  1  0  1  0  1    the ranks of a stage have the same layers, and share the batch: `replicas`
+    replica   0  0  1  1  2  2    the ranks of a replica hold one copy of the model and get the same samples: `stages`
+    stage     0  1  0  1  0  1    the ranks of a stage hold the same layers and share the batch: `replicas`
 """
 
 import os
@@ -57,7 +57,11 @@ class World:
         return self.along or World()
 
     def cut(self, num_stages: int) -> "World":
-        """Divide the ranks into pipelines. All ranks must call it. UserError if their number is not a multiple."""
+        """Divide the ranks into pipelines of `num_stages` ranks. All ranks must call it.
+
+        Raises:
+            UserError: The number of ranks is not a multiple of `num_stages`.
+        """
         if num_stages == 1:
             return self
         if self.size % num_stages:
@@ -71,25 +75,25 @@ class World:
         replica, stage = divmod(self.rank, num_stages)
         ranks = range(self.size)
         # Every rank must take part in creating every group.
-        of_stage = [_group(ranks[at::num_stages]) for at in range(num_stages)]
-        of_replica = [_group(ranks[at : at + num_stages]) for at in ranks[::num_stages]]
-        along = World(rank=stage, size=num_stages, local_rank=self.local_rank, group=of_replica[replica])
-        across = World(rank=replica, size=num_replicas, local_rank=self.local_rank, group=of_stage[stage], along=along)
+        by_stage = [_group(ranks[first::num_stages]) for first in range(num_stages)]
+        by_replica = [_group(ranks[first : first + num_stages]) for first in ranks[::num_stages]]
+        along = World(rank=stage, size=num_stages, local_rank=self.local_rank, group=by_replica[replica])
+        across = World(rank=replica, size=num_replicas, local_rank=self.local_rank, group=by_stage[stage], along=along)
         return replace(self, across=across, along=along)
 
     def share(self, batch: int) -> int:
         """Return this rank's number of samples in a batch; UserError if the ranks cannot have equal shares."""
         if batch % self.size:
-            fitting = max(self.size, batch - batch % self.size)
+            nearest = max(self.size, batch - batch % self.size)
             raise UserError(
                 f"--batch is {batch}, and {self.size} processes cannot have equal shares of it",
-                hint=f"--batch counts the samples of all processes: use --batch {fitting}, or another --nproc-per-node",
+                hint=f"--batch counts the samples of all processes: use --batch {nearest}, or another --nproc-per-node",
                 flags=("--batch",),
             )
         return batch // self.size
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Gather N rows from each rank, [size * N, ...] in rank order, without gradient."""
+        """Gather N rows from each rank as [size * N, ...] in rank order, without gradients."""
         rows = rows.detach().contiguous()
         if self.size == 1:
             return rows
@@ -98,14 +102,14 @@ class World:
         return gathered
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum values over all ranks, without gradient."""
+        """Sum values over all ranks, without gradients."""
         summed = values.detach().clone()
         if self.size > 1:
             dist.all_reduce(summed, group=self.group)
         return summed
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sum size * N rows over ranks, and return this rank's N rows, in rank order, without gradient."""
+        """Sum size * N rows over ranks and return this rank's N rows, in rank order, without gradients."""
         rows = rows.detach().contiguous()
         if self.size == 1:
             return rows
@@ -124,7 +128,7 @@ class World:
     def each(self, work: Callable[[], Outcome]) -> Outcome:
         """Call `work` on every rank, and return this rank's result.
 
-        If any rank fails, all raise the lowest rank's error.
+        If any rank fails, all ranks raise the error of the lowest failed rank.
         """
         if self.size == 1:
             return work()
@@ -138,11 +142,11 @@ class World:
         return cast(Outcome, outcome)
 
     def first(self, work: Callable[[], Outcome]) -> Outcome:
-        """Call `work` only on rank 0, and broadcast its result, or the ClipmillError that it raised."""
+        """Call `work` only on rank 0 and broadcast its result, or the ClipmillError that it raised."""
         return self.one(0, work)
 
     def one(self, rank: int, work: Callable[[], Outcome]) -> Outcome:
-        """Call `work` only on one rank, and broadcast its result, or the ClipmillError that it raised."""
+        """Call `work` only on one rank and broadcast its result, or the ClipmillError that it raised."""
         if self.size == 1:
             return work()
         outcome: list[Any] = [None, None]
@@ -158,7 +162,7 @@ class World:
 
 
 def joined_world() -> World:
-    """Return the ranks of the joined process group, or else the ranks that a launcher defined, or else one rank."""
+    """Return the world of the joined process group, else the world that a launcher defined, else a single rank."""
     if dist.is_available() and dist.is_initialized():
         return World(rank=dist.get_rank(), size=dist.get_world_size())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
