@@ -1,11 +1,13 @@
-"""Atomic file writes, so that a reader sees either the old file or the complete new file. JSON records with checksums.
+"""Write files atomically, so that a reader sees either the old file or the complete new file.
 
-Every durable file of the project is written under a temporary name in the same folder, flushed to disk, and renamed. A
+Every durable file of the project is written under a temporary name in its final folder, flushed to disk, and renamed. A
 temporary name has the form `.tmp-<12 hex>-<name>`. If a process is killed, the temporary name shows which file was
 being written. The next process that holds the lock for that file removes the temporary file.
 
-If a data folder is in a bucket, the object is written before the local file appears, and deleted before the local file
-is removed (`clipmill.manifests.storage.mirrors`).
+For a data folder in a bucket, the object is written before the local file appears, and deleted before the local file is
+removed (`clipmill.manifests.storage.mirrors`).
+
+JSON records can be published with a checksum, which is verified when the record is read.
 """
 
 import errno
@@ -29,7 +31,10 @@ _TEMPORARY = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{12}}-(.+)", re
 
 @contextmanager
 def publish_atomically(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; rename it to `path` if the block succeeds, and remove it otherwise."""
+    """Yield a temporary path in the folder of `path`, for the block to write.
+
+    If the block succeeds, the temporary file is renamed to `path`; otherwise, it is removed.
+    """
     temporary = temporary_path(path)
     try:
         with naming(path):
@@ -37,7 +42,7 @@ def publish_atomically(path: Path) -> Iterator[Path]:
             sync(temporary)
             replace(temporary, path)
     except OSError as error:
-        if error.filename == os.fspath(temporary):  # a name that the user does not know
+        if error.filename == os.fspath(temporary):  # the user does not know the temporary name
             error.filename = os.fspath(path)
         raise
     finally:
@@ -45,7 +50,7 @@ def publish_atomically(path: Path) -> Iterator[Path]:
 
 
 def replace(temporary: Path, path: Path) -> None:
-    """Rename a complete file that has been flushed to disk from its temporary name to `path`."""
+    """Rename a temporary file to `path`. The file must be complete and flushed to disk."""
     if path.is_dir():
         raise folder_in_place(path)
     if (mirror := mirror_of(path)) is not None:
@@ -55,7 +60,7 @@ def replace(temporary: Path, path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> Path:
-    """Rename a file or folder within its folder; return `target`."""
+    """Rename a file or folder, and return `target`. Both paths must have the same parent folder."""
     mirror = mirror_of(source)
     if mirror is not None:
         mirror.move(source, target)
@@ -65,10 +70,10 @@ def rename(source: Path, target: Path) -> Path:
 
 
 def remove(*paths: Path) -> None:
-    """Remove files from a folder and its subfolders, with few requests to a bucket. Files may be missing.
+    """Remove files from a folder and its subfolders; in a bucket, with few requests. Missing files are ignored.
 
     Raises:
-        OSError: A file cannot be removed. Other files may then remain as well.
+        OSError: A file cannot be removed. In this case, other files may remain too.
     """
     if paths and (mirror := mirror_of(paths[0])) is not None:
         mirror.remove(*paths)
@@ -77,19 +82,19 @@ def remove(*paths: Path) -> None:
 
 
 def publish_bytes(path: Path, content: bytes) -> None:
-    """Publish `content` as the file `path`."""
+    """Write `content` to the file `path` atomically."""
     with publish_atomically(path) as temporary:
         temporary.write_bytes(content)
 
 
 def publish_json(path: Path, value: Any) -> None:
-    """Publish `value` as JSON with sorted keys, so that equal values yield identical bytes."""
+    """Write `value` to the file `path` atomically as JSON. Keys are sorted, so equal values yield identical bytes."""
     publish_bytes(path, (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode())
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Context manager that adds `path` to an OSError without a path, such as the error of a read, write or flush."""
+    """Add `path` to an OSError that is raised within the block without a path, as by a read, write or flush."""
     try:
         yield
     except OSError as error:
@@ -99,18 +104,26 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def read_record(path: Path) -> bytes:
-    """Read a small file.
+    """Read a small file. Only regular files are read, because reading a pipe might block forever.
 
     Raises:
-        OSError: The file cannot be read, or is not a regular file. (Reading a pipe might block forever.)
+        OSError: The file cannot be read, or is not a regular file.
     """
     with naming(path), open(path, "rb", opener=_open_regular) as file:
         return file.read()
 
 
 def require_regular(file: Path | int, *, path: Path) -> None:
-    """Raise an OSError with `path` if a file or descriptor is a folder, a pipe, a socket or a device."""
-    mode = os.stat(file).st_mode  # noqa: PTH116 - also accepts a descriptor
+    """Check that a file is a regular file.
+
+    Args:
+        file: Path or descriptor of the file.
+        path: Path for the error.
+
+    Raises:
+        OSError: The file is a folder, a pipe, a socket or a device.
+    """
+    mode = os.stat(file).st_mode  # noqa: PTH116 - os.stat also accepts a descriptor
     if stat.S_ISDIR(mode):
         raise folder_in_place(path)
     if not stat.S_ISREG(mode):
@@ -128,22 +141,22 @@ def _open_regular(name: str, flags: int) -> int:
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a new temporary path next to `path`."""
+    """Return a new temporary path for `path`, in the same folder."""
     return path.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-{path.name}"
 
 
 def target_of(name: str) -> str | None:
-    """Return the final name of a temporary file; None if `name` is not a temporary name."""
+    """Return the final name of a temporary file, or None if `name` is not a temporary name."""
     match = _TEMPORARY.fullmatch(name)
-    # A fetched object is written to a temporary file whose name contains the temporary name of the cached copy.
+    # Temporary names may be nested: an object is downloaded under a temporary name of the temporary cached copy.
     return (target_of(match[1]) or match[1]) if match else None
 
 
 def remove_temporaries(folder: Path, *, of: Callable[[str], bool] = lambda target: True) -> None:
-    """Remove temporary files in `folder`. The caller must hold the lock of their writers.
+    """Remove temporary files from `folder`. The caller must hold the lock that the writers of the files use.
 
     Args:
-        of: Predicate on the final name; only files for which it is true are removed.
+        of: Predicate on the final name of a file. Only files for which the predicate is true are removed.
 
     Raises:
         OSError: A file cannot be removed.
@@ -153,10 +166,10 @@ def remove_temporaries(folder: Path, *, of: Callable[[str], bool] = lambda targe
 
 
 def temporaries_in(folder: Path, *, of: Callable[[str], bool] = lambda target: True) -> list[Path]:
-    """List the temporary files in `folder`, sorted; none if the folder does not exist.
+    """Return the sorted paths of temporary files in `folder`; [] if the folder does not exist.
 
     Args:
-        of: Predicate on the final name, as in `remove_temporaries`.
+        of: Predicate on the final name of a file. Only files for which the predicate is true are returned.
     """
     try:
         with os.scandir(folder) as entries:
@@ -171,7 +184,11 @@ def temporaries_in(folder: Path, *, of: Callable[[str], bool] = lambda target: T
 
 
 def sync(path: Path) -> None:
-    """Flush a file's content, or a folder's entries, to disk. An OSError contains the path."""
+    """Flush the content of a file, or the entries of a folder, to disk.
+
+    Raises:
+        OSError: The flush failed; the error contains the path.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
@@ -181,20 +198,20 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create the folder `path` if it is missing, and flush its entry to disk. Its parent must exist."""
+    """Create a folder if it is missing, and flush its directory entry to disk. The parent folder must exist."""
     if not path.is_dir():
         path.mkdir(exist_ok=True)
         sync(path.parent)
 
 
-CHECKSUM_KEY = "sha256"  # key of a checked record's checksum, which covers its other content
+CHECKSUM_KEY = "sha256"  # key of the checksum in a record; the checksum covers all other keys
 
 
 def parse_json(text: str | bytes) -> Any:
     """Parse a JSON document.
 
     Raises:
-        ValueError: The text is not JSON, not valid UTF-8, or nested too deeply for the parser.
+        ValueError: The text is not valid JSON or UTF-8, or is nested too deeply for the parser.
     """
     try:
         return json.loads(text)
@@ -203,22 +220,25 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def record_sha256(record: dict[str, Any]) -> str:
-    """Compute the SHA-256 (hex) of the canonical JSON of `record`. It does not depend on whitespace or key order."""
+    """Return the hexadecimal SHA-256 of the canonical JSON form of `record`.
+
+    The hash does not depend on whitespace or on the order of keys.
+    """
     text = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def publish_checked_json(path: Path, record: dict[str, Any]) -> None:
-    """Publish `record` with its checksum."""
+    """Write `record` and its checksum to the file `path` atomically, as JSON."""
     publish_json(path, {**record, CHECKSUM_KEY: record_sha256(record)})
 
 
 def read_checked_json(path: Path) -> dict[str, Any]:
-    """Read the record at `path`, verify its checksum, and return the record without the checksum.
+    """Read a JSON record, verify its checksum, and return the record without the checksum.
 
     Raises:
-        OSError: The file cannot be read; the exception contains the file name.
-        ValueError: `path` is a folder, the content is not a JSON object, or its checksum is missing or does not match.
+        OSError: The file cannot be read; the error contains the path.
+        ValueError: `path` is a folder, its content is not a JSON object, or the checksum is missing or does not match.
     """
     try:
         record = parse_json(read_record(path))

@@ -1,19 +1,20 @@
-"""Marks in a data folder that list the variants in use, so that `prep gc` keeps them.
+"""Reader marks: files in a data folder that list the variants in use, so that `prep gc` does not remove them.
 
-    .readers/<16 hex>.lock    a mark: its reader, the start of reading, and the variants by column
-    .readers/.lock            shared by readers that write a mark; `prep gc` holds it while it removes variants
+    .readers/<16 hex>.lock    mark of one reader: who it is, when it started to read, and its variants
+    .readers/.lock            lock, held by readers that write a mark (shared) and by `prep gc` (exclusive)
 
-A training process opens a data folder with `read_from`. From then on, the process leaves a mark for each variant that
-it opens (`leave_mark`), touches the mark every `RENEWAL_S` seconds, and removes it when the variant is no longer in
-use. If the process dies, its mark expires: immediately on the same machine, and `EXPIRY_S` seconds after the last touch
-elsewhere. The age of a mark is the difference between two times of the storage (file system or bucket), so it does not
-depend on the clocks of machines.
+A training process calls `read_from` to enable marks in a data folder. It then leaves a mark for each variant that it
+opens (`leave_mark`), touches the mark every `RENEWAL_S` seconds, and removes the mark when the variant is no longer in
+use. If the process dies, its mark expires: immediately if the mark is checked on the same machine, and `EXPIRY_S`
+seconds after the last touch if the mark is checked on a different machine. The age of a mark is the difference between
+two timestamps from the storage (file system or bucket), so it does not depend on the clocks of the machines.
 
-An unfinished run has a mark that does not depend on a process (`mark_run`). It expires when the run ends or its folder
-is removed; on a machine that cannot see the folder, `RUN_EXPIRY_S` seconds after the last start.
+An unfinished run has a mark that does not depend on a process (`mark_run`). The mark expires when the run is finished
+or its folder is removed. If it is checked on a machine without access to the folder, it expires `RUN_EXPIRY_S` seconds
+after the run was last started.
 
-If a mark cannot be written, the process prints a note and reads without a mark. A mark that cannot be read keeps all
-variants until it is `RUN_EXPIRY_S` seconds old, because its reader may still need any of them.
+If a mark cannot be written, the process prints a note and reads without a mark. If a mark cannot be read, all variants
+are kept until the mark is `RUN_EXPIRY_S` seconds old, because its reader may be using any of the variants.
 """
 
 import atexit
@@ -42,44 +43,46 @@ if TYPE_CHECKING:
     from clipmill.manifests.storage.objects import Objects
 
 READERS_FOLDER = ".readers"
-TOKEN_FACT = "mark"  # key in run.json of the token that ties a run's mark to its folder
+TOKEN_FACT = "mark"  # key of the token in run.json that links a run's mark to its folder
 RENEWAL_S, EXPIRY_S, RUN_EXPIRY_S = 300.0, 1800.0, 30 * 86_400.0
 _LOCK = ".lock"
 _MARK = re.compile(r"[0-9a-f]{16}\.lock")
 
 
 class LocalMarks:
-    """The marks of a local data folder. Any user who may write to the data folder may write marks."""
+    """Marks in a local data folder. Every user with write access to the data folder can write marks."""
 
     def __init__(self, data_dir: Path) -> None:
         self.address = os.fspath(data_dir)
         self._data_dir, self._folder = data_dir, data_dir / READERS_FOLDER
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a mark."""
+        """Write the content of a mark to the file `name`."""
         with publish_atomically(self._folder / name) as path:
             path.write_bytes(content)
             path.chmod(0o644)  # regardless of the umask, so that another user's `prep gc` can read it
 
     def renew(self, name: str, content: bytes) -> None:
-        """Set the time of a mark to now; write it again if it was removed."""
+        """Set the modification time of a mark to the current time, or write the mark again if it was removed."""
         try:
-            os.utime(self._folder / name)  # without a time, so that a file server uses its own clock
+            os.utime(self._folder / name)  # pass no time, so that a file server uses its own clock
         except FileNotFoundError:
             self.write(name, content)
 
     def remove(self, name: str) -> None:
-        """Remove a mark, if it exists."""
+        """Remove a mark. The mark may be missing."""
         (self._folder / name).unlink(missing_ok=True)
 
     def read(self) -> list[tuple[str, bytes, float]]:
-        """Return the name, content and last touch (seconds, by the storage's clock) of each mark.
+        """Read all marks.
 
-        The content is empty if this user cannot read it.
+        Returns:
+            Name, content and modification time of each mark. The content is empty if this user may not read it. The
+            time is in seconds since the epoch, by the storage's clock.
         """
         marks = []
         for path in sorted(self._folder.iterdir()) if self._folder.is_dir() else ():
-            with suppress(FileNotFoundError):  # removed in the meantime
+            with suppress(FileNotFoundError):  # the mark was removed in the meantime
                 if _MARK.fullmatch(path.name):
                     touched_s = path.stat().st_mtime
                     try:
@@ -89,13 +92,18 @@ class LocalMarks:
         return marks
 
     def now_s(self) -> float:
-        """Return the current time by the storage's clock, in seconds since the epoch."""
+        """Return the current time of the storage's clock, in seconds since the epoch."""
         os.utime(self._folder / _LOCK)
         return (self._folder / _LOCK).stat().st_mtime
 
     @contextmanager
     def hold(self, *, is_shared: bool, on_wait: Callable[[], object]) -> Iterator[None]:
-        """Lock the folder, so that no reader writes a mark while a command removes variants."""
+        """Lock the marks, so that no reader writes a mark while `prep gc` removes variants.
+
+        Args:
+            is_shared: True for readers, and False for `prep gc`.
+            on_wait: Function that is called if the lock is not free.
+        """
         with suppress(FileExistsError):
             self._folder.mkdir()
             self._folder.chmod(self._data_dir.stat().st_mode & 0o7777)
@@ -103,9 +111,9 @@ class LocalMarks:
         path, flags = self._folder / _LOCK, os.O_RDONLY if is_shared else os.O_RDWR
         try:
             descriptor = os.open(path, flags)
-        except FileNotFoundError:  # O_CREAT was not set, because it fails for another user's file in a folder like /tmp
+        except FileNotFoundError:  # O_CREAT was omitted: it fails for files of other users in folders like /tmp
             descriptor = os.open(path, flags | os.O_CREAT, 0o666)
-            with suppress(PermissionError):  # another user has created the file in the meantime
+            with suppress(PermissionError):  # a different user created the file in the meantime
                 os.fchmod(descriptor, self._folder.stat().st_mode & 0o666)
         try:
             if not lock(descriptor, is_shared=is_shared, waits=False):
@@ -117,10 +125,11 @@ class LocalMarks:
 
 
 class BucketMarks:
-    """The marks of a data folder in a bucket, with the methods of `LocalMarks`.
+    """Marks of a data folder in a bucket. The interface is the same as for `LocalMarks`.
 
     Args:
-        leases: Leases of the command, which aborts if it loses one of them.
+        objects: Objects of the data folder.
+        leases: Leases that the command holds; the command aborts if it loses a lease.
     """
 
     def __init__(self, objects: "Objects", leases: "HeldLeases | None" = None) -> None:
@@ -139,7 +148,7 @@ class BucketMarks:
         marks = []
         for info in self._objects.list(READERS_FOLDER):
             name = info.key.rpartition("/")[2]
-            with suppress(FileNotFoundError):  # removed in the meantime
+            with suppress(FileNotFoundError):  # the mark was removed in the meantime
                 if _MARK.fullmatch(name):
                     marks.append((name, self._objects.read(info.key), info.modified_s))
         return marks
@@ -165,7 +174,7 @@ Marks = LocalMarks | BucketMarks
 
 
 def _marks_of(data_dir: Path) -> Marks:
-    """Return the marks of the data folder that a `prep` command uses."""
+    """Return access to the marks of a data folder, for a `prep` command that has opened the folder."""
     if (mirror := mirror_of(data_dir)) is None:
         return LocalMarks(data_dir)
     from clipmill.manifests.storage.working_copy import WorkingCopy
@@ -175,11 +184,11 @@ def _marks_of(data_dir: Path) -> Marks:
 
 
 class _User:
-    """User of a mark."""
+    """Token that represents one user of a mark. The mark is needed while the token exists."""
 
 
 class _Mark:
-    """A mark that this process has left, and its users."""
+    """Mark that this process has left, and the users of the mark."""
 
     def __init__(self, marks: Marks, record: Mapping[str, Any], *, name: str = "") -> None:
         self.marks, self.name = marks, f"{name or secrets.token_hex(8)}.lock"
@@ -188,22 +197,25 @@ class _Mark:
         self.users: WeakSet[_User] = WeakSet()
 
     def remove(self) -> None:
-        with suppress(OSError, UserError):  # a mark that remains expires
+        with suppress(OSError, UserError):  # if the mark cannot be removed, it expires
             self.marks.remove(self.name)
 
 
-_folders: dict[Path, Marks | None] = {}  # data folders that this process trains on; None if marks cannot be written
-_marks: dict[Path, _Mark] = {}  # marks by the folder of the variant
-_block_marks: list[list[_Mark]] = []  # marks that each block of `keep_marks` needs, the outermost block first
+_folders: dict[Path, Marks | None] = {}  # data folders with marks enabled; None if marks cannot be written
+_marks: dict[Path, _Mark] = {}  # marks of this process, keyed by the folder of the variant
+_block_marks: list[list[_Mark]] = []  # marks kept by each active `keep_marks` block, outermost first
 _lock = threading.Lock()
 _renewal: threading.Thread | None = None
 
 
 def read_from(data_dir: Path, objects: "Objects | None" = None) -> None:
-    """Enable marks in a data folder for the variants that this process opens, until the outermost `keep_marks` ends.
+    """Enable marks for the variants of a data folder that this process opens.
+
+    Marks stay enabled until the outermost `keep_marks` block ends. Only the first process of each node leaves marks.
 
     Args:
-        objects: Objects of a remote data folder, if `data_dir` is a local copy of its small files.
+        data_dir: Data folder, or a local copy of the small files of a remote data folder.
+        objects: Objects of the remote data folder; None for a local data folder.
     """
     is_first_of_node = (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
     if is_first_of_node and (folder := data_dir.resolve()) not in _folders:
@@ -213,8 +225,11 @@ def read_from(data_dir: Path, objects: "Objects | None" = None) -> None:
 def leave_mark(directory: Path) -> object | None:
     """Leave a mark for a variant, if `read_from` was called for its data folder.
 
+    Args:
+        directory: Folder of the variant.
+
     Returns:
-        user: Object that keeps the mark for as long as it exists; None if there is no mark.
+        Token that the caller must hold while it uses the variant; None if no mark was left.
     """
     global _renewal
     if not _folders or (marks := _folders.get(directory.parent.parent.resolve())) is None:
@@ -237,7 +252,7 @@ def leave_mark(directory: Path) -> object | None:
 
 
 def _write_mark(mark: _Mark) -> bool:
-    """Write a mark and return True; if this fails, print a line and return False."""
+    """Write a mark, and return True. If the mark cannot be written, print a note and return False."""
     marks = mark.marks
     waiting = f"waiting for prep gc, which removes variants in {marks.address}\n"
     try:
@@ -257,7 +272,7 @@ def _write_mark(mark: _Mark) -> bool:
 
 @contextmanager
 def keep_marks() -> Iterator[None]:
-    """Keep the marks of all variants that are opened inside the block until it ends."""
+    """Keep the marks of all variants that are opened within the block until the block ends."""
     _block_marks.append([])
     try:
         yield
@@ -269,17 +284,21 @@ def keep_marks() -> Iterator[None]:
 
 
 def remove_unused_marks(*, renews: bool = False) -> None:
-    """Remove the marks of variants that are no longer in use; with `renews`, touch the others."""
+    """Remove the marks of variants that are no longer in use.
+
+    Args:
+        renews: True to touch the remaining marks.
+    """
     with _lock:
         needed = {mark for block in _block_marks for mark in block}
         unused = [directory for directory, mark in _marks.items() if not (mark.users or mark in needed)]
         removed, renewed = [_marks.pop(directory) for directory in unused], [*_marks.values()] if renews else []
-    # The lock is not held here: a bucket may not respond for minutes, and training must continue.
+    # Do not hold the lock here: a bucket may not respond for minutes, but training must continue.
     for mark in renewed:
-        with suppress(OSError, UserError):  # the next renewal retries
+        with suppress(OSError, UserError):  # the next renewal tries again
             mark.marks.renew(mark.name, mark.content)
         with _lock:
-            removed += [mark] if mark not in _marks.values() else []  # its last user ended in the meantime
+            removed += [mark] if mark not in _marks.values() else []  # its last user was released in the meantime
     for mark in removed:
         mark.remove()
 
@@ -297,7 +316,7 @@ def _remove_marks() -> None:
 
 
 def _forget_marks() -> None:
-    """Forget the parent's marks in a forked process."""
+    """Discard the marks of the parent process in a forked process, which must not remove them."""
     global _lock, _renewal
     _marks.clear()
     _block_marks.clear()
@@ -309,13 +328,14 @@ os.register_at_fork(after_in_child=_forget_marks)
 
 @contextmanager
 def mark_run(facts: Path, token: str, variants: Mapping[Path, Mapping[str, str]]) -> Iterator[None]:
-    """Mark the variants of a run until the block ends without an error, that is, until the run is finished.
+    """Mark the variants of a run. The marks are removed only if the block ends without an error: the run is finished.
 
     Args:
-        facts: Path of run.json, which contains the token under the key `TOKEN_FACT`.
-        variants: Names of the variants by column, for each data folder.
+        facts: Path of run.json.
+        token: Value of the key `TOKEN_FACT` in run.json.
+        variants: Names of the variants, keyed by data folder and then by column.
     """
-    run = show_addresses(os.fspath(facts.resolve()))  # the URL for a run in a bucket
+    run = show_addresses(os.fspath(facts.resolve()))  # for a run in a bucket, its URL
     name = hashlib.sha256(f"{token} {run}".encode()).hexdigest()[:16]
     record = {"run": run, "token": token}
     marks = [
@@ -331,13 +351,14 @@ def mark_run(facts: Path, token: str, variants: Mapping[Path, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Reader:
-    """A process that reads variants, or a run that is not finished.
+    """Process that is reading variants, or run that is not finished.
 
     Attributes:
         name: Path of the mark, relative to the data folder.
-        text: Name of the reader, and when it started to read.
-        variants: Names of the variants by column; None if the mark cannot be read, which may be of any variant.
-        is_run: True for a run.
+        text: Description of the reader, including when it started to read.
+        variants: Names of the variants, keyed by column; None if the mark cannot be read. The reader may then be using
+            any variant.
+        is_run: True if the reader is a run rather than a process.
     """
 
     name: str
@@ -348,12 +369,13 @@ class Reader:
 
 @dataclass(frozen=True)
 class Readers:
-    """The marks in a data folder.
+    """Readers of a data folder, according to its marks.
 
     Attributes:
-        alive: Readers that may still read, including readers of unknown age, because the folder is not writable.
-        ended: Readers that have ended without removing their marks.
-        now_s: Time by the clock of the storage, in seconds since the epoch; 0 if it is unknown.
+        alive: Readers that may still be reading. If the folder is not writable, the ages of the marks are unknown, and
+            no mark expires by its age.
+        ended: Readers that ended without removing their marks.
+        now_s: Current time of the storage's clock, in seconds since the epoch; 0 if it is unknown.
     """
 
     alive: tuple[Reader, ...]
@@ -361,7 +383,7 @@ class Readers:
     now_s: float
 
     def of_variant(self, column: str, variant: str) -> list[Reader]:
-        """Return the readers of a variant."""
+        """Return the readers that may still be reading a variant."""
         return [reader for reader in self.alive if reader.variants is None or reader.variants.get(column) == variant]
 
 
@@ -416,7 +438,7 @@ def _has_ended(record: Mapping[str, Any], *, age_s: float) -> bool:
         return False  # run.json is damaged, or this user may not read it
     if not isinstance(facts, dict) or facts.get(TOKEN_FACT) == record.get("token"):
         return False
-    # The folder may exist on another machine only.
+    # The folder of the run may exist only on a different machine.
     is_seen = is_remote(run) or str(record.get("holder")).endswith(f" on {os.uname().nodename}")
     return is_seen or age_s > RUN_EXPIRY_S
 

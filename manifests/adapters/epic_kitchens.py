@@ -1,11 +1,13 @@
-"""EPIC-KITCHENS-100 (Damen et al. 2022): narrated actions with times, verb and noun classes.
+"""Adapter that reads the annotations of EPIC-KITCHENS-100 (Damen et al. 2022) into a manifest.
 
-The annotation files are the published CSV files (EPIC_100_train.csv, EPIC_100_validation.csv, and the retrieval files).
-Times are read from the columns in seconds, because the columns in frames refer to a different frame extraction. The
-file name must contain the split. The videos are `<video_id>.<extension>`, anywhere under the folder.
+Each annotation is a narrated action with its start and end time, its verb class and its noun classes.
 
-The files overlap: the retrieval files repeat narrations of the other files under the same narration_id. A repeated
-narration is read once; a different narration with the same narration_id is rejected.
+The annotation files are the published CSV files: EPIC_100_train.csv, EPIC_100_validation.csv, and the retrieval files.
+The name of an annotation file must contain the split. Times are read from the timestamp columns, because the frame
+columns refer to a different frame extraction. The videos are `<video_id>.<extension>`, anywhere under the folder.
+
+The annotation files overlap: the retrieval files repeat narrations from the other files with the same narration_id. A
+repeated narration is read only once. A different narration with the same narration_id is rejected.
 """
 
 import re
@@ -32,11 +34,17 @@ _INTEGER_LIST = re.compile(r"\[\s*(?:\d{1,9}\s*(?:,\s*\d{1,9}\s*)*)?\]")
 def read_epic_kitchens(
     directory: Place, *, annotations: Sequence[Path], dataset: str = "epic-kitchens", skip: Place | None = None
 ) -> Reading:
-    """Read EPIC-KITCHENS-100.
+    """Read the videos and annotations of EPIC-KITCHENS-100.
+
+    Args:
+        directory: Folder that contains the videos.
+        annotations: Paths of the annotation files.
+        dataset: Name of the dataset in the manifest.
+        skip: Folder under `directory` whose videos are ignored.
 
     Raises:
-        UserError: No videos are found, an annotation file cannot be read, lacks a column, belongs to EPIC-KITCHENS-55,
-            or has no split in its name.
+        UserError: No videos are found; or an annotation file cannot be read, is a pickle, lacks a column, belongs to
+            EPIC-KITCHENS-55, or has no split in its name.
     """
     builder, videos = begin_reading(dataset, directory, skip=skip, labels=LABELS)
     narrations = _Narrations(builder)
@@ -73,7 +81,10 @@ def seconds_of_timestamp(text: str) -> float:
 
 
 class _Narrations:
-    """The narrations read so far by narration_id; a list may lack this column."""
+    """Narrations that have been read so far, keyed by narration_id.
+
+    An annotation file may lack this column; all of its narrations are then new.
+    """
 
     def __init__(self, builder: ReadingBuilder) -> None:
         self._builder = builder
@@ -81,10 +92,11 @@ class _Narrations:
         self.num_repeated = 0
 
     def is_new(self, row: Row, *, path: Path, split: str) -> bool:
-        """Return False if the narration was already read; the repetition is then counted or rejected.
+        """Return True if a row should be added to the manifest.
 
-        If two lists have the same narration in different splits, the second narration is new, and the split of its
-        video decides which row is rejected.
+        A row with a known narration_id is counted as repeated if its narration is the same, and rejected otherwise. If
+        the same narration has different splits in two annotation files, the second row is new as well: the split of the
+        video then decides which of the two rows is rejected.
         """
         narration_id = row.values.get("narration_id")
         if not narration_id:
@@ -139,7 +151,7 @@ def _add_row(builder: ReadingBuilder, videos: WantedVideos, row: Row, *, path: P
 
 
 def _class_number(cells: dict[str, Any], column: str) -> int:
-    # pandas writes the integers of a column with empty cells as 3.0.
+    # If a column of integers has empty cells, pandas writes the integers in the form 3.0.
     match = re.fullmatch(r"\s*(\d{1,9})(?:\.0+)?\s*", cells[column])
     if match is None:
         raise ValueError(f"{column} is {cells[column]!r}, expected an integer from 0")

@@ -1,4 +1,7 @@
-"""`prep status`: read the status of a data folder from its records only, in seconds for a dataset of any size."""
+"""Collect and format the status of a data folder for `prep status`.
+
+Only the records of the data folder are read, never its tars, so this takes seconds for a dataset of any size.
+"""
 
 import os
 import shlex
@@ -55,20 +58,23 @@ class VariantStatus:
     """Status of one variant of a column.
 
     Attributes:
-        num_shards: Number of committed shards that hold samples.
-        num_samples: Number of samples in these shards: chunks, or videos for `text`.
-        hours: Hours of video in the shards whose length is known; 0 for `text`.
-        failures: Code -> number of spans, chunks or videos that failed, from the commits.
+        name: Name of the variant.
+        is_current: True if the variant is the current variant of its column.
+        size_bytes: Total size of the files in the variant's folder.
+        num_shards: Number of committed shards that contain samples.
+        num_samples: Number of samples in the committed shards. A sample is a chunk, or a video in the column `text`.
+        hours: Hours of video in the committed shards whose index can be read; 0 for `text`.
+        failures: Number of spans, chunks or videos that failed according to the commits, keyed by failure code.
         num_wanted: Number of samples that the recipe requires; None if unknown.
-        where: Condition by which the last run selected samples; None if it selected all samples.
+        where: Condition that the last run used to select samples; None if the run selected all samples.
         num_running: Number of samples made so far in shards that are not committed yet; None if no worker is running.
-        num_missing: Number of missing shards, only for variants that are not current; for the current variant, see
+        num_missing: Number of missing shards; always 0 for the current variant, whose missing shards are in
             `ColumnStatus.to_make`.
         num_unread: Number of shards that `hours` does not include, because their index cannot be read.
-        lost: Code -> number of failures that keep the variant from becoming the current variant (`lost_samples`).
-        left_out: Lines about the parts of videos that the settings omit, such as tails.
-        is_late: True if a late run wrote the files after `prep gc` had removed the variant (`late_files`).
-        readers: Processes and unfinished runs that read the variant.
+        lost: Number of failures that keep the variant from becoming current (`lost_samples`), keyed by failure code.
+        left_out: Lines of text about the parts of videos that the settings omit, such as tails.
+        is_late: True if a late run wrote files after `prep gc` had removed the variant (`late_files`).
+        readers: Descriptions of the processes and unfinished runs that are reading the variant.
     """
 
     name: str
@@ -94,14 +100,17 @@ class ColumnStatus:
     """Status of one column.
 
     Attributes:
-        problems: (shard ID, "missing" or "corrupt", reason) for the current variant.
-        stale_because: Reason why a run would make a different variant now, or None.
-        to_make: State -> number of shards that the column's command would make, according to the last probes.
-        num_orphaned: Number of shards that the command would remove.
+        column: Name of the column.
+        variants: Status of each variant, the current variant first.
+        problems: Missing and damaged shards of the current variant, as (shard ID, "missing" or "corrupt", reason).
+        stale_because: Reason why the column's command would now make a different variant; None if it would not.
+        to_make: Number of shards that the column's command would make according to the last probes, keyed by state.
+        num_orphaned: Number of shards that the column's command would remove.
         file_problems: Problems with files that are derived from the shards of the current variant.
-        failures_file: File that lists the failures of the last run; None if there were none.
-        first_failures: First few failures of the current variant; for `video`, also of unusable sources.
-        written_by: Command that is writing the column of a data folder in a bucket, or None.
+        failures_file: File that lists the failures of the last run; None if the last run had no failures.
+        first_failures: First few failures of the current variant; for the column `video`, also the first few unusable
+            sources.
+        written_by: Command that is writing the column of a data folder in a bucket; None if there is no such command.
     """
 
     column: str
@@ -121,7 +130,7 @@ class ColumnStatus:
         return next((variant for variant in self.variants if variant.is_current), None)
 
     def values(self) -> dict[str, Any]:
-        """Return the status as JSON values."""
+        """Return the status of the column as values that JSON can represent."""
         problems = [
             {"shard_id": shard_id, "state": state, "message": message} for shard_id, state, message in self.problems
         ]
@@ -144,23 +153,28 @@ class VideosStatus:
     """Status of the videos in the manifest, according to their last probe.
 
     Attributes:
-        unusable: Code -> number of videos from which no chunk can be made.
+        num_videos: Number of videos in the manifest.
+        num_captions: Number of captions in the manifest.
+        num_usable: Number of videos from which chunks can be made.
+        num_not_probed: Number of videos that have not been probed yet.
+        unusable: Number of videos from which no chunk can be made, keyed by failure code.
         first_unusable: First few unusable videos.
-        lost: Code -> number of videos that were usable earlier and cannot be read now; their samples are kept.
+        lost: Number of videos that were usable earlier but can no longer be read, keyed by failure code. The samples
+            of these videos are kept.
         first_lost: First few lost videos.
+        caption_sources: Sources of captions; None if the table of captions is damaged.
         is_indexed: True if the current chunks require the sources. In this case, the size and modification time of each
-            source were compared now.
-        num_to_read: Number of failed sources that a plan reads again, because the failure is transient or the file has
-            changed.
+            source have been compared with its probe.
+        num_to_read: Number of failed sources that the next run reads again, because the failure is transient or the
+            file has changed.
         num_with_audio: Number of usable videos whose source has audio.
         num_noted: Number of videos with unusual properties, such as HDR or several video tracks.
-        first_notes: Notes on the first few of these videos, by ID.
-        num_captions_beyond: Number of captions that begin after the end of their video, for probed videos; None if
-            unknown.
-        num_captions_ending_beyond: Number of other captions that end more than a second after the end of their video;
-            None if unknown.
-        first_captions_beyond: First few captions of both kinds.
-        caption_sources: Sources of captions; None if the table of captions is damaged.
+        first_notes: Notes on the first few videos with unusual properties, keyed by video ID.
+        num_captions_beyond: Number of captions that begin after the end of their video, among the probed videos; None
+            if unknown.
+        num_captions_ending_beyond: Number of captions that begin before the end of their video, but end more than a
+            second after it; None if unknown.
+        first_captions_beyond: First few captions that begin or end after the end of their video.
     """
 
     num_videos: int
@@ -184,12 +198,15 @@ class VideosStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """Everything that `prep status` reports; `columns` holds all columns, including columns without variants.
+    """Everything that `prep status` reports about a data folder.
 
     Attributes:
+        data_dir: Data folder.
+        videos: Status of the videos; None if the data folder has no manifest.
+        columns: Status of each column, keyed by column name; columns without variants are included.
         leakage: Leakage between splits; None if there are no scores.
-        lost: Time that each split loses to captions of other splits in its videos, by split.
-        damaged: Errors about damaged records without which the status could still be read.
+        lost: Time that each split loses because its videos have captions of other splits, keyed by split.
+        damaged: Errors about damaged records that did not keep the rest of the status from being read.
     """
 
     data_dir: Path
@@ -204,7 +221,7 @@ class Status:
         return sum(len(column.problems) for column in self.columns.values())
 
     def values(self) -> dict[str, Any]:
-        """Return the status as JSON values."""
+        """Return the status as values that JSON can represent."""
         return {
             "data": os.fspath(self.data_dir),
             "videos": None if self.videos is None else asdict(self.videos),
@@ -215,10 +232,10 @@ class Status:
 
 
 def read_status(data_dir: Path) -> Status:
-    """Read the status of the data folder.
+    """Read the status of a data folder.
 
     Raises:
-        UserError: A record is unreadable or has a different version.
+        UserError: A record that the status requires cannot be read or has a different version.
     """
     has_videos = has_manifest(data_dir)
     damaged: list[UserError] = []
@@ -253,7 +270,7 @@ def _column_status(
         except DamagedLayout:
             raise
         except UserError:
-            pass  # it is unknown what remains to be made
+            pass  # the number of shards to make remains unknown
         if name == current:
             try:
                 _ = variant.recipe
@@ -298,7 +315,7 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
         probes = with_changed_files(probes, num_threads=NUM_CHECK_THREADS)
     ends_s = np.full(len(videos), np.inf)
     ends_s[is_known] = pc.fill_null(probes["end_s"], np.inf).to_numpy()
-    # Fingerprints would show the same, but ten million fingerprints take a gigabyte of memory.
+    # Only usable videos have an end time. Their fingerprints are not read: ten million take a gigabyte of memory.
     is_usable = pc.is_valid(probes["end_s"])
     unusable = probes.filter(pc.invert(is_usable))
     lost = probes.filter(pc.and_(is_usable, pc.is_valid(probes["code"])))
@@ -313,7 +330,7 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
     except UserError as error:
         damaged.append(error)
     except (OSError, pa.ArrowException):
-        pass  # read_caption_sources has reported the damage
+        pass  # `read_caption_sources` has already reported the damage
     return VideosStatus(
         num_videos=len(videos),
         num_captions=pc.sum(videos["num_captions"]).as_py() or 0,
@@ -375,7 +392,7 @@ _INDENT = " " * 10
 
 
 def status_text(status: Status) -> str:
-    """Return the status as text, one fact per line."""
+    """Return the status as text for the terminal, with one fact per line."""
     lines = [f"data      {status.data_dir}"]
     lines += ["manifest  none"] if status.videos is None else _videos_lines(status.videos)
     for column in status.columns.values():
@@ -405,14 +422,14 @@ def status_text(status: Status) -> str:
 
 
 def repair_command(status: Status) -> str:
-    """Return the command that rebuilds missing and damaged shards of the first column that has such shards."""
+    """Return the command that rebuilds the missing and damaged shards of the first column with such shards."""
     statuses = list(status.columns.values())
     column = next((column for column in statuses if column.problems), statuses[0])
     return _command_of(column, status.data_dir)
 
 
 def _command_of(column: ColumnStatus, data_dir: Path) -> str:
-    """Return the command with the settings of the current variant or, if none is current, of the first variant."""
+    """Return the column's command with the settings of its current variant, or else of its first variant."""
     spec = column_named(column.column)
     variant = column.current_status or next(iter(column.variants), None)
     if column.current_status is None and (deleted := current_variant(data_dir, column.column)) is not None:
@@ -516,7 +533,7 @@ def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
             lines.append(f"{_INDENT}shards to make: {shards}{command_hint}")
         if variant.is_current and column.num_orphaned:
             lines.append(f"{_INDENT}shards to remove: {column.num_orphaned:,}")
-        if variant.is_current and variant.num_running is None:  # a running command writes these files at its end
+        if variant.is_current and variant.num_running is None:  # a running command writes the derived files last
             lines += [f"{_INDENT}{on_one_line(problem)}" for problem in column.file_problems]
     if column.written_by is not None:
         label = "" if column.variants else column.column
@@ -527,10 +544,10 @@ def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
 
 
 def _next_step(status: Status) -> str | None:
-    """Return the command to run next; None while a command runs or a record is damaged."""
+    """Return the command to run next; None while a command is running, or if no command would help."""
     statuses = status.columns.values()
     if status.damaged:
-        return None  # each error has a hint
+        return None  # the hints of the errors say what to do
     if any(column.written_by or variant.num_running is not None for column in statuses for variant in column.variants):
         return None
     first = next(iter(statuses))

@@ -1,8 +1,9 @@
-"""Make the chunks of one span: encode them, or copy intact chunks from stored shards, and compare them with the plan.
+"""Make the chunks of one span, that is, of one encoder pass, and check each chunk against the plan.
 
-If one chunk fails, its span fails. Intact old chunks are reused if the new plan contains the same encoder pass.
+The chunks are encoded, indexed in the source, or copied from stored shards if these contain intact chunks of the same
+encoder pass. If one chunk fails, the entire span fails.
 
-A chunk is read back by demuxing the finished file: no value is taken from the arguments passed to the encoder.
+To check an encoded chunk, the finished file is demuxed, and the properties of the file are compared with the plan.
 """
 
 import json
@@ -35,18 +36,20 @@ if TYPE_CHECKING:
     from clipmill.shards.verify import SalvagedSample
 
 SPAN_COLUMN = "span_fingerprint"
-_TRIES = 2  # attempts at a span with a transient failure
-_NO_RETRY = frozenset({FailureCode.DISK_FULL, FailureCode.SOURCE_TOO_LARGE})  # transient, but not gone within seconds
+_TRIES = 2  # maximum number of attempts to make a span if the failures are transient
+# Transient failures that last too long for an immediate retry.
+_NO_RETRY = frozenset({FailureCode.DISK_FULL, FailureCode.SOURCE_TOO_LARGE})
 _MAX_SHOWN_CHARS = 60  # maximum length of a value in a message
 
 
 class StagedSources:
-    """Access to sources as local files, one at a time: a source stays in use until the next one is requested.
+    """Access to sources as local files. Only one source is in use at a time, until a different source is requested.
 
     Args:
-        folder: Folder for copies with rewritten timestamps; required by `continuous`.
-        limit_bytes: Maximum total size of the copies on this node; None for most of the free space.
-        on_wait: Heartbeat function, called repeatedly while a source is downloaded or awaited.
+        folder: Folder for copies with rewritten timestamps; required by the method `continuous`.
+        limit_bytes: Maximum total size in bytes of the downloaded copies on this node; None to use most of the free
+            space.
+        on_wait: Heartbeat function that is called repeatedly while a source is downloaded or awaited.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class StagedSources:
         self.release()
 
     def path_of(self, source: str) -> Path:
-        """Return the local path of a source. The copy of a remote source is valid until the next call.
+        """Return the local path of a source. The local copy of a remote source is valid until the next call.
 
         Args:
             source: Local path, or URL of an object.
@@ -88,13 +91,14 @@ class StagedSources:
         return self._copy.path
 
     def continuous(self, path: Path, source: SourceFacts, *, with_sound: bool) -> tuple[Path, SourceFacts]:
-        """Return a file with the packets of a source and the timestamps of its timeline, and the facts of that file.
+        """Return a file with the packets of a source and the timestamps of its timeline, and the facts of this file.
 
-        This file is the source itself if its timestamps equal its timeline and a pass can seek in it. Otherwise it is a
-        copy, which is valid until this method is called for a different source.
+        The file is the source itself if the source already has these timestamps and an encoder pass can seek in it.
+        Otherwise, the file is a copy, which is valid until this method is called for a different source.
 
         Args:
             path: Local file with the content of the source.
+            source: Facts of the source.
             with_sound: True to keep the audio, which cannot be decoded after a seek that lands inside an audio frame.
 
         Raises:
@@ -117,7 +121,11 @@ class StagedSources:
         return self._continuous[1:]
 
     def release(self, *, is_damaged: bool = False) -> None:
-        """Stop using the source; delete its copy if the copy is damaged, so that it is downloaded again."""
+        """Stop using the current source.
+
+        Args:
+            is_damaged: True to delete the local copy of the source, so that the source is downloaded again.
+        """
         if self._copy is not None:
             if is_damaged:
                 self._copy.path.unlink(missing_ok=True)
@@ -126,7 +134,7 @@ class StagedSources:
 
 
 class ChunkFacts(PacketFacts):
-    """Properties of a demuxed chunk."""
+    """Properties of a chunk, read by demuxing its file."""
 
     @property
     def num_frames(self) -> int:
@@ -135,11 +143,11 @@ class ChunkFacts(PacketFacts):
 
 @dataclass(frozen=True)
 class ReadyChunk:
-    """An encoded chunk that was read back and matches its plan.
+    """Encoded chunk whose file has been demuxed and matches the plan.
 
     Attributes:
-        path: MP4 file in scratch space.
-        facts: Properties read from the demuxed file.
+        path: MP4 file of the chunk in scratch space.
+        facts: Properties of the chunk, read by demuxing the file.
         num_source_frames: Number of distinct source frames that the chunk shows.
     """
 
@@ -149,7 +157,7 @@ class ReadyChunk:
 
     @property
     def content(self) -> tuple[str, bytes]:
-        """Extension and content of the tar member that contains the frames."""
+        """Extension and content of the tar member for the chunk's frames."""
         return "mp4", self.path.read_bytes()
 
 
@@ -165,7 +173,11 @@ def make_span(
     """Make the chunks of a span: encode them into new folders under `folder`, or index the packets of the source.
 
     Args:
-        sources: Access to the sources, which copies remote ones.
+        plan: Plan of the span.
+        sources: Access to the sources; remote sources are copied to this node.
+        recipe: Recipe of the variant.
+        program: Name or path of the FFmpeg program.
+        folder: Folder in scratch space.
         on_frames: Function that is called periodically with the number of frames encoded so far.
 
     Raises:
@@ -173,7 +185,7 @@ def make_span(
     """
     for tries_left in reversed(range(_TRIES)):
         try:
-            # If the file has changed since the plan was made, its chunks do not match the planned fingerprint.
+            # If the source has changed since the plan was made, its chunks would not match the planned fingerprint.
             try:
                 original = sources.path_of(plan.path)
                 fingerprint = current_fingerprint(original)
@@ -208,14 +220,17 @@ def make_span(
 def checked_chunk(
     path: Path, *, num_frames: int, num_source_frames: int, plan: SpanPlan, recipe: ResolvedRecipe
 ) -> ReadyChunk:
-    """Demux one chunk and compare it with the plan.
+    """Demux one chunk and check it against the plan.
 
     Args:
-        num_frames: Planned number of frames.
+        path: MP4 file of the chunk.
+        num_frames: Planned number of frames in the chunk.
         num_source_frames: Number of distinct source frames that the chunk shows.
+        plan: Plan of the span.
+        recipe: Recipe of the variant.
 
     Raises:
-        SourceFailure: frames_differ.
+        SourceFailure: frames_differ, if the chunk does not match the plan.
     """
     content = path.read_bytes()
     facts = read_chunk(content, fps=recipe.settings.fps_exact)
@@ -230,8 +245,8 @@ def checked_chunk(
 
 
 def _read_segments(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedRecipe) -> list[ReadyChunk]:
-    """Demux the chunks of an encoder pass, and compare each chunk with the plan."""
-    # If the pass has fewer frames than planned, its last chunk is shorter or missing.
+    """Demux the chunks of an encoder pass, and check each chunk against the plan."""
+    # If the pass produced fewer frames than planned, the last chunk is shorter than planned or missing.
     times_s, pieces = encoded.source_times_s, []
     for num_planned, is_chunk in plan.span.pieces():
         if len(times_s):
@@ -251,10 +266,10 @@ def _read_segments(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedReci
 
 @dataclass(frozen=True)
 class SpanChunks:
-    """Chunks of one span: all chunks, or only the chunks that are still intact.
+    """Chunks of one span. Chunks that are not intact may be missing.
 
     Attributes:
-        chunks: Chunks by their number in the span, in ascending order.
+        chunks: Chunks, keyed by their index in the span, in ascending order.
         num_chunks: Number of chunks in the complete span.
     """
 
@@ -264,18 +279,22 @@ class SpanChunks:
 
 @dataclass(frozen=True)
 class StoredTar:
-    """A tar of a variant, identified by its path in the variant's folder, and the commit that lists it, if any.
+    """Tar in the folder of a variant.
 
-    A tar that no commit lists remains until `prep gc` removes it. If a video returns to the manifest, even under a
-    different name, its chunks in such a tar need not be encoded again. They are used only if the checksums and the
-    content prove them intact.
+    An uncommitted tar, which no commit lists, remains until `prep gc` removes it. If a video returns to the manifest,
+    even under a different name, its chunks in an uncommitted tar are reused instead of being encoded again. A chunk is
+    reused only if its checksums and content show that it is intact.
+
+    Attributes:
+        tar: Path of the tar, relative to the folder of the variant; not used if there is a commit.
+        commit: Commit that lists the tar; None for an uncommitted tar.
     """
 
     tar: str
     commit: Commit | None
 
     def rows(self, variant_dir: Path, fingerprints: Collection[str]) -> "Iterator[SalvagedSample]":
-        """Yield the intact chunks of the spans with these fingerprints."""
+        """Yield the intact chunks in the tar that belong to the spans with these fingerprints."""
         from clipmill.shards.verify import readable_rows, uncommitted_samples
 
         selection = (SPAN_COLUMN, fingerprints)
@@ -285,11 +304,11 @@ class StoredTar:
 
 
 class OldChunks:
-    """Intact chunks of a shard's spans from stored tars, unpacked into scratch space.
+    """Intact chunks from stored tars that a shard can reuse, unpacked into scratch space.
 
-    The chunks come from the shard's last commit and from other tars: shards from which the videos were moved, or
-    earlier commits. The fingerprint of a span covers everything that determines its bytes, but not the name and the
-    split of its video.
+    The chunks come from the last commit of the shard, and from other tars: tars of shards from which videos were moved,
+    or tars of earlier commits. The fingerprint of a span covers everything that determines the bytes of its chunks, but
+    not the name or the split of its video.
     """
 
     def __init__(
@@ -301,9 +320,15 @@ class OldChunks:
         plans: Iterable[SpanPlan],
         folder: Path,
     ) -> None:
-        """Unpack the stored chunks of the spans in `plans`, identified by fingerprint, into `folder`."""
+        """Unpack stored chunks of the planned spans into `folder`. Spans are identified by fingerprint.
+
+        Args:
+            commit: Last commit of the shard; None if the shard has no commit.
+            others: Other tars to search for spans that are still incomplete.
+            plans: Plans of the spans.
+        """
         self._folder = folder
-        # fingerprint of a span -> start of a chunk in ms -> (MP4 file or packets in the source, JSON member)
+        # {fingerprint of a span: {start of a chunk in ms: (MP4 file or packets in the source, content of the JSON)}}
         self._stored: dict[str, dict[int, tuple[Path | SourceChunk, dict[str, Any]]]] = {}
         fingerprints = {plan.fingerprint for plan in plans}
         if commit is not None:
@@ -335,7 +360,7 @@ class OldChunks:
                 chunks[begin_ms] = path, description
 
     def span(self, plan: SpanPlan, *, recipe: ResolvedRecipe) -> SpanChunks:
-        """Return the intact chunks of one span. Encoded chunks are demuxed and compared with the plan."""
+        """Return the intact chunks of one span. Encoded chunks are demuxed and checked against the plan."""
         stored = self._stored.get(plan.fingerprint, {})
         chunks: dict[int, ReadyChunk | SourceChunk] = {}
         num_chunks = len(plan.span.chunk_frames)
@@ -344,7 +369,7 @@ class OldChunks:
             if content is None:
                 continue
             num_chunks = description["span_chunks"]
-            if not isinstance(content, Path):  # indexed packets: the row is the committed one, so no check is needed
+            if not isinstance(content, Path):  # committed rows of indexed packets need no check
                 chunks[number] = content
                 continue
             try:
@@ -355,20 +380,21 @@ class OldChunks:
                     plan=plan,
                     recipe=recipe,
                 )
-            except SourceFailure:  # the chunk was not made with this recipe, so it cannot be reused
+            except SourceFailure:  # the chunk does not match the plan, so it cannot be reused
                 continue
         return SpanChunks(chunks, num_chunks)
 
 
 def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
-    """Demux an MP4 chunk.
+    """Demux an MP4 chunk, and return its properties.
 
     Args:
-        content: Bytes of the complete file.
+        content: Bytes of the complete MP4 file.
         fps: Frame rate that converts presentation timestamps into frame indices.
 
     Raises:
-        SourceFailure: frames_differ, if the file is not an MP4 chunk, or the container states a wrong packet position.
+        SourceFailure: frames_differ, if the file cannot be demuxed, a frame is hidden or not on the frame grid, or the
+            bytes at the stated position of a packet differ from the packet.
     """
     import av
     import av.error
@@ -379,7 +405,7 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
             codec = stream.codec_context.codec.canonical_name
             extradata = bytes(stream.codec_context.extradata or b"")
             first_slice = slice_reader(codec, extradata)
-            # Use integer arithmetic, because a Fraction for each packet would cost more than reading the packet.
+            # Use integer arithmetic, because computing a Fraction per packet would take longer than reading the packet.
             frames_per_tick = (stream.time_base or Fraction(0)) * fps
             offsets: list[int] = []
             sizes: list[int] = []
@@ -400,7 +426,7 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
                     raise SourceFailure(
                         FailureCode.FRAMES_DIFFER, f"a frame is not on the {fps} fps grid: pts {packet.pts}"
                     )
-                # Readers rely on the byte ranges in the index, so the packet's bytes must be at this position.
+                # Readers rely on the byte ranges in the index, so the packet must be at its stated position.
                 crc32 = zlib.crc32(memoryview(packet))
                 if zlib.crc32(memoryview(content)[packet.pos : packet.pos + packet.size]) != crc32:
                     raise SourceFailure(
@@ -429,10 +455,16 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
 
 
 def check_chunk(facts: ChunkFacts, *, num_frames: int, size: tuple[int, int], codec: str, size_bytes: int) -> None:
-    """Compare a chunk with its plan.
+    """Compare the properties of a chunk with the planned properties.
+
+    Args:
+        num_frames: Planned number of frames.
+        size: Planned width and height in pixels.
+        codec: Planned codec.
+        size_bytes: Size of the file, which must contain all packets.
 
     Raises:
-        SourceFailure: frames_differ, with the first difference in the message.
+        SourceFailure: frames_differ; the message states the first difference.
     """
     ends = (offset + size for offset, size in zip(facts.packet_offset, facts.packet_size, strict=True))
     is_inside = min(facts.packet_offset, default=0) > 0 and max(ends, default=0) <= size_bytes

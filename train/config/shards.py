@@ -1,6 +1,6 @@
-"""`--shards` and `--mix`: the data of a run, their kinds, names and proportions; errors about missing paths.
+"""Settings that select the training data (`--shards`, `--mix`), the kinds of data, and checks of paths.
 
-`KINDS` has one row per kind of data. Other modules know a kind only through its row.
+`KINDS` has one row per kind of data. Other modules use a kind only through its row.
 """
 
 import os
@@ -21,10 +21,10 @@ from clipmill.manifests.storage.mirrors import is_remote, require_not_mistyped
 from clipmill.train.config import fields as groups
 from clipmill.train.config.fields import FIRST_RUN
 
-# One or several data folders.
+# Value of --shards: one data folder, or several.
 Shards = str | tuple[str, ...]
-_REPEATED = Parameter(negative=())  # --shards A --shards B
-_MAX_WHOLE = 10**6  # numerator or denominator of a weight
+_REPEATED = Parameter(negative=())  # flag that may be repeated: --shards A --shards B
+_MAX_WHOLE = 10**6  # maximum numerator or denominator of a weight
 
 Content = Literal["captions", "labels", "frames"]
 
@@ -35,21 +35,23 @@ _PRODUCERS = "clipmill.train.data.producers"
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind of data.
+    """Kind of data, such as image tars.
 
     Attributes:
-        openers: Import paths of the functions that open its samples, by content. A run loads only the modules that its
-            data need.
-        noun: Plural noun for messages: "DIR/0.tar names video tars, and chunks are in a data folder".
-        lacks: Reasons why samples lack some content, by content: the part after "and" in such a message.
-        spelling: Regular expression that matches addresses of this kind.
-        test: Import path of a function that reads the data at an address with this spelling, and returns True if they
-            are of this kind. Empty if the spelling is sufficient.
+        openers: Import paths of the functions that open samples of this kind, keyed by content. A run imports only the
+            modules that its data require.
+        noun: Plural noun for messages, such as "video tars" in "DIR/0.tar names video tars, and chunks are in a data
+            folder".
+        lacks: Reasons why samples of this kind lack a content, keyed by content, such as "chunks are in a data folder"
+            in the same message.
+        spelling: Pattern that matches addresses of this kind.
+        test: Import path of a function that reads the data at an address that matches the pattern, and returns True if
+            the data are of this kind. Empty if matching the pattern is sufficient.
         has_manifest: True if the data have a manifest: splits, sources of captions, labels, scores, and variants.
-        can_be_mixed: True if samples are accessed by index, so that several addresses can be mixed.
-        has_images: True if samples are images, without time.
+        can_be_mixed: True if samples are accessed by index, so that data from several addresses can be mixed.
+        has_images: True if samples are images, which have no time axis.
         class_names: Import path of a function that reads the class names of a label from data without a manifest.
-            Empty if such data have no labels.
+            Empty if data of this kind have a manifest or no labels.
     """
 
     openers: Mapping[Content, str]
@@ -94,37 +96,39 @@ CLIPS = Kind(
         "frames": f"{_PRODUCERS}.chunk_clips:open_frames",
     }
 )
-KINDS = (IMAGES, STREAM, CLIPS)  # the first matching kind is used
+KINDS = (IMAGES, STREAM, CLIPS)  # kinds in the order in which they are tried; the first match wins
 
 
 def kind_of(address: str, settings: "DataSettings | None" = None) -> Kind:
     """Return the kind of data at an address.
 
     Args:
-        settings: Settings with which the data are read. None to decide only by the spelling, and return the first kind
-            with it; kinds with the same spelling have the same `has_manifest`.
+        settings: Settings used to read the data. If None, the data are not read, and the first kind whose pattern
+            matches the address is returned. Kinds with the same pattern have the same `has_manifest`.
 
     Raises:
-        UserError: The address names tars, and a tar is missing or cannot be read.
+        UserError: The address refers to tars, but a tar is missing or cannot be read.
     """
     if settings is not None and settings.reads_latents:
         return LATENTS
-    spelled = (kind for kind in KINDS if kind.spelling.search(address))
+    candidates = (kind for kind in KINDS if kind.spelling.search(address))
     if settings is None:
-        return next(spelled)
+        return next(candidates)
     cache = {"cache": settings.cache, "cache_size": settings.cache_size}
-    return next(kind for kind in spelled if not kind.test or import_object(kind.test)(address, **cache))
+    return next(kind for kind in candidates if not kind.test or import_object(kind.test)(address, **cache))
 
 
 def no_data_folder(address: str, reason: str, *, kind: Kind | None = None, flags: tuple[str, ...] = ()) -> UserError:
-    """Return the error for data without a manifest where a data folder is required.
+    """Return the error for data without a manifest in a place where a data folder is required.
 
     Args:
-        reason: End of the message that begins with "DIR/0.tar names video tars, ".
-        kind: Kind of the data; None for all kinds with this spelling.
+        address: Address of the data.
+        reason: End of a message that begins with "DIR/0.tar names video tars, ".
+        kind: Kind of the data; None to list all kinds with the same address pattern.
+        flags: Flags that the error refers to.
     """
-    spelling = kind_of(address).spelling.pattern
-    kinds = [known for known in KINDS if known.spelling.pattern == spelling] if kind is None else [kind]
+    pattern = kind_of(address).spelling.pattern
+    kinds = [known for known in KINDS if known.spelling.pattern == pattern] if kind is None else [kind]
     nouns = " or ".join(kind.noun for kind in kinds)
     return UserError(f"{address} names {nouns}, {reason}", hint="use the data folder that prep made", flags=flags)
 
@@ -135,29 +139,38 @@ def is_local_folder(address: str) -> bool:
 
 
 def absolute_address(address: str) -> str:
-    """Return `--shards` with absolute paths, valid in any working directory. Patterns of tars are joined with `::`."""
+    """Return an address with absolute paths, so that it is valid in any working directory.
+
+    An address of tars may consist of several patterns, joined with `::`.
+    """
     parts = address.split("::")
     return "::".join(part if is_remote(part) or part.startswith("$") else str(Path.cwd() / part) for part in parts)
 
 
 def normalise_address(address: str) -> str:
-    """Return an address in the form in which addresses are compared. A loop of symbolic links is left as it is."""
+    """Return an address in the canonical form that is used to compare addresses.
+
+    Symbolic links are resolved, except links that form a loop.
+    """
     parts = address.split("::")
     return "::".join(part.rstrip("/") if is_remote(part) else os.path.realpath(part) for part in parts)
 
 
 def folders_of(shards: Shards) -> tuple[str, ...]:
-    """Return the data folders."""
+    """Return the data folders in a value of --shards."""
     return (shards,) if isinstance(shards, str) else tuple(shards)
 
 
 def short_name(text: str) -> str:
-    """Return a name for metrics and failures: letters, digits, '.', '-' and '_', starting with a letter or digit."""
+    """Convert text to a name for metrics and failures, which consists of letters, digits, '.', '-' and '_'."""
     return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "data"
 
 
 def folder_names(folders: Sequence[str]) -> tuple[str, ...]:
-    """Return a short name for each folder, for metrics and failures: the last path components that differ."""
+    """Return a short, unique name for each folder, for metrics and failures.
+
+    The names are made from as many of the last path components as are needed to distinguish the folders.
+    """
     parts = [[part for part in normalise_address(folder).split("/") if part] or ["data"] for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
         names = [short_name("-".join(part[-depth:])) for part in parts]
@@ -167,7 +180,7 @@ def folder_names(folders: Sequence[str]) -> tuple[str, ...]:
 
 
 def parse_mix(mix: str) -> tuple[Fraction, ...]:
-    """Return the weights in `--mix 2,1` as exact numbers.
+    """Parse a value of --mix, such as `2,1`, into exact weights.
 
     Raises:
         UserError: A weight is not a number above 0, or has too many digits.
@@ -211,12 +224,16 @@ class DataSettings(Checked):
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Data folders in --shards."""
+        """Data folders listed by --shards."""
         return folders_of(self.shards)
 
     @property
     def folder(self) -> str:
-        """The only data folder; raises UserError if there are several."""
+        """The only data folder.
+
+        Raises:
+            UserError: --shards lists several data folders.
+        """
         if len(self.folders) == 1:
             return self.folders[0]
         raise UserError(
@@ -227,7 +244,7 @@ class DataSettings(Checked):
 
     @property
     def reads_latents(self) -> bool:
-        """True if samples are latents, which need no decoding."""
+        """True if samples are precomputed latents, which do not need to be decoded."""
         return False
 
     def rules(self) -> Iterator[UserError]:
@@ -269,7 +286,9 @@ def _require_weights(mix: str, *, num_folders: int) -> None:
 
 
 def local_folder(address: str | Path) -> Path:
-    """Return the local folder of a run: a path unchanged; for an address in a bucket, the current mirror of the run.
+    """Return the local folder of a run.
+
+    A local path is returned unchanged. For a run in a bucket, the folder is an up-to-date mirror of the run.
 
     Raises:
         UserError: The address cannot hold a run, or the bucket cannot be read.
@@ -282,7 +301,7 @@ def local_folder(address: str | Path) -> Path:
 
 
 def _run_folder(_type: Any, tokens: Sequence[Token]) -> Path:
-    """Convert --out: a path, or the address of a run in a bucket, which is then mirrored by a local folder."""
+    """Convert the value of --out to a local folder; a run in a bucket is mirrored to a local folder."""
     require_not_mistyped(tokens[0].value)
     return local_folder(tokens[0].value)
 
@@ -295,14 +314,22 @@ HUB_PREFIX = "hf:"  # prefix of a model name on the Hugging Face Hub
 
 
 def is_name_and_tag(weights: str) -> bool:
-    """Return True for open_clip's NAME:TAG, and for hf:NAME on the Hugging Face Hub."""
+    """Return True if `weights` is NAME:TAG of open_clip, or hf:NAME on the Hugging Face Hub."""
     return NAME_AND_TAG.fullmatch(weights) is not None or weights.startswith(HUB_PREFIX)
 
 
 def require_places(*, shards: tuple[str | None, ...] = (), init: tuple[str, ...] = ()) -> None:
-    """Raise a UserError if a local data folder or the initial weights do not exist.
+    """Check that local data folders and initial weights exist.
 
-    With several processes, nothing is checked: folders may differ between nodes, and the ranks must agree on the error.
+    If there are several processes, nothing is checked, because the folders of nodes may differ and all ranks must raise
+    the same error.
+
+    Args:
+        shards: Addresses of data; None is ignored.
+        init: Paths, addresses or names of initial weights.
+
+    Raises:
+        UserError: A local data folder or a weights file does not exist.
     """
     if "RANK" in os.environ:
         return
@@ -321,7 +348,14 @@ def require_places(*, shards: tuple[str | None, ...] = (), init: tuple[str, ...]
 
 
 def require_named_weights(weights: str | Path, *, takes_tags: bool) -> None:
-    """Raise a UserError if weights are neither an existing path or run nor a NAME:TAG."""
+    """Check that `weights` is an existing path or run, or a name such as NAME:TAG.
+
+    Args:
+        takes_tags: True if the hint mentions names such as NAME:TAG.
+
+    Raises:
+        UserError: There are no weights with this path, address or name.
+    """
     if not local_folder(weights).exists() and not is_name_and_tag(str(weights)):
         raise no_weights(weights, takes_tags=takes_tags)
 
@@ -330,7 +364,7 @@ def no_weights(weights: str | Path, *, takes_tags: bool) -> UserError:
     """Return the error for a path or address without weights.
 
     Args:
-        takes_tags: True if open_clip's NAME:TAG is allowed.
+        takes_tags: True if names such as open_clip's NAME:TAG are allowed.
     """
     kinds = ["a run (a training command's --out)", "an exported folder", "a weights file"]
     kinds += ["NAME:TAG of open_clip", "hf:NAME on the Hugging Face Hub"] if takes_tags else []

@@ -35,13 +35,18 @@ class State:
     """State of a run between two steps.
 
     Attributes:
-        model: Model as the task built it; with FSDP its parameters are DTensors.
+        model: Model that the task built. With FSDP, the parameters of the model are DTensors.
         trained: Module that a training step calls: the model or its wrapper (clipmill.train.distributed.parallel,
             clipmill.train.distributed.pipeline).
+        objective: Objective that computes the loss.
+        optimizer: Optimizer of the parameters that this rank updates.
         zero: Object that broadcasts the parameters updated by this rank's optimizer; None unless the strategy is zero1.
-        pipeline: `trained`, if the model is cut into stages; else None.
-        base: Frozen weights that checkpoints omit; None if checkpoints are complete.
-        cursor: Position after this rank's last batch in the order of samples.
+        precision: Autocast and loss scaling of the run.
+        ema: Exponential moving average of the weights; None if the run does not use EMA.
+        pipeline: The module `trained` if the model is split into pipeline stages; None otherwise.
+        base: Frozen weights that checkpoints omit; None if checkpoints contain all weights.
+        step: Number of completed steps.
+        cursor: Position in the sample order after the last batch of this rank.
     """
 
     model: nn.Module
@@ -57,7 +62,7 @@ class State:
     cursor: Cursor = field(default_factory=lambda: Cursor(0))
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return all parameters: the model's, then the objective's."""
+        """Return the parameters of the model, followed by the parameters of the objective."""
         return [*self.model.parameters(), *self.objective.parameters()]
 
     @property
@@ -66,10 +71,10 @@ class State:
         return self.trained if self.pipeline is None else self.model
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all tensors of the state, not copied, by their names in checkpoints."""
+        """Return all tensors of the state, keyed by their names in checkpoints. The tensors are not copied."""
         tensors = _weights(self.model, "model.") | _weights(self.objective, "objective.")
         for name in self.base.tensors if self.base else ():
-            tensors.pop(f"model.{name}", None)  # a different pipeline stage may have it
+            tensors.pop(f"model.{name}", None)  # a frozen weight may belong to a different pipeline stage
         if self.ema is not None:
             tensors |= {f"ema.{name}": average for name, average in self.ema.state_dict().items()}
         for name, parameter in self._optimized_parameters().items():
@@ -86,7 +91,13 @@ class State:
         world: World,
         metrics: dict[str, float],
     ) -> CheckpointMetadata:
-        """Return the metadata of a checkpoint: the rest of the state, and evaluation metrics. All ranks call it."""
+        """Return the metadata of a checkpoint: the state that is not stored as tensors, and the evaluation metrics.
+
+        All ranks must call this method.
+
+        Args:
+            metrics: Evaluation metrics at this step, keyed by name; empty if there was no evaluation.
+        """
         loader = LoaderState(
             position=self.cursor.position,
             ahead=list(self.cursor.ahead),
@@ -96,7 +107,7 @@ class State:
         return CheckpointMetadata(
             task=task.name,
             step=self.step,
-            # All stages of a replica have the same cursor.
+            # All pipeline stages of a replica have the same cursor, so gathering over replicas is sufficient.
             loader=world.replicas.gather_objects(loader),
             settings=shaping(settings),
             precision=self.precision.state_dict(),
@@ -107,11 +118,13 @@ class State:
     def restore(
         self, path: Path, samples: TrainingSet, settings: TrainingSettings, *, task: Task, world: World
     ) -> CheckpointMetadata:
-        """Restore a checkpoint that was written by any number of ranks; all ranks call this method.
+        """Restore the state from a checkpoint, and return the metadata of the checkpoint.
+
+        All ranks must call this method. The checkpoint may have been written by a different number of ranks.
 
         Raises:
-            UserError: The checkpoint cannot be read, is not finite, or belongs to a different task, model or sample
-                set, or to different settings.
+            UserError: The checkpoint cannot be read, contains values that are not finite, or belongs to a different
+                task, model or sample set, or to different settings.
         """
         facts = read_metadata(path, world=world)
         if facts.task != task.name:
@@ -139,7 +152,7 @@ class State:
                 hint=removal_hint(path),
             )
         if self.base is not None:
-            # The path in the checkpoint is absolute; the run may have been resumed in another folder.
+            # Use the absolute path in the checkpoint: the run may have been resumed from a different working directory.
             self.base = replace(self.base, weights=facts.base["weights"])
         self.precision.load_state_dict(facts.precision)
         self.step = facts.step
@@ -148,7 +161,7 @@ class State:
 
     @contextmanager
     def evaluation_model(self) -> Iterator[nn.Module]:
-        """Provide the model in evaluation mode, unsharded on every rank, with the EMA weights if there are any."""
+        """Yield the model in evaluation mode, unsharded on every rank, with the EMA weights if the run uses EMA."""
         with ExitStack() as stack:
             if self.ema is not None:
                 stack.enter_context(self.ema.swap_in(self.model))
@@ -161,14 +174,14 @@ class State:
                 set_training_mode(self.model)
 
     def _optimized_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of this rank's optimizer, by their names in checkpoints."""
+        """Return the parameters of this rank's optimizer, keyed by their names in checkpoints."""
         optimized = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         pairs = [(f"model.{plain_name(name)}", parameter) for name, parameter in self.model.named_parameters()]
         pairs += [(f"objective.{name}", parameter) for name, parameter in self.objective.named_parameters()]
         return {name: parameter for name, parameter in pairs if id(parameter) in optimized}
 
     def _optimizer_tensors(self, table: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-        """Return zero tensors to read this rank's optimizer state into: {parameter name: {key: tensor}}."""
+        """Return zero-filled buffers for reading this rank's optimizer state: {parameter name: {key: tensor}}."""
         keys: dict[str, list[str]] = {}
         for name in table:
             if name.startswith("optimizer."):
@@ -178,7 +191,7 @@ class State:
         for name, parameter in self._optimized_parameters().items():
             for key in keys.get(name, []):
                 entry = table[f"optimizer.{name}.{key}"]
-                # A tensor of the weight's shape is sharded like the weight; the number of steps is on the CPU.
+                # A tensor with the shape of its parameter is sharded like the parameter. The step count is on the CPU.
                 is_like = key != "step" and entry["size"] == list(parameter.shape)
                 dtype = dtype_of(entry["dtype"])
                 value = torch.zeros_like(parameter, dtype=dtype) if is_like else torch.zeros(entry["size"], dtype=dtype)
@@ -189,9 +202,9 @@ class State:
 def new_state(
     task: Task, samples: TrainingSet, settings: TrainingSettings, *, world: World, device: torch.device
 ) -> State:
-    """Return the state of a run before its first step; its weights depend only on the seed."""
+    """Return the state of a run before the first step. The initial weights depend only on the seed."""
     torch.manual_seed(settings.seed)
-    # A pipeline stage is cut from the complete model, so that its initial weights do not depend on the cut.
+    # Build the complete model before taking a stage from it, so that initial weights do not depend on the stages.
     model = take_stage(task, task.build_model(samples), settings.parallel, stages=world.stages).to(device)
     objective = task.build_objective(samples, world.replicas).to(device)
     set_training_mode(model)
@@ -240,7 +253,7 @@ def _weights(module: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
 
 
 def _gather_stages(tensors: dict[str, torch.Tensor], stages: World) -> dict[str, torch.Tensor]:
-    """Return the tensors of all stages, on the meta device."""
+    """Return the tensors of all pipeline stages; with several stages, as tensors on the meta device."""
     if stages.size == 1:
         return tensors
     sizes = {name: list(tensor.shape) for name, tensor in tensors.items()}

@@ -1,22 +1,23 @@
-"""Contrastive objectives: towers embed clips and captions, a loss compares all embeddings, gradients flow back.
+"""Base classes of the contrastive objectives: compute the loss of a global batch and its gradients.
 
-b: pairs of this rank. B: pairs of all ranks, in the order of ranks. E: embedding width. R: pairs of a microbatch, or
-rows of a block.
+The global batch contains the pairs of all ranks, in the order of the ranks. b: number of pairs on this rank. B: number
+of pairs in the global batch. E: embedding width. R: number of pairs in a microbatch, or of rows in a block.
 
-The loss needs all embeddings of a batch at once, but the towers do not have to hold the activations of all samples
-(GradCache, Gao et al. 2021): embed the microbatches without a graph, and compute the gradients of the loss for the
-embeddings; then embed each microbatch again, with the same dropout, and backpropagate its part of the gradients.
+The loss needs all embeddings of the global batch at once, but the towers do not have to hold the activations of all
+samples (GradCache, Gao et al. 2021). The first pass embeds the microbatches without a graph, and computes the gradients
+of the loss with respect to the embeddings. The second pass embeds each microbatch again, with the same dropout, and
+backpropagates its slice of these gradients.
 
-The gradients of a loss with respect to the embeddings come from autograd (`AutogradObjective`), or in closed form from
-`Similarities`, as follows. Such a loss is a function of the similarities s_ij of clip i and caption j. A rank has the
-rows of its clips against all captions, and of its captions against all clips. It gathers embeddings and a few values
-per pair, never gradients (FastCLIP, section 4). The loss must therefore know the weights W_ij, its derivatives with
-respect to s_ij, in the form
+The gradients with respect to the embeddings are computed by autograd (`AutogradObjective`) or in closed form
+(`Similarities`). A closed form requires a loss that is a function of the similarities s_ij of clip i and caption j.
+Each rank computes the similarities of its clips with all captions, and of its captions with all clips. The ranks gather
+embeddings and a few values per pair, never gradients (FastCLIP, section 4). The loss must therefore provide the weights
+W_ij, which are its derivatives with respect to s_ij, in the form
 
     W_ij = h(s_ij, x_i) + h(s_ij, y_j)   for i != j, and one value for each pair i = j
 
-with a few values x_i of each clip and y_j of each caption, which the ranks exchange. In closed form, three passes over
-blocks of the matrix are sufficient, and the matrix is not copied.
+where x_i are a few values of each clip, and y_j a few values of each caption. The ranks exchange these values. The
+closed form needs three passes over blocks of the similarity matrix, and does not copy the matrix.
 """
 
 import math
@@ -35,39 +36,42 @@ from clipmill.train.distributed.world import World
 from clipmill.train.losses.objective import Objective
 from clipmill.train.losses.settings import LOSSES, Loss
 
-# Value that replaces the similarity of a pair itself: no loss treats it as a negative, and 0 times it is 0.
+# Value that replaces the similarity of a positive pair, so that no loss treats the pair as a negative. It is finite,
+# so that multiplying it by 0 yields 0.
 MASKED = -1e4
-_BLOCK = 1 << 21  # number of similarities per block; with their copies, they fit in a cache or in a few megabytes
+_BLOCK = 1 << 21  # number of similarities per block: a block and its copies take a few megabytes
 
-# Function h of a block [R, B] of similarities, and of K values [K, R, 1] of its rows or [K, 1, B] of its columns.
+# Function h. Its arguments are a block of similarities [R, B], and K values per row [K, R, 1] or per column [K, 1, B].
 Weights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Similarities:
-    """Similarities of this rank's clips and captions with the clips and captions of all ranks, without gradients.
+    """Similarities of this rank's clips and captions with all captions and clips in the global batch.
+
+    Autograd does not track the similarities.
 
     Args:
-        video_bE: Clip embeddings of unit length. Half precision is cast to float32, because temperatures magnify
-            rounding.
-        text_bE: Embeddings of the clips' captions.
+        video_bE: Unit-length embeddings of this rank's clips. Half-precision embeddings are cast to float32, because
+            dividing by the temperature magnifies rounding errors.
+        text_bE: Unit-length embeddings of the captions of these clips.
 
     Attributes:
-        video_bE, text_bE: This rank's embeddings, at least float32.
-        both_B2E: Embeddings of the clips and captions of all ranks, side by side.
-        clips_bB: Similarities of this rank's clips with all captions; MASKED for the pairs themselves.
-        captions_bB: Similarities of this rank's captions with all clips; MASKED for the pairs themselves.
-        world: Ranks that share the batch.
-        pair_b: Similarities of this rank's pairs.
+        video_bE, text_bE: Embeddings of this rank's clips and captions, at least float32.
+        both_B2E: Embeddings of the global batch. Each row is a clip embedding followed by its caption embedding.
+        clips_bB: Similarities of this rank's clips with all captions; MASKED for positive pairs.
+        captions_bB: Similarities of this rank's captions with all clips; MASKED for positive pairs.
+        world: Ranks that share the global batch.
+        pair_b: Similarities of this rank's positive pairs.
         nearest_b: Similarity of each of this rank's clips with its nearest negative.
-        num_pairs: Number of pairs of all ranks, B.
-        own: Rows of this rank's pairs in the batch of all ranks.
+        num_pairs: Number of pairs in the global batch, B.
+        own: Rows of this rank's pairs in the global batch.
     """
 
     def __init__(self, video_bE: torch.Tensor, text_bE: torch.Tensor, world: World) -> None:
         self.video_bE, self.text_bE = _widen(video_bE), _widen(text_bE)
         self.world = world
         width = video_bE.shape[1]
-        # A single exchange for clips and captions.
+        # Gather clips and captions in a single exchange.
         self.both_B2E = world.gather(torch.cat([self.video_bE, self.text_bE], dim=1))
         self._video_BE, self._text_BE = self.both_B2E[:, :width], self.both_B2E[:, width:]
         self.num_pairs = len(self.both_B2E)
@@ -84,7 +88,7 @@ class Similarities:
         self.nearest_b = self.clips_bB.amax(dim=1)
 
     def gather(self, *values_b: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Gather each tensor [b] to [B], with one exchange for all tensors."""
+        """Gather tensors of shape [b] from all ranks into tensors of shape [B], in a single exchange."""
         return self.world.gather(torch.stack(values_b, dim=1)).unbind(dim=1)
 
     def gradients(
@@ -92,14 +96,14 @@ class Similarities:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gradients with respect to this rank's embeddings, [b, E] each.
 
-        The average over ranks is the gradient of the batch.
+        The average of these gradients over the ranks is the gradient of the loss of the global batch.
 
         Args:
-            weights: Function that returns h of a block of similarities, or W itself without values (K = 0). Rows are
-                clips in some calls, and captions in others.
+            weights: Function that returns h for a block of similarities. If there are no values (K = 0), it returns W.
+                The rows of the block are clips in some calls, and captions in others.
             clips_KB: Values x of all clips.
             captions_KB: Values y of all captions.
-            pair_B: Weights W of the pairs themselves.
+            pair_B: Weights W of the positive pairs.
         """
 
         def block(rows_bB: torch.Tensor, rows: slice, row_KB: torch.Tensor, column_KB: torch.Tensor) -> torch.Tensor:
@@ -127,27 +131,34 @@ class Similarities:
     def scale_gradient(self, video_grad_bE: torch.Tensor) -> torch.Tensor:
         """Return the derivative of a loss with respect to a common factor of all similarities, at 1.
 
-        It is computed from the `gradients` of this rank's clips, without a pass over pairs: sum_ij W_ij s_ij = sum_i
-        <v_i, dL/dv_i>. Its average over ranks is the derivative for the batch.
+        The derivative is sum_ij W_ij s_ij = sum_i <v_i, dL/dv_i>, so no pass over the pairs is needed. The average of
+        this value over the ranks is the derivative for the global batch.
+
+        Args:
+            video_grad_bE: Gradient with respect to the embeddings of this rank's clips, from `gradients`.
         """
         return (self.video_bE * video_grad_bE).sum()
 
 
 def blocks(similarity_bB: torch.Tensor) -> Iterator[slice]:
-    """Return slices of rows, each small enough to be processed at once."""
+    """Yield slices of rows that divide the matrix into blocks of about `_BLOCK` similarities."""
     num_rows, num_columns = similarity_bB.shape
     step = max(1, _BLOCK // num_columns)
     return (slice(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step))
 
 
 def log_sums(similarity_bB: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
-    """Return log sum_j exp(scale_i s_ij) of each row, [b], without overflow at any scale."""
+    """Return log sum_j exp(scale_i s_ij) for each row, [b]. The exponentials cannot overflow at any scale."""
     parts = [torch.logsumexp(similarity_bB[rows] * scale_b[rows, None], dim=1) for rows in blocks(similarity_bB)]
     return torch.cat(parts)
 
 
 def softmax_means(similarity_bB: torch.Tensor, scale_b: torch.Tensor, log_sum_b: torch.Tensor) -> torch.Tensor:
-    """Return each row's mean similarity, weighted by softmax(scale_i s_ij), [b]; `log_sum_b` is from `log_sums`."""
+    """Return the mean similarity of each row, weighted by softmax(scale_i s_ij), [b].
+
+    Args:
+        log_sum_b: Result of `log_sums` for the same rows and scales.
+    """
     parts = []
     for rows in blocks(similarity_bB):
         weight_RB = (similarity_bB[rows] * scale_b[rows, None]).sub_(log_sum_b[rows, None]).exp_()
@@ -158,10 +169,12 @@ def softmax_means(similarity_bB: torch.Tensor, scale_b: torch.Tensor, log_sum_b:
 def exponential_gradients(
     similarities: Similarities, *, clips_3B: torch.Tensor, captions_3B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return gradients of a loss that depends on sum_j exp((s_ij - s_ii) / tau_i) over clips, and likewise captions.
+    """Return the gradients of a loss with respect to this rank's clip and caption embeddings, [b, E] each.
 
-    The derivative with respect to s_ij is exp(scale_i s_ij + log factor_i) of clip i plus the same term of caption j.
-    With respect to s_ii, it is minus the sum of both terms over all negatives.
+    The loss must depend on sum_j exp((s_ij - s_ii) / tau_i) for each clip, and on the same sum over clips for each
+    caption. Its derivative with respect to s_ij is exp(scale_i s_ij + log factor_i) for clip i, plus the same
+    expression for caption j. Its derivative with respect to s_ii is the negated sum of both expressions over all
+    negatives.
 
     Args:
         clips_3B: Scale, log factor and `log_sums` of each clip.
@@ -178,7 +191,7 @@ def exponential_gradients(
 
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
-    """Compute products of embeddings without autocast and TF32, which a run may use in its model."""
+    """Disable autocast and TF32 within the block, so that similarities are exact even if the model uses them."""
     previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -197,7 +210,7 @@ def _widen(features: torch.Tensor) -> torch.Tensor:
 Inputs = Callable[[Batch], tuple[Any, ...]]
 FeatureGradients = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
-_TOLERANCE = 1e-5  # similarities with equal captions may differ by rounding
+_TOLERANCE = 1e-5  # rounding difference allowed between the similarities of a clip with two equal captions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,9 +218,9 @@ class DatasetSize:
     """Size of the training set, for global losses.
 
     Attributes:
-        num_clips: Number of clips. Their IDs are 0 to num_clips - 1.
-        num_captions: Number of captions. Their IDs are 0 to num_captions - 1.
-        num_epochs: Number of passes over the set in the run.
+        num_clips: Number of clips. The clip IDs are 0 to num_clips - 1.
+        num_captions: Number of captions. The caption IDs are 0 to num_captions - 1.
+        num_epochs: Number of passes of the run over the training set.
     """
 
     num_clips: int
@@ -217,14 +230,16 @@ class DatasetSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Contrast:
-    """Loss of a batch and its gradients. The mean of the gradients over all ranks is the gradient of the loss.
+    """Loss of the global batch, and its gradients on this rank.
+
+    The mean of the gradients over all ranks is the gradient of the loss.
 
     Attributes:
-        loss: Loss of the batch of all ranks (scalar).
+        loss: Loss of the global batch (scalar).
         video_grad_bE: Gradient with respect to the embeddings of this rank's clips.
         text_grad_bE: Gradient with respect to the embeddings of this rank's captions.
-        own_grads: Gradients with respect to the objective's parameters, by name.
-        metrics: Scalars for the log, equal on all ranks.
+        own_grads: Gradients with respect to the objective's parameters, keyed by parameter name.
+        metrics: Scalars to log, equal on all ranks.
     """
 
     loss: torch.Tensor
@@ -235,19 +250,22 @@ class Contrast:
 
 
 class ContrastiveObjective(Objective):
-    """Loss over pairs. The model returns unit-length embeddings of clips and of captions, [b, E] each.
+    """Objective that trains a model with a contrastive loss over pairs of clips and captions.
+
+    The model must return unit-length embeddings of clips and of captions, [b, E] each.
 
     Args:
         inputs: Function that converts a batch into the arguments of the model.
-        dataset, world: Size of the training set, and ranks, for losses with per-sample state.
+        dataset: Size of the training set, for losses with per-sample state; None if the loss does not need it.
+        world: Ranks that share the global batch, for losses with per-sample state.
 
     Attributes:
-        logit_scale: Logarithm of 1 / temperature, as CLIP stores it; None for losses without `temperature`, and for
-            global losses with a different parameter.
+        logit_scale: Logarithm of 1 / temperature, as in CLIP. None for losses without a temperature, and for global
+            losses, which define their own temperature parameter.
     """
 
     logit_scale: nn.Parameter | None
-    # Exchange of embeddings and gradients between ranks; `train bench` compares two implementations.
+    # Class that exchanges embeddings between ranks; `train bench` replaces it to compare two implementations.
     exchange: type[Similarities] = Similarities
 
     def __init__(self, settings: Loss, *, inputs: Inputs, dataset: DatasetSize | None, world: World) -> None:
@@ -259,34 +277,41 @@ class ContrastiveObjective(Objective):
             self.add_logit_scale(is_trained=not settings.freeze_temperature)
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
-        """Return loss and gradients of a batch, and update the per-sample state. The caller disables gradients."""
+        """Return the loss of the global batch and its gradients, and update the per-sample state.
+
+        The caller must disable autograd.
+        """
         raise NotImplementedError
 
     def add_logit_scale(self, *, is_trained: bool) -> None:
-        """Add `logit_scale`, initialised with the temperature in the settings."""
+        """Add the parameter `logit_scale`, initialised from the temperature in the settings."""
         start = torch.tensor(-math.log(self._settings.number("temperature")))
         self.logit_scale = nn.Parameter(start, requires_grad=is_trained)
 
     def log_scale(self) -> torch.Tensor | None:
-        """Return log of 1 / temperature, detached; None for a loss without a temperature."""
+        """Return the logarithm of 1 / temperature, detached; None for a loss without a temperature."""
         return None if self.logit_scale is None else self.logit_scale.detach()
 
     def learning_rate(self, scheduled: float) -> Scalar:
-        """Return the temperature's learning rate: its own rate if it is set, else the model's rate."""
+        """Return the learning rate of the temperature.
+
+        Args:
+            scheduled: Current learning rate of the model, used if the settings have no rate for the temperature.
+        """
         return self._settings.own_temperature_lr or scheduled
 
     @torch.no_grad()
     def after_step(self, step: Step) -> None:
-        """Clamp the temperature between its lower bound and 1, as CLIP does."""
+        """Clamp the temperature to the range from `min_temperature` to 1, as CLIP does."""
         if self.logit_scale is not None:
             self.logit_scale.clamp_(0, -math.log(self._settings.min_temperature))
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
-        """Add the gradients of the loss over the batch of all ranks.
+        """Backpropagate the loss of the global batch: add its gradients to the gradients of all parameters.
 
         Returns:
-            loss; batch_accuracy: fraction of clips whose nearest caption is their own; temperature before the step, if
-            the loss has a temperature; and the metrics of the loss.
+            Metrics of the step: `loss`; `batch_accuracy`, the fraction of clips whose nearest caption is their own;
+            `temperature` before the step, if the loss has a temperature; and the metrics that the loss adds.
         """
         metrics: dict[str, Scalar] = {}
 
@@ -298,7 +323,7 @@ class ContrastiveObjective(Objective):
                     if (parameter := self.get_parameter(name)).requires_grad:
                         gradient = step.scale(gradient).to(parameter.dtype)
                         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-                # A caption equal to the clip's own caption is equally near, and counts as correct.
+                # If another pair has the same caption, both captions are equally near; count the clip as correct.
                 is_right_b = similarities.pair_b >= similarities.nearest_b - _TOLERANCE
                 num_right = step.world.sum(is_right_b.to(contrast.loss.dtype).sum())
                 metrics["loss"] = contrast.loss
@@ -316,10 +341,11 @@ class ContrastiveObjective(Objective):
 
 
 def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step, gradients: FeatureGradients) -> None:
-    """Add the gradients of a loss over all embeddings to the model's gradients, `step.microbatch` samples at a time.
+    """Backpropagate a loss over all embeddings through the model, `step.microbatch` samples at a time.
 
     Args:
-        gradients: Function that returns the gradients with respect to this rank's embeddings [b, E]; called once.
+        gradients: Function that takes this rank's clip and caption embeddings, [b, E] each, and returns the gradients
+            with respect to them. It is called once.
     """
 
     def embed(part: Batch, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -335,7 +361,7 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
         return
     first = []
     with torch.no_grad():
-        # The second pass starts with the same buffers, so both passes together change the buffers as one pass would.
+        # Restore the buffers after the first pass, so that the two passes change them only once.
         with keep_buffers(model):
             for number, part in enumerate(parts):
                 with step.seed_generators(number):
@@ -343,7 +369,7 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
         video_bE, text_bE = (torch.cat(side) for side in zip(*first, strict=True))
         grads_bE = gradients(video_bE, text_bE)
     grads_RE = zip(*(grad_bE.split([len(video_RE) for video_RE, _ in first]) for grad_bE in grads_bE), strict=True)
-    # The second pass omits a frozen tower. (If a model has replicas, it is in its wrapper's `module`.)
+    # The second pass omits a frozen tower. (A wrapper for data parallelism stores the model in `module`.)
     skips = getattr(getattr(model, "module", model), "has_frozen_tower", False)
     options = {"only_trained": True} if skips else {}
     for number, (part, grads) in enumerate(zip(parts, grads_RE, strict=True)):
@@ -352,9 +378,9 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
 
 
 def split(batch: Batch, size: int | None) -> list[Batch]:
-    """Split a batch into microbatches of `size` samples; the last one may be smaller.
+    """Split a batch into microbatches of `size` samples. The last microbatch may be smaller.
 
-    Without a size, return a single microbatch.
+    If `size` is None, return the batch as the only microbatch.
     """
     num_samples = len(batch["caption_id"])
     if size is None or size >= num_samples:
@@ -370,7 +396,8 @@ def split(batch: Batch, size: int | None) -> list[Batch]:
 
 
 def _push(embedded: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...], step: Step) -> None:
-    # Scale before the cast to half precision, in which small values underflow. Frozen towers get no gradients.
+    # Scale the gradients before they are cast to half precision, in which small values underflow. Skip frozen towers,
+    # whose embeddings do not require gradients.
     pairs = [
         (embedding, step.scale(gradient).to(embedding.dtype))
         for embedding, gradient in zip(embedded, gradients, strict=True)
@@ -379,25 +406,23 @@ def _push(embedded: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...
     torch.autograd.backward([embedding for embedding, _ in pairs], [gradient for _, gradient in pairs])
 
 
-# Losses as functions: a forward pass over the embeddings of all ranks, with gradients by autograd.
+# Losses that are defined as functions and differentiated by autograd.
 #
-# b: pairs of this rank. B: pairs of all ranks, in the order of ranks. E: embedding width.
-#
-# The embeddings of all ranks are gathered with their gradients: each rank computes the loss of its pairs, and in the
-# backward pass each embedding gets the sum of its gradients on all ranks. `backward_through` extends this to batches in
-# microbatches. The function knows neither ranks nor microbatches.
+# The embeddings of all ranks are gathered differentiably. Each rank computes the loss of its pairs, and the backward
+# pass sums the gradients of each embedding over all ranks. `backward_through` splits the batch into microbatches. The
+# loss function itself handles neither ranks nor microbatches.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Unit-length embeddings of a batch, with gradients; at least float32 for any precision of the towers.
+    """Unit-length embeddings of a batch, tracked by autograd; at least float32 whatever the precision of the towers.
 
     Attributes:
         video_bE, text_bE: Embeddings of this rank's clips and captions. Row i of both tensors is a pair.
-        video_BE, text_BE: Embeddings of the clips and captions of all ranks.
-        target_b: Row in the batch of all ranks for each of this rank's pairs, int64.
-        scale: 1 / temperature (scalar), with gradient if the temperature is trained; 1 for a loss without temperature.
-        batch: Samples of this rank: `clip_id`, `caption_id`, `relevancy` and others.
+        video_BE, text_BE: Embeddings of all clips and captions in the global batch.
+        target_b: Row of each of this rank's pairs in the global batch, int64.
+        scale: 1 / temperature (scalar), tracked by autograd if the temperature is trained; 1 for losses without one.
+        batch: Batch of this rank, with `clip_id`, `caption_id`, `relevancy` and other fields.
     """
 
     video_bE: torch.Tensor
@@ -409,15 +434,19 @@ class Pairs:
     batch: Batch
 
 
-# Return value: mean loss of this rank's pairs (scalar). The loss of the batch is its mean over ranks.
+# Function that returns the mean loss of this rank's pairs (scalar). The mean over ranks is the loss of the global
+# batch.
 LossFunction = Callable[[Pairs, Loss], torch.Tensor]
 
 
 class AutogradObjective(ContrastiveObjective):
-    """Objective for a loss that a row of `LOSSES` defines as a function or, with further parameters, as a subclass."""
+    """Objective whose gradients come from autograd.
+
+    A row of `LOSSES` defines the loss as a function or, if the loss has parameters of its own, as a subclass.
+    """
 
     def value(self, pairs: Pairs) -> torch.Tensor:
-        """Return the mean loss of this rank's pairs (scalar, with gradient)."""
+        """Return the mean loss of this rank's pairs (scalar, tracked by autograd)."""
         function: LossFunction = self._settings.spec.load()
         loss = function(pairs, self._settings)
         if not isinstance(loss, torch.Tensor) or loss.shape or not loss.requires_grad:
@@ -426,7 +455,7 @@ class AutogradObjective(ContrastiveObjective):
         return loss
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
-        """Return the loss, with gradients by autograd."""
+        """Return the loss of the global batch, and its gradients from autograd."""
         trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
         with torch.enable_grad(), exact_products(similarities.pair_b.device):
             video_bE, text_bE = (
@@ -459,7 +488,10 @@ class AutogradObjective(ContrastiveObjective):
 
 
 class _AllRanks(torch.autograd.Function):
-    """Gather the rows of all ranks. The backward pass sums the gradients of each row over ranks."""
+    """Differentiable gather: the backward pass sums the gradients of each row over all ranks.
+
+    The forward pass returns `all_BF`, which has already been gathered.
+    """
 
     @staticmethod
     def forward(ctx: Any, own_bF: torch.Tensor, all_BF: torch.Tensor, world: World) -> torch.Tensor:
@@ -475,15 +507,15 @@ class _AllRanks(torch.autograd.Function):
 def build_contrast(
     settings: Loss, *, inputs: Inputs, dataset: DatasetSize | None, world: World
 ) -> ContrastiveObjective:
-    """Build the objective of `--loss.*`.
+    """Build the objective that the `--loss.*` settings select.
 
     Args:
         inputs: Function that converts a batch into the arguments of the model.
-        dataset: Size of the training set, for global losses; other losses ignore it.
+        dataset: Size of the training set, required by global losses and ignored by other losses.
 
     Raises:
-        KeyError: No loss has the name `--loss.kind`.
-        UnusablePart: The package of the loss cannot be imported.
+        KeyError: The value of `--loss.kind` is not the name of a loss.
+        UnusablePart: The package that defines the loss cannot be imported.
     """
     loss = LOSSES[settings.kind].load()
     objective: type[ContrastiveObjective] = loss if isinstance(loss, type) else AutogradObjective

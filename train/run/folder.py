@@ -1,16 +1,17 @@
-"""The folder of a run and the files in it.
+"""Access to the folder of a training run and to the files in it.
 
-    settings.yaml             the effective settings; reloads to an equal object
-    run.json                  machine, versions, data and model, for the results page
-    metrics.jsonl             one object per step
-    failures.jsonl            one object per failed sample
+    settings.yaml             effective settings; loading the file yields an equal settings object
+    run.json                  facts for the results page: machine, versions, data and model
+    metrics.jsonl             one JSON object per step
+    failures.jsonl            one JSON object per failed sample
     checkpoints/step_*/       checkpoints (clipmill.train.run.checkpoint)
-    evaluations/*.json        results of `train eval`; names of results on other data contain the data's name and a hash
+    evaluations/*.json        results of `train eval`
     evaluations/*.coco.json   generated captions in COCO's results format
-    evaluations/former/       results that were replaced by results with a different checkpoint, variant or flag
-    index.html                the results page
+    evaluations/former/       results that were replaced by results for a different checkpoint, variant or flag
+    index.html                results page
 
-Complete lines are appended to the two .jsonl files; resuming drops the lines after the checkpoint.
+Only complete lines are appended to the two .jsonl files. When a run is resumed, lines that were written after the
+checkpoint are removed.
 """
 
 import glob
@@ -34,21 +35,26 @@ from clipmill.train.config.files import load_settings, read_values, save_setting
 from clipmill.train.config.shards import Shards, absolute_address, folders_of, normalise_address
 from clipmill.train.config.training import GO_ON, NEW_RUN, TrainingSettings, require_same, shaping
 
-# Data and file name of an evaluation result: a result on the run's own data is named after its evaluation; the names of
-# other results also contain the name of the data folder, and a hash.
+# Evaluation results. The file of a result is named after its evaluation. For data other than the run's own, the file
+# name also contains the name of the data folder and a hash of its address.
 
 _MAX_DATA_NAME = 40
-# Fields of a result that identify what was evaluated, and how.
+# Fields of a result that identify the evaluated weights and data, and the overridden settings.
 _DECISIVE = ("source", "shards", "variant", "step", "weights", "overrides")
-_NUM_WORDS_BEFORE_FLAGS = 4  # train eval NAME WEIGHTS
+_NUM_WORDS_BEFORE_FLAGS = 4  # number of words in `train eval NAME WEIGHTS`
 _NUM_HASH_DIGITS = 8
 
 
 def data_facts(run_shards: Shards, shards: str | None) -> dict[str, Any]:
-    """Return the data fields of a result: `shards`, the address of the data, and `is_own_data`.
+    """Return the fields of a result that describe the evaluated data.
 
-    Results on one of several data folders of a run also have `is_part_of_own_data`. The arguments are --shards of the
-    run, and of the evaluation.
+    Args:
+        run_shards: Value of --shards of the run.
+        shards: Value of --shards of the evaluation; None for the run's own data.
+
+    Returns:
+        `shards`, the address of the data; `is_own_data`, True for the run's own data; and `is_part_of_own_data`, only
+        if the data are one of several data folders of the run.
     """
     folders = [normalise_address(folder) for folder in folders_of(run_shards)]
     if shards is None:
@@ -59,7 +65,10 @@ def data_facts(run_shards: Shards, shards: str | None) -> dict[str, Any]:
 
 
 def result_name(name: str, facts: dict[str, Any]) -> str:
-    """Return the file name of a result: `name`; for other data than the run's, also the folder name and a hash."""
+    """Return the file name of a result, without its extension.
+
+    The file name is `name`. For data other than the run's own, the name of the data folder and a hash are appended.
+    """
     address = other_data(facts)
     if not address:
         return name
@@ -68,23 +77,27 @@ def result_name(name: str, facts: dict[str, Any]) -> str:
 
 
 def is_same_evaluation(result: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return True if two results are for the same weights, data and flags."""
+    """Return True if two results have the same weights, data and flags."""
     return all(result.get(name) == other.get(name) for name in _DECISIVE) and _flags_of(result) == _flags_of(other)
 
 
 def _flags_of(result: dict[str, Any]) -> list[str]:
-    """Return the flags of a result's command, without data and weights, whose paths may be relative."""
+    """Return the flags of a result's command, except the data and the weights, because their paths may be relative."""
     words = shlex.split(str(result.get("command", "")))[_NUM_WORDS_BEFORE_FLAGS:]
     return [word for previous, word in zip(["", *words], words, strict=False) if "--shards" not in (previous, word)]
 
 
 def other_data(result: dict[str, Any]) -> str:
-    """Return the address of a result's data; empty for the run's own data, which is the default."""
+    """Return the address of a result's data, or an empty string for the run's own data (the default)."""
     return "" if result.get("is_own_data", True) else str(result["shards"])
 
 
 def suffix_of(differences: Mapping[str, Any]) -> str:
-    """Return the suffix of a result's name for settings that differ from the training, so that results stay apart."""
+    """Return the suffix that distinguishes results whose settings differ from the training settings.
+
+    Args:
+        differences: Values of the evaluation that differ from the training settings, keyed by setting.
+    """
     forms = {"num_frames": "-{}-frames", "sampling": "-{}", "size_px": "-{}px"}
     suffix, groups = "", dict[str, list[str]]()
     for name, value in differences.items():
@@ -101,9 +114,9 @@ def suffix_of(differences: Mapping[str, Any]) -> str:
 COCO_SUFFIX = ".coco.json"
 _LOOK_S = 0.2
 EVALUATIONS, FORMER = "evaluations", "former"
-# Name of the files with which nodes check that they share the folder (clipmill.train.run.shared_folder).
+# Name of the files that nodes write to check that they share the folder (clipmill.train.run.shared_folder).
 PROBE = "shared"
-# --resume: False starts a new run, True resumes a run, "auto" resumes a run if it exists.
+# Value of --resume: False starts a new run, True resumes an existing run, and "auto" resumes the run if it exists.
 Resume = bool | Literal["auto"]
 
 
@@ -121,15 +134,20 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """Name of the folder, or the last part of its address in a bucket."""
+        """Name of the run's folder; for a run in a bucket, the last component of its address."""
         mirror = mirror_of(self.path)
         return self.path.resolve().name if mirror is None else mirror.address.rpartition("/")[2]
 
     def hold(self, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
-        """Lock the folder against other training processes; the lock ends with this process.
+        """Lock the folder against other training processes.
+
+        The lock is released at the end of the block or when the process exits.
 
         Args:
-            wait_s: Time to wait for another process to release its lock; then, UserError.
+            wait_s: Maximum time in seconds to wait for another process to release its lock.
+
+        Raises:
+            UserError: Another process still holds the lock after `wait_s`.
         """
         if (mirror := mirror_of(self.path)) is not None:
             from clipmill.train.run.bucket import hold_run
@@ -138,13 +156,13 @@ class RunFolder:
         return hold_folder(self.path, work="trains", wait_s=wait_s)
 
     def upload_growing_files(self) -> None:
-        """Upload the metrics, failures and event files of a run in a bucket; do nothing for a run on a disk."""
+        """Upload metrics.jsonl, failures.jsonl and the TensorBoard event files, if the run is in a bucket."""
         if (mirror := mirror_of(self.path)) is not None:
             for path in (self.metrics, self.failures, *sorted((self.path / "tensorboard").glob("events.*"))):
                 mirror.upload_growing(path)
 
     def upload_periodically(self) -> AbstractContextManager[None]:
-        """Return a context manager that uploads these files every half minute, and at the end of the block."""
+        """Return a context manager that calls `upload_growing_files` every half minute and at the end of the block."""
         if mirror_of(self.path) is None:
             return nullcontext()
         from clipmill.train.run.bucket import upload_periodically
@@ -152,11 +170,19 @@ class RunFolder:
         return upload_periodically(self.upload_growing_files)
 
     def read_facts(self) -> dict[str, Any]:
-        """Return the content of run.json, {} if it does not exist yet; UserError if it is damaged."""
+        """Return the content of run.json; {} if the file does not exist yet.
+
+        Raises:
+            UserError: The file is damaged.
+        """
         return read_object(self.facts) if self.facts.exists() else {}
 
     def require_facts(self) -> dict[str, Any]:
-        """Return the content of run.json; UserError if it is missing or damaged."""
+        """Return the content of run.json.
+
+        Raises:
+            UserError: The file is missing or damaged.
+        """
         if not self.facts.exists():
             raise UserError(f"{self.facts} is missing", hint="restore the run's files, or start a new run")
         return self.read_facts()
@@ -171,13 +197,17 @@ class RunFolder:
             )
 
     def latest_checkpoint(self) -> Path | None:
-        """Return the latest checkpoint; None if there is none."""
+        """Return the latest checkpoint; None if the run has no checkpoint yet."""
         from clipmill.train.run.checkpoint import latest_checkpoint
 
         return latest_checkpoint(self.checkpoints)
 
     def require_checkpoint(self) -> Path:
-        """Return the latest checkpoint; UserError if there is none."""
+        """Return the latest checkpoint.
+
+        Raises:
+            UserError: The run has no checkpoint yet.
+        """
         path = self.latest_checkpoint()
         if path is None:
             raise UserError(
@@ -186,24 +216,28 @@ class RunFolder:
         return path
 
     def evaluation(self, name: str) -> Path:
-        """Return the result file of an evaluation."""
+        """Return the path of the result file of the evaluation `name`."""
         return self.path / EVALUATIONS / f"{name}.json"
 
     def results(self) -> list[Path]:
-        """Return the result files of all evaluations, sorted by name."""
+        """Return the paths of all result files, sorted by name. Former results are not included."""
         files = sorted(self.evaluation("any").parent.glob("*.json"))
         return [path for path in files if not path.name.endswith(COCO_SUFFIX)]
 
     def data_facts(self, shards: str | None) -> dict[str, Any]:
-        """Return the data fields of a result (see `data_facts`); `shards` is None for the run's own data."""
+        """Return the fields of a result that describe its data; see the function `data_facts`.
+
+        Args:
+            shards: Value of --shards of the evaluation; None for the run's own data.
+        """
         run_shards = read_values(self.settings).get("shards", TrainingSettings.shards)
         return data_facts(tuple(map(str, run_shards)) if isinstance(run_shards, list) else str(run_shards), shards)
 
     def write_evaluation(self, name: str, result: dict[str, Any]) -> Path:
-        """Publish the result of an evaluation; it replaces only a result of the same evaluation.
+        """Publish the result of an evaluation, and return the path of its file.
 
-        A previous result for different weights, flags or variants of the data is moved to the folder of former
-        results, with its accompanying files.
+        An existing result is replaced only if it has the same weights, data and flags. Otherwise, the existing result
+        and its accompanying files are first moved to the folder of former results.
         """
         path = self.evaluation(result_name(name, result))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -219,11 +253,16 @@ class RunFolder:
 
 @contextmanager
 def hold_folder(path: Path, *, work: str, wait_s: float = 0.0) -> Iterator[None]:
-    """Lock a folder against other processes that do the same work in it; the lock ends with this process.
+    """Lock a folder against other processes that do the same work in it.
+
+    The lock is released at the end of the block or when the process exits.
 
     Args:
-        work: Verb for the message, such as "trains".
-        wait_s: Time to wait for another process to release its lock; then, UserError.
+        work: Verb for the error message, such as "trains".
+        wait_s: Maximum time in seconds to wait for another process to release its lock.
+
+    Raises:
+        UserError: Another process still holds the lock after `wait_s`.
     """
     folder = os.open(path, os.O_RDONLY)
     latest_s = time.monotonic() + wait_s
@@ -239,11 +278,13 @@ def hold_folder(path: Path, *, work: str, wait_s: float = 0.0) -> Iterator[None]
 
 
 def create_run(settings: TrainingSettings, *, comment: str = "") -> RunFolder:
-    """Create the folder of a new run, or take over a folder whose creation was interrupted.
+    """Create the folder of a new run, or complete a folder whose creation was interrupted.
 
-    `comment` is written on top of settings.yaml.
+    Args:
+        comment: Comment to write at the top of settings.yaml.
 
-    Raises a UserError if the folder is not empty, cannot be created, or is locked by another process.
+    Raises:
+        UserError: The folder is not empty, cannot be created, or is locked by another process.
     """
     run = RunFolder(settings.out)
     try:
@@ -273,19 +314,23 @@ def create_run(settings: TrainingSettings, *, comment: str = "") -> RunFolder:
 
 
 def sweep(run: RunFolder) -> None:
-    """Remove temporary files of killed processes from a run's folder, which the caller must have locked."""
+    """Remove the temporary files that killed processes left in a run's folder. The caller must hold its lock."""
     for folder in (run.path, run.path / EVALUATIONS):
         for path in _leftover_files(folder, "*"):
             path.unlink(missing_ok=True)
 
 
 def _leftover_files(folder: Path, name: str) -> list[Path]:
-    """Return temporary files of interrupted writes of `name`."""
+    """Return the temporary files that interrupted writes of the file `name` left in `folder`."""
     return [path for path in folder.glob(f"{TEMPORARY_PREFIX}{'[0-9a-f]' * 12}-{name}") if path.is_file()]
 
 
 def reopen_run(settings: TrainingSettings) -> RunFolder:
-    """Open a run to resume it; UserError if there is none, or if settings that shape the weights differ."""
+    """Open an existing run to resume it.
+
+    Raises:
+        UserError: There is no run, or settings that affect the weights differ from the settings of the run.
+    """
     from clipmill.train.run.checkpoint import all_checkpoints
 
     run = open_run(settings.out)
@@ -299,7 +344,15 @@ def reopen_run(settings: TrainingSettings) -> RunFolder:
 
 
 def require_trained_with(checkpoint: Path, settings: TrainingSettings, *, file: Path) -> None:
-    """Raise a UserError if settings that shape the weights, read from `file`, differ from a checkpoint's settings."""
+    """Require that settings that affect the weights are the same in a settings file and in a checkpoint.
+
+    Args:
+        settings: Content of the settings file.
+        file: Path of the settings file, for the hint.
+
+    Raises:
+        UserError: A setting that affects the weights differs.
+    """
     from clipmill.train.run.checkpoint import read_settings
 
     require_same(
@@ -311,12 +364,16 @@ def require_trained_with(checkpoint: Path, settings: TrainingSettings, *, file: 
 
 
 def is_run(folder: Path) -> bool:
-    """Return True if a folder was made by a training command."""
+    """Return True if a folder contains a run, that is, if it has a settings.yaml."""
     return RunFolder(folder).settings.is_file()
 
 
 def open_run(path: Path) -> RunFolder:
-    """Open a run to read it; UserError if there is none."""
+    """Open an existing run for reading.
+
+    Raises:
+        UserError: There is no run in the folder.
+    """
     run = RunFolder(path)
     if not run.settings.is_file():
         raise UserError(f"there is no run in {show_addresses(str(path))}", hint="use a training command's --out")
@@ -324,7 +381,11 @@ def open_run(path: Path) -> RunFolder:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read the object of run.json or of an evaluation result; UserError if it is unreadable."""
+    """Read the JSON object in run.json or in the file of an evaluation result.
+
+    Raises:
+        UserError: The file cannot be read, or does not contain a JSON object.
+    """
     is_evaluation = path.parent.name == EVALUATIONS
     try:
         value = parse_json(path.read_bytes())
@@ -342,14 +403,20 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def append_lines(path: Path, objects: Iterable[dict[str, Any]]) -> None:
-    """Append objects to a .jsonl file, one per line."""
+    """Append JSON objects to a .jsonl file, one per line."""
     lines = "".join(json.dumps(value) + "\n" for value in objects)
     with naming(path), path.open("a", encoding="utf-8") as file:
         file.write(lines)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a .jsonl file without a last line that a killed process left incomplete; UserError for other bad lines."""
+    """Read the JSON objects in a .jsonl file; return [] if the file does not exist.
+
+    An incomplete last line, as a killed process may leave it, is ignored.
+
+    Raises:
+        UserError: A different line is damaged.
+    """
     if not path.exists():
         return []
     values = []
@@ -365,7 +432,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_lines(path: Path, belongs: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Remove objects of a .jsonl file for which `belongs` is false, and return the rest; UserError if damaged."""
+    """Remove the objects for which `belongs` is false from a .jsonl file, and return the remaining objects.
+
+    Raises:
+        UserError: A line is damaged, or was not written by clipmill.
+    """
     try:
         kept = [value for value in read_lines(path) if belongs(value)]
     except (KeyError, TypeError) as error:
