@@ -1,4 +1,4 @@
-"""Facts that the weights of other projects show: dimensions of towers from shapes of tensors, temperature and bias."""
+"""Facts derived from tensors: dimensions of towers in weights of other projects, and temperature and bias."""
 
 import math
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from clipmill.train.weights.loading import depth_of
 from clipmill.train.weights.source import Source
 
 _POSITIONS = "video.positional_embedding"
-# Width of a head in published CLIPs and VideoMAEs. ViT-H and ViT-g, which have these widths, have 16 heads instead.
+# Width of a head in published CLIPs and VideoMAEs. ViT-H and ViT-g, which have the widths below, have 16 heads.
 _HEAD_WIDTH, _NUM_HEADS = 64, {1280: 16, 1408: 16}
 _RGB = 3
 
@@ -26,11 +26,11 @@ _RGB = 3
 def match_size(size: DualEncoderSize, source: Source) -> DualEncoderSize:
     """Return `size` with the dimensions of the towers in the weights.
 
-    No tensor shows the number of heads. It comes from their configuration, or else from `size` if the width is the
-    same.
+    The number of heads cannot be read from tensors. It comes from the configuration of the weights, or else from `size`
+    if the width is the same, or else from published models.
 
     Raises:
-        UserError: The configuration describes a tower of another depth or width.
+        UserError: The configuration states a different depth, or a number of heads that does not divide the width.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
     video, text, width = size.video, size.text, size.embedding_width
@@ -54,9 +54,9 @@ def match_size(size: DualEncoderSize, source: Source) -> DualEncoderSize:
     return DualEncoderSize(video=video, text=text, embedding_width=width)
 
 
-def _refuse(source: Source, tower: str, shown: str, stated: str) -> NoReturn:
+def _refuse(source: Source, tower: str, actual: str, configured: str) -> NoReturn:
     raise UserError(
-        f"{source.title}: the {tower} tower of the weights has {shown}, but their configuration says {stated}",
+        f"{source.title}: the {tower} tower of the weights has {actual}, but their configuration says {configured}",
         hint="get both files again: one of them is truncated, or of another model",
     )
 
@@ -68,17 +68,17 @@ def _trunk(trunk: TransformerSize, width: int, depth: int, num_heads: int | None
 
 
 def model_like(source: Source) -> ModelName:
-    """Return the name of a model whose patches have the same size as in the weights; b16 if there is none."""
+    """Return the name of a model with the patch size of the weights; b16 if there is none."""
     conv = source.converted.tensors.get(CONV)
     names: list[ModelName] = ["b16", "l14"]
-    return next((one for one in names if conv is not None and PATCH_PX[one] == conv.shape[-1]), "b16")
+    return next((name for name in names if conv is not None and PATCH_PX[name] == conv.shape[-1]), "b16")
 
 
 def picture_px_of(source: Source, *, default: int) -> int:
-    """Return the side of the pictures that weights were trained on, from their positional embedding or configuration.
+    """Return the side length in pixels of the frames that weights were trained on, from tensors or their configuration.
 
     Raises:
-        UserError: The weights take latents, whose size and column are in no file of another project.
+        UserError: The weights take latents, whose size and column are not recorded in files of other projects.
     """
     tensors = source.converted.tensors
     conv, positions = tensors.get(CONV), tensors.get(_POSITIONS)
@@ -93,7 +93,7 @@ def picture_px_of(source: Source, *, default: int) -> int:
 
 
 def num_frames_of(source: Source, *, default: int) -> int:
-    """Return the number of frames in the temporal embedding of the weights."""
+    """Return the number of frames in the temporal embedding of the weights; `default` if they have none."""
     temporal = source.converted.tensors.get(TEMPORAL_EMBEDDING)
     return default if temporal is None else len(temporal) * (source.tubelet or 1)
 
@@ -103,7 +103,7 @@ _LOG_SCALE, _TEMPERATURE, _BIAS = "objective.logit_scale", "objective.temperatur
 
 @dataclass(frozen=True)
 class Logits:
-    """The map from cosines to logits: cosine times exp(log_scale), plus the bias.
+    """Map from cosines to logits: cosine times exp(log_scale), plus the bias.
 
     Attributes:
         log_scale: log(1 / temperature); None if it is unknown, or if each sample has its own temperature.
@@ -115,13 +115,13 @@ class Logits:
 
 
 def logits_of(tensors: Tensors) -> Logits:
-    """Return the logits of weights from another project or from an export, which have our names."""
+    """Return the map to logits for weights, with our names, of another project or an export."""
     scale = tensors.get(LOGIT_SCALE)
     return Logits(None if scale is None else float(scale))
 
 
 def read_logits(checkpoint: Path) -> Logits:
-    """Return the logits of the loss in a checkpoint.
+    """Return the map to logits of the loss in a checkpoint.
 
     Raises:
         UserError: The checkpoint cannot be read, or a number in it is not finite.
@@ -130,7 +130,7 @@ def read_logits(checkpoint: Path) -> Logits:
     names = [name for name in (_LOG_SCALE, _TEMPERATURE, _BIAS) if name in table and not table[name]["size"]]
     numbers = {name: torch.zeros(()) for name in names}
     if numbers:
-        fill(checkpoint, table, numbers, world=World())  # at once: a part in a bucket is fetched each time
+        fill(checkpoint, table, numbers, world=World())  # in one call, because every call fetches a part from a bucket
     require_finite(numbers, source=checkpoint)
     values = {name: float(number) for name, number in numbers.items()}
     temperature = values.get(_TEMPERATURE)

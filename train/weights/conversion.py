@@ -35,7 +35,7 @@ STDS: dict[str, Mean] = {"clip": CLIP_STD, "videomae": IMAGENET_STD, "timesforme
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFacts:
-    """Properties of pretrained weights that no tensor shows; None where unknown.
+    """Properties of pretrained weights that cannot be read from tensors; None if unknown.
 
     Attributes:
         activation: Activation of the MLPs, `gelu` or `quick_gelu`.
@@ -48,8 +48,8 @@ class SourceFacts:
         video_depth: Blocks of the video tower.
         text_depth: Blocks of the text tower.
         decoder_heads: Attention heads of a masked autoencoder's decoder.
-        picture_px: Side of the frames that the weights were trained on, in pixels.
-        towers: `--towers.*` settings by name, which say to which modules the weights belong.
+        picture_px: Side length of the frames that the weights were trained on, in pixels.
+        towers: `--towers.*` settings by name, which identify the modules that the weights belong to.
         remarks: Notes for the user.
     """
 
@@ -77,9 +77,9 @@ class ConvertedStateDict:
 
     Attributes:
         tensors: Tensors by our names.
-        origins: Our name -> name in the source; `{q,k,v}` in it lists tensors that were concatenated.
+        origins: Our name -> name in the source, in which `{q,k,v}` lists tensors that were concatenated.
         unknown: Tensors for which we have no name, by their name in the source.
-        ignored: Names of buffers that the format explains (sizes, position IDs, masks).
+        ignored: Names of buffers that the format defines and our models do not need (sizes, position IDs, masks).
     """
 
     tensors: dict[str, torch.Tensor]
@@ -106,9 +106,9 @@ class NameTable:
         owner: Model class or project, for errors.
         names: Our name -> foreign name; used for reading and writing.
         aliases: Foreign name -> our name; used only for reading.
-        roots: Foreign first component -> our first component, for names that are in no row; used only for reading.
+        roots: Foreign first component -> our first component, for names that match no row; used only for reading.
         ignored: Suffixes of buffer names.
-        canonical: Function that gives a foreign name its prefix in `names`, for variants of the model that lack it.
+        canonical: Function that adds the prefix in `names` to a foreign name, for variants of the model without it.
         to_ours: Function that converts the tensor with our name from the foreign layout.
         to_theirs: Function that converts the tensor with our name to the foreign layout.
     """
@@ -133,55 +133,57 @@ class NameTable:
                 ignored.append(name)
                 continue
             canonical = self.canonical(name)
-            ours = _in_rows(self._our_names, canonical)
-            if ours is None and (root := canonical.partition(".")[0]) in self.roots:
-                ours = f"{self.roots[root]}{canonical.removeprefix(root)}"
-            if ours is None or ours in tensors:
+            our_name = _translate_name(self._our_names, canonical)
+            if our_name is None and (root := canonical.partition(".")[0]) in self.roots:
+                our_name = f"{self.roots[root]}{canonical.removeprefix(root)}"
+            if our_name is None or our_name in tensors:
                 unknown[name] = tensor
                 continue
             try:
-                tensors[ours] = self.to_ours(ours, tensor)
+                tensors[our_name] = self.to_ours(our_name, tensor)
             except (IndexError, RuntimeError):
-                tensors[ours] = tensor  # its shape is wrong; the comparison with the model reports this
-            origins[ours] = name
+                tensors[our_name] = tensor  # the shape is wrong, which the comparison with the model reports
+            origins[our_name] = name
         return ConvertedStateDict(tensors=tensors, origins=origins, unknown=unknown, ignored=tuple(ignored))
 
     def write(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         """Convert our tensors to a foreign state dict.
 
         Raises:
-            ValueError: The foreign model has no such parameter.
+            ValueError: The foreign model has no corresponding parameter.
         """
         state: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
-            theirs = _in_rows(self.names, name)
-            if theirs is None:
+            their_name = _translate_name(self.names, name)
+            if their_name is None:
                 raise ValueError(f"{self.owner} has nothing like {name}")
-            parts = _expand_name(theirs)
+            parts = _expand_name(their_name)
             converted = self.to_theirs(name, tensor)
             state |= dict(zip(parts, converted.chunk(len(parts)) if len(parts) > 1 else [converted], strict=True))
         return state
 
     @cached_property
     def _our_names(self) -> dict[str, str]:
-        return {**{theirs: ours for ours, theirs in self.names.items()}, **self.aliases}
+        return {**{their_name: our_name for our_name, their_name in self.names.items()}, **self.aliases}
 
     def _concatenate(self, state: Tensors) -> dict[str, torch.Tensor]:
         """Return the state dict with queries, keys and values concatenated, unless one of the three is missing."""
         # Name of the first of several tensors -> names of all of them.
-        first_parts = {_expand_name(theirs)[0]: theirs for theirs in self.names.values() if "{" in theirs}
+        first_parts = {
+            _expand_name(their_name)[0]: their_name for their_name in self.names.values() if "{" in their_name
+        }
         tensors = dict(state)
         for name in state:
             canonical = self.canonical(name)
-            if whole := _in_rows(first_parts, canonical):
-                whole = whole.removeprefix(canonical.removesuffix(name))
-                parts = _expand_name(whole)
+            if joint_name := _translate_name(first_parts, canonical):
+                joint_name = joint_name.removeprefix(canonical.removesuffix(name))
+                parts = _expand_name(joint_name)
                 if state[name].ndim and all(part in state and state[part].shape == state[name].shape for part in parts):
-                    tensors[whole] = torch.cat([tensors.pop(part) for part in parts])
+                    tensors[joint_name] = torch.cat([tensors.pop(part) for part in parts])
         return tensors
 
 
-def _in_rows(rows: Mapping[str, str], name: str) -> str | None:
+def _translate_name(rows: Mapping[str, str], name: str) -> str | None:
     """Return the other name in a row, with the index and the suffix of `name`; None if no row matches."""
     index, leaf = _INDEX.search(name), _LEAF.search(name)
     pattern = _INDEX.sub(".N.", name, count=1)
@@ -200,13 +202,13 @@ def _expand_name(name: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A format of weights: a row of clipmill.train.weights.sources.
+    """A format of weights. Its row is in `FORMATS` of clipmill.train.weights.sources.
 
     Attributes:
         name: Value of `--init.format`.
         title: Name of the format for the user.
         convert: Function that converts a state dict to our names.
-        matches: Function that returns True if names of tensors belong to this format.
+        matches: Function that returns True if tensor names belong to this format.
         facts: Facts that are the same for all weights of this format.
         model_types: Patterns for the `model_type` in config.json.
         read_config: Function that returns facts from config.json and the processor (`read_processor`); its last
@@ -228,7 +230,7 @@ def any_begins(names: Iterable[str], *prefixes: str) -> bool:
 
 
 def kind_of_tensors(names: Iterable[str]) -> Kind | None:
-    """Return the kind of the video tower, given parameters with our names; None without a video tower."""
+    """Return the kind of the video tower from our parameter names; None without a video tower."""
     video = [name for name in names if name.startswith("video.")]
     if any(name.startswith("video.model.") for name in video):
         return "library"
@@ -245,7 +247,7 @@ _MIN_BYTES = 2
 
 
 def require_floats(tensors: Tensors, *, source: object) -> None:
-    """Raise a UserError at the first tensor that is not floating-point with 16, 32 or 64 bits.
+    """Raise a UserError for the first tensor that is not floating-point with 16, 32 or 64 bits.
 
     Quantised weights have integers and 8-bit floats, whose values mean nothing without their scales.
     """
@@ -274,7 +276,7 @@ def by_origin(converted: ConvertedStateDict) -> dict[str, torch.Tensor]:
 
 
 def require_finite(tensors: Tensors, *, source: object) -> None:
-    """Raise a UserError at the first tensor that has NaN or infinity in float32, the dtype of training."""
+    """Raise a UserError for the first tensor that contains NaN or infinity in float32, the dtype of training."""
     for name, tensor in tensors.items():
         if not bool(tensor.float().isfinite().all()):
             raise UserError(

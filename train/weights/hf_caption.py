@@ -1,6 +1,6 @@
-"""Hugging Face's VisionEncoderDecoderModel with TimeSformer and GPT-2, or one of these: names, configuration.
+"""Hugging Face's VisionEncoderDecoderModel of TimeSformer and GPT-2, or one of the two: names, configuration.
 
-In a separate model, some prefixes of names are missing: a TimesformerModel has no `encoder.` (a
+In the file of a separate model, names lack a prefix: a TimesformerModel has no `encoder.` (a
 TimesformerForVideoClassification has `timesformer.` instead), a GPT2LMHeadModel has no `decoder.`, and a GPT2Model has
 no `decoder.transformer.`. GPT-2's matrices are transposed. Its last layer is the token embedding, which old files store
 as `decoder.lm_head.weight`.
@@ -54,8 +54,8 @@ def hf_caption_config(
     """Return the config.json of a VisionEncoderDecoderModel.
 
     Args:
-        end_id: Token before and after a caption.
-        pad_id: Padding token.
+        end_id: ID of the token before and after a caption.
+        pad_id: ID of the padding token.
         dropout: Dropout probability of the decoder.
     """
     from transformers import GPT2Config, TimesformerConfig, VisionEncoderDecoderConfig
@@ -87,14 +87,14 @@ def hf_caption_config(
         attn_pdrop=0.0,
         **{**tokens, "is_decoder": True},
     )
-    whole = VisionEncoderDecoderConfig(
+    caption_config = VisionEncoderDecoderConfig(
         encoder=encoder.to_dict(),
         decoder=gpt2.to_dict(),
         architectures=["VisionEncoderDecoderModel"],
         # Encoder and decoder share no embedding.
         **{**tokens, "decoder_start_token_id": end_id, "tie_word_embeddings": False},
     )
-    return whole.to_dict()
+    return caption_config.to_dict()
 
 
 def generation_config(*, end_id: int, pad_id: int, decoding: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def generation_config(*, end_id: int, pad_id: int, decoding: Mapping[str, Any]) 
 
     tokens = {"bos_token_id": end_id, "decoder_start_token_id": end_id, "eos_token_id": end_id, "pad_token_id": pad_id}
     values = {**tokens, **decoding}
-    # Default values of this version of transformers are also written, because other versions have other defaults.
+    # Default values of this version of transformers are also written, because other versions have different defaults.
     return {**GenerationConfig(**values).to_diff_dict(), **values}
 
 
@@ -120,10 +120,10 @@ def caption_config_of(
     """Return the dimensions in the config.json of a captioner, a TimeSformer, or a GPT-2.
 
     Args:
-        hint: Advice on what to use if the model is another one.
+        hint: Hint of the error for a model of a different kind.
 
     Raises:
-        UserError: The model is of another kind, or computes something that our models do not.
+        UserError: The model is of a different kind, or uses a feature that our models lack.
     """
     kind = config.get("model_type")
     if kind == "timesformer":
@@ -149,10 +149,10 @@ _GPT2_KEYS = (
 )
 
 
-def _timesformer_of(given: Mapping[str, Any], *, source: str) -> TimeSformerShape:
+def _timesformer_of(entries: Mapping[str, Any], *, source: str) -> TimeSformerShape:
     from transformers import TimesformerConfig
 
-    config = as_config(TimesformerConfig, given, keys=_TIMESFORMER_KEYS, source=source)
+    config = as_config(TimesformerConfig, entries, keys=_TIMESFORMER_KEYS, source=source)
     _require(
         config,
         source=source,
@@ -178,12 +178,12 @@ def _timesformer_of(given: Mapping[str, Any], *, source: str) -> TimeSformerShap
     return TimeSformerShape(size=size, image_px=config.image_size, num_frames=config.num_frames)
 
 
-def _gpt2_of(given: Mapping[str, Any], *, source: str) -> Gpt2Size:
+def _gpt2_of(entries: Mapping[str, Any], *, source: str) -> Gpt2Size:
     from transformers import GPT2Config
 
-    # Its default for the end of a text belongs to the largest vocabulary, and would cause warnings for smaller ones.
+    # GPT2Config's default end token belongs to the largest vocabulary, and would cause warnings for smaller ones.
     ends = {"bos_token_id": None, "eos_token_id": None}
-    config = as_config(GPT2Config, {**given, **ends}, keys=_GPT2_KEYS, source=source)
+    config = as_config(GPT2Config, {**entries, **ends}, keys=_GPT2_KEYS, source=source)
     _require(
         config,
         source=source,
@@ -201,7 +201,7 @@ def _gpt2_of(given: Mapping[str, Any], *, source: str) -> Gpt2Size:
 
 
 def _require(config: Any, *, source: str, **values: tuple[Any, ...]) -> None:
-    """Raise a UserError if a value belongs to another model; `values` has the values of our models."""
+    """Raise a UserError for a value that our models do not support; `values` lists the supported values by name."""
     for name, known in values.items():
         if getattr(config, name) not in known:
             raise UserError(
@@ -211,7 +211,7 @@ def _require(config: Any, *, source: str, **values: tuple[Any, ...]) -> None:
 
 
 def _require_divisible(config: Any, *, width: str, heads: str, source: str) -> None:
-    """Raise a UserError if the width is not a multiple of the heads. No tensor shows the number of heads."""
+    """Raise a UserError if the width is not a multiple of the number of heads, which tensors do not show."""
     if getattr(config, width) % getattr(config, heads):
         raise UserError(
             f"{source}: {width} is {getattr(config, width)}, which {heads} {getattr(config, heads)} cannot share",
@@ -247,7 +247,7 @@ _LAYER, _H = "encoder.encoder.layer.N", "decoder.transformer.h.N"
 _LEADING = {"video.class_embedding": 2, "video.positional_embedding": 1, "video.temporal_embedding": 1}
 
 
-def _whole_name(name: str) -> str:
+def _complete_name(name: str) -> str:
     """Return the name that a tensor of a separate part has in the complete captioner."""
     if name.startswith("timesformer."):
         return f"encoder.{name.removeprefix('timesformer.')}"
@@ -300,7 +300,7 @@ NAMES = NameTable(
         *(".attn.bias", ".crossattention.bias", "attn.masked_bias", "attention.masked_bias"),
         *("lm_head.weight", "classifier.weight", "classifier.bias"),
     ),
-    canonical=_whole_name,
+    canonical=_complete_name,
     to_ours=lambda name, tensor: tensor.flatten(0, _LEADING[name]) if name in _LEADING else _transpose(name, tensor),
     to_theirs=lambda name, tensor: tensor[(None,) * _LEADING[name]] if name in _LEADING else _transpose(name, tensor),
 )
@@ -309,7 +309,7 @@ from_hf_caption, to_hf_caption = NAMES.read, NAMES.write
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionFolder:
-    """The dimensions in a transformers folder, and its weights with our names."""
+    """Dimensions from a transformers folder, and its weights with our names."""
 
     config: CaptionConfig
     converted: ConvertedStateDict

@@ -19,11 +19,11 @@ from clipmill.train.weights.files import as_config, colours
 _OUR_BLOCK, _LAYER = "transformer.resblocks.N", "encoder.layers.N"
 _PROJECTIONS = {"video.proj": "visual_projection.weight", "text.text_projection": "text_projection.weight"}
 _START_TOKEN_ID = 49406
-# If a configuration says 2, as in files of old versions, transformers ends captions at the largest ID.
+# If a configuration has the value 2, as in files of old versions, transformers ends captions at the largest ID.
 _OLD_END_TOKEN_ID = 2
 
 
-def _tower_names(ours: str, theirs: str) -> dict[str, str]:
+def _tower_names(our_tower: str, their_tower: str) -> dict[str, str]:
     rows = {
         "positional_embedding": "embeddings.position_embedding.weight",
         f"{_OUR_BLOCK}.attn.in_proj_*": f"{_LAYER}.self_attn.{{q,k,v}}_proj.*",
@@ -33,7 +33,7 @@ def _tower_names(ours: str, theirs: str) -> dict[str, str]:
         f"{_OUR_BLOCK}.ln_1.*": f"{_LAYER}.layer_norm1.*",
         f"{_OUR_BLOCK}.ln_2.*": f"{_LAYER}.layer_norm2.*",
     }
-    return {f"{ours}.{name}": f"{theirs}.{other}" for name, other in rows.items()}
+    return {f"{our_tower}.{name}": f"{their_tower}.{other}" for name, other in rows.items()}
 
 
 def _transpose(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -65,14 +65,14 @@ def facts_of_hf(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, sou
     """Return facts from the config.json and the processor (`read_processor`) of a CLIPModel.
 
     Raises:
-        UserError: The model computes something that our towers do not.
+        UserError: The model uses a feature that our towers lack.
     """
     from transformers import CLIPTextConfig, CLIPVisionConfig
 
     keys = "hidden_size hidden_act layer_norm_eps num_attention_heads num_hidden_layers"
-    given = config.get("text_config") or {}
+    text_values = config.get("text_config") or {}
     vision = as_config(CLIPVisionConfig, config.get("vision_config") or {}, keys=keys, source=source)
-    text = as_config(CLIPTextConfig, given, keys=f"{keys} vocab_size eos_token_id", source=source)
+    text = as_config(CLIPTextConfig, text_values, keys=f"{keys} vocab_size eos_token_id", source=source)
     activations = {vision.hidden_act, text.hidden_act}
     if activations not in ({"gelu"}, {"quick_gelu"}):
         raise UserError(
@@ -80,7 +80,7 @@ def facts_of_hf(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, sou
             hint="use the weights of a plain CLIP",
         )
     end = text.eos_token_id
-    if "vocab_size" in given and end not in (_OLD_END_TOKEN_ID, text.vocab_size - 1):
+    if "vocab_size" in text_values and end not in (_OLD_END_TOKEN_ID, text.vocab_size - 1):
         raise UserError(
             f"{source}: captions end with token {end}; here they end with the largest one", hint="use a plain CLIP"
         )
@@ -116,7 +116,7 @@ def hf_config(size: DualEncoderSize, *, image_px: int, log_scale: float) -> dict
     vision = {"image_size": image_px, "num_channels": size.video.num_channels, "patch_size": size.video.patch_px}
     text = {
         "bos_token_id": _START_TOKEN_ID,
-        # The largest ID. Both models read the embedding at its first position.
+        # The largest ID. Both models read the embedding at the first position of this ID.
         "eos_token_id": size.text.vocabulary_size - 1,
         "max_position_embeddings": size.text.context_length,
         "vocab_size": size.text.vocabulary_size,
@@ -150,10 +150,10 @@ def save_tokenizer(folder: Path, *, context_length: int) -> None:
     from open_clip.tokenizer import SimpleTokenizer
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-    theirs = SimpleTokenizer()
-    start, end = (theirs.decoder[index] for index in (theirs.sot_token_id, theirs.eot_token_id))
-    merges = list(theirs.bpe_ranks)
-    bpe = models.BPE(theirs.encoder, merges, unk_token=end, continuing_subword_prefix="", end_of_word_suffix="</w>")
+    original = SimpleTokenizer()
+    start, end = (original.decoder[index] for index in (original.sot_token_id, original.eot_token_id))
+    merges = list(original.bpe_ranks)
+    bpe = models.BPE(original.encoder, merges, unk_token=end, continuing_subword_prefix="", end_of_word_suffix="</w>")
     tokenizer = Tokenizer(bpe)
     tokenizer.normalizer = cleaning_normalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -164,7 +164,7 @@ def save_tokenizer(folder: Path, *, context_length: int) -> None:
     )
     # open_clip looks for these tokens after cleaning.
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=True) for token in (start, end)])
-    ends = (end, theirs.eot_token_id), (start, theirs.sot_token_id)
+    ends = (end, original.eot_token_id), (start, original.sot_token_id)
     tokenizer.post_processor = processors.RobertaProcessing(*ends, trim_offsets=False, add_prefix_space=False)
     tokenizer.decoder = decoders.Sequence(
         [decoders.ByteLevel(), decoders.Replace("</w>", " "), decoders.Strip(" ", 0, 1)]
@@ -194,14 +194,14 @@ HF_CLIP = Format(
 # open_clip's cleaning of texts, written as a normaliser of the tokenizers library for exported tokenizers.
 #
 # open_clip repairs texts with ftfy, decodes HTML twice, folds white space and converts to lower case. A normaliser is a
-# list of replacements. It therefore has every step whose result depends only on a few characters. It lacks the steps
+# list of replacements. It therefore includes the steps whose results depend only on a few characters, but not the steps
 # that depend on the surrounding text:
 #
 # - text that was decoded with the wrong encoding ("schÃ¶n"), which ftfy recognises by statistics;
 # - HTML in a text with "<", in which ftfy keeps the quotes and ligatures that HTML stands for;
 # - numeric character references outside of `_NUMBERED`, and HTML that was escaped repeatedly without semicolons.
 
-# Latin letters, punctuation, symbols, and emoji. Each of them is a replacement that costs time for every text.
+# Latin letters, punctuation, symbols, and emoji. Each character adds a replacement, which costs time for every text.
 _NUMBERED = (
     *(range(32, 0x180), range(0x2000, 0x2070), range(0x20A0, 0x20C0), range(0x2100, 0x2150)),
     *(range(0x2600, 0x27C0), range(0x1F300, 0x1F650)),
@@ -219,7 +219,7 @@ def cleaning_normalizer() -> Any:
     without_semicolons = ((Regex(f"&{name};?"), html5[name]) for name in old_names)
     rules = (*_replacements(), None, *without_semicolons, (Regex(r"\s+"), " "))
     steps = [normalizers.NFC() if rule is None else normalizers.Replace(*rule) for rule in rules]
-    # Rust lowers each letter separately; Python knows the sigma at the end of a word.
+    # Rust converts each letter to lower case separately; Python recognises a sigma at the end of a word.
     return normalizers.Sequence(
         [*steps, normalizers.Strip(), normalizers.Replace(Regex(_SIGMA), "\u03c2"), normalizers.Lowercase()]
     )
@@ -227,10 +227,10 @@ def cleaning_normalizer() -> Any:
 
 def _replacements() -> Iterator[tuple[Any, str]]:
     """Yield the texts or patterns to replace, with their replacements, in ftfy's order."""
-    from open_clip import tokenizer as theirs
+    from open_clip import tokenizer as original
     from tokenizers import Regex
 
-    chardata: Any = theirs.ftfy.chardata
+    chardata: Any = original.ftfy.chardata
     # Text that was escaped several times.
     yield Regex(r"&(?:(?:amp|AMP|#0*38|#[xX]0*26);)+"), _AMPERSAND
     patterns = defaultdict[str, list[str]](list)

@@ -1,8 +1,8 @@
 """Weights of towers that libraries build (`--towers.image`, `--towers.text`): conversion to our names, and back.
 
     ours                     open_clip                  transformers
-    video.model.*            visual.*                   vision_model.*, visual_projection, or all of a model's
-    text.model.*             text.*, or CLIP's          text_model.*, text_projection, or all of a model's
+    video.model.*            visual.*                   vision_model.*, visual_projection, or all names of a model
+    text.model.*             text.*, or as in CLIP      text_model.*, text_projection, or all names of a model
 
 timm's files contain only an image tower. Other tensors in a file are converted like the weights of a CLIP. No library
 has the parts that we add to its tower: `video.proj`, `video.pool.*`, `video.temporal_embedding`,
@@ -35,8 +35,8 @@ IMAGE, TEXT = "video.model.", "text.model."
 LOGIT_BIAS = "logit_bias"
 _ANY_PX = 224
 _PLAIN = Towers()
-_OF_IMAGE = ("visual", "vision_model", "visual_projection")
-# First components of the names in a CLIP's text tower, and its temperature.
+_IMAGE_ROOTS = ("visual", "vision_model", "visual_projection")
+# First components of the names in a CLIP's text tower, and the name of the temperature.
 OF_TEXT = ("text", "text_model", *TEXT_ROOTS)
 
 
@@ -57,23 +57,25 @@ def _convert_state(names: Mapping[str, frozenset[str]], state: Tensors) -> Conve
     tensors, origins = dict[str, torch.Tensor](), dict[str, str]()
     unknown, rest, ignored = dict[str, torch.Tensor](), dict[str, torch.Tensor](), list[str]()
     # In a model with two towers, the first component of a name says which tower it belongs to.
-    has_both = any_begins(state, "token_embedding.", *(f"{root}." for root in ("text", "text_model", *_OF_IMAGE)))
+    has_two_towers = any_begins(
+        state, "token_embedding.", *(f"{root}." for root in ("text", "text_model", *_IMAGE_ROOTS))
+    )
     for name, tensor in state.items():
         root = name.partition(".")[0]
-        # The name itself, without its first component, and without its first two.
+        # The complete name, the name without its first component, and the name without its first two components.
         parts = name.split(".")
         endings = [".".join(parts[begin:]) for begin in range(min(3, len(parts)))]
-        sides = list(names)
-        if has_both:
-            sides = [TEXT] if root in OF_TEXT else [IMAGE] if root in _OF_IMAGE else []
-        sides = [side for side in sides if side in names and root != LOGIT_SCALE]
-        ours = next((f"{side}{part}" for side in sides for part in endings if part in names[side]), None)
+        prefixes = list(names)
+        if has_two_towers:
+            prefixes = [TEXT] if root in OF_TEXT else [IMAGE] if root in _IMAGE_ROOTS else []
+        prefixes = [prefix for prefix in prefixes if prefix in names and root != LOGIT_SCALE]
+        ours = next((f"{prefix}{part}" for prefix in prefixes for part in endings if part in names[prefix]), None)
         if not tensor.is_floating_point() or name.endswith(BUFFERS) or name == LOGIT_BIAS:
             ignored.append(name)
         elif ours is not None and ours not in tensors:
             tensors[ours], origins[ours] = tensor, name
         else:
-            (unknown if sides else rest)[name] = tensor
+            (unknown if prefixes else rest)[name] = tensor
     other = from_hf(rest) if any_begins(rest, "text_model.", "vision_model.") else from_open_clip(rest)
     return ConvertedStateDict(
         tensors={**other.tensors, **tensors},
@@ -84,7 +86,7 @@ def _convert_state(names: Mapping[str, frozenset[str]], state: Tensors) -> Conve
 
 
 def library_facts(folder: Path) -> SourceFacts:
-    """Return the normalisation of the pictures on which the weights in a folder were trained."""
+    """Return the normalisation of pixels with which the weights in a folder were trained."""
     config = read_config(folder / "open_clip_config.json")
     preprocess = (config.get("preprocess_cfg") or {}) if config is not None else read_processor(str(folder))
     preprocess = preprocess or (read_config(folder / "config.json") or {}).get("pretrained_cfg") or {}
@@ -92,10 +94,10 @@ def library_facts(folder: Path) -> SourceFacts:
 
 
 def facts_of_entry(entry: Mapping[str, Any], towers: Towers = _PLAIN) -> SourceFacts:
-    """Return facts from open_clip's entry for a tag, whose weights are for `towers`."""
+    """Return facts from open_clip's entry for a tag that has weights for `towers`."""
     mean, std = (colours(None if entry.get(name) is None else list(entry[name])) for name in ("mean", "std"))
-    is_other = entry.get("quick_gelu") and not (towers.image or "").endswith("-quickgelu")
-    remarks = ("trained with QuickGELU, which open_clip:NAME-quickgelu has",) if is_other else ()
+    lacks_quick_gelu = entry.get("quick_gelu") and not (towers.image or "").endswith("-quickgelu")
+    remarks = ("trained with QuickGELU, which open_clip:NAME-quickgelu has",) if lacks_quick_gelu else ()
     names = {name: value for name in ("image", "text") if (value := getattr(towers, name, None)) is not None}
     picture_px = None if towers.image is None else preprocessing_of(towers.image).size_px
     return SourceFacts(mean=mean, std=std, picture_px=picture_px, towers=names, remarks=remarks)
@@ -103,10 +105,10 @@ def facts_of_entry(entry: Mapping[str, Any], towers: Towers = _PLAIN) -> SourceF
 
 def state_of(weights: Tensors, prefix: str) -> dict[str, torch.Tensor]:
     """Return the tensors of a library's module (`IMAGE` or `TEXT`), with the library's names."""
-    return {name.removeprefix(prefix): one for name, one in weights.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
-# Export of towers in their library's own format: the tensors for which it has a place, as the library itself writes
+# Export of towers in their library's own format: the tensors that the format can store, as the library itself writes
 # them.
 
 
@@ -147,7 +149,7 @@ def write_library(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
     """Write towers in the format of their image tower's library; return the weights file, and our names of its tensors.
 
     Raises:
-        UserError: The library has no place for such towers.
+        UserError: The library's format cannot store these towers.
     """
     library = towers.image.partition(":")[0]
     write = {"open_clip": _write_open_clip, "timm": _write_timm, "hf": _write_hf}[library]
@@ -168,19 +170,22 @@ def _write_open_clip(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str
         )
     library: Any = library_of(towers.image)[0]
     config = dict(library.config(towers.image.partition(":")[2]))
-    state = {f"visual.{name}": one for name, one in state_of(weights, IMAGE).items()}
+    state = {f"visual.{name}": tensor for name, tensor in state_of(weights, IMAGE).items()}
     if text is None:
         model_config = open_clip_config(towers.size, towers.settings.init, image_px=towers.settings.size_px)[
             "model_cfg"
         ]
         config |= {"text_cfg": model_config["text_cfg"], "quick_gelu": model_config["quick_gelu"]}
-        state |= to_open_clip({name: one for name, one in weights.items() if name.startswith("text.")})
+        state |= to_open_clip({name: tensor for name, tensor in weights.items() if name.startswith("text.")})
         config.pop("custom_text", None)
     else:
         length = towers.towers.context_length
-        its = library.config(text.partition(":")[2])["text_cfg"]
-        config |= {"text_cfg": {**its, **({} if length is None else {"context_length": length})}, "custom_text": True}
-        state |= {f"text.{name}": one for name, one in state_of(weights, TEXT).items()}
+        text_config = library.config(text.partition(":")[2])["text_cfg"]
+        config |= {
+            "text_cfg": {**text_config, **({} if length is None else {"context_length": length})},
+            "custom_text": True,
+        }
+        state |= {f"text.{name}": tensor for name, tensor in state_of(weights, TEXT).items()}
     state[LOGIT_SCALE] = weights[LOGIT_SCALE]
     if "init_logit_bias" in config or towers.logits.bias is not None:
         config["init_logit_bias"] = towers.logits.bias or config.get("init_logit_bias", 0.0)
@@ -206,10 +211,10 @@ def _write_timm(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
 def _write_hf(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()  # save_pretrained would mix one with our own lines
+    transformers.utils.logging.disable_progress_bar()  # save_pretrained would print one between our lines
     library: Any = library_of(towers.image)[0]
     name, weights = towers.image.partition(":")[2], towers.weights
-    held = {one for one in weights if one.startswith(IMAGE)}
+    stored = {our_name for our_name in weights if our_name.startswith(IMAGE)}
     if towers.towers.text == towers.image:
         # Both halves come from the same model.
         config = library.config(name)
@@ -218,9 +223,11 @@ def _write_hf(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
         model: Any = transformers.AutoModel.from_config(config)
         form = library_format(towers.towers)
         assert form is not None
-        ours = {theirs: one for one, theirs in form.convert(model.state_dict()).origins.items()}
-        model.load_state_dict({theirs: weights[one] for theirs, one in ours.items()}, strict=False)
-        held = set(ours.values())
+        our_names = {their_name: our_name for our_name, their_name in form.convert(model.state_dict()).origins.items()}
+        model.load_state_dict(
+            {their_name: weights[our_name] for their_name, our_name in our_names.items()}, strict=False
+        )
+        stored = set(our_names.values())
         if (bias := getattr(model, LOGIT_BIAS, None)) is not None and towers.logits.bias is not None:
             nn.init.constant_(bias, towers.logits.bias)
         library.hub_tokenizer(name).save_pretrained(folder)
@@ -229,7 +236,7 @@ def _write_hf(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
     model.save_pretrained(folder)
     changed = {f"image_{key}": value for key, value in towers.normalisation.items()}
     save_json(folder / "preprocessor_config.json", {**read_processor(name), **changed})
-    return folder / "model.safetensors", held
+    return folder / "model.safetensors", stored
 
 
 def _fill_model(reference: str, weights: Tensors) -> Any:

@@ -1,4 +1,4 @@
-"""Loading of weights into a model: a table, or an error, shows which tensors are copied, resized, created or dropped.
+"""Load weights into a model. A table or an error shows which tensors are copied, resized, created or dropped.
 
 Shape suffixes: P positions (1 + number of patches), D width, H and W patches of a frame.
 """
@@ -33,7 +33,7 @@ ChangeKind = Literal["resized", "created", "dropped", "missing", "unexpected", "
 Shape = tuple[int, ...]
 
 _PROJECTIONS = (PROJECTION, "text.text_projection")
-# Parts that weights of images lack, and the reason with the parts' initial values.
+# Parts that weights of image models lack, and the reason that the table shows, with the initial values.
 _CREATED = {
     TEMPORAL_EMBEDDING: "as --towers.temporal says",
     "video.view_embedding": "--towers.views concat: zero at first",
@@ -50,7 +50,7 @@ class Change:
 
     Attributes:
         name: Our name, or the source's name if we have none.
-        origin: Name in the source; '' if it is missing there.
+        origin: Name in the source; '' if the source lacks the tensor.
         old: Shape in the source.
         new: Shape in the model.
         why: Reason; '' if there is none, in which case training must not begin.
@@ -66,11 +66,11 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """Weights that are fitted to a model.
+    """Weights fitted to a model.
 
     Attributes:
         tensors: Tensors by our names, with the model's shapes, except those that the model initialises itself.
-        logit_scale: log(1 / temperature) of the source; None if it has none, or if its projections are not used.
+        logit_scale: log(1 / temperature) of the source; None if it is unknown, or if the projections are not used.
         num_copied: Number of tensors that were copied unchanged.
         changes: All other tensors.
     """
@@ -177,20 +177,20 @@ _TEXT_POSITIONS = (
 def stretched_positions(positions_LD: torch.Tensor, num_places: int) -> torch.Tensor:
     """Stretch positional embeddings for longer texts: the first 20 are kept, the others are interpolated linearly.
 
-    Beyond the last position, the line through the last two continues. Long-CLIP (Zhang et al. 2024) stretches 77 to 248
-    so.
+    Beyond the last position, the line through the last two continues. Long-CLIP (Zhang et al. 2024) stretches 77
+    positions to 248 in this way.
     """
     kept_KD, rest_LD = positions_LD[:_KEPT_POSITIONS], positions_LD[_KEPT_POSITIONS:].double()
     step = len(rest_LD) / (num_places - _KEPT_POSITIONS)
-    at_N = torch.arange(num_places - _KEPT_POSITIONS, dtype=torch.float64) * step
-    low_N = at_N.long().clamp(max=len(rest_LD) - 2)
-    share_N1 = (at_N - low_N)[:, None]
-    stretched_ND = rest_LD[low_N] * (1 - share_N1) + rest_LD[low_N + 1] * share_N1
+    position_N = torch.arange(num_places - _KEPT_POSITIONS, dtype=torch.float64) * step
+    low_N = position_N.long().clamp(max=len(rest_LD) - 2)
+    fraction_N1 = (position_N - low_N)[:, None]
+    stretched_ND = rest_LD[low_N] * (1 - fraction_N1) + rest_LD[low_N + 1] * fraction_N1
     return torch.cat([kept_KD, stretched_ND.to(positions_LD.dtype)])
 
 
 def resize_positions(positions_PD: torch.Tensor, *, num_places: int) -> torch.Tensor:
-    """Resize positional embeddings to another number of patches. The class token's embedding, the first, is kept."""
+    """Resize positional embeddings to a different number of patches. The first, the class token's, is kept."""
     class_1D, grid_PD = positions_PD[:1], positions_PD[1:]
     old, new = math.isqrt(len(grid_PD)), math.isqrt(num_places - 1)
     grid_1DHW = grid_PD.float().T.unflatten(1, (old, old))[None]
@@ -210,8 +210,8 @@ class Loaded:
     """Weights that fit a model, with a description of their use.
 
     Attributes:
-        title: Origin and format.
-        fitted: Use of each tensor.
+        title: Source and format.
+        fitted: Tensors that fit the model, and changes.
     """
 
     title: str
@@ -223,7 +223,7 @@ class Loaded:
         return self.fitted.logit_scale
 
     def as_json(self) -> dict[str, Any]:
-        """Return the entry of run.json."""
+        """Return the entry for run.json."""
         return {
             "source": self.title,
             "num_copied": self.fitted.num_copied,
@@ -240,35 +240,35 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
         say: Function that prints how the tensors were used.
 
     Raises:
-        UserError: A tensor is missing, unexpected, or of another shape, without a reason; a tensor is not finite; or
-            the number of attention heads differs.
+        UserError: A tensor is missing or unexpected or has a different shape, without a reason; a tensor is not
+            finite; or the number of attention heads differs.
     """
-    # Tensors that weights may have: no counters, and no second names of tied tensors. A run's weights have all of
-    # these.
+    # Tensors that weights may contain: no counters, and only the first name of tied tensors. The weights of a run also
+    # contain the second names.
     here: dict[str, Shape] = {}
     seen = set[int]()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and id(tensor) not in seen:
             here[name] = tuple(tensor.shape)
             seen.add(id(tensor))
-    second = model.state_dict().keys() - here.keys()
-    tensors = {name: tensor for name, tensor in source.converted.tensors.items() if name not in second}
+    second_names = model.state_dict().keys() - here.keys()
+    tensors = {name: tensor for name, tensor in source.converted.tensors.items() if name not in second_names}
     source = replace(source, converted=replace(source.converted, tensors=tensors))
     source_shapes = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
     _check_heads(model, source.facts, source_shapes=source_shapes, here=here, title=source.title)
     fitted = fit_tensors(source.converted, here, allow=allow)
     say(f"weights: {source.title}: {fitted.num_copied} of {len(here)} tensors of the model copied unchanged")
-    lines = _table_of(fitted.changes)
+    lines = _format_table(fitted.changes)
     for line in lines[:_MAX_LINES]:
         say(f"  {line}")
     if len(lines) > _MAX_LINES:
         say(f"  and {len(lines) - _MAX_LINES} more")
     if fitted.unexplained_changes:
-        differs = [_architecture_of(one) for one in (source_shapes, here)]
+        differs = [_describe_architecture(shapes) for shapes in (source_shapes, here)]
         sizes = f": {differs[0]}; the model: {differs[1]}" if differs[0] != differs[1] else ""
         raise UserError(
-            f"{source.title} does not fit the model{sizes}: {_summary_of(fitted.unexplained_changes)}",
-            hint=_hint_about(fitted.unexplained_changes, source.facts, source_shapes=source_shapes, here=here),
+            f"{source.title} does not fit the model{sizes}: {_summarise_changes(fitted.unexplained_changes)}",
+            hint=_find_hint(fitted.unexplained_changes, source.facts, source_shapes=source_shapes, here=here),
         )
     origins = source.converted.origins
     require_finite({origins[name]: tensor for name, tensor in fitted.tensors.items()}, source=source.title)
@@ -277,8 +277,8 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
 
 @torch.no_grad()
 def copy_into(model: nn.Module, loaded: Loaded) -> None:
-    """Copy fitted weights into a model. Parameters that they lack are kept."""
-    parameters = {plain_name(name): one for name, one in model.state_dict().items()}
+    """Copy fitted weights into a model. Parameters that the weights lack keep their values."""
+    parameters = {plain_name(name): parameter for name, parameter in model.state_dict().items()}
     for name, tensor in loaded.fitted.tensors.items():
         parameters[name].copy_(tensor)
 
@@ -293,8 +293,8 @@ def load_whole(model: nn.Module, source: Source, *, fit: Callable[..., Loaded], 
         UserError: `source` has no values for a parameter.
     """
     loaded = fit(model, source, say=say)
-    # Only parameters of the model get a new shape.
-    changed = [one.name for one in loaded.fitted.changes if one.new is not None]
+    # Only changes to parameters of the model have a new shape.
+    changed = [change.name for change in loaded.fitted.changes if change.new is not None]
     if new := [name for name in changed if name not in loaded.fitted.tensors and name != TEMPORAL_EMBEDDING]:
         raise UserError(
             f"{source.title} does not have all of the model: {', '.join(new[:_MAX_NAMES])} would be random",
@@ -302,7 +302,7 @@ def load_whole(model: nn.Module, source: Source, *, fit: Callable[..., Loaded], 
         )
     copy_into(model, loaded)
     if TEMPORAL_EMBEDDING in changed and TEMPORAL_EMBEDDING not in loaded.fitted.tensors:
-        # An image model, whose initial zeros have random signs.
+        # The weights come from an image model. The initial zeros of this embedding have random signs.
         model.get_parameter(TEMPORAL_EMBEDDING).detach().zero_()
 
 
@@ -313,9 +313,14 @@ _HEADS_OF_DECODER = (
 
 
 def _check_heads(
-    model: nn.Module, facts: SourceFacts, *, source_shapes: Mapping[str, Shape], here: Mapping[str, Shape], title: str
+    model: nn.Module,
+    facts: SourceFacts,
+    *,
+    source_shapes: Mapping[str, Shape],
+    here: Mapping[str, Shape],
+    title: str,
 ) -> None:
-    """Compare numbers of heads, which no shape shows. A configuration may name a part that the weights lack."""
+    """Compare numbers of heads, which shapes do not show. A configuration may describe a part that the weights lack."""
     for tower, what, heads, flag in (
         ("video", "video tower", facts.video_heads, "--towers.heads"),
         ("text", "text tower", facts.text_heads, "--towers.text-heads"),
@@ -324,11 +329,11 @@ def _check_heads(
         part = getattr(model, tower, None)
         if part is None or heads is None or not any(name.startswith(f"{tower}.") for name in source_shapes):
             continue
-        of_model = next(module.num_heads for module in part.modules() if hasattr(module, "num_heads"))
-        if of_model != heads:
+        model_heads = next(module.num_heads for module in part.modules() if hasattr(module, "num_heads"))
+        if model_heads != heads:
             flags = _size_flags(source_shapes, here, facts) or f"{flag} {heads}"
             raise UserError(
-                f"{title}: the {what} has {heads} heads, but the {what} of the model has {of_model}",
+                f"{title}: the {what} has {heads} heads, but the {what} of the model has {model_heads}",
                 hint=_HEADS_OF_DECODER if tower == "decoder" else f"use the --model of the weights, or {flags}",
             )
 
@@ -346,7 +351,7 @@ _TITLES = {
 }
 
 
-def _table_of(changes: Sequence[Change]) -> list[str]:
+def _format_table(changes: Sequence[Change]) -> list[str]:
     """Format the changes as lines; equal changes of several blocks share a line."""
     groups: dict[tuple[str, ...], list[Change]] = {}
     for change in changes:
@@ -377,24 +382,24 @@ def _title(change: Change) -> str:
 # Errors and hints, derived from names and shapes.
 
 # A captioner's decoder, and the projection from the tower's width to the decoder's width.
-_TOKENS, _OF_CAPTIONS = "decoder.token_embedding.weight", ("decoder.", "projection.")
+_TOKENS, _CAPTIONER_PARTS = "decoder.token_embedding.weight", ("decoder.", "projection.")
 # Parts that either a model or its weights may lack, and that can be learned.
 _PARTS = ("decoder.", "video.ln_post.", "fc_norm.", "head.")
 
 
-def _summary_of(changes: Sequence[Change]) -> str:
+def _summarise_changes(changes: Sequence[Change]) -> str:
     """Describe the unexplained changes on one line."""
     parts = []
-    for kind, words in (("missing", "missing"), ("unexpected", "left over"), ("reshaped", "of another shape")):
+    for kind, label in (("missing", "missing"), ("unexpected", "left over"), ("reshaped", "of another shape")):
         names = [change.origin or change.name for change in changes if change.kind == kind]
         if names:
             more = ", ..." if len(names) > _MAX_NAMES else ""
-            parts.append(f"{len(names)} {words} ({', '.join(names[:_MAX_NAMES])}{more})")
+            parts.append(f"{len(names)} {label} ({', '.join(names[:_MAX_NAMES])}{more})")
     return "; ".join(parts)
 
 
-def _architecture_of(shapes: Mapping[str, Shape]) -> str:
-    """Describe width, depth and patches, if names and shapes show them."""
+def _describe_architecture(shapes: Mapping[str, Shape]) -> str:
+    """Describe width, depth and patches, as far as names and shapes show them."""
     parts = []
     for tower in ("video", "text", "decoder"):
         gains = [shape for name, shape in shapes.items() if name.startswith(tower) and name.endswith("ln_1.weight")]
@@ -405,8 +410,12 @@ def _architecture_of(shapes: Mapping[str, Shape]) -> str:
     return ", ".join(parts) or "no towers"
 
 
-def _hint_about(
-    unexplained: Sequence[Change], facts: SourceFacts, *, source_shapes: Mapping[str, Shape], here: Mapping[str, Shape]
+def _find_hint(
+    unexplained: Sequence[Change],
+    facts: SourceFacts,
+    *,
+    source_shapes: Mapping[str, Shape],
+    here: Mapping[str, Shape],
 ) -> str:
     """Return the hint for weights that do not fit, derived from the shapes of the weights and of the model."""
     if CONV in source_shapes and CONV in here and source_shapes[CONV][1] != here[CONV][1]:
@@ -421,7 +430,7 @@ def _hint_about(
     if (
         _TOKENS in source_shapes
         and _TOKENS in here
-        and all(change.name.startswith(_OF_CAPTIONS) for change in unexplained)
+        and all(change.name.startswith(_CAPTIONER_PARTS) for change in unexplained)
     ):
         num_tokens, width = source_shapes[_TOKENS]
         context, depth = (
@@ -449,17 +458,20 @@ def _hint_about(
 
 def _size_flags(source_shapes: Mapping[str, Shape], here: Mapping[str, Shape], facts: SourceFacts) -> str:
     """Return the flags with which a model's towers get the size of the weights; '' if the shapes do not differ."""
-    (source_sizes, model_sizes), heads = map(_sizes_of, (source_shapes, here)), {"width": ("heads", facts.video_heads)}
+    (source_sizes, model_sizes), heads = (
+        map(_read_sizes, (source_shapes, here)),
+        {"width": ("heads", facts.video_heads)},
+    )
     heads["text-width"] = ("text-heads", facts.text_heads)
     flags = []
     for name, value in source_sizes.items():
         if name in model_sizes and model_sizes[name] != value:
-            of_width, number = heads.get(name, ("", None))
-            flags += [f"--towers.{name} {value}", *([f"--towers.{of_width} {number}"] if number else [])]
+            heads_flag, number = heads.get(name, ("", None))
+            flags += [f"--towers.{name} {value}", *([f"--towers.{heads_flag} {number}"] if number else [])]
     return " ".join(flags)
 
 
-def _sizes_of(shapes: Mapping[str, Shape]) -> dict[str, int]:
+def _read_sizes(shapes: Mapping[str, Shape]) -> dict[str, int]:
     """Return the tower settings that shapes show."""
     sizes = {f"{tower}depth": depth_of(shapes, of) for tower, of in (("", "video"), ("text-", "text"))}
     if conv := shapes.get(CONV):

@@ -1,4 +1,4 @@
-"""CLIPs of open_clip and OpenAI: names, configuration, and pretrained tags.
+"""Weights of CLIPs from open_clip, OpenAI, AVION and LaViLa: names, configuration, and pretrained tags.
 
 ours                 open_clip, OpenAI       open_clip's CustomTextCLIP
 video.*              visual.*                visual.*
@@ -54,7 +54,7 @@ def to_open_clip(tensors: Tensors) -> dict[str, torch.Tensor]:
     return state
 
 
-# Fields of CLIPVisionCfg and CLIPTextCfg that shapes show, or that do not change what a tower computes.
+# Fields of CLIPVisionCfg and CLIPTextCfg that tensor shapes determine, or that do not change what a tower computes.
 _FREE = frozenset(
     {
         *("image_size", "layers", "width", "head_width", "heads", "mlp_ratio", "patch_size", "patch_dropout"),
@@ -69,14 +69,14 @@ def facts_of_open_clip(model: Mapping[str, Any], preprocess: Mapping[str, Any], 
     """Return facts from `model_cfg` and `preprocess_cfg` in open_clip_config.json, or from the entry for a tag.
 
     Raises:
-        UserError: The model computes something that our towers do not.
+        UserError: The model uses a feature that our towers lack.
     """
     from open_clip import CLIPTextCfg, CLIPVisionCfg
 
     towers = {}
     for part, config_class in (("vision_cfg", CLIPVisionCfg), ("text_cfg", CLIPTextCfg)):
-        defaults, given = {field.name: field.default for field in fields(config_class)}, model.get(part) or {}
-        for name, value in given.items():
+        defaults, values = {field.name: field.default for field in fields(config_class)}, model.get(part) or {}
+        for name, value in values.items():
             is_plain = value == defaults.get(name) or (not value and name not in _POOLING)
             # In a ResNet, `layers` is a list.
             if not is_plain and (name not in _FREE or isinstance(value, list)):
@@ -85,7 +85,7 @@ def facts_of_open_clip(model: Mapping[str, Any], preprocess: Mapping[str, Any], 
                     hint="name open_clip's own towers with --towers.image open_clip:NAME and --towers.text, or use the "
                     "weights of a plain CLIP with a vision Transformer (ViT)",
                 )
-        towers[part] = {**defaults, **given}
+        towers[part] = {**defaults, **values}
     vision, text = towers["vision_cfg"], towers["text_cfg"]
     is_quick = bool(preprocess.get("quick_gelu", model.get("quick_gelu", False)))
     return SourceFacts(
@@ -106,7 +106,10 @@ def _eps(tower: Mapping[str, Any]) -> float:
 
 
 def open_clip_config(size: DualEncoderSize, init: Init, *, image_px: int) -> dict[str, Any]:
-    """Return open_clip_config.json for a CLIP of single frames. It omits defaults: versions know different fields."""
+    """Return open_clip_config.json for a CLIP of single frames.
+
+    Fields with default values are omitted, because some versions of open_clip do not know them.
+    """
     video, text = size.video.trunk, size.text.trunk
     norm = {} if video.norm_eps == NORM_EPS else {"norm_kwargs": {"eps": video.norm_eps}}
     return {
@@ -169,7 +172,7 @@ def file_of_tag(
 
 
 def named_towers(name: str, tag: str) -> DualEncoderTowers | None:
-    """Return the towers that open_clip must build for pretrained weights; None for our own towers and unknown names."""
+    """Return the towers that open_clip must build for pretrained weights; None if ours fit or the name is unknown."""
     import open_clip
     from open_clip.pretrained import get_pretrained_cfg
 
@@ -181,8 +184,8 @@ def named_towers(name: str, tag: str) -> DualEncoderTowers | None:
     except UserError:
         # The default configuration has no quick_gelu, even if the weights were trained with it.
         quick = f"{name}-quickgelu"
-        of_weights = quick if entry.get("quick_gelu") and open_clip.get_model_config(quick) else name
-        return DualEncoderTowers(image=f"open_clip:{of_weights}", text=f"open_clip:{of_weights}")
+        model_name = quick if entry.get("quick_gelu") and open_clip.get_model_config(quick) else name
+        return DualEncoderTowers(image=f"open_clip:{model_name}", text=f"open_clip:{model_name}")
     return None
 
 
@@ -213,9 +216,9 @@ OPENAI = Format(
 )
 
 
-# Both projects normalise with (108.3272985, 116.7460125, 104.0937) of 255. The red mean is a mistake (CLIP's is
-# 122.77), but weights that were trained with it need it. AVION's and LaViLa's dual encoders: names, and other facts
-# about the training of their weights.
+# AVION's and LaViLa's dual encoders: names, and facts about the training of their weights. Both projects normalise with
+# a mean of (108.3272985, 116.7460125, 104.0937) / 255. The red value is a mistake (CLIP's is 122.77), but weights that
+# were trained with it need it.
 #
 #     ours                  AVION                                          LaViLa (TimeSformer)
 #     video.*               visual.*                                       visual.*, with timm's names
@@ -224,8 +227,8 @@ OPENAI = Format(
 #
 # AVION's blocks have other names after training with FlashAttention (`attn.Wqkv`, `mlp.fc1`), and its conv1 is a matrix
 # after training with --use-fast-conv1. LaViLa's video tower attends to time and space in turn
-# (`clipmill.train.models.space_time`, --towers.attention divided). A tower with joint attention has no parameter for
-# its `timeattn` and `norm3`.
+# (`clipmill.train.models.space_time`, --towers.attention divided). A tower with joint attention has no parameters
+# for LaViLa's `timeattn` and `norm3`.
 
 MISTYPED_MEAN = (108.3272985 / 255, 116.7460125 / 255, 104.0937 / 255)
 
@@ -233,7 +236,7 @@ _PROJECTIONS = {"image_projection": "video.proj", "visual.image_projection": "vi
 _OUR_BLOCK, _AVION_BLOCK = "video.transformer.resblocks.N", "visual.transformer.resblocks.N"
 
 
-def _conv_of_matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _reshape_conv(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Reshape [D, 3 p p], the shape with --use-fast-conv1, to [D, 3, p, p]."""
     if name != CONV or tensor.ndim != 2 or tensor.shape[1] % 3:
         return tensor
@@ -252,11 +255,11 @@ _AVION_NAMES = NameTable(
     },
     roots={"visual": "video", "textual": "text", LOGIT_SCALE: LOGIT_SCALE},
     ignored=BUFFERS,
-    to_ours=_conv_of_matrix,
+    to_ours=_reshape_conv,
 )
 
 
-def _without_leading_ones(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _drop_leading_dimensions(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if name == "video.class_embedding":
         return tensor.flatten()
     return tensor[0] if name in ("video.positional_embedding", "video.temporal_embedding") else tensor
@@ -284,7 +287,7 @@ _LAVILA_NAMES = NameTable(
     },
     roots=TEXT_ROOTS,
     ignored=BUFFERS,
-    to_ours=_without_leading_ones,
+    to_ours=_drop_leading_dimensions,
 )
 
 AVION = Format(

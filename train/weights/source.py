@@ -1,8 +1,8 @@
-"""Weights that were read, and the settings that apply with them.
+"""Weights that were read from a source, and the settings that follow from them.
 
 If the user left a setting open (None), it gets the value that the weights were trained with. If the user set it, the
-value is kept, and a difference is reported. Only the kind of the tower cannot differ. A run saves the resulting
-settings, so it can be resumed, scored and exported without the weights.
+user's value applies, and a difference is reported. Only the kind of the tower must be the same. A run saves the
+resulting settings, so it can be resumed, scored and exported without the weights.
 
 `Base` records the weights that checkpoints omit (clipmill.train.weights.sources).
 """
@@ -34,9 +34,9 @@ class Source:
     """Weights that were read from a source.
 
     Attributes:
-        title: Origin and format, for the user.
+        title: Source and format, for the user.
         converted: Tensors with our names.
-        facts: Facts that no tensor shows.
+        facts: Facts that cannot be read from tensors.
     """
 
     title: str
@@ -50,7 +50,7 @@ class Source:
 
     @property
     def tubelet(self) -> int | None:
-        """Frames per cube of the video tower; None if it has patches, or is missing."""
+        """Frames per cube of the video tower; None if the tower has patches or is missing."""
         conv = self.converted.tensors.get(CONV)
         return int(conv.shape[2]) if conv is not None and conv.ndim == 5 else None
 
@@ -60,11 +60,12 @@ class Base:
     """Frozen tensors that checkpoints omit.
 
     Attributes:
-        weights: Origin of the weights: a path or a NAME:TAG; `format` is the value of --init.format.
-        sha256: SHA-256 of their names, shapes and values.
+        weights: Source of the weights, a path or a NAME:TAG.
+        format: Value of --init.format.
+        sha256: SHA-256 of the names, shapes and values of the tensors.
         tensors: Shapes of the tensors by name.
         scale: Scale of the adapters.
-        text: Origin of the text tower's weights, if it differs.
+        text: Source of the text tower's weights, if it differs.
     """
 
     weights: str
@@ -90,47 +91,47 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     """Return the settings with kind, cubes, activation, epsilon and normalisation of the tower in the weights.
 
     Raises:
-        UserError: The settings name another kind of tower than the weights have.
+        UserError: The settings specify a different kind of tower than the weights.
     """
-    settings = _without_idle_temporal(settings, source, say=say)
+    settings = _drop_idle_temporal(settings, source, say=say)
     if source is None:
-        return _with_normalisation(settings)
-    settings = _with_modules_of(settings, source, say=say)
+        return _set_normalisation(settings)
+    settings = _set_towers(settings, source, say=say)
     facts, towers = source.facts, settings.towers
     for remark in facts.remarks:
         say(f"weights: {remark}")
     are_ours = towers.image is None or getattr(towers, "text", towers.image) is None
     if facts.activation is None and towers.activation is None and are_ours:
         say("weights: their activation is not recorded, so gelu is used (change it with --towers.activation)")
-    # If the tower comes from another package, no file says that it contains the weights.
-    kind_of_model = LIBRARY if towers.image is not None else towers.kind
-    of_weights = source.kind if kind_of_model is None or kind_of_model in KINDS else None
-    if of_weights is not None and kind_of_model not in (None, of_weights):
+    # If a tower comes from another package, its kind cannot be compared with the weights.
+    model_kind = LIBRARY if towers.image is not None else towers.kind
+    weights_kind = source.kind if model_kind is None or model_kind in KINDS else None
+    if weights_kind is not None and model_kind not in (None, weights_kind):
         hint = "use weights of the same kind, or omit --towers.kind"
         if settings.only_kind is not None:
-            hint = f"train {settings.command} only takes weights of the kind {kind_of_model}"
+            hint = f"train {settings.command} only takes weights of the kind {model_kind}"
         raise UserError(
-            f"{source.title}: the weights are of {KINDS[of_weights]}, and the model has {KINDS[kind_of_model]}",
+            f"{source.title}: the weights are of {KINDS[weights_kind]}, and the model has {KINDS[model_kind]}",
             hint=hint,
         )
     towers = replace(
         towers,
-        kind=of_weights or towers.kind,
+        kind=weights_kind or towers.kind,
         tubelet=choose_value("--towers.tubelet", towers.tubelet, source.tubelet, say=say),
         activation=choose_value("--towers.activation", towers.activation, facts.activation, say=say),
         video_norm_eps=choose_value("--towers.video-norm-eps", towers.video_norm_eps, facts.video_eps, say=say),
     )
     kind, init = kind_of(towers), settings.init
-    mean, std = _normalisation_of(replace(settings, towers=towers))
+    mean, std = _find_normalisation(replace(settings, towers=towers))
     if None in (facts.mean, facts.std) and None in (init.pixel_mean, init.pixel_std) and not settings.reads_latents:
-        of = towers.image or f"{kind} towers"
+        name = towers.image or f"{kind} towers"
         mean_text, std_text = (
             " ".join(f"{value:.3g}" for value in values)
             for values in (init.pixel_mean or facts.mean or mean, init.pixel_std or facts.std or std)
         )
         say(
-            f"weights: no file of {source.title} says how pixels were normalised, so the values of {of} are used: mean "
-            f"{mean_text}, standard deviation {std_text} (change them with --init.pixel-mean and --init.pixel-std)"
+            f"weights: no file of {source.title} says how pixels were normalised, so the values of {name} are used: "
+            f"mean {mean_text}, standard deviation {std_text} (change them with --init.pixel-mean and --init.pixel-std)"
         )
     init = replace(
         init,
@@ -138,7 +139,7 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
         pixel_std=choose_value("--init.pixel-std", init.pixel_std, facts.std or std, say=say),
     )
     if kind == "videomae" and facts.picture_px not in (None, settings.size_px):
-        # CLIP's tower has an embedding for each place, which is resized. In this tower, places are fixed.
+        # A CLIP tower has an embedding for each position, which is resized. A VideoMAE tower has fixed positions.
         say(
             f"weights: their positions are cube indices in frames of {facts.picture_px} px; with "
             f"--size-px {settings.size_px} an index is another position (--size-px {facts.picture_px} keeps theirs)"
@@ -146,8 +147,8 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     return replace(settings, towers=towers, init=init)
 
 
-def _without_idle_temporal(settings: Clips, source: Source | None, *, say: Say) -> Clips:
-    """Drop a temporal embedding that videomae towers lack: presets are for any kind of tower."""
+def _drop_idle_temporal(settings: Clips, source: Source | None, *, say: Say) -> Clips:
+    """Drop the temporal embedding for videomae towers, which lack one: presets are for any kind of tower."""
     towers = settings.towers
     kind = towers.kind or (None if source is None else source.kind)
     if kind != "videomae" or towers.temporal == "zero":
@@ -156,21 +157,21 @@ def _without_idle_temporal(settings: Clips, source: Source | None, *, say: Say) 
     return replace(settings, towers=replace(towers, temporal="zero"))
 
 
-def _with_normalisation(settings: Clips) -> Clips:
-    """Return the settings with the normalisation of the tower's kind, unless the user chose another one."""
+def _set_normalisation(settings: Clips) -> Clips:
+    """Return the settings with the normalisation of the tower's kind, unless the user chose a different one."""
     kind, init = kind_of(settings.towers), settings.init
     if kind == "clip" or kind not in KINDS:
         return settings
-    mean, std = _normalisation_of(settings)
+    mean, std = _find_normalisation(settings)
     init = replace(init, pixel_mean=init.pixel_mean or mean, pixel_std=init.pixel_std or std)
     return replace(settings, init=init)
 
 
-def _normalisation_of(settings: ClipSettings) -> tuple[Mean, Mean]:
-    """Return mean and standard deviation of pixels for a kind of tower, or for a library's tower by its name.
+def _find_normalisation(settings: ClipSettings) -> tuple[Mean, Mean]:
+    """Return mean and standard deviation of pixels for the kind of tower, or for a library's tower.
 
     Raises:
-        UserError: The library does not state them; or the tower does not exist, or takes pictures of another size.
+        UserError: The library does not state them; or the tower does not exist, or takes another resolution.
     """
     kind, towers, init = kind_of(settings.towers), settings.towers, settings.init
     if towers.image is None:
@@ -179,8 +180,8 @@ def _normalisation_of(settings: ClipSettings) -> tuple[Mean, Mean]:
     from clipmill.train.models.library_towers import image_outline, preprocessing_of
 
     image_outline(towers.image, settings.size_px)
-    theirs = preprocessing_of(towers.image)
-    mean, std = theirs.mean or init.pixel_mean, theirs.std or init.pixel_std
+    preprocessing = preprocessing_of(towers.image)
+    mean, std = preprocessing.mean or init.pixel_mean, preprocessing.std or init.pixel_std
     if mean is None or std is None:
         raise UserError(
             f"{towers.image} does not say how pixels are normalised: it has none of {', '.join(PROCESSOR_FILES)} with "
@@ -190,25 +191,25 @@ def _normalisation_of(settings: ClipSettings) -> tuple[Mean, Mean]:
     return mean, std
 
 
-def _with_modules_of(settings: Clips, source: Source, *, say: Say) -> Clips:
+def _set_towers(settings: Clips, source: Source, *, say: Say) -> Clips:
     """Return the settings with the towers that the weights need: weights of a run, or with divided attention."""
-    names, towers, theirs = source.converted.tensors, settings.towers, source.facts.towers
+    names, towers, source_towers = source.converted.tensors, settings.towers, source.facts.towers
     changes: dict[str, Any] = {}
     if source.kind == LIBRARY and towers.image is None and towers.kind in (None, LIBRARY):
-        changes |= {name: theirs.get(name) for name in ("image", "pool_frames")}
+        changes |= {name: source_towers.get(name) for name in ("image", "pool_frames")}
     is_text = any(name.startswith("text.model.") for name in names)
     if is_text and getattr(towers, "text", "") is None:
-        changes |= {name: theirs.get(name) for name in ("text", "text_pooling", "context_length")}
+        changes |= {name: source_towers.get(name) for name in ("text", "text_pooling", "context_length")}
     if any(".temporal_attn." in name for name in names):
         changes["attention"] = choose_value("--towers.attention", towers.attention, "divided", say=say)
     changes = {name: value for name, value in changes.items() if value is not None}
     return replace(settings, towers=replace(towers, **changes))
 
 
-def choose_value(flag: str, given: Value | None, known: Value | None, *, say: Say) -> Value | None:
-    """Return the user's value for a flag, or else the value of the weights; print a difference."""
-    if given is None:
-        return known
-    if known is not None and given != known:
-        say(f"weights: they were trained with {known}, but {flag} is {given}, which is used")
-    return given
+def choose_value(flag: str, user_value: Value | None, weights_value: Value | None, *, say: Say) -> Value | None:
+    """Return the user's value for a flag, or else the value of the weights; report a difference."""
+    if user_value is None:
+        return weights_value
+    if weights_value is not None and user_value != weights_value:
+        say(f"weights: they were trained with {weights_value}, but {flag} is {user_value}, which is used")
+    return user_value

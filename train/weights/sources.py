@@ -1,4 +1,4 @@
-"""Sources of weights: a file, a folder, a run of this project, or a name and tag of open_clip.
+"""Sources of weights: a file, a folder, a run of this project, or an open_clip name and tag.
 
 `FORMATS` is the table of formats. The format of a file or folder is detected. The text tower may come from another
 source than the video tower (`--init.text`).
@@ -46,8 +46,8 @@ from clipmill.train.weights.open_clip import AVION, LAVILA, OPEN_CLIP, OPENAI, f
 from clipmill.train.weights.source import Base, Say, Source
 from clipmill.train.weights.videomae import HF_VIDEOMAE, VIDEOMAE
 
-# The formats, in the order in which names of tensors are compared with them. A new format needs a file in this folder
-# that defines a Format, a row here, and its name among the choices of `--init.format` (config/model.py).
+# The formats, in the order in which they are compared with tensor names. A new format needs a file in this folder that
+# defines a Format, a row here, and its name among the choices of `--init.format` (config/model.py).
 FORMATS = {one.name: one for one in (HF_CLIP, HF_TIMESFORMER, HF_VIDEOMAE, VIDEOMAE, AVION, LAVILA, OPENAI, OPEN_CLIP)}
 
 
@@ -55,7 +55,7 @@ def detect_format(names: Iterable[str]) -> Format:
     """Detect the format of a state dict from the names of its tensors.
 
     Raises:
-        UserError: No format has such names, or a tower is of another kind.
+        UserError: No format has these names, or a tower is of an unsupported kind.
     """
     known = frozenset(names)
     for form in FORMATS.values():
@@ -70,7 +70,7 @@ def detect_format(names: Iterable[str]) -> Format:
 
 
 def facts_in(folder: Path) -> SourceFacts | None:
-    """Return facts from the configuration files in a folder; None if it has none.
+    """Return facts from the configuration files in a folder; None if it has no such file.
 
     Raises:
         UserError: A file is damaged, or describes a model that our towers cannot represent.
@@ -99,7 +99,7 @@ _PLAIN = Towers()
 def place_of_weights(weights: str) -> Path:
     """Return the file or folder of `--init.weights`. For hf:NAME, it is the cached folder, downloaded if missing.
 
-    The folder of a run in a bucket is a local one, which mirrors it.
+    For a run in a bucket, it is the local folder that mirrors the run.
 
     Raises:
         UserError: The Hub has no such model, or cannot be reached.
@@ -115,18 +115,18 @@ def fetch_tag(init: Init, towers: Towers = _PLAIN, *, say: Say) -> None:
     Raises:
         UserError: The weights do not exist, or cannot be downloaded.
     """
-    for part, its in _parts_of(init, towers):
+    for part, part_towers in _parts_of(init, towers):
         if (part.weights or "").startswith(HUB_PREFIX):
             say(f"weights: {part.weights} come from Hugging Face's cache or a download")
             place_of_weights(str(part.weights))
         match = NAME_AND_TAG.fullmatch(part.weights or "")
         if match and not Path(match[0]).exists():
             say(f"weights: {part.weights} come from open_clip's cache or a download")
-            file_of_tag(match[1], match[2], read_facts=None if library_format(its) is None else facts_of_entry)
+            file_of_tag(match[1], match[2], read_facts=None if library_format(part_towers) is None else facts_of_entry)
 
 
 def open_weights(init: Init, towers: Towers = _PLAIN) -> Source | None:
-    """Read the weights that the settings name; return None if they name none.
+    """Read the weights of `--init.weights` (and `--init.text`); return None if it is not set.
 
     Args:
         towers: Settings of the towers. If a library builds a tower, its weights have the library's names.
@@ -149,10 +149,10 @@ def _parts_of(init: Init, towers: Towers) -> list[tuple[Init, Towers]]:
     """Return the settings for each source of weights, with the towers that the source is for."""
     if not isinstance(init, DualEncoderInit) or init.text is None:
         return [(init, towers)]
-    of_text = DualEncoderTowers()
+    text_towers = DualEncoderTowers()
     if isinstance(towers, DualEncoderTowers) and towers.text is not None:
-        of_text = DualEncoderTowers(text=towers.text, text_pooling=towers.text_pooling)
-    return [(replace(init, text=None), DualEncoderTowers(image=towers.image)), (Init(weights=init.text), of_text)]
+        text_towers = DualEncoderTowers(text=towers.text, text_pooling=towers.text_pooling)
+    return [(replace(init, text=None), DualEncoderTowers(image=towers.image)), (Init(weights=init.text), text_towers)]
 
 
 def _open_source(init: Init, towers: Towers) -> Source:
@@ -195,7 +195,7 @@ _TOWERS = "towers."
 
 
 def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Source:
-    """Return the weights of a run's latest checkpoint, or of a named checkpoint; its averages if it has any.
+    """Return the weights of a run's latest checkpoint, or of `checkpoint`; the averaged weights (EMA) if it has them.
 
     Raises:
         UserError: The run has no checkpoint, or the checkpoint cannot be read.
@@ -205,11 +205,14 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
     # The settings with which the checkpoint was trained; settings.yaml may have been edited since then.
     settings = facts.settings
     # Batch norms count their batches, but no model starts from this count.
-    tensors = {name: one for name, one in whole_weights(path).items() if one.is_floating_point()}
+    tensors = {name: tensor for name, tensor in whole_weights(path).items() if tensor.is_floating_point()}
     if (log_scale := read_logits(path).log_scale) is not None:
         tensors[LOGIT_SCALE] = torch.tensor(log_scale)
-    known = _towers_in(settings)
-    size, named = size_of(settings["model"], known), ("image", "pool_frames", "text", "text_pooling", "context_length")
+    towers = _towers_in(settings)
+    size, tower_fields = (
+        size_of(settings["model"], towers),
+        ("image", "pool_frames", "text", "text_pooling", "context_length"),
+    )
     kind = kind_of_tensors(tensors) or "clip"
     return Source(
         title=f"{show_addresses(str(run.path))} (step {facts.step} of a run)",
@@ -221,9 +224,9 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
             mean=_triple(settings["init.pixel_mean"]) or MEANS.get(kind),
             std=_triple(settings["init.pixel_std"]) or STDS.get(kind),
             video_heads=None if kind == LIBRARY else size.video.trunk.num_heads,
-            text_heads=None if known.text is not None else size.text.trunk.num_heads,
+            text_heads=None if towers.text is not None else size.text.trunk.num_heads,
             picture_px=settings["size_px"] if settings.get("input", "pixels") == "pixels" else None,
-            towers={name: getattr(known, name) for name in named},
+            towers={name: getattr(towers, name) for name in tower_fields},
         ),
     )
 
@@ -237,18 +240,18 @@ def _towers_in(settings: Mapping[str, Any]) -> DualEncoderTowers:
 
 # Checkpoints that contain only adapters.
 #
-# If parts are frozen and others have low-rank adapters, a checkpoint contains only trained tensors. The base consists
-# of the frozen tensors that were copied unchanged from --init.weights. They are read from there again, if they are
-# still the same.
+# If some parts are frozen and others have low-rank adapters, a checkpoint contains only trained tensors. The base
+# consists of the frozen tensors that were copied unchanged from --init.weights. They are read from there again, after
+# a check that they have not changed.
 
 
 def base_of(source: Source, init: Init, *, names: Iterable[str], scale: float) -> Base:
-    """Return the base that consists of tensors from a source that the settings name."""
+    """Return the base that consists of the tensors `names` from the source that `init` specifies."""
     assert init.weights is not None
     names, text = sorted(names), getattr(init, "text", None)
     return Base(
-        weights=_from_anywhere(init.weights),
-        text=None if text is None else _from_anywhere(text),
+        weights=_make_absolute(init.weights),
+        text=None if text is None else _make_absolute(text),
         format=init.format,
         sha256=_digest_of(source, names),
         tensors={name: list(source.converted.tensors[name].shape) for name in names},
@@ -256,7 +259,7 @@ def base_of(source: Source, init: Init, *, names: Iterable[str], scale: float) -
     )
 
 
-def _from_anywhere(weights: str) -> str:
+def _make_absolute(weights: str) -> str:
     return str(Path(weights).resolve()) if Path(weights).exists() else weights
 
 
@@ -317,7 +320,7 @@ _SETTINGS_OF_TEXT = ("text", "text_pooling", "context_length")
 
 
 def paired_tensors(video: ConvertedStateDict, text: ConvertedStateDict, *, title: str) -> ConvertedStateDict:
-    """Return the tensors of `video`, in which the text tower of `text` replaces the text tower.
+    """Return the tensors of `video` with the text tower of `text` in place of its text tower.
 
     The temperature of `video` is omitted, because it belongs to the original pair of towers.
 
@@ -330,9 +333,11 @@ def paired_tensors(video: ConvertedStateDict, text: ConvertedStateDict, *, title
     if not any(_root(name) == "text" for name in text.tensors):
         raise UserError(f"{title}: there is no text tower", hint="name weights that have one with --init.text")
 
-    def merge_facts(of_video: Mapping[str, Any], of_text: Mapping[str, Any]) -> dict[str, Any]:
-        kept = {name: one for name, one in of_video.items() if _root(name) not in OF_TEXT}
-        return kept | {name: one for name, one in of_text.items() if _root(name) in OF_TEXT and name != LOGIT_SCALE}
+    def merge_facts(video_values: Mapping[str, Any], text_values: Mapping[str, Any]) -> dict[str, Any]:
+        merged = {name: value for name, value in video_values.items() if _root(name) not in OF_TEXT}
+        return merged | {
+            name: value for name, value in text_values.items() if _root(name) in OF_TEXT and name != LOGIT_SCALE
+        }
 
     return ConvertedStateDict(
         tensors=merge_facts(video.tensors, text.tensors),
@@ -343,16 +348,17 @@ def paired_tensors(video: ConvertedStateDict, text: ConvertedStateDict, *, title
 
 
 def paired_facts(video: SourceFacts, text: SourceFacts, towers: Towers) -> SourceFacts:
-    """Return the facts about `paired_tensors` that no tensor shows.
+    """Return the facts about `paired_tensors` that cannot be read from tensors.
 
     Raises:
         UserError: Both towers are ours and must share one activation, but they were trained with different ones.
     """
     has_own_text = getattr(towers, "text", None) is None
-    of_video, of_text = video.activation or "gelu", text.activation or "gelu"
-    if towers.image is None and has_own_text and of_video != of_text:
+    video_activation, text_activation = video.activation or "gelu", text.activation or "gelu"
+    if towers.image is None and has_own_text and video_activation != text_activation:
         raise UserError(
-            f"--init.weights has the activation {of_video}, and --init.text {of_text}: the towers of --model share one",
+            f"--init.weights has the activation {video_activation}, and --init.text {text_activation}: "
+            "the towers of --model share one",
             hint="let open_clip build the text tower, with another activation: --towers.text open_clip:NAME",
             flags=("--init.weights", "--init.text", "--model"),
         )

@@ -1,8 +1,8 @@
-"""VideoMAE's own checkpoints from pre-training and fine-tuning. VideoMAE V2 has the same names.
+"""Weights of VideoMAE: its own checkpoints from pre-training and fine-tuning, and Hugging Face's models.
 
-Fine-tuned checkpoints have the encoder's names without `encoder.`. Queries, keys and values share a matrix without
-bias; the biases of queries and values are `attn.q_bias` and `attn.v_bias`, as in our tower. Position embeddings are
-fixed, and not in the checkpoints. The values of a cube have the same order (t p p c).
+VideoMAE V2 has VideoMAE's names. Fine-tuned checkpoints have the encoder's names without `encoder.`. Queries, keys and
+values share a matrix without bias; the biases of queries and values are `attn.q_bias` and `attn.v_bias`, as in our
+tower. Position embeddings are fixed, and not in the checkpoints. The values of a cube have our order (t p p c).
 """
 
 import math
@@ -57,14 +57,14 @@ SHARED_NAMES = {
 
 
 def to_our_layout(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a flat mask token; patches instead of cubes of a single frame."""
+    """Flatten the mask token, and convert cubes of a single frame to patches."""
     if name == _MASK_TOKEN:
         return tensor.flatten()
     return tensor[:, :, 0] if name == CONV and tensor.ndim == _CUBE_DIMS and tensor.shape[2] == 1 else tensor
 
 
 def to_their_layout(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the mask token as [1, 1, D]; cubes of a single frame instead of patches."""
+    """Reshape the mask token to [1, 1, D], and convert patches to cubes of a single frame."""
     if name == _MASK_TOKEN:
         return tensor[None, None]
     return tensor[:, :, None] if name == CONV and tensor.ndim == _IMAGE_DIMS else tensor
@@ -88,13 +88,15 @@ from_videomae = NAMES.read
 
 
 def to_videomae(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Return our tensors as a state dict for VideoMAE: of a fine-tuned model if they include a classifier's tensors.
+    """Return our tensors as a state dict for VideoMAE, for its fine-tuned model if they include a classifier.
 
     Raises:
-        ValueError: VideoMAE has no such parameter.
+        ValueError: VideoMAE has no corresponding parameter.
     """
     state = NAMES.write(tensors)
-    return {name.removeprefix("encoder."): one for name, one in state.items()} if "head.weight" in tensors else state
+    return (
+        {name.removeprefix("encoder."): tensor for name, tensor in state.items()} if "head.weight" in tensors else state
+    )
 
 
 def exported_checkpoint(trunk: TransformerSize, init: Init, weights: Tensors) -> Exported:
@@ -127,7 +129,7 @@ def exported_checkpoint(trunk: TransformerSize, init: Init, weights: Tensors) ->
     return Exported(write=write, remarks=tuple(remarks))
 
 
-# Features that configurations of VideoMAE V2 may turn on, but our towers lack.
+# Features that a VideoMAE V2 configuration may enable, but that our towers lack.
 _V2_OPTIONS = ("init_values", "use_learnable_pos_emb", "cos_attn", "qk_scale")
 
 
@@ -135,7 +137,7 @@ def facts_of_videomae_v2(config: Mapping[str, Any], preprocess: Mapping[str, Any
     """Return facts from the config.json of a model that VideoMAE V2's authors published with their code.
 
     Raises:
-        UserError: The model computes something that our towers do not.
+        UserError: The model uses a feature that our towers lack.
     """
     model = config.get("model_config")
     if not isinstance(model, dict):
@@ -171,9 +173,9 @@ VIDEOMAE = Format(
 
 # Hugging Face's VideoMAEForPreTraining and VideoMAEForVideoClassification: names, configuration, and exported folders.
 #
-# A bare VideoMAEModel has the same names without `videomae.`. Files contain `q_bias` and `v_bias`, whatever name the
-# writing version of transformers uses for these parameters, except for some versions 5. The values of a cube have the
-# same order (t p p c).
+# A bare VideoMAEModel has the same names without `videomae.`. Files contain `q_bias` and `v_bias`, regardless of the
+# parameter names in the transformers version that wrote them, except for some releases of version 5. The values of a
+# cube have our order (t p p c).
 
 _OUR_BLOCK, _ATTENTION = "transformer.resblocks.N", "attention.attention"
 _HF_BLOCK = {
@@ -227,13 +229,13 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
     """Return facts from the config.json and the processor (`read_processor`) of a VideoMAE.
 
     Raises:
-        UserError: The model computes something that our towers do not.
+        UserError: The model uses a feature that our towers lack.
     """
     from transformers import VideoMAEConfig
 
     # `qkv_bias` is the old name of `qv_bias`.
-    given = {"qv_bias": config.get("qkv_bias", True), **config}
-    values = as_config(VideoMAEConfig, given, keys=_KEYS, source=source)
+    entries = {"qv_bias": config.get("qkv_bias", True), **config}
+    values = as_config(VideoMAEConfig, entries, keys=_KEYS, source=source)
     if values.hidden_act not in ("gelu", "quick_gelu"):
         raise UserError(
             f"{source}: the activation is {values.hidden_act!r}; the towers here have gelu or quick_gelu",
@@ -273,14 +275,14 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
 def exported_videomae(
     settings: ClipSettings, weights: Tensors, *, shape: ModelShape, form: str, model: Mapping[str, Any]
 ) -> Exported:
-    """Prepare the export of a model with a videomae tower to VideoMAE's own checkpoint or to a transformers folder.
+    """Prepare the export of a model with a videomae tower as VideoMAE's own checkpoint or as a transformers folder.
 
     Args:
         form: videomae or hf.
-        model: Values for the VideoMAEConfig that are not about the encoder.
+        model: Values of the VideoMAEConfig that do not concern the encoder.
 
     Raises:
-        UserError: The format cannot represent it.
+        UserError: The format cannot represent the model.
     """
     trunk = shape.size.video.trunk
     if form == "videomae":
