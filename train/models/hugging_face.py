@@ -1,6 +1,6 @@
-"""Towers from transformers: complete models, or one half of a CLIP or SigLIP model. Code that all libraries share.
+"""Towers from transformers: complete models, or halves of a CLIP or SigLIP model; and code for all libraries.
 
-Shape suffixes: B pictures or texts, C channels, H and W pixels, L tokens of a text, N tokens of a picture, W embedding
+Shape suffixes: B images or texts, C channels, H and W pixels, L tokens of a text, N tokens of an image, W embedding
 width, D token width.
 """
 
@@ -24,8 +24,8 @@ from clipmill.train.config.model import PIXEL_MEAN, PIXEL_STD
 Mean = tuple[float, float, float]
 Pooling = str  # value of --towers.text-pooling
 
-# Fills a text's row after its tokens, where other texts of the batch have more tokens. No token has this ID, so the
-# mask of a batch can be computed from it. Some models have no padding token, and others end texts with it.
+# ID that fills a text's row after its tokens, where other texts in the batch have more tokens. No token has this ID, so
+# a batch's mask can be computed from it. Some models have no padding token, and others use theirs to end texts.
 PADDING = -1
 _LONGEST = 512  # default context length of text encoders that support longer texts
 _COLOURS = 3
@@ -33,11 +33,11 @@ _COLOURS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-    """A library's preparation of pictures for a tower; None where the library does not state it.
+    """A library's preprocessing of images for a tower; None for values that the library does not state.
 
     Attributes:
-        size_px: Side of the square pictures.
-        mean, std: Mean and standard deviation of R, G and B, for values from 0 to 1.
+        size_px: Side length of the square images, in pixels.
+        mean, std: Mean and standard deviation of R, G and B, for pixel values from 0 to 1.
         interpolation: Name of the filter for resizing.
     """
 
@@ -49,7 +49,7 @@ class Preprocessing:
 
 @contextmanager
 def hub_files(reference: str, what: str) -> Iterator[None]:
-    """Context for reading files that may come from the Hub. A UserError says what to download if they are missing."""
+    """Context for reading files that may come from the Hub. If they are missing, a UserError says what to download."""
     name = reference.removeprefix("hf:")
     is_folder = Path(name).is_absolute() or Path(name).is_dir()
     try:
@@ -68,7 +68,7 @@ def hub_files(reference: str, what: str) -> Iterator[None]:
 
 
 def flatten_tokens(tokens: Tensor, *, channels_last: bool = False) -> Tensor:
-    """Return tokens as [B, N, D], given tokens or a feature map [B, D, H, W] or [B, H, W, D]."""
+    """Return tokens, or a feature map [B, D, H, W] or [B, H, W, D], as [B, N, D]."""
     if tokens.ndim == 4:
         return tokens.flatten(1, 2) if channels_last else tokens.flatten(2).transpose(1, 2)
     return tokens
@@ -80,15 +80,15 @@ class HuggingFace:
     def image(self, name: str) -> nn.Module:
         return _build_half(self.config(name), "vision_config")
 
-    def embed(self, model: nn.Module, pictures_BCHW: Tensor) -> Tensor:
-        output = model(**_pictures(model, pictures_BCHW))
+    def embed(self, model: nn.Module, images_BCHW: Tensor) -> Tensor:
+        output = model(**_image_arguments(model, images_BCHW))
         if (embeds := getattr(output, "image_embeds", None)) is not None:
             return embeds
         pooled = getattr(output, "pooler_output", None)
         return flatten_tokens(output.last_hidden_state).mean(1) if pooled is None else pooled.flatten(1)
 
-    def tokens(self, model: nn.Module, pictures_BCHW: Tensor) -> Tensor:
-        return flatten_tokens(model(**_pictures(model, pictures_BCHW)).last_hidden_state)
+    def tokens(self, model: nn.Module, images_BCHW: Tensor) -> Tensor:
+        return flatten_tokens(model(**_image_arguments(model, images_BCHW)).last_hidden_state)
 
     def preprocessing(self, name: str) -> Preprocessing:
         config = self.config(name)
@@ -141,10 +141,10 @@ class HuggingFace:
         return int(min(self._limit(name) or _LONGEST, self.hub_tokenizer(name).model_max_length, _LONGEST))
 
     def tokenizer(self, name: str, context_length: int) -> Callable[[list[str]], Tensor]:
-        """Return a tokenizer from texts to IDs [B, L], with `PADDING` after the tokens of each text.
+        """Return a function that converts texts to IDs [B, L], with `PADDING` after the tokens of each text.
 
         Positions do not depend on the side on which the original tokenizer pads: they equal the positions without
-        padding. SigLIP attends to padding up to a fixed length; this padding is part of its texts.
+        padding. SigLIP attends to padding up to a fixed length, so this padding has the model's own padding ID.
         """
         tokenizer, limit = self.hub_tokenizer(name), self._limit(name)
         text = getattr(config := self.config(name), "text_config", config)
@@ -165,7 +165,7 @@ class HuggingFace:
 
         def tokenize(texts: list[str]) -> Tensor:
             rows = tokenizer(texts, truncation=True, max_length=context_length)["input_ids"]
-            # Some tokenizers give no token for an empty text.
+            # Some tokenizers return no token for an empty text.
             rows = [row or [end] for row in rows]
             if is_siglip:
                 pads = [[padding] * (length - len(row)) for row in rows]
@@ -177,13 +177,13 @@ class HuggingFace:
         return tokenize
 
     def _limit(self, name: str) -> int | None:
-        """Return the maximum number of tokens for which a model has positions; None if it does not state it."""
+        """Return the maximum number of tokens for which a model has positions; None if it is not configured."""
         config = self.config(name)
         limit = getattr(getattr(config, "text_config", config), "max_position_embeddings", None)
         with torch.device("meta"):
             embeddings = getattr(_build_half(config, "text_config"), "embeddings", None)
         first = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
-        # RoBERTa's positions begin after the position of its padding.
+        # RoBERTa's positions start after the padding position.
         return limit if limit is None or first is None else limit - first - 1
 
     def hub_tokenizer(self, name: str) -> Any:
@@ -197,7 +197,7 @@ class HuggingFace:
             return AutoTokenizer.from_pretrained(name)
 
     def config(self, name: str) -> Any:
-        """Return the configuration of a model. Its modules are float32, whatever type the stored weights have."""
+        """Return the configuration of a model, with float32 modules regardless of the dtype of the stored weights."""
         from transformers import AutoConfig
 
         with hub_files(f"hf:{name}", "configuration"):
@@ -211,8 +211,8 @@ class HuggingFace:
 _FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 _SIGLIP = "siglip"
 
-# Files in which transformers stores how to prepare pictures. Version 5 writes all processors of a model as parts of one
-# file. A single processor has a file for its kind, as always in version 4.
+# Files in which transformers stores the preprocessing of images. Version 5 writes all processors of a model as parts of
+# one file. A single processor has a file for its kind, as every processor has in version 4.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _PROCESSORS = (
     *((PROCESSOR_FILES[0], part) for part in ("image_processor", "feature_extractor")),
@@ -225,13 +225,13 @@ _DAMAGED = "correct it, or get the folder again"
 
 
 def read_processor(name: str) -> dict[str, Any]:
-    """Return how to prepare pictures for a model, with the keys of preprocessor_config.json; {} if no file states it.
+    """Return a model's preprocessing of images, with the keys of preprocessor_config.json; {} if no file states it.
 
-    `image_mean` and `image_std` refer to values from 0 to 1, whatever else the processor does to values.
+    `image_mean` and `image_std` are converted to pixel values from 0 to 1, regardless of the processor's own scaling.
 
     Args:
-        name: Folder, or name on the Hub. If several files have a mean, processors of images take precedence over
-            processors of videos, and parts of processor_config.json over a separate file, as in transformers.
+        name: Folder, or name on the Hub. If several files have a mean, image processors take precedence over video
+            processors, and parts of processor_config.json over separate files, as in transformers.
 
     Raises:
         UserError: A file is damaged, or a mean or standard deviation is not three numbers.
@@ -242,7 +242,7 @@ def read_processor(name: str) -> dict[str, Any]:
         if isinstance(value, dict) and (
             value.get("do_normalize") is False or {"image_mean", "image_std"} & value.keys()
         ):
-            return _of_unit_values(value, source=f"{name}/{file}")
+            return _convert_to_unit_values(value, source=f"{name}/{file}")
     return next((files[file] for file in PROCESSOR_FILES[1:] if file in files), {})
 
 
@@ -270,8 +270,8 @@ def _read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def _of_unit_values(processor: dict[str, Any], *, source: str) -> dict[str, Any]:
-    """Convert a processor into an equivalent one that divides bytes by 255 and normalises the result."""
+def _convert_to_unit_values(processor: dict[str, Any], *, source: str) -> dict[str, Any]:
+    """Return an equivalent configuration of a processor that divides bytes by 255 and normalises the result."""
     if processor.get("do_normalize") is False:
         processor = {**processor, "image_mean": [0.0] * _COLOURS, "image_std": [1.0] * _COLOURS}
     factor, is_rescaled = processor.get("rescale_factor"), processor.get("do_rescale") is not False
@@ -280,23 +280,25 @@ def _of_unit_values(processor: dict[str, Any], *, source: str) -> dict[str, Any]
     offset = float(is_rescaled and any(processor.get(key) is True for key in _OFFSETS))
     is_plain = math.isclose(scale, 1, rel_tol=1e-6) and not offset
     changed: dict[str, Any] = {}
-    for key, within, add in (("image_mean", PIXEL_MEAN, offset), ("image_std", PIXEL_STD, 0.0)):
+    for key, limits, shift in (("image_mean", PIXEL_MEAN, offset), ("image_std", PIXEL_STD, 0.0)):
         value = processor.get(key)
-        if not is_triple(value, within):
-            raise UserError(f"{source}: {key} is {value!r}, which is not {within.hint}", hint=_DAMAGED)
+        if not is_triple(value, limits):
+            raise UserError(f"{source}: {key} is {value!r}, which is not {limits.hint}", hint=_DAMAGED)
         if value is not None:
-            changed[key] = [float(one) if is_plain else (one + add) / scale for one in value]
+            changed[key] = [float(number) if is_plain else (number + shift) / scale for number in value]
     plain = {"do_normalize": True, "do_rescale": True, "rescale_factor": 1 / _BYTE} | dict.fromkeys(_OFFSETS, False)
     return {**processor, **{key: value for key, value in plain.items() if key in processor}, **changed}
 
 
-def is_triple(value: Any, within: Range) -> bool:
-    """Return True if a configuration value is None, or three numbers (for R, G and B) within a range."""
+def is_triple(value: Any, limits: Range) -> bool:
+    """Return True if a configuration value is None, or consists of three numbers (R, G, B) within a range."""
     if value is None:
         return True
     if not isinstance(value, list) or len(value) != _COLOURS:
         return False
-    return all(isinstance(one, int | float) and not isinstance(one, bool) and within.holds(one) for one in value)
+    return all(
+        isinstance(number, int | float) and not isinstance(number, bool) and limits.holds(number) for number in value
+    )
 
 
 def _build_half(config: Any, part: str) -> nn.Module:
@@ -316,7 +318,7 @@ def _build_half(config: Any, part: str) -> nn.Module:
 def read_hf(folder: Path) -> dict[str, Tensor]:
     """Return the weights in a transformers folder by module name, converted by transformers itself.
 
-    Tensors for which the model has no place are included, but empty.
+    Tensors that the model does not use are included as empty tensors.
 
     Raises:
         UserError: transformers cannot load them.
@@ -329,17 +331,17 @@ def read_hf(folder: Path) -> dict[str, Tensor]:
             kind = type(_build_half(config, "text_config"))
     with hub_files(f"hf:{folder}", "model"):
         model, info = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, use_safetensors=True)
-    tensors = {name: one for name, one in model.state_dict().items() if name not in info["missing_keys"]}
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in info["missing_keys"]}
     return tensors | {name: torch.empty(0) for name in info["unexpected_keys"]}
 
 
-def _pictures(model: nn.Module, pictures_BCHW: Tensor) -> dict[str, Tensor]:
-    """Return a model's arguments for pictures. The NaFlex towers of SigLIP 2 take patches, row by row."""
+def _image_arguments(model: nn.Module, images_BCHW: Tensor) -> dict[str, Tensor]:
+    """Return a model's arguments for images. The NaFlex towers of SigLIP 2 take patches, row by row."""
     config: Any = model.config
     if config.model_type != "siglip2_vision_model":
-        return {"pixel_values": pictures_BCHW}
-    side = config.patch_size
-    cells = pictures_BCHW.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 3, 5, 1)
+        return {"pixel_values": images_BCHW}
+    patch_px = config.patch_size
+    cells = images_BCHW.unflatten(3, (-1, patch_px)).unflatten(2, (-1, patch_px)).permute(0, 2, 4, 3, 5, 1)
     rows, columns = cells.shape[1:3]
     shapes_B2 = torch.tensor([[rows, columns]], device="cpu").expand(len(cells), 2)  # transformers reads it on the CPU
     return {

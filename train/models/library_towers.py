@@ -1,21 +1,23 @@
-"""Towers from open_clip, timm and transformers in a dual encoder: pictures frame by frame, texts as in the library.
+"""Towers from open_clip, timm and transformers for a dual encoder. Videos are embedded frame by frame.
 
-`LibraryImage` has the interface of a video tower: `forward` embeds clips; `features` and `tokens` come before any
-projection. Its frames go through the library's own module; for T = 1, the result equals the library's result.
+`LibraryImage` has the interface of a video tower: `forward` embeds clips; `features` and `tokens` return values before
+any projection. Frames go through the library's own module, so for T = 1 the result equals the library's result. Texts
+are embedded as in the library.
 
 Shape suffixes: B clips or texts, C channels, T frames, H and W pixels, L tokens of a text, N tokens of a frame, W width
 of the library's embedding, D token width, E embedding width, h heads, K width of a head.
 
 A tower has the name LIBRARY:NAME, where NAME is a name in the library: `open_clip:RN50`, `timm:MODEL.TAG`,
-`open_clip:local-dir:FOLDER`, `hf:FOLDER` or `hf:ORGANISATION/NAME`. Its weights are new; --init.weights fills them.
+`open_clip:local-dir:FOLDER`, `hf:FOLDER` or `hf:ORGANISATION/NAME`. A new tower has random
+weights; --init.weights loads others.
 
 Each library is an object with
 
-    image(name)               a new image tower
-    embed(model, pictures)    the library's embeddings [B, W] of pictures [B, C, H, W]
+    image(name)               an image tower with random weights
+    embed(model, pictures)    the library's embeddings [B, W] of images [B, C, H, W]
     tokens(model, pictures)   the last tokens [B, N, D]; for a convolutional network, the cells of the last feature map
-    preprocessing(name)       the library's preparation of pictures
-    text(name, length), embed_text(model, tokens_BL, pooling), context_length(name), tokenizer(name, length): for texts
+    preprocessing(name)       the library's preprocessing of images
+    text(name, length), embed_text(model, tokens_BL, pooling), context_length(name), tokenizer(name, length) for texts
 
 All methods raise a UserError if the library does not know the name.
 """
@@ -43,25 +45,25 @@ from clipmill.train.models.text import Tokenize
 from clipmill.train.models.transformer import HasBlocks
 from clipmill.train.models.video_vit import VideoViTSize
 
-_LOCAL = "local-dir:"  # prefix of a name that is a folder
+_LOCAL = "local-dir:"  # prefix of names that refer to a folder
 _CLIPS_MEAN, _CLIPS_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 def library_of(reference: str) -> tuple[Any, str]:
-    """Return the library of a tower, and the name of the tower in the library."""
+    """Return the library of a tower, and the tower's name in the library."""
     library, _, name = reference.partition(":")
     return _LIBRARIES[library], name
 
 
 def unknown_name_error(reference: str, known: Iterable[str]) -> UserError:
-    """Return the error for a name that a library does not know; the hint has the nearest names."""
+    """Return the error for a name that a library does not know; the hint lists similar names."""
     near = get_close_matches(reference.partition(":")[2], list(known), n=3, cutoff=0.4)
     library = reference.partition(":")[0]
     return UserError(f"{library} has no tower {reference}", hint=f"nearest: {', '.join(near) or 'none'}")
 
 
 class _OpenClip:
-    """open_clip. A tower is one half of a model's configuration."""
+    """Towers from open_clip, each built from one half of a model's configuration."""
 
     def image(self, name: str) -> nn.Module:
         from open_clip.model import _build_vision_tower
@@ -69,33 +71,33 @@ class _OpenClip:
         config = self.config(name)
         return _build_vision_tower(config["embed_dim"], config["vision_cfg"], bool(config.get("quick_gelu")))
 
-    def embed(self, model: nn.Module, pictures_BCHW: Tensor) -> Tensor:
-        output = model(pictures_BCHW)
+    def embed(self, model: nn.Module, images_BCHW: Tensor) -> Tensor:
+        output = model(images_BCHW)
         return output[0] if isinstance(output, tuple) else output
 
-    def tokens(self, model: Any, pictures_BCHW: Tensor) -> Tensor:
+    def tokens(self, model: Any, images_BCHW: Tensor) -> Tensor:
         if (trunk := getattr(model, "trunk", None)) is not None:
-            return _Timm().tokens(trunk, pictures_BCHW)
+            return _Timm().tokens(trunk, images_BCHW)
         options = {"indices": 1, "intermediates_only": True, "normalize_intermediates": True}
         if hasattr(model, "attnpool"):  # a ResNet
-            return flatten_tokens(model.forward_intermediates(pictures_BCHW, **options)["image_intermediates"][-1])
-        output = model.forward_intermediates(pictures_BCHW, **options, output_fmt="NLC", output_extra_tokens=True)
+            return flatten_tokens(model.forward_intermediates(images_BCHW, **options)["image_intermediates"][-1])
+        output = model.forward_intermediates(images_BCHW, **options, output_fmt="NLC", output_extra_tokens=True)
         return torch.cat([output["image_intermediates_prefix"][-1], output["image_intermediates"][-1]], dim=1)
 
     def preprocessing(self, name: str) -> Preprocessing:
         from open_clip.pretrained import get_pretrained_cfg, list_pretrained_tags_by_model
 
         size = self.config(name)["vision_cfg"]["image_size"]
-        # A folder states how pixels are normalised. A name does not, but all its published weights may agree.
+        # A folder states how pixels are normalised. A name does not, but all published weights for it may agree.
         entries = [get_pretrained_cfg(name, tag) for tag in list_pretrained_tags_by_model(name)]
         if name.startswith(_LOCAL):
             file = Path(name.removeprefix(_LOCAL)) / "open_clip_config.json"
             entries = [parse_json(file.read_text(encoding="utf-8")).get("preprocess_cfg") or {}]
         mean, std = (
-            values.pop() if len(values := {tuple(one.get(key) or clips) for one in entries}) == 1 else clips
-            for key, clips in (("mean", _CLIPS_MEAN), ("std", _CLIPS_STD))
+            values.pop() if len(values := {tuple(entry.get(key) or default) for entry in entries}) == 1 else default
+            for key, default in (("mean", _CLIPS_MEAN), ("std", _CLIPS_STD))
         )
-        kinds = {one.get("interpolation") or "bicubic" for one in entries}
+        kinds = {entry.get("interpolation") or "bicubic" for entry in entries}
         interpolation = kinds.pop() if len(kinds) == 1 else "bicubic"
         return Preprocessing(
             size_px=size if isinstance(size, int) else size[0], mean=mean, std=std, interpolation=interpolation
@@ -109,7 +111,7 @@ class _OpenClip:
         if encoder := text.get("hf_model_name"):
             text["hf_model_pretrained"] = False
             with hub_files(encoder, "configuration"):
-                # A transformers encoder has the type in its configuration.
+                # A transformers encoder has the dtype in its configuration.
                 return _build_text_tower(config["embed_dim"], text).float()
         return _build_text_tower(config["embed_dim"], text, bool(config.get("quick_gelu")))
 
@@ -148,9 +150,9 @@ class _OpenClip:
 
 
 class _Timm:
-    """timm.
+    """Towers from timm.
 
-    A classifier for ImageNet loses its last layer; in the image tower of a CLIP model, that is the projection.
+    An ImageNet classifier loses its last layer. The image tower of a CLIP model keeps it, because it is the projection.
     """
 
     def image(self, name: str) -> nn.Module:
@@ -170,12 +172,12 @@ class _Timm:
                 hint = "name a folder with timm's config.json, as train export --format timm writes it"
             raise UserError(f"timm:{name}: {first_line(error)}", hint=hint) from error
 
-    def embed(self, model: nn.Module, pictures_BCHW: Tensor) -> Tensor:
-        return model(pictures_BCHW)
+    def embed(self, model: nn.Module, images_BCHW: Tensor) -> Tensor:
+        return model(images_BCHW)
 
-    def tokens(self, model: nn.Module, pictures_BCHW: Tensor) -> Tensor:
+    def tokens(self, model: nn.Module, images_BCHW: Tensor) -> Tensor:
         features: Any = model.forward_features  # type: ignore[union-attr]
-        return flatten_tokens(features(pictures_BCHW), channels_last=getattr(model, "output_fmt", "") == "NHWC")
+        return flatten_tokens(features(images_BCHW), channels_last=getattr(model, "output_fmt", "") == "NHWC")
 
     def preprocessing(self, name: str) -> Preprocessing:
         from timm.data import resolve_model_data_config
@@ -190,7 +192,7 @@ class _Timm:
         )
 
     def text(self, name: str, context_length: int | None) -> nn.Module:
-        raise NotImplementedError  # the checks of flags reject it
+        raise NotImplementedError  # the checks of the flags reject text towers from timm
 
     embed_text = context_length = tokenizer = text
 
@@ -200,23 +202,27 @@ _LIBRARIES: dict[str, Any] = {"open_clip": _OpenClip(), "timm": _Timm(), "hf": H
 
 @cache
 def preprocessing_of(reference: str) -> Preprocessing:
-    """Return how a library prepares pictures for an image tower."""
+    """Return a library's preprocessing of images for an image tower."""
     library, name = library_of(reference)
     return library.preprocessing(name)
 
 
 @cache
 def context_length_of(reference: str) -> int:
-    """Return the text length of a text tower, in tokens."""
+    """Return the context length of a text tower, in tokens."""
     library, name = library_of(reference)
     return library.context_length(name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """Facts about a tower before it has weights.
+    """Properties of a tower that do not depend on its weights.
 
-    They are the embedding width W, the number N and width D of an image tower's tokens, and the names of its tensors.
+    Attributes:
+        width: Width W of the library's embedding.
+        names: Names of the tower's tensors.
+        num_tokens: Number N of tokens of a frame; 0 for text towers.
+        token_width: Width D of a frame's tokens; 0 for text towers.
     """
 
     width: int
@@ -227,21 +233,21 @@ class Outline:
 
 @cache
 def image_outline(reference: str, size_px: int) -> Outline:
-    """Return the facts about an image tower for pictures of a size, from a trial on the meta device.
+    """Return the outline of an image tower for frames of side `size_px`, from a forward pass on the meta device.
 
     Raises:
-        UserError: The tower does not exist, or takes pictures of another size.
+        UserError: The tower does not exist, or takes images at a different resolution.
     """
     library, name = library_of(reference)
     with torch.device("meta"):
         model = library.image(name).eval()
-        pictures = torch.zeros(1, 3, size_px, size_px)
+        images = torch.zeros(1, 3, size_px, size_px)
         try:
-            embedding, tokens = library.embed(model, pictures), library.tokens(model, pictures)
+            embedding, tokens = library.embed(model, images), library.tokens(model, images)
         except (RuntimeError, ValueError, AssertionError, TypeError) as error:
             native = preprocessing_of(reference).size_px
             if native in (None, size_px):
-                raise _no_tower(reference, "of images", error) from error
+                raise _tower_error(reference, "of images", error) from error
             raise UserError(
                 f"--size-px is {size_px}, and {reference} takes pictures of {native} px",
                 hint=f"use --size-px {native}",
@@ -254,20 +260,20 @@ def image_outline(reference: str, size_px: int) -> Outline:
 
 @cache
 def text_outline(reference: str, pooling: Pooling) -> Outline:
-    """Return the facts about a text tower; raise a UserError if the tower does not exist."""
+    """Return the outline of a text tower; raise a UserError if the tower does not exist."""
     library, name = library_of(reference)
     with torch.device("meta"):
         model = library.text(name, None).eval()
-        # Only open_clip's towers have a fixed length. Finding the length of others may need a tokenizer.
+        # Only open_clip's towers have a fixed length. For other towers, a context length may require a tokenizer.
         length = library.context_length(name) if isinstance(library, _OpenClip) else 4
         try:
             embedding = library.embed_text(model, torch.zeros(1, length, dtype=torch.int64), pooling)
         except (TypeError, AttributeError, ValueError) as error:
-            raise _no_tower(reference, "of texts", error) from error
+            raise _tower_error(reference, "of texts", error) from error
     return Outline(width=embedding.shape[-1], names=frozenset(model.state_dict()))
 
 
-def _no_tower(reference: str, what: str, error: Exception) -> UserError:
+def _tower_error(reference: str, what: str, error: Exception) -> UserError:
     return UserError(f"{reference} is not a tower {what}: {first_line(error)}", hint="name another tower")
 
 
@@ -277,11 +283,11 @@ def tokenizer_of(reference: str, context_length: int) -> Tokenize:
     library, name = library_of(reference)
     tokenize, lock = library.tokenizer(name, context_length), Lock()
 
-    def ids(text: str) -> NDArray[np.int64]:
-        with lock:  # loader threads share it, and fast tokenizers reject concurrent calls
+    def encode(text: str) -> NDArray[np.int64]:
+        with lock:  # loader threads share the tokenizer, and fast tokenizers reject concurrent calls
             return tokenize([text])[0].numpy().astype(np.int64)
 
-    return ids
+    return encode
 
 
 _HEAD_WIDTH = 64
@@ -289,7 +295,7 @@ _LISTS = ("resblocks", "blocks", "layers", "layer", "stages", "block", "h")
 
 
 class LibraryTower(HasBlocks):
-    """A module `model` from a library, and its name there, `reference`."""
+    """Base of towers: a module `model` from a library, with its name `reference` (LIBRARY:NAME)."""
 
     def __init__(self, reference: str, model: nn.Module) -> None:
         super().__init__()
@@ -329,15 +335,16 @@ def _numbered_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def num_heads_of(width: int) -> int:
-    """Return the number of attention heads for a width that no published size has."""
+    """Return the number of attention heads for a width without a published model."""
     return width // _HEAD_WIDTH if width % _HEAD_WIDTH == 0 else 1
 
 
 class FramePooling(nn.Module):
-    """Attention pooling of frame embeddings. It begins as their mean.
+    """Attention pooling of frame embeddings, which initially equals their mean.
 
     Each head assigns weights to the frames; the clip's embedding is the weighted mean of the frames' embeddings. With a
-    single frame, it equals the frame's embedding. The query is zero at first, so all frames have the same weight.
+    single frame, the result equals the frame's embedding. The query is initialised to zero, so all frames have the same
+    weight at first.
     """
 
     def __init__(self, width: int) -> None:
@@ -348,7 +355,7 @@ class FramePooling(nn.Module):
         self.query = nn.Parameter(torch.zeros(width))
 
     def forward(self, x_BTW: Tensor, times_TW: Tensor) -> Tensor:
-        """Return embeddings of clips, [B, W]; `times_TW` are added to the keys."""
+        """Return embeddings of clips, [B, W]; `times_TW` is added before the key projection."""
         key_BThK = self.key(self.norm(x_BTW) + times_TW).unflatten(2, (self.num_heads, -1))
         query_hK = self.query.unflatten(0, (self.num_heads, -1))
         scores_BTh = (key_BThK * query_hK).sum(-1) * key_BThK.shape[-1] ** -0.5
@@ -363,7 +370,7 @@ class LibraryImage(LibraryTower):
         outline: Outline of the tower: W, D, and N.
         num_frames: Number of frames per clip. Only attention pooling depends on it.
         embedding_width: E; None, or W, for the library's embedding without a projection.
-        pools: Pool frames by attention instead of their mean.
+        pools: Pool frames by attention instead of averaging them.
         temporal_std: Standard deviation of the initial temporal embedding. Only attention pooling has one.
 
     Attributes:
@@ -442,10 +449,10 @@ class LibraryText(LibraryTower):
 def image_tower(
     size: VideoViTSize, *, image_px: int, num_frames: int, embedding_width: int | None, attend: Attend, towers: Towers
 ) -> LibraryImage:
-    """Return the tower that `--towers.image` names, for frames of side `image_px`.
+    """Return the tower that `--towers.image` specifies, for frames of side `image_px`.
 
     Raises:
-        UserError: The library has no tower with this name, or the tower takes pictures of another size.
+        UserError: The library has no tower with this name, or the tower takes images at a different resolution.
     """
     assert towers.image is not None
     outline = image_outline(towers.image, image_px)
@@ -462,7 +469,7 @@ def image_tower(
 
 
 def text_tower(towers: DualEncoderTowers, *, embedding_width: int) -> LibraryText:
-    """Return the tower that `--towers.text` names.
+    """Return the tower that `--towers.text` specifies.
 
     Raises:
         UserError: The library has no tower with this name.
