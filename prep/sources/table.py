@@ -328,7 +328,7 @@ def probe_sources(
             # All probes are read again below, and must not be in memory twice.
             stored = known = known.take(pa.array(rows[todo][rows[todo] >= 0]))
         adds_shares = divide(data_dir, paths, states, known, todo=todo, probing=probing)
-        if len(todo):
+        if len(todo) or not adds_shares:  # another part may have stored the probes in the meantime
             stored = read_probes(data_dir, paths=paths)
             known = add_shares(stored, share_files(data_dir))
             rows, is_hit = probing.match(paths, states, known)

@@ -239,7 +239,7 @@ def test_a_run_that_lost_its_lock_stops_and_publishes_nothing_more(
     monkeypatch.setattr("clipmill.prep.video.worker.make_shard", taken_over)
     monkeypatch.setattr("clipmill.prep.engines.processes.ProcessEngine", lambda num_workers: Here())
     ran = prep_here("chunk", *LEN, "--workers", 1, "--data", data, status=1)
-    assert "taken over by process 7 on node1" in ran.stderr and "run it again" in ran.stderr
+    assert "taken over by process 7 on node1" in ran.stderr and "run the same command again" in ran.stderr
     left = {key for key in contents_of(data) if "/.tmp-" not in key}  # the next run removes the token of this one
     assert left == contents(chunks).keys() - {*commits}
 

@@ -162,7 +162,7 @@ def test_an_export_whose_other_files_have_changed_or_are_missing_is_refused(
         shutil.copytree(exported_clip, tmp_path / "other")
         (tmp_path / "other" / name).unlink()
         error, _ = error_and_hint(capsys, *score)
-        assert f"{name} is missing" in error
+        assert f"{name} was exported, but is missing" in error
         shutil.rmtree(tmp_path / "other")
     shutil.copytree(exported_clip, tmp_path / "other")
     (record / "files.json").unlink()

@@ -65,7 +65,7 @@ def test_memory_is_that_of_a_block_whatever_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (np.zeros((4, 8), np.float32), "queries are of width 4"),
+        (np.zeros((4, 8), np.float32), "the queries have width 4"),
         (np.zeros((4, 4), np.float64), "not float32"),
         (np.zeros((4, 3, 4), np.float32), "not float32"),
         (np.asfortranarray(np.zeros((4, 4), np.float32)), "not float32"),
