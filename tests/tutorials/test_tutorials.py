@@ -15,6 +15,7 @@ from clipmill.train.doctor.accelerator import ask_child
 from clipmill.train.tasks.caption.java import MetricUnavailable
 from tests.conftest import ROOT
 from tests.prep.captions.server import run_server
+from tests.small_tiny import restore, shrink
 from tests.tiers import nightly_beyond
 from tests.tutorials.made import DATA, Video, make_videos
 from tests.tutorials.page import command_lines, missing_lines, read_page
@@ -53,6 +54,14 @@ def _short_trials() -> Iterator[None]:
         patch.setattr("clipmill.train.commands.quickstart._TRIAL_S", 0.0)
         patch.setattr("clipmill.train.quickstart.choice._FEWEST_STEPS", 4)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _complete_tiny() -> Iterator[None]:
+    """The model `tiny` as readers have it: a page shows what it learns."""
+    restore()
+    yield
+    shrink()
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import torch
 
 from clipmill.train.run.checkpoint import all_checkpoints
 from clipmill.train.run.folder import RunFolder, read_lines
+from tests.conftest import ROOT
 from tests.forks import Forks
 from tests.train.distributed.conftest import slurm_environment
 from tests.train.distributed.forked import end_well, fork_ranks
@@ -109,6 +110,17 @@ def rank_1_of(out: Path) -> int:
     raise AssertionError("there is no rank 1")
 
 
+# The installed program, with the model that the other ranks have.
+_INSTALLED = """
+import runpy, sys
+sys.path.insert(0, {root!r})
+from tests.small_tiny import shrink
+shrink()
+sys.argv[0] = {program!r}
+runpy.run_path({program!r}, run_name="__main__")
+"""
+
+
 def torchrun(folder: Path, *flags: str, python: Path, is_installed: bool) -> "subprocess.Popen[str]":
     """Launches `train` as the documents do, from a folder with a train.py of the user's own.
 
@@ -120,9 +132,12 @@ def torchrun(folder: Path, *flags: str, python: Path, is_installed: bool) -> "su
     (folder / "train.py").write_text("raise SystemExit('the train.py of the user was run')\n")
     bin_dir, programs = Path(sys.executable).parent, folder / "bin"
     programs.mkdir()
-    installed = (
-        f'[[ "$RANK $TORCHELASTIC_RESTART_COUNT" == "0 0" ]] && exec {bin_dir}/train "$@"' if is_installed else ""
-    )
+    installed = ""
+    if is_installed:
+        (programs / "installed.py").write_text(_INSTALLED.format(root=str(ROOT), program=str(bin_dir / "train")))
+        installed = (
+            f'[[ "$RANK $TORCHELASTIC_RESTART_COUNT" == "0 0" ]] && exec {sys.executable} {programs}/installed.py "$@"'
+        )
     (programs / "train").write_text(f'#!/bin/bash\n{installed}\nexec {python} -m clipmill.train.cli "$@"\n')
     (programs / "train").chmod(0o755)
     launcher = [bin_dir / "torchrun"] if is_installed else [python, "-m", "torch.distributed.run"]

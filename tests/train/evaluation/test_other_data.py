@@ -116,7 +116,11 @@ def test_missing_data_are_named_before_training_starts(
             f"--evaluate.shards far={moving}: {moving} has no videos of split 'test'",
             "use --evaluate.shards far=DATA@SPLIT with a split of this manifest",
         ),
-        (("--evaluate.split", "test"), f"error: {moving} has no videos of split 'test'", "use --evaluate.split with a split"),
+        (
+            ("--evaluate.split", "test"),
+            f"error: {moving} has no videos of split 'test'",
+            "use --evaluate.split with a split",
+        ),
     ):
         assert train(task, *words, *flags) == 2
         printed = capsys.readouterr().err
