@@ -1,13 +1,14 @@
-"""The training loop of all tasks. Model, objective and evaluation come from the task (clipmill.train.engine.task).
+"""Training loop of all tasks. The task provides the model, objective and evaluation (clipmill.train.engine.task).
 
-`train` sets a run up and repeats: next batch, `run_step` (forward, backward, clip, step), log, evaluate, save.
+`train` sets up a run, and then repeats: load a batch, call `run_step` (forward, backward, clip, step), log, evaluate,
+and save.
 
-All ranks run it in lockstep. Before each step, the ranks tell each other whether they have a batch and whether they
-must stop; an error or signal on one rank therefore ends all ranks (clipmill.train.engine.failures).
+All ranks run the loop in lockstep. Before each step, the ranks exchange whether they have a batch and whether they must
+stop. An error or signal on one rank therefore ends the loop on all ranks (clipmill.train.engine.failures).
 
 The metrics of a step are read after the next step has been started (clipmill.train.device.transfer), or immediately
-if a checkpoint or an evaluation follows. A loss or gradient norm that is not finite ends the run, and no later step
-is saved. A run without gradients in all of its first steps ends too.
+if a checkpoint or an evaluation follows. If a loss or gradient norm is not finite, the run ends, and no later step is
+saved. The run also ends if none of the first steps has gradients.
 """
 
 import shlex
@@ -61,9 +62,10 @@ def train(
     device: torch.device,
     progress: Progress,
 ) -> nn.Module:
-    """Train up to `settings.steps`, from the latest checkpoint of `run` if there is one.
+    """Train until step `settings.steps`, starting from the latest checkpoint of `run` if there is one.
 
-    A run that is killed at any moment and resumed ends with the weights of an uninterrupted run (bit-identical on CPU).
+    A run that is killed at any time and then resumed ends with the same weights as an uninterrupted run. On CPU, the
+    weights are bit-identical.
 
     Returns:
         The trained model.
@@ -72,14 +74,15 @@ def train(
         FailedWork: The loss or the weights are not finite, too many samples failed, or a checkpoint could not be
             written.
         Stopped: SIGTERM was received; the state has been saved.
-        UserError: The checkpoint does not fit, or a batch is larger than the sample set or than memory.
+        UserError: The checkpoint does not fit the run, a batch is larger than the sample set, or memory is exhausted.
     """
     check_batch(settings, samples)
-    # Checkpoints store the settings as the user specified them; the loop converts settings in epochs to steps.
+    # The loop uses settings in steps. Checkpoints store the settings as the user specified them, possibly in epochs.
     step_settings = in_steps(settings, epoch_steps(settings, samples))
     state = new_state(task, samples, settings, world=world, device=device)
 
-    # Create the writer before looking up the latest checkpoint: it renames a complete one left by a killed process.
+    # Create the writer before looking up the latest checkpoint, because the writer publishes a complete checkpoint that
+    # a killed process left under a temporary name.
     writer = CheckpointWriter(
         run.checkpoints,
         world=world,
@@ -88,7 +91,7 @@ def train(
         lower_is_better=settings.best_is_lowest,
     )
     saved_step: int | None = None
-    # The local folder of a run in a bucket has a different path on each rank.
+    # Exchange the step, not the path: the local folder of a run in a bucket has a different path on each rank.
     if (latest := world.first(lambda: max(all_checkpoints(run.checkpoints), default=None))) is not None:
         path = run.checkpoints / checkpoint_name(latest)
         state.restore(path, samples, settings, task=task, world=world)
@@ -104,8 +107,8 @@ def train(
     log = MetricsLog(trackers, throughput, run=run, world=world, num_samples=settings.batch, num_steps=settings.steps)
     guard = StepGuard(device)
     consumption = Consumption(run, world=world, device=device)
-    folders = getattr(samples, "folders", None)  # the metrics of a mixture count the samples from each data folder
-    # Pipeline stages exchange batches on the CPU, so only the frames are sent to the device ahead of the step.
+    folders = getattr(samples, "folders", None)  # for the metrics: number of samples from each data folder
+    # Pipeline stages exchange batches on the CPU, so only the frames are prefetched to the device.
     batches = prefetch(
         samples.batches(max_failures=failures.num_left), device, names=PICTURES if world.stages.size > 1 else TENSORS
     )
@@ -113,7 +116,7 @@ def train(
     def save(metrics: dict[str, float]) -> None:
         nonlocal saved_step
         if state.step == saved_step:
-            return  # the run was stopped right after this state was saved; that checkpoint may have metrics
+            return  # this step is already saved, possibly with evaluation metrics
         tensors = state.tensors()
         require_finite_state(tensors, step=state.step, world=world, run=run)
         write_consumption = consumption.measure()
@@ -126,7 +129,7 @@ def train(
         writer.save(tensors, facts, write_extras=write_run_files)
         saved_step = state.step
 
-    # However the loop ends, join the threads of loader and writer, and log the last metrics.
+    # However the loop ends, join the threads of the loader and the writer, and log the last metrics.
     with (
         resume_hint(run, command=settings.command),
         closing(trackers),
@@ -136,14 +139,14 @@ def train(
         StopSignal().handle() as stop,
     ):
         while state.step < settings.steps:
-            # Next batch: either all ranks get one, or no rank takes the step: a collective would wait forever.
+            # Next batch. If one rank has no batch, no rank takes the step, because collectives would wait forever.
             began = log.end or DeviceEvent(device)
             try:
                 synced = failures.next_batch(batches, stops=stop.is_received)
             except ClipmillError:
-                log.settle()  # all ranks raise here; report a non-finite loss of the previous step first
+                log.settle()  # all ranks raise here; first report a non-finite loss of the previous step
                 if state.step:
-                    save({})  # the data, or access to it, failed; the weights are good
+                    save({})  # the weights are valid, because only loading the data failed
                     writer.wait()
                 raise
             if synced.stops:
@@ -160,7 +163,7 @@ def train(
             with explain_out_of_memory(settings, world.replicas, device=device):
                 metrics = run_step(step, state, loaded, step_settings, world=world, throughput=throughput, guard=guard)
 
-            # Log: the previous step, while the device computes this one, so that neither host nor device waits.
+            # Log the previous step while the device computes this step, so that neither the host nor the device waits.
             if samples.visits_per_epoch:
                 metrics["epoch"] = _epoch(state, samples, settings)
             log.settle()
@@ -177,7 +180,7 @@ def train(
                 )
             )
 
-            # Evaluate and save: both first need the metrics of this step, which show that its weights are finite.
+            # Evaluate and save. First read the metrics of this step, which show that the weights are finite.
             is_last = state.step == settings.steps
             every = num_steps(step_settings.evaluate.every)
             is_evaluated = bool(every) and (state.step % every == 0 or is_last)
@@ -190,7 +193,7 @@ def train(
                     try:
                         evaluation, batch_metrics = _evaluate(task, state, settings, world=world)
                     except StorageRefused:
-                        if world.size == 1:  # other ranks may be in the middle of the evaluation
+                        if world.size == 1:  # with several ranks, others may still be evaluating
                             log.settle()
                             save({})
                             writer.wait()
@@ -212,18 +215,18 @@ def run_step(
     throughput: Throughput,
     guard: StepGuard,
 ) -> dict[str, Scalar]:
-    """Take one optimizer step; return its metrics, which the device may not have computed yet."""
+    """Take one optimizer step, and return its metrics. The device may not have computed the metrics yet."""
     lr = set_learning_rates(state.optimizer, step.number, settings, objective=state.objective)
     state.model.zero_grad(set_to_none=True)
     state.objective.zero_grad(set_to_none=True)
 
-    # Forward and backward, microbatch by microbatch. The model's wrapper averages its gradients over the ranks during
-    # the last backward pass; the few parameters of the objective, such as a temperature, have no wrapper.
+    # Forward and backward, microbatch by microbatch. The wrapper of the model averages the gradients of the model over
+    # the ranks during the last backward pass. The objective has no wrapper, so its gradients are averaged here.
     with throughput.count_flops(state.counted_module) if throughput.flops_per_step is None else nullcontext():
         metrics = state.objective.backward(state.trained, loaded.batch, step)
     average_gradients(list(state.objective.parameters()), step.world)
 
-    # Clip by the norm over all ranks and stages; the same multiplication unscales fp16 gradients.
+    # Clip the gradients by their norm over all ranks and stages. The same multiplication unscales fp16 gradients.
     loss_scale, skips = state.precision.loss_scale, state.precision.skips_steps
     grad_norm = clip_gradients(
         state.parameters(),
@@ -233,7 +236,7 @@ def run_step(
         repeated=[] if state.pipeline is None else state.pipeline.repeated,
     )
 
-    # Step, unless the loss or the norm is not finite. The device decides that, so the host does not wait for them.
+    # Take the step if the loss and the norm are finite. The device decides this, so the host does not wait for them.
     state.precision.accepts(grad_norm)
     take_step(state.optimizer, guard.allow(metrics["loss"], grad_norm, skips=skips), skips=skips)
     if state.zero is not None:
@@ -251,7 +254,7 @@ def run_step(
 
 
 def next_step(state: State, samples: TrainingSet, settings: TrainingSettings, *, world: World) -> Step:
-    """Return the step that follows `state`, as it is passed to the objective."""
+    """Return the description of the next step that is passed to the objective."""
     return Step(
         number=state.step + 1,
         epoch=_epoch(state, samples, settings),
@@ -265,8 +268,9 @@ def next_step(state: State, samples: TrainingSet, settings: TrainingSettings, *,
 
 
 def _epoch(state: State, samples: TrainingSet, settings: TrainingSettings) -> float:
-    """Return the epochs completed so far; 0 for an endless set."""
-    # Not from the cursor's position: which failures of other ranks it counts depends on where the run was resumed.
+    """Return the number of epochs completed so far, including fractions; 0 for an endless sample set."""
+    # The position of the cursor is unsuitable: the failures of other ranks that it includes depend on where the run was
+    # resumed.
     visits = samples.visits_per_epoch
     return state.step * settings.batch / visits if visits else 0.0
 
@@ -274,7 +278,11 @@ def _epoch(state: State, samples: TrainingSet, settings: TrainingSettings) -> fl
 def _evaluate(
     task: Task, state: State, settings: TrainingSettings, *, world: World
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Return the metrics of the current model, and separately the metrics that have one value per batch."""
+    """Evaluate the current model.
+
+    Returns:
+        Scalar metrics, and metrics with one value per batch, each keyed by name.
+    """
     with state.evaluation_model() as model, state.precision.autocast():
         metrics = task.evaluate(model, world.replicas)
     batch_metrics = {name: value for name, value in metrics.items() if isinstance(value, list)}
@@ -289,7 +297,11 @@ def _evaluate(
 
 
 def check_batch(settings: TrainingSettings, samples: TrainingSet) -> None:
-    """Raise a UserError if a batch would contain a sample twice."""
+    """Check that a batch is not larger than the sample set, so that no batch contains a sample twice.
+
+    Raises:
+        UserError: The batch is larger than the sample set.
+    """
     if samples.num_samples is not None and settings.batch > samples.num_samples:
         raise UserError(
             f"--batch {settings.batch} is larger than the {count_noun(samples.num_samples, 'training sample')}",
@@ -299,7 +311,11 @@ def check_batch(settings: TrainingSettings, samples: TrainingSet) -> None:
 
 
 def describe_epochs(settings: TrainingSettings, samples: TrainingSet) -> Iterator[str]:
-    """Describe an epoch if settings are given in epochs; raise a UserError if its length is unknown."""
+    """Yield a description of an epoch if any setting is specified in epochs.
+
+    Raises:
+        UserError: A setting is specified in epochs, but the length of an epoch is unknown.
+    """
     steps = epoch_steps(settings, samples)
     if converted := given_in_epochs(settings, steps):
         unit = "sample" if samples.visits_per_epoch == samples.num_samples else "caption"
@@ -307,7 +323,7 @@ def describe_epochs(settings: TrainingSettings, samples: TrainingSet) -> Iterato
 
 
 def epoch_steps(settings: TrainingSettings, samples: TrainingSet) -> float | None:
-    """Return the number of steps in an epoch; None if it is unknown, as for a stream."""
+    """Return the number of steps in an epoch; None if the number is unknown, as for a stream."""
     visits = samples.visits_per_epoch
     return None if visits is None else visits / settings.batch
 
@@ -316,19 +332,22 @@ def epoch_steps(settings: TrainingSettings, samples: TrainingSet) -> float | Non
 
 
 class StopSignal:
-    """Record of a received SIGTERM, which the loop reads between steps.
+    """Handler that records a received SIGTERM, so that the loop can stop between steps.
 
-    The ranks exchange the record before each step (clipmill.train.engine.failures): once one rank has received the
+    The ranks exchange `is_received` before each step (clipmill.train.engine.failures). Once one rank has received the
     signal, all ranks save a checkpoint and stop.
+
+    Attributes:
+        is_received: True once the process has received SIGTERM.
     """
 
     is_received = False
 
     @contextmanager
     def handle(self) -> Iterator["StopSignal"]:
-        """Handle SIGTERM within the block: it sets `is_received` instead of ending the process."""
+        """Handle SIGTERM within the block: the signal sets `is_received` instead of ending the process."""
         if threading.current_thread() is not threading.main_thread():
-            yield self  # Python allows only the main thread to set a signal handler
+            yield self  # Python sets signal handlers only in the main thread
             return
 
         def remember(_: int, __: FrameType | None) -> None:
@@ -343,7 +362,7 @@ class StopSignal:
 
 @contextmanager
 def resume_hint(run: RunFolder, *, command: str) -> Iterator[None]:
-    """Add the command that resumes the run to a KeyboardInterrupt (Ctrl-C) within the block."""
+    """Add the command that resumes the run to the message of a KeyboardInterrupt (Ctrl-C) within the block."""
     try:
         yield
     except KeyboardInterrupt as interrupt:

@@ -1,10 +1,11 @@
-"""Losses over a batch: InfoNCE and FastCLIP's MBCL, SigLIP, max-margin.
+"""Contrastive losses without per-sample state: InfoNCE, MBCL (FastCLIP), SigLIP and max-margin.
 
-`info_nce` is the definition of InfoNCE, differentiated by autograd. Runs use the classes below it, which compute
-gradients in closed form, block by block, and never store the logits and probabilities that autograd would keep. They
-take half of the CPU time (docs/losses.md).
+The function `info_nce` is the reference implementation of InfoNCE, which is differentiated by autograd. Training uses
+the classes, which compute gradients in closed form, block by block, and do not store the logits and probabilities that
+autograd would keep. The closed forms take half of the CPU time (docs/losses.md).
 
-b: pairs of this rank. B: pairs of all ranks. E: embedding width. R: pairs of a block of rows.
+b: number of pairs on this rank. B: number of pairs in the global batch, which contains the pairs of all ranks. E:
+embedding width. R: number of rows in a block.
 """
 
 import math
@@ -30,18 +31,23 @@ from clipmill.train.losses.contrastive import (
 )
 from clipmill.train.losses.settings import Loss
 
-_INITIAL_BIAS = -10.0  # Zhai et al. 2023: near the log of the fraction of true pairs, so that first gradients are small
+_INITIAL_BIAS = -10.0  # Zhai et al. 2023: few pairs are positive, so a low bias keeps the first gradients small
 
 
 def info_nce(pairs: Pairs, settings: Loss) -> torch.Tensor:
     """Return InfoNCE, the loss of CLIP (van den Oord et al. 2018, eq. 4; Radford et al. 2021, figure 3).
 
-    It is the mean cross-entropy of each clip's caption, and of each caption's clip, over the batch of all ranks.
-    `InfoNCE` has the same value and gradients (tests/train/losses/test_closed_forms.py).
+    InfoNCE is the mean of two cross-entropies: the cross-entropy of each clip's caption among all captions in the
+    global batch, and the cross-entropy of each caption's clip among all clips. The class `InfoNCE` has the same value
+    and gradients (tests/train/losses/test_closed_forms.py).
 
-    If a batch contains two equal captions, each is a negative of the other, as in CLIP. The loss is then lowest if both
-    have equal probability. This raises its value, but does not change the ranking of different captions. Retrieval
-    metrics count equal captions as one (clipmill.train.tasks.dual_encoder.metrics).
+    If a batch contains two equal captions, each caption is a negative for the clip of the other caption, as in CLIP.
+    The loss is then lowest if both captions have the same probability. This raises the value of the loss, but does not
+    change the ranking of different captions. Retrieval metrics count equal captions as one caption
+    (clipmill.train.tasks.dual_encoder.metrics).
+
+    Returns:
+        Mean loss of this rank's pairs (scalar).
     """
     clip_logits_bB = pairs.scale * pairs.video_bE @ pairs.text_BE.T
     caption_logits_bB = pairs.scale * pairs.text_bE @ pairs.video_BE.T
@@ -51,18 +57,19 @@ def info_nce(pairs: Pairs, settings: Loss) -> torch.Tensor:
 
 
 class InfoNCE(ContrastiveObjective):
-    """`info_nce` and MBCL, with gradients in closed form.
+    """InfoNCE and MBCL, with gradients in closed form.
 
-    dL/ds_ij = (p_ij + q_ij - 2 [i = j]) / (2 B temperature). p is the softmax of the similarities of clip i over all
-    captions, and q the softmax of caption j over all clips. The logarithms of their denominators are B numbers each.
-    One pass over the similarities computes them, and a second pass computes the gradients.
+    The gradient is dL/ds_ij = (p_ij + q_ij - 2 [i = j]) / (2 B temperature), where p is the softmax of the similarities
+    of clip i over all captions, and q is the softmax of the similarities of caption j over all clips. The first pass
+    over the similarities computes the logarithms of the softmax denominators, which are B numbers for p and B numbers
+    for q. The second pass computes the gradients.
 
-    MBCL (FastCLIP, section 3) divides by B - 1 inside the logarithms, and sums the two halves that InfoNCE averages:
-    MBCL / 2 + log(B - 1) = InfoNCE. FastCLIP's code computes half of MBCL.
+    MBCL (FastCLIP, section 3) divides by B - 1 inside the logarithms, and adds the two cross-entropies instead of
+    averaging them: MBCL / 2 + log(B - 1) = InfoNCE. FastCLIP's code computes half of MBCL.
     """
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
-        """Compute the loss and its gradients."""
+        """Return the loss of the global batch and its gradients."""
         assert self.logit_scale is not None
         is_mbcl, num_pairs = self._settings.kind == "mbcl", similarities.num_pairs
         factor = 1.0 if is_mbcl and self._settings.convention == "paper" else 0.5
@@ -71,7 +78,7 @@ class InfoNCE(ContrastiveObjective):
         pair_B, clip_log_sum_B, caption_log_sum_B = similarities.gather(
             similarities.pair_b, log_sums(similarities.clips_bB, scale_b), log_sums(similarities.captions_bB, scale_b)
         )
-        # The sums are over negatives, as the gradient of a pair needs them; a denominator also includes the pair.
+        # The gradient of a positive pair needs sums over negatives only. A softmax denominator also includes the pair.
         clip_denominator_B = torch.logaddexp(clip_log_sum_B, scale * pair_B)
         caption_denominator_B = torch.logaddexp(caption_log_sum_B, scale * pair_B)
         loss = factor * (clip_denominator_B + caption_denominator_B - 2 * scale * pair_B).mean()
@@ -88,10 +95,13 @@ class InfoNCE(ContrastiveObjective):
 
 
 class SigLIP(ContrastiveObjective):
-    """-1/B sum_ij log sigmoid(z_ij (t s_ij + b)), z = 1 for pairs, else -1 (Zhai et al. 2023, algorithm 1).
+    """SigLIP, the pairwise sigmoid loss (Zhai et al. 2023, algorithm 1), with gradients in closed form.
+
+    The loss is -1/B sum_ij log sigmoid(z_ij (t s_ij + b)), where z is 1 for positive pairs and -1 for negatives.
 
     Attributes:
-        logit_bias: The bias b (scalar); `logit_scale` is log t.
+        logit_bias: Bias b (scalar).
+        logit_scale: Logarithm of t (scalar).
     """
 
     def __init__(self, settings: Loss, *, inputs: Inputs, dataset: DatasetSize | None, world: World) -> None:
@@ -99,7 +109,10 @@ class SigLIP(ContrastiveObjective):
         self.logit_bias = nn.Parameter(torch.tensor(_INITIAL_BIAS))
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
-        """Compute the loss and its gradients: for a negative, dL/ds_ij = t sigmoid(t s_ij + b) / B."""
+        """Return the loss of the global batch and its gradients.
+
+        For a negative, dL/ds_ij = t sigmoid(t s_ij + b) / B.
+        """
         assert self.logit_scale is not None
         dtype, num_pairs = similarities.pair_b.dtype, similarities.num_pairs
         scale, bias = self.logit_scale.to(dtype).exp(), self.logit_bias.to(dtype)
@@ -134,12 +147,15 @@ class SigLIP(ContrastiveObjective):
 class MaxMargin(ContrastiveObjective):
     """Max-margin loss for multi-instance retrieval on EPIC-Kitchens, used by LaViLa and AVION for fine-tuning.
 
-    It is the mean over i != j of max(0, m + s_ij - s_ii) and max(0, m + s_ji - s_ii): 2 B (B - 1) terms. AVION's margin
-    m is a constant; LaViLa's adaptive margin is `margin` times the relevancy of the pair.
+    The loss is the mean of the 2 B (B - 1) terms max(0, m + s_ij - s_ii) and max(0, m + s_ji - s_ii) for all i != j.
+    The margin m of AVION is a constant. The adaptive margin of LaViLa is `margin` times the relevancy of the pair.
     """
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
-        """Compute the loss and its gradients: dL/ds_ij is the number of margins that s_ij violates / 2 B (B - 1)."""
+        """Return the loss of the global batch and its gradients.
+
+        For a negative, dL/ds_ij is the number of margins that s_ij violates, divided by 2 B (B - 1).
+        """
         margin_b = torch.full_like(similarities.pair_b, self._settings.number("margin"))
         if self._settings.use_relevancy:
             if "relevancy" not in batch:
@@ -149,7 +165,7 @@ class MaxMargin(ContrastiveObjective):
                     flags=("--loss.use-relevancy",),
                 )
             margin_b = margin_b * batch["relevancy"].to(similarities.pair_b)
-        # The highest similarity of a negative without a loss.
+        # Highest similarity that a negative can have without adding to the loss.
         limit_b = similarities.pair_b - margin_b
         excess_and_count_2b = _violations(similarities.clips_bB, limit_b)
         excess_and_count_2b = excess_and_count_2b + _violations(similarities.captions_bB, limit_b)
@@ -166,7 +182,7 @@ class MaxMargin(ContrastiveObjective):
 
 
 def _violations(similarity_bB: torch.Tensor, limit_b: torch.Tensor) -> torch.Tensor:
-    """Return two values per row, [2, b]: the summed excess of similarities over the limit, and their number."""
+    """Return two values per row, [2, b]: the sum by which similarities exceed the limit, and how many exceed it."""
     parts = []
     for rows in blocks(similarity_bB):
         excess_RB = (similarity_bB[rows] - limit_b[rows, None]).clamp_(min=0)

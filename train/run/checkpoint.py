@@ -1,11 +1,12 @@
-"""Checkpoint format: one folder per checkpoint, which is complete or absent, and is read without executing code.
+"""Read checkpoints. A checkpoint is one folder, which is either complete or missing.
 
     step_000500/
-        checkpoint.json   step, position in the data, metrics; sizes and checksums of the other files
-        tensors.json      name, dtype and shape of each tensor, and the files that contain its pieces
-        __0_0.bin ...     the bytes of the tensors, a file per rank
+        checkpoint.json   step, position in the data, and metrics; size and checksum of each other file
+        tensors.json      name, dtype and shape of each tensor, and the files that contain the pieces of the tensor
+        __0_0.bin ...     bytes of the tensors, one file per rank
 
-Tensor names begin with model., ema., objective. or optimizer.
+The name of each tensor begins with `model.`, `ema.`, `objective.` or `optimizer.`. Reading a checkpoint does not
+execute code from it, in contrast to unpickling.
 """
 
 import hashlib
@@ -37,7 +38,7 @@ CHECKPOINT_FORMAT = 4
 METADATA_FILE, TABLE_FILE = "checkpoint.json", "tensors.json"
 _NAME = re.compile(r"step_(\d{6,})")
 _MAX_SHOWN = 6
-_MAX_DIMENSIONS = 12  # a box has 2 ** dimensions corners
+_MAX_DIMENSIONS = 12  # maximum number of dimensions of a tensor; a box with n dimensions has 2 ** n corners
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +46,14 @@ class CheckpointMetadata:
     """Contents of a checkpoint other than tensors.
 
     Attributes:
+        task: Name of the task.
+        step: Number of completed steps.
         loader: Position of each rank in the data.
-        settings: Settings that affect the weights, by flag.
+        settings: Settings that affect the weights, keyed by flag.
         precision: State of clipmill.train.device.precision.Precision.
-        numbers: Metrics of the evaluation at this step; {} if there was none.
-        base: Identity of the frozen weights that the checkpoint omits (clipmill.train.weights.sources); {} if it
-            omits none.
+        numbers: Metrics of the evaluation at this step, keyed by name; {} if there was no evaluation.
+        base: Identity of the frozen weights that the checkpoint omits (clipmill.train.weights.sources); {} if the
+            checkpoint contains all weights.
     """
 
     task: str
@@ -62,19 +65,23 @@ class CheckpointMetadata:
     base: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self, files: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the content of checkpoint.json, with the size and checksum of each other file."""
+        """Return the content of checkpoint.json.
+
+        Args:
+            files: Size and checksum of each other file of the checkpoint, keyed by file name (`file_facts`).
+        """
         content = {"format": CHECKPOINT_FORMAT, **asdict(self), "files": dict(files)}
         return {**content, "checksum": _checksum_of(content)}
 
 
 def checkpoint_step(path: Path) -> int | None:
-    """Return the step in the name of a checkpoint; None if it is not the name of a checkpoint."""
+    """Return the step in the folder name of a checkpoint; None if the path does not have such a name."""
     match = _NAME.fullmatch(path.name)
     return None if match is None else int(match[1])
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the folder name of a checkpoint."""
+    """Return the folder name of the checkpoint at a step."""
     return f"step_{step:06d}"
 
 
@@ -84,7 +91,7 @@ def is_checkpoint_name(name: str) -> bool:
 
 
 def is_intact(path: Path) -> bool:
-    """Return True if a checkpoint is complete and all checksums match; this reads the entire checkpoint."""
+    """Return True if a checkpoint is complete and all checksums match. The entire checkpoint is read."""
     try:
         read_metadata(path)
     except UserError:
@@ -93,7 +100,10 @@ def is_intact(path: Path) -> bool:
 
 
 def all_checkpoints(folder: Path) -> dict[int, Path]:
-    """Return the checkpoints by step, in ascending order; in a bucket, only complete checkpoints."""
+    """Return the paths of all checkpoints in a folder, keyed by step, in ascending order.
+
+    In a bucket, incomplete checkpoints are omitted.
+    """
     checkpoints = {int(match[1]): path for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))}
     if checkpoints and mirror_of(folder) is not None:
         checkpoints = {step: path for step, path in checkpoints.items() if _is_uploaded(path)}
@@ -101,35 +111,41 @@ def all_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def _is_uploaded(path: Path) -> bool:
-    """Return True if a checkpoint in a bucket has its checkpoint.json and all files that are listed there.
+    """Return True if a checkpoint in a bucket has its checkpoint.json and all files that checkpoint.json lists.
 
-    A request that the network delivers late can write the checkpoint.json of a checkpoint that was already removed.
+    Files may be missing, because a delayed request can write the checkpoint.json of a checkpoint that has been removed.
     """
     if not (path / METADATA_FILE).is_file():
         return False
     try:
         return all((path / name).is_file() for name in content_of(path)["files"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return True  # reading it reports the damage
+        return True  # the damage is reported when the checkpoint is read
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint with the highest step, or None."""
+    """Return the path of the checkpoint with the highest step; None if there is no checkpoint."""
     checkpoints = all_checkpoints(folder)
     return checkpoints[max(checkpoints)] if checkpoints else None
 
 
 def read_metadata(path: Path, *, world: World | None = None) -> CheckpointMetadata:
-    """Read checkpoint.json and verify all checksums, divided among the ranks; UserError on all ranks for bad files.
+    """Read checkpoint.json, and verify the checksums of all files, divided among the ranks.
 
-    The parts of a checkpoint in a bucket are verified later, by the ranks that read them.
+    All ranks of `world` must call this function. In a bucket, each part is verified later, by the ranks that read it.
+
+    Args:
+        world: Ranks that share the verification; None if only this process reads the checkpoint.
+
+    Raises:
+        UserError: A file is missing or damaged. The error is raised on all ranks.
     """
     world = world or World()
     try:
         content = content_of(path)
         files = sorted(content["files"].items())[world.rank :: world.size]
         damage = next((problem for name, facts in files if (problem := _find_damage(path / name, facts))), None)
-        content.setdefault("base", {})  # missing in checkpoints that are older than adapters
+        content.setdefault("base", {})  # checkpoints from versions without adapters lack this key
         metadata = CheckpointMetadata(**{name: content[name] for name in CheckpointMetadata.__dataclass_fields__})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         damage, metadata = first_line(error), None
@@ -140,7 +156,11 @@ def read_metadata(path: Path, *, world: World | None = None) -> CheckpointMetada
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the settings that a checkpoint was trained with, by flag; UserError if they cannot be read."""
+    """Return the settings that affected the weights of a checkpoint, keyed by flag.
+
+    Raises:
+        UserError: checkpoint.json cannot be read.
+    """
     try:
         return dict(content_of(path)["settings"])
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -148,7 +168,12 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def content_of(path: Path) -> dict[str, Any]:
-    """Parse checkpoint.json; OSError or ValueError if it cannot be read."""
+    """Parse checkpoint.json, and verify its checksum.
+
+    Raises:
+        OSError: checkpoint.json cannot be read.
+        ValueError: checkpoint.json is damaged or has a different format.
+    """
     content = parse_json((path / METADATA_FILE).read_bytes())
     if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
         raise ValueError(f"not a checkpoint of format {CHECKPOINT_FORMAT}")
@@ -158,7 +183,11 @@ def content_of(path: Path) -> dict[str, Any]:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Read the table of tensors (`distributed/storage.py`); UserError if pieces of a tensor have gaps or overlap."""
+    """Read the table of tensors, tensors.json (clipmill.train.distributed.storage).
+
+    Raises:
+        UserError: The table cannot be read, or the pieces of a tensor overlap or leave gaps.
+    """
     try:
         table = parse_json((path / TABLE_FILE).read_bytes())
         if not isinstance(table, dict):
@@ -173,10 +202,18 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def is_tiled(size: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Return True if boxes, given as (offsets, sizes), cover a tensor exactly: each element once, nothing outside.
+    """Return True if pieces cover each element of a tensor exactly once, and nothing outside the tensor.
 
-    The signed corners of boxes sum to the tensor's corners if and only if the boxes tile it: O(number of boxes).
-    Raises TypeError or ValueError for numbers that do not describe a box.
+    A piece is a box. The boxes tile the tensor if and only if their signed corners sum to the signed corners of the
+    tensor. Computing the sum takes O(number of boxes).
+
+    Args:
+        size: Shape of the tensor.
+        pieces: Offsets and sizes of each piece, one number per dimension.
+
+    Raises:
+        TypeError: A number is not an integer.
+        ValueError: The numbers do not describe a box.
     """
     whole = ([0] * len(size), size)
     boxes = [(list(map(index, offsets)), list(map(index, sizes))) for offsets, sizes in (whole, *pieces)]
@@ -184,7 +221,7 @@ def is_tiled(size: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence
         if not len(offsets) == len(sizes) == len(size) <= _MAX_DIMENSIONS or min(sizes, default=0) < 0:
             raise ValueError(f"{sizes} at {offsets} is not a part of a tensor {size}")
     if boxes[1:] == boxes[:1]:
-        return True  # a single piece, as for most tensors
+        return True  # most tensors have a single piece
     corners: Counter[tuple[int, ...]] = Counter()
     for number, (offsets, sizes) in enumerate(boxes):
         sign = 1 if number else -1
@@ -195,7 +232,15 @@ def is_tiled(size: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence
 
 
 def fill(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tensor"], *, world: World) -> None:
-    """Load stored values into `tensors`, sharded or not, by name; all ranks call it. UserError if unreadable."""
+    """Load stored values into `tensors`, which may be sharded. All ranks of `world` must call this function.
+
+    Args:
+        table: Table of the stored tensors (`read_table`).
+        tensors: Tensors to fill, keyed by their names in the checkpoint.
+
+    Raises:
+        UserError: A file of the checkpoint cannot be read.
+    """
     from clipmill.train.distributed.storage import read_into
 
     is_shared = world.size > 1 and mirror_of(path) is not None
@@ -207,11 +252,16 @@ def fill(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tens
 
 
 def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
-    """Load weights (the EMA if there is one) and buffers on the CPU; any number of ranks may have written them.
+    """Load the weights and buffers of a checkpoint on the CPU; if the run used EMA, the averaged weights.
 
-    They are complete, except in a checkpoint with a `base` (clipmill.train.weights.sources.whole_weights).
+    The checkpoint may have been written by any number of ranks. If the checkpoint has a `base`, the frozen weights are
+    not included (clipmill.train.weights.sources.whole_weights).
 
-    Raises a UserError if the checkpoint is damaged or truncated, or has a different format.
+    Returns:
+        Weights and buffers, keyed by their names in the model.
+
+    Raises:
+        UserError: The checkpoint is damaged or truncated, or has a different format.
     """
     import torch
 
@@ -233,7 +283,11 @@ def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
 
 
 def check_fits(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tensor"], *, prefix: str) -> None:
-    """Raise a UserError if stored tensors with `prefix` differ in name or shape from a model's `tensors`."""
+    """Check that the stored tensors whose names begin with `prefix` have the names and shapes of `tensors`.
+
+    Raises:
+        UserError: A stored tensor is missing, unexpected, or of a different shape.
+    """
     stored = {name: entry for name, entry in table.items() if name.startswith(prefix)}
     missing = [f"{name} {list(tensor.shape)}" for name, tensor in tensors.items() if name not in stored]
     unexpected = [f"{name} {entry['size']}" for name, entry in stored.items() if name not in tensors]
@@ -256,13 +310,13 @@ def check_fits(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torc
 
 
 def file_facts(path: Path) -> dict[str, Any]:
-    """Return the size and checksum of a file."""
+    """Return the size in bytes and the SHA-256 (hex) of a file."""
     with path.open("rb") as file:
         return {"size_bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def open_part(path: Path) -> BinaryIO:
-    """Open a file of a checkpoint for reading; a file that is only in a bucket is downloaded and verified.
+    """Open a file of a checkpoint for reading. A file that exists only in a bucket is downloaded and verified.
 
     Raises:
         OSError: The file cannot be read.
@@ -282,9 +336,9 @@ def open_part(path: Path) -> BinaryIO:
 
 @contextmanager
 def _shared_parts() -> Iterator[Callable[[Path], BinaryIO]]:
-    """Yield a function like `open_part` with which the ranks of a node download each file only once.
+    """Yield a replacement for `open_part` that downloads each file only once per node.
 
-    A file stays on the disk until the block of the last rank ends.
+    The downloaded files stay on the disk until the block has ended on all ranks of the node.
     """
     from clipmill.manifests.storage.cache import Damaged, ObjectCache
 
@@ -321,7 +375,7 @@ def _find_damage(path: Path, facts: Mapping[str, Any]) -> str | None:
         return f"{path.name} is missing"
     if (size_bytes := path.stat().st_size) != facts["size_bytes"]:
         return f"{path.name} has {size_bytes} of {facts['size_bytes']} bytes"
-    # The checksum of a part that is only in a bucket is compared when it is opened.
+    # The checksum of a part that exists only in a bucket is verified when the part is opened.
     is_sound = is_away(path) or file_facts(path) == facts
     return None if is_sound else f"the checksum of {path.name} does not match"
 
@@ -331,7 +385,7 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
 
 
 def removal_hint(path: Path) -> str:
-    """Return the hint for a checkpoint that cannot be used: remove it, and what is used instead."""
+    """Return the hint to remove a checkpoint that cannot be used, which also states what is used instead."""
     step = checkpoint_step(path)
     earlier = [name for number, name in all_checkpoints(path.parent).items() if step is not None and number < step]
     if not earlier:

@@ -1,6 +1,6 @@
-"""Asynchronous checkpoints: tensors are copied to the CPU, written by a thread, and published by a rename.
+"""Write checkpoints asynchronously: copy the tensors to the CPU, write them in a thread, and publish them by a rename.
 
-In a bucket, which has no renames, each rank uploads its parts, and checkpoint.json is uploaded last.
+Buckets do not support renames. Each rank therefore uploads its part, and rank 0 uploads checkpoint.json last.
 """
 
 import errno
@@ -33,12 +33,14 @@ from clipmill.train.run.checkpoint import (
 
 
 class CheckpointWriter:
-    """Writer of a run's checkpoints to `folder`. All ranks call its methods in the same order.
+    """Writer of a run's checkpoints. All ranks must call the methods in the same order.
 
     Args:
+        folder: Folder that contains the run's checkpoints.
+        world: Ranks that write the checkpoints.
         keep: Number of latest checkpoints to keep.
-        best: Metric whose best checkpoint is kept too.
-        lower_is_better: True if the lowest value of this metric is the best.
+        best: Metric that selects the best checkpoint, which is kept as well; None to keep only the latest checkpoints.
+        lower_is_better: True if the lowest value of the metric is the best.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class CheckpointWriter:
             from clipmill.train.run.bucket import insist
 
             self._insist = insist
-            # A delayed upload of an earlier attempt must not replace a part of this attempt.
+            # Use a unique name, so that a delayed upload from an earlier attempt cannot replace this part.
             self._part = f"__{world.rank}_{secrets.token_hex(4)}.bin"
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
@@ -71,18 +73,29 @@ class CheckpointWriter:
         *,
         write_extras: Callable[[], object] = lambda: None,
     ) -> None:
-        """Copy the state, start to write it, and return; waits only for the previous checkpoint (FailedWork).
+        """Copy the state to the CPU, start to write a checkpoint, and return.
+
+        This method waits for the previous checkpoint to be written, but not for the new checkpoint.
 
         Args:
-            write_extras: Function that writes files that belong to the checkpoint but are outside its folder; the
-                writing thread of rank 0 calls it before the checkpoint is complete.
+            tensors: Tensors of the state, keyed by their names in the checkpoint.
+            metadata: Contents of the checkpoint other than tensors.
+            write_extras: Function that writes files that belong to the checkpoint but are outside its folder. The
+                writing thread of rank 0 calls this function before the checkpoint is complete.
+
+        Raises:
+            FailedWork: A rank could not write the previous checkpoint.
         """
         self.wait()
         staged = self._storage.stage(tensors)
         self._writing = self._thread.submit(self._write, staged, metadata, write_extras)
 
     def wait(self) -> None:
-        """Block until the last checkpoint is written; all ranks raise FailedWork if one could not write it."""
+        """Block until the last checkpoint has been written.
+
+        Raises:
+            FailedWork: A rank could not write the checkpoint. The error is raised on all ranks.
+        """
         if self._writing is None:
             return
         error = self._writing.exception()
@@ -96,17 +109,18 @@ class CheckpointWriter:
     def prune(self) -> None:
         """Remove superfluous checkpoints that a killed process left.
 
-        Call it only after the latest checkpoint has been read: if that is damaged, earlier checkpoints are needed.
+        Call this method only after the latest checkpoint has been read: if the latest checkpoint is damaged, earlier
+        checkpoints are needed.
         """
         if self._world.is_first:
             self._prune()
 
     def close(self) -> None:
-        """Wait for the writing thread and end it; call this method after a failure too."""
+        """Wait for the writing thread to finish, and end it. This method must also be called after a failure."""
         self._thread.shutdown(wait=True)
 
     def is_best(self, numbers: Mapping[str, float]) -> bool:
-        """Return True if the selected metric is better than in every existing checkpoint."""
+        """Return True if the selected metric is better in `numbers` than in every existing checkpoint."""
         if self._best is None or self._best not in numbers:
             return False
         self.wait()
@@ -129,7 +143,7 @@ class CheckpointWriter:
         if not self._world.is_first:
             return
         if self._is_remote:
-            self._insist(partial(refresh, final))  # the parts of other ranks
+            self._insist(partial(refresh, final))  # make the parts of other ranks visible
         self._insist(partial(publish_json, folder / TABLE_FILE, table))
         files[TABLE_FILE] = file_facts(folder / TABLE_FILE)
         self._insist(write_extras)
@@ -139,7 +153,7 @@ class CheckpointWriter:
         self._insist(self._prune)
 
     def _upload(self, part: Path, final: Path) -> None:
-        """Upload this rank's part of a checkpoint; return once all ranks have done so."""
+        """Upload this rank's part of a checkpoint, and return once all ranks have uploaded their parts."""
         error: Exception | None = None
         try:
             final.mkdir(exist_ok=True)
@@ -155,20 +169,26 @@ class CheckpointWriter:
             _remove(checkpoints[step])
 
     def _scores(self) -> dict[int, float]:
-        """Return the value of the selected metric in each checkpoint that has it, negated if lower is better."""
+        """Return the values of the selected metric, keyed by step; negated if lower is better.
+
+        Checkpoints without the metric are omitted.
+        """
         scores: dict[int, float] = {}
         for step, path in all_checkpoints(self._folder).items() if self._best is not None else ():
             try:
                 numbers = content_of(path)["numbers"]
             except (OSError, ValueError, KeyError):
-                continue  # a damaged checkpoint is never the best; the damage is reported when it is read
+                continue  # a damaged checkpoint is never the best; reading it reports the damage
             if self._best in numbers:
                 scores[step] = self._sign * float(numbers[self._best])
         return scores
 
 
 def recover(folder: Path) -> None:
-    """Publish the complete checkpoints of a killed process and remove incomplete ones; only rank 0 calls it."""
+    """Publish the complete checkpoints that a killed process left, and remove the incomplete checkpoints.
+
+    Only rank 0 may call this function.
+    """
     if (mirror := mirror_of(folder)) is not None:
         _delete_temporaries(folder)
         complete = all_checkpoints(folder)
@@ -186,7 +206,13 @@ def recover(folder: Path) -> None:
 
 
 def superfluous_steps(steps: list[int], *, keep: int, scores: Mapping[int, float]) -> list[int]:
-    """Return the steps to remove: all but the last `keep`, and the first step with the best score."""
+    """Return the steps whose checkpoints are to be removed.
+
+    The last `keep` steps and the first step with the best score are kept.
+
+    Args:
+        scores: Score of each evaluated step; higher is better.
+    """
     kept = set(sorted(steps)[-keep:])
     if scores:
         kept.add(max(sorted(scores), key=lambda step: scores[step]))
@@ -194,7 +220,11 @@ def superfluous_steps(steps: list[int], *, keep: int, scores: Mapping[int, float
 
 
 def _publish(temporary: Path, final: Path) -> None:
-    """Rename a complete checkpoint; an intact checkpoint of the same name holds the same step and is kept instead."""
+    """Rename a complete checkpoint to its final name.
+
+    If there is already an intact checkpoint with this name, it is kept, and the new checkpoint of the same step is
+    deleted.
+    """
     sync(temporary)
     if final.exists():
         if is_intact(final):
@@ -213,9 +243,9 @@ def _delete_temporaries(folder: Path) -> None:
 
 def _remove(path: Path) -> None:
     if (mirror := mirror_of(path)) is not None:
-        remove(path / METADATA_FILE)  # first, because a checkpoint exists as long as this file exists
+        remove(path / METADATA_FILE)  # first, because a checkpoint in a bucket exists as long as this file does
         mirror.remove(path)
-    # Rename the folder before it is deleted, so that readers see only complete checkpoints.
+    # Rename the folder before deleting it, so that readers never see an incomplete checkpoint.
     temporary = path.with_name(f"{TEMPORARY_PREFIX}old-{path.name}")
     path.rename(temporary)
     _delete(temporary)
@@ -229,7 +259,7 @@ def _delete(path: Path) -> None:
 
 
 def _describe_error(error: BaseException | None) -> str:
-    # DCP wraps each rank's error together with its traceback as text.
+    # DCP pairs the error of each rank with its traceback.
     for cause, _ in getattr(error, "failures", {}).values():
         return _describe_error(cause)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
