@@ -85,16 +85,16 @@ class Heartbeat:
             except RuntimeError:
                 messages = None
             self._called_s = None
-            self._leave_for(watch.reason_to_stop(messages, now_s=self._clock.now_s))
+            self._exit_with(watch.reason_to_stop(messages, now_s=self._clock.now_s))
 
     def _time_calls(self) -> None:
         while not self._is_over.wait(_TICK_S):
             self._clock.tick()
             called_s = self._called_s
             if called_s is not None and self._clock.now_s - called_s >= SILENT_S:
-                self._leave_for(_unanswered_text())
+                self._exit_with(_unanswered_text())
 
-    def _leave_for(self, reason: str | None) -> None:
+    def _exit_with(self, reason: str | None) -> None:
         if reason is None or self._is_over.is_set():
             return
         sys.stderr.write(

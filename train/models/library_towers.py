@@ -8,8 +8,8 @@ Shape suffixes: B clips or texts, C channels, T frames, H and W pixels, L tokens
 of the library's embedding, D token width, E embedding width, h heads, K width of a head.
 
 A tower has the name LIBRARY:NAME, where NAME is a name in the library: `open_clip:RN50`, `timm:MODEL.TAG`,
-`open_clip:local-dir:FOLDER`, `hf:FOLDER` or `hf:ORGANISATION/NAME`. A new tower has random
-weights; --init.weights loads others.
+`open_clip:local-dir:FOLDER`, `hf:FOLDER` or `hf:ORGANISATION/NAME`. A new tower has random weights; --init.weights
+loads others.
 
 Each library is an object with
 

@@ -270,7 +270,7 @@ def require_float_weights(state: Tensors, *, source: object) -> None:
     require_floats(weights, source=source)
 
 
-def by_origin(converted: ConvertedStateDict) -> dict[str, torch.Tensor]:
+def tensors_by_origin(converted: ConvertedStateDict) -> dict[str, torch.Tensor]:
     """Return the converted tensors by their names in the source."""
     return {converted.origins[name]: tensor for name, tensor in converted.tensors.items()}
 

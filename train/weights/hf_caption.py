@@ -23,10 +23,10 @@ from clipmill.train.weights.conversion import (
     NameTable,
     SourceFacts,
     any_begins,
-    by_origin,
     require_finite,
     require_float_weights,
     require_floats,
+    tensors_by_origin,
 )
 from clipmill.train.weights.files import as_config, colours, read_config, read_tensors, weights_file, without_prefixes
 
@@ -333,8 +333,8 @@ def read_caption_folder(folder: Path, *, needs_decoder: bool = False) -> Caption
     state = without_prefixes(read_tensors(path))
     require_float_weights(state, source=path)
     converted = from_hf_caption(state)
-    require_floats(by_origin(converted), source=path)
-    require_finite(by_origin(converted), source=path)
+    require_floats(tensors_by_origin(converted), source=path)
+    require_finite(tensors_by_origin(converted), source=path)
     return CaptionFolder(config=config, converted=converted)
 
 

@@ -35,9 +35,9 @@ IMAGE, TEXT = "video.model.", "text.model."
 LOGIT_BIAS = "logit_bias"
 _ANY_PX = 224
 _PLAIN = Towers()
-_IMAGE_ROOTS = ("visual", "vision_model", "visual_projection")
+_IMAGE_COMPONENTS = ("visual", "vision_model", "visual_projection")
 # First components of the names in a CLIP's text tower, and the name of the temperature.
-OF_TEXT = ("text", "text_model", *TEXT_ROOTS)
+TEXT_COMPONENTS = ("text", "text_model", *TEXT_ROOTS)
 
 
 def library_format(towers: Towers) -> Format | None:
@@ -58,7 +58,7 @@ def _convert_state(names: Mapping[str, frozenset[str]], state: Tensors) -> Conve
     unknown, rest, ignored = dict[str, torch.Tensor](), dict[str, torch.Tensor](), list[str]()
     # In a model with two towers, the first component of a name says which tower it belongs to.
     has_two_towers = any_begins(
-        state, "token_embedding.", *(f"{root}." for root in ("text", "text_model", *_IMAGE_ROOTS))
+        state, "token_embedding.", *(f"{root}." for root in ("text", "text_model", *_IMAGE_COMPONENTS))
     )
     for name, tensor in state.items():
         root = name.partition(".")[0]
@@ -67,7 +67,7 @@ def _convert_state(names: Mapping[str, frozenset[str]], state: Tensors) -> Conve
         endings = [".".join(parts[begin:]) for begin in range(min(3, len(parts)))]
         prefixes = list(names)
         if has_two_towers:
-            prefixes = [TEXT] if root in OF_TEXT else [IMAGE] if root in _IMAGE_ROOTS else []
+            prefixes = [TEXT] if root in TEXT_COMPONENTS else [IMAGE] if root in _IMAGE_COMPONENTS else []
         prefixes = [prefix for prefix in prefixes if prefix in names and root != LOGIT_SCALE]
         ours = next((f"{prefix}{part}" for prefix in prefixes for part in endings if part in names[prefix]), None)
         if not tensor.is_floating_point() or name.endswith(BUFFERS) or name == LOGIT_BIAS:

@@ -211,7 +211,7 @@ class Loaded:
 
     Attributes:
         title: Source and format.
-        fitted: Tensors that fit the model, and changes.
+        fitted: Fitted tensors, with the changes that the table shows.
     """
 
     title: str
@@ -306,7 +306,7 @@ def load_whole(model: nn.Module, source: Source, *, fit: Callable[..., Loaded], 
         model.get_parameter(TEMPORAL_EMBEDDING).detach().zero_()
 
 
-_HEADS_OF_DECODER = (
+_DECODER_HEADS_HINT = (
     "the size of the model decides how many heads its decoder has; without the decoder, the weights can be the "
     "--init.weights of another task"
 )
@@ -334,7 +334,7 @@ def _check_heads(
             flags = _size_flags(source_shapes, here, facts) or f"{flag} {heads}"
             raise UserError(
                 f"{title}: the {what} has {heads} heads, but the {what} of the model has {model_heads}",
-                hint=_HEADS_OF_DECODER if tower == "decoder" else f"use the --model of the weights, or {flags}",
+                hint=_DECODER_HEADS_HINT if tower == "decoder" else f"use the --model of the weights, or {flags}",
             )
 
 
@@ -381,7 +381,7 @@ def _title(change: Change) -> str:
 
 # Errors and hints, derived from names and shapes.
 
-# A captioner's decoder, and the projection from the tower's width to the decoder's width.
+# The decoder's embedding, and name prefixes of a captioner's decoder and of the projection to the decoder's width.
 _TOKENS, _CAPTIONER_PARTS = "decoder.token_embedding.weight", ("decoder.", "projection.")
 # Parts that either a model or its weights may lack, and that can be learned.
 _PARTS = ("decoder.", "video.ln_post.", "fc_norm.", "head.")

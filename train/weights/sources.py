@@ -31,24 +31,26 @@ from clipmill.train.weights.conversion import (
     ConvertedStateDict,
     Format,
     SourceFacts,
-    by_origin,
     kind_of_tensors,
     require_finite,
     require_float_weights,
     require_floats,
+    tensors_by_origin,
 )
 from clipmill.train.weights.exported import EXTRAS_FILE, read_extras
 from clipmill.train.weights.files import hub_folder, read_config, read_tensors, weights_file, without_prefixes
 from clipmill.train.weights.hf_caption import HF_TIMESFORMER
 from clipmill.train.weights.hf_clip import HF_CLIP
-from clipmill.train.weights.library import OF_TEXT, facts_of_entry, library_facts, library_format
+from clipmill.train.weights.library import TEXT_COMPONENTS, facts_of_entry, library_facts, library_format
 from clipmill.train.weights.open_clip import AVION, LAVILA, OPEN_CLIP, OPENAI, facts_of_open_clip, file_of_tag
 from clipmill.train.weights.source import Base, Say, Source
 from clipmill.train.weights.videomae import HF_VIDEOMAE, VIDEOMAE
 
 # The formats, in the order in which they are compared with tensor names. A new format needs a file in this folder that
 # defines a Format, a row here, and its name among the choices of `--init.format` (config/model.py).
-FORMATS = {one.name: one for one in (HF_CLIP, HF_TIMESFORMER, HF_VIDEOMAE, VIDEOMAE, AVION, LAVILA, OPENAI, OPEN_CLIP)}
+FORMATS = {
+    form.name: form for form in (HF_CLIP, HF_TIMESFORMER, HF_VIDEOMAE, VIDEOMAE, AVION, LAVILA, OPENAI, OPEN_CLIP)
+}
 
 
 def detect_format(names: Iterable[str]) -> Format:
@@ -180,7 +182,7 @@ def _open_source(init: Init, towers: Towers) -> Source:
             tensors={**converted.tensors, **extras},
             origins={**converted.origins, **{name: f"{EXTRAS_FILE}: {name}" for name in extras}},
         )
-    require_floats(by_origin(converted), source=file)
+    require_floats(tensors_by_origin(converted), source=file)
     if (scale := converted.tensors.get(LOGIT_SCALE)) is not None:
         name = converted.origins[LOGIT_SCALE]
         if scale.numel() != 1:
@@ -316,7 +318,7 @@ def _triple(values: list[float] | None) -> tuple[float, float, float] | None:
     return None if values is None else (values[0], values[1], values[2])
 
 
-_SETTINGS_OF_TEXT = ("text", "text_pooling", "context_length")
+_TEXT_SETTINGS = ("text", "text_pooling", "context_length")
 
 
 def paired_tensors(video: ConvertedStateDict, text: ConvertedStateDict, *, title: str) -> ConvertedStateDict:
@@ -334,9 +336,9 @@ def paired_tensors(video: ConvertedStateDict, text: ConvertedStateDict, *, title
         raise UserError(f"{title}: there is no text tower", hint="name weights that have one with --init.text")
 
     def merge_facts(video_values: Mapping[str, Any], text_values: Mapping[str, Any]) -> dict[str, Any]:
-        merged = {name: value for name, value in video_values.items() if _root(name) not in OF_TEXT}
+        merged = {name: value for name, value in video_values.items() if _root(name) not in TEXT_COMPONENTS}
         return merged | {
-            name: value for name, value in text_values.items() if _root(name) in OF_TEXT and name != LOGIT_SCALE
+            name: value for name, value in text_values.items() if _root(name) in TEXT_COMPONENTS and name != LOGIT_SCALE
         }
 
     return ConvertedStateDict(
@@ -367,7 +369,7 @@ def paired_facts(video: SourceFacts, text: SourceFacts, towers: Towers) -> Sourc
         activation=video.activation if towers.image is None else text.activation,
         text_eps=text.text_eps,
         text_heads=text.text_heads,
-        towers={**video.towers, **{name: text.towers.get(name) for name in _SETTINGS_OF_TEXT}},
+        towers={**video.towers, **{name: text.towers.get(name) for name in _TEXT_SETTINGS}},
         remarks=(*video.remarks, *text.remarks),
     )
 
