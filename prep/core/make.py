@@ -1,4 +1,4 @@
-"""Build the commands `prep NAME`, `prep plan NAME` and `prep retry`, which plan and make a column, from its spec."""
+"""Build the commands that plan and make a column (`prep NAME`, `prep plan NAME`, `prep retry`) from its spec."""
 
 import sys
 from collections.abc import Callable
@@ -16,7 +16,10 @@ from clipmill.prep.core.request import PlanRequest, Request
 
 
 def parse_budget(text: str) -> Callable[[int], float]:
-    """Parse `--max-failures` into a function that takes the number of videos and returns the number that may fail.
+    """Parse a value of `--max-failures`, such as `10` or `1%`.
+
+    Returns:
+        Function that takes the total number of videos and returns the maximum number of videos that may fail.
 
     Raises:
         UserError: `text` is neither a number nor a percentage.
@@ -35,7 +38,7 @@ def parse_budget(text: str) -> Callable[[int], float]:
 
 
 def make_command(column: ColumnSpec) -> Callable[..., None]:
-    """Return the function that runs `prep NAME`; its parameters are the column's settings and its request."""
+    """Return the function that runs `prep NAME`. Its parameters are the column's settings and request."""
 
     def make(settings: Any, request: Request) -> None:
         make_column(column, settings, request)
@@ -44,7 +47,7 @@ def make_command(column: ColumnSpec) -> Callable[..., None]:
 
 
 def plan_command(column: ColumnSpec) -> Callable[..., None]:
-    """Return the function that runs `prep plan NAME`; its parameters are the column's settings and plan request."""
+    """Return the function that runs `prep plan NAME`. Its parameters are the column's settings and plan request."""
 
     def plan(settings: Any, request: PlanRequest) -> None:
         with Activity("planning"):
@@ -54,7 +57,7 @@ def plan_command(column: ColumnSpec) -> Callable[..., None]:
             from clipmill.prep.core.work import work_of
 
             work, data_dir = work_of(column), require_data_folder(request.data)
-            # A dry run holds no lock, and workers must not write without one, so this process reads all sources.
+            # A dry run does not hold a lock, and workers must not write without one, so this process reads all sources.
             run_request = column.request_type(data=request.data, engine="processes", trial=request.trial)
             column_plan = work.plan(data_dir, settings, run_request)
             if request.explain is not None and work.explain is not None:
@@ -72,7 +75,7 @@ def plan_command(column: ColumnSpec) -> Callable[..., None]:
 
 
 def _as_command(function: Callable[..., None], column: ColumnSpec, *, request: type, help: str) -> Callable[..., None]:
-    """Set the annotations, defaults and docstring from which cyclopts builds a command with settings and a request."""
+    """Set the annotations, defaults and docstring of `function`, from which cyclopts builds the command."""
     kinds = {"settings": column.settings, "request": request}
     has_defaults = all(field.default is not MISSING for field in fields(column.settings))
     function.__annotations__ = {name: Annotated[kind, Parameter(name="*")] for name, kind in kinds.items()}
@@ -82,16 +85,16 @@ def _as_command(function: Callable[..., None], column: ColumnSpec, *, request: t
 
 
 def retry_column(column: ColumnSpec, stored: Stored, *, weights: str | None, request: Request) -> None:
-    """Retry the failures of a variant, with the settings and the flags of its last run.
+    """Retry the failures of a variant with the settings and flags of its last run.
 
     Args:
         stored: Recipe and request of the last run (`variants.stored_request`).
         weights: Path of local weights; None for the weights of the last run.
-        request: Flags of `prep retry`; a flag that is None keeps its value from the last run.
+        request: Flags of `prep retry`. If a flag is None, its value from the last run is used.
 
     Raises:
-        UserError: A different version wrote the recipe; see also `make_column`.
-        FailedWork: See `make_column`.
+        UserError: The recipe was written by a different version, or `make_column` raises a UserError.
+        FailedWork: The run failed, as described for `make_column`.
     """
     kind = column.request_type
     names = {field.name for field in fields(kind)}
@@ -102,13 +105,13 @@ def retry_column(column: ColumnSpec, stored: Stored, *, weights: str | None, req
 
 
 def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
-    """Plan and make the column, and print a summary.
+    """Plan and make a column, and print a summary.
 
     Raises:
-        UserError: The request is invalid, or this machine lacks something that the settings need.
+        UserError: The request is invalid, or this machine lacks something that the settings require.
         FailedWork: The run gave up (exit code 3 if object storage refused access, otherwise 1), or more videos failed
-            than `--max-failures` allows, not counting failures that an earlier run reported and that this run had no
-            reason to retry.
+            than `--max-failures` allows. Failures that an earlier run reported and that this run had no reason to retry
+            are not counted.
     """
     from clipmill.prep.core.data_folder import require_data_folder, writing
     from clipmill.prep.core.ending import with_ending
@@ -151,7 +154,7 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
             f"{summary.gave_up}; finished work is kept; run the same command again to resume",
             exit_code=summary.exit_code,
         )
-    # If the variant is empty or not the current one, the run has not succeeded: count the reported failures too.
+    # If the variant is empty or not current, the run has not succeeded, so count failures of earlier runs too.
     is_usable = report.values["current"] == plan.variant_dir.name and report.values["total_bytes"] > 0
     unchanged = summary.unchanged if is_usable else ()
     new = [failure for failure in summary.failures if failure not in unchanged]
@@ -160,7 +163,7 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
         sys.stderr.write(f"not counted: {known} with failures that an earlier run has reported, listed in {listed}\n")
     num_videos = len({failure.video_id for failure in new})
     failed = f"{num_videos} of {count_noun(plan.num_videos, 'video')}"
-    # If single spans or samples failed rather than complete videos, report their number too.
+    # If individual spans or samples failed rather than complete videos, also report the number of failures.
     sample = column.sample
     if sample != "video" and any(failure.key is not None for failure in new):
         failed = f"{count_noun(len(new), 'span' if column.is_first else sample)} in {failed}"

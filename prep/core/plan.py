@@ -1,6 +1,6 @@
-"""Compute the state of each shard in a plan, with its reason, and the disk use of the plan.
+"""Compute the state of each shard in the plan of a column, with a reason, and the disk use of the plan.
 
-All columns use this module. A state follows from the comparison of the shards that should exist with the stored shards.
+All columns use this module. The states result from comparing the shards that should exist with the stored shards.
 """
 
 import os
@@ -24,7 +24,7 @@ from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.shards.verify import Code, quick_problems
 
 _MISSING = frozenset({Code.TAR_MISSING, Code.INDEX_MISSING})
-NUM_CHECK_THREADS = 8  # checking files is I/O-bound
+NUM_CHECK_THREADS = 8  # number of threads that check files, which is I/O-bound
 
 
 class ShardState(StrEnum):
@@ -32,24 +32,26 @@ class ShardState(StrEnum):
 
     CURRENT = "current"  # committed as planned
     NEW = "new"
-    CHANGED = "changed"  # its inputs differ from the inputs of the commit
+    CHANGED = "changed"  # committed with different inputs
     MISSING = "missing"  # committed, but a file is missing
     CORRUPT = "corrupt"  # committed, but a file is damaged
-    RETRY = "retry"  # committed with failures that another try may fix
-    ORPHANED = "orphaned"  # committed, but the plan no longer needs any of its content
+    RETRY = "retry"  # committed with failures that may not occur in a new attempt
+    ORPHANED = "orphaned"  # committed, but no longer in the plan
 
 
-Problems = Mapping[int, tuple[ShardState, str]]  # shard id -> (MISSING or CORRUPT, reason)
+Problems = Mapping[int, tuple[ShardState, str]]  # {shard ID: (MISSING or CORRUPT, reason)}
 
 
 @dataclass(frozen=True)
 class WantedShard:
-    """A shard that should exist.
+    """Shard that should exist.
 
     Attributes:
-        fingerprint: SHA-256 (hex) of everything that its content depends on.
-        num_chunks: Number of samples that it will hold.
-        rows: Rows of the shard in the column's plan, if that plan has rows.
+        shard_id: ID of the shard.
+        split: Split of the shard.
+        fingerprint: SHA-256 (hex) of everything that determines the content of the shard.
+        num_chunks: Planned number of samples.
+        rows: Rows of the shard in the plan of the column; empty if the plan has no rows.
     """
 
     shard_id: int
@@ -61,13 +63,19 @@ class WantedShard:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One shard of a plan.
+    """Shard in a plan, with its state.
 
     Attributes:
-        rows: Rows of the shard in the column's plan, in the order in which the shard stores them.
+        shard_id: ID of the shard.
+        split: Split of the shard.
+        state: State of the shard.
+        reason: Reason for the state, as text.
+        plan_fingerprint: SHA-256 (hex) of everything that determines the content of the shard.
+        rows: Rows of the shard in the plan of the column, in the order in which the shard stores the rows.
         num_chunks: Number of planned samples.
-        num_copied: Number of samples to copy from the stored shard; None if it is unknown until the shard is made.
-        num_failed: Number of samples of a current shard that failed when it was made.
+        num_copied: Number of samples to copy from the stored shard; None if the number is unknown until the shard is
+            made.
+        num_failed: Number of samples that failed when the shard was made; only for current shards.
     """
 
     shard_id: int
@@ -87,20 +95,30 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class StoredShards:
-    """Commits of a variant, by shard id, and problems found by a quick check of their files."""
+    """Stored shards of a variant.
+
+    Attributes:
+        commits: Commits of the variant, keyed by shard ID.
+        problems: Problems that a quick check of the files found, keyed by shard ID.
+    """
 
     commits: dict[int, Commit]
     problems: Problems
 
     def without(self, shard_ids: Collection[int]) -> "StoredShards":
-        """Return all but the commits of the given shards."""
+        """Return a copy without the commits of the given shards. The problems are kept."""
         commits = {shard_id: commit for shard_id, commit in self.commits.items() if shard_id not in shard_ids}
         return StoredShards(commits, self.problems)
 
 
 @dataclass(frozen=True)
 class HeldShards:
-    """Shards to leave unchanged because their planned content is unknown, and the reason."""
+    """Shards to leave unchanged, because their planned content is unknown.
+
+    Attributes:
+        shard_ids: IDs of the shards.
+        because: Reason why the shards are left unchanged.
+    """
 
     shard_ids: frozenset[int] = frozenset()
     because: str = ""
@@ -116,14 +134,15 @@ def plan_shards(
     unreadable: frozenset[str] = frozenset(),
     held: HeldShards = HeldShards(),
 ) -> Iterator[ShardPlan]:
-    """Yield the state of every shard: the planned shards in their order, followed by orphaned shards.
+    """Yield each shard with its state: first the planned shards in order, then the remaining stored shards.
 
     Args:
         shards: Shards that should exist.
-        what_changed: Noun phrase for the input that changed if the fingerprint differs; used in the reason.
+        stored: Stored shards of the variant.
+        what_changed: Plural noun phrase for the inputs, used in the reason if the fingerprint differs.
         orphaned_because: Reason for orphaned shards.
-        retry_codes: Failure codes to try again even if nothing changed, in addition to the transient ones.
-        unreadable: Ids of videos whose sources cannot be read at present.
+        retry_codes: Codes of failures to retry even if nothing has changed, in addition to transient failures.
+        unreadable: IDs of videos whose sources currently cannot be read.
         held: Shards to leave unchanged.
     """
     known, commits = set[int](), stored.commits
@@ -137,7 +156,7 @@ def plan_shards(
             unreadable=unreadable,
             what_changed=what_changed,
         )
-        # The planned content is currently incomplete: keep the stored shard rather than replace it with a part.
+        # The planned content is currently incomplete, so keep the stored shard instead of replacing it.
         if state == ShardState.CHANGED and shard.shard_id in held.shard_ids:
             yield _stored_plan(commits[shard.shard_id], ShardState.CURRENT, held.because)
             continue
@@ -170,7 +189,16 @@ def state_of(
     unreadable: frozenset[str] = frozenset(),
     what_changed: str,
 ) -> tuple[ShardState, str]:
-    """Return the state of a shard and its reason; the arguments are described at `plan_shards`."""
+    """Return the state of a shard, and the reason for the state.
+
+    Args:
+        commit: Commit of the shard; None if the shard is not committed.
+        fingerprint: Planned fingerprint of the shard.
+        problem: Problem with the stored shard, as in `StoredShards.problems`; None if there is no problem.
+        retry_codes: Codes of failures to retry even if nothing has changed.
+        unreadable: IDs of videos whose sources currently cannot be read.
+        what_changed: Plural noun phrase for the inputs, used in the reason if the fingerprint differs.
+    """
     if problem is not None:
         return problem
     if commit is None:
@@ -189,7 +217,7 @@ def state_of(
 
 
 def _stored_plan(commit: Commit, state: ShardState, reason: str) -> ShardPlan:
-    """Return the plan for a stored shard that is kept unchanged, or removed."""
+    """Return the plan for a stored shard that is either kept unchanged or removed."""
     return ShardPlan(
         shard_id=commit.shard_id,
         split=commit.split,
@@ -202,12 +230,12 @@ def _stored_plan(commit: Commit, state: ShardState, reason: str) -> ShardPlan:
 
 
 def with_work(shards: Sequence[ShardPlan]) -> list[ShardPlan]:
-    """Return the shards that need work, largest first, so that no large shard runs alone at the end."""
+    """Return the shards that need work, largest first, so that a large shard is not the last one to start."""
     return sorted((shard for shard in shards if shard.has_work), key=lambda shard: -shard.num_chunks)
 
 
 def pending_of(shards: Sequence[ShardPlan]) -> Pending:
-    """Summarise a variant's plan."""
+    """Summarise the plan of a variant."""
     planned = [shard for shard in shards if shard.state != ShardState.ORPHANED]
     return Pending(
         num_wanted=sum(shard.num_chunks for shard in planned),
@@ -218,7 +246,7 @@ def pending_of(shards: Sequence[ShardPlan]) -> Pending:
 
 
 def stored_shards(folder: Path) -> StoredShards:
-    """Read the commits in the folder of a variant and check the files that they list."""
+    """Read the commits in the folder of a variant, and check the files that the commits list."""
     records = read_commits(folder)
     problems = file_problems(folder, records.commits)
     for damaged in records.damaged:
@@ -227,7 +255,10 @@ def stored_shards(folder: Path) -> StoredShards:
 
 
 def file_problems(folder: Path, commits: Mapping[int, Commit]) -> dict[int, tuple[ShardState, str]]:
-    """Return the shards whose files are missing or damaged, according to a quick check of each file."""
+    """Return the problems of shards whose files are missing or damaged, keyed by shard ID.
+
+    Only a quick check of each file is made.
+    """
     return {
         shard_id: (ShardState.MISSING if problems[0].code in _MISSING else ShardState.CORRUPT, problems[0].message)
         for shard_id, problems in quick_problems(folder, commits.values()).items()
@@ -235,7 +266,10 @@ def file_problems(folder: Path, commits: Mapping[int, Commit]) -> dict[int, tupl
 
 
 def problems_of(variant: Variant) -> dict[int, tuple[str, str]]:
-    """Return shard id -> (problem, reason), from a quick check of all files that the variant's commits list."""
+    """Return the problems of a variant as {shard ID: (problem, reason)}.
+
+    Only a quick check of the files that the commits list is made.
+    """
     problems: dict[int, tuple[str, str]] = {
         shard_id: (str(state), reason)
         for shard_id, (state, reason) in file_problems(variant.directory, variant.commits).items()
@@ -245,7 +279,7 @@ def problems_of(variant: Variant) -> dict[int, tuple[str, str]]:
 
 
 def is_readable(shard: CommittedShard) -> bool:
-    """Return True if the shard's index is readable."""
+    """Return True if the index of a shard can be read and has rows."""
     try:
         return shard.index.num_rows > 0
     except (Damaged, OSError):
@@ -254,16 +288,17 @@ def is_readable(shard: CommittedShard) -> bool:
 
 @dataclass(frozen=True)
 class DiskUse:
-    """Disk use before and after the run of a plan, in bytes, if no variant is removed.
+    """Disk use before and after a plan is run, in bytes, if no variant is removed.
 
     Attributes:
         data_bytes: Size of the complete data folder before the run.
-        variant_bytes: Size of each variant of the planned column, by name.
+        variant_bytes: Size of each variant of the planned column, keyed by the name of the variant.
         has_variant: True if `variant_bytes` contains the planned variant.
-        added_bytes: Lowest and highest size of the files that the run writes, including copies; None if unknown.
-        freed_bytes: Size that `prep gc` frees once the planned variant is complete, unless training runs read the
-            files: the column's other variants, and the shards of this variant that are replaced or removed.
-        free_bytes: Free space of the disk; None in a bucket.
+        added_bytes: Minimum and maximum size of the files that the run writes, including copies; None if unknown.
+        freed_bytes: Size of the files that `prep gc` removes once the planned variant is complete, unless training runs
+            are reading the files. The files are the other variants of the column, and the shards of the planned variant
+            that are replaced or removed.
+        free_bytes: Free space on the disk; None if the data folder is in a bucket or the free space is unknown.
     """
 
     data_bytes: int
@@ -275,11 +310,11 @@ class DiskUse:
 
     @property
     def fits(self) -> bool:
-        """False if the disk may be too small."""
+        """True unless the free space may be too small for the added files."""
         return self.free_bytes is None or self.added_bytes is None or self.added_bytes[1] <= self.free_bytes
 
     def values(self) -> dict[str, Any]:
-        """Return the disk use as JSON values."""
+        """Return the disk use as values that JSON can represent."""
         added = None if self.added_bytes is None else list(self.added_bytes)
         return {
             "data_bytes": self.data_bytes,
@@ -291,7 +326,7 @@ class DiskUse:
         }
 
     def lines(self) -> list[str]:
-        """Return the disk use as text lines."""
+        """Return the disk use as lines of text."""
         variants = f" in {count_noun(len(self.variant_bytes), 'variant')}" if self.variant_bytes else ""
         column_bytes = sum(self.variant_bytes.values())
         now = f"{size_text(column_bytes)}{variants} now" if variants else "nothing of this column yet"
@@ -322,12 +357,13 @@ def disk_use(
     added_bytes: tuple[float, float] | None,
     replaced_bytes: int = 0,
 ) -> DiskUse:
-    """Measure the disk use of a data folder and of a plan for it.
+    """Measure the disk use of a data folder, before and after a plan is run.
 
     Args:
+        column: Name of the planned column.
         variant: Name of the planned variant.
-        added_bytes: Lowest and highest size of the files that the run writes, including copies; None if unknown.
-        replaced_bytes: Size of the shards that the run replaces or removes.
+        added_bytes: Minimum and maximum size of the files that the run writes, including copies; None if unknown.
+        replaced_bytes: Total size of the shards that the run replaces or removes.
     """
     sizes = {name: folder_bytes(variant_dir(data_dir, column, name)) for name in list_variants(data_dir, column)}
     free_bytes = None
@@ -353,6 +389,6 @@ def folder_bytes(folder: Path) -> int:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
                 else:
-                    with suppress(OSError):  # removed since the folder was listed
+                    with suppress(OSError):  # the file was removed after the folder had been listed
                         total += entry.stat(follow_symlinks=False).st_size
     return total

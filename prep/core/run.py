@@ -1,4 +1,7 @@
-"""The driver that runs a plan. Its state is in the commits, so it can be killed and restarted at any time."""
+"""Driver that runs the plan of a column: make each shard that needs work, and update the records of the variant.
+
+All state is in the commits, so a run can be killed and restarted at any time.
+"""
 
 import sys
 import time
@@ -30,24 +33,34 @@ from clipmill.shards.dataset import begin_variant, current_variant, set_current_
 from clipmill.shards.lists import finish_run
 from clipmill.shards.reader import Variant
 
-# Number of consecutive shards that stop for the same reason before the run gives up, by failure code.
+# Number of consecutive shards that must stop for the same reason before the run gives up, keyed by failure code.
 _MOST_STOPS = {FailureCode.DISK_FULL: 3, FailureCode.ACCESS_REFUSED: 3, FailureCode.ENDPOINT_FAILED: 3}
-_MOST_STOPS |= dict.fromkeys(SOURCE_AWAY, 3)  # a lost mount
+_MOST_STOPS |= dict.fromkeys(SOURCE_AWAY, 3)  # the file system with the sources was probably unmounted
 _MOST_STOPS |= {FailureCode.ENDPOINT_REFUSED: 1, FailureCode.OTHER_MODEL: 1, FailureCode.STORAGE_REFUSED: 1}
 
 
 @dataclass
 class Summary:
-    """Result of a run, based on the commits that are on disk at its end.
+    """Result of a run, based on the commits that are on disk at the end of the run.
 
     Attributes:
+        variant: Name of the variant.
+        num_shards: Number of committed shards that contain samples.
+        num_shards_made: Number of shards made in this run.
         num_shards_empty: Number of shards made in this run in which every sample failed.
-        failures: All failures, including failures from earlier runs that were not retried.
+        num_chunks: Number of samples in the committed shards.
+        num_encoded: Number of samples that this run made.
+        num_reused: Number of stored samples that this run reused.
+        num_bytes_written: Total size in bytes of the tars that this run wrote.
+        encoded_s: Seconds of video that this run encoded, or read to make samples.
+        cpu_s: User and system CPU time of the workers, in seconds.
+        wall_s: Wall-clock time of the run, in seconds.
+        failures: All failures, including failures of earlier runs that were not retried.
         unchanged: Failures that an earlier run reported and that this run had no reason to retry.
-        gave_up: Reason why the run ended before all shards were tried, or None.
+        gave_up: Reason why the run ended before all shards were attempted; None if the run did not give up.
         exit_code: Exit code if the run gave up.
-        refused_workers: Machines that got no further tasks: they failed the admission check or their tasks, or were
-            lost.
+        refused_workers: Machines that were excluded from the run, because they failed the admission check, failed their
+            tasks, or were lost.
         added: Lines and values that the column adds to the report.
     """
 
@@ -74,7 +87,7 @@ class Summary:
         return len({failure.video_id for failure in self.failures})
 
     def failures_by_code(self) -> dict[str, int]:
-        """Return code -> number of failures, most frequent first."""
+        """Return the number of failures, keyed by failure code, in descending order."""
         return dict(Counter(failure.code for failure in self.failures).most_common())
 
 
@@ -83,18 +96,23 @@ class Job(Generic[W]):
     """Plan of a column in the form that the driver runs.
 
     Attributes:
+        column: Spec of the column.
+        data_dir: Data folder.
+        variant_dir: Folder of the variant.
         recipe: Content of recipe.json.
-        shards: All shards of the plan, including those without work.
-        make: Function task -> result that makes and commits one shard; at module level, since it is sent to workers.
-        task: Function shard -> its task, the argument of `make`.
-        video_ids: Function shard -> ids of its videos; an id may occur more than once.
+        shards: All shards of the plan, including shards without work.
+        make: Function that takes a task, makes and commits one shard, and returns the result. The function must be
+            defined at module level, because it is sent to workers.
+        task: Function that takes a shard and returns its task, the argument of `make`.
+        video_ids: Function that takes a shard and returns the IDs of its videos. An ID may occur more than once.
         failed_before: Failures that do not belong to a shard, such as unusable sources.
-        read_again: Ids of the videos whose unusable sources were read again because their failure may be temporary.
         chunk_s: Seconds of video in a full chunk, for the progress bar; None to omit the speed.
-        where: Condition that selects the samples of the plan, to be recorded with the variant; None for all.
-        asked: Additional values of the request to be recorded with the variant, by flag name.
-        lag_limit_s: Time to wait for commits that workers have reported but that are not visible yet, in seconds.
-        needs: Requirements on the worker's machine (`clipmill.prep.engines.admission.Ticket`), or None.
+        needs: Requirements on the worker's machine (`clipmill.prep.engines.admission.Ticket`); None if there are none.
+        lag_limit_s: Maximum time in seconds to wait for commits that workers have reported but that are not visible
+            yet.
+        read_again: IDs of the videos whose unusable sources were read again because the failure may be temporary.
+        where: Condition that selects the samples of the plan, recorded with the variant; None for all samples.
+        asked: Further values of the request that are recorded with the variant, keyed by flag name.
     """
 
     column: ColumnSpec
@@ -119,12 +137,13 @@ class Job(Generic[W]):
 
 
 def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> Summary:
-    """Make every shard of the job that needs work, and update the variant's records.
+    """Make each shard of a job that needs work, and update the records of the variant.
 
-    Call it while holding the lock of the column (`clipmill.prep.core.data_folder.writing`).
+    The caller must hold the lock of the column (`clipmill.prep.core.data_folder.writing`).
 
     Args:
-        part_run: Part whose shards to make (`ColumnWork.run`); None for all shards. The last part updates the records.
+        part_run: Part that this process makes (`ColumnWork.run`); None to make all shards. The last part to finish
+            updates the records.
     """
     folder = job.variant_dir
     if part_run is not None:
@@ -134,7 +153,7 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
     has_work = any(shard.has_work for shard in job.shards)
     if has_work and (part_run is None or part_run.is_first):
         remove_variant_temporaries(folder)
-    # The first variant of a dataset is readable while it grows; a later variant replaces it only once it is complete.
+    # The first variant of a column is readable while it grows. A later one becomes current only once complete.
     begin_variant(job.data_dir, job.column.name, job.variant)
     if part_run is not None:
         part_run.begin()
@@ -175,7 +194,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
     if not work:
         return
     num_chunks = {shard.shard_id: shard.num_chunks for shard in work}
-    # Relative cost of the samples of a shard: copying a sample costs about 2 % of making it.
+    # Mean cost of a sample in each shard, relative to making the sample. Copying a sample costs about 2% of making it.
     shares = {shard.shard_id: 1.0 - 0.98 * (shard.num_copied or 0) / max(1, shard.num_chunks) for shard in work}
     column, num_samples, meters = job.column.name, sum(num_chunks.values()), None
     if (registry := metrics_registry()) is not None:
@@ -197,7 +216,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
         yield from (job.task(shard) for shard in work if summary.gave_up is None)
 
     made, work_done = 0, 0.0
-    num_alike, last_code = 0, None  # number of consecutive shards that stopped for the same reason
+    num_alike, last_code = 0, None  # number of consecutive shards with the same stop reason
     running = RunningChunks(job.variant_dir, shard_ids=num_chunks.keys(), shares=shares)
     with worker_ticket(job.variant_dir, package=job.column.package, needs=job.needs) as ticket, progress:
         command = job.column.command
@@ -232,7 +251,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                     if stop.code == FailureCode.DISK_FULL:
                         summary.gave_up = f"stopped, because the disk was full for {num_alike} consecutive shards"
                         return
-                    # Let the running shards finish: responses that a server is computing have been paid for.
+                    # Let the running shards finish, because responses that a server is computing have been paid for.
             num_running = running.num_done()
             if meters is not None:
                 meters.show(column, num_done=made + num_running)
@@ -242,7 +261,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
 def _finish(
     job: Job[W], part_job: Job[W], summary: Summary, results: dict[int, ShardResult], part_run: PartRun | None
 ) -> None:
-    """Drop orphaned commits, write the lists, and make the variant the current one if it is complete.
+    """Remove orphaned commits, write the lists, and make the variant current if it is complete.
 
     Args:
         part_job: Job that contains only the shards of this process.
@@ -251,7 +270,7 @@ def _finish(
     planned = {shard.shard_id for shard in job.shards} - orphaned
     commits = finish_run(job.variant_dir, dropped=orphaned, planned=planned)
     if job.lag_limit_s:
-        # On network file systems, shards that workers have reported may become visible late.
+        # On network file systems, shards that workers have reported may become visible with a delay.
         made = {shard_id for shard_id, result in results.items() if result.stopped_by is None}
         unseen_ids = made & _missing_shards(part_job, commits, results, gave_up=summary.gave_up).keys()
         unseen = [(shard.shard_id, shard.plan_fingerprint) for shard in part_job.shards if shard.shard_id in unseen_ids]
@@ -269,10 +288,10 @@ def _finish(
     write_failures(job.variant_dir / FAILURES_FILE, [*summary.failures, *left])
     try:
         update_chunk_table(Variant(job.variant_dir), column=job.column.name)
-    except (UserError, Inaccessible) as error:  # without the table, training reads the indexes, which takes longer
+    except (UserError, Inaccessible) as error:  # without the table, training reads the indexes instead, which is slower
         hint = f"hint: {error.hint}\n" if isinstance(error, UserError) and error.hint else ""
         sys.stderr.write(f"warning: {error}\n{hint}")
-    if missing or not summary.num_chunks:  # a variant without samples must not replace another variant
+    if missing or not summary.num_chunks:  # an empty variant must not replace a different variant
         return
     column, former = job.column.name, current_variant(job.data_dir, job.column.name)
     if not lost_samples(job.data_dir, column, variant=job.variant, former=former):
@@ -286,7 +305,7 @@ def _account(
     results: dict[int, ShardResult],
     missing: dict[int, Stop],
 ) -> None:
-    """Add the totals of the commits and the work of this process to the summary."""
+    """Add the totals of the commits, and the work done in this run, to the summary."""
     summary.num_shards = sum(commit.files is not None for commit in commits.values())
     summary.num_chunks = sum(commit.files.num_samples for commit in commits.values() if commit.files)
     for shard in with_work(part_job.shards):
@@ -295,14 +314,14 @@ def _account(
         summary.num_shards_made += 1
         summary.num_shards_empty += commits[shard.shard_id].files is None
         result = results.get(shard.shard_id)
-        if result is not None and result.stopped_by is None:  # otherwise the worker was lost after its commit
+        if result is not None and result.stopped_by is None:  # otherwise, the worker was lost after its commit
             summary.num_encoded += result.num_chunks - result.num_reused
             summary.num_reused += result.num_reused
             summary.num_bytes_written += result.num_bytes
             summary.encoded_s += result.encoded_s
             summary.cpu_s += result.cpu_s
     summary.failures = [failure for commit in commits.values() for failure in commit.failures]
-    # A missing shard counts as one failure for each of its videos; in state RETRY, for each video that failed earlier.
+    # A missing shard counts as a failure of each of its videos. In state RETRY, only videos that failed earlier count.
     for shard in part_job.shards:
         if (stop := missing.get(shard.shard_id)) is not None:
             commit = commits.get(shard.shard_id)
@@ -319,7 +338,7 @@ def _missing_shards(
     gave_up: str | None,
     part_run: PartRun | None = None,
 ) -> dict[int, Stop]:
-    """Return the reason for each shard that is not on disk as planned, by shard id."""
+    """Return the reasons why shards are not on disk as planned, keyed by shard ID."""
     due = {shard.shard_id: commits[shard.shard_id] for shard in with_work(job.shards) if shard.shard_id in commits}
     problems = file_problems(job.variant_dir, due)
     missing = {}
@@ -349,14 +368,14 @@ def why_missing(
     gave_up: str | None = None,
     other_part: Part | None = None,
 ) -> Stop | None:
-    """Return the reason why a shard is not on disk as planned; None if it is on disk, or orphaned.
+    """Return the reason why a shard is not on disk as planned; None if the shard is on disk or orphaned.
 
     Args:
-        commit: Commit on disk, or None.
-        problem: Problem with the files of the commit, or None.
-        result: Result reported by the worker; None without a result.
-        gave_up: Reason why the run ended early, or None.
-        other_part: Part that the shard belongs to; None if it belongs to this process.
+        commit: Commit of the shard on disk; None if there is no commit.
+        problem: Problem with the files of the commit; None if there is no problem.
+        result: Result that the worker reported; None if there is no result.
+        gave_up: Reason why the run gave up; None if it did not give up.
+        other_part: Part that the shard belongs to; None if this process makes the shard.
     """
     if shard.state == ShardState.ORPHANED:
         return None
@@ -391,16 +410,16 @@ def unchanged_failures(
     """Return the failures that an earlier run reported and that this run had no reason to retry.
 
     Args:
-        reported: Failures that the earlier run listed.
+        reported: Failures that an earlier run listed.
         shards: Shards of the plan.
-        read_again: Ids of the videos whose source was read again because its failure may be temporary.
+        read_again: IDs of the videos whose sources were read again because the failure may be temporary.
     """
     if not reported:
         return frozenset()
     retried: set[Failure] = set()
     due = {shard.shard_id: shard.state for shard in with_work(shards)}
     for shard_id, commit in read_commits_of(variant_dir, due).items():
-        # Lasting failures occur again in a shard that is made again for a different reason.
+        # If a shard is made again for a different reason, its permanent failures recur, but were not retried.
         is_retried = due[shard_id] == ShardState.RETRY
         retried.update(failure for failure in commit.failures if is_retried or failure.code in SOURCE_AWAY)
     return frozenset(
