@@ -10,8 +10,8 @@ seconds after the last touch if the mark is checked on a different machine. The 
 two timestamps from the storage (file system or bucket), so it does not depend on the clocks of the machines.
 
 An unfinished run has a mark that does not depend on a process (`mark_run`). The mark expires when the run is finished
-or its folder is removed. If it is checked on a machine without access to the folder, it expires `RUN_EXPIRY_S` seconds
-after the run was last started.
+or its folder is removed. If the mark is checked on a machine without access to the folder, it expires `RUN_EXPIRY_S`
+seconds after the run was last started.
 
 If a mark cannot be written, the process prints a note and reads without a mark. If a mark cannot be read, all variants
 are kept until the mark is `RUN_EXPIRY_S` seconds old, because its reader may be using any of the variants.

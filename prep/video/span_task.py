@@ -266,7 +266,7 @@ def _read_segments(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedReci
 
 @dataclass(frozen=True)
 class SpanChunks:
-    """Chunks of one span. Chunks that are not intact may be missing.
+    """Chunks of one span: all chunks of a new span, or only the intact chunks of a stored span.
 
     Attributes:
         chunks: Chunks, keyed by their index in the span, in ascending order.

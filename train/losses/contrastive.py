@@ -39,7 +39,7 @@ from clipmill.train.losses.settings import LOSSES, Loss
 # Value that replaces the similarity of a positive pair, so that no loss treats the pair as a negative. It is finite,
 # so that multiplying it by 0 yields 0.
 MASKED = -1e4
-_BLOCK = 1 << 21  # number of similarities per block: a block and its copies take a few megabytes
+_BLOCK = 1 << 21  # number of similarities per block (8 MB in float32), so that a block and its copies fit in a cache
 
 # Function h. Its arguments are a block of similarities [R, B], and K values per row [K, R, 1] or per column [K, 1, B].
 Weights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
