@@ -144,7 +144,7 @@ def summary_report(
     Args:
         listed: Path of the list of failures.
         speed: Text about the speed of the work, if any was done.
-        nothing: Reason why there was no work; None if everything was up to date.
+        nothing: Reason why there was no work; None for the usual reason.
         verb: Regular verb for making a sample, such as encode.
         retry: Arguments of the command that retries the failures of the column.
         more: Additional JSON values, placed before the common ones.
@@ -165,7 +165,8 @@ def summary_report(
     elif summary.failures:
         lines.append(f"nothing was {verb.removesuffix('e')}ed")
     else:
-        lines.append(f"nothing to {verb}: {nothing or 'all shards are up to date'}")
+        reason = "all shards are up to date" if summary.num_shards else "no shard belongs to this command"
+        lines.append(f"nothing to {verb}: {nothing or reason}")
     lines += [f"left out {refused.node}: {refused.reason}" for refused in summary.refused_workers]
     lines += [*failure_lines(summary.failures, listed=listed, retry=retry), *summary.added.lines]
     values = {
