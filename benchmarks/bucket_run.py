@@ -1,4 +1,4 @@
-"""What a checkpoint costs the steps of a training whose run is in a bucket, and of one whose run is on a disk.
+"""Cost of checkpoints to the steps of a training, for a run in a bucket and for a run on a disk.
 
     python -m benchmarks.bucket_run [--steps N] [--every N] [--rounds N] [--latency S] [--batch N] [--json FILE]
 

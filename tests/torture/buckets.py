@@ -203,7 +203,7 @@ def _try(subject: Subject, workspace: Workspace, point: Point, fault: str, folde
             if fault != "cut-off":
                 session = trial.session()
                 signal_session(signal.SIGSTOP, session)
-            left = _succeed(trial, subject)
+            left = _run_successor(trial, subject)
         finally:
             trial.proxy.set()
             if session is not None:
@@ -216,7 +216,7 @@ def _try(subject: Subject, workspace: Workspace, point: Point, fault: str, folde
             raise Broken(f"the late writer has changed what its successor left: {broken}\n{ran.described()}") from None
 
 
-def _succeed(trial: _Trial, subject: Subject) -> dict[str, str]:
+def _run_successor(trial: _Trial, subject: Subject) -> dict[str, str]:
     """Run the successor as soon as the lease has expired; return the contents that it leaves."""
     end_s = time.monotonic() + _LIMIT_S
     while True:

@@ -121,4 +121,4 @@ def test_branches_keep_the_mean_in_half_precision(probability: float, monkeypatc
 def test_cubes_that_are_left_out_get_no_gradient_of_their_places() -> None:
     tower = small_encoder(Towers(patch_dropout=0.9), num_frames=1).train().video
     gradient = gradients(tower, tower(clips(1, 1)).sum())["positional_embedding"]
-    assert (gradient.abs().sum(dim=1) > 0).sum() == 1 + 1  # the class token's, and that of one cube of 16
+    assert (gradient.abs().sum(dim=1) > 0).sum() == 1 + 1  # the class token and one cube of 16 get gradients
