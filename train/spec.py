@@ -110,20 +110,20 @@ class ExportRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adopted:
+class AdoptedModel:
     """Weights from another project as the model of a task.
 
     Attributes:
         settings: Effective settings, with the sizes of clips that the weights record.
         shape: Dimensions of the model.
-        given: Further arguments of `TaskSpec.open`, which otherwise come from a run.
-        lacks: Part of the task's model that the weights lack, such as "a decoder".
+        open_arguments: Further arguments of `TaskSpec.open`, which otherwise come from a run.
+        missing_part: Part of the task's model that the weights lack, such as "a decoder".
     """
 
     settings: ClipSettings
     shape: ModelShape
-    given: Mapping[str, Any] = field(default_factory=dict)
-    lacks: str = ""
+    open_arguments: Mapping[str, Any] = field(default_factory=dict)
+    missing_part: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,24 +147,24 @@ class FirstRun:
     """Proposals of `train quickstart` for a task.
 
     Attributes:
-        on_cpu: Preset for a CPU.
-        on_gpu: Preset for a large GPU; None if all such presets need further files.
+        cpu_preset: Preset for a CPU.
+        gpu_preset: Preset for a large GPU; None if all such presets need further files.
         weights: Initial weights with which this preset was published, as for `--init.weights`.
-        on_latents: Flags for data without video; '' if the task does not support a first run on such data.
-        without_text: Further flags for captions without stored embeddings.
+        latents_flags: Flags for data without video; '' if the task does not support a first run on such data.
+        no_text_flags: Further flags for captions without stored embeddings.
         needs_captions: True if samples have captions.
         needs_label: True if samples have labels.
-        searches: True if the embeddings of the task's models can be searched by text.
+        can_search: True if the embeddings of the task's models can be searched by text.
     """
 
-    on_cpu: str
-    on_gpu: str | None = None
+    cpu_preset: str
+    gpu_preset: str | None = None
     weights: str = ""
-    on_latents: str = ""
-    without_text: str = ""
+    latents_flags: str = ""
+    no_text_flags: str = ""
     needs_captions: bool = True
     needs_label: bool = False
-    searches: bool = False
+    can_search: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,21 +176,22 @@ class TaskSpec:
         help: Description of the command.
         example: Example of a command line.
         settings: Settings class, whose fields are the flags.
-        make: Function that takes settings, attention, device and the result of `kept`, and returns the task.
-        kept: Function that takes a run with a checkpoint and returns further arguments of `make`: classes or tokens,
-            which the data may have lacked when the run began.
-        effective: Function that takes settings, source and say, and returns the effective settings with the weights of
-            the source, or without weights.
-        evaluations: Evaluations in the order of the page.
-        at_end: Function that takes run, settings and say; rank 0 calls it before the page of a finished run is written.
-        start_lines: Function that takes the facts in run.json and returns lines about the start, for the console.
-        formats: Formats of `train export --format`.
-        export: Function that returns the files of an export.
-        adopt: Function that takes source, path and say, and returns weights other than a run's as this task's model;
-            None for weights of a different task.
-        adopted: Description of such weights, such as "a CLIP with both towers".
+        make: Function that takes settings, attention, device and the result of `run_arguments`, and returns the task.
+        run_arguments: Function that takes a run with a checkpoint and returns more arguments for `make`: the classes or
+            the tokenizer of the run, so that its task can be opened without its data.
+        effective_settings: Function that takes settings, source (None without initial weights) and say. It returns the
+            settings with the values that the weights of the source determine.
+        evaluations: Evaluations, in the order of the results page.
+        finish_run: Function that takes run, settings and say. Rank 0 calls it at the end of a run, before it writes the
+            results page.
+        start_lines: Function that takes the content of run.json and returns lines to print when training starts.
+        formats: Formats of `train export --format`, each with the code that reads it.
+        export: Function that takes an `ExportRequest` and returns the exported files; None if `formats` is empty.
+        adopt: Function that takes source, path and say. It returns weights that do not come from a run as this task's
+            model, or None if they belong to a different task.
+        adoptable: Description of the weights that `adopt` accepts, such as "a CLIP with both towers".
         adopts_tags: True if a NAME:TAG of open_clip can be this task's model; other tasks reject it before a download.
-        has_frame_embedding: True if exports have a choice of temporal embedding for a single image.
+        has_frame_embedding: True if an export lets the user choose the temporal embedding of a single image.
         features: Features of the task's video tower; None if it cannot be probed.
         first_run: Proposals for a first run; None for a task that `train quickstart` does not offer.
         pipeline: Pipeline tag of exported weights on the Hugging Face Hub.
@@ -201,15 +202,15 @@ class TaskSpec:
     example: str
     settings: type[ClipSettings]
     make: Callable[..., StartableTask]
-    kept: Callable[[RunFolder], dict[str, Any]] = lambda run: {}
-    effective: Callable[..., Any]
+    run_arguments: Callable[[RunFolder], dict[str, Any]] = lambda run: {}
+    effective_settings: Callable[..., Any]
     evaluations: Sequence[EvaluationSpec] = ()
-    at_end: Callable[..., None] | None = None
+    finish_run: Callable[..., None] | None = None
     start_lines: Callable[[Mapping[str, Any]], list[str]] = lambda facts: []
     formats: Mapping[str, str] = field(default_factory=dict)
     export: Callable[[ExportRequest], Exported] | None = None
-    adopt: Callable[..., Adopted | None] | None = None
-    adopted: str = ""
+    adopt: Callable[..., AdoptedModel | None] | None = None
+    adoptable: str = ""
     adopts_tags: bool = False
     has_frame_embedding: bool = False
     features: Features | None = None
@@ -227,7 +228,7 @@ class TaskSpec:
         Args:
             opened: Attention backend, device, and for weights other than a run's, the `shape` of the model.
         """
-        return self.make(settings, **{**({} if run is None else self.kept(run)), **opened})
+        return self.make(settings, **{**({} if run is None else self.run_arguments(run)), **opened})
 
 
 # Functions that load the specs of tasks when they are needed, by name.

@@ -14,7 +14,7 @@ from clipmill.train.cli import app
 from clipmill.train.config.evaluation import ProbeEvaluation
 from clipmill.train.config.files import PRESETS_FOLDER, load_settings, preset_path, save_settings
 from clipmill.train.config.model import Towers
-from clipmill.train.config.training import FREE_ON_RESUME, TrainingSettings, require_same, shaping
+from clipmill.train.config.training import FREE_ON_RESUME, TrainingSettings, require_same, weight_settings
 from clipmill.train.registry import find_task, task_names
 from clipmill.train.tasks.caption.spec import CaptionerSettings, CaptionEvaluation
 from clipmill.train.tasks.classify.spec import ClassifySettings
@@ -235,14 +235,14 @@ def test_what_shapes_the_weights_may_not_change_on_resume() -> None:
     assert {field.name for task in (DualEncoderSettings, CaptionerSettings) for field in fields(task)} >= FREE_ON_RESUME
     old = DualEncoderSettings()
     changes: dict[str, Any] = {"workers": 9, "out": Path("elsewhere"), "lr": 0.5, "steps": 3}
-    shaped = shaping(replace(old, **changes))
-    assert {name for name, value in shaping(old).items() if shaped[name] != value} == {"steps", "lr"}
+    shaped = weight_settings(replace(old, **changes))
+    assert {name for name, value in weight_settings(old).items() if shaped[name] != value} == {"steps", "lr"}
     for name in ("steps", "lr"):
         with pytest.raises(UserError, match=f"--{name} is .*, but there has {getattr(old, name)}"):
-            require_same(shaping(old), shaping(replace(old, **{name: changes[name]})), where="there")
+            require_same(weight_settings(old), weight_settings(replace(old, **{name: changes[name]})), where="there")
     nested = replace(old, optimizer=replace(old.optimizer, name="lion"))
     with pytest.raises(UserError, match=r"--optimizer\.name is lion, but there has adamw"):
-        require_same(shaping(old), shaping(nested), where="there")
+        require_same(weight_settings(old), weight_settings(nested), where="there")
 
 
 @pytest.mark.parametrize(

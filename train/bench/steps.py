@@ -15,7 +15,7 @@ import torch
 from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.progress import Activity
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.fields import in_steps
+from clipmill.train.config.fields import convert_epochs
 from clipmill.train.data.batch import to_device
 from clipmill.train.data.chunks import ClipReader
 from clipmill.train.data.decoders import ChunkBytes
@@ -64,7 +64,7 @@ def open_to_measure(spec: TaskSpec, settings: ClipSettings, *, world: World, dev
     world.first(lambda: fetch_tag(settings.init, say=say))
     source = open_weights(settings.init, settings.towers)
     # The run itself prints what the weights change.
-    settings = spec.effective(settings, source, say=lambda _: None)
+    settings = spec.effective_settings(settings, source, say=lambda _: None)
     task = spec.open(settings, attention=attention, device=device)
     with Activity(f"opening {', '.join(settings.folders)}"):
         samples = open_consistent(
@@ -72,7 +72,7 @@ def open_to_measure(spec: TaskSpec, settings: ClipSettings, *, world: World, dev
         )
     if source is not None:
         task.start_from(source, samples, say=lambda _: None)
-    settings = in_steps(settings, epoch_steps(settings, samples))
+    settings = convert_epochs(settings, epoch_steps(settings, samples))
     return Opened(task, samples, settings, world, device)
 
 

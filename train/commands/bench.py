@@ -17,7 +17,7 @@ from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import FIRST_RUN
 from clipmill.train.config.files import Provenance
-from clipmill.train.config.shards import require_places
+from clipmill.train.config.shards import require_paths
 from clipmill.train.config.training import Strategy
 from clipmill.train.losses.settings import Exchange
 from clipmill.train.registry import DEFAULT, find_task, tasks
@@ -91,7 +91,7 @@ def _measure(
     several: Several,
     as_json: bool,
 ) -> None:
-    require_places(shards=settings.folders, init=settings.init.sources)
+    require_paths(shards=settings.folders, init=settings.init.sources)
     with Activity("importing torch"):
         from clipmill.shards.dataset import reading_variants
         from clipmill.train.bench.communication import print_breakdown, run_breakdown, write_breakdown

@@ -18,7 +18,7 @@ from clipmill.train.commands.training import docstring
 from clipmill.train.config.clips import AS_IN_TRAINING, AS_TRAINED, Overrides, Use, Weights
 from clipmill.train.config.fields import SEVERAL
 from clipmill.train.config.files import read_values
-from clipmill.train.config.shards import local_folder, require_named_weights, require_places
+from clipmill.train.config.shards import local_folder, require_paths, require_weights_exist
 from clipmill.train.registry import evaluations, evaluations_of, tasks_where
 from clipmill.train.run.folder import is_run, open_run, read_lines
 from clipmill.train.run.tracking import add_evaluation, show_batch_counts
@@ -47,8 +47,8 @@ def score_run(
         FailedWork: No sample could be decoded.
     """
     tasks = _tasks_with(evaluation)
-    require_named_weights(weights, takes_tags=take_tags(tasks))
-    require_places(shards=(use.shards,))
+    require_weights_exist(weights, takes_tags=take_tags(tasks))
+    require_paths(shards=(use.shards,))
     with Activity("importing torch"):
         from clipmill.train.evaluation.opening import open_weights_as, require_weights, task_of_run
         from clipmill.train.evaluation.runner import score_opened

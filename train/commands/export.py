@@ -13,7 +13,7 @@ from clipmill.manifests.progress import Activity
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.train.commands.training import docstring
 from clipmill.train.config.clips import AS_TRAINED, Overrides, Weights
-from clipmill.train.config.shards import local_folder, require_named_weights
+from clipmill.train.config.shards import local_folder, require_weights_exist
 from clipmill.train.registry import tasks, tasks_where
 from clipmill.train.run.folder import RunFolder, is_run
 from clipmill.train.spec import ExportRequest, take_tags
@@ -68,7 +68,7 @@ def export_run(
     _require_format(form)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already", hint="use another --out")
-    require_named_weights(weights, takes_tags=take_tags(tasks_where()))
+    require_weights_exist(weights, takes_tags=take_tags(tasks_where()))
     with Activity("importing torch"):
         from clipmill.train.config.clips import Use
         from clipmill.train.evaluation.opening import open_weights_as, write_record

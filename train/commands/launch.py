@@ -157,7 +157,7 @@ def _train(
         wait_for_files(old_run.checkpoints / checkpoint_name(step), world=world)
     has_weights = step is not None
     source = _open_weights(settings, world=world, say=progress.say, run=old_run if has_weights else None)
-    settings = spec.effective(settings, None if has_weights else source, say=progress.say)
+    settings = spec.effective_settings(settings, None if has_weights else source, say=progress.say)
     if old_run is not None:
         world.first(lambda: reopen_run(settings))
     task = spec.open(settings, attention=attention, device=device, run=old_run if has_weights else None)
@@ -235,8 +235,8 @@ def _train(
     if world.is_first:
         refresh(run.path / EVALUATIONS)  # which other machines may have written
         with Activity(f"writing {run.page}"):
-            if spec.at_end is not None:
-                spec.at_end(run, settings, say=progress.say)
+            if spec.finish_run is not None:
+                spec.finish_run(run, settings, say=progress.say)
             write_page(run)
     failed, lines = len(read_lines(run.failures)), read_lines(run.metrics)
     remark = f"; {count_noun(failed, 'sample')} failed, listed in {run.failures}" if failed else ""

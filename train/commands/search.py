@@ -15,7 +15,7 @@ from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
 from clipmill.shards.columns import VIDEO
 from clipmill.train.config.files import read_values
-from clipmill.train.config.shards import DataSettings, folders_of, local_folder, require_named_weights, require_places
+from clipmill.train.config.shards import DataSettings, folders_of, local_folder, require_paths, require_weights_exist
 from clipmill.train.registry import tasks_where
 from clipmill.train.run.folder import is_run, open_run
 from clipmill.train.search.request import EmbedRequest, SearchRequest
@@ -35,10 +35,10 @@ def embed(
         train embed runs/first --split val --out embedded
         train embed runs/masked --shards data --features tokens --out tokens
     """
-    require_named_weights(weights, takes_tags=take_tags(_embedding_tasks()))
+    require_weights_exist(weights, takes_tags=take_tags(_embedding_tasks()))
     if request.shards is None:
         request = replace(request, shards=_training_folder(weights))
-    require_places(shards=(request.shards,))
+    require_paths(shards=(request.shards,))
     with Activity("importing torch"):
         from clipmill.train.device.precision import choose_device
         from clipmill.train.distributed.launch import COMMAND, open_world
@@ -141,7 +141,7 @@ def search(
     if page is not None:
         require_page_path(page, flag="--page")
     embedded = open_embedded(folder)
-    require_places(shards=(request.shards,))
+    require_paths(shards=(request.shards,))
     with Activity("loading the search"):
         from clipmill.train.data.variants import choose_variants
         from clipmill.train.search.searching import describe, result_json, search_folder, write_search_page

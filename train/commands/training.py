@@ -20,7 +20,7 @@ from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import FIRST_RUN, unknown_parts
 from clipmill.train.config.files import RENAMED, Provenance, load_settings, preset_path, presets_of, yaml_source
-from clipmill.train.config.shards import local_folder, require_places
+from clipmill.train.config.shards import local_folder, require_paths
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.registry import DEFAULT, find_task, task_names
 from clipmill.train.run.environment import require_parts
@@ -169,7 +169,7 @@ def training_command(name: str) -> Callable[..., None]:
     ) -> None:
         if not resume:
             clips: ClipSettings = settings
-            require_places(shards=clips.folders, init=clips.init.sources)
+            require_paths(shards=clips.folders, init=clips.init.sources)
         with monitoring.begin(), ExitStack() as streams:
             if as_json or monitoring.log_format == "json":
                 streams.enter_context(redirect_stdout(sys.stderr))

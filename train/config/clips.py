@@ -128,7 +128,7 @@ class Overrides(Checked):
         """Return the overrides that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
-    def changed_from(self, settings: Any) -> "Overrides":
+    def differences_from(self, settings: Any) -> "Overrides":
         """Return the overrides that differ from a run's settings (`ClipSettings`).
 
         Raises:
@@ -340,7 +340,7 @@ class Use:
         settings = replace(
             settings if self.shards is None else settings.with_data(self.shards), where=self.where, share=1.0
         )
-        overrides = self.overrides.changed_from(settings)
+        overrides = self.overrides.differences_from(settings)
         changes, model = overrides.given_values(), getattr(settings, "model", "")
         if overrides.size_px is not None and model in PICTURE_PX:
             changes["model"] = model.removesuffix(f"-{PICTURE_PX[model]}")  # it also accepts other sizes

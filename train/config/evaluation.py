@@ -46,7 +46,7 @@ class EvaluatedData:
         return f"{self.name}={shards}@{self.split}" + (f":{self.protocol}" if self.protocol else "")
 
     @contextmanager
-    def opening(self) -> Iterator[None]:
+    def explain_errors(self) -> Iterator[None]:
         """Make errors about opening these data refer to flags of the evaluation, not of the training data."""
         try:
             yield
@@ -116,16 +116,16 @@ class EvaluationSettings(Checked):
                 name=name,
                 shards=parts["shards"],
                 split=parts["split"] or self.split,
-                protocol=self.protocol_named(parts["protocol"]) if parts["protocol"] else None,
+                protocol=self.find_protocol(parts["protocol"]) if parts["protocol"] else None,
             )
         return tuple(data.values())
 
-    def from_anywhere(self) -> Self:
+    def with_absolute_paths(self) -> Self:
         """Return the settings with absolute paths of data folders, which are valid in any working directory."""
         all_data = [data for data in self.evaluated_data() if data.shards is not None]
         return replace(self, shards=tuple(data.text(base=Path.cwd()) for data in all_data))
 
-    def number_names(self, data: EvaluatedData) -> tuple[str, ...]:
+    def metric_names(self, data: EvaluatedData) -> tuple[str, ...]:
         """Return the metrics that --best can select, without the name of the data; empty if they depend on the data."""
         return ()
 
@@ -134,7 +134,7 @@ class EvaluationSettings(Checked):
         yield from errors_of(self.evaluated_data)
         yield from errors_of(check_where, self.where)
 
-    def protocol_named(self, name: str) -> str:
+    def find_protocol(self, name: str) -> str:
         """Return the protocol with a name from --evaluate.shards; raise UserError if this task has no such protocol."""
         raise UserError(
             f"{self.flag('shards')} selects the protocol {name!r}, but this task has only one protocol",
@@ -169,7 +169,7 @@ class ProbeEvaluation(EvaluationSettings):
     max_bank: Annotated[int, Range(least=2), EVERY] = 20_000
     """Maximum number of training samples, spread evenly over the split, for neighbours and the linear probe."""
 
-    def number_names(self, data: EvaluatedData) -> tuple[str, ...]:
+    def metric_names(self, data: EvaluatedData) -> tuple[str, ...]:
         """Return the metric names of each label and method."""
         return tuple(
             f"{label}_{method}_{name}" for label in self.labels for method in self.methods for name in PROBE_NUMBERS
@@ -184,11 +184,11 @@ class ProbeEvaluation(EvaluationSettings):
                 hint="use a label column of the captions, such as --evaluate.labels motion, or omit --evaluate.every",
                 flags=("--evaluate.every", "--evaluate.labels"),
             )
-        yield from named_once(self.flag("labels"), self.labels)
-        yield from named_once(self.flag("methods"), self.methods, known=METHODS)
+        yield from repetition_mistakes(self.flag("labels"), self.labels)
+        yield from repetition_mistakes(self.flag("methods"), self.methods, known=METHODS)
 
 
-def named_once(flag: str, values: tuple[str, ...], *, known: tuple[str, ...] = ()) -> Iterator[UserError]:
+def repetition_mistakes(flag: str, values: tuple[str, ...], *, known: tuple[str, ...] = ()) -> Iterator[UserError]:
     """Yield errors for a flag with several values: a repeated value, or no value."""
     if len(set(values)) < len(values):
         yield UserError(f"{flag} has a repeated value: {', '.join(values)}", hint="use each value once", flags=(flag,))

@@ -53,7 +53,7 @@ class Steps(Range):
     """Range of a number of steps, which may be given in epochs: `500`, or `0.1ep` for a tenth of an epoch.
 
     The number of steps per epoch is known only once the samples are open (`clipmill.train.data.loader.TrainingSet`).
-    Settings keep the value as specified; the loop converts it with `in_steps`.
+    Settings keep the value as specified; the loop converts it with `convert_epochs`.
     """
 
     def holds(self, value: Any) -> bool:
@@ -93,7 +93,7 @@ def num_steps(value: int | str, *, epoch_steps: float | None = None, flag: str =
     return max(1, round(epochs * epoch_steps))
 
 
-def in_steps(settings: Any, epoch_steps: float | None) -> Any:
+def convert_epochs(settings: Any, epoch_steps: float | None) -> Any:
     """Convert all numbers in epochs to steps; raises the errors of `num_steps`."""
     changed: dict[str, dict[str, int]] = {"": {}, "evaluate": {}}
     for group, name, flag, value in _numbers(settings):
@@ -101,7 +101,7 @@ def in_steps(settings: Any, epoch_steps: float | None) -> Any:
     return replace(settings, **changed[""], evaluate=replace(settings.evaluate, **changed["evaluate"]))
 
 
-def given_in_epochs(settings: Any, epoch_steps: float | None) -> list[str]:
+def epoch_remarks(settings: Any, epoch_steps: float | None) -> list[str]:
     """Return log lines about settings that are given in epochs; raises the errors of `num_steps`."""
     values = [(flag, value) for _, _, flag, value in _numbers(settings) if epochs_of(value)]
     steps = [num_steps(value, epoch_steps=epoch_steps, flag=flag) for flag, value in values]

@@ -4,7 +4,7 @@ A value comes from the first of these sources that sets it: a flag; a `--config`
 ones); the `--preset`; with `--resume`, the saved settings of the run; the default. A run saves its effective settings
 as RUN/settings.yaml, which loads as an equal object. A comment at the top lists the sources of the values.
 
-If a loss or optimizer is chosen that differs from the preset, `chosen_parts` uses the published values for the choice,
+If a loss or optimizer is chosen that differs from the preset, `select_parts` uses the published values for the choice,
 or the defaults, and adds a remark.
 """
 
@@ -131,7 +131,7 @@ def yaml_source(
 
     def fill(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
         overrides = {argument.name: str(argument.tokens[-1].value) for argument in arguments if argument.tokens}
-        parts, new_remarks = chosen_parts(values, kind(), name=name, overrides=overrides, preset=preset)
+        parts, new_remarks = select_parts(values, kind(), name=name, overrides=overrides, preset=preset)
         collection = _collection_by_name()(arguments)
         for part in parts:
             Dict(part.values, source=part.source, use_commands_as_keys=False)(app, commands, collection)
@@ -329,7 +329,7 @@ class Part:
     values: dict[str, Any]
 
 
-def chosen_parts(
+def select_parts(
     values: Mapping[str, Any],
     defaults: TrainingSettings,
     *,

@@ -375,13 +375,13 @@ class FrozenPart:
         num_blocks: Number of frozen blocks; everything before the first block is also frozen. None for the complete
             tower.
         trains_cross_attention: True if the cross-attention of the tower is nevertheless trained.
-        given: Value of --freeze.
+        value: Value of --freeze.
     """
 
     tower: str
     num_blocks: int | None = None
     trains_cross_attention: bool = False
-    given: str = field(default="", compare=False)
+    value: str = field(default="", compare=False)
 
     @property
     def is_whole(self) -> bool:
@@ -396,7 +396,7 @@ def frozen_part(name: str) -> FrozenPart:
         UserError: The value does not name a part of a model.
     """
     if name == _WITH_CROSS_ATTENTION_TRAINED:
-        return FrozenPart("decoder", trains_cross_attention=True, given=name)
+        return FrozenPart("decoder", trains_cross_attention=True, value=name)
     match = _PART.fullmatch(_ALIASES.get(name, f"video.{name}" if name.startswith("blocks:") else name))
     if match is None:
         raise UserError(
@@ -404,12 +404,12 @@ def frozen_part(name: str) -> FrozenPart:
             hint="use a tower (video, text), or the first N blocks of a tower (blocks:N, text.blocks:N)",
             flags=("--freeze",),
         )
-    return FrozenPart(match["tower"], None if match["count"] is None else int(match["count"]), given=name)
+    return FrozenPart(match["tower"], None if match["count"] is None else int(match["count"]), value=name)
 
 
 def random_freeze_warning(freeze: Sequence[str]) -> str:
     """Return a warning about --freeze for a model with random weights; empty if only a decoder is frozen."""
-    names = [part.given for part in map(frozen_part, freeze) if part.tower != "decoder"]
+    names = [part.value for part in map(frozen_part, freeze) if part.tower != "decoder"]
     return f"--freeze {' '.join(names)} keeps random weights: there are no --init.weights" if names else ""
 
 

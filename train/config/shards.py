@@ -42,8 +42,8 @@ class Kind:
             modules that its data require.
         noun: Plural noun for messages, such as "video tars" in "DIR/0.tar names video tars, and chunks are in a data
             folder".
-        lacks: Reasons why samples of this kind lack a content, keyed by content, such as "chunks are in a data folder"
-            in the same message.
+        missing_reasons: Reasons why samples of this kind lack a content, keyed by content, such as "chunks are in a
+            data folder" in the same message.
         spelling: Pattern that matches addresses of this kind.
         test: Import path of a function that reads the data at an address that matches the pattern, and returns True if
             the data are of this kind. Empty if matching the pattern is sufficient.
@@ -56,7 +56,7 @@ class Kind:
 
     openers: Mapping[Content, str]
     noun: str = "data folders"
-    lacks: Mapping[Content, str] = field(default_factory=dict)
+    missing_reasons: Mapping[Content, str] = field(default_factory=dict)
     spelling: re.Pattern[str] = _ANY
     test: str = ""
     has_manifest: bool = True
@@ -77,7 +77,7 @@ IMAGES = Kind(
 STREAM = Kind(
     {"captions": "clipmill.train.data.video_stream:open_stream"},
     noun="video tars",
-    lacks={"labels": "labels are in the manifest of a data folder", "frames": "chunks are in a data folder"},
+    missing_reasons={"labels": "labels are in the manifest of a data folder", "frames": "chunks are in a data folder"},
     spelling=_TARS,
     has_manifest=False,
     can_be_mixed=False,
@@ -118,7 +118,7 @@ def kind_of(address: str, settings: "DataSettings | None" = None) -> Kind:
     return next(kind for kind in candidates if not kind.test or import_object(kind.test)(address, **cache))
 
 
-def no_data_folder(address: str, reason: str, *, kind: Kind | None = None, flags: tuple[str, ...] = ()) -> UserError:
+def data_folder_error(address: str, reason: str, *, kind: Kind | None = None, flags: tuple[str, ...] = ()) -> UserError:
     """Return the error for data without a manifest in a place where a data folder is required.
 
     Args:
@@ -318,7 +318,7 @@ def is_name_and_tag(weights: str) -> bool:
     return NAME_AND_TAG.fullmatch(weights) is not None or weights.startswith(HUB_PREFIX)
 
 
-def require_places(*, shards: tuple[str | None, ...] = (), init: tuple[str, ...] = ()) -> None:
+def require_paths(*, shards: tuple[str | None, ...] = (), init: tuple[str, ...] = ()) -> None:
     """Check that local data folders and initial weights exist.
 
     If there are several processes, nothing is checked, because the folders of nodes may differ and all ranks must raise
@@ -347,7 +347,7 @@ def require_places(*, shards: tuple[str | None, ...] = (), init: tuple[str, ...]
             )
 
 
-def require_named_weights(weights: str | Path, *, takes_tags: bool) -> None:
+def require_weights_exist(weights: str | Path, *, takes_tags: bool) -> None:
     """Check that `weights` is an existing path or run, or a name such as NAME:TAG.
 
     Args:
@@ -357,10 +357,10 @@ def require_named_weights(weights: str | Path, *, takes_tags: bool) -> None:
         UserError: There are no weights with this path, address or name.
     """
     if not local_folder(weights).exists() and not is_name_and_tag(str(weights)):
-        raise no_weights(weights, takes_tags=takes_tags)
+        raise missing_weights_error(weights, takes_tags=takes_tags)
 
 
-def no_weights(weights: str | Path, *, takes_tags: bool) -> UserError:
+def missing_weights_error(weights: str | Path, *, takes_tags: bool) -> UserError:
     """Return the error for a path or address without weights.
 
     Args:

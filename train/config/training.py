@@ -196,7 +196,7 @@ class TrainingSettings(DataSettings):
     """Name of the command that has these settings."""
     free_on_resume: ClassVar[frozenset[str]] = frozenset()
     """Task settings that may differ when a run is resumed, in addition to FREE_ON_RESUME."""
-    of_other_data: ClassVar[Mapping[str, Any]] = {}
+    other_data_values: ClassVar[Mapping[str, Any]] = {}
     """Settings that concern only the training data, with the values to use for other data."""
 
     out: Annotated[Path, groups.WHERE, FIRST_RUN, RUN_FOLDER] = Path("run")
@@ -274,7 +274,7 @@ class TrainingSettings(DataSettings):
         """Return the settings for an evaluation on other data, or for one of the run's data folders."""
         is_run_folder = normalise_address(shards) in map(normalise_address, self.folders)
         # --best refers to a metric of the complete run, whose evaluations cover all of its folders.
-        return replace(self, shards=shards, best=None, **({} if is_run_folder else self.of_other_data))
+        return replace(self, shards=shards, best=None, **({} if is_run_folder else self.other_data_values))
 
     @property
     def best_is_lowest(self) -> bool:
@@ -344,7 +344,7 @@ class TrainingSettings(DataSettings):
 def check_best(best: str | None, settings: TrainingSettings) -> None:
     """Raise a UserError if `--best` is not a metric of the evaluations, as far as these are known."""
     numbers = [
-        f"{data.name}/{name}" for data in settings.evaluated_data() for name in settings.evaluate.number_names(data)
+        f"{data.name}/{name}" for data in settings.evaluated_data() for name in settings.evaluate.metric_names(data)
     ]
     if best is not None and numbers and best not in numbers:
         raise UserError(
@@ -370,7 +370,7 @@ def plain_values(values: dict[str, Any]) -> dict[str, Any]:
     return {name: plain_values(value) if isinstance(value, dict) else value for name, value in plain.items()}
 
 
-def shaping(settings: TrainingSettings) -> dict[str, Any]:
+def weight_settings(settings: TrainingSettings) -> dict[str, Any]:
     """Return the settings that determine the weights, as plain values by flag (`optimizer.name`)."""
     values = plain_values(asdict(settings))
     return flatten(
@@ -391,13 +391,13 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 # Hint for training with other settings or data. OLD and NEW are run folders.
 NEW_RUN = "start a new run from its weights: --init.weights OLD --out NEW"
-GO_ON = (
+RESUME_HINT = (
     "to continue the run unchanged, omit these flags, and any --preset or --config that sets them; otherwise " + NEW_RUN
 )
 
 
-def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str, hint: str = GO_ON) -> None:
-    """Raise a UserError if settings that determine the weights differ (both as returned by `shaping`).
+def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str, hint: str = RESUME_HINT) -> None:
+    """Raise a UserError if settings that determine the weights differ (both as returned by `weight_settings`).
 
     Args:
         where: Source of the old settings, for the message.

@@ -12,7 +12,7 @@ from clipmill.manifests.plugins import import_object
 from clipmill.manifests.store import read_videos
 from clipmill.shards.columns import VIDEO
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.shards import KINDS, DataSettings, kind_of, no_data_folder, parse_mix
+from clipmill.train.config.shards import KINDS, DataSettings, data_folder_error, kind_of, parse_mix
 from clipmill.train.data.data_folder import DataFolder, open_data_folder
 from clipmill.train.data.query import LATENT_PATCH, TARS_SPLIT
 from clipmill.train.models.dual_encoder import size_of
@@ -36,7 +36,7 @@ def open_folder(settings: ClipSettings, *, reason: str, column: str | None = VID
         UserError: The data in the settings have no manifest, or the folder cannot be read.
     """
     if not kind_of(settings.folder).has_manifest:
-        raise no_data_folder(settings.folder, f"and {reason}")
+        raise data_folder_error(settings.folder, f"and {reason}")
     return open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size, column=column)
 
 
@@ -100,7 +100,9 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
             read_names = import_object(kind.class_names)
             names |= read_names(address, label=label, cache=settings.cache, cache_size=settings.cache_size)
         else:
-            raise no_data_folder(address, f"and {kind.lacks.get('labels', 'they have no labels')}", kind=kind)
+            raise data_folder_error(
+                address, f"and {kind.missing_reasons.get('labels', 'they have no labels')}", kind=kind
+            )
     if splits is None:
         folder_splits = (names_of_splits(read_videos(folder), read_divided_videos(folder)) for folder in folders)
         splits = set[str]().union(*folder_splits) or {TARS_SPLIT}

@@ -21,7 +21,7 @@ from clipmill.train.augment.draws import draw
 from clipmill.train.augment.pictures import to_model_input
 from clipmill.train.config.clips import Augment, CaptionSettings, ClipSettings
 from clipmill.train.config.model import Init
-from clipmill.train.config.shards import DataSettings, kind_of, no_data_folder
+from clipmill.train.config.shards import DataSettings, data_folder_error, kind_of
 from clipmill.train.data.arguments import (
     Data,
     colours_of,
@@ -326,9 +326,9 @@ def open_clips(
         if kind_of(address).has_manifest:
             continue
         if where is not None:
-            raise no_data_folder(address, "which have no scores")
+            raise data_folder_error(address, "which have no scores")
         if captions != "text" or caption_options != CaptionSettings():
-            error = no_data_folder(address, "whose samples have one caption each")
+            error = data_folder_error(address, "whose samples have one caption each")
             error.add_hint("or omit captions=, sources= and min_relevancy=")
             raise error
     require_no_streams(settings)
@@ -541,7 +541,7 @@ def open_latents(
     settings = DataSettings(shards=shards_of(data, mix), mix=None if mix is None else ",".join(map(str, mix)))
     for address in settings.folders:
         if not kind_of(address).has_manifest:
-            raise no_data_folder(address, "and latents are in a data folder")
+            raise data_folder_error(address, "and latents are in a data folder")
     require_choice("tails", tails, Tails)
     ranks = ranks_of(rank, world)
     this_world = ranks or joined_world()

@@ -9,7 +9,7 @@ import torch
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.plugins import import_object
 from clipmill.train.config.clips import CaptionSettings, ClipSettings
-from clipmill.train.config.shards import Content, kind_of, no_data_folder
+from clipmill.train.config.shards import Content, data_folder_error, kind_of
 from clipmill.train.data.clip_frames import SIMPLE_SHARE, ClipShape, Views
 from clipmill.train.data.data_folder import DataFolder, open_data_folder
 from clipmill.train.data.frame_sampling import Sampling
@@ -86,8 +86,8 @@ def open_samples(query: DataQuery) -> Any:
     """
     folder = query.settings.folder
     kind = kind_of(folder, query.settings)
-    if query.content in kind.lacks:
-        raise no_data_folder(folder, f"and {kind.lacks[query.content]}", kind=kind)
+    if query.content in kind.missing_reasons:
+        raise data_folder_error(folder, f"and {kind.missing_reasons[query.content]}", kind=kind)
     if not kind.has_manifest and query.settings.selection is not None:
         raise UserError(
             f"{folder} names {kind.noun}, which have no manifest and no scores to select by",

@@ -24,7 +24,7 @@ from torch import nn
 
 from clipmill.manifests.errors import ClipmillError, Stopped, StorageRefused, UserError
 from clipmill.manifests.formatting import count_noun
-from clipmill.train.config.fields import given_in_epochs, in_steps, num_steps
+from clipmill.train.config.fields import convert_epochs, epoch_remarks, num_steps
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.data.batch import PICTURES, TENSORS, to_device
 from clipmill.train.data.loader import TrainingSet
@@ -78,7 +78,7 @@ def train(
     """
     check_batch(settings, samples)
     # The loop uses settings in steps. Checkpoints store the settings as the user specified them, possibly in epochs.
-    step_settings = in_steps(settings, epoch_steps(settings, samples))
+    step_settings = convert_epochs(settings, epoch_steps(settings, samples))
     state = new_state(task, samples, settings, world=world, device=device)
 
     # Create the writer before looking up the latest checkpoint, because the writer publishes a complete checkpoint that
@@ -317,7 +317,7 @@ def describe_epochs(settings: TrainingSettings, samples: TrainingSet) -> Iterato
         UserError: A setting is specified in epochs, but the length of an epoch is unknown.
     """
     steps = epoch_steps(settings, samples)
-    if converted := given_in_epochs(settings, steps):
+    if converted := epoch_remarks(settings, steps):
         unit = "sample" if samples.visits_per_epoch == samples.num_samples else "caption"
         yield f"an epoch is {steps:,.1f} steps, which show every {unit} once; {', '.join(converted)}"
 

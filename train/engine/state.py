@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.training import TrainingSettings, require_same, shaping
+from clipmill.train.config.training import TrainingSettings, require_same, weight_settings
 from clipmill.train.data.loader import TrainingSet
 from clipmill.train.data.order import Cursor, LoaderState, merge_cursors
 from clipmill.train.device.precision import Precision, open_precision
@@ -109,7 +109,7 @@ class State:
             step=self.step,
             # All pipeline stages of a replica have the same cursor, so gathering over replicas is sufficient.
             loader=world.replicas.gather_objects(loader),
-            settings=shaping(settings),
+            settings=weight_settings(settings),
             precision=self.precision.state_dict(),
             numbers=metrics,
             base=asdict(self.base) if self.base else {},
@@ -129,7 +129,7 @@ class State:
         facts = read_metadata(path, world=world)
         if facts.task != task.name:
             raise UserError(f"{path} belongs to a run of train {facts.task}", hint="start a new run with another --out")
-        require_same(facts.settings, shaping(settings), where=str(path))
+        require_same(facts.settings, weight_settings(settings), where=str(path))
         samples.load_state_dict(*facts.loader)
         table = read_table(path)
         weights = {name: tensor for name, tensor in self.tensors().items() if not name.startswith("optimizer.")}

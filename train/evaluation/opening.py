@@ -25,7 +25,7 @@ from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.config.clips import AS_IN_TRAINING, ClipSettings, Use
 from clipmill.train.config.files import load_settings, save_settings
 from clipmill.train.config.model import Init, Towers
-from clipmill.train.config.shards import HUB_PREFIX, NAME_AND_TAG, is_name_and_tag, local_folder, no_weights
+from clipmill.train.config.shards import HUB_PREFIX, NAME_AND_TAG, is_name_and_tag, local_folder, missing_weights_error
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.engine.trained_run import prepare_run
 from clipmill.train.evaluation.runner import OpenedRun, open_for
@@ -34,7 +34,7 @@ from clipmill.train.models.dual_encoder import ModelShape, size_of
 from clipmill.train.run.checkpoint import file_facts
 from clipmill.train.run.environment import PACKAGES_FACT, require_parts
 from clipmill.train.run.folder import RunFolder, is_run, open_run, read_object
-from clipmill.train.spec import Adopted, Tasks, TaskSpec, take_tags
+from clipmill.train.spec import AdoptedModel, Tasks, TaskSpec, take_tags
 from clipmill.train.weights.architecture import match_size
 from clipmill.train.weights.exported import EXTRAS_FILE
 from clipmill.train.weights.files import WEIGHT_FILES, weights_file
@@ -85,7 +85,7 @@ def open_weights_as(
         # The height and width of latents depend on the data, and cannot be read from the tensors.
         side = record.read_facts().get("latents", {}).get("side", recorded.size_px)
         size = match_size(size_of(recorded.model, recorded.towers, num_views=recorded.num_views), source)
-        adopted = Adopted(settings=recorded, shape=ModelShape(size=size, image_px=side))
+        adopted = AdoptedModel(settings=recorded, shape=ModelShape(size=size, image_px=side))
     with deferred_checks():  # the checks are about --model
         settings, overrides = use.apply_to(adopted.settings)
     shape = adopted.shape
@@ -95,7 +95,7 @@ def open_weights_as(
     facts = {} if record is None else record.read_facts()
     trained = prepare_run(settings, run=None, facts=facts, step=None, weights=source.title, load=_skip_loading)
     task: Any = spec.open(
-        settings, run=record, attention=trained.attention, device=trained.device, shape=shape, **adopted.given
+        settings, run=record, attention=trained.attention, device=trained.device, shape=shape, **adopted.open_arguments
     )
     return OpenedRun(
         spec=spec,
@@ -108,7 +108,7 @@ def open_weights_as(
         trained=replace(trained, load=partial(load_whole, source=source, fit=task.fit_whole, say=say)),
         task=task,
         overrides=overrides,
-        lacks=adopted.lacks,
+        lacks=adopted.missing_part,
         source=source,
     )
 
@@ -123,7 +123,7 @@ def require_weights(weights: str | Path, tasks: Tasks) -> None:
         return
     takes_tags = take_tags(tasks)
     if not is_name_and_tag(str(weights)):
-        raise no_weights(weights, takes_tags=takes_tags)
+        raise missing_weights_error(weights, takes_tags=takes_tags)
     if not takes_tags and not str(weights).startswith(HUB_PREFIX):
         raise UserError(
             f"{weights} is a CLIP model of open_clip, not a model of train {', '.join(tasks)}",
@@ -158,7 +158,7 @@ def _task_of(run: RunFolder, tasks: Tasks, *, subject: str, hint_for_task: Calla
     return tasks[task]()
 
 
-def _adopt(source: Source, path: Path, tasks: Tasks, *, say: Say) -> tuple[Adopted, TaskSpec]:
+def _adopt(source: Source, path: Path, tasks: Tasks, *, say: Say) -> tuple[AdoptedModel, TaskSpec]:
     """Return the first task whose model can be built from the weights of a different project."""
     specs = {name: open_spec() for name, open_spec in tasks.items()}
     adopting = {name: spec for name, spec in specs.items() if spec.adopt is not None}
@@ -168,7 +168,7 @@ def _adopt(source: Source, path: Path, tasks: Tasks, *, say: Say) -> tuple[Adopt
             return adopted, spec
     raise UserError(
         f"{source.title}: these are not the weights of a complete model of train {', '.join(tasks)}",
-        hint="there are " + "; ".join(f"{spec.adopted} ({name})" for name, spec in adopting.items()),
+        hint="there are " + "; ".join(f"{spec.adoptable} ({name})" for name, spec in adopting.items()),
     )
 
 

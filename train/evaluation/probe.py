@@ -14,7 +14,14 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.plugins import import_late
 from clipmill.manifests.settings import Checked
-from clipmill.train.config.evaluation import METHODS, NEIGHBOURS, PROBE_NUMBERS, Method, ProbeEvaluation, named_once
+from clipmill.train.config.evaluation import (
+    METHODS,
+    NEIGHBOURS,
+    PROBE_NUMBERS,
+    Method,
+    ProbeEvaluation,
+    repetition_mistakes,
+)
 from clipmill.train.evaluation.tables import (
     BASELINE_KEYS,
     CLASSES_SECTION,
@@ -47,8 +54,8 @@ class ProbeFlags(Checked):
 
     def rules(self) -> Iterator[UserError]:
         """Yield errors for missing or repeated labels and methods."""
-        yield from named_once("--label", self.label)
-        yield from named_once("--method", self.method, known=METHODS)
+        yield from repetition_mistakes("--label", self.label)
+        yield from repetition_mistakes("--method", self.method, known=METHODS)
 
     def evaluation(self) -> ProbeEvaluation:
         """Return the same evaluation as settings of an evaluation during training."""

@@ -154,7 +154,7 @@ def freeze(model: nn.Module, parts: Iterable[FrozenPart]) -> None:
         depth = max((count for tower, count in depths.items() if tower.startswith(prefix)), default=0)
         if part.num_blocks is not None and part.num_blocks > depth:
             raise UserError(
-                f"--freeze {part.given}, but the {part.tower} tower has only {count_noun(depth, 'block')}",
+                f"--freeze {part.value}, but the {part.tower} tower has only {count_noun(depth, 'block')}",
                 hint=f"use {depth} or less, or --freeze {part.tower} for the complete tower",
                 flags=("--freeze",),
             )

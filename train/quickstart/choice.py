@@ -27,7 +27,7 @@ from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.format import DATASET_FILE
 from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant
-from clipmill.train.config.shards import kind_of, no_data_folder
+from clipmill.train.config.shards import data_folder_error, kind_of
 from clipmill.train.data.classes import class_labels, proposed_label
 from clipmill.train.data.data_folder import ChunkTable, chunk_table, index_in, open_data_folder, rows_of
 from clipmill.train.quickstart.request import OFFERED
@@ -81,7 +81,7 @@ def survey(address: str) -> Survey:
         UserError: The data folder does not exist, its manifest is empty, or it has no chunks of video.
     """
     if not kind_of(address).has_manifest:
-        raise no_data_folder(address, "but train quickstart reads the manifest of a data folder")
+        raise data_folder_error(address, "but train quickstart reads the manifest of a data folder")
     if not is_remote(address):
         _require_folder(Path(address))
     folder = open_data_folder(address, cache=None, column=None)
@@ -196,8 +196,10 @@ def _latents_command(address: str, data_dir: Path, *, has_text: bool) -> str:
     has_captions = bool(num_captions_of(data_dir))
     for task in tasks():
         run = task.first_run
-        if run is not None and run.on_latents and run.needs_captions == has_captions:
-            flags = run.on_latents if has_text or not run.without_text else f"{run.on_latents} {run.without_text}"
+        if run is not None and run.latents_flags and run.needs_captions == has_captions:
+            flags = (
+                run.latents_flags if has_text or not run.no_text_flags else f"{run.latents_flags} {run.no_text_flags}"
+            )
             return f"train {task.name} --shards {shlex.quote(address)} {flags}"
     raise AssertionError("no task reads latents")
 
@@ -356,13 +358,13 @@ def choose_preset(task: str, *, gpu_bytes: Sequence[int]) -> Chosen:
     """
     recipe = first_run_of(task)
     if not gpu_bytes:
-        return Chosen(recipe.on_cpu, "small enough for a CPU")
-    if recipe.on_gpu is None:
-        return Chosen(recipe.on_cpu, f"larger presets of train {task} need further files")
+        return Chosen(recipe.cpu_preset, "small enough for a CPU")
+    if recipe.gpu_preset is None:
+        return Chosen(recipe.cpu_preset, f"larger presets of train {task} need further files")
     if min(gpu_bytes) < _MIN_GPU_BYTES:
-        return Chosen(recipe.on_cpu, f"{recipe.on_gpu} needs a GPU with {size_text(_MIN_GPU_BYTES)}")
+        return Chosen(recipe.cpu_preset, f"{recipe.gpu_preset} needs a GPU with {size_text(_MIN_GPU_BYTES)}")
     which = "a GPU has" if len(gpu_bytes) == 1 else f"{len(gpu_bytes)} GPUs have at least"
-    return Chosen(recipe.on_gpu, f"{which} {size_text(min(gpu_bytes))} of memory")
+    return Chosen(recipe.gpu_preset, f"{which} {size_text(min(gpu_bytes))} of memory")
 
 
 def first_batch(preset: int, *, num_samples: int, on_gpu: bool) -> int:

@@ -25,7 +25,7 @@ from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import TEMPORARY_PREFIX
 from clipmill.train.bench.steps import Opened, Steps, Taken, open_to_measure, take_steps
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.fields import in_steps
+from clipmill.train.config.fields import convert_epochs
 from clipmill.train.config.files import load_settings, preset_path, presets_of
 from clipmill.train.data.captions import asking_for
 from clipmill.train.data.held_out import HeldOut, look_alikes_of
@@ -387,7 +387,7 @@ def make_plan(proposal: Proposal, measured: Measured) -> Plan:
         other_s=measured.start_s + num_waited * measured.checkpoint_s,
         minutes=proposal.minutes,
     )
-    proposed = in_steps(proposed, measured.num_samples / batch)
+    proposed = convert_epochs(proposed, measured.num_samples / batch)
     every = max(1, min(proposed.checkpoint_every, math.ceil(length.steps / choice.NUM_CHECKPOINTS)))
     settings = replace(
         proposed,
@@ -447,7 +447,7 @@ def _following_commands(proposal: Proposal, settings: ClipSettings) -> Iterator[
     if proposal.held_out is not None and evaluation is not None:
         split = "" if proposal.held_out == evaluation.settings().split else f" --split {proposal.held_out}"
         yield f"train eval {evaluation.name} {run}{split}"
-    if choice.first_run_of(proposal.task.value).searches and len(settings.folders) == 1:
+    if choice.first_run_of(proposal.task.value).can_search and len(settings.folders) == 1:
         embedded = shlex.quote(f"{settings.out}-embedded")
         yield f"train embed {run} --split {proposal.held_out or proposal.split} --out {embedded}"
         yield f'train search {embedded} "what to look for" --page search.html'
@@ -483,9 +483,9 @@ def _warnings(
     elif cautions := _held_out_clips(proposal, proposal.held_out).cautions():
         yield f"metrics of split {proposal.held_out!r} say little: {'; '.join(cautions)}"
     recipe = choice.first_run_of(proposal.task.value)
-    if recipe.weights and proposal.preset.value == recipe.on_gpu and proposal.settings.init.weights is None:
+    if recipe.weights and proposal.preset.value == recipe.gpu_preset and proposal.settings.init.weights is None:
         yield (
-            f"{recipe.on_gpu} was published with pretrained weights: add --init.weights {recipe.weights}, which "
+            f"{recipe.gpu_preset} was published with pretrained weights: add --init.weights {recipe.weights}, which "
             "open_clip downloads; without them, training starts from random weights and is slow to learn"
         )
     if length.epochs < 1:

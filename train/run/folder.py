@@ -33,7 +33,7 @@ from clipmill.manifests.publish import TEMPORARY_PREFIX, naming, parse_json, pub
 from clipmill.manifests.storage.mirrors import mirror_of, show_addresses
 from clipmill.train.config.files import load_settings, read_values, save_settings
 from clipmill.train.config.shards import Shards, absolute_address, folders_of, normalise_address
-from clipmill.train.config.training import GO_ON, NEW_RUN, TrainingSettings, require_same, shaping
+from clipmill.train.config.training import NEW_RUN, RESUME_HINT, TrainingSettings, require_same, weight_settings
 
 # Evaluation results. The file of a result is named after its evaluation. For data other than the run's own, the file
 # name also contains the name of the data folder and a hash of its address.
@@ -304,7 +304,7 @@ def create_run(settings: TrainingSettings, *, comment: str = "") -> RunFolder:
                 path.unlink()
             folders = tuple(map(absolute_address, settings.folders))
             shards = folders if len(folders) > 1 else folders[0]
-            run_settings = replace(settings, shards=shards, evaluate=settings.evaluate.from_anywhere())
+            run_settings = replace(settings, shards=shards, evaluate=settings.evaluate.with_absolute_paths())
             save_settings(run_settings, run.settings, comment=comment)
     except OSError as error:
         raise UserError(
@@ -335,11 +335,11 @@ def reopen_run(settings: TrainingSettings) -> RunFolder:
 
     run = open_run(settings.out)
     old = load_settings(run.settings, type(settings))
-    checkpoints, hint = all_checkpoints(run.checkpoints), GO_ON
+    checkpoints, hint = all_checkpoints(run.checkpoints), RESUME_HINT
     if checkpoints:
         require_trained_with(checkpoints[max(checkpoints)], old, file=run.settings)
-        hint = f"the run is complete: {NEW_RUN}" if max(checkpoints) >= old.steps else GO_ON
-    require_same(shaping(old), shaping(settings), where=f"the run in {run.path}", hint=hint)
+        hint = f"the run is complete: {NEW_RUN}" if max(checkpoints) >= old.steps else RESUME_HINT
+    require_same(weight_settings(old), weight_settings(settings), where=f"the run in {run.path}", hint=hint)
     return run
 
 
@@ -357,7 +357,7 @@ def require_trained_with(checkpoint: Path, settings: TrainingSettings, *, file: 
 
     require_same(
         read_settings(checkpoint),
-        shaping(settings),
+        weight_settings(settings),
         where=str(checkpoint),
         hint=f"was {file} changed by hand? restore the settings that the run was trained with",
     )

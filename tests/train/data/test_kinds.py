@@ -107,7 +107,7 @@ def test_messages_call_data_by_the_noun_of_their_row(
     kind = Kind(
         {"captions": "builtins:print"},
         noun="GIF files",
-        lacks={"labels": "their names are their captions"},
+        missing_reasons={"labels": "their names are their captions"},
         spelling=re.compile(r"\.gif$"),
         has_manifest=False,
         can_be_mixed=False,

@@ -156,18 +156,23 @@ def test_what_names_data() -> None:
         ("c", "a@b/c", "held-out", None),
     ]
     patterns = ("a/*.gif", "b/.hidden", "c/**", "tars/{0..9}.tar")
-    named = DualEncoderEvaluation(every=1, shards=patterns).from_anywhere()
+    named = DualEncoderEvaluation(every=1, shards=patterns).with_absolute_paths()
     assert [data.name for data in named.evaluated_data()] == ["gif", "hidden", "data", "0..9-.tar"]
-    assert [data.name for data in named.from_anywhere().evaluated_data()] == ["gif", "hidden", "data", "0..9-.tar"]
+    assert [data.name for data in named.with_absolute_paths().evaluated_data()] == [
+        "gif",
+        "hidden",
+        "data",
+        "0..9-.tar",
+    ]
     assert EvaluationSettings(every=1).evaluated_data() == (EvaluatedData(name="val", shards=None, split="val"),)
-    kept = DualEncoderEvaluation(every=1, split="held-out", shards=shards).from_anywhere()
+    kept = DualEncoderEvaluation(every=1, split="held-out", shards=shards).with_absolute_paths()
     assert kept.shards == (
         f"ek100={Path.cwd()}/data/ek100@held-out",
         "own=s3://bucket/a=b@test",
         "vatex=/data/v@test:vatex",
         f"c={Path.cwd()}/a@b/c@held-out",
     )
-    assert kept.from_anywhere() == kept and EvaluationSettings().from_anywhere() == EvaluationSettings()
+    assert kept.with_absolute_paths() == kept and EvaluationSettings().with_absolute_paths() == EvaluationSettings()
     with pytest.raises(UserError, match="this task has only one"):
         EvaluationSettings(every=1, shards=("a=x@val:vatex",))
 

@@ -17,7 +17,7 @@ from clipmill.shards.dataset import current_variant
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import Variant
 from clipmill.train.config.clips import LatentSettings
-from clipmill.train.config.shards import kind_of, no_data_folder
+from clipmill.train.config.shards import data_folder_error, kind_of
 from clipmill.train.data.captions import Captions
 from clipmill.train.data.chunks import manifest_mark
 from clipmill.train.data.data_folder import ChunkRows, Selection, selection_mark
@@ -203,7 +203,7 @@ def _query(query: DataQuery) -> SegmentQuery:
             hint="omit --clips and --crops with --input latents",
         )
     if not kind_of(settings.folder).has_manifest:
-        raise no_data_folder(settings.folder, "and --input latents needs a data folder", flags=("--input",))
+        raise data_folder_error(settings.folder, "and --input latents needs a data folder", flags=("--input",))
     folder = query.open_folder(column=LATENTS)
     return SegmentQuery(
         folder.path,

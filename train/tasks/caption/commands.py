@@ -12,7 +12,7 @@ from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
 from clipmill.train.config.clips import AS_TRAINED, Overrides
-from clipmill.train.config.shards import require_named_weights, require_places
+from clipmill.train.config.shards import require_paths, require_weights_exist
 from clipmill.train.tasks.caption.spec import (
     DECODING,
     ChunkCaptionsRequest,
@@ -41,8 +41,8 @@ def caption_chunks(
 
         train caption-chunks runs/captions --shards data --out pseudo.parquet
     """
-    require_named_weights(weights, takes_tags=False)
-    require_places(shards=(request.shards,))
+    require_weights_exist(weights, takes_tags=False)
+    require_paths(shards=(request.shards,))
     with Activity("importing torch"):
         from clipmill.train.device.precision import choose_device
         from clipmill.train.distributed.launch import COMMAND, open_world
@@ -117,7 +117,7 @@ def caption_video(
     decoding
         Decoding settings. Default: the settings of the training.
     """
-    require_named_weights(weights, takes_tags=False)
+    require_weights_exist(weights, takes_tags=False)
     with Activity("importing torch"):
         from clipmill.train.tasks.caption.video_captions import caption_files
 

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.settings import deferred_checks
 from clipmill.train.config.model import Init, Towers, kind_of
-from clipmill.train.config.training import shaping
+from clipmill.train.config.training import weight_settings
 from clipmill.train.evaluation.served import PREPROCESSING_FILE, exported_program
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.captioner import Captioner
 from clipmill.train.models.dual_encoder import ModelShape, size_of
 from clipmill.train.models.timesformer import TimeSformer
 from clipmill.train.optim.parameters import rename_as_in
-from clipmill.train.spec import Adopted, ExportRequest
+from clipmill.train.spec import AdoptedModel, ExportRequest
 from clipmill.train.tasks.caption.language import LanguageCaptioner, LanguageDecoder, add_language_adapters, prefix_of
 from clipmill.train.tasks.caption.model import build_captioner, decoder_of_start, effective_settings, has_decoder
 from clipmill.train.tasks.caption.spec import (
@@ -52,7 +52,7 @@ from clipmill.train.weights.hf_caption import (
 from clipmill.train.weights.source import Say, Source
 
 
-def adopted_captioner(source: Source, path: Path, *, say: Say) -> Adopted | None:
+def adopted_captioner(source: Source, path: Path, *, say: Say) -> AdoptedModel | None:
     """Convert a captioner of TimeSformer and GPT-2, with the tokenizer in its folder; None for weights without decoder.
 
     Raises:
@@ -87,7 +87,7 @@ def adopted_captioner(source: Source, path: Path, *, say: Say) -> Adopted | None
         settings = replace(settings, init=replace(settings.init, weights=None))
     size = match_size(size_of(settings.model, settings.towers), source)
     shape = ModelShape(size=size, image_px=settings.size_px)
-    return Adopted(settings=settings, shape=shape, given={"decoder": decoder})
+    return AdoptedModel(settings=settings, shape=shape, open_arguments={"decoder": decoder})
 
 
 def exported_captioner(request: ExportRequest) -> Exported:
@@ -290,7 +290,7 @@ def exported_language(request: ExportRequest, parts: LanguageDecoder, *, decodin
     }
     program = exported_program(replace(request, form="torch"), _Prefix(captioner), prefix)
     visual = {name: tensor for name, tensor in request.weights.items() if not name.startswith("decoder.")}
-    about = {name: value for name, value in shaping(settings).items() if name.partition(".")[0] in _SETTINGS}
+    about = {name: value for name, value in weight_settings(settings).items() if name.partition(".")[0] in _SETTINGS}
 
     def write(folder: Path) -> None:
         program.write(folder)

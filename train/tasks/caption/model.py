@@ -263,7 +263,7 @@ def start_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def kept_decoder(run: RunFolder) -> dict[str, Decoder]:
-    """Return a run's tokenizer and decoder without weights, as an argument for its task (`TaskSpec.kept`)."""
+    """Return a run's tokenizer and decoder without weights, as an argument for its task (`TaskSpec.run_arguments`)."""
     facts = run.require_facts().get("decoder")
     if isinstance(facts, dict) and "lm" in facts:
         return {"decoder": read_language(run, facts)}

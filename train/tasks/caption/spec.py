@@ -235,7 +235,7 @@ class CaptionEvaluation(EvaluationSettings):
     spice_jars: Annotated[Path | None, GoesWith("java", (True,))] = None
     """Folder with the two jar files that SPICE needs. Default: SPICE is omitted."""
 
-    def number_names(self, data: EvaluatedData) -> tuple[str, ...]:
+    def metric_names(self, data: EvaluatedData) -> tuple[str, ...]:
         """Return the metric names of generated captions."""
         with_java = ("meteor",) if self.spice_jars is None else ("meteor", "spice")
         return (*NUMBERS, *with_java) if self.java else NUMBERS
@@ -247,7 +247,7 @@ class CaptionerSettings(ClipSettings):
     """Settings of `train caption`."""
 
     command = "caption"
-    of_other_data: ClassVar[Mapping[str, Any]] = {"captions": CaptionSettings()}
+    other_data_values: ClassVar[Mapping[str, Any]] = {"captions": CaptionSettings()}
     free_on_resume = frozenset({"decoding"})
 
     num_frames: NumFrames = 8
@@ -490,8 +490,8 @@ TASK = TaskSpec(
     example="train caption --shards data --preset tiny --out runs/captions",
     settings=CaptionerSettings,
     make=import_late("clipmill.train.tasks.caption.task:CaptionTask"),
-    kept=import_late("clipmill.train.tasks.caption.model:kept_decoder"),
-    effective=import_late("clipmill.train.tasks.caption.model:effective_settings"),
+    run_arguments=import_late("clipmill.train.tasks.caption.model:kept_decoder"),
+    effective_settings=import_late("clipmill.train.tasks.caption.model:effective_settings"),
     evaluations=(CAPTIONS,),
     start_lines=import_late("clipmill.train.tasks.caption.model:start_lines"),
     formats={
@@ -500,11 +500,11 @@ TASK = TaskSpec(
     },
     export=import_late("clipmill.train.tasks.caption.export:exported_captioner"),
     adopt=import_late("clipmill.train.tasks.caption.export:adopted_captioner"),
-    adopted="a captioner of TimeSformer and GPT-2",
+    adoptable="a captioner of TimeSformer and GPT-2",
     features=Features(
         description="the encoder's class token, or the mean of its tokens where it has none",
         inputs=lambda task: task.inputs,
     ),
-    first_run=FirstRun(on_cpu="tiny"),
+    first_run=FirstRun(cpu_preset="tiny"),
     pipeline="video-text-to-text",
 )

@@ -143,7 +143,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
             require_java(settings.evaluate.spice_jars)
         if settings.evaluate.every:
             for data in settings.evaluated_data():
-                with data.opening():
+                with data.explain_errors():
                     held_out = self.with_data(data.shards).samples(data.split, world)
                 self._held_out[data.name] = held_out
                 self.note_evaluation(data, held_out)

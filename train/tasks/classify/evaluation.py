@@ -278,7 +278,7 @@ def names_of_numbers(classes: ClassList, files: Sequence[Path]) -> dict[str, dic
 
 
 def kept_classes(run: RunFolder) -> dict[str, ClassList]:
-    """Return the classes that a run was trained on, as an argument for its task (`TaskSpec.kept`).
+    """Return the classes that a run was trained on, as an argument for its task (`TaskSpec.run_arguments`).
 
     Raises:
         UserError: `run` is not a run of `train classify`.

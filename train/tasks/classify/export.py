@@ -10,7 +10,7 @@ from clipmill.train.data.classes import ClassList
 from clipmill.train.evaluation.served import PROGRAM_FORMATS, exported_program
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import ModelShape, size_of
-from clipmill.train.spec import Adopted, ExportRequest
+from clipmill.train.spec import AdoptedModel, ExportRequest
 from clipmill.train.tasks.classify.spec import ClassifySettings
 from clipmill.train.tasks.classify.task import VideoClassifier
 from clipmill.train.weights.architecture import match_size, model_like, num_frames_of, picture_px_of
@@ -24,7 +24,7 @@ from clipmill.train.weights.videomae import exported_videomae
 _NUM_FRAMES, _STRIDE = 16, 4
 
 
-def adopted_classifier(source: Source, path: Path, *, say: Say) -> Adopted | None:
+def adopted_classifier(source: Source, path: Path, *, say: Say) -> AdoptedModel | None:
     """Convert the weights of a fine-tuned VideoMAE to a classifier; None if they have no classification layer.
 
     The names of classes come from `id2label` in config.json; without that file, classes have no names.
@@ -50,11 +50,11 @@ def adopted_classifier(source: Source, path: Path, *, say: Say) -> Adopted | Non
     if all(name == f"LABEL_{number}" for number, name in enumerate(names)) and names:
         say(f"weights: id2label of {path / 'config.json'} only numbers the classes: write their names in this file")
     size = match_size(size_of(settings.model, settings.towers), source)
-    return Adopted(
+    return AdoptedModel(
         settings=settings,
         shape=ModelShape(size=size, image_px=settings.size_px),
-        given={"classes": ClassList(settings.label, names or tuple(map(str, range(len(head)))))},
-        lacks="" if names else "names of its classes",
+        open_arguments={"classes": ClassList(settings.label, names or tuple(map(str, range(len(head)))))},
+        missing_part="" if names else "names of its classes",
     )
 
 

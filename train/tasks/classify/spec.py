@@ -164,8 +164,8 @@ TASK = TaskSpec(
     example="train classify --shards data --preset tiny --label motion --out runs/classes",
     settings=ClassifySettings,
     make=import_late("clipmill.train.tasks.classify.task:ClassifyTask"),
-    kept=import_late("clipmill.train.tasks.classify.evaluation:kept_classes"),
-    effective=import_late("clipmill.train.weights.source:effective_clip_settings"),
+    run_arguments=import_late("clipmill.train.tasks.classify.evaluation:kept_classes"),
+    effective_settings=import_late("clipmill.train.weights.source:effective_clip_settings"),
     evaluations=(CLASSIFICATION, PROBE),
     formats={
         "hf": "VideoMAEForVideoClassification.from_pretrained('OUT')",
@@ -175,12 +175,12 @@ TASK = TaskSpec(
     },
     export=import_late("clipmill.train.tasks.classify.export:exported_classifier"),
     adopt=import_late("clipmill.train.tasks.classify.export:adopted_classifier"),
-    adopted="a VideoMAE with a last layer",
+    adoptable="a VideoMAE with a last layer",
     features=Features(
         description="what the last layer sees",
         inputs=lambda task: task.inputs,
         is_consecutive=lambda settings: settings.sampling == "stride",
     ),
-    first_run=FirstRun(on_cpu="tiny", on_gpu="k400-videomae", needs_label=True),
+    first_run=FirstRun(cpu_preset="tiny", gpu_preset="k400-videomae", needs_label=True),
     pipeline="video-classification",
 )

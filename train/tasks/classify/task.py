@@ -176,7 +176,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         if settings.evaluate.every:
             # Open the data now, so that mistakes in their settings are reported before training starts.
             for data in settings.evaluated_data():
-                with data.opening():
+                with data.explain_errors():
                     held_out = self.with_data(data.shards).samples(data.split, world, views=_views(settings.evaluate))
                 self._held_out[data.name] = held_out
                 self.note_evaluation(data, held_out)

@@ -13,7 +13,7 @@ from clipmill.train.config.model import LIBRARY, DualEncoderTowers, kind_of
 from clipmill.train.evaluation.served import PROGRAM_FORMATS, exported_program, similarity
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import DualEncoder, ModelShape, size_of
-from clipmill.train.spec import Adopted, ExportRequest
+from clipmill.train.spec import AdoptedModel, ExportRequest
 from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import with_towers_of
 from clipmill.train.weights.architecture import match_size, model_like, num_frames_of, picture_px_of
@@ -80,7 +80,7 @@ def image_towers(weights: Tensors, *, rule: FrameEmbedding) -> ImageTowers:
     return ImageTowers(tensors=tensors, extras=extras, lost=tuple(lost))
 
 
-def adopted_clip(source: Source, path: Path, *, say: Say) -> Adopted | None:
+def adopted_clip(source: Source, path: Path, *, say: Say) -> AdoptedModel | None:
     """Convert CLIP weights to a dual encoder; None if they have no text tower, or a different kind of video tower."""
     tensors, towers = source.converted.tensors, source.facts.towers
     is_library = source.kind == LIBRARY and {"image", "text"} <= towers.keys()
@@ -102,7 +102,7 @@ def adopted_clip(source: Source, path: Path, *, say: Say) -> Adopted | None:
             "here; --num-frames 1 is the image model itself"
         )
     size = match_size(size_of(settings.model, settings.towers), source)
-    return Adopted(settings=settings, shape=ModelShape(size=size, image_px=settings.size_px))
+    return AdoptedModel(settings=settings, shape=ModelShape(size=size, image_px=settings.size_px))
 
 
 def exported_clip(request: ExportRequest) -> Exported:

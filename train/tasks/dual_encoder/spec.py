@@ -81,7 +81,7 @@ class DualEncoderEvaluation(EvaluationSettings):
     label: Annotated[str | None, EVERY] = None
     """zero-shot: label column of the captions, such as verb."""
 
-    def number_names(self, data: EvaluatedData) -> tuple[str, ...]:
+    def metric_names(self, data: EvaluatedData) -> tuple[str, ...]:
         """Return the metric names of the protocol, including dual softmax."""
         protocol = data.protocol or self.protocol
         has_more = self.dual_softmax is not None and protocol in RETRIEVAL_NAMES
@@ -103,7 +103,7 @@ class DualEncoderEvaluation(EvaluationSettings):
                     flags=(flag, other),
                 )
 
-    def protocol_named(self, name: str) -> ProtocolName:
+    def find_protocol(self, name: str) -> ProtocolName:
         """Return the protocol with the name `name`; UserError if it is unknown."""
         known: dict[str, ProtocolName] = {protocol: protocol for protocol in get_args(ProtocolName)}
         if name not in known:
@@ -129,7 +129,7 @@ class DualEncoderSettings(LatentSettings):
     """Settings of `train dual-encoder`."""
 
     command = "dual-encoder"
-    of_other_data: ClassVar[Mapping[str, Any]] = {"captions": CaptionSettings()}
+    other_data_values: ClassVar[Mapping[str, Any]] = {"captions": CaptionSettings()}
     least_batch = 2
     only_kind = "clip"
 
@@ -428,7 +428,7 @@ TASK = TaskSpec(
     example="train dual-encoder --shards data --preset tiny --steps 200 --out runs/first",
     settings=DualEncoderSettings,
     make=import_late("clipmill.train.tasks.dual_encoder.task:DualEncoderTask"),
-    effective=import_late("clipmill.train.tasks.dual_encoder.task:effective_settings"),
+    effective_settings=import_late("clipmill.train.tasks.dual_encoder.task:effective_settings"),
     evaluations=(RETRIEVAL, MIR, EGOMCQ, ZERO_SHOT, PROBE),
     formats={
         "open_clip": "create_model('local-dir:OUT')",
@@ -439,17 +439,17 @@ TASK = TaskSpec(
     },
     export=import_late("clipmill.train.tasks.dual_encoder.export:exported_clip"),
     adopt=import_late("clipmill.train.tasks.dual_encoder.export:adopted_clip"),
-    adopted="a CLIP with both towers",
+    adoptable="a CLIP with both towers",
     adopts_tags=True,
     has_frame_embedding=True,
     features=Features(description="the video tower's features, before the projection", inputs=lambda task: task.clips),
     first_run=FirstRun(
-        on_cpu="tiny",
-        on_gpu="b16-ego4d",
+        cpu_preset="tiny",
+        gpu_preset="b16-ego4d",
         weights="ViT-B-16:openai",
-        on_latents="--preset tiny-latents",
-        without_text="--text-tower trained",
-        searches=True,
+        latents_flags="--preset tiny-latents",
+        no_text_flags="--text-tower trained",
+        can_search=True,
     ),
     pipeline="zero-shot-image-classification",
 )

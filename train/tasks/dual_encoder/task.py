@@ -210,9 +210,9 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         from clipmill.train.tasks.dual_encoder.evaluation import LoopEvaluation
 
         task, evaluation = self.with_data(data.shards), self._settings.evaluate
-        protocol = evaluation.protocol if data.protocol is None else evaluation.protocol_named(data.protocol)
+        protocol = evaluation.protocol if data.protocol is None else evaluation.find_protocol(data.protocol)
         evaluation = replace(evaluation, shards=(), split=data.split, protocol=protocol)
-        with data.opening():
+        with data.explain_errors():
             samples = task.samples_of(evaluation, world)
             in_loop = LoopEvaluation(
                 task, samples, task._settings, evaluation=evaluation, name=data.name, device=self._device

@@ -5,7 +5,7 @@ from pathlib import Path
 from clipmill.manifests.settings import deferred_checks
 from clipmill.train.models.dual_encoder import ModelShape, size_of
 from clipmill.train.models.videomae import decoder_size
-from clipmill.train.spec import Adopted, ExportRequest
+from clipmill.train.spec import AdoptedModel, ExportRequest
 from clipmill.train.tasks.mae.spec import MaeSettings
 from clipmill.train.weights.architecture import match_size, model_like, picture_px_of
 from clipmill.train.weights.exported import Exported, require_format
@@ -15,7 +15,7 @@ from clipmill.train.weights.source import Say, Source, effective_clip_settings
 from clipmill.train.weights.videomae import exported_videomae
 
 
-def adopted_autoencoder(source: Source, path: Path, *, say: Say) -> Adopted | None:
+def adopted_autoencoder(source: Source, path: Path, *, say: Say) -> AdoptedModel | None:
     """Convert the weights of a VideoMAE, with or without decoder; None for a classifier or other weights."""
     shapes = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
     if source.kind != "videomae" or "head.weight" in shapes:
@@ -31,7 +31,7 @@ def adopted_autoencoder(source: Source, path: Path, *, say: Say) -> Adopted | No
         settings = effective_clip_settings(settings, source, say=say)
     size = match_size(size_of(settings.model, settings.towers), source)
     shape = ModelShape(size=size, image_px=settings.size_px)
-    return Adopted(settings=settings, shape=shape, lacks="" if depth else "a decoder")
+    return AdoptedModel(settings=settings, shape=shape, missing_part="" if depth else "a decoder")
 
 
 def exported_autoencoder(request: ExportRequest) -> Exported:

@@ -249,18 +249,20 @@ TASK = TaskSpec(
     example="train mae --shards data --preset tiny --out runs/masked",
     settings=MaeSettings,
     make=import_late("clipmill.train.tasks.mae.task:MaeTask"),
-    effective=import_late("clipmill.train.tasks.mae.task:effective_settings"),
+    effective_settings=import_late("clipmill.train.tasks.mae.task:effective_settings"),
     evaluations=(PROBE, RECONSTRUCTION),
-    at_end=import_late("clipmill.train.tasks.mae.evaluation:reconstruct_at_end"),
+    finish_run=import_late("clipmill.train.tasks.mae.evaluation:reconstruct_at_end"),
     formats={"hf": "VideoMAEForPreTraining.from_pretrained('OUT')", "videomae": "VideoMAE's code, as a checkpoint"},
     export=import_late("clipmill.train.tasks.mae.export:exported_autoencoder"),
     adopt=import_late("clipmill.train.tasks.mae.export:adopted_autoencoder"),
-    adopted="a VideoMAE",
+    adoptable="a VideoMAE",
     features=Features(
         description="mean of the encoder's tokens of all cubes, none masked",
         inputs=lambda task: task.inputs,
         is_consecutive=lambda settings: True,
     ),
-    first_run=FirstRun(on_cpu="tiny", on_gpu="mae-b16-k400", on_latents="--preset mae-latents", needs_captions=False),
+    first_run=FirstRun(
+        cpu_preset="tiny", gpu_preset="mae-b16-k400", latents_flags="--preset mae-latents", needs_captions=False
+    ),
     pipeline="feature-extraction",
 )

@@ -309,7 +309,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
             for folder in settings.folders:
                 if not kind_of(folder).has_manifest:
                     continue
-                with EvaluatedData(name="", shards=None, split=settings.evaluate.split).opening():
+                with EvaluatedData(name="", shards=None, split=settings.evaluate.split).explain_errors():
                     path = open_data_folder(folder, cache=settings.cache, column=None).path
                     find_split_videos(path, settings.evaluate.split)
         if settings.evaluate.every:
@@ -320,7 +320,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
     def _open_probe(self, data: EvaluatedData, world: World) -> LoopProbe:
         settings = self.with_data(data.shards)._settings
         evaluation = replace(self._settings.evaluate, shards=(), split=data.split)
-        with data.opening():
+        with data.explain_errors():
             probe = LoopProbe(
                 settings, evaluation, name=data.name, inputs=self.inputs, world=world, device=self._device
             )

@@ -55,7 +55,7 @@ TASK = TaskSpec(
     example="train frame-order --shards data",
     settings=FrameOrderSettings,
     make=import_late("clipmill_example.frame_order.task:FrameOrderTask"),
-    effective=import_late("clipmill.train.weights.source:effective_clip_settings"),
+    effective_settings=import_late("clipmill.train.weights.source:effective_clip_settings"),
     evaluations=(
         EvaluationSpec(
             name="frame-order",
