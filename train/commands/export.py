@@ -76,7 +76,7 @@ def export_run(
         from clipmill.train.run.checkpoint import checkpoint_step
         from clipmill.train.weights.conversion import require_finite
         from clipmill.train.weights.exported import publish_folder
-        from clipmill.train.weights.sources import whole_weights
+        from clipmill.train.weights.sources import complete_weights
 
     run, path = RunFolder(local_folder(weights)), checkpoint
     if is_run(run.path):
@@ -99,7 +99,7 @@ def export_run(
             flags=("--frame-embedding",),
         )
     if path is not None and not opened.overrides.given_values():
-        tensors = whole_weights(path)
+        tensors = complete_weights(path)
     else:
         tensors = opened.trained.fill(opened.task.build_model(None)).state_dict()
     _require_views(opened.settings, form)
@@ -116,7 +116,7 @@ def export_run(
     )
     exported = spec.export(request)
     if opened.settings.views is not None and not exported.usage:
-        exported = replace(exported, sees=exported.sees or "a single view")
+        exported = replace(exported, model_input=exported.model_input or "a single view")
 
     step = None if path is None else checkpoint_step(path)
     card = model_card(opened, exported, form=form, opens=spec.formats[form], folder=out.name, step=step)

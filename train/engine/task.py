@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from clipmill.train.data.held_out import EvaluatedClips
     from clipmill.train.data.mixed_samples import MixedSamples
     from clipmill.train.distributed.pipeline import LayerCost
-    from clipmill.train.weights.loading import Loaded
+    from clipmill.train.weights.loading import LoadedWeights
 
     class EvaluatedSet(NamedSamples, EvaluatedClips, Protocol):
         """The samples of an evaluation in the loop."""
@@ -88,7 +88,7 @@ class StartableTask(Task, Protocol):
         """Return this rank's part of the training samples."""
         ...
 
-    def start_from(self, source: Source, samples: Any, *, say: Say) -> "Loaded":
+    def start_from(self, source: Source, samples: Any, *, say: Say) -> "LoadedWeights":
         """Make `build_model` initialise models from these weights; raise a UserError if they do not fit."""
         ...
 
@@ -194,7 +194,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
     ) -> None:
         self._settings, self._attention, self._device, self._shape = settings, attention, device, shape
         size_of(settings.model, settings.towers)  # report an invalid model size before training starts
-        self._start: Loaded | None = None
+        self._start: LoadedWeights | None = None
         self.base: Base | None = None
         self._evaluations: dict[str, dict[str, Any]] = {}
 
@@ -246,19 +246,19 @@ class ClipTask(Generic[Settings, Samples, Model]):
         """Return a model with new weights for the clips in `samples`."""
         raise NotImplementedError
 
-    def fit_weights(self, model: Model, source: Source, *, say: Say) -> "Loaded":
+    def fit_weights(self, model: Model, source: Source, *, say: Say) -> "LoadedWeights":
         """Fit weights to a model on the meta device."""
         from clipmill.train.weights.loading import fit_to
 
         return fit_to(model, source, allow=self._settings.init.allow, say=say)
 
-    def fit_whole(self, model: Model, source: Source, *, say: Say) -> "Loaded":
-        """Fit weights to all parameters of a model on any device; see `clipmill.train.weights.loading.load_whole`."""
+    def fit_all_parameters(self, model: Model, source: Source, *, say: Say) -> "LoadedWeights":
+        """Fit weights to all parameters of a model, on any device, for `load_all_parameters` of weights/loading.py."""
         from clipmill.train.weights.loading import fit_to
 
         return fit_to(model, source, say=say)
 
-    def start_from(self, source: Source, samples: Samples, *, say: Say) -> "Loaded":
+    def start_from(self, source: Source, samples: Samples, *, say: Say) -> "LoadedWeights":
         """Make `build_model` initialise models from these weights.
 
         Raises:

@@ -19,7 +19,7 @@ from clipmill.train.optim.parameters import rename_as_in
 from clipmill.train.run.checkpoint import content_of, read_metadata, read_table
 from clipmill.train.run.folder import RunFolder, require_trained_with
 from clipmill.train.weights.conversion import CONV
-from clipmill.train.weights.sources import whole_weights
+from clipmill.train.weights.sources import complete_weights
 
 Settings = TypeVar("Settings", bound=ClipSettings)
 Model = TypeVar("Model", bound=nn.Module)
@@ -77,7 +77,7 @@ def open_trained_run(run: RunFolder, settings: Settings, *, checkpoint: Path | N
 
     def load(model: nn.Module) -> None:
         try:
-            model.load_state_dict(rename_as_in(model, whole_weights(checkpoint)))
+            model.load_state_dict(rename_as_in(model, complete_weights(checkpoint)))
         except RuntimeError as error:
             raise UserError(
                 f"{checkpoint} does not fit the model of {run.settings}: {str(error).splitlines()[-1].strip()}",

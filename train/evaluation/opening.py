@@ -38,7 +38,7 @@ from clipmill.train.spec import AdoptedModel, Tasks, TaskSpec, take_tags
 from clipmill.train.weights.architecture import match_size
 from clipmill.train.weights.exported import EXTRAS_FILE
 from clipmill.train.weights.files import WEIGHT_FILES, weights_file
-from clipmill.train.weights.loading import load_whole
+from clipmill.train.weights.loading import load_all_parameters
 from clipmill.train.weights.open_clip import named_towers
 from clipmill.train.weights.source import Say, Source
 from clipmill.train.weights.sources import fetch_tag, open_weights
@@ -105,7 +105,9 @@ def open_weights_as(
         shape=shape,
         shards=use.shards,
         variant=use.variant,
-        trained=replace(trained, load=partial(load_whole, source=source, fit=task.fit_whole, say=say)),
+        trained=replace(
+            trained, load=partial(load_all_parameters, source=source, fit=task.fit_all_parameters, say=say)
+        ),
         task=task,
         overrides=overrides,
         lacks=adopted.missing_part,

@@ -31,7 +31,7 @@ from clipmill.train.run.environment import require_parts
 from clipmill.train.run.folder import RunFolder, data_facts, is_same_evaluation, read_object, result_name, suffix_of
 from clipmill.train.spec import EvaluationSpec, TaskSpec
 from clipmill.train.weights.architecture import Logits, logits_of, read_logits
-from clipmill.train.weights.loading import load_whole
+from clipmill.train.weights.loading import load_all_parameters
 from clipmill.train.weights.source import Say, Source
 from clipmill.train.weights.sources import open_run_weights
 
@@ -184,7 +184,7 @@ def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: 
     task: Any = spec.open(settings, attention=trained.attention, device=trained.device, run=run, **given)
     if overrides.given_values():
         source = open_run_weights(run, checkpoint=checkpoint)
-        load = partial(load_whole, source=source, fit=task.fit_whole, say=say)
+        load = partial(load_all_parameters, source=source, fit=task.fit_all_parameters, say=say)
         trained = replace(trained, settings=settings, load=load)
     return OpenedRun(
         spec=spec,

@@ -71,7 +71,7 @@ def model_card(opened: OpenedRun, exported: Exported, *, form: str, opens: str, 
     }
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items() if text)
     # The Hub shows these metrics for the model that its users open.
-    metadata = _metadata(opened.spec.pipeline, form, [] if exported.sees else results, name=name)
+    metadata = _metadata(opened.spec.pipeline, form, [] if exported.model_input else results, name=name)
     front = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
     return f"---\n{front}---\n\n# {_plain_text(name)}\n\n{_summary(opened)}\n\n{body}\n"
 
@@ -163,13 +163,13 @@ def _results(opened: OpenedRun, *, step: int | None) -> list[_Result]:
 
 def _input_note(opened: OpenedRun, exported: Exported) -> list[str]:
     """Return a note that the metrics belong to the video model, if other libraries open a different model."""
-    if not exported.sees:
+    if not exported.model_input:
         return []
     num_frames = count_noun(opened.settings.num_frames, "frame")
     return [
         f"**These are metrics of the run's video model, which reads clips of {num_frames} and is opened by "
         "`clipmill.load_model`. The model that other libraries open from this folder reads "
-        f"{exported.sees}, computes something else, and was not evaluated.** To evaluate it, use "
+        f"{exported.model_input}, computes something else, and was not evaluated.** To evaluate it, use "
         "`train eval NAME RUN --num-frames 1` (with `--clips N` the mean of N frames); `train export RUN "
         "--num-frames 1` writes that model, with these metrics in its card."
     ]

@@ -255,7 +255,7 @@ def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
     """Load the weights and buffers of a checkpoint on the CPU; if the run used EMA, the averaged weights.
 
     The checkpoint may have been written by any number of ranks. If the checkpoint has a `base`, the frozen weights are
-    not included (clipmill.train.weights.sources.whole_weights).
+    not included (clipmill.train.weights.sources.complete_weights).
 
     Returns:
         Weights and buffers, keyed by their names in the model.

@@ -67,14 +67,14 @@ def _trunk(trunk: TransformerSize, width: int, depth: int, num_heads: int | None
     return replace(trunk, width=width, depth=depth, num_heads=num_heads)
 
 
-def model_like(source: Source) -> ModelName:
+def model_name_of(source: Source) -> ModelName:
     """Return the name of a model with the patch size of the weights; b16 if there is none."""
     conv = source.converted.tensors.get(CONV)
     names: list[ModelName] = ["b16", "l14"]
     return next((name for name in names if conv is not None and PATCH_PX[name] == conv.shape[-1]), "b16")
 
 
-def picture_px_of(source: Source, *, default: int) -> int:
+def frame_px_of(source: Source, *, default: int) -> int:
     """Return the side length in pixels of the frames that weights were trained on, from tensors or their configuration.
 
     Raises:
@@ -88,7 +88,7 @@ def picture_px_of(source: Source, *, default: int) -> int:
             hint="name the run, or the folder that train export made of it",
         )
     if conv is None or positions is None:
-        return source.facts.picture_px or default
+        return source.facts.frame_px or default
     return math.isqrt(len(positions) - 1) * int(conv.shape[-1])
 
 

@@ -48,7 +48,7 @@ class SourceFacts:
         video_depth: Blocks of the video tower.
         text_depth: Blocks of the text tower.
         decoder_heads: Attention heads of a masked autoencoder's decoder.
-        picture_px: Side length of the frames that the weights were trained on, in pixels.
+        frame_px: Side length of the frames that the weights were trained on, in pixels.
         towers: `--towers.*` settings by name, which identify the modules that the weights belong to.
         remarks: Notes for the user.
     """
@@ -63,7 +63,7 @@ class SourceFacts:
     video_depth: int | None = None
     text_depth: int | None = None
     decoder_heads: int | None = None
-    picture_px: int | None = None
+    frame_px: int | None = None
     towers: Mapping[str, Any] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
 
@@ -224,7 +224,7 @@ class Format:
     read_config: Callable[..., SourceFacts] | None = None
 
 
-def any_begins(names: Iterable[str], *prefixes: str) -> bool:
+def any_starts_with(names: Iterable[str], *prefixes: str) -> bool:
     """Return True if at least one name begins with one of the prefixes."""
     return any(name.startswith(prefixes) for name in names)
 

@@ -33,14 +33,14 @@ class Exported:
     Attributes:
         write: Function that fills a folder.
         remarks: Notes for the user.
-        sees: Input of the exported model if it differs from the run's input, such as "single images".
+        model_input: Input of the exported model if it differs from the run's input, such as "single images".
         usage: Instructions for a program, as Markdown; empty for weights, which commands accept as WEIGHTS. A program
             has no record.
     """
 
     write: Callable[[Path], None]
     remarks: tuple[str, ...] = ()
-    sees: str = ""
+    model_input: str = ""
     usage: str = ""
 
 
@@ -114,12 +114,12 @@ def preprocessor_config(processor: str, settings: ClipSettings, *, kind: str) ->
     return {**config, "image_processor_type": processor}  # some versions add "Fast"
 
 
-def save_extras(extras: Tensors, folder: Path, *, beside: Path) -> None:
+def save_extras(extras: Tensors, folder: Path, *, weights_path: Path) -> None:
     """Write the tensors of a video tower that an image tower lacks, with the SHA-256 of the file `beside`."""
-    save_tensors(extras, folder / EXTRAS_FILE, metadata={_OWNER: _digest(beside)})
+    save_tensors(extras, folder / EXTRAS_FILE, metadata={_OWNER: _digest(weights_path)})
 
 
-def read_extras(folder: Path, *, beside: Path) -> dict[str, torch.Tensor]:
+def read_extras(folder: Path, *, weights_path: Path) -> dict[str, torch.Tensor]:
     """Read the tensors of a video tower that an exported image tower lacks, by clipmill's names; {} if it is missing.
 
     Raises:
@@ -133,10 +133,10 @@ def read_extras(folder: Path, *, beside: Path) -> dict[str, torch.Tensor]:
 
     with safe_open(path, "pt") as file:
         owner = (file.metadata() or {}).get(_OWNER)
-    if owner != _digest(beside):
+    if owner != _digest(weights_path):
         raise UserError(
-            f"{path} belongs to other weights than {beside.name}, which has changed since the export",
-            hint=f"to start from {beside.name} as from any image model, remove {EXTRAS_FILE}",
+            f"{path} belongs to other weights than {weights_path.name}, which has changed since the export",
+            hint=f"to start from {weights_path.name} as from any image model, remove {EXTRAS_FILE}",
         )
     return extras
 

@@ -73,7 +73,7 @@ def as_config(config_class: Callable[..., Any], given: Mapping[str, Any], *, key
         raise UserError(f"{source}: {' '.join(str(error).split())}", hint=_DAMAGED) from error
 
 
-def colours(values: Any) -> Mean | None:
+def rgb_values(values: Any) -> Mean | None:
     """Return a configuration's values for R, G and B; None if they are missing."""
     if values is None:
         return None

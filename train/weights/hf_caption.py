@@ -22,13 +22,20 @@ from clipmill.train.weights.conversion import (
     Format,
     NameTable,
     SourceFacts,
-    any_begins,
+    any_starts_with,
     require_finite,
     require_float_weights,
     require_floats,
     tensors_by_origin,
 )
-from clipmill.train.weights.files import as_config, colours, read_config, read_tensors, weights_file, without_prefixes
+from clipmill.train.weights.files import (
+    as_config,
+    read_config,
+    read_tensors,
+    rgb_values,
+    weights_file,
+    without_prefixes,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,8 +242,8 @@ def facts_of_hf_caption(config: Mapping[str, Any], preprocess: Mapping[str, Any]
     return SourceFacts(
         activation=trunk.activation,
         video_eps=trunk.norm_eps,
-        mean=colours(preprocess.get("image_mean")),
-        std=colours(preprocess.get("image_std")),
+        mean=rgb_values(preprocess.get("image_mean")),
+        std=rgb_values(preprocess.get("image_std")),
         video_heads=trunk.num_heads,
     )
 
@@ -342,7 +349,7 @@ HF_TIMESFORMER = Format(
     name="hf_timesformer",
     title="Hugging Face's TimeSformer, or a captioner of it",
     convert=from_hf_caption,
-    matches=lambda names: any_begins(
+    matches=lambda names: any_starts_with(
         names, "timesformer.", "encoder.embeddings.time_embeddings", "embeddings.time_embeddings"
     ),
     facts=SourceFacts(activation="gelu", video_eps=1e-6),

@@ -12,9 +12,9 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.models.dual_encoder import DualEncoderSize
-from clipmill.train.weights.conversion import LOGIT_SCALE, Format, NameTable, SourceFacts, any_begins
+from clipmill.train.weights.conversion import LOGIT_SCALE, Format, NameTable, SourceFacts, any_starts_with
 from clipmill.train.weights.exported import save_json
-from clipmill.train.weights.files import as_config, colours
+from clipmill.train.weights.files import as_config, rgb_values
 
 _OUR_BLOCK, _LAYER = "transformer.resblocks.N", "encoder.layers.N"
 _PROJECTIONS = {"video.proj": "visual_projection.weight", "text.text_projection": "text_projection.weight"}
@@ -88,8 +88,8 @@ def facts_of_hf(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, sou
         activation=vision.hidden_act,
         video_eps=vision.layer_norm_eps,
         text_eps=text.layer_norm_eps,
-        mean=colours(preprocess.get("image_mean")),
-        std=colours(preprocess.get("image_std")),
+        mean=rgb_values(preprocess.get("image_mean")),
+        std=rgb_values(preprocess.get("image_std")),
         video_heads=vision.num_attention_heads,
         text_heads=text.num_attention_heads,
         video_depth=vision.num_hidden_layers,
@@ -185,7 +185,7 @@ HF_CLIP = Format(
     name="hf",
     title="Hugging Face's CLIPModel",
     convert=from_hf,
-    matches=lambda names: any_begins(names, "vision_model.", "text_model."),
+    matches=lambda names: any_starts_with(names, "vision_model.", "text_model."),
     model_types=("clip",),
     read_config=facts_of_hf,
 )

@@ -25,9 +25,16 @@ from clipmill.train.models.dual_encoder import DualEncoderSize
 from clipmill.train.models.hugging_face import read_processor
 from clipmill.train.models.library_towers import image_outline, library_of, preprocessing_of, text_outline
 from clipmill.train.weights.architecture import Logits
-from clipmill.train.weights.conversion import LOGIT_SCALE, ConvertedStateDict, Format, SourceFacts, Tensors, any_begins
+from clipmill.train.weights.conversion import (
+    LOGIT_SCALE,
+    ConvertedStateDict,
+    Format,
+    SourceFacts,
+    Tensors,
+    any_starts_with,
+)
 from clipmill.train.weights.exported import save_json, save_tensors
-from clipmill.train.weights.files import colours, read_config
+from clipmill.train.weights.files import read_config, rgb_values
 from clipmill.train.weights.hf_clip import from_hf
 from clipmill.train.weights.open_clip import BUFFERS, TEXT_ROOTS, from_open_clip, open_clip_config, to_open_clip
 
@@ -57,7 +64,7 @@ def _convert_state(names: Mapping[str, frozenset[str]], state: Tensors) -> Conve
     tensors, origins = dict[str, torch.Tensor](), dict[str, str]()
     unknown, rest, ignored = dict[str, torch.Tensor](), dict[str, torch.Tensor](), list[str]()
     # In a model with two towers, the first component of a name says which tower it belongs to.
-    has_two_towers = any_begins(
+    has_two_towers = any_starts_with(
         state, "token_embedding.", *(f"{root}." for root in ("text", "text_model", *_IMAGE_COMPONENTS))
     )
     for name, tensor in state.items():
@@ -76,7 +83,7 @@ def _convert_state(names: Mapping[str, frozenset[str]], state: Tensors) -> Conve
             tensors[ours], origins[ours] = tensor, name
         else:
             (unknown if prefixes else rest)[name] = tensor
-    other = from_hf(rest) if any_begins(rest, "text_model.", "vision_model.") else from_open_clip(rest)
+    other = from_hf(rest) if any_starts_with(rest, "text_model.", "vision_model.") else from_open_clip(rest)
     return ConvertedStateDict(
         tensors={**other.tensors, **tensors},
         origins={**other.origins, **origins},
@@ -95,12 +102,12 @@ def library_facts(folder: Path) -> SourceFacts:
 
 def facts_of_entry(entry: Mapping[str, Any], towers: Towers = _PLAIN) -> SourceFacts:
     """Return facts from open_clip's entry for a tag that has weights for `towers`."""
-    mean, std = (colours(None if entry.get(name) is None else list(entry[name])) for name in ("mean", "std"))
+    mean, std = (rgb_values(None if entry.get(name) is None else list(entry[name])) for name in ("mean", "std"))
     lacks_quick_gelu = entry.get("quick_gelu") and not (towers.image or "").endswith("-quickgelu")
     remarks = ("trained with QuickGELU, which open_clip:NAME-quickgelu has",) if lacks_quick_gelu else ()
     names = {name: value for name in ("image", "text") if (value := getattr(towers, name, None)) is not None}
-    picture_px = None if towers.image is None else preprocessing_of(towers.image).size_px
-    return SourceFacts(mean=mean, std=std, picture_px=picture_px, towers=names, remarks=remarks)
+    frame_px = None if towers.image is None else preprocessing_of(towers.image).size_px
+    return SourceFacts(mean=mean, std=std, frame_px=frame_px, towers=names, remarks=remarks)
 
 
 def state_of(weights: Tensors, prefix: str) -> dict[str, torch.Tensor]:

@@ -65,7 +65,7 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitted:
+class FittedWeights:
     """Weights fitted to a model.
 
     Attributes:
@@ -86,7 +86,7 @@ class Fitted:
         return tuple(change for change in self.changes if not change.why)
 
 
-def fit_tensors(source: ConvertedStateDict, shapes: Mapping[str, Shape], *, allow: Sequence[str] = ()) -> Fitted:
+def fit_tensors(source: ConvertedStateDict, shapes: Mapping[str, Shape], *, allow: Sequence[str] = ()) -> FittedWeights:
     """Fit weights to a model.
 
     Args:
@@ -134,7 +134,7 @@ def fit_tensors(source: ConvertedStateDict, shapes: Mapping[str, Shape], *, allo
         why = "the projections are new, so their temperature is too"
         leave(LOGIT_SCALE, source.origins[LOGIT_SCALE], logit_scale, why)
         logit_scale = None
-    return Fitted(
+    return FittedWeights(
         tensors=tensors,
         logit_scale=None if logit_scale is None else float(logit_scale),
         num_copied=num_copied,
@@ -152,7 +152,11 @@ def _resize_tensor(name: str, tensor: torch.Tensor, new: Shape) -> tuple[ChangeK
     if len(old) != 2 or len(new) != 2 or old[1] != new[1]:
         return "reshaped", None, ""
     if name == "video.positional_embedding" and _is_square(old[0] - 1) and _is_square(new[0] - 1):
-        return "resized", resize_positions(tensor, num_places=new[0]), "another resolution: bicubic, as open_clip does"
+        return (
+            "resized",
+            resize_positions(tensor, num_positions=new[0]),
+            "another resolution: bicubic, as open_clip does",
+        )
     if name == TEMPORAL_EMBEDDING:
         why = "a different number of frames: interpolated along time"
         return "resized", resampled_temporal(tensor.float(), new[0]).to(tensor.dtype), why
@@ -174,25 +178,25 @@ _TEXT_POSITIONS = (
 )
 
 
-def stretched_positions(positions_LD: torch.Tensor, num_places: int) -> torch.Tensor:
+def stretched_positions(positions_LD: torch.Tensor, num_positions: int) -> torch.Tensor:
     """Stretch positional embeddings for longer texts: the first 20 are kept, the others are interpolated linearly.
 
     Beyond the last position, the line through the last two continues. Long-CLIP (Zhang et al. 2024) stretches 77
     positions to 248 in this way.
     """
     kept_KD, rest_LD = positions_LD[:_KEPT_POSITIONS], positions_LD[_KEPT_POSITIONS:].double()
-    step = len(rest_LD) / (num_places - _KEPT_POSITIONS)
-    position_N = torch.arange(num_places - _KEPT_POSITIONS, dtype=torch.float64) * step
+    step = len(rest_LD) / (num_positions - _KEPT_POSITIONS)
+    position_N = torch.arange(num_positions - _KEPT_POSITIONS, dtype=torch.float64) * step
     low_N = position_N.long().clamp(max=len(rest_LD) - 2)
     fraction_N1 = (position_N - low_N)[:, None]
     stretched_ND = rest_LD[low_N] * (1 - fraction_N1) + rest_LD[low_N + 1] * fraction_N1
     return torch.cat([kept_KD, stretched_ND.to(positions_LD.dtype)])
 
 
-def resize_positions(positions_PD: torch.Tensor, *, num_places: int) -> torch.Tensor:
+def resize_positions(positions_PD: torch.Tensor, *, num_positions: int) -> torch.Tensor:
     """Resize positional embeddings to a different number of patches. The first, the class token's, is kept."""
     class_1D, grid_PD = positions_PD[:1], positions_PD[1:]
-    old, new = math.isqrt(len(grid_PD)), math.isqrt(num_places - 1)
+    old, new = math.isqrt(len(grid_PD)), math.isqrt(num_positions - 1)
     grid_1DHW = grid_PD.float().T.unflatten(1, (old, old))[None]
     resized_1DHW = functional.interpolate(grid_1DHW, size=(new, new), mode="bicubic", antialias=True)
     return torch.cat([class_1D, resized_1DHW[0].flatten(1).T.to(positions_PD.dtype)])
@@ -206,16 +210,16 @@ _MAX_LINES, _MAX_NAMES = 40, 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
+class LoadedWeights:
     """Weights that fit a model, with a description of their use.
 
     Attributes:
         title: Source and format.
-        fitted: Fitted tensors, with the changes that the table shows.
+        fitted: FittedWeights tensors, with the changes that the table shows.
     """
 
     title: str
-    fitted: Fitted
+    fitted: FittedWeights
 
     @property
     def logit_scale(self) -> float | None:
@@ -232,7 +236,7 @@ class Loaded:
         }
 
 
-def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: Say) -> Loaded:
+def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: Say) -> LoadedWeights:
     """Fit the weights of `source` to a model, which may be on the meta device and is not changed.
 
     Args:
@@ -272,18 +276,18 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
         )
     origins = source.converted.origins
     require_finite({origins[name]: tensor for name, tensor in fitted.tensors.items()}, source=source.title)
-    return Loaded(title=source.title, fitted=fitted)
+    return LoadedWeights(title=source.title, fitted=fitted)
 
 
 @torch.no_grad()
-def copy_into(model: nn.Module, loaded: Loaded) -> None:
+def copy_into(model: nn.Module, loaded: LoadedWeights) -> None:
     """Copy fitted weights into a model. Parameters that the weights lack keep their values."""
     parameters = {plain_name(name): parameter for name, parameter in model.state_dict().items()}
     for name, tensor in loaded.fitted.tensors.items():
         parameters[name].copy_(tensor)
 
 
-def load_whole(model: nn.Module, source: Source, *, fit: Callable[..., Loaded], say: Say) -> None:
+def load_all_parameters(model: nn.Module, source: Source, *, fit: Callable[..., LoadedWeights], say: Say) -> None:
     """Load all parameters of a model that will not be trained. Each is copied from `source`, or interpolated.
 
     Args:

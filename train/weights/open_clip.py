@@ -27,9 +27,9 @@ from clipmill.train.weights.conversion import (
     NameTable,
     SourceFacts,
     Tensors,
-    any_begins,
+    any_starts_with,
 )
-from clipmill.train.weights.files import colours
+from clipmill.train.weights.files import rgb_values
 
 _TEXT_PARTS = ("positional_embedding", "token_embedding", "transformer", "ln_final", "text_projection")
 # In open_clip's CLIP, the text tower's parts have no prefix.
@@ -92,8 +92,8 @@ def facts_of_open_clip(model: Mapping[str, Any], preprocess: Mapping[str, Any], 
         activation="quick_gelu" if is_quick else "gelu",
         video_eps=_eps(vision),
         text_eps=_eps(text),
-        mean=colours(preprocess.get("mean")),
-        std=colours(preprocess.get("std")),
+        mean=rgb_values(preprocess.get("mean")),
+        std=rgb_values(preprocess.get("std")),
         video_heads=vision["width"] // vision["head_width"],
         text_heads=text["heads"],
         video_depth=vision["layers"] if isinstance(vision["layers"], int) else None,
@@ -198,12 +198,12 @@ _OTHER_TOWERS = {
 
 def _is_open_clip(names: frozenset[str]) -> bool:
     for prefix, kind in _OTHER_TOWERS.items():
-        if any_begins(names, prefix):
+        if any_starts_with(names, prefix):
             raise UserError(
                 f"these weights are of {kind} (tensors {prefix}*); the towers here are CLIP's Transformers",
                 hint="use the weights of a CLIP with a vision Transformer (ViT)",
             )
-    return any_begins(names, "visual.conv1.", "transformer.resblocks.", "text.transformer.resblocks.")
+    return any_starts_with(names, "visual.conv1.", "transformer.resblocks.", "text.transformer.resblocks.")
 
 
 OPEN_CLIP = Format(name="open_clip", title="open_clip", convert=from_open_clip, matches=_is_open_clip)
@@ -294,7 +294,7 @@ AVION = Format(
     name="avion",
     title="AVION",
     convert=_AVION_NAMES.read,
-    matches=lambda names: any_begins(names, "textual.") and any_begins(names, "visual."),
+    matches=lambda names: any_starts_with(names, "textual.") and any_starts_with(names, "visual."),
     facts=SourceFacts(
         activation="gelu",
         video_eps=1e-6,
@@ -311,7 +311,7 @@ LAVILA = Format(
     name="lavila",
     title="LaViLa",
     convert=_LAVILA_NAMES.read,
-    matches=lambda names: any_begins(names, "visual.blocks.", "visual.patch_embed."),
+    matches=lambda names: any_starts_with(names, "visual.blocks.", "visual.patch_embed."),
     facts=SourceFacts(
         activation="quick_gelu",
         video_eps=1e-6,

@@ -138,11 +138,11 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
         pixel_mean=choose_value("--init.pixel-mean", init.pixel_mean, facts.mean or mean, say=say),
         pixel_std=choose_value("--init.pixel-std", init.pixel_std, facts.std or std, say=say),
     )
-    if kind == "videomae" and facts.picture_px not in (None, settings.size_px):
+    if kind == "videomae" and facts.frame_px not in (None, settings.size_px):
         # A CLIP tower has an embedding for each position, which is resized. A VideoMAE tower has fixed positions.
         say(
-            f"weights: their positions are cube indices in frames of {facts.picture_px} px; with "
-            f"--size-px {settings.size_px} an index is another position (--size-px {facts.picture_px} keeps theirs)"
+            f"weights: their positions are cube indices in frames of {facts.frame_px} px; with "
+            f"--size-px {settings.size_px} an index is another position (--size-px {facts.frame_px} keeps theirs)"
         )
     return replace(settings, towers=towers, init=init)
 

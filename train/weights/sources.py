@@ -98,7 +98,7 @@ def facts_in(folder: Path) -> SourceFacts | None:
 _PLAIN = Towers()
 
 
-def place_of_weights(weights: str) -> Path:
+def path_of_weights(weights: str) -> Path:
     """Return the file or folder of `--init.weights`. For hf:NAME, it is the cached folder, downloaded if missing.
 
     For a run in a bucket, it is the local folder that mirrors the run.
@@ -120,7 +120,7 @@ def fetch_tag(init: Init, towers: Towers = _PLAIN, *, say: Say) -> None:
     for part, part_towers in _parts_of(init, towers):
         if (part.weights or "").startswith(HUB_PREFIX):
             say(f"weights: {part.weights} come from Hugging Face's cache or a download")
-            place_of_weights(str(part.weights))
+            path_of_weights(str(part.weights))
         match = NAME_AND_TAG.fullmatch(part.weights or "")
         if match and not Path(match[0]).exists():
             say(f"weights: {part.weights} come from open_clip's cache or a download")
@@ -160,7 +160,7 @@ def _parts_of(init: Init, towers: Towers) -> list[tuple[Init, Towers]]:
 def _open_source(init: Init, towers: Towers) -> Source:
     """Read the weights of one source."""
     assert init.weights is not None
-    path, match = place_of_weights(init.weights), NAME_AND_TAG.fullmatch(init.weights)
+    path, match = path_of_weights(init.weights), NAME_AND_TAG.fullmatch(init.weights)
     if is_run(path) or is_remote(init.weights):
         return open_run_weights(open_run(path))
     library = library_format(towers)
@@ -176,7 +176,7 @@ def _open_source(init: Init, towers: Towers) -> Source:
     require_float_weights(state, source=file)
     form = library or (FORMATS[init.format] if init.format != "auto" else detect_format(state))
     converted = form.convert(state)
-    if path.is_dir() and (extras := read_extras(path, beside=file)):
+    if path.is_dir() and (extras := read_extras(path, weights_path=file)):
         converted = replace(
             converted,
             tensors={**converted.tensors, **extras},
@@ -207,7 +207,7 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
     # The settings with which the checkpoint was trained; settings.yaml may have been edited since then.
     settings = facts.settings
     # Batch norms count their batches, but no model starts from this count.
-    tensors = {name: tensor for name, tensor in whole_weights(path).items() if tensor.is_floating_point()}
+    tensors = {name: tensor for name, tensor in complete_weights(path).items() if tensor.is_floating_point()}
     if (log_scale := read_logits(path).log_scale) is not None:
         tensors[LOGIT_SCALE] = torch.tensor(log_scale)
     towers = _towers_in(settings)
@@ -227,7 +227,7 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
             std=_triple(settings["init.pixel_std"]) or STDS.get(kind),
             video_heads=None if kind == LIBRARY else size.video.trunk.num_heads,
             text_heads=None if towers.text is not None else size.text.trunk.num_heads,
-            picture_px=settings["size_px"] if settings.get("input", "pixels") == "pixels" else None,
+            frame_px=settings["size_px"] if settings.get("input", "pixels") == "pixels" else None,
             towers={name: getattr(towers, name) for name in tower_fields},
         ),
     )
@@ -299,7 +299,7 @@ def open_base(checkpoint: Path) -> tuple[Base, Source] | None:
     return base, source
 
 
-def whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+def complete_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return all weights of a checkpoint (its EMA if it has one), with adapters merged into their matrices.
 
     Raises:

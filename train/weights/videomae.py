@@ -26,10 +26,10 @@ from clipmill.train.weights.conversion import (
     NameTable,
     SourceFacts,
     Tensors,
-    any_begins,
+    any_starts_with,
 )
 from clipmill.train.weights.exported import Exported, preprocessor_config, save_json, save_tensors
-from clipmill.train.weights.files import as_config, colours
+from clipmill.train.weights.files import as_config, rgb_values
 
 CHECKPOINT_FILE = "checkpoint.pth"
 # Tensors of other vision transformers with the same names, which VideoMAE lacks.
@@ -151,8 +151,8 @@ def facts_of_videomae_v2(config: Mapping[str, Any], preprocess: Mapping[str, Any
     return SourceFacts(
         activation="gelu",
         video_eps=float(model.get("layer_norm_eps", _EPS)),
-        mean=colours(preprocess.get("image_mean")),
-        std=colours(preprocess.get("image_std")),
+        mean=rgb_values(preprocess.get("image_mean")),
+        std=rgb_values(preprocess.get("image_std")),
         video_heads=model.get("num_heads"),
     )
 
@@ -162,8 +162,8 @@ VIDEOMAE = Format(
     title="VideoMAE",
     convert=from_videomae,
     matches=lambda names: (
-        any_begins(names, "encoder.patch_embed.", "encoder.blocks.")
-        or (any_begins(names, "patch_embed.", "blocks.") and not any_begins(names, *CLASS_TOKENS))
+        any_starts_with(names, "encoder.patch_embed.", "encoder.blocks.")
+        or (any_starts_with(names, "patch_embed.", "blocks.") and not any_starts_with(names, *CLASS_TOKENS))
     ),
     facts=SourceFacts(activation="gelu", video_eps=_EPS, mean=IMAGENET_MEAN, std=IMAGENET_STD),
     model_types=("VideoMAEv2*",),
@@ -262,12 +262,12 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
     return SourceFacts(
         activation=values.hidden_act,
         video_eps=values.layer_norm_eps,
-        mean=colours(preprocess.get("image_mean")) if is_rgb else None,
-        std=colours(preprocess.get("image_std")) if is_rgb else None,
+        mean=rgb_values(preprocess.get("image_mean")) if is_rgb else None,
+        std=rgb_values(preprocess.get("image_std")) if is_rgb else None,
         video_heads=values.num_attention_heads,
         video_depth=values.num_hidden_layers,
         decoder_heads=values.decoder_num_attention_heads,
-        picture_px=values.image_size if is_rgb and isinstance(values.image_size, int) else None,
+        frame_px=values.image_size if is_rgb and isinstance(values.image_size, int) else None,
         remarks=tuple(remarks),
     )
 
@@ -327,8 +327,8 @@ HF_VIDEOMAE = Format(
     title="Hugging Face's VideoMAE",
     convert=from_hf_videomae,
     matches=lambda names: (
-        any_begins(names, "videomae.", "decoder.decoder_layers.")
-        or (any_begins(names, "embeddings.patch_embeddings.") and not any_begins(names, *CLASS_TOKENS))
+        any_starts_with(names, "videomae.", "decoder.decoder_layers.")
+        or (any_starts_with(names, "embeddings.patch_embeddings.") and not any_starts_with(names, *CLASS_TOKENS))
     ),
     facts=replace(VIDEOMAE.facts, video_eps=1e-12),
     model_types=("videomae",),

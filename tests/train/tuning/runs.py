@@ -7,7 +7,7 @@ import torch
 
 from clipmill.train.run.checkpoint import latest_checkpoint, read_table
 from clipmill.train.run.folder import RunFolder
-from clipmill.train.weights.sources import whole_weights
+from clipmill.train.weights.sources import complete_weights
 
 TINY = ["--model", "tiny", "--num-frames", 2, "--size-px", 32, "--batch", 4, "--warmup-steps", 1, "--workers", 1]
 SHORT = [*TINY, "--lr", "1e-2", "--steps", 2]
@@ -23,7 +23,7 @@ def latest(out: Path) -> Path:
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
-    return whole_weights(latest(out))
+    return complete_weights(latest(out))
 
 
 def stored_names(out: Path, prefix: str) -> set[str]:

@@ -14,7 +14,7 @@ from clipmill.train.models.dual_encoder import DualEncoder, DualEncoderSize
 from clipmill.train.models.text import TextTowerSize
 from clipmill.train.models.transformer import TransformerSize
 from clipmill.train.models.video_vit import VideoViTSize
-from clipmill.train.weights.loading import Loaded, copy_into, fit_to
+from clipmill.train.weights.loading import LoadedWeights, copy_into, fit_to
 from clipmill.train.weights.source import Say, Source
 
 IMAGE_PX, PATCH_PX, WIDTH, TEXT_WIDTH, EMBEDDING, VOCABULARY, CONTEXT = 32, 8, 64, 48, 24, 99, 12
@@ -61,7 +61,7 @@ def our_model(
     return model.eval()
 
 
-def loaded_weights(model: nn.Module, source: Source, *, allow: tuple[str, ...] = (), say: Say) -> Loaded:
+def loaded_weights(model: nn.Module, source: Source, *, allow: tuple[str, ...] = (), say: Say) -> LoadedWeights:
     """Fits weights to a model and copies them into it."""
     loaded = fit_to(model, source, allow=allow, say=say)
     copy_into(model, loaded)

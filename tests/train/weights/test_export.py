@@ -238,7 +238,7 @@ def test_a_model_without_a_text_tower_or_of_latents_is_no_clip(monkeypatch: pyte
     without_text = {name: tensor for name, tensor in whole.items() if not name.startswith("text.")}
     of_latents = {**whole, "video.conv1.weight": torch.zeros(64, 4, 2, 2)}
     for weights, error in ((without_text, "no text tower"), (of_latents, "latents with 4 channels")):
-        monkeypatch.setattr("clipmill.train.weights.sources.whole_weights", lambda path, weights=weights: weights)
+        monkeypatch.setattr("clipmill.train.weights.sources.complete_weights", lambda path, weights=weights: weights)
         with pytest.raises(UserError, match=error):
             export_run(run, form="hf", out=run / "exported", say=ignore_line)
 

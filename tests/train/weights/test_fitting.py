@@ -12,9 +12,9 @@ from torch import nn
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import Init
-from clipmill.train.weights.conversion import ConvertedStateDict, Format, NameTable, SourceFacts, any_begins
+from clipmill.train.weights.conversion import ConvertedStateDict, Format, NameTable, SourceFacts, any_starts_with
 from clipmill.train.weights.files import without_prefixes
-from clipmill.train.weights.loading import Loaded, fit_tensors, resize_positions, stretched_positions
+from clipmill.train.weights.loading import LoadedWeights, fit_tensors, resize_positions, stretched_positions
 from clipmill.train.weights.open_clip import from_open_clip, to_open_clip
 from clipmill.train.weights.source import Source
 from clipmill.train.weights.sources import FORMATS, detect_format, open_weights
@@ -37,7 +37,7 @@ def source_of(converted: ConvertedStateDict) -> Source:
 
 def load_fitted(
     state: State, *, allow: tuple[str, ...] = (), say: Callable[[str], None] = ignore_line, **model: Any
-) -> Loaded:
+) -> LoadedWeights:
     return loaded_weights(our_model(**model), source_of(from_open_clip(state)), allow=allow, say=say)
 
 
@@ -163,7 +163,7 @@ def test_positions_of_another_resolution_are_open_clips(state: State) -> None:
     for grid in (2, 3, 6, 9):
         theirs = {"visual.positional_embedding": positions}
         resize_pos_embed(theirs, Theirs(grid))
-        ours = resize_positions(positions, num_places=1 + grid * grid)
+        ours = resize_positions(positions, num_positions=1 + grid * grid)
         assert torch.equal(ours, theirs["visual.positional_embedding"])
     fitted = load_fitted(state, image_px=48)
     (change,) = [change for change in fitted.fitted.changes if change.kind == "resized"]
@@ -255,7 +255,7 @@ def test_a_format_is_a_file_and_a_row(tmp_path: Path, monkeypatch: pytest.Monkey
         name="toy",
         title="Toy",
         convert=names.read,
-        matches=lambda names: any_begins(names, "toy."),
+        matches=lambda names: any_starts_with(names, "toy."),
         model_types=("toy-*",),
         read_config=lambda config, preprocess, *, source: SourceFacts(video_heads=config["heads"]),
     )

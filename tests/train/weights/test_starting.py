@@ -25,7 +25,7 @@ from clipmill.train.tasks.dual_encoder.task import effective_settings
 from clipmill.train.weights.conversion import LOGIT_SCALE, TEMPORAL_EMBEDDING
 from clipmill.train.weights.loading import fit_to
 from clipmill.train.weights.open_clip import MISTYPED_MEAN, to_open_clip
-from clipmill.train.weights.sources import open_weights, whole_weights
+from clipmill.train.weights.sources import complete_weights, open_weights
 from tests.train.running import facts, steps, train
 from tests.train.weights.test_avion import lavila_state
 
@@ -101,7 +101,7 @@ def test_the_text_tower_starts_from_a_source_of_its_own(
     words = ["dual-encoder", "--shards", data_dir, *SMALL, "--lora.rank", "2", "--out"]
     assert train(*words, tmp_path / "run", "--init.weights", video, "--init.text", text) == 0
     assert "avion.pt (AVION), with the text tower of" in capsys.readouterr().out
-    after, first = whole_weights(RunFolder(tmp_path / "run").require_checkpoint()), tiny_weights()
+    after, first = complete_weights(RunFolder(tmp_path / "run").require_checkpoint()), tiny_weights()
     for name, weight in after.items():
         expected = others[name] if name.startswith("text.") else first[name]
         torch.testing.assert_close(weight, expected, rtol=0, atol=1e-6)

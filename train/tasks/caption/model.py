@@ -42,9 +42,9 @@ from clipmill.train.tasks.caption.spec import CaptionerSettings, DecoderSettings
 from clipmill.train.tasks.caption.tokenizer import CaptionTokenizer, has_tokenizer, read_tokenizer, train_tokenizer
 from clipmill.train.weights.files import MODEL_FILES, TOKENIZER_FILES, hub_folder, read_config
 from clipmill.train.weights.hf_caption import caption_config_of, read_caption_folder
-from clipmill.train.weights.loading import Change, Loaded, fit_to
+from clipmill.train.weights.loading import Change, LoadedWeights, fit_to
 from clipmill.train.weights.source import KINDS, Say, Source, effective_clip_settings
-from clipmill.train.weights.sources import place_of_weights
+from clipmill.train.weights.sources import path_of_weights
 
 # Pattern of a Hugging Face name. Other texts can only be folders.
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
@@ -140,7 +140,7 @@ def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
             size; or a file is damaged.
     """
     named, decoder = settings.init.weights, settings.decoder
-    folder = None if named is None else place_of_weights(named)
+    folder = None if named is None else path_of_weights(named)
     if folder is None or not has_captioner(folder):
         return None
     if (folder / LANGUAGE_FOLDER).is_dir():
@@ -435,7 +435,7 @@ def with_decoder_of(settings: CaptionerSettings, source: Source, *, say: Say) ->
         UserError: The settings have a different decoder, or captions that exceed its context; or there is no tokenizer.
     """
     tensors, decoder = source.converted.tensors, settings.decoder
-    folder = place_of_weights(settings.init.weights or "")
+    folder = path_of_weights(settings.init.weights or "")
     if _LANGUAGE_PROJECTION in tensors:
         return _with_language_of(settings, source, folder)
     if not has_decoder(tensors) or decoder.lm is not None:
@@ -500,7 +500,7 @@ def has_decoder(tensors: Mapping[str, torch.Tensor]) -> bool:
     return _TOKENS in tensors or _LANGUAGE_PROJECTION in tensors
 
 
-def start_of_captioner(model: AnyCaptioner, source: Source, *, allow: Sequence[str], say: Say) -> Loaded:
+def start_of_captioner(model: AnyCaptioner, source: Source, *, allow: Sequence[str], say: Say) -> LoadedWeights:
     """Fit the weights of a captioner or a video tower to a captioner, which may be on the meta device.
 
     Raises:

@@ -62,7 +62,7 @@ from clipmill.train.tasks.caption.model import (
 from clipmill.train.tasks.caption.spec import METRIC_LABELS, CaptionerSettings, DecodingSettings, fit_decoding
 from clipmill.train.tasks.caption.stages import layers_of, part_of, whole_captioner
 from clipmill.train.tasks.caption.tokenizer import NO_TOKEN, TOKENIZER_FILE, CaptionTokenizer, TargetCaptions
-from clipmill.train.weights.loading import Loaded
+from clipmill.train.weights.loading import LoadedWeights
 from clipmill.train.weights.source import Say, Source
 
 if TYPE_CHECKING:
@@ -179,11 +179,11 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         """Build a captioner with new weights, or with the decoder weights from `--decoder.weights`."""
         return build_captioner(self._settings, self.decoder, attend=self._attention.attend)
 
-    def fit_weights(self, model: AnyCaptioner, source: Source, *, say: Say) -> Loaded:
+    def fit_weights(self, model: AnyCaptioner, source: Source, *, say: Say) -> LoadedWeights:
         """Fit weights to the captioner, or only to its tower."""
         return start_of_captioner(model, source, allow=self._settings.init.allow, say=say)
 
-    def fit_whole(self, model: AnyCaptioner, source: Source, *, say: Say) -> Loaded:
+    def fit_all_parameters(self, model: AnyCaptioner, source: Source, *, say: Say) -> LoadedWeights:
         """Fit a captioner's weights to the tower and the decoder."""
         return start_of_captioner(model, source, allow=(), say=say)
 

@@ -13,7 +13,7 @@ from clipmill.train.models.dual_encoder import ModelShape, size_of
 from clipmill.train.spec import AdoptedModel, ExportRequest
 from clipmill.train.tasks.classify.spec import ClassifySettings
 from clipmill.train.tasks.classify.task import VideoClassifier
-from clipmill.train.weights.architecture import match_size, model_like, num_frames_of, picture_px_of
+from clipmill.train.weights.architecture import frame_px_of, match_size, model_name_of, num_frames_of
 from clipmill.train.weights.conversion import kind_of_tensors
 from clipmill.train.weights.exported import Exported, require_format
 from clipmill.train.weights.files import read_config
@@ -38,11 +38,11 @@ def adopted_classifier(source: Source, path: Path, *, say: Say) -> AdoptedModel 
     config = read_config(path / "config.json") or {}
     with deferred_checks():  # the checks are about --model
         settings = ClassifySettings(
-            model=model_like(source),
+            model=model_name_of(source),
             num_frames=num_frames_of(source, default=config.get("num_frames", _NUM_FRAMES)),
             sampling="stride",
             stride=_STRIDE,
-            size_px=picture_px_of(source, default=ClassifySettings.size_px),
+            size_px=frame_px_of(source, default=ClassifySettings.size_px),
         )
         settings = effective_clip_settings(settings, source, say=say)
     say(f"weights: clips are {settings.num_frames} frames, one in {_STRIDE}, as VideoMAE's classifiers were trained")

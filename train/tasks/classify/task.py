@@ -43,7 +43,7 @@ from clipmill.train.run.tracking import count_batches
 from clipmill.train.tasks.classify.evaluation import ClassResult, score_classifier
 from clipmill.train.tasks.classify.spec import ClassEvaluation, ClassifySettings
 from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD
-from clipmill.train.weights.loading import Loaded, fit_to
+from clipmill.train.weights.loading import LoadedWeights, fit_to
 from clipmill.train.weights.source import Say, Source
 
 _FEATURE_NORM = "fc_norm."
@@ -210,7 +210,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         samples: Samples[Any] = open_samples(query)
         return samples
 
-    def fit_weights(self, model: VideoClassifier, source: Source, *, say: Say) -> Loaded:
+    def fit_weights(self, model: VideoClassifier, source: Source, *, say: Say) -> LoadedWeights:
         """Fit weights to the tower. The last layer always has new weights."""
         # A text tower, CLIP's projection, a decoder, the last layer of a classifier, and the last norm of a masked
         # autoencoder's encoder are not used. The norm of a classifier's features is used.

@@ -16,7 +16,7 @@ from clipmill.train.models.dual_encoder import DualEncoder, ModelShape, size_of
 from clipmill.train.spec import AdoptedModel, ExportRequest
 from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import with_towers_of
-from clipmill.train.weights.architecture import match_size, model_like, num_frames_of, picture_px_of
+from clipmill.train.weights.architecture import frame_px_of, match_size, model_name_of, num_frames_of
 from clipmill.train.weights.conversion import CONV, LOGIT_SCALE, TEMPORAL_EMBEDDING, Tensors
 from clipmill.train.weights.exported import (
     EXTRAS_FILE,
@@ -88,9 +88,9 @@ def adopted_clip(source: Source, path: Path, *, say: Say) -> AdoptedModel | None
         return None
     with deferred_checks():  # the checks are about --model
         settings = DualEncoderSettings(
-            model=model_like(source),
+            model=model_name_of(source),
             num_frames=num_frames_of(source, default=DualEncoderSettings.num_frames),
-            size_px=picture_px_of(source, default=DualEncoderSettings.size_px),
+            size_px=frame_px_of(source, default=DualEncoderSettings.size_px),
             towers=DualEncoderTowers(**towers) if is_library else DualEncoderTowers(kind="clip"),
         )
         settings = with_towers_of(settings, source, say=say)
@@ -154,11 +154,11 @@ def exported_clip(request: ExportRequest) -> Exported:
             preprocessor = preprocessor_config("CLIPImageProcessor", settings, kind="clip")
             save_json(folder / "preprocessor_config.json", preprocessor)
             save_tokenizer(folder, context_length=size.text.context_length)
-        save_extras(towers.extras, folder, beside=file)
+        save_extras(towers.extras, folder, weights_path=file)
 
     has_all = request.frame_embedding == "mean" or not request.weights[TEMPORAL_EMBEDDING].count_nonzero()
-    sees = "" if settings.num_frames == 1 and has_all else "single images"
-    return Exported(write=write, remarks=tuple(remarks), sees=sees)
+    model_input = "" if settings.num_frames == 1 and has_all else "single images"
+    return Exported(write=write, remarks=tuple(remarks), model_input=model_input)
 
 
 def _exported_library(request: ExportRequest) -> Exported:
@@ -178,13 +178,13 @@ def _exported_library(request: ExportRequest) -> Exported:
     def write(folder: Path) -> None:
         file, written_names = write_library(folder, towers)
         if extras := {name: tensor for name, tensor in towers.weights.items() if name not in written_names}:
-            save_extras(extras, folder, beside=file)
+            save_extras(extras, folder, weights_path=file)
 
     part_names = sorted({name.split(".")[0] for name in request.weights if not name.startswith("video.model.")})
     remarks = (
         (f"parts of {', '.join(part_names)} that {library} cannot hold are in {EXTRAS_FILE}",) if part_names else ()
     )
-    return Exported(write=write, remarks=remarks, sees="" if settings.num_frames == 1 else "single images")
+    return Exported(write=write, remarks=remarks, model_input="" if settings.num_frames == 1 else "single images")
 
 
 class _VideoTower(nn.Module):

@@ -7,7 +7,7 @@ from clipmill.train.models.dual_encoder import ModelShape, size_of
 from clipmill.train.models.videomae import decoder_size
 from clipmill.train.spec import AdoptedModel, ExportRequest
 from clipmill.train.tasks.mae.spec import MaeSettings
-from clipmill.train.weights.architecture import match_size, model_like, picture_px_of
+from clipmill.train.weights.architecture import frame_px_of, match_size, model_name_of
 from clipmill.train.weights.exported import Exported, require_format
 from clipmill.train.weights.files import read_config
 from clipmill.train.weights.loading import depth_of
@@ -23,9 +23,9 @@ def adopted_autoencoder(source: Source, path: Path, *, say: Say) -> AdoptedModel
     depth = depth_of(shapes, "decoder")
     with deferred_checks():  # the checks are about --model
         settings = MaeSettings(
-            model=model_like(source),
+            model=model_name_of(source),
             num_frames=(read_config(path / "config.json") or {}).get("num_frames", MaeSettings.num_frames),
-            size_px=picture_px_of(source, default=MaeSettings.size_px),
+            size_px=frame_px_of(source, default=MaeSettings.size_px),
             decoder_depth=depth or MaeSettings.decoder_depth,
         )
         settings = effective_clip_settings(settings, source, say=say)

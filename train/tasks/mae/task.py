@@ -43,7 +43,7 @@ from clipmill.train.models.video_vit import CubeGrid, VideoViTSize, cubes_of, pi
 from clipmill.train.models.videomae import MaskedAutoencoder, predicted_cubes
 from clipmill.train.tasks.mae.spec import DecoderMask, MaeSettings, check_mask, num_masked_places, without_effect
 from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
-from clipmill.train.weights.loading import Loaded, fit_to
+from clipmill.train.weights.loading import LoadedWeights, fit_to
 from clipmill.train.weights.source import Say, Source, effective_clip_settings
 
 # Numbers of the patches in a 2 x 2 cell, in order around the cell, so that consecutive numbers are neighbours.
@@ -390,7 +390,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
             return latents_BTCHW.float().transpose(1, 2)
         return self.pixels(batch, rows, mean=IMAGENET_MEAN, std=IMAGENET_STD, is_training=is_training)
 
-    def fit_whole(self, model: MaskedAutoencoder, source: Source, *, say: Say) -> Loaded:
+    def fit_all_parameters(self, model: MaskedAutoencoder, source: Source, *, say: Say) -> LoadedWeights:
         """Fit weights to the encoder and decoder, or only to the encoder if the weights have no decoder.
 
         If the weights have no last norm, as with transformers' use_mean_pooling, the encoder's last norm is removed.

@@ -27,7 +27,7 @@ from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.transformer import blocks_of
 from clipmill.train.models.video_vit import VideoViT
 from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD
-from clipmill.train.weights.loading import Loaded, copy_into, fit_to
+from clipmill.train.weights.loading import LoadedWeights, copy_into, fit_to
 from clipmill.train.weights.source import Say, Source
 from clipmill_example.frame_order.spec import FrameOrderFlags, FrameOrderSettings
 
@@ -61,7 +61,7 @@ class FrameOrderTask:
 
     def __init__(self, settings: FrameOrderSettings, *, attention: AttentionBackend, device: torch.device) -> None:
         self._settings, self._attention, self._device = settings, attention, device
-        self._start: Loaded | None = None
+        self._start: LoadedWeights | None = None
 
     def facts(self) -> dict[str, Any]:
         return {}
@@ -86,7 +86,7 @@ class FrameOrderTask:
             )
         )
 
-    def start_from(self, source: Source, samples: Any, *, say: Say) -> Loaded:
+    def start_from(self, source: Source, samples: Any, *, say: Say) -> LoadedWeights:
         with torch.device("meta"):
             model = OrderClassifier(self._settings, self._attention)
         self._start = fit_to(model, source, allow=self._settings.init.allow, say=say)
