@@ -25,7 +25,7 @@ STORIES: tuple[tuple[str, str], ...] = (
     (r"--min-likelihood", "choose a lower value"),
     (r"after the warm-up|step time in", "train for more steps, or give `--step-time`"),
     (r"would stop training|see train doctor", "each finding above the message has a hint"),
-    (r"out of range|has no preset|is not one of train|in variant", "`--help-all` states what is possible"),
+    (r"out of range|has no preset|is not a preset of train|in variant", "`--help-all` states what is possible"),
     (r"character …", "correct the expression there: [selection](data.md#selection---where)"),
     (r"--freeze|videomae tower|towers from libraries", "omit the flag, or choose a different part of the model"),
     (r"not of train|of source … only", "use the evaluation and the captions that the message names"),

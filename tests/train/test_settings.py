@@ -217,9 +217,9 @@ def test_an_unknown_preset_names_those_there_are() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("dual-encoder --preset mae-latents", "preset 'mae-latents' is not one of train dual-encoder"),
+        ("dual-encoder --preset mae-latents", "'mae-latents' is not a preset of train dual-encoder"),
         ("mae --preset huge", "there is no preset 'huge'"),
-        ("bench --preset tiny-mae", "preset 'tiny-mae' is not one of train bench"),
+        ("bench --preset tiny-mae", "'tiny-mae' is not a preset of train bench"),
     ],
 )
 def test_a_preset_of_another_task_is_refused_with_those_of_the_command(
@@ -228,7 +228,7 @@ def test_a_preset_of_another_task_is_refused_with_those_of_the_command(
     assert train(*words.split()) == 2
     error, hint = capsys.readouterr().err.splitlines()
     assert message in error
-    assert hint.startswith(f"hint: presets of train {words.split()[0]}: ") and "tiny" in hint
+    assert hint.startswith(f"hint: use a preset of train {words.split()[0]}: ") and "tiny" in hint
 
 
 def test_what_shapes_the_weights_may_not_change_on_resume() -> None:

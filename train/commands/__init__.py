@@ -1,1 +1,1 @@
-"""The implementations of the commands of `train`."""
+"""Implementations of the `train` commands."""

@@ -27,23 +27,23 @@ _MANY = Parameter(negative="", consume_multiple=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Several:
-    """Flags for benchmarks of several processes."""
+class DistributedFlags:
+    """Flags for benchmarks with several processes."""
 
     strategies: Annotated[list[Strategy] | None, groups.PARALLEL, _MANY] = None
-    """Strategies to measure, one after another (several processes). Default: --parallel.strategy."""
+    """Strategies to measure, one after another, with several processes. Default: --parallel.strategy."""
     exchanges: Annotated[list[Exchange] | None, groups.PARALLEL, _MANY] = None
-    """Exchanges of a contrastive loss to measure, one after another (several processes): scalars (FastCLIP, as in
-    training) or features (OpenCLIP, the baseline of FastCLIP's tables)."""
+    """Exchanges of a contrastive loss to measure, one after another, with several processes: scalars (FastCLIP, as in
+    training) or features (OpenCLIP, the baseline in FastCLIP's tables)."""
     page: Annotated[Path | None, groups.WHERE] = None
-    """HTML file for the breakdown, with a figure (several processes)."""
+    """HTML file for the breakdown of a step, with a figure; needs several processes."""
 
 
-_ONE = Several()
+_ONE_PROCESS = DistributedFlags()
 
 
 def bench_command(name: str) -> Callable[..., None]:
-    """Return the command that measures a task, for cyclopts."""
+    """Return the cyclopts command that profiles a task."""
     spec = find_task(name)
     kind = spec.settings
     default = kind()
@@ -54,11 +54,11 @@ def bench_command(name: str) -> Callable[..., None]:
         preset: Annotated[str | None, groups.WHERE, FIRST_RUN] = None,
         config: Annotated[list[Path] | None, groups.WHERE, FIRST_RUN, Parameter(negative="")] = None,
         seconds: Annotated[float, groups.WHERE, FIRST_RUN] = 3.0,
-        several: Annotated[Several, Parameter(name="*")] = _ONE,
+        distributed: Annotated[DistributedFlags, Parameter(name="*")] = _ONE_PROCESS,
         as_json: Annotated[bool, groups.WHERE, FIRST_RUN, Parameter(name="--json", negative="")] = False,
         provenance: Annotated[Provenance | None, Parameter(parse=False)] = None,
     ) -> None:
-        if (page := several.page) is not None and not page.parent.is_dir():
+        if (page := distributed.page) is not None and not page.parent.is_dir():
             raise UserError(
                 f"--page is {page}, but there is no folder {page.parent}",
                 hint="use a file in an existing folder",
@@ -67,18 +67,19 @@ def bench_command(name: str) -> Callable[..., None]:
         if provenance is not None and os.environ.get("RANK", "0") == "0":
             for remark in provenance.remarks:
                 print(remark, file=sys.stderr)
-        _measure(spec, settings, seconds=seconds, several=several, as_json=as_json)
+        _measure(spec, settings, seconds=seconds, distributed=distributed, as_json=as_json)
 
-    which = f"train {name}, the default task" if name == DEFAULT else f"train {name}"
+    training = f"train {name} (the default task)" if name == DEFAULT else f"train {name}"
     command.__doc__ = docstring(
-        f"Profile the input pipeline and training step of {which}, and report the bottleneck.\n\n"
-        "It measures the disk, the loader and its stages, the model, and time and memory of complete steps. With "
-        "several processes (torchrun), it instead breaks down the time of a step into computation and communication.",
+        f"Profile the input pipeline and training step of {training}, and report the bottleneck.\n\n"
+        "The benchmark measures the disk, the loader and its stages, the model, and the time and memory of complete "
+        "steps. With several processes (torchrun), it instead breaks down the time of a step into computation and "
+        "communication.",
         example=f"train bench{'' if name == DEFAULT else f' {name}'} --shards data --preset tiny",
         preset="Named settings, listed below. Flags and --config files override them.",
         config="YAML file of settings. Keys are spelled like the flags; later files override earlier files.",
-        seconds="Measuring time per stage, in seconds.",
-        as_json="Print one JSON object.",
+        seconds="Duration of the measurement of each stage, in seconds.",
+        as_json="Print the result as one JSON object.",
     )
     return command
 
@@ -88,7 +89,7 @@ def _measure(
     settings: ClipSettings,
     *,
     seconds: float,
-    several: Several,
+    distributed: DistributedFlags,
     as_json: bool,
 ) -> None:
     require_paths(shards=settings.folders, init=settings.init.sources)
@@ -108,7 +109,7 @@ def _measure(
         reading_variants(choose_variants(settings.folders, settings.variant, cache=settings.cache)),
     ):
         if world.size == 1:
-            for name, value in asdict(several).items():
+            for name, value in asdict(distributed).items():
                 if value:
                     raise UserError(
                         f"--{name} needs several processes, but there is only one",
@@ -120,15 +121,15 @@ def _measure(
             result = run_breakdown(
                 spec,
                 settings,
-                strategies=several.strategies or [settings.parallel.strategy],
-                exchanges=several.exchanges or [None],
+                strategies=distributed.strategies or [settings.parallel.strategy],
+                exchanges=distributed.exchanges or [None],
                 seconds=seconds,
                 world=world,
             )
         if not world.is_first:
             return
-        if several.page is not None:
-            write_breakdown(result, several.page)
+        if distributed.page is not None:
+            write_breakdown(result, distributed.page)
         if as_json:
             print(json.dumps(result))
         elif world.size == 1:

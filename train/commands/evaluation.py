@@ -33,17 +33,20 @@ def score_run(
     *,
     out: Path | None = None,
     say: Callable[[str], None] = print,
-    written: Callable[[Path], object] = lambda path: None,
+    on_written: Callable[[Path], object] = lambda path: None,
 ) -> dict[str, Any]:
-    """Evaluate a run's latest checkpoint or other weights; write the result file and, for a run, its results page.
+    """Evaluate the latest checkpoint of a run, or other weights, and write the result.
+
+    The result of a run is written into its folder, and its results page is rendered again.
 
     Args:
         flags: Settings of the evaluation, an instance of `evaluation.settings`.
-        out: Folder for the result of weights that are not a run.
-        written: Function that is called with the path of the result file.
+        out: Folder for the result of weights that are not a run; None to write no file.
+        on_written: Function to call with the path of the result file.
 
     Raises:
-        UserError: The weights do not exist, or belong to a task without this evaluation; or the data lack something.
+        UserError: The weights do not exist, or belong to a task without this evaluation; or the data lack what the
+            evaluation needs, such as captions.
         FailedWork: No sample could be decoded.
     """
     tasks = _tasks_with(evaluation)
@@ -78,7 +81,7 @@ def score_run(
         stack.enter_context(reading_variants_of_run(weights, use.shards, use.variant, say=say))
         opened = open_weights_as(tasks, weights, use, hint_for_task=_evaluations_of, say=say)
         stack.enter_context(show_batch_counts())
-        result = score_opened(opened, evaluation, flags, out=out, written=written)
+        result = score_opened(opened, evaluation, flags, out=out, written=on_written)
     if run is not None:
         with Activity(f"writing {run.page}"):
             write_page(run)
@@ -94,13 +97,13 @@ def _tasks_with(evaluation: EvaluationSpec) -> Tasks:
 
 
 def data_of(weights: str | Path) -> tuple[str | None, ...]:
-    """Return the data folders to evaluate without --shards: each folder of a mixture, or None for a single folder."""
+    """Return the data folders that are evaluated by default: each folder of a mixture, otherwise one None."""
     if not is_run(path := local_folder(weights)):
         return (None,)
     try:
         shards = read_values(open_run(path).settings).get("shards")
     except UserError:
-        return (None,)  # the error is raised again when the run is opened
+        return (None,)  # opening the run raises the error again
     return tuple(map(str, shards)) if isinstance(shards, list) and len(shards) > 1 else (None,)
 
 
@@ -110,7 +113,7 @@ def _evaluations_of(task: str) -> str:
 
 
 def _folders_error(errors: Mapping[str, UserError], *, has_results: bool) -> UserError:
-    """Return one error for the folders of a mixture that cannot be evaluated; equal errors are reported once."""
+    """Return one error for all folders of a mixture that cannot be evaluated; an error common to all is shown once."""
     if not has_results and len(set(map(str, errors.values()))) == 1:
         return next(iter(errors.values()))
     others = (
@@ -122,7 +125,7 @@ def _folders_error(errors: Mapping[str, UserError], *, has_results: bool) -> Use
 
 
 def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
-    """Return the command of an evaluation for cyclopts; the fields of the evaluation's settings are its flags."""
+    """Return the cyclopts command of an evaluation; the fields of its settings are the flags."""
     settings = evaluation.settings
     kind = Annotated[settings, Parameter(name="*")]  # type: ignore[valid-type]
     default = settings()
@@ -145,7 +148,7 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
         for data in data_of(weights) if shards is None else (shards,):
             use = Use(shards=data, variant=variant, where=where, overrides=shown)
             try:
-                result = score_run(evaluation, weights, flags, use, out=out, say=say, written=files.append)
+                result = score_run(evaluation, weights, flags, use, out=out, say=say, on_written=files.append)
             except UserError as error:
                 if data is None or shards is not None:
                     raise
@@ -175,11 +178,11 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
         weights=f"{evaluation.run_help} Or other weights: an exported folder, a weights file{tags} or "
         "hf:NAME on the Hub.",
         shards="Data folder or tar files. Default: each data folder of the training run.",
-        variant="Names of variants to read, as listed by prep status. Default: the training's variants; for other "
-        "data, the current variants.",
+        variant="Names of variants to read, as listed by prep status. Default: the variants of the training run; for "
+        "other data, the current variants.",
         where="Condition that selects the samples, such as 'motion > 0.2 and words > 3' (docs/data.md). The "
-        "condition of the training does not apply. Default: all.",
-        out="Folder for the result file of weights that are not a run. Default: not written.",
+        "condition used in training does not apply. Default: all.",
+        out="Folder for the result file, for weights that are not a run. Default: no file is written.",
         as_json="Print one JSON object per data folder, without images.",
     )
     return command

@@ -28,7 +28,7 @@ def export(
     checkpoint: Path | None = None,
     shown: Overrides = AS_TRAINED,
 ) -> None:
-    """Export weights. The formats of all tasks make up the help of this command, below."""
+    """Export weights. The help text is assembled below, because it lists the formats of all tasks."""
     export_run(
         weights, form=form, out=out, frame_embedding=frame_embedding, checkpoint=checkpoint, overrides=shown, say=print
     )
@@ -37,8 +37,8 @@ def export(
 _PACKAGES = {"onnx": ("onnx", "onnxscript")}  # the extra of the same name installs them
 _FORMATS = [(task.name, form, opens) for task in tasks() for form, opens in task.formats.items()]
 export.__doc__ = docstring(
-    "Export the weights of a run, or convert other weights, as a folder for other libraries.\n\n"
-    "Task, format, and the call that opens the folder OUT:\n\n"
+    "Write the weights of a run, or other weights, as a folder that other libraries can open.\n\n"
+    "Task, format, and the expression that opens the folder OUT:\n\n"
     + "\n".join(f"    {a:12} {b:9} {c}" for a, b, c in _FORMATS),
     example="train export runs/first --format open_clip --out exported",
     weights="Run folder, exported folder, weights file, or NAME:TAG of open_clip.",
@@ -80,17 +80,17 @@ def export_run(
 
     run, path = RunFolder(local_folder(weights)), checkpoint
     if is_run(run.path):
-        path = run.require_checkpoint() if checkpoint is None else _checkpoint_of(run, checkpoint)
+        path = run.require_checkpoint() if checkpoint is None else _find_checkpoint(run, checkpoint)
         run.require_facts()
     use = Use(overrides=overrides, is_without_data=bool(overrides.given_values()), checkpoint=path)
     opened = open_weights_as(tasks_where(), weights, use, say=say)
     spec, task = opened.spec, opened.spec.name
     subject = f"{weights} is a run" if opened.run is not None else f"{weights} holds weights"
     if spec.export is None:
-        known = [known.name for known in tasks() if known.export is not None]
+        exportable = [spec.name for spec in tasks() if spec.export is not None]
         raise UserError(
-            f"{subject} of train {task}, which no format supports",
-            hint=f"use a run or other weights of train {', '.join(known)}",
+            f"{subject} of train {task}, which has no export format",
+            hint=f"use a run or other weights of train {', '.join(exportable)}",
         )
     if frame_embedding != "mean" and not spec.has_frame_embedding:
         raise UserError(
@@ -131,7 +131,7 @@ def export_run(
         publish_folder(out, write)
     for remark in exported.remarks:
         say(remark)
-    say(f"{path.name} of {weights} as {form} in {out}" if path is not None else f"{weights} as {form} in {out}")
+    say(f"exported {weights if path is None else f'{path.name} of {weights}'} to {out}, in format {form}")
     say(f"open it with: {spec.formats[form].replace('OUT', str(out))}")
 
 
@@ -149,10 +149,10 @@ def _require_views(settings: Any, form: str) -> None:
 
 def _require_format(form: str) -> None:
     """Raise a UserError if a format is unknown, or needs packages that are missing."""
-    known = dict.fromkeys(form for _, form, _ in _FORMATS)
-    if form not in known:
+    names = dict.fromkeys(name for _, name, _ in _FORMATS)
+    if form not in names:
         raise UserError(
-            f"there is no format {form} (--format)", hint=f"formats: {', '.join(known)}", flags=("--format",)
+            f"there is no format {form} (--format)", hint=f"use one of: {', '.join(names)}", flags=("--format",)
         )
     if missing := [name for name in _PACKAGES.get(form, ()) if find_spec(name) is None]:
         raise UserError(
@@ -162,14 +162,18 @@ def _require_format(form: str) -> None:
         )
 
 
-def _checkpoint_of(run: RunFolder, path: Path) -> Path:
-    """Return the path of a checkpoint of the run; UserError for other files, because the run's settings do not fit."""
+def _find_checkpoint(run: RunFolder, path: Path) -> Path:
+    """Return the local path of a checkpoint of the run.
+
+    Raises:
+        UserError: It is not one of the run's checkpoints, so the run's settings may not fit its weights.
+    """
     from clipmill.train.run.checkpoint import all_checkpoints
 
-    known = all_checkpoints(run.checkpoints).values()
+    checkpoints = all_checkpoints(run.checkpoints).values()
     if mirror_of(run.path) is not None:
         path = run.checkpoints / path.name
-    if path.resolve() not in {checkpoint.resolve() for checkpoint in known}:
-        names = ", ".join(sorted(map(str, known))) or "it has none"
-        raise UserError(f"{path} is not a checkpoint of {run.path}", hint=f"checkpoints of the run: {names}")
+    if path.resolve() not in {checkpoint.resolve() for checkpoint in checkpoints}:
+        names = ", ".join(sorted(map(str, checkpoints))) or "none yet"
+        raise UserError(f"{path} is not a checkpoint of {run.path}", hint=f"use a checkpoint of the run: {names}")
     return path

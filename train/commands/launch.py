@@ -60,8 +60,8 @@ from clipmill.train.run.variants import EVALUATED_FACT, VARIANTS_FACT, evaluated
 from clipmill.train.spec import TaskSpec
 from clipmill.train.weights.source import Say, Source
 
-# Maximum wait for a run's lock: a lost rank ends within 50 s (clipmill.train.distributed.heartbeat), and an NFS server
-# releases its locks after 90 s.
+# Maximum wait for the lock of a run: a lost rank exits within 50 s (clipmill.train.distributed.heartbeat), and an NFS
+# server releases its locks after 90 s.
 _LOST_S = 120.0
 
 
@@ -72,7 +72,7 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance
     start = launch_facts(settings, resume=resume)
     with open_world(device_type=device.type, start=start, hint=SAME_LAUNCH) as world, ExitStack() as stack:
         device = torch.device("cuda", world.local_rank) if device.type == "cuda" else device
-        # Rank 0 decides for all ranks, because ranks may look at the run's folder at different times.
+        # Rank 0 decides for all ranks, because the folder may change between the times at which ranks look at it.
         old_run = None
         if world.first(lambda: _find_and_lock(settings.out, resume, stack=stack) is not None):
             old_run = RunFolder(settings.out)  # if the run is in a bucket, each rank has its own local folder
@@ -98,15 +98,17 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance
             )
         except Stopped as stop:
             resume_hint = f"continue with --resume --out {shlex.quote(str(settings.out))}"
-            raise Stopped(f"{stop}, {'the same command continues' if resume == 'auto' else resume_hint}") from None
+            raise Stopped(
+                f"{stop}, {'run the same command again to continue' if resume == 'auto' else resume_hint}"
+            ) from None
 
 
 def _find_and_lock(path: Path, resume: Resume, *, stack: ExitStack) -> RunFolder | None:
-    """Lock the run to resume, clean up after a killed process, and return it; None for a new run."""
+    """Lock and return the run to resume, after removing the leftovers of a killed process; None for a new run."""
     if resume is False or (resume == "auto" and not RunFolder(path).settings.is_file()):
         return None
     run = open_run(path)
-    # After a restart by torchrun, a process of the previous attempt may still run, on a node that was lost.
+    # After a restart by torchrun, a process of the previous attempt may still be running on a lost node.
     is_restart = resume == "auto" and "TORCHELASTIC_RUN_ID" in os.environ
     stack.enter_context(run.hold(wait_s=_LOST_S if is_restart else 0.0))
     sweep(run)
@@ -151,7 +153,7 @@ def _train(
         )
     progress = Progress(is_quiet=not world.is_first)
     progress.say(f"attention: {attention.name} ({attention.reason}); precision: {precision.name} ({precision.reason})")
-    # Rank 0 looks for a checkpoint; the other ranks wait until they also see it.
+    # Rank 0 looks for a checkpoint; the other ranks wait until the checkpoint is visible to them too.
     step = None if old_run is None else world.first(lambda: max(all_checkpoints(old_run.checkpoints), default=None))
     if old_run is not None and step is not None:
         wait_for_files(old_run.checkpoints / checkpoint_name(step), world=world)
@@ -165,12 +167,12 @@ def _train(
         samples = open_consistent(
             lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world
         )
-    # The description includes the reasons for omitted captions, which explain a set that is too small.
+    # The checks come after the description, whose reasons for omitted captions explain a set that is too small.
     progress.say(f"data: {'; '.join(filter(None, [samples.describe(), samples.variant_name]))}")
     check_batch(settings, samples)
     epochs = [*describe_epochs(settings, samples)]
     check_stages(task, samples, settings, world=world)
-    # A resumed run printed the messages about its weights when it started.
+    # A resumed run does not repeat the messages about its initial weights.
     start = (
         None
         if source is None
@@ -179,7 +181,7 @@ def _train(
     model = outline(task, samples)
     parameters = describe_parameters(task, model)
     fallback = [*describe_fallback(attention, model, device=device, products=precision.products)]
-    # Create the folder last, so that a mistake in the flags leaves nothing behind.
+    # Create the folder after all checks, so that a mistake in the flags leaves nothing behind.
     run = old_run or _create_and_lock(settings, stack=stack, world=world, comment=provenance.as_comment())
     about = {**parameters, **task.facts()}
     # Print warnings after everything that can fail, so that an error is not preceded by warnings.
@@ -233,7 +235,7 @@ def _train(
     ):
         train(task, samples, settings, run=run, world=world, device=device, progress=progress)
     if world.is_first:
-        refresh(run.path / EVALUATIONS)  # which other machines may have written
+        refresh(run.path / EVALUATIONS)  # other machines may have written evaluations
         with Activity(f"writing {run.page}"):
             if spec.finish_run is not None:
                 spec.finish_run(run, settings, say=progress.say)
@@ -262,7 +264,7 @@ def _summary(
     num_failed: int,
     next_command: str | None,
 ) -> dict[str, Any]:
-    """Return the summary of a finished run for `--json`; non-finite numbers become None."""
+    """Return the summary of a finished run that `--json` prints; non-finite numbers become None."""
     last = lines[-1] if lines else {}
     numbers = {name: value for name, value in last.items() if isinstance(value, int | float)}
     finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
@@ -285,7 +287,7 @@ def _summary(
 
 
 def _next_command(spec: TaskSpec, settings: ClipSettings) -> str | None:
-    """Return the first evaluation to suggest; None if the task has none, or the data lack its split."""
+    """Return the `train eval` command to suggest; None if the task has no evaluation, or the data lack its split."""
     evaluation = spec.first_evaluation
     if evaluation is None:
         return None
@@ -300,11 +302,11 @@ def _next_command(spec: TaskSpec, settings: ClipSettings) -> str | None:
 
 def _remarks(settings: ClipSettings, *, world: World, has_weights: bool) -> Iterator[str]:
     """Yield warnings about settings that are valid, but probably unintended."""
-    share = world.replicas.share(settings.batch)
-    if world.replicas.size > 1 and share % settings.samples_per_chunk:
+    local_batch = world.replicas.share(settings.batch)
+    if world.replicas.size > 1 and local_batch % settings.samples_per_chunk:
         yield (
-            f"--samples-per-chunk {settings.samples_per_chunk} does not divide the {count_noun(share, 'sample')} of a "
-            "process: batches differ from the batches of a single process"
+            f"--samples-per-chunk {settings.samples_per_chunk} does not divide the local batch of "
+            f"{count_noun(local_batch, 'sample')}: batches differ from the batches of a single process"
         )
     if isinstance(settings.warmup_steps, int) and settings.warmup_steps >= settings.steps:
         yield (
@@ -325,7 +327,7 @@ def _processes(parallel: ParallelSettings, world: World) -> str:
 
 
 def _open_weights(settings: ClipSettings, *, world: World, say: Say, run: RunFolder | None) -> Source | None:
-    """Open the weights to start from, or the base weights that checkpoints of a resumed `run` omit; None if unused."""
+    """Open the initial weights, or for a resumed `run` the base weights that its checkpoints omit; None if unused."""
     if settings.init.weights is None and not settings.lora.rank:
         return None
     from clipmill.train.weights.sources import fetch_tag, open_base, open_weights

@@ -1,4 +1,4 @@
-"""`train quickstart`: plan a first run, and start it on request."""
+"""The command `train quickstart`: plan a first run, and start it on request."""
 
 import json
 import os
@@ -70,17 +70,17 @@ def quickstart(
     if yes or (_is_interactive() and _confirm()):
         _run(plan)
     elif not _is_interactive():
-        print("not run: copy the command, or add --yes to train quickstart")
+        print("not run: copy the command above, or add --yes to train quickstart")
 
 
 def _plan(data: Sequence[str], request: Request) -> "Plan":
     began_s = time.perf_counter()
-    from clipmill.train.quickstart.choice import survey  # before torch, to report mistakes in the data at once
+    from clipmill.train.quickstart.choice import survey  # without torch, to report mistakes in the data at once
 
     surveys = []
-    for address in data:
-        with Activity(f"looking at {address}"):
-            surveys.append(survey(address))
+    for folder in data:
+        with Activity(f"inspecting {folder}"):
+            surveys.append(survey(folder))
     with Activity("importing torch"):
         import torch
 
@@ -88,16 +88,16 @@ def _plan(data: Sequence[str], request: Request) -> "Plan":
         from clipmill.train.doctor.machine import examine_in_run
         from clipmill.train.quickstart.plan import make_plan, measure, propose
 
-    chosen = choose_device(request.device)
-    proposal = propose(request, surveys, examine_in_run(asked_device=request.device, device_type=chosen.type))
-    first = torch.device("cuda", 0) if chosen.type == "cuda" else chosen
+    device = choose_device(request.device)
+    proposal = propose(request, surveys, examine_in_run(asked_device=request.device, device_type=device.type))
+    device = torch.device("cuda", 0) if device.type == "cuda" else device
     spec, settings = proposal.spec, proposal.settings
-    say = partial(print, file=sys.stderr, flush=True)  # the plan is printed to standard output
-    return make_plan(proposal, measure(spec, settings, device=first, seconds=_TRIAL_S, began_s=began_s, say=say))
+    say = partial(print, file=sys.stderr, flush=True)  # standard output is for the plan
+    return make_plan(proposal, measure(spec, settings, device=device, seconds=_TRIAL_S, began_s=began_s, say=say))
 
 
 def _is_interactive() -> bool:
-    """Return True on a terminal, where the user can answer."""
+    """Return True if the program runs on a terminal, where it can ask the user."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
@@ -112,7 +112,7 @@ def _run(plan: "Plan") -> None:
     from clipmill.train.commands.launch import launch
 
     if plan.proposal.num_processes > 1:
-        # Replace this process, which frees its GPU memory, with the torchrun beside this interpreter.
+        # Replace this process, to free its GPU memory, with the torchrun program beside this interpreter.
         programs = Path(sys.executable).parent
         torchrun, *rest = plan.words
         rest = [str(programs / word) if word == "train" and (programs / word).exists() else word for word in rest]
@@ -120,7 +120,6 @@ def _run(plan: "Plan") -> None:
     launch(plan.proposal.spec, plan.settings, resume=False, provenance=Provenance())
     out = plan.settings.out
     print(f"page: {out / 'index.html'}\ncheckpoints: {out / 'checkpoints'}")
-    for command in (
-        plan.then[1:] if plan.proposal.held_out else plan.then
-    ):  # the run has already suggested the first one
+    # With held-out clips, the run itself has already suggested the first command.
+    for command in plan.then[1:] if plan.proposal.held_out else plan.then:
         print(f"next: {command}")

@@ -25,10 +25,10 @@ from clipmill.train.spec import Tasks, take_tags
 def embed(
     weights: Annotated[str, Parameter(help="Run folder, or other trained weights.")], /, request: EmbedRequest
 ) -> None:
-    """Embed the clips and captions of a split, into files for train search, numpy, polars and faiss.
+    """Embed the clips and captions of a split, and write files for train search, numpy, polars and faiss.
 
-    The folder contains video.npy, text.npy, clips.parquet, captions.parquet and embed.json. Run the same command again
-    to resume interrupted work; under torchrun, all processes share the work.
+    The folder contains video.npy, text.npy, clips.parquet, captions.parquet and embed.json. To resume interrupted work,
+    run the same command again. Under torchrun, all processes share the work.
 
     Examples:
 
@@ -46,8 +46,7 @@ def embed(
         from clipmill.train.inference import load_model
         from clipmill.train.run.tracking import Progress
         from clipmill.train.run.variants import reading_variants_of_run
-        from clipmill.train.search.embedding import embed as run
-        from clipmill.train.search.embedding import open_work
+        from clipmill.train.search import embedding
         from clipmill.train.search.folder import FAILURES
 
     fields = ("split", "variant", "where", "features", "clips", "batch")
@@ -63,18 +62,18 @@ def embed(
             with Activity(f"loading {weights}"):
                 model = load_model(weights, **vars(request.shown), device=request.device, shards=request.shards)
             with Activity(f"opening {request.shards}"):
-                work = open_work(model, request, weights=weights)
+                work = embedding.open_work(model, request, weights=weights)
             for remark in model.remarks:
                 progress.say(remark)
-            record = run(work, request.out, world=world, progress=progress)
+            record = embedding.embed(work, request.out, world=world, progress=progress)
         captions = count_noun(record["num_captions"], "caption")
         progress.say(f"done: {count_noun(record['num_clips'], 'clip')} and {captions} in {request.out}")
         if record["features"] == "embedding":
             progress.say(f'next: train search {shlex.quote(str(request.out))} "what to look for"')
     if record["num_failed"]:
         raise FailedWork(
-            f"{count_noun(record['num_failed'], 'clip')} could not be decoded; see {request.out / FAILURES}. After "
-            f"repairing the data, remove {request.out} and run the same command again"
+            f"{count_noun(record['num_failed'], 'clip')} could not be decoded; see {request.out / FAILURES}. Repair "
+            f"the data, remove {request.out}, and run the same command again"
         )
 
 
@@ -83,7 +82,11 @@ def _embedding_tasks() -> Tasks:
 
 
 def _training_folder(weights: str) -> str:
-    """Return the data folder of a run; UserError if the weights are not a run, or the run has several data folders."""
+    """Return the data folder that a run was trained on.
+
+    Raises:
+        UserError: The weights are not a run, or the run has several data folders.
+    """
     if not is_run(path := local_folder(weights)):
         with Activity("importing torch"):
             from clipmill.train.evaluation.opening import require_weights
@@ -99,7 +102,7 @@ def _training_folder(weights: str) -> str:
     if len(folders) > 1:
         raise UserError(
             f"{weights} was trained on {len(folders)} data folders, but train embed reads one: {', '.join(folders)}",
-            hint=f"choose one, such as --shards {folders[0]}",
+            hint=f"pass one of them, such as --shards {folders[0]}",
         )
     return folders[0]
 
@@ -112,7 +115,7 @@ def search(
 ) -> None:
     """Search embedded clips by text or by example.
 
-    The search is exact: every clip is compared with the query, by cosine similarity.
+    The search is exact: the query is compared with every clip, by cosine similarity.
 
     Examples:
 
@@ -129,7 +132,7 @@ def search(
     """
     from clipmill.shards.dataset import reading_variants
     from clipmill.shards.pages.templates import require_page_path
-    from clipmill.train.search.folder import open_embedded
+    from clipmill.train.search.folder import open_embeddings
 
     page = request.page
     if page is None and request.shards is not None:
@@ -140,18 +143,18 @@ def search(
         )
     if page is not None:
         require_page_path(page, flag="--page")
-    embedded = open_embedded(folder)
+    embeddings = open_embeddings(folder)
     require_paths(shards=(request.shards,))
     with Activity("loading the search"):
         from clipmill.train.data.variants import choose_variants
         from clipmill.train.search.searching import describe, result_json, search_folder, write_search_page
 
     results = search_folder(
-        embedded, queries or (), like=request.like, top=request.top, weights=request.weights, device=request.device
+        embeddings, queries or (), like=request.like, top=request.top, weights=request.weights, device=request.device
     )
     num_missing = 0
     if page is not None:
-        data = embedded.record["data"]
+        data = embeddings.record["data"]
         variants = choose_variants(
             [request.shards or str(data["shards"])],
             recorded=[{VIDEO: {"name": data["video_variant"]}}] if "video_variant" in data else [],
@@ -159,9 +162,9 @@ def search(
             say=partial(print, file=sys.stderr),
         )
         with Activity(f"writing {page}"), reading_variants(variants):
-            num_missing = write_search_page(page, embedded, results, shards=request.shards)
+            num_missing = write_search_page(page, embeddings, results, shards=request.shards)
     if request.json:
-        print(json.dumps(result_json(embedded, results)))
+        print(json.dumps(result_json(embeddings, results)))
     else:
         print(describe(results))
         if page is not None:

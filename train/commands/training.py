@@ -30,28 +30,29 @@ if TYPE_CHECKING:
     from cyclopts import App
     from cyclopts.argument import ArgumentCollection
 
-# Flags that do not affect the run, so its record omits them.
+# Flags that do not affect the run; its record omits them.
 _UNRECORDED = frozenset({"--resume", "--json", *map(Monitoring.flag, ("metrics_port", "log_format"))})
 
 
-def parse(app: "App", words: Sequence[str], provenance: Provenance | None = None) -> Callable[[], object]:
-    """Return the command of a command line with its arguments, after checking all its settings together.
+def parse(app: "App", strings: Sequence[str], provenance: Provenance | None = None) -> Callable[[], object]:
+    """Parse a command line, check all settings together, and return a function that runs the command.
 
     Args:
+        strings: Command line without the name of the program.
         provenance: Record of the source of each value; it is filled in even if this function raises.
 
     Raises:
-        UserError: Settings are invalid, or flags have no effect with the other settings; the error lists all mistakes.
+        UserError: Settings are invalid, or flags have no effect in combination; the error lists all mistakes.
         CycloptsError: A flag is unknown or missing, or its value has the wrong type.
     """
-    typed: dict[str, str] = {}
+    typed_values: dict[str, str] = {}
     record = provenance or Provenance()
 
     def fill(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
-        given = {argument.name: argument.tokens[-1].value for argument in arguments if argument.tokens}
-        if is_remote(given.get("--out", "")) and "--resume" not in {argument.name for argument in arguments}:
+        values = {argument.name: argument.tokens[-1].value for argument in arguments if argument.tokens}
+        if is_remote(values.get("--out", "")) and "--resume" not in {argument.name for argument in arguments}:
             raise UserError(
-                f"--out {given['--out']} is a URL, but this command writes to a disk",
+                f"--out {values['--out']} is a URL, but this command writes to a disk",
                 hint="use a path, and copy the files afterwards",
                 flags=("--out",),
             )
@@ -63,34 +64,33 @@ def parse(app: "App", words: Sequence[str], provenance: Provenance | None = None
             if argument.name not in _UNRECORDED:
                 record.sources[argument.name] = "" if source == "cli" else source
             if source == "cli":
-                typed[argument.name] = " ".join(str(token.value) for token in argument.tokens)
+                typed_values[argument.name] = " ".join(str(token.value) for token in argument.tokens)
 
     app.config = (fill, check_values)
     with deferred_checks():
-        command, bound, not_parsed = app.parse_args(words)
+        command, bound, not_parsed = app.parse_args(strings)
     errors: list[UserError] = []
     for settings in bound.arguments.values():
         if isinstance(settings, Checked):
-            errors += flags_without_effect(settings, typed)
+            errors += flags_without_effect(settings, typed_values)
             errors += [*mistakes(settings), *unknown_parts(settings)]
     refuse(errors)
-    # Commands that print or save the sources of values have this parameter.
-    extra = {"provenance": record} if "provenance" in not_parsed else {}
-    return lambda: command(*bound.args, **bound.kwargs, **extra)
+    # Commands that print or save the source of each value have this parameter.
+    keywords = {"provenance": record} if "provenance" in not_parsed else {}
+    return lambda: command(*bound.args, **bound.kwargs, **keywords)
 
 
 def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollection", *, remarks: list[str]) -> None:
-    """Fill in the values that no flag has set.
+    """Set the values of missing flags from the `--config` files, the `--preset` and, with `--resume`, the run.
 
-    They come from the `--config` files and the `--preset`, and with `--resume` from the run itself. Remarks about
-    values that depend on other settings are appended to `remarks`.
+    Args:
+        remarks: List to which remarks are appended about values that depend on other settings.
     """
-
     tokens = {argument.name: argument.tokens for argument in arguments}
     if "--config" not in tokens:
-        return  # a command without settings, such as train quickstart, whose --preset is only a name
+        return  # a command without training settings, such as train quickstart, whose --preset is only a name
 
-    def given_values(name: str) -> list[str]:
+    def values_of(name: str) -> list[str]:
         return [token.value for token in tokens.get(name, ())]
 
     kind = _settings_of(commands[-1])
@@ -99,20 +99,20 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
         yaml_source(path, kind, preset=preset, remarks=remarks)(app, commands, arguments)
 
     # A source fills in only missing values, so sources are read in order of decreasing precedence.
-    for file in reversed(given_values("--config")):
+    for file in reversed(values_of("--config")):
         fill(Path(file))
-    for preset in given_values("--preset"):
+    for preset in values_of("--preset"):
         fill(_preset_of(preset, commands[-1]), preset)
-    if given_values("--resume"):
-        out = local_folder(given_values("--out")[0]) if given_values("--out") else TrainingSettings.out
-        # If there is no run in --out, either a new run starts or the error is raised when the run is opened.
+    if values_of("--resume"):
+        out = local_folder(values_of("--out")[0]) if values_of("--out") else TrainingSettings.out
+        # If --out holds no run, either a new run starts, or opening the run raises the error.
         if (saved := RunFolder(out).settings).is_file():
             RunFolder(out).require_task(commands[-1])
             old = load_settings(saved, find_task(commands[-1]).settings)
             require_parts(old, RunFolder(out))
-            # Report a different number of folders here: later errors would be about flags that depend on it, such as
-            # --mix and names of metrics.
-            folders = given_values("--shards")
+            # Report a different number of folders first. Otherwise the errors would be about flags that depend on it,
+            # such as --mix and names of metrics.
+            folders = values_of("--shards")
             if folders and len(folders) != len(old.folders) and any(RunFolder(out).checkpoints.glob("step_*")):
                 raise UserError(
                     f"--shards lists {count_noun(len(folders), 'data folder')}, but the run in {out} has "
@@ -125,18 +125,18 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
 
 
 def _preset_of(name: str, command: str) -> Path:
-    """Return the path of a preset of this command."""
+    """Return the path of a preset; UserError if the command has no such preset."""
     kind = _settings_of(command)
-    known = {preset: preset_path(preset, kind.command) for preset in presets_of(kind)}
+    paths = {preset: preset_path(preset, kind.command) for preset in presets_of(kind)}
+    hint = f"use a preset of train {command}: {', '.join(paths)}"
     try:
         path = preset_path(name, command)
     except UserError as error:
-        hint = error.hint if RENAMED.get(name) in known else f"presets of train {command}: {', '.join(known)}"
-        raise UserError(str(error), hint=hint, flags=error.flags) from error
-    if path not in known.values():
         raise UserError(
-            f"preset {name!r} is not one of train {command}", hint=f"presets of train {command}: {', '.join(known)}"
-        )
+            str(error), hint=error.hint if RENAMED.get(name) in paths else hint, flags=error.flags
+        ) from error
+    if path not in paths.values():
+        raise UserError(f"{name!r} is not a preset of train {command}", hint=hint)
     return path
 
 
@@ -146,13 +146,13 @@ def _settings_of(command: str) -> type[TrainingSettings]:
 
 
 def docstring(help_text: str, *, example: str, **parameters: str) -> str:
-    """Return the docstring, in the form that cyclopts reads, of a command that is built from a spec."""
+    """Return the docstring of a command that is built from a spec, in the format that cyclopts reads."""
     lines = [help_text, "", "Example:", "", f"    {example}", "", "Parameters", "----------"]
     return "\n".join([*lines, *(line for name, text in parameters.items() for line in (name, f"    {text}"))])
 
 
 def training_command(name: str) -> Callable[..., None]:
-    """Return the command of a task for cyclopts; the fields of the task's settings are its flags."""
+    """Return the cyclopts command of a task; the fields of the task's settings are its flags."""
     spec = find_task(name)
     kind = spec.settings
     default = kind()
@@ -192,7 +192,7 @@ def training_command(name: str) -> Callable[..., None]:
 
 
 def __getattr__(name: str) -> Callable[..., None]:
-    """Return the command of a task, which `clipmill.train.cli` registers by its import path in this module."""
+    """Return the command of a task; `clipmill.train.cli` registers each task by its import path in this module."""
     if (task := name.replace("_", "-")) in task_names():
         return training_command(task)
     raise AttributeError(name)

@@ -2,8 +2,10 @@
 
 Clips are divided into parts with a fixed number of batches, and captions into parts with a fixed number of texts.
 Therefore neither the number of processes nor an interruption changes the batches or the resulting bytes. Each process
-publishes its parts in DIR/parts; rank 0 joins the parts when all exist (clipmill.train.search.folder defines the
-layout).
+publishes its parts in OUT/parts. Once all parts exist, rank 0 joins them into the files that
+`clipmill.train.search.folder` describes.
+
+Shape suffixes: N embedded clips, M captions.
 """
 
 import json
@@ -57,8 +59,8 @@ from clipmill.train.search.folder import (
     TEXT,
     VIDEO,
     read_folder_record,
+    require_complete_files,
     require_same_work,
-    require_whole_files,
 )
 from clipmill.train.search.request import EmbedRequest, FeatureKind
 
@@ -79,20 +81,23 @@ class EmbeddingPart:
 
 
 def num_captions(samples: Samples[ClipReader]) -> int:
-    """Return the number of captions of the clips."""
+    """Return the total number of captions of all clips."""
     return 0 if samples.table.captions is None else samples.table.captions.num_entries
 
 
-def publish_part(path: Path, rows: NDArray[np.float32], **more: NDArray[Any]) -> None:
-    """Publish a finished part."""
+def publish_part(path: Path, rows: NDArray[np.float32], **arrays: NDArray[Any]) -> None:
+    """Publish the embeddings of a finished part, with further named arrays, as an npz file."""
     with publish_atomically(path) as temporary:
-        np.savez(temporary, allow_pickle=False, rows=rows, **more)
+        np.savez(temporary, allow_pickle=False, rows=rows, **arrays)
 
 
 def publish_folder(
     out: Path, parts: Sequence[EmbeddingPart], samples: Samples[ClipReader], *, plan: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Join the parts and publish the folder: embed.json is written last, then the parts are removed.
+    """Join the parts into the files of the folder. embed.json is written last; then the parts are removed.
+
+    Args:
+        plan: Description of the work, which becomes a part of embed.json.
 
     Returns:
         The content of embed.json.
@@ -100,10 +105,10 @@ def publish_folder(
     Raises:
         FailedWork: No clip could be decoded.
     """
-    sample_N, failed, shape = _read_outcomes([part for part in parts if part.kind == "video"], out)
+    sample_N, failures, shape = _read_outcomes([part for part in parts if part.kind == "video"], out)
     if not len(sample_N):
-        first = f"; the first: {failed[0]['detail']}" if failed else ""
-        raise FailedWork(f"none of {count_noun(len(samples), 'clip')} could be decoded{first}")
+        reason = f"; the first failure: {failures[0]['detail']}" if failures else ""
+        raise FailedWork(f"none of {count_noun(len(samples), 'clip')} could be decoded{reason}")
     names = [VIDEO, CLIPS]
     _join(out, [part for part in parts if part.kind == "video"], out / VIDEO, shape=(len(sample_N), *shape))
     row_of_sample = np.full(len(samples), -1)
@@ -117,17 +122,17 @@ def publish_folder(
         with np.load(texts[0].path(out)) as arrays:
             width = arrays["rows"].shape[1]
         _join(out, texts, out / TEXT, shape=(num_captions(samples), width))
-    if failed:
+    if failures:
         names += [FAILURES]
-        publish_bytes(out / FAILURES, "".join(json.dumps(failure) + "\n" for failure in failed).encode())
+        publish_bytes(out / FAILURES, "".join(json.dumps(failure) + "\n" for failure in failures).encode())
     record = {
         "format": FORMAT,
         **plan,
         "num_clips": len(sample_N),
         "num_captions": num_captions(samples),
-        "num_failed": len(failed),
+        "num_failed": len(failures),
         "shape": [len(sample_N), *shape],
-        "files": {name: _facts(out / name) for name in names},
+        "files": {name: _size_and_checksum(out / name) for name in names},
     }
     publish_checked_json(out / RECORD, record)
     shutil.rmtree(out / PARTS)
@@ -137,18 +142,18 @@ def publish_folder(
 def _read_outcomes(
     parts: Sequence[EmbeddingPart], out: Path
 ) -> tuple[NDArray[np.int64], list[dict[str, Any]], tuple[int, ...]]:
-    """Return the indices of the decoded samples, in order, the failures, and the shape of an embedding."""
+    """Return the indices of the decoded samples in ascending order, the failures, and the shape of one embedding."""
     sample_N: list[NDArray[np.int64]] = []
-    failed: list[dict[str, Any]] = []
+    failures: list[dict[str, Any]] = []
     shape: tuple[int, ...] = ()
     for part in parts:
         with np.load(part.path(out)) as arrays:
             sample_N.append(arrays["sample"])
-            failed += json.loads(arrays["failed"].tobytes())
+            failures += json.loads(arrays["failed"].tobytes())
         if len(sample_N[-1]) and not shape:
             with np.load(part.path(out)) as arrays:
                 shape = arrays["rows"].shape[1:]
-    return np.concatenate(sample_N), failed, shape
+    return np.concatenate(sample_N), failures, shape
 
 
 def _join(out: Path, parts: Iterable[EmbeddingPart], path: Path, *, shape: tuple[int, ...]) -> None:
@@ -192,7 +197,7 @@ def _caption_tables(samples: Samples[ClipReader], row_of_sample: NDArray[np.int6
 
 
 def _location_columns(samples: Samples[ClipReader], rows: NDArray[np.int64], *, paths: pa.Array) -> list[Any]:
-    """Return key, video, path, and start and end in seconds, of each clip."""
+    """Return five columns: key, video, path, and start and end in seconds of each clip."""
     chunks, first = samples.reader.chunks, samples.table.first_part[rows]
     begin_us, end_us = samples.span_us(rows)
     video_row = pa.array(chunks.table.video_row[first])
@@ -202,7 +207,7 @@ def _location_columns(samples: Samples[ClipReader], rows: NDArray[np.int64], *, 
     return [keys, videos, paths.take(video_row), begin_us / 1e6, end_us / 1e6]
 
 
-def _facts(path: Path) -> dict[str, Any]:
+def _size_and_checksum(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"size_bytes": path.stat().st_size, "sha256": file_digest(file, "sha256").hexdigest()}
 
@@ -213,13 +218,14 @@ _TEXTS_PER_PART = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingWork:
-    """The clips and captions to embed.
+    """The clips and captions to embed, and the model that embeds them.
 
     Attributes:
+        samples: Clips, with their captions.
         features: Kind of features to store.
         has_text: True if captions are also embedded.
-        batch: Number of clips per batch of the model.
-        plan: Everything that affects the embeddings, with descriptions, as JSON-serialisable values.
+        batch: Number of clips per forward pass.
+        plan: Everything that affects the embeddings, with descriptions, as a JSON-serialisable dict.
     """
 
     model: LoadedModel
@@ -231,7 +237,7 @@ class EmbeddingWork:
 
     @property
     def parts(self) -> list[EmbeddingPart]:
-        """All parts, in the order of their rows. A part with tokens has the clips of one batch."""
+        """All parts, ordered by row. A part with tokens holds only one batch of clips."""
         clips = self.batch * (1 if self.features == "tokens" else _BATCHES_PER_PART)
         return [
             *_parts("video", len(self.samples), size=clips),
@@ -244,14 +250,14 @@ def _parts(kind: Literal["video", "text"], count: int, *, size: int) -> list[Emb
 
 
 def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> EmbeddingWork:
-    """Open the clips to embed.
+    """Open the clips to embed, and describe the work.
 
     Args:
-        request: Flags of the command, with a data folder.
+        request: Flags of the command; `shards` must be set.
         weights: Weights as the user specified them.
 
     Raises:
-        UserError: The clips do not exist, or the model does not have the requested features.
+        UserError: The data have no such clips, or the model cannot compute the requested features.
     """
     assert request.shards is not None
     has_embedding = isinstance(model.model, DualEncoder)
@@ -263,7 +269,7 @@ def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Emb
         )
     if features == "embedding" and not has_embedding:
         raise UserError(
-            f"{weights} has no embeddings: it is not a dual encoder", hint="use --features pooled, or tokens"
+            f"{weights} has no embeddings: it is not a dual encoder", hint="use --features pooled or --features tokens"
         )
     samples = _open_samples(model, settings, request)
     return EmbeddingWork(
@@ -276,7 +282,8 @@ def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Emb
             "clipmill": installed_version("clipmill"),
             "weights": {
                 "identity": model.identity,
-                "source": _locate_weights(weights),
+                # A search may run in a different folder, so record an absolute path.
+                "source": str(Path(weights).resolve()) if Path(weights).exists() else weights,
                 "description": model.description,
             },
             "data": {
@@ -296,11 +303,6 @@ def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Emb
             "precision": model.opened.trained.precision.name,
         },
     )
-
-
-def _locate_weights(weights: str) -> str:
-    """Return the absolute path of local weights, so that a search finds them, or a name unchanged."""
-    return str(Path(weights).resolve()) if Path(weights).exists() else weights
 
 
 def _open_samples(model: LoadedModel, settings: Any, request: EmbedRequest) -> Samples[ClipReader]:
@@ -323,20 +325,20 @@ def _open_samples(model: LoadedModel, settings: Any, request: EmbedRequest) -> S
 
 
 def embed(work: EmbeddingWork, out: Path, *, world: World, progress: Progress) -> dict[str, Any]:
-    """Embed the missing parts in `out`, and publish the folder. All ranks must call it.
+    """Embed the missing parts in `out`, and publish the folder. All ranks must call this function.
 
     Returns:
         The content of embed.json.
 
     Raises:
-        UserError: The folder has other content, is damaged, or is being written by another process.
+        UserError: The folder holds other files, is damaged, or is being written by another process.
         FailedWork: No clip could be decoded, or an embedding is not finite.
     """
     with ExitStack() as stack:
-        finished = world.first(lambda: _begin(work, out, stack=stack))
-        if finished is not None:
+        record = world.first(lambda: _prepare_folder(work, out, stack=stack))
+        if record is not None:
             progress.say(f"nothing to do: {out} is finished")
-            return finished
+            return record
         parts = work.parts
         progress.say(f"data: {work.plan['data']['description']}")
         progress.say(f"weights: {work.plan['weights']['description']}")
@@ -345,8 +347,8 @@ def embed(work: EmbeddingWork, out: Path, *, world: World, progress: Progress) -
         return world.first(lambda: publish_folder(out, parts, work.samples, plan=work.plan))
 
 
-def _begin(work: EmbeddingWork, out: Path, *, stack: ExitStack) -> dict[str, Any] | None:
-    """Lock and prepare the folder; return its record if it is finished."""
+def _prepare_folder(work: EmbeddingWork, out: Path, *, stack: ExitStack) -> dict[str, Any] | None:
+    """Lock and prepare the folder; return the content of embed.json if the folder is finished."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file (--out)", hint="use another --out", flags=("--out",))
     plan = out / PARTS / PLAN
@@ -357,7 +359,7 @@ def _begin(work: EmbeddingWork, out: Path, *, stack: ExitStack) -> dict[str, Any
     stack.enter_context(hold_folder(out, work="embeds"))
     if record is not None:
         require_same_work(record, work.plan, path=out)
-        require_whole_files(out, record)
+        require_complete_files(out, record)
         shutil.rmtree(out / PARTS, ignore_errors=True)
         return record
     begin_parts(out / PARTS, work.plan, require_same=lambda old: require_same_work(old, work.plan, path=out))
@@ -368,10 +370,10 @@ def _begin(work: EmbeddingWork, out: Path, *, stack: ExitStack) -> dict[str, Any
 def _embed_parts(
     work: EmbeddingWork, parts: Sequence[EmbeddingPart], out: Path, *, world: World, progress: Progress
 ) -> None:
-    """Embed this rank's share of the parts. The loader's threads read ahead across the boundaries of parts."""
+    """Embed this rank's share of the parts. The loader's threads read ahead across part boundaries."""
     parts_of_rank = parts[world.rank :: world.size]
     clips = (part for part in parts_of_rank if part.kind == "video")
-    outcomes = work.samples.outcomes(number for part in clips for number in range(part.begin, part.end))
+    outcomes = work.samples.outcomes(index for part in clips for index in range(part.begin, part.end))
     ring = BatchRing(work.batch, pin=work.model.device.type == "cuda")
 
     def embed_part(part: EmbeddingPart) -> int:
@@ -379,11 +381,11 @@ def _embed_parts(
             return _embed_clips(work, part, outcomes, ring, out=out)
         # Encode each distinct text of a part once, so that equal texts have equal rows.
         texts = work.samples.captions.texts(np.arange(part.begin, part.end))
-        distinct = {text: number for number, text in enumerate(dict.fromkeys(texts))}
-        rows = work.model.encode_text(list(distinct)).cpu().numpy()
-        embeddings: NDArray[np.float32] = rows[[distinct[text] for text in texts]]
+        row_of_text = {text: row for row, text in enumerate(dict.fromkeys(texts))}
+        rows = work.model.encode_text(list(row_of_text)).cpu().numpy()
+        embeddings: NDArray[np.float32] = rows[[row_of_text[text] for text in texts]]
         if not np.isfinite(embeddings).all():
-            raise FailedWork("embeddings of captions are not finite: the weights have diverged")
+            raise FailedWork("caption embeddings are not finite: the weights have diverged")
         publish_part(part.path(out), embeddings)
         return 0
 
@@ -393,25 +395,25 @@ def _embed_parts(
 def _embed_clips(
     work: EmbeddingWork, part: EmbeddingPart, outcomes: Iterator[Sample | FailedSample], ring: BatchRing, *, out: Path
 ) -> int:
-    """Embed and publish a part; return the number of clips that failed."""
-    rows, samples, failed = [], [], []
+    """Embed the clips of a part and publish it; return the number of clips that could not be read or decoded."""
+    rows, samples, failures = [], [], []
     for begin in range(part.begin, part.end, work.batch):
         loaded = list(islice(outcomes, min(work.batch, part.end - begin)))
-        failed += [sample for sample in loaded if isinstance(sample, FailedSample)]
+        failures += [sample for sample in loaded if isinstance(sample, FailedSample)]
         clips = [sample for sample in loaded if not isinstance(sample, FailedSample)]
         if clips:
-            rows.append(_features(work, ring.collate(clips)))
+            rows.append(_embed_batch(work, ring.collate(clips)))
             samples += [clip["position"] for clip in clips]
     video = np.concatenate(rows) if rows else np.empty((0, 0), np.float32)
     if num_bad := int((~np.isfinite(video).all(axis=tuple(range(1, video.ndim)))).sum()):
         raise FailedWork(f"{num_bad} of {len(video)} embeddings are not finite: the weights have diverged")
-    lines = json.dumps([asdict(failure) for failure in failed]).encode()
-    publish_part(part.path(out), video, sample=np.array(samples, np.int64), failed=np.frombuffer(lines, np.uint8))
-    return len(failed)
+    text = json.dumps([asdict(failure) for failure in failures]).encode()
+    publish_part(part.path(out), video, sample=np.array(samples, np.int64), failed=np.frombuffer(text, np.uint8))
+    return len(failures)
 
 
 @torch.no_grad()
-def _features(work: EmbeddingWork, batch: Batch) -> NDArray[np.float32]:
+def _embed_batch(work: EmbeddingWork, batch: Batch) -> NDArray[np.float32]:
     model = work.model
     if work.features == "pooled":
         with model.opened.trained.precision.autocast():

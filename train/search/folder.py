@@ -1,4 +1,6 @@
-"""Layout of the folder of embeddings that `train embed` writes, for `train search` and readers of npy and Parquet.
+"""Layout of the embeddings folder that `train embed` writes and `train search` reads.
+
+The arrays and tables are plain npy and Parquet files, which other programs can read:
 
     video.npy         embeddings, float32 [N, E], unit length; or pooled features [N, D] or tokens [N, L, D]
     text.npy          float32 [M, E], unit length; present if the weights have a text tower and the data have captions
@@ -10,8 +12,8 @@
     embed.json        weights, data, features, and size and SHA-256 of each file; marks the folder as finished
     parts/            in an unfinished folder: finished parts, and plan.json, which describes the work
 
-`key` is the key of the chunk in which the clip starts. `path` is the video's file or URL in the manifest. embed.json is
-written last, so a folder without it is unfinished, and the same `train embed` command resumes it.
+`key` is the key of the chunk in which the clip starts. `path` is the file or URL of the video in the manifest.
+embed.json is written last, so a folder without it is unfinished; the same `train embed` command resumes the work.
 """
 
 import shlex
@@ -50,16 +52,16 @@ _COLUMNS = [
 CLIP_SCHEMA = pa.schema([*_COLUMNS, ("caption", pa.int64())])
 CAPTION_SCHEMA = pa.schema([*_COLUMNS, ("clip", pa.int64())])
 
-# Entries of a plan that may differ: locations, and entries that follow from others.
-_FREE = frozenset({"weights.source", "weights.description", "data.shards", "data.description", "clip.description"})
+# Entries of a plan that may change without changing the work: locations, and descriptions of other entries.
+_IGNORED = frozenset({"weights.source", "weights.description", "data.shards", "data.description", "clip.description"})
 _IDENTITY = "weights.identity"
-_MAX_LISTED = 6
+_MAX_LISTED = 6  # maximum number of clips in an error message
 _AGAIN = "run train embed with a different --out"
 
 
 @dataclass(frozen=True)
 class EmbeddedClip:
-    """A row of clips.parquet; `path` is None in folders of old versions, which did not record it."""
+    """A row of clips.parquet; `path` is None in folders written by older versions, which did not record it."""
 
     row: int
     key: str
@@ -71,16 +73,17 @@ class EmbeddedClip:
 
     @property
     def file(self) -> str:
-        """`path` for messages, without the query string of a URL, which may contain a secret; empty if unknown."""
+        """Path or URL to display, without the query string, which may contain a secret; empty if unknown."""
         path = self.path or ""
         return path.partition("?")[0] if "://" in path else path
 
 
 @dataclass(frozen=True)
-class Embedded:
+class EmbeddingFolder:
     """A finished folder of embeddings.
 
     Attributes:
+        path: Path of the folder.
         record: Content of embed.json.
     """
 
@@ -93,7 +96,7 @@ class Embedded:
         return int(self.record["num_clips"])
 
     def clips(self, rows: Sequence[int]) -> list[EmbeddedClip]:
-        """Return rows of clips.parquet, reading only the row groups that contain them."""
+        """Return the given rows of clips.parquet, in this order; only the row groups that contain them are read."""
         clip_of_row: dict[int, EmbeddedClip] = {}
         with pq.ParquetFile(self.path / CLIPS) as file:
             begin = 0
@@ -108,7 +111,11 @@ class Embedded:
         return [clip_of_row[row] for row in rows]
 
     def row_of(self, name: str) -> int:
-        """Return the row of a clip, given its row or its chunk's key; UserError unless exactly one clip matches."""
+        """Return the row of a clip that is identified by its row or by the key of its chunk.
+
+        Raises:
+            UserError: No clip matches, or several clips start in the chunk.
+        """
         if name.isascii() and name.isdigit():
             rows = [int(name)] if int(name) < self.num_clips else []
         else:
@@ -119,8 +126,8 @@ class Embedded:
         if not rows:
             raise UserError(
                 f"{self.path} has no clip {name!r} (--like)",
-                hint=f"rows are 0 to {self.num_clips - 1}, keys look like {self.clips([0])[0].key}; "
-                f"{self.path / CLIPS} lists them",
+                hint=f"use a row from 0 to {self.num_clips - 1}, or a key such as {self.clips([0])[0].key}; "
+                f"{self.path / CLIPS} lists all clips",
                 flags=("--like",),
             )
         if len(rows) > 1:
@@ -128,14 +135,14 @@ class Embedded:
                 f"{clip.row} ({clip.begin_s:.2f}-{clip.end_s:.2f} s)" for clip in self.clips(rows[:_MAX_LISTED])
             )
             raise UserError(
-                f"{len(rows)} clips begin in {name} (--like)",
-                hint=f"use the row of one of them: {shown}",
+                f"{len(rows)} clips start in chunk {name} (--like)",
+                hint=f"use the row of a clip instead of the key: {shown}",
                 flags=("--like",),
             )
         return int(rows[0])
 
     def vector(self, row: int) -> NDArray[np.float32]:
-        """Return a clip's vector, divided by its length; UserError if it is not finite."""
+        """Return the vector of a clip, scaled to unit length; UserError if it is not finite."""
         vector: NDArray[np.float32] = np.array(np.load(self.path / VIDEO, mmap_mode="r")[row])
         if not np.isfinite(vector).all():
             raise UserError(f"row {row} of {self.path / VIDEO} is not finite: the file is damaged", hint=_AGAIN)
@@ -143,7 +150,7 @@ class Embedded:
         return vector
 
 
-def open_embedded(path: Path) -> Embedded:
+def open_embeddings(path: Path) -> EmbeddingFolder:
     """Open a finished folder of embeddings.
 
     Raises:
@@ -158,12 +165,12 @@ def open_embedded(path: Path) -> Embedded:
         problem = f"{path} holds no embeddings: it has no {RECORD}" if path.is_dir() else f"there is no folder {path}"
         out = shlex.quote(f"{path}-embedded" if path.is_dir() else str(path))
         raise UserError(problem, hint=f"create embeddings: train embed WEIGHTS --shards DATA --out {out}")
-    require_whole_files(path, record)
-    return Embedded(path, record)
+    require_complete_files(path, record)
+    return EmbeddingFolder(path, record)
 
 
-def require_whole_files(path: Path, record: Mapping[str, Any]) -> None:
-    """Raise a UserError if a file of a finished folder is missing, or its size differs from the record."""
+def require_complete_files(path: Path, record: Mapping[str, Any]) -> None:
+    """Raise a UserError if a file of a finished folder is missing, or its size differs from the recorded size."""
     for name, facts in record["files"].items():
         file = path / name
         size_bytes = file.stat().st_size if file.is_file() else None
@@ -176,24 +183,25 @@ def require_whole_files(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_folder_record(path: Path) -> dict[str, Any] | None:
-    """Read embed.json; None if it is missing; UserError if it is damaged, or has the format of another version."""
+    """Read embed.json; None if it is missing; UserError if it is damaged, or has a different format."""
     try:
         record = read_checked_json(path / RECORD)
         if record["format"] != FORMAT:
             raise UserError(
-                f"{path} has format {record['format']}, not {FORMAT}", hint="use the version of clipmill that wrote it"
+                f"{path} has format {record['format']}, but this version reads format {FORMAT}",
+                hint="use the version of clipmill that wrote it",
             )
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        reason = f"it has no entry {error}" if isinstance(error, KeyError) else error
         raise UserError(f"{path / RECORD} cannot be read: {reason}", hint=_AGAIN) from error
     return record
 
 
 def require_same_work(old: Mapping[str, Any], new: Mapping[str, Any], *, path: Path) -> None:
-    """Raise a UserError that lists the differences between the work in a folder and the requested work."""
-    changes = [differences(old, new, free=_FREE | {_IDENTITY})]
+    """Raise a UserError if the work in a folder differs from the requested work; the error lists the differences."""
+    changes = [differences(old, new, free=_IGNORED | {_IDENTITY})]
     if old["weights"]["identity"] != new["weights"]["identity"]:
         was, now = ("{description} ({source})".format(**plan["weights"]) for plan in (old, new))
         changes.insert(
@@ -203,5 +211,5 @@ def require_same_work(old: Mapping[str, Any], new: Mapping[str, Any], *, path: P
     if any(changes):
         raise UserError(
             f"{path} holds other embeddings: {'; '.join(filter(None, changes))}",
-            hint=f"use a different --out, such as one in the folder of each run, or remove {path}",
+            hint=f"use a different --out, such as a folder inside the folder of each run, or remove {path}",
         )

@@ -1,4 +1,4 @@
-"""Exact nearest neighbours in an npy file, which is read once, in blocks, with a few megabytes of memory per thread.
+"""Exact nearest-neighbour search in an npy file, which is read once, in blocks, with a few megabytes per thread.
 
 Shape suffixes: Q queries, N rows of the file, R rows of a block, E width, K best rows.
 """
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.mapped_files import report_lost_pages
 
-# Size of a block of rows, which is scored while it is in the CPU cache.
+# Size of a block of rows: small enough to stay in the CPU cache while it is scored.
 _BLOCK_BYTES = 1 << 22
 _MAX_BLOCK_ROWS = 1 << 16
 _MAX_THREADS = 16
@@ -27,7 +27,7 @@ class Nearest:
     """The most similar rows for each query, by descending score; rows with equal scores are in ascending order.
 
     Attributes:
-        row_QK: Rows, int64.
+        row_QK: Row numbers, int64.
         score_QK: Cosine similarities, float32.
     """
 
@@ -41,13 +41,13 @@ def nearest(
     *,
     count: int,
     is_unit_length: bool = True,
-    say_done: Callable[[int], object] = lambda num_rows: None,
+    on_progress: Callable[[int], object] = lambda num_rows: None,
 ) -> Nearest:
     """Find the `count` rows of an npy file (float32 [N, E]) that are most similar to each unit-length query.
 
     Args:
-        is_unit_length: False if the rows of the file are not unit vectors; they are then divided by their lengths.
-        say_done: Function to call with the number of finished rows after each block, from several threads.
+        is_unit_length: True if the rows are unit vectors; otherwise each score is divided by the length of its row.
+        on_progress: Function to call with the number of rows of each block that is finished, from several threads.
 
     Raises:
         UserError: The file is damaged, or its rows are not as wide as the queries.
@@ -61,7 +61,7 @@ def nearest(
         best = Nearest(np.empty((len(query_QE), 0), np.int64), np.empty((len(query_QE), 0), np.float32))
         rows = range(begin, min(begin + rows_per_thread, num_rows))
         for first, block_RE in _blocks(path, rows, offset=offset, block_rows=block_rows, width=query_QE.shape[1]):
-            # Avoid a matrix product: BLAS would start threads for each block, and they would wait for each other.
+            # A matrix product would be slower: BLAS starts threads for each block, and they wait for each other.
             score_QR: NDArray[np.float32] = np.vecdot(query_QE[:, None], block_RE)
             if not is_unit_length:
                 length_R = np.sqrt(np.vecdot(block_RE, block_RE))
@@ -69,8 +69,8 @@ def nearest(
             if not np.isfinite(score_QR).all():
                 row = first + int(np.flatnonzero(~np.isfinite(score_QR).all(axis=0))[0])
                 raise UserError(f"row {row} of {path} is not finite: the file is damaged", hint=_AGAIN)
-            best = _with_block(best, first, score_QR, count=count)
-            say_done(len(block_RE))
+            best = _merge_block(best, first, score_QR, count=count)
+            on_progress(len(block_RE))
         return best
 
     with ThreadPoolExecutor(num_threads) as threads:
@@ -84,9 +84,10 @@ def nearest(
 def _blocks(
     path: Path, rows: range, *, offset: int, block_rows: int, width: int
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Yield (first row, rows [R, E]) for blocks of an npy file. A block is valid until the next one is requested.
+    """Yield (first row, rows [R, E]) for each block of an npy file. A block is valid until the next one is requested.
 
-    The file is read, not mapped: mapped pages count as memory of the process, which a truncated file would kill.
+    The file is read instead of mapped, because mapped pages count as memory of the process, and a file that is
+    truncated while mapped would kill the process.
     """
     buffer = np.empty((block_rows, width), np.float32)
     with path.open("rb", buffering=0) as file:
@@ -109,13 +110,13 @@ def _header(path: Path, *, width: int) -> tuple[int, int]:
     if file_width != width:
         raise UserError(
             f"{path} has vectors of width {file_width}, but the queries have width {width}",
-            hint="search with the weights that made the embeddings",
+            hint="use the weights that made the embeddings",
         )
-    return num_rows, mapped.offset  # type: ignore[attr-defined]  # of np.memmap
+    return num_rows, mapped.offset  # type: ignore[attr-defined]  # attribute of np.memmap
 
 
 def open_matrix(path: Path) -> NDArray[np.float32]:
-    """Map an npy file with float32 rows; UserError if it is missing, truncated or not a float32 matrix."""
+    """Map an npy file that holds a float32 matrix; UserError if it is missing, truncated or has other content."""
     report_lost_pages()
     try:
         mapped: NDArray[np.float32] = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -134,18 +135,18 @@ def open_matrix(path: Path) -> NDArray[np.float32]:
     return mapped
 
 
-def _with_block(best: Nearest, begin: int, score_QR: NDArray[np.float32], *, count: int) -> Nearest:
-    """Return the best rows of earlier blocks and a later block together."""
+def _merge_block(best: Nearest, first: int, score_QR: NDArray[np.float32], *, count: int) -> Nearest:
+    """Return the best rows of the earlier blocks and of the next block, which starts at row `first`."""
     if best.score_QK.shape[1] == count and not (score_QR > best.score_QK[:, -1:]).any():
         return best
     rows, scores = [], []
     for best_row_K, best_K, score_R in zip(best.row_QK, best.score_QK, score_QR, strict=True):
-        # A later row with an equal score ranks lower, so a new row must score higher than the last of the best rows.
+        # Later rows rank below earlier rows with the same score, so a new row must beat the worst of the best rows.
         new = np.flatnonzero(score_R > best_K[-1]) if len(best_K) == count else np.arange(len(score_R))
         if len(new) > count:
             threshold = np.partition(score_R[new], -count)[-count]
             new = new[score_R[new] >= threshold]
-        row = np.concatenate([best_row_K, begin + new])
+        row = np.concatenate([best_row_K, first + new])
         score = np.concatenate([best_K, score_R[new]])
         order = np.lexsort((row, -score))[:count]
         rows.append(row[order])

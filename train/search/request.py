@@ -27,7 +27,7 @@ class EmbedRequest(Checked):
     out: Path
     """Folder to write."""
     split: str = "val"
-    """Split of the data."""
+    """Split to embed."""
     where: str | None = None
     """Condition that selects the clips, such as "motion > 0.2 and not duplicate" (docs/data.md). Default: all."""
     features: FeatureKind | None = None
@@ -39,7 +39,7 @@ class EmbedRequest(Checked):
     captions)."""
     shown: Overrides = AS_TRAINED
     batch: Annotated[int, Range(least=1)] = 64
-    """Number of clips per forward pass and process."""
+    """Number of clips per forward pass of each process."""
     workers: Annotated[int, Range(least=1)] = 4
     """Number of threads per process that read and decode."""
     device: Device = "auto"
@@ -52,16 +52,16 @@ class SearchRequest(Checked):
     """Flags of `train search`."""
 
     like: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    """Example clip, to find clips that are similar to it: the key of its chunk, or its row in clips.parquet."""
+    """Example clip whose nearest neighbours are listed: the key of its chunk, or its row in clips.parquet."""
     top: int = 10
-    """Number of clips to find for each query."""
+    """Number of clips to list for each query."""
     page: Path | None = None
-    """HTML page to write, on which the clips can be played."""
+    """HTML page to write, which plays the clips."""
     weights: str | None = None
-    """Weights that the clips were embedded with. Default: their location at that time."""
+    """Weights that embedded the clips. Default: their location when the clips were embedded."""
     shards: str | None = None
-    """Data folder with the page's clips. Default: its location when the clips were embedded."""
+    """Data folder with the clips for the page. Default: its location when the clips were embedded."""
     device: Device = "auto"
     """Device to run the text tower on."""
     json: Annotated[bool, Parameter(name="--json", negative="")] = False
-    """Print one JSON object."""
+    """Print the results as one JSON object."""

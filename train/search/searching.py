@@ -14,7 +14,7 @@ from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import publish_bytes
 from clipmill.shards.pages.templates import load_template
 from clipmill.train.evaluation.player import Player
-from clipmill.train.search.folder import VIDEO, Embedded, EmbeddedClip
+from clipmill.train.search.folder import VIDEO, EmbeddedClip, EmbeddingFolder
 from clipmill.train.search.nearest import nearest
 
 Vectors = NDArray[np.float32]
@@ -23,7 +23,7 @@ EncodeTexts = Callable[[Sequence[str]], Vectors]
 
 @dataclass(frozen=True)
 class Hit:
-    """A clip in a search result; `score` is the cosine similarity to the query."""
+    """A clip in a search result, and its cosine similarity to the query."""
 
     score: float
     clip: EmbeddedClip
@@ -31,55 +31,56 @@ class Hit:
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a query, best clips first.
+    """Result of one query.
 
     Attributes:
-        query: Text, or key or row of the example clip.
-        like: Example clip, which is not among the hits; None for a text query.
-        found: Hits, by descending score.
+        query: Text, or the user's key or row of the example clip.
+        example: Example clip, which is not among the hits; None for a text query.
+        hits: Most similar clips, by descending score.
     """
 
     query: str
-    like: EmbeddedClip | None
-    found: tuple[Hit, ...]
+    example: EmbeddedClip | None
+    hits: tuple[Hit, ...]
 
     @property
     def title(self) -> str:
         """Heading for the query."""
-        return self.query if self.like is None else f"like “{self.like.text or self.like.key}”"
+        return self.query if self.example is None else f"like “{self.example.text or self.example.key}”"
 
 
 def search(
-    embedded: Embedded,
+    folder: EmbeddingFolder,
     texts: Sequence[str],
     *,
     like: Sequence[str] = (),
     top: int,
     encode: EncodeTexts,
-    say_done: Callable[[int], object] = lambda num_rows: None,
+    on_progress: Callable[[int], object] = lambda num_rows: None,
 ) -> list[Result]:
     """Find the `top` most similar clips for each text and each example clip, in one pass over the embeddings.
 
     Args:
         like: Keys or rows of the example clips.
         encode: Function that takes texts and returns unit-length embeddings [Q, E]; called only if there are texts.
-        say_done: Function to call with the number of finished rows after each block of rows.
+        on_progress: Function to call with the number of rows of each block that is finished.
 
     Raises:
-        UserError: There is no query, a query is empty, a clip is unknown, or the folder lacks embeddings for it.
+        UserError: There is no query, a query is empty, an example clip is unknown, or the stored features cannot be
+            compared with a query.
     """
-    _check(embedded, texts, like=like, top=top)
-    examples = [embedded.row_of(name) for name in like]
-    vectors = [embedded.vector(row) for row in examples]
+    _check_queries(folder, texts, like=like, top=top)
+    examples = [folder.row_of(name) for name in like]
+    vectors = [folder.vector(row) for row in examples]
     query_QE = np.stack([*(encode(texts) if texts else ()), *vectors]).astype(np.float32, copy=False)
     matches = nearest(
-        embedded.path / VIDEO,
+        folder.path / VIDEO,
         query_QE,
         count=top + bool(examples),  # an example also finds itself
-        is_unit_length=embedded.record["features"] == "embedding",
-        say_done=say_done,
+        is_unit_length=folder.record["features"] == "embedding",
+        on_progress=on_progress,
     )
-    clips = {clip.row: clip for clip in embedded.clips([*examples, *np.unique(matches.row_QK).tolist()])}
+    clips = {clip.row: clip for clip in folder.clips([*examples, *np.unique(matches.row_QK).tolist()])}
     queries = [*((text, None) for text in texts), *((name, row) for name, row in zip(like, examples, strict=True))]
     results = []
     for (query, example), row_K, score_K in zip(
@@ -91,7 +92,7 @@ def search(
 
 
 def search_folder(
-    embedded: Embedded,
+    folder: EmbeddingFolder,
     texts: Sequence[str],
     *,
     like: Sequence[str],
@@ -99,25 +100,25 @@ def search_folder(
     weights: str | None,
     device: Literal["auto", "cpu", "cuda"],
 ) -> list[Result]:
-    """Encode texts with the weights that embedded the clips, search, and show the progress of the search.
+    """Encode the texts with the weights that embedded the clips, then search and show the progress.
 
     Raises:
-        UserError: See `search`; or the weights have changed or are missing.
+        UserError: As in `search`; or the weights are missing or have changed.
     """
-    _check(embedded, texts, like=like, top=top)
-    vectors = _encode(embedded, texts, weights=weights, device=device) if texts else None
-    with Activity("searching") as now:
-        add = now.adder(embedded.num_clips, unit="clip")
-        return search(embedded, texts, like=like, top=top, encode=lambda _: cast(Vectors, vectors), say_done=add)
+    _check_queries(folder, texts, like=like, top=top)
+    vectors = _encode(folder, texts, weights=weights, device=device) if texts else None
+    with Activity("searching") as activity:
+        add = activity.adder(folder.num_clips, unit="clip")
+        return search(folder, texts, like=like, top=top, encode=lambda _: cast(Vectors, vectors), on_progress=add)
 
 
 def _encode(
-    embedded: Embedded, texts: Sequence[str], *, weights: str | None, device: Literal["auto", "cpu", "cuda"]
+    folder: EmbeddingFolder, texts: Sequence[str], *, weights: str | None, device: Literal["auto", "cpu", "cuda"]
 ) -> NDArray[np.float32]:
     """Encode texts with the weights that embedded the clips."""
     from clipmill.train.inference import load_model
 
-    record, clip = embedded.record["weights"], embedded.record["clip"]
+    record, clip = folder.record["weights"], folder.record["clip"]
     source = str(record["source"]) if weights is None else weights
     shown = {name: clip[name] for name in ("num_frames", "sampling", "size_px")}
     try:
@@ -128,43 +129,43 @@ def _encode(
         raise
     if model.identity != record["identity"]:
         raise UserError(
-            f"{embedded.path} was embedded with other weights than {source} has now: {record['description']}",
+            f"{folder.path} was embedded with different weights than {source} now holds: {record['description']}",
             hint="pass the original weights with --weights, or run train embed again with a new --out",
         )
     return model.encode_text(texts).cpu().numpy()
 
 
-def _check(embedded: Embedded, texts: Sequence[str], *, like: Sequence[str], top: int) -> None:
+def _check_queries(folder: EmbeddingFolder, texts: Sequence[str], *, like: Sequence[str], top: int) -> None:
     if not texts and not like:
         raise UserError("there is no query", hint='pass a text, such as "a dog catches a frisbee", or --like KEY')
     if any(not text.strip() for text in texts):
         raise UserError("a query is empty", hint='pass a text, such as "a dog catches a frisbee"')
     if top < 1:
         raise UserError(f"--top {top} is less than 1", hint="use 1 or more", flags=("--top",))
-    features = embedded.record["features"]
+    features = folder.record["features"]
     if features == "tokens":
         raise UserError(
-            f"{embedded.path} holds all tokens of each clip, but a search compares one vector per clip",
+            f"{folder.path} holds all tokens of each clip, but a search compares one vector per clip",
             hint="run train embed with --features pooled, or without --features, and a new --out",
         )
     if texts and features != "embedding":
         raise UserError(
-            f"{embedded.path} holds {features} features, which cannot be compared with texts",
-            hint="search by example: --like KEY; or embed with the weights of a dual encoder",
+            f"{folder.path} holds {features} features, which cannot be compared with texts",
+            hint="use --like KEY to search by example, or embed the clips with the weights of a dual encoder",
         )
 
 
-def result_json(embedded: Embedded, results: Sequence[Result]) -> dict[str, Any]:
+def result_json(folder: EmbeddingFolder, results: Sequence[Result]) -> dict[str, Any]:
     """Return the results as a JSON-serialisable dict."""
     return {
-        "folder": str(embedded.path),
-        "weights": embedded.record["weights"],
-        "num_clips": embedded.num_clips,
+        "folder": str(folder.path),
+        "weights": folder.record["weights"],
+        "num_clips": folder.num_clips,
         "results": [
             {
                 "query": result.query,
-                "like": None if result.like is None else asdict(result.like),
-                "found": [{"score": hit.score, **asdict(hit.clip)} for hit in result.found],
+                "like": None if result.example is None else asdict(result.example),
+                "found": [{"score": hit.score, **asdict(hit.clip)} for hit in result.hits],
             }
             for result in results
         ],
@@ -172,12 +173,12 @@ def result_json(embedded: Embedded, results: Sequence[Result]) -> dict[str, Any]
 
 
 def describe(results: Sequence[Result]) -> str:
-    """Format results as text: score, key, times, caption and file of each clip."""
+    """Return the results as text, with the score, key, times, caption and file of each clip."""
     lines = []
     for result in results:
         lines.append(on_one_line(result.title))
-        width = max((len(hit.clip.key) for hit in result.found), default=0)
-        for rank, hit in enumerate(result.found, start=1):
+        width = max((len(hit.clip.key) for hit in result.hits), default=0)
+        for rank, hit in enumerate(result.hits, start=1):
             clip = hit.clip
             times = f"{clip.begin_s:8.2f}-{clip.end_s:.2f} s"
             details = filter(None, (on_one_line(clip.text or ""), on_one_line(clip.file)))
@@ -185,37 +186,39 @@ def describe(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def write_search_page(path: Path, embedded: Embedded, results: Sequence[Result], *, shards: str | None = None) -> int:
-    """Publish a page on which the clips of the results can be played.
+def write_search_page(
+    path: Path, folder: EmbeddingFolder, results: Sequence[Result], *, shards: str | None = None
+) -> int:
+    """Publish a page that plays the clips of the results.
 
     Args:
         shards: Current location of the data folder. Default: its location when the clips were embedded.
 
     Returns:
-        The number of clips that could not be read or decoded. The page shows the reasons instead of the clips.
+        The number of clips that could not be read or decoded. The page shows the reason in place of each such clip.
 
     Raises:
-        UserError: The data cannot be opened, or contain none of the hits' videos.
+        UserError: The data cannot be opened, or contain none of the videos in the results.
     """
-    record = embedded.record
+    record = folder.record
     data = {**record["data"], **({} if shards is None else {"shards": shards})}
     player = Player(str(data["shards"]), split=str(data["split"]))
-    clips = [hit.clip for result in results for hit in result.found]
+    clips = [hit.clip for result in results for hit in result.hits]
     if clips and not any(map(player.knows, clips)):
         raise UserError(
-            f"{data['shards']} has other data than {embedded.path}: no video of the clips that were found, such as "
-            f"{clips[0].video}, is in split {data['split']!r}",
+            f"{data['shards']} has different data than {folder.path}: split {data['split']!r} contains no video of "
+            f"the clips in the results, such as {clips[0].video}",
             hint=f"use --shards with the data folder that was embedded: {record['data']['description']}",
         )
     facts = {
         "weights": record["weights"]["description"],
         "clip": record["clip"]["description"],
         "data": data["description"],
-        "folder": str(embedded.path.resolve()),
+        "folder": str(folder.path.resolve()),
     }
     template = load_template(Path(__file__).with_name("search.html.j2"))
     content = template.render(
-        results=results, show=player.show, clips=count_noun(embedded.num_clips, "clip"), data=data, facts=facts
+        results=results, show=player.show, clips=count_noun(folder.num_clips, "clip"), data=data, facts=facts
     )
     publish_bytes(path, content.encode("utf-8", errors="replace"))
     return player.num_missing

@@ -257,7 +257,7 @@ def test_flags_that_contradict_data_or_each_other_are_refused(
         (["--minutes", "0"], "--minutes 0"),
         (["--task", "classify"], "the captions have no labels"),
         (["--label", "shape"], "--label shape has no effect: train dual-encoder needs no labels"),
-        (["--preset", "huge"], "preset 'huge' is not one of train dual-encoder"),
+        (["--preset", "huge"], "'huge' is not a preset of train dual-encoder"),
         (["--out", "out"], "out exists and is not empty"),
     ):
         assert quickstart(data_dir, "--device", "cpu", *flags) == 2

@@ -20,7 +20,7 @@ from clipmill.manifests.publish import publish_checked_json
 from clipmill.prep.synthetic import read_frame_number
 from clipmill.train.evaluation import player
 from clipmill.train.inference import load_model
-from clipmill.train.search.folder import EmbeddedClip, open_embedded
+from clipmill.train.search.folder import EmbeddedClip, open_embeddings
 from tests.train.running import train
 from tests.train.search.conftest import SMALL, embed, overwrite_chunk
 from tests.train.tiny_data import Caption, write_captions
@@ -147,10 +147,10 @@ def error_of_search(capsys: pytest.CaptureFixture[str], *words: object) -> str:
         ([], "there is no query"),
         (["  "], "a query is empty"),
         (["it begins", ""], "a query is empty"),
-        (["--like", "z_000000000"], "has no clip 'z_000000000'.*keys look like a_000000000"),
-        (["--like", "9"], "has no clip '9'.*rows are 0 to 8"),
+        (["--like", "z_000000000"], "has no clip 'z_000000000'.*a key such as a_000000000"),
+        (["--like", "9"], "has no clip '9'.*a row from 0 to 8"),
         (["it begins", "--shards", "elsewhere"], "has no effect without --page"),
-        (["--like", "a_000000000"], r"2 clips begin in a_000000000.*0 \(0.00-1.00 s\), 1 \(1.20-2.80 s\)"),
+        (["--like", "a_000000000"], r"2 clips start in chunk a_000000000.*0 \(0.00-1.00 s\), 1 \(1.20-2.80 s\)"),
         (["it begins", "--top", "0"], "--top 0 is less than 1"),
         (["it begins", "--weights", "nowhere"], "nowhere"),
         (["it begins", "--page", "no/page.html"], "there is no folder no"),
@@ -168,7 +168,7 @@ def test_texts_are_not_compared_with_embeddings_of_other_weights(
     other = tmp_path / "other"
     assert train("dual-encoder", "--shards", data_dir, "--out", other, *SMALL, "--seed", 1) == 0
     message = error_of_search(capsys, embedded_clips, "it begins", "--weights", other, "--device", "cpu")
-    assert "was embedded with other weights" in message
+    assert "was embedded with different weights" in message
 
 
 def test_folders_without_searchable_embeddings_are_refused(
@@ -257,7 +257,7 @@ def test_a_page_of_other_data_is_refused(
     shutil.copytree(data_dir, other)
     write_captions(other, {"d": "train"}, [Caption("d", 0.0, 1.0, "it begins")])
     message = error_of_search(capsys, embedded_clips, "--like", "0", "--top", 3, "--page", page, "--shards", other)
-    assert f"{other} has other data than {embedded_clips}" in message and "no video of the clips" in message
+    assert f"{other} has different data than {embedded_clips}" in message and "no video of the clips" in message
     assert not page.exists()
 
 
@@ -265,7 +265,7 @@ def test_long_clips_are_cut_and_it_is_said(
     embedded_clips: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(player, "_LONGEST_S", 0.5)
-    clip = open_embedded(embedded_clips).clips([5])[0]
+    clip = open_embeddings(embedded_clips).clips([5])[0]
     shown = player.Player(str(data_dir), split="train").show(clip)
     assert shown.is_cut and shown.video.startswith("data:video/mp4;base64,") and not shown.missing
 
