@@ -1,32 +1,38 @@
-"""Answers from a model, the journal that stores each answer as soon as it arrives, and the samples made from answers.
+"""Answers of vision-language models: the interface to models and servers, the journal of answers, and their samples.
 
     <variant>/answers/000003.jsonl   the answers for chunks of shard 3, one per line: `<CRC-32, 8 digits> <JSON>`
     <variant>/answers/spent          the tokens of the current run, 8 bytes per answer (`Budget`)
 
-An answer is on disk before the next request takes its slot. A killed run therefore loses only requests in flight, and
-no response that was received and paid for. A truncated or damaged line is ignored. If a chunk has several lines, the
-last line counts. The journal is kept because it contains values that the shard lacks, such as the duration of each
-request. A line identifies its chunk by the fingerprint of the content, so an answer is found even if the chunk has
-moved to a different shard.
+Each answer is on disk before the next request takes its slot. A killed run therefore loses the requests in flight, but
+no response that was received and paid for. Truncated or damaged lines are ignored. If a chunk has several lines, the
+last one counts. The journal is kept because it has values that the shard lacks, such as the duration of each request.
+A line identifies its chunk by the fingerprint of the chunk's content, so an answer is found even if the chunk has moved
+to a different shard.
 """
 
+import base64
 import json
 import os
 import re
 import threading
 import unicodedata
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from clipmill.manifests.formatting import on_one_line, quote_value
 from clipmill.manifests.publish import make_folder, parse_json
+from clipmill.prep.core.chunk_content import ChunkContent
 from clipmill.prep.core.chunk_input import Chunk
 from clipmill.prep.core.column import CheckedSample, DeepCode
 from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.core.shard_result import Stop
 from clipmill.shards.format import CAPTIONS_FIELDS
 from clipmill.shards.writer import Sample
 
@@ -35,32 +41,101 @@ ANSWER_FILE = re.compile(r"\d{6,}\.jsonl|spent")
 KEY_VARIABLE = "OPENAI_API_KEY"
 _SPENT_FILE = "spent"
 _LENGTH, _FILTERED = "length", "content_filter"
-# Finish reasons of complete answers, as sent by OpenAI, Together, TGI and Anthropic. Any other value, including unknown
-# values, means that the text may be cut off.
+# Finish reasons of complete answers, as sent by OpenAI, Together, TGI and Anthropic. With any other value, the text may
+# be cut off.
 _COMPLETE = ("stop", "eos", "eos_token", "stop_sequence", "end_turn")
 _RECORD_BYTES = 8
 _FINGERPRINT = re.compile(rb'"chunk_fingerprint": "([0-9a-f]{32})"')
-_MAX_TOKENS = (1 << 31) - 1  # maximum for one answer, since the index uses 32-bit integers
-_MIN_SECRET_CHARS = 8  # minimum length of keys that are also replaced within words
-# Invisible characters that Unicode does not classify as format characters: joiners, fillers, selectors.
+_MAX_TOKENS = (1 << 31) - 1  # maximum for one answer: the index stores 32-bit integers
+_MIN_SECRET_CHARS = 8  # minimum length of keys that are replaced even inside a word
+# Invisible characters that are not in the Unicode category Cf (format): joiners, fillers and variation selectors.
 _INVISIBLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0000-\U000e0fff]"
 )
 EXTENSION = "caption.json"
+JPEG_QUALITY = 90
+Picture = NDArray[np.uint8]  # [H, W, 3], RGB
+
+
+@dataclass(frozen=True)
+class CaptionTask:
+    """Rows of a shard to caption, and the functions that a captioner calls for them.
+
+    `read`, `pictures` and `keep` must be thread-safe. `read` and `pictures` may raise SourceFailure.
+
+    Attributes:
+        rows: Rows of the shard to caption.
+        stop: Function that returns a reason to send no further requests, or None. It is called before each request.
+        read: Function that returns the content of the chunk in a row.
+        pictures: Function that decodes the frames of a chunk that the model receives.
+        keep: Function that stores the answer for a row, or the reason why there is no answer. The answer is on disk
+            when the function returns.
+        seed: Function that returns the random seed for a row.
+    """
+
+    rows: Iterator[int]
+    stop: Callable[[], Stop | None]
+    read: Callable[[int], ChunkContent]
+    pictures: Callable[[ChunkContent], Sequence[Picture]]
+    keep: "Callable[[int, Answer | SourceFailure], None]"
+    seed: Callable[[int], int]
+
+
+class Captioner(Protocol):
+    """Model or server that writes captions."""
+
+    def caption(self, task: CaptionTask) -> Stop | None:
+        """Caption all rows. Return the reason if some requests were not sent, otherwise None."""
+        ...
+
+
+def decode_pictures(content: ChunkContent, *, count: int, size: int) -> list[Picture]:
+    """Decode up to `count` evenly spaced frames of a chunk, and scale down those whose longer side exceeds `size` px.
+
+    Raises:
+        SourceFailure: The chunk cannot be decoded.
+    """
+    import cv2
+
+    from clipmill.shards.pages.figures import evenly_within
+
+    pictures = []
+    for frame in content.frames(evenly_within(range(content.num_frames), at_most=count)):
+        picture = np.asarray(frame.to_ndarray(format="rgb24", threads=1), np.uint8)
+        height, width = picture.shape[:2]
+        scale = size / max(height, width)
+        if scale < 1:
+            shape = (max(1, round(width * scale)), max(1, round(height * scale)))
+            picture = np.asarray(cv2.resize(picture, shape, interpolation=cv2.INTER_AREA), np.uint8)
+        pictures.append(picture)
+    return pictures
+
+
+def jpeg_data_url(picture: Picture) -> str:
+    """Encode a picture as JPEG, and return it as a data URL."""
+    import cv2
+
+    is_encoded, content = cv2.imencode(
+        ".jpg", cv2.cvtColor(picture, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, JPEG_QUALITY]
+    )
+    assert is_encoded, "OpenCV cannot encode JPEG"
+    return f"data:image/jpeg;base64,{base64.b64encode(content.tobytes()).decode()}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Answer from a model for a chunk. Lone surrogates are removed from its strings, because files cannot store them.
+    """Answer of a model for one chunk. Lone surrogates are removed from the strings, because UTF-8 cannot encode them.
 
     Attributes:
         text: Text as received.
-        finish_reason: Reason why generation ended: stop, length, content_filter; None if the server reported none.
+        finish_reason: Reason why generation ended, such as stop, length or content_filter; None if the server does not
+            report it.
         refusal: Reason why the model declined to answer, if the server reports it in a separate field.
-        tokens_in, tokens_out: Number of tokens of the images and the prompt, and of the answer; None if unknown.
-        seconds: Time in seconds from the request to the response, including retries; in a batch, an equal part of the
-            batch's time.
-        model: Name of the model in the response.
+        tokens_in: Number of tokens of the images and the prompt; None if unknown.
+        tokens_out: Number of tokens of the answer; None if unknown.
+        seconds: Time from the request to the response in seconds, including retries. In a batch, the time of the batch
+            divided by its size.
+        model: Name of the model, as stated in the response.
     """
 
     text: str
@@ -82,17 +157,17 @@ class Answer:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in and out; unknown numbers count as 0."""
+        """Number of input and output tokens; an unknown number counts as 0."""
         return (self.tokens_in or 0) + (self.tokens_out or 0)
 
     @property
     def is_counted(self) -> bool:
-        """True if the server reported the numbers of tokens in and out."""
+        """True if the server reported both numbers of tokens."""
         return None not in (self.tokens_in, self.tokens_out)
 
     @property
     def caption(self) -> str:
-        """Text on one line, without control characters and invisible words."""
+        """Text of the answer on one line, without control characters and words of invisible characters."""
         text = "".join(" " if unicodedata.category(char) == "Cc" else char for char in self.text)
         return " ".join(
             word
@@ -101,14 +176,15 @@ class Answer:
         )
 
     def problem(self, model: str) -> SourceFailure | None:
-        """Return the reason why the answer cannot be used as a caption by `model`, without the server's key, or None.
+        """Return the reason why the answer is not usable as a caption by `model`, or None.
 
-        A server may append the date of a snapshot to the name of the model, such as gpt-4o-2024-08-06 for gpt-4o.
+        The message does not contain the API key. A server may append a snapshot date to the name of the model, such as
+        gpt-4o-2024-08-06 for gpt-4o.
         """
         code = message = None
         if re.fullmatch(re.escape(model) + r"(-\d[\d-]*)?", self.model) is None:
             code = FailureCode.OTHER_MODEL
-            message = f'the server answered with the model "{self.model}" in place of "{model}"'
+            message = f'the server answered with the model "{self.model}" instead of "{model}"'
         elif self.refusal or self.finish_reason == _FILTERED:
             code = FailureCode.ANSWER_REFUSED
             message = self.refusal or "a filter of the server removed the answer"
@@ -124,10 +200,10 @@ class Answer:
 
 
 def without_key(message: str) -> str:
-    """Replace the key of the server in a message with `***`, because some servers repeat the key in their errors.
+    """Replace the API key in a message with `***`, because some servers repeat the key in their errors.
 
-    Only messages are changed, never answers. A short key, such as EMPTY for a server that does not need a key, is
-    replaced only if it is a separate word.
+    Only messages are changed, never answers. A short key, such as EMPTY for a server that needs no key, is replaced
+    only where it is a separate word.
     """
     key = os.environ.get(KEY_VARIABLE)
     if not key:
@@ -137,18 +213,18 @@ def without_key(message: str) -> str:
 
 
 def _storable(text: object) -> str:
-    """Return the text without lone surrogates.
+    """Remove lone surrogates from a string.
 
     Raises:
         ValueError: `text` is not a string.
     """
     if not isinstance(text, str):
-        raise ValueError(f"{quote_value(text)} is not a text")
+        raise ValueError(f"{quote_value(text)} is not a string")
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "ignore")
 
 
 def _token_count(value: object) -> int | None:
-    """Return the number of tokens that a server reports; None for an impossible value."""
+    """Return the number of tokens that a server reports; None if the value is not a valid number."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_TOKENS
@@ -156,29 +232,29 @@ def _token_count(value: object) -> int | None:
 
 
 def journal_path(variant_dir: Path, shard_id: int) -> Path:
-    """Return the path of the journal of a shard."""
+    """Return the path of a shard's journal."""
     return variant_dir / ANSWERS_FOLDER / f"{shard_id:06d}.jsonl"
 
 
 def read_answers(path: Path) -> dict[str, Answer]:
-    """Return the answers in a journal by the fingerprint of their chunk; empty if the journal does not exist."""
+    """Return the answers in a journal, keyed by chunk fingerprint; empty if the journal does not exist."""
     return dict(_lines(path))
 
 
 def answered_chunks(folder: Path) -> Iterator[tuple[int, list[bytes]]]:
-    """Yield the id of each shard with a journal, and the chunk fingerprints in its lines, including damaged lines."""
+    """Yield the ID of each shard with a journal, and the chunk fingerprints in the journal, also from damaged lines."""
     for path in sorted(folder.glob("*.jsonl")):
         yield int(path.stem), _FINGERPRINT.findall(path.read_bytes())
 
 
 def answers_in(folder: Path) -> Iterator[Answer]:
-    """Yield all answers in the journals of a variant, including repeated answers for the same chunk."""
+    """Yield all answers in the journals of a variant, including several answers for the same chunk."""
     for path in sorted(folder.glob("*.jsonl")):
         yield from (answer for _, answer in _lines(path))
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Answer]]:
-    """Yield the fingerprint of the chunk and the answer in each intact line of a journal."""
+    """Yield the chunk fingerprint and the answer in each intact line of a journal."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -189,16 +265,23 @@ def _lines(path: Path) -> Iterator[tuple[str, Answer]]:
             try:
                 record: dict[str, Any] = parse_json(text)
                 entry = record.pop("chunk_fingerprint"), Answer(**record)
-            except (ValueError, LookupError, TypeError, AttributeError):  # written by a different version
+            except (
+                ValueError,
+                LookupError,
+                TypeError,
+                AttributeError,
+            ):  # a different version of clipmill wrote the line
                 continue
             yield entry
 
 
 class Journal:
-    """Context manager with which a worker adds answers to the journal of a shard; threads may share it.
+    """Journal of a shard, to which a worker adds answers. It is a context manager, and thread-safe.
 
     Args:
-        others: Journals of shards that used to contain chunks of this shard. Answers in this journal take precedence.
+        path: Path of the journal.
+        others: Journals of shards that used to contain chunks of this shard. If a chunk has several answers, the answer
+            in this shard's journal is used.
     """
 
     def __init__(self, path: Path, others: Sequence[Path] = ()) -> None:
@@ -216,7 +299,7 @@ class Journal:
         os.close(self._descriptor)
 
     def add(self, fingerprint: str, answer: Answer) -> None:
-        """Store an answer for the chunk with this fingerprint. The answer is on disk when the method returns."""
+        """Store the answer for the chunk with a fingerprint. The answer is on disk when the method returns."""
         text = json.dumps({"chunk_fingerprint": fingerprint, **asdict(answer)}, sort_keys=True).encode()
         # The leading line feed ends a line that was truncated when a writer was killed.
         line = b"\n%08x %s\n" % (zlib.crc32(text), text)
@@ -229,11 +312,11 @@ class Journal:
 
 
 class Budget:
-    """Token budget of a variant (`--max-tokens-total`). All workers of a run share the count through a file.
+    """Token budget of a variant (`--max-tokens-total`). All workers of a run count tokens in the same file.
 
     Args:
         limit: Maximum number of tokens; None for no limit.
-        spent: Number of tokens of the answers from earlier runs.
+        spent: Number of tokens that earlier runs have used.
     """
 
     def __init__(self, variant_dir: Path, *, limit: int | None, spent: int) -> None:
@@ -241,17 +324,17 @@ class Budget:
         self._num_read = 0
 
     def begin(self) -> None:
-        """Reset the shared count: answers from earlier runs are in the journals. Only the driver calls this."""
+        """Reset the shared count: the journals have the tokens of earlier runs. Only the driver calls this method."""
         self._path.unlink(missing_ok=True)
 
     def add(self, tokens: int) -> None:
-        """Add the tokens of an answer."""
+        """Count the tokens of an answer."""
         if self._limit is not None:
             with self._path.open("ab", buffering=0) as file:
                 file.write(tokens.to_bytes(_RECORD_BYTES, "little"))
 
     def is_spent(self) -> bool:
-        """Return True once the answers have reached the limit."""
+        """Return True once the answers have used `limit` tokens."""
         if self._limit is None:
             return False
         try:
@@ -260,17 +343,18 @@ class Budget:
                 new = file.read()
         except FileNotFoundError:
             new = b""
-        # Another worker may be writing the last record.
+        # The last record may be incomplete, because another worker is writing it.
         size_bytes = len(new) // _RECORD_BYTES * _RECORD_BYTES
         self._num_read += size_bytes
         self._spent += sum(
-            int.from_bytes(new[at : at + _RECORD_BYTES], "little") for at in range(0, size_bytes, _RECORD_BYTES)
+            int.from_bytes(new[offset : offset + _RECORD_BYTES], "little")
+            for offset in range(0, size_bytes, _RECORD_BYTES)
         )
         return self._spent >= self._limit
 
 
 def caption_sample(chunk: Chunk, answer: Answer) -> Sample:
-    """Return the sample of a chunk."""
+    """Return the sample of a chunk: its caption, and facts about the answer."""
     text = answer.caption
     fields = chunk.fields(
         {
@@ -286,7 +370,7 @@ def caption_sample(chunk: Chunk, answer: Answer) -> Sample:
 
 
 def check_caption(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
-    """Compare the member of a sample with its index row, and the caption with its rules."""
+    """Compare the member of a sample with its index row, and check the form of the caption."""
     try:
         stated = parse_json(members[EXTENSION])
         in_member = {name: stated[name] for name in ("key", *(field.name for field in CAPTIONS_FIELDS))}

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import on_one_line
 from clipmill.manifests.publish import parse_json
-from clipmill.prep.captions.answers import KEY_VARIABLE, Answer, without_key
-from clipmill.prep.captions.asking import Questions, jpeg_address
+from clipmill.prep.captions.answers import KEY_VARIABLE, Answer, CaptionTask, jpeg_data_url, without_key
 from clipmill.prep.captions.recipe import CaptionsSettings
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.shard_result import Stop
@@ -59,13 +58,13 @@ class Endpoint:
         self._stop: Stop | None = None
         self._num_failed = 0  # number of failed requests since the last answer
 
-    def answer(self, questions: Questions) -> Stop | None:
-        """Caption all rows (see `Captioner` in `asking.py`); requests in flight end before the method returns."""
+    def caption(self, task: CaptionTask) -> Stop | None:
+        """Caption all rows (see `Captioner` in `answers.py`); requests in flight end before the method returns."""
         self._stop, self._num_failed = None, 0
-        asyncio.run(self._answer_all(questions))
+        asyncio.run(self._caption_all(task))
         return self._stop
 
-    async def _answer_all(self, questions: Questions) -> None:
+    async def _caption_all(self, task: CaptionTask) -> None:
         from openai import AsyncOpenAI, DefaultAioHttpClient
 
         slots = asyncio.Semaphore(self._in_flight)
@@ -77,19 +76,19 @@ class Endpoint:
             http_client=DefaultAioHttpClient(),  # takes less CPU time per request than the default, httpx
         ) as client:
             num_tasks = self._in_flight + min(self._in_flight, _MAX_AHEAD)
-            tasks = (self._answer_rows(questions, client, slots) for _ in range(num_tasks))
+            tasks = (self._caption_rows(task, client, slots) for _ in range(num_tasks))
             for error in await asyncio.gather(*tasks, return_exceptions=True):
                 if error is not None:
                     raise error
 
-    async def _answer_rows(self, questions: Questions, client: "AsyncOpenAI", slots: asyncio.Semaphore) -> None:
-        while (row := next(questions.rows, None)) is not None and not self._has_to_stop(questions):
+    async def _caption_rows(self, task: CaptionTask, client: "AsyncOpenAI", slots: asyncio.Semaphore) -> None:
+        while (row := next(task.rows, None)) is not None and not self._has_to_stop(task):
             try:
-                settings, chunk = self._settings, await asyncio.to_thread(questions.read, row)
-                urls = map(jpeg_address, questions.pictures(chunk))
+                settings, chunk = self._settings, await asyncio.to_thread(task.read, row)
+                urls = map(jpeg_data_url, task.pictures(chunk))
                 pictures = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
                 content = [*pictures, {"type": "text", "text": settings.prompt}]
-                sampling = {"top_p": settings.top_p, "seed": None if settings.seed is None else questions.seed(row)}
+                sampling = {"top_p": settings.top_p, "seed": None if settings.seed is None else task.seed(row)}
                 body = {
                     "model": settings.model,
                     "messages": [{"role": "user", "content": content}],
@@ -99,10 +98,10 @@ class Endpoint:
                 }
                 request = json.dumps(body).encode()
             except SourceFailure as failure:
-                questions.keep(row, failure)
+                task.keep(row, failure)
                 continue
             async with slots:
-                if self._has_to_stop(questions):
+                if self._has_to_stop(task):
                     return
                 try:
                     result: Answer | SourceFailure = await self._ask(client, request)
@@ -110,13 +109,13 @@ class Endpoint:
                     result = failure
                 # The answer must be on disk, and its tokens counted, before the next request.
                 try:
-                    await asyncio.to_thread(questions.keep, row, result)
+                    await asyncio.to_thread(task.keep, row, result)
                 except OSError as error:  # the other requests in flight still run to their end
                     self._stop = self._stop or Stop(FailureCode.IO_ERROR, str(error))
                     raise
 
-    def _has_to_stop(self, questions: Questions) -> bool:
-        self._stop = self._stop or questions.stop()
+    def _has_to_stop(self, task: CaptionTask) -> bool:
+        self._stop = self._stop or task.stop()
         return self._stop is not None
 
     async def _ask(self, client: "AsyncOpenAI", request: bytes) -> Answer:

@@ -58,7 +58,7 @@ def find_model(name: str) -> Model:
     Raises:
         UserError: The model does not exist, or lacks weights or a processor.
     """
-    directory = model_folder(name, files=_FILES, what="model", asked="--model", hint=_SUGGESTION)
+    directory = model_folder(name, files=_FILES, what="model", flag="--model", hint=_SUGGESTION)
     if not (directory / "config.json").is_file() or not any(directory.glob("*.safetensors")):
         raise UserError(f"{directory} has no config.json and *.safetensors", hint=_SUGGESTION)
     if not any((directory / file).is_file() for file in _PROCESSORS):

@@ -23,9 +23,9 @@ from clipmill.prep.captions.answers import (
 )
 from clipmill.prep.captions.column import COLUMN, CaptionsRequest
 from clipmill.prep.captions.work import TABLE_FILE
-from clipmill.prep.captions.worker import Asking, Inquiry, open_captioner
+from clipmill.prep.captions.worker import CaptionRequests, RequestOptions, open_captioner
 from clipmill.prep.core.chunk_column import chunk_job
-from clipmill.prep.core.chunk_plan import ChunksPlan, Holders
+from clipmill.prep.core.chunk_plan import ChunksPlan, ShardLookup
 from clipmill.prep.core.chunk_work import Workers, open_chunks
 from clipmill.prep.core.column import Addition
 from clipmill.prep.core.data_folder import writing
@@ -45,8 +45,8 @@ _NUM_SHOWN = 3  # number of answers in the report of a plan
 def choose_workers(plan: ChunksPlan, request: CaptionsRequest) -> Workers:
     """Return the number, the resources and the options of the workers, and reset the shared token count."""
     workers = _workers(plan, request)
-    if workers.use.max_tokens_total is not None:
-        Budget(plan.variant_dir, limit=workers.use.max_tokens_total, spent=workers.use.spent).begin()
+    if workers.options.max_tokens_total is not None:
+        Budget(plan.variant_dir, limit=workers.options.max_tokens_total, spent=workers.options.spent).begin()
     return workers
 
 
@@ -66,7 +66,7 @@ def _workers(plan: ChunksPlan, request: CaptionsRequest) -> Workers:
         )
     limit = request.max_tokens_total
     cost = None if limit is None else cost_of(plan.variant_dir)
-    asking = Asking(
+    options = RequestOptions(
         device="cuda" if gpus else "cpu",
         batch=request.batch,
         num_threads=num_threads,
@@ -78,15 +78,15 @@ def _workers(plan: ChunksPlan, request: CaptionsRequest) -> Workers:
         retry_codes=request.retry_codes,
     )
     memory_gb = _SERVER_GB if is_served else _MODEL_GB
-    return Workers(request=replace(request, workers=workers), gpus_each=gpus, memory_gb=memory_gb, use=asking)
+    return Workers(request=replace(request, workers=workers), gpus_each=gpus, memory_gb=memory_gb, options=options)
 
 
 def other_journals(plan: ChunksPlan) -> Callable[[int], tuple[Path, ...]]:
     """Return a function from a shard id to the journals of other shards that contain answers for its chunks."""
-    answered = Holders(answered_chunks(plan.variant_dir / ANSWERS_FOLDER))
+    lookup = ShardLookup(answered_chunks(plan.variant_dir / ANSWERS_FOLDER))
 
     def journals(shard_id: int) -> tuple[Path, ...]:
-        others = plan.holding(shard_id, answered)
+        others = plan.holding(shard_id, lookup)
         return tuple(journal_path(plan.variant_dir, other) for other in others if other != shard_id)
 
     return journals
@@ -101,15 +101,15 @@ def run_trial(plan: ChunksPlan, request: CaptionsRequest) -> None:
     left = request.trial
     with writing(plan.data_dir, column=CAPTIONS), Activity("captioning a few chunks for the estimate"):
         make_variant(plan.variant_dir, dict(plan.recipe.values))
-        asking = replace(_workers(plan, request).use, retry_codes=frozenset())
-        job = chunk_job(COLUMN, plan, use=asking)
+        options = replace(_workers(plan, request).options, retry_codes=frozenset())
+        job = chunk_job(COLUMN, plan, options=options)
         for shard in with_work(plan.shards):
             chunks, _ = open_chunks(job.task(shard))
-            with Journal(journal_path(plan.variant_dir, shard.shard_id), chunks.more) as journal:
-                inquiry = Inquiry(chunks, plan.recipe, journal)
-                num_open = len(inquiry.open_rows())
-                stop = inquiry.ask(open_captioner(plan.recipe, asking), limit=left, on_answer=lambda row: None)
-                failure = next(iter(inquiry.failed.values()), None)
+            with Journal(journal_path(plan.variant_dir, shard.shard_id), chunks.extra_input) as journal:
+                requests = CaptionRequests(chunks, plan.recipe, journal)
+                num_open = len(requests.pending_rows())
+                stop = requests.send(open_captioner(plan.recipe, options), limit=left, on_answer=lambda row: None)
+                failure = next(iter(requests.failed.values()), None)
             if stop is not None or failure is not None:
                 reason = stop.message if stop is not None else failure.message if failure is not None else ""
                 raise UserError(

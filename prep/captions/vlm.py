@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, on_one_line
-from clipmill.prep.captions.answers import Answer
-from clipmill.prep.captions.asking import Picture, Questions
+from clipmill.prep.captions.answers import Answer, CaptionTask, Picture
 from clipmill.prep.captions.recipe import CaptionsSettings
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.shard_result import Stop
@@ -134,26 +133,26 @@ class LocalCaptioner:
     settings: CaptionsSettings
     batch: int
 
-    def answer(self, questions: Questions) -> Stop | None:
-        """Caption all rows (`clipmill.prep.captions.asking.Captioner`)."""
+    def caption(self, task: CaptionTask) -> Stop | None:
+        """Caption all rows (`clipmill.prep.captions.answers.Captioner`)."""
         with ThreadPoolExecutor(_DECODE_THREADS) as pool:
-            decode = partial(_pictures_or_failure, questions)
+            decode = partial(_pictures_or_failure, task)
             for rows, futures in _run_ahead(
-                self._batches(questions.rows), lambda rows: [pool.submit(decode, row) for row in rows]
+                self._batches(task.rows), lambda rows: [pool.submit(decode, row) for row in rows]
             ):
-                if (stop := questions.stop()) is not None:
+                if (stop := task.stop()) is not None:
                     return stop
                 decoded = [(row, future.result()) for row, future in zip(rows, futures, strict=True)]
                 usable = [(row, pictures) for row, pictures in decoded if not isinstance(pictures, SourceFailure)]
                 for row, result in decoded:
                     if isinstance(result, SourceFailure):
-                        questions.keep(row, result)
+                        task.keep(row, result)
                 if usable:
-                    seed = questions.seed(usable[0][0])
+                    seed = task.seed(usable[0][0])
                     pictures_of_rows = [pictures for _, pictures in usable]
                     answers = self.model.captions(pictures_of_rows, settings=self.settings, seed=seed)
                     for (row, _), answer in zip(usable, answers, strict=True):
-                        questions.keep(row, answer)
+                        task.keep(row, answer)
         return None
 
     def _batches(self, rows: Iterator[int]) -> Iterator[list[int]]:
@@ -175,9 +174,9 @@ def _run_ahead(batches: Iterator[list[int]], begin: Callable[[list[int]], Any]) 
         yield running.pop(0)
 
 
-def _pictures_or_failure(questions: Questions, row: int) -> Sequence[Picture] | SourceFailure:
+def _pictures_or_failure(task: CaptionTask, row: int) -> Sequence[Picture] | SourceFailure:
     try:
-        return questions.pictures(questions.read(row))
+        return task.pictures(task.read(row))
     except SourceFailure as failure:
         return failure
 

@@ -10,8 +10,16 @@ from functools import partial
 from hashlib import blake2b
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.captions.answers import Answer, Budget, Journal, caption_sample, journal_path
-from clipmill.prep.captions.asking import Captioner, Questions, decode_pictures
+from clipmill.prep.captions.answers import (
+    Answer,
+    Budget,
+    Captioner,
+    CaptionTask,
+    Journal,
+    caption_sample,
+    decode_pictures,
+    journal_path,
+)
 from clipmill.prep.captions.endpoint import Endpoint
 from clipmill.prep.captions.recipe import CaptionsSettings, find_model
 from clipmill.prep.captions.vlm import Device, LocalCaptioner, open_model
@@ -25,7 +33,7 @@ from clipmill.shards.writer import Sample
 
 
 @dataclass(frozen=True)
-class Asking:
+class RequestOptions:
     """Options for requests to a model that do not affect the answers.
 
     Attributes:
@@ -50,27 +58,27 @@ class Asking:
 
 def make_captions(chunks: Chunks, recipe: Recipe[CaptionsSettings]) -> Iterator[Sample | SourceFailure | Stop]:
     """Yield the sample of each chunk or the reason for its failure, or a `Stop` if some requests were not sent."""
-    with Journal(journal_path(chunks.variant_dir, chunks.shard_id), chunks.more) as journal:
-        inquiry = Inquiry(chunks, recipe, journal)
-        open_rows = inquiry.open_rows()
-        chunks.known.update(set(chunks.rows) - set(open_rows))
-        if open_rows:
+    with Journal(journal_path(chunks.variant_dir, chunks.shard_id), chunks.extra_input) as journal:
+        requests = CaptionRequests(chunks, recipe, journal)
+        pending_rows = requests.pending_rows()
+        chunks.known_rows.update(set(chunks.rows) - set(pending_rows))
+        if pending_rows:
             done: list[int] = []
-            num_known = len(chunks.wanted) - len(open_rows)
+            num_known = len(chunks.planned_rows) - len(pending_rows)
 
             def show(row: int) -> None:
                 done.append(row)
                 chunks.show(num_known + len(done))
 
-            stop = inquiry.ask(open_captioner(recipe, chunks.use), on_answer=show)
+            stop = requests.send(open_captioner(recipe, chunks.options), on_answer=show)
             if stop is not None:
                 yield stop
                 return
-        yield from map(inquiry.outcome, chunks)
+        yield from map(requests.outcome, chunks)
 
 
 @dataclass
-class Inquiry:
+class CaptionRequests:
     """State of the requests for the chunks of a shard without a sample.
 
     Attributes:
@@ -82,9 +90,9 @@ class Inquiry:
     journal: Journal
     failed: dict[int, SourceFailure] = field(default_factory=dict)
 
-    def open_rows(self) -> list[int]:
+    def pending_rows(self) -> list[int]:
         """Return the rows that need a request: rows without an answer, and rows whose answer is to be replaced."""
-        codes = self.chunks.use.retry_codes | {FailureCode.OTHER_MODEL}
+        codes = self.chunks.options.retry_codes | {FailureCode.OTHER_MODEL}
         rows = []
         for row in self.chunks.rows:
             answer = self.journal.answers.get(self.chunks.fingerprints[row])
@@ -93,13 +101,13 @@ class Inquiry:
                 rows.append(row)
         return rows
 
-    def ask(self, captioner: Captioner, *, limit: int | None = None, on_answer: Callable[[int], None]) -> Stop | None:
+    def send(self, captioner: Captioner, *, limit: int | None = None, on_answer: Callable[[int], None]) -> Stop | None:
         """Make requests for at most `limit` open rows; return the reason if some were not sent, otherwise None."""
-        chunks, asking, settings = self.chunks, self.chunks.use, self.recipe.settings
-        budget = Budget(chunks.variant_dir, limit=asking.max_tokens_total, spent=asking.spent)
+        chunks, options, settings = self.chunks, self.chunks.options, self.recipe.settings
+        budget = Budget(chunks.variant_dir, limit=options.max_tokens_total, spent=options.spent)
 
         def stop() -> Stop | None:
-            message = f"the answers took the {asking.max_tokens_total or 0:,} tokens of --max-tokens-total"
+            message = f"the answers took the {options.max_tokens_total or 0:,} tokens of --max-tokens-total"
             return Stop(FailureCode.BUDGET_SPENT, message) if budget.is_spent() else None
 
         def keep(row: int, result: Answer | SourceFailure) -> None:
@@ -114,10 +122,10 @@ class Inquiry:
             text = f"{settings.seed or 0} {chunks.fingerprints[row]}"
             return int.from_bytes(blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
 
-        rows, read = self.open_rows()[:limit], partial(read_chunk, chunks.video)
+        rows, read = self.pending_rows()[:limit], partial(read_chunk, chunks.video)
         pictures = partial(decode_pictures, count=settings.frames, size=settings.size)
-        questions = Questions(rows=iter(rows), stop=stop, read=read, pictures=pictures, keep=keep, seed=seed)
-        return captioner.answer(questions) if rows else None
+        task = CaptionTask(rows=iter(rows), stop=stop, read=read, pictures=pictures, keep=keep, seed=seed)
+        return captioner.caption(task) if rows else None
 
     def outcome(self, chunk: Chunk) -> Sample | SourceFailure:
         """Return the sample of a chunk, or the reason why it has no sample."""
@@ -127,7 +135,7 @@ class Inquiry:
         return answer.problem(self.recipe.values["model"]) or caption_sample(chunk, answer)
 
 
-def open_captioner(recipe: Recipe[CaptionsSettings], asking: Asking) -> Captioner:
+def open_captioner(recipe: Recipe[CaptionsSettings], options: RequestOptions) -> Captioner:
     """Return the model or the server that writes the captions.
 
     Raises:
@@ -135,15 +143,15 @@ def open_captioner(recipe: Recipe[CaptionsSettings], asking: Asking) -> Captione
     """
     settings = recipe.settings
     if settings.endpoint is not None:
-        return Endpoint(settings, in_flight=asking.in_flight, retries=asking.retries, timeout_s=asking.timeout_s)
+        return Endpoint(settings, in_flight=options.in_flight, retries=options.retries, timeout_s=options.timeout_s)
     files = find_model(settings.model)
     if files.sha256 != recipe.values["model_sha256"]:
         raise UserError(f"the files of {files.name} on this node differ from the planned ones", hint="copy them again")
     model = open_model(
         files.directory,
         name=files.name,
-        device=asking.device,
+        device=options.device,
         precision=settings.precision,
-        num_threads=worker_threads() if asking.num_threads is None else asking.num_threads,
+        num_threads=worker_threads() if options.num_threads is None else options.num_threads,
     )
-    return LocalCaptioner(model=model, settings=settings, batch=asking.batch)
+    return LocalCaptioner(model=model, settings=settings, batch=options.batch)

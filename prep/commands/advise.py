@@ -84,7 +84,7 @@ def advise(
     from clipmill.manifests.formatting import parse_bitrate, size_text
     from clipmill.manifests.progress import Activity
     from clipmill.prep.advice import Bucket, Load, advice_text, advice_values, bucket_speed, disk_speed, open_column
-    from clipmill.prep.core.column_arrays import tars_of
+    from clipmill.prep.core.column_arrays import bucket_tars
     from clipmill.prep.core.data_folder import require_data_folder
     from clipmill.shards.dataset import current_variant
     from clipmill.shards.opening import Damaged
@@ -101,7 +101,7 @@ def advise(
     try:
         with Activity("reading chunks to measure the reads of training"):
             # If latents are stored beside the chunks, training may also read the latents.
-            tars, names = tars_of(data_dir), [request.column]
+            tars, names = bucket_tars(data_dir), [request.column]
             is_remote = tars is not None
             if request.column == VIDEO and not is_remote and current_variant(data_dir, LATENTS) is not None:
                 names.append(LATENTS)
@@ -162,13 +162,13 @@ def advise(
 
 def _advise_on_sources(request: AdviseRequest, data_dir: Path, *, json: bool) -> bool:
     """Print when re-encoding pays off, if the current variant is an index of sources; otherwise return False."""
-    from clipmill.prep.core.column_arrays import tars_of
+    from clipmill.prep.core.column_arrays import bucket_tars
     from clipmill.shards.columns import SOURCE_MEMBER
     from clipmill.shards.opening import Damaged
     from clipmill.shards.reader import Variant
 
     try:
-        variant = Variant.open(data_dir, column=VIDEO, tars=tars_of(data_dir))
+        variant = Variant.open(data_dir, column=VIDEO, tars=bucket_tars(data_dir))
         if not any(SOURCE_MEMBER in shard.extensions for shard in variant.shards()[:1]):
             return False
         for name in ("read_speed", "bitrate"):

@@ -386,7 +386,7 @@ def add_captions(
     from clipmill.manifests.write import FURTHER, write_further_captions
     from clipmill.prep.commands import manifest_text
     from clipmill.prep.core.data_folder import require_data_folder, writing
-    from clipmill.prep.core.failure_list import first_rejected, named_values
+    from clipmill.prep.core.failure_list import entry_values, first_rejected
     from clipmill.prep.upkeep.caption_sources import chunk_finder, ends_of_videos, other_variants
     from clipmill.shards.columns import VIDEO
     from clipmill.shards.dataset import current_variant
@@ -427,7 +427,7 @@ def add_captions(
         "other_variants": {name: variants for name, variants in other.items() if variants},
     }
     if json:
-        print(json_module.dumps({**values, "first_rejected": named_values(rejected)}, indent=1, sort_keys=True))
+        print(json_module.dumps({**values, "first_rejected": entry_values(rejected)}, indent=1, sort_keys=True))
     else:
         num_files = read.reading.rejected["row"].null_count
         print("\n".join(_further_lines(written, values, rejected=rejected, num_files_rejected=num_files)))

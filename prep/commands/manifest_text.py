@@ -18,7 +18,7 @@ from clipmill.manifests.formatting import count_noun, on_one_line
 from clipmill.manifests.store import REJECTED_LIST
 from clipmill.manifests.write import WriteResult
 from clipmill.prep.core.column import data_flags
-from clipmill.prep.core.failure_list import FailureEntry, first_rejected, named_lines, named_values
+from clipmill.prep.core.failure_list import FailureEntry, entry_lines, entry_values, first_rejected
 from clipmill.prep.registry import column_named
 from clipmill.shards.columns import INDEXED, VIDEO, command_for
 from clipmill.shards.dataset import current_variant
@@ -103,7 +103,7 @@ def rejected_lines(
     return [
         f"rejected: {' and '.join(what)}{lost}",
         *(f"{_INDENT}{reason}: {count}" for reason, count in sorted(num_rejected.items())),
-        *named_lines(rejected, num_all=total, listed=folder / REJECTED_LIST, indent=_INDENT),
+        *entry_lines(rejected, num_all=total, list_path=folder / REJECTED_LIST, indent=_INDENT),
     ]
 
 
@@ -129,7 +129,7 @@ def written_values(
         "num_further_captions_removed": written.num_further_removed,
         "notes": list(notes),
         "num_rejected": written.num_rejected,
-        "first_rejected": named_values(rejected),
+        "first_rejected": entry_values(rejected),
         "manifest": os.fspath(written.folder),
     }
 
@@ -151,7 +151,7 @@ def unused_text(reading: Reading) -> str:
     lines = [f"{what}; the manifest was not changed"]
     counts = {entry["values"]: entry["counts"] for entry in rejected["reason"].value_counts().to_pylist()}
     lines += [f"{_INDENT}{reason}: {count}" for reason, count in sorted(counts.items())]
-    lines += named_lines(first_rejected(rejected), num_all=rejected.num_rows, listed=None, indent=_INDENT)
+    lines += entry_lines(first_rejected(rejected), num_all=rejected.num_rows, list_path=None, indent=_INDENT)
     malformed = rejected.filter(pc.equal(rejected["reason"], Reason.MALFORMED_ROW))["file"].to_pylist()
     if not any(Path(file).suffix.lower() in TEXT_SUFFIXES for file in malformed):
         counts.pop(Reason.MALFORMED_ROW, None)  # the advice applies to CSV files only

@@ -177,17 +177,16 @@ def inspect(
         prep inspect --column scores --html scores.html --where "cuts = 0"
     """
     from clipmill.manifests.progress import Activity
-    from clipmill.prep.core.column_arrays import tars_of
+    from clipmill.prep.core.column_arrays import bucket_tars
     from clipmill.prep.core.data_folder import require_data_folder
     from clipmill.prep.core.report import show
     from clipmill.prep.upkeep.inspection import sample_report, set_report
     from clipmill.shards.reader import Variant
 
     data_dir, known = require_data_folder(data), column_named(column)
-    opened = Variant.open(data_dir, column=column, variant=variant, tars=tars_of(data_dir))
+    opened = Variant.open(data_dir, column=column, variant=variant, tars=bucket_tars(data_dir))
     if html is not None:
-        from clipmill.prep.core.report import PageRequest
-        from clipmill.prep.core.work import work_of
+        from clipmill.prep.core.work import PageRequest, work_of
 
         if key is not None:
             is_column = key in {each.name for each in columns()}

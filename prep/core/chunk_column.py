@@ -14,16 +14,15 @@ from clipmill.manifests.formatting import count_noun, duration_text
 from clipmill.manifests.plugins import import_object
 from clipmill.prep.core.chunk_plan import NO_CHUNKS, ChunksPlan, current_chunks, plan_chunks
 from clipmill.prep.core.chunk_work import ChunkTask, ChunkWork, Workers, make_chunk_shard
-from clipmill.prep.core.column import WEIGHTS, Addition, ColumnSpec, Pending
-from clipmill.prep.core.ending import retry_words
+from clipmill.prep.core.column import WEIGHTS, Addition, ColumnSpec, PendingWork
 from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.plan import ShardPlan, pending_of
 from clipmill.prep.core.recipe import Recipe, setting_flags, stored_values, values_not_stored
 from clipmill.prep.core.report import (
     NOTHING_TO_DO,
-    Report,
     changed_settings,
     next_line,
+    retry_arguments,
     states_lines,
     states_values,
     summary_report,
@@ -31,7 +30,7 @@ from clipmill.prep.core.report import (
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Job, Summary, execute
 from clipmill.prep.core.variants import WHERE, stored_recipe
-from clipmill.prep.core.work import ColumnWork
+from clipmill.prep.core.work import ColumnWork, Report
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
@@ -83,33 +82,33 @@ def _plan(column: ColumnSpec, work: ChunkWork, data_dir: Path, settings: Any, re
     return plan
 
 
-def _pending(column: ColumnSpec, work: ChunkWork, data_dir: Path, variant: Variant) -> Pending:
+def _pending(column: ColumnSpec, work: ChunkWork, data_dir: Path, variant: Variant) -> PendingWork:
     """Return the remaining work of a variant; no work if the variant is not the current one."""
     if current_variant(data_dir, column.name) != variant.directory.name:
-        return Pending()
+        return PendingWork()
     try:
         if variant.recipe.get("schema", column.schema) != column.schema:
-            return Pending(stale_because=f"made with schema {variant.recipe['schema']}; it is {column.schema} now")
+            return PendingWork(stale_because=f"made with schema {variant.recipe['schema']}; it is {column.schema} now")
         recipe = stored_recipe(column, variant)
     except UserError:
-        return Pending()  # the recipe is missing or incomplete, which `prep status` reports
+        return PendingWork()  # the recipe is missing or incomplete, which `prep status` reports
     if recipe.video != (video := current_variant(data_dir, VIDEO)):
-        return Pending(stale_because=f"made from {recipe.video}; the current variant of video is {video}")
+        return PendingWork(stale_because=f"made from {recipe.video}; the current variant of video is {video}")
     try:
         plan = _plan_recipe(work, data_dir, recipe, frozenset())
         return replace(pending_of(plan.shards), left_out=tuple(work.left_out(plan)))
     except UserError as error:
-        return Pending(stale_because=f"its --where cannot be evaluated: {error}")
+        return PendingWork(stale_because=f"its --where cannot be evaluated: {error}")
 
 
-def chunk_job(column: ColumnSpec, plan: ChunksPlan, *, use: Any = None) -> Job[ChunkTask]:
-    """Return the job that the driver runs for a plan; `use` is passed on to the workers."""
+def chunk_job(column: ColumnSpec, plan: ChunksPlan, *, options: Any = None) -> Job[ChunkTask]:
+    """Return the job that the driver runs for a plan; `options` is passed on to the workers."""
     work: ChunkWork = import_object(column.work)
-    more = work.more(plan)
+    extra_input = work.extra_input(plan)
 
     def make_task(shard: ShardPlan) -> ChunkTask:
         chunks = plan.chunk_shards[shard.shard_id]
-        needed = {shard.shard_id, *(next_chunk.shard_id for next_chunk in chunks.following.values())}
+        needed = {shard.shard_id, *(next_chunk.shard_id for next_chunk in chunks.next_chunks.values())}
         return ChunkTask(
             column=column.name,
             work=column.work,
@@ -119,11 +118,11 @@ def chunk_job(column: ColumnSpec, plan: ChunksPlan, *, use: Any = None) -> Job[C
             plan_fingerprint=shard.plan_fingerprint,
             video_dir=plan.video_dir,
             video_commits={number: plan.video_commits[number] for number in sorted(needed)},
-            following=chunks.following,
+            next_chunks=chunks.next_chunks,
             old_commits=plan.old_commits(shard.shard_id),
             rows=chunks.rows,
-            use=use,
-            more=more(shard.shard_id),
+            options=options,
+            extra_input=extra_input(shard.shard_id),
         )
 
     # Flags that are not part of the recipe, recorded so that other commands can resume the run.
@@ -137,11 +136,11 @@ def chunk_job(column: ColumnSpec, plan: ChunksPlan, *, use: Any = None) -> Job[C
         make=make_chunk_shard,
         task=make_task,
         video_ids=plan.video_ids,
-        failed_before=plan.unreadable,
+        planning_failures=plan.unreadable,
         chunk_s=None,
         needs=None if work.needs is None else (work.needs[0], plan.recipe.values[work.needs[1]]),
         where=flags.pop(WHERE, None),
-        asked=flags,
+        request_values=flags,
     )
 
 
@@ -152,9 +151,9 @@ def _run(
     if work.workers is not None:
         workers = work.workers(plan, request)
     engine = workers.request.open_engine(memory_gb=workers.memory_gb, gpus_per_worker=workers.gpus_each)
-    job = chunk_job(column, plan, use=workers.use)
-    flags = {**job.asked, **request.recorded_flags}
-    summary = execute(replace(job, lag_limit_s=request.lag_limit_s, asked=flags), engine, part_run=part_run)
+    job = chunk_job(column, plan, options=workers.options)
+    flags = {**job.request_values, **request.recorded_flags}
+    summary = execute(replace(job, lag_limit_s=request.lag_limit_s, request_values=flags), engine, part_run=part_run)
     names = []
     # The extra files are derived from all shards, and only the last of several parts sees all of them.
     if part_run is None or part_run.is_last:
@@ -211,7 +210,7 @@ def _plan_report(column: ColumnSpec, work: ChunkWork, plan: ChunksPlan) -> Repor
     return Report("\n".join(lines), values)
 
 
-def _summary_report(column: ColumnSpec, work: ChunkWork, summary: Summary, settings: Any, listed: Path) -> Report:
+def _summary_report(column: ColumnSpec, work: ChunkWork, summary: Summary, settings: Any, list_path: Path) -> Report:
     speed = None
     if summary.encoded_s:
         speed = f"{summary.encoded_s / summary.wall_s:.1f}x real time"
@@ -221,9 +220,9 @@ def _summary_report(column: ColumnSpec, work: ChunkWork, summary: Summary, setti
             speed += f"; {per_core:.1f}x per core ({summary.cpu_s:.1f} s of CPU time)"
     return summary_report(
         summary,
-        listed=listed,
+        list_path=list_path,
         speed=speed,
-        nothing=None if summary.num_chunks else NO_CHUNKS,
+        no_work_reason=None if summary.num_chunks else NO_CHUNKS,
         verb=column.verb,
-        retry=retry_words(column, data=listed.parents[2]),
+        retry_command=retry_arguments(column, data=list_path.parents[2]),
     )

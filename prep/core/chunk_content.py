@@ -163,7 +163,7 @@ class SourceContent(ChunkContent):
         upright = Upright(timeline.shape, aspect=timeline.aspects[0][1])
         counts = Counter(due)  # a source frame may be shown as several frames of the chunk
         try:
-            source_file = SourceFile(place_of(self.video.index_path, video_id))
+            source_file = SourceFile(source_location(self.video.index_path, video_id))
             packets = read_source_packets(source_file, self.source, table, counts, is_closed=closed)
             codec, extradata = tables.stream(self.row)
             frames = PacketDecoder().decode(
@@ -180,7 +180,7 @@ class SourceContent(ChunkContent):
             raise SourceFailure(FailureCode.FRAMES_DIFFER, f"the decoder did not return frame {min(counts)}")
 
 
-def place_of(index_path: Path, video_id: str) -> str:
+def source_location(index_path: Path, video_id: str) -> str:
     """Return the path or URL of the source file of a video, as listed in the manifest of the index's data folder."""
     data_dir = next(folder for folder in index_path.parents if (folder / "manifest").is_dir())
     state = (manifest_dir(data_dir) / VIDEOS_FILE).stat()

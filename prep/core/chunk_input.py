@@ -43,7 +43,7 @@ _NAMES = ("key", "video_id", "start_ms")  # fields that identify a chunk, and it
 _FIELDS = ("video_id", "start_ms", "num_frames", "fps_num", "fps_den")  # fields that samples copy from their chunks
 FINGERPRINT_FIELD = "chunk_fingerprint"
 # Exceptions caused by the machine, the bucket or the model, and not by one chunk: they end the shard.
-NOT_OF_COLUMN = (UserError, Inaccessible, OSError, MemoryError)
+SHARD_ERRORS = (UserError, Inaccessible, OSError, MemoryError)
 
 
 def chunk_fingerprints(index: pa.Table) -> list[str]:
@@ -84,30 +84,35 @@ class NextChunk(NamedTuple):
     content: str
 
 
-Following = Mapping[int, NextChunk]  # next chunks, by row of the chunk before them
+NextChunks = Mapping[int, NextChunk]  # next chunks, by row of the chunk before them
 
 
 def chunks_of_shard(
-    video_dir: Path, shard_id: int, *, commits: Mapping[int, Commit], following: Following, names: tuple[str, ...] = ()
+    video_dir: Path,
+    shard_id: int,
+    *,
+    commits: Mapping[int, Commit],
+    next_chunks: NextChunks,
+    names: tuple[str, ...] = (),
 ) -> "list[Chunk]":
     """Open a shard of `video`, and return its chunks by row.
 
     Args:
-        commits: Commits of the shard and of the shards in `following`.
-        following: The next chunks, if samples depend on them too.
+        commits: Commits of the shard and of the shards in `next_chunks`.
+        next_chunks: The next chunks, if samples depend on them too.
         names: Names of the index fields of the column to make.
 
     Raises:
         Damaged: An index cannot be read.
         FileNotFoundError: An index is missing.
     """
-    needed = {shard_id, *(next_chunk.shard_id for next_chunk in following.values())}
+    needed = {shard_id, *(next_chunk.shard_id for next_chunk in next_chunks.values())}
     shards = {number: open_shard(video_dir, commits[number]) for number in sorted(needed)}
     contents = {number: chunk_fingerprints(shard.index) for number, shard in shards.items()}
     chunks = []
     for row, content in enumerate(contents[shard_id]):
         chunk = Chunk(shards[shard_id], row, content, content, names)
-        if (successor := following.get(row)) is not None:
+        if (successor := next_chunks.get(row)) is not None:
             next_content = contents[successor.shard_id][successor.row]
             fingerprint = blake2b(f"{content} {next_content}".encode(), digest_size=16).hexdigest()
             next_chunk = Chunk(shards[successor.shard_id], successor.row, next_content, next_content, names)
@@ -284,34 +289,34 @@ class Chunks:
 
     Attributes:
         variant_dir: Folder of the variant to make.
-        wanted: Rows of the shard that get a sample, including copied samples.
+        planned_rows: Rows of the shard that get a sample, including copied samples.
         rows: Rows of the chunks without a stored sample.
-        of_shard: All chunks of the shard, by row.
-        fingerprints: Fingerprints of `of_shard`.
-        use: Value that `ChunkWork.workers` hands to each worker; None by default.
-        more: Value that `ChunkWork.more` hands to the worker of this shard; None by default.
-        known: Rows whose result `make` already has, such as a server's response on disk: they do not count as work.
+        shard_chunks: All chunks of the shard, by row.
+        fingerprints: Fingerprints of `shard_chunks`.
+        options: Value that `ChunkWork.workers` hands to each worker; None by default.
+        extra_input: Value that `ChunkWork.extra_input` hands to the worker of this shard; None by default.
+        known_rows: Rows for which `make` already has a result, such as a stored answer. They do not count as work.
         show: Function that reports the number of finished chunks of the shard, if chunks do not finish in order.
     """
 
     variant_dir: Path
     shard_id: int
-    wanted: Sequence[int]
+    planned_rows: Sequence[int]
     rows: Sequence[int]
-    of_shard: Sequence[Chunk]
+    shard_chunks: Sequence[Chunk]
     fingerprints: Sequence[str]
-    use: Any = None
-    more: Any = None
-    known: set[int] = field(default_factory=set)
+    options: Any = None
+    extra_input: Any = None
+    known_rows: set[int] = field(default_factory=set)
     show: Callable[[int], None] = lambda num_done: None
 
     @property
     def video(self) -> CommittedShard:
         """Shard of `video` that holds the chunks."""
-        return self.of_shard[0].video
+        return self.shard_chunks[0].video
 
     def __iter__(self) -> Iterator[Chunk]:
-        return (self.of_shard[row] for row in self.rows)
+        return (self.shard_chunks[row] for row in self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -326,7 +331,7 @@ class Chunks:
                 yield make(chunk)
             except SourceFailure as failure:
                 yield failure
-            except NOT_OF_COLUMN:
+            except SHARD_ERRORS:
                 raise
             except Exception as error:  # noqa: BLE001 - the code of a column may raise anything
                 yield column_failure(error)

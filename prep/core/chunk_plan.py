@@ -26,8 +26,8 @@ from clipmill.prep.core.chunk_input import (
     FINGERPRINT_COLUMNS,
     Chunk,
     ChunkLength,
-    Following,
     NextChunk,
+    NextChunks,
     chunk_fingerprints,
     chunks_of_shard,
 )
@@ -61,7 +61,7 @@ class ChunkShard:
         lengths: Number of chunks of each length.
         video_ids: Unique ids of the videos of the chunks; a long video spans several shards.
         rows: Rows of the chunks that get a sample; None for all.
-        following: Next chunks, if samples depend on them too.
+        next_chunks: Next chunks, if samples depend on them too.
     """
 
     shard_id: int
@@ -71,7 +71,7 @@ class ChunkShard:
     lengths: Counter[ChunkLength]
     video_ids: pa.Array
     rows: tuple[int, ...] | None = None
-    following: Following = field(default_factory=dict)
+    next_chunks: NextChunks = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -107,14 +107,14 @@ def read_chunk_shards(
     commits: Iterable[Commit],
     *,
     chosen: Mapping[int, tuple[int, ...]] | None = None,
-    following: Mapping[int, Following] | None = None,
+    next_chunks: Mapping[int, NextChunks] | None = None,
     has_sample: HasSample | None = None,
 ) -> tuple[list[ChunkShard], dict[int, Failure]]:
     """Return the committed shards of chunks, and by shard id the failures of shards whose index is unreadable.
 
     Args:
         chosen: Selected rows of each shard, by shard id; shards without selected rows are omitted. None for all rows.
-        following: Next chunks of each shard, by shard id; None if samples do not depend on them.
+        next_chunks: Next chunks of each shard, by shard id; None if samples do not depend on them.
         has_sample: Function that returns True for the lengths of chunks that get a sample; None for all chunks.
     """
     shards, unreadable = [], {}
@@ -124,7 +124,7 @@ def read_chunk_shards(
                 video_dir,
                 commit,
                 rows=None if chosen is None else chosen.get(commit.shard_id, ()),
-                following=None if following is None else following.get(commit.shard_id, {}),
+                next_chunks=None if next_chunks is None else next_chunks.get(commit.shard_id, {}),
                 has_sample=has_sample,
             ),
             commits,
@@ -143,7 +143,7 @@ def _read_chunk_shard(
     commit: Commit,
     *,
     rows: tuple[int, ...] | None,
-    following: Following | None,
+    next_chunks: NextChunks | None,
     has_sample: HasSample | None,
 ) -> ChunkShard | tuple[int, Failure] | None:
     if commit.files is None:
@@ -162,8 +162,8 @@ def _read_chunk_shard(
     index = index if rows is None else index.take(pa.array(rows))
     lines = zip(index["key"].to_pylist(), chunk_fingerprints(index), strict=True)
     digest = hashlib.sha256("\n".join(map(" ".join, lines)).encode()).hexdigest()
-    selected, successors = range(index.num_rows) if rows is None else rows, following or {}
-    if following is not None:
+    selected, successors = range(index.num_rows) if rows is None else rows, next_chunks or {}
+    if next_chunks is not None:
         next_contents = "".join(successors[row].content if row in successors else "-" for row in selected)
         digest = hashlib.sha256(f"{digest}{next_contents}".encode()).hexdigest()
     # Most chunks share a few lengths, so `has_sample` is called once for each length.
@@ -182,14 +182,14 @@ def _read_chunk_shard(
         lengths=Counter({lengths[key]: count for key, count in counts.items()}),
         video_ids=index["video_id"].unique(),
         rows=rows,
-        following={row: successors[row] for row in selected if row in successors},
+        next_chunks={row: successors[row] for row in selected if row in successors},
     )
 
 
 _DIGITS = "S32"  # NumPy type of the fingerprint of a chunk
 
 
-class Holders:
+class ShardLookup:
     """Lookup table from chunk fingerprints to the shards that hold data about these chunks, such as old samples.
 
     Args:
@@ -206,7 +206,7 @@ class Holders:
     def __len__(self) -> int:
         return len(self._digits)
 
-    def of(self, fingerprints: Sequence[str]) -> list[int]:
+    def find(self, fingerprints: Sequence[str]) -> list[int]:
         """Return the ids of the shards that hold data about any of the chunks, in ascending order."""
         digits = np.array(fingerprints, _DIGITS)
         starts, ends = (np.searchsorted(self._digits, digits, side) for side in ("left", "right"))
@@ -253,24 +253,24 @@ class ChunksPlan:
             Damaged: An index cannot be read.
             FileNotFoundError: An index is missing.
         """
-        following = self.chunk_shards[shard_id].following
-        return chunks_of_shard(self.video_dir, shard_id, commits=self.video_commits, following=following)
+        next_chunks = self.chunk_shards[shard_id].next_chunks
+        return chunks_of_shard(self.video_dir, shard_id, commits=self.video_commits, next_chunks=next_chunks)
 
     def old_commits(self, shard_id: int) -> tuple[Commit, ...]:
         """Return the commits that may hold samples for a shard: its own, and commits of shards that lost chunks."""
         same = [shard_id] if shard_id in self.commits else []
-        holding = self.holding(shard_id, self._holders_of_lost_samples)
+        holding = self.holding(shard_id, self._lost_samples_lookup)
         return tuple(self.commits[other] for other in dict.fromkeys([*same, *holding]))
 
-    def holding(self, shard_id: int, holders: Holders) -> list[int]:
-        """Return the ids of the shards in `holders` that hold data about chunks of a shard."""
-        if len(holders):
+    def holding(self, shard_id: int, lookup: ShardLookup) -> list[int]:
+        """Return the ids of the shards in `lookup` that hold data about chunks of a shard."""
+        if len(lookup):
             with suppress(Damaged, OSError):  # the worker reports an index that cannot be read
-                return holders.of([chunk.fingerprint for chunk in self.chunks(shard_id)])
+                return lookup.find([chunk.fingerprint for chunk in self.chunks(shard_id)])
         return []
 
     @cached_property
-    def _holders_of_lost_samples(self) -> Holders:
+    def _lost_samples_lookup(self) -> ShardLookup:
         """Lookup table of the stored samples in shards that may have lost chunks to other shards."""
         states = (ShardState.CHANGED, ShardState.ORPHANED, ShardState.MISSING, ShardState.CORRUPT)
         fingerprints: list[tuple[int, list[str]]] = []
@@ -280,7 +280,7 @@ class ChunksPlan:
                 with suppress(DamagedIndex, OSError):  # samples that cannot be read are made again
                     index = open_index(self.variant_dir / commit.files.index, columns=["chunk_fingerprint"])
                     fingerprints.append((shard.shard_id, index["chunk_fingerprint"].to_pylist()))
-        return Holders(fingerprints)
+        return ShardLookup(fingerprints)
 
 
 def plan_chunks(
@@ -314,7 +314,7 @@ def plan_chunks(
         video_dir,
         video.commits.values(),
         chosen=chosen,
-        following=next_chunks(video_dir, video.commits) if reads_next else None,
+        next_chunks=find_next_chunks(video_dir, video.commits) if reads_next else None,
         has_sample=has_sample,
     )
     # The current content of these shards is unknown, so their stored samples are neither made again nor orphaned.
@@ -378,7 +378,7 @@ _NUMBERS = ("start_ms", "num_frames", "fps_num", "fps_den", "width", "height")
 _NEXT_COLUMNS = [*FINGERPRINT_COLUMNS, "video_id", *_NUMBERS]
 
 
-def next_chunks(video_dir: Path, commits: Mapping[int, Commit]) -> dict[int, Following]:
+def find_next_chunks(video_dir: Path, commits: Mapping[int, Commit]) -> dict[int, NextChunks]:
     """Return the next chunks (same video, no gap, same resolution), by the shard and row of the chunks before them.
 
     The next chunk may be in a different shard. It may also be missing, because encoding it failed or `prep chunk` is
@@ -411,9 +411,9 @@ def next_chunks(video_dir: Path, commits: Mapping[int, Commit]) -> dict[int, Fol
     )
     for name in ("width", "height"):
         is_next &= columns[name][first] == columns[name][second]
-    following: dict[int, dict[int, NextChunk]] = {}
+    next_chunks: dict[int, dict[int, NextChunk]] = {}
     for chunk, successor in zip(first[is_next].tolist(), second[is_next].tolist(), strict=True):
         shard_id, next_row = int(shard[successor]), int(row[successor])
         next_chunk = NextChunk(shard_id, next_row, contents[shard_id][next_row])
-        following.setdefault(int(shard[chunk]), {})[int(row[chunk])] = next_chunk
-    return {**following}
+        next_chunks.setdefault(int(shard[chunk]), {})[int(row[chunk])] = next_chunk
+    return {**next_chunks}

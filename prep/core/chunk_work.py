@@ -16,10 +16,10 @@ from clipmill.manifests.errors import UserError, first_line
 from clipmill.manifests.plugins import import_object
 from clipmill.prep.core.chunk_input import (
     FINGERPRINT_FIELD,
-    NOT_OF_COLUMN,
+    SHARD_ERRORS,
     Chunk,
     Chunks,
-    Following,
+    NextChunks,
     OldSamples,
     chunks_of_shard,
     column_failure,
@@ -36,7 +36,7 @@ from clipmill.prep.core.shard_result import (
     stop_result,
     system_errors_as_results,
 )
-from clipmill.prep.core.work import MERGED_TABLE, ColumnWork, ExtraFile, ExtraFolder
+from clipmill.prep.core.work import MERGED_TABLE, ColumnWork, ExtraFile, ExtraFolder, PageRequest, Report
 from clipmill.shards.commits import Commit, Failure
 from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant
@@ -45,7 +45,6 @@ from clipmill.shards.writer import Sample, require_extension
 if TYPE_CHECKING:
     from clipmill.prep.core.chunk_input import ChunkLength
     from clipmill.prep.core.chunk_plan import ChunksPlan
-    from clipmill.prep.core.report import PageRequest, Report
     from clipmill.prep.core.request import Request
     from clipmill.prep.core.run import Summary
 
@@ -60,13 +59,13 @@ class Workers:
         request: Request of the run, which contains the number of workers.
         gpus_each: GPUs per worker, such as 1 or 0.5.
         memory_gb: Memory to reserve for a worker on a cluster, in GB.
-        use: Value of `Chunks.use` in each worker: options for the machine that do not affect the stored bytes.
+        options: Value of `Chunks.options` in each worker: options for the machine that do not affect the stored bytes.
     """
 
     request: "Request"
     gpus_each: float = 0.0
     memory_gb: float = 0.5
-    use: Any = None
+    options: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +87,8 @@ class ChunkWork:
         needs: Import path of a function that returns the reason why a machine must not work, or None, and the name of
             the recipe value that is its argument. None if every machine may work.
         workers: Function (plan, request) -> needs of the workers. None: the number in the request, without GPUs.
-        more: Function plan -> function of a shard id that returns what the worker needs besides the chunks of the shard
-            (`Chunks.more`), such as files of other shards.
+        extra_input: Function plan -> function shard ID -> value that the worker of the shard needs besides its chunks,
+            such as files of other shards (`Chunks.extra_input`).
         reads_next: Function recipe -> True if a sample also depends on the chunk that follows in the video
             (`Chunk.next`); the sample is made again when the next chunk is added, changed or removed. By default, a
             sample depends on its chunk only.
@@ -116,7 +115,7 @@ class ChunkWork:
     weights: "Callable[[Recipe[Any]], str | None]" = lambda recipe: None
     needs: tuple[str, str] | None = None
     workers: "Callable[[ChunksPlan, Any], Workers] | None" = None
-    more: "Callable[[ChunksPlan], Callable[[int], Any]]" = lambda plan: lambda shard_id: None
+    extra_input: "Callable[[ChunksPlan], Callable[[int], Any]]" = lambda plan: lambda shard_id: None
     reads_next: "Callable[[Recipe[Any]], bool]" = lambda recipe: False
     has_sample: "Callable[[Recipe[Any], ChunkLength], bool] | None" = None
     on_plan: "Callable[[ChunksPlan, Any], None]" = lambda plan, request: None
@@ -162,12 +161,12 @@ class ChunkTask:
         column: Name of the column.
         work: Import path of the column's `ChunkWork`.
         video_dir: Folder of the `video` variant with the chunks.
-        video_commits: Planned commits of the shard with the chunks and of the shards in `following`, by shard id.
-        following: Next chunks, if samples depend on them too (`ChunkWork.reads_next`).
+        video_commits: Planned commits of the shard with the chunks and of the shards in `next_chunks`, by shard id.
+        next_chunks: Next chunks, if samples depend on them too (`ChunkWork.reads_next`).
         old_commits: Commits of the column with samples of unchanged chunks.
         rows: Rows of the chunks that get a sample; None for all.
-        use: Value that the column passes to all workers (`Workers.use`).
-        more: Value that the column passes to the worker of this shard (`ChunkWork.more`).
+        options: Value that the column passes to all workers (`Workers.options`).
+        extra_input: Value that the column passes to the worker of this shard (`ChunkWork.extra_input`).
     """
 
     column: str
@@ -178,11 +177,11 @@ class ChunkTask:
     plan_fingerprint: str
     video_dir: Path
     video_commits: Mapping[int, Commit]
-    following: Following
+    next_chunks: NextChunks
     old_commits: tuple[Commit, ...]
     rows: tuple[int, ...] | None
-    use: Any
-    more: Any
+    options: Any
+    extra_input: Any
 
 
 def make_chunk_shard(task: ChunkTask) -> ShardResult:
@@ -204,7 +203,7 @@ def open_chunks(task: ChunkTask) -> tuple[Chunks, OldSamples]:
     work: ChunkWork = import_object(task.work)
     names = tuple(field.name for field in work.fields)
     shard_chunks = chunks_of_shard(
-        task.video_dir, task.shard_id, commits=task.video_commits, following=task.following, names=names
+        task.video_dir, task.shard_id, commits=task.video_commits, next_chunks=task.next_chunks, names=names
     )
     fingerprints = [chunk.fingerprint for chunk in shard_chunks]
     old = OldSamples(task.variant_dir, task.old_commits, fields=work.fields, fingerprints=fingerprints)
@@ -212,12 +211,12 @@ def open_chunks(task: ChunkTask) -> tuple[Chunks, OldSamples]:
     chunks = Chunks(
         variant_dir=task.variant_dir,
         shard_id=task.shard_id,
-        wanted=rows,
+        planned_rows=rows,
         rows=[row for row in rows if fingerprints[row] not in old],
-        of_shard=shard_chunks,
+        shard_chunks=shard_chunks,
         fingerprints=fingerprints,
-        use=task.use,
-        more=task.more,
+        options=task.options,
+        extra_input=task.extra_input,
     )
     return chunks, old
 
@@ -235,12 +234,12 @@ def _make(task: ChunkTask) -> ShardResult:
         split=task.video_commits[task.shard_id].split,
         extensions=[extension],
         fields=work.fields,
-        num_planned=len(chunks.wanted),
+        num_planned=len(chunks.planned_rows),
     ) as shard:
         chunks = replace(chunks, show=shard.show)
         outcomes = _outcomes(work, chunks, task, shard)
         # Write copied and new samples in the order of the chunks, so that the bytes do not depend on earlier runs.
-        for row in chunks.wanted:
+        for row in chunks.planned_rows:
             is_old = chunks.fingerprints[row] in old
             try:
                 outcome = old.sample(chunks.fingerprints[row], index, row) if is_old else next(outcomes)
@@ -254,11 +253,11 @@ def _make(task: ChunkTask) -> ShardResult:
                 shard.fail(Failure(video_id, key, str(outcome.code), outcome.message), content=content)
                 continue
             shard.add(outcome, content=b"" if work.is_function_of_plan else outcome.members[extension])
-            if not is_old and row not in chunks.known:
+            if not is_old and row not in chunks.known_rows:
                 made_s += float(seconds_of(index, row))
         if isinstance(end := next(outcomes, None), Stop):
             return stop_result(task, end.code, end.message)
-        return shard.commit(num_reused=len(chunks.wanted) - len(chunks.rows), encoded_s=made_s)
+        return shard.commit(num_reused=len(chunks.planned_rows) - len(chunks.rows), encoded_s=made_s)
 
 
 def _outcomes(
@@ -294,7 +293,7 @@ def _outcomes(
             yield outcome
         if next(outcomes, _END) is not _END:
             yield Stop(code, f"{task.work} has yielded more outcomes than the {len(chunks)} chunks")
-    except NOT_OF_COLUMN:
+    except SHARD_ERRORS:
         raise
     except Exception as error:  # noqa: BLE001 - the code of a column may raise anything
         yield Stop(code, column_failure(error).message)

@@ -39,11 +39,11 @@ TAKEN_SETTINGS = frozenset(
     | {"max_failures", "trial", "explain", "retry_codes", "only_variant", "part_run", "variant", "monitoring"}
 )
 WEIGHTS = "weights"  # name of the value with the path of a local model; recipes contain its hash instead
-Stored = Mapping[str, Any]  # content of a variant's recipe.json
+StoredRecipe = Mapping[str, Any]  # content of a variant's recipe.json, often with the request of its last run
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingWork:
     """Remaining work of a variant, derived from stored records only.
 
     Attributes:
@@ -96,7 +96,7 @@ class CheckedSample:
     num_checked: int
 
 
-def _settings_text(stored: Stored) -> str:
+def _settings_text(stored: StoredRecipe) -> str:
     settings = {name: value for name, value in stored.items() if value is not None and name not in ("column", "schema")}
     return " ".join(f"{name}={value}" for name, value in settings.items())
 
@@ -150,9 +150,9 @@ class ColumnSpec:
     checked_noun: str = "checked row"
     has_hours: bool = True
     page: str = ""
-    read_settings: Callable[[Stored, str | None], Any] | None = None
+    read_settings: Callable[[StoredRecipe, str | None], Any] | None = None
     write_flags: Callable[[Any], list[str]] | None = None
-    settings_line: Callable[[Stored], str] = _settings_text
+    settings_line: Callable[[StoredRecipe], str] = _settings_text
 
     def __post_init__(self) -> None:
         if not isinstance(self.settings, type) or not is_dataclass(self.settings):
@@ -168,7 +168,7 @@ class ColumnSpec:
         return self.name == VIDEO
 
     @property
-    def doing(self) -> str:
+    def activity(self) -> str:
         """Present participle of `verb`, such as "encoding"."""
         return f"{self.verb.removesuffix('e')}ing"
 
@@ -183,7 +183,7 @@ class ColumnSpec:
         request: type = import_object(self.request)
         return request
 
-    def stored_settings(self, stored: Stored, weights: str | None = None) -> Any:
+    def stored_settings(self, stored: StoredRecipe, weights: str | None = None) -> Any:
         """Return the settings that reproduce a variant.
 
         Args:
@@ -198,12 +198,12 @@ class ColumnSpec:
         require_schema(stored, column=self.name, schema=self.schema)
         return self.read_settings(stored, weights)
 
-    def kept_flags(self, stored: Stored) -> dict[str, Any]:
+    def kept_flags(self, stored: StoredRecipe) -> dict[str, Any]:
         """Return the flags of the last run that a retry uses again, by name."""
         kinds = marked_fields(self.request_type, KEPT)
         return {name: kind(stored[name]) for name, kind in kinds.items() if name in stored}
 
-    def flags(self, stored: Stored) -> list[str]:
+    def flags(self, stored: StoredRecipe) -> list[str]:
         """Return the flags of `prep NAME` that reproduce a stored recipe.
 
         Raises:
@@ -214,7 +214,7 @@ class ColumnSpec:
         flags = setting_flags(settings) if self.write_flags is None else self.write_flags(settings)
         return [*flags, *changed_flags(kept, dict.fromkeys(kept))]
 
-    def command_line(self, stored: Stored, *, data_dir: Path) -> str:
+    def command_line(self, stored: StoredRecipe, *, data_dir: Path) -> str:
         """Return the command line that reproduces a stored recipe with the same engine.
 
         Raises:

@@ -26,7 +26,7 @@ from clipmill.shards.reader import Variant
 from clipmill.shards.tars import TarBytes
 
 
-def tars_of(data_dir: Path) -> TarBytes | None:
+def bucket_tars(data_dir: Path) -> TarBytes | None:
     """Return a reader for byte ranges of tars if the data folder is in a bucket; None if the folder is local."""
     mirror = mirror_of(data_dir)
     return None if mirror is None else BucketTars(mirror)
@@ -74,7 +74,7 @@ class ColumnArrays:
         Raises:
             UserError: The variant does not exist, or is empty.
         """
-        opened = Variant.open(data_dir, column=name, variant=variant, tars=tars_of(data_dir)).require_complete()
+        opened = Variant.open(data_dir, column=name, variant=variant, tars=bucket_tars(data_dir)).require_complete()
         if not opened.num_samples:
             raise UserError(
                 f"{opened.directory} is empty", hint=f"run {how_to_make(name, data_dir)}, and see prep status"

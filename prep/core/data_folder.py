@@ -152,11 +152,11 @@ def incomplete_variants(data_dir: Path, column: str) -> list[Path]:
     ]
 
 
-LIMIT_S = 60.0
+VISIBILITY_LIMIT_S = 60.0
 _INTERVAL_S = 0.5
 
 
-def wait_until_seen(what: str, is_seen: Callable[[], bool], *, limit_s: float = LIMIT_S) -> bool:
+def wait_until_seen(what: str, is_seen: Callable[[], bool], *, limit_s: float = VISIBILITY_LIMIT_S) -> bool:
     """Wait until `is_seen` returns True; return False after `limit_s` seconds. Print a line if it has to wait.
 
     Files from other machines may appear late on shared disks: an NFS client caches the attributes and entries of a

@@ -17,11 +17,11 @@ import pyarrow.compute as pc
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, on_one_line
 from clipmill.manifests.publish import publish_bytes, read_record, remove
-from clipmill.prep.core.failures import SOURCE_AWAY, WORDS, FailureCode
+from clipmill.prep.core.failures import EXPLANATIONS, SOURCE_AWAY, FailureCode
 from clipmill.shards.commits import Failure
 
 FAILURES_FILE = "failures.jsonl"
-MAX_NAMED = 5
+MAX_ENTRIES = 5
 _CUES = (".srt", ".vtt")  # suffixes of subtitle files, whose entries are called cues and numbered from 1
 _MAX_REREAD_BYTES = 64 << 20
 
@@ -69,20 +69,20 @@ def first_failures(failures: Iterable[Failure]) -> list[FailureEntry]:
 
 
 def failure_lines(
-    failures: Sequence[Failure], *, listed: Path | None, retry: Sequence[str] = ("prep", "retry")
+    failures: Sequence[Failure], *, list_path: Path | None, retry_command: Sequence[str] = ("prep", "retry")
 ) -> list[str]:
     """Return lines with the number of failures by code, hints, and the first few failures; empty without failures.
 
     Args:
-        listed: Path of the complete list of failures; None if there is no such file.
-        retry: Arguments of the command that retries the failures of the column.
+        list_path: Path of the complete list of failures; None if there is no such file.
+        retry_command: Arguments of the command that retries the failures of the column.
     """
     lines = []
     for code, count in Counter(failure.code for failure in failures).most_common():
-        meaning, advice = WORDS.get(code, ("", ""))
+        meaning, advice = EXPLANATIONS.get(code, ("", ""))
         lines.append(f"failed   {count} x {code}{': ' if meaning else ''}{meaning}")
-        lines += [f"         hint: {advice.format(retry=shlex.join(retry))}"] if advice else []
-    return [*lines, *named_lines(first_failures(failures), num_all=len(failures), listed=listed, indent=" " * 9)]
+        lines += [f"         hint: {advice.format(retry=shlex.join(retry_command))}"] if advice else []
+    return [*lines, *entry_lines(first_failures(failures), num_all=len(failures), list_path=list_path, indent=" " * 9)]
 
 
 def lost_source_lines(codes: Mapping[str, int], *, is_indexed: bool) -> list[str]:
@@ -96,17 +96,17 @@ def lost_source_lines(codes: Mapping[str, int], *, is_indexed: bool) -> list[str
     lines = []
     for code, count in codes.items():
         state = "have changed" if code == FailureCode.SOURCE_CHANGED else "can no longer be read"
-        advice = f"; {WORDS[code][1]}" if is_indexed and code in SOURCE_AWAY else ""
+        advice = f"; {EXPLANATIONS[code][1]}" if is_indexed and code in SOURCE_AWAY else ""
         lines.append(f"{count_noun(count, 'source')} that {state} ({code}); {effect}{advice}")
     return lines
 
 
-def failure_values(failures: Sequence[Failure], *, listed: Path) -> dict[str, Any]:
+def failure_values(failures: Sequence[Failure], *, list_path: Path) -> dict[str, Any]:
     """Return the JSON values for `failure_lines`: failures by code, the first few, and the path of the full list."""
     return {
         "failures": dict(Counter(failure.code for failure in failures).most_common()),
-        "first_failures": named_values(first_failures(failures)),
-        "failures_file": os.fspath(listed) if failures else None,
+        "first_failures": entry_values(first_failures(failures)),
+        "failures_file": os.fspath(list_path) if failures else None,
     }
 
 
@@ -134,7 +134,7 @@ def first_rejected(rejected: pa.Table, *, dataset: str | None = None) -> list[Fa
         rejected = rejected.filter(pc.equal(rejected["dataset"], dataset))
     rows: list[dict[str, Any]] = []
     for reason in pc.unique(rejected["reason"]):
-        rows += rejected.filter(pc.equal(rejected["reason"], reason)).slice(0, MAX_NAMED).to_pylist()
+        rows += rejected.filter(pc.equal(rejected["reason"], reason)).slice(0, MAX_ENTRIES).to_pylist()
     from clipmill.manifests.adapters.table_formats import LINE_SUFFIXES, TEXT_SUFFIXES, line_numbers
 
     numbers: dict[str, set[int]] = {}
@@ -153,28 +153,28 @@ def first_rejected(rejected: pa.Table, *, dataset: str | None = None) -> list[Fa
 
 
 def first_few(entries: Iterable[FailureEntry]) -> list[FailureEntry]:
-    """Return the first failure of each code, then the second of each, up to MAX_NAMED, so that every code is shown."""
+    """Return up to MAX_ENTRIES failures: the first failure of each code, then the second failure of each code, etc."""
     by_code: dict[str, list[FailureEntry]] = {}
     for entry in entries:
         same_code = by_code.setdefault(entry.code, [])
-        if len(same_code) < MAX_NAMED:
+        if len(same_code) < MAX_ENTRIES:
             same_code.append(entry)
     interleaved = (entry for rank in zip_longest(*by_code.values()) for entry in rank if entry is not None)
-    return list(islice(interleaved, MAX_NAMED))
+    return list(islice(interleaved, MAX_ENTRIES))
 
 
-def named_lines(entries: Sequence[FailureEntry], *, num_all: int, listed: Path | None, indent: str) -> Iterator[str]:
+def entry_lines(entries: Sequence[FailureEntry], *, num_all: int, list_path: Path | None, indent: str) -> Iterator[str]:
     """Yield one line per failure, then the number of other failures and the file that lists all of them."""
     for entry in entries:
         yield f"{indent}{on_one_line(f'{entry.name}: {entry.code}: {entry.message}')}"
     parts = [f"and {num_all - len(entries):,} more"] if num_all > len(entries) else []
-    if num_all and listed is not None:
-        parts.append(f"full list: {listed}")
+    if num_all and list_path is not None:
+        parts.append(f"full list: {list_path}")
     if parts:
         yield f"{indent}{'; '.join(parts)}"
 
 
-def named_values(entries: Sequence[FailureEntry]) -> list[dict[str, Any]]:
+def entry_values(entries: Sequence[FailureEntry]) -> list[dict[str, Any]]:
     """Return the failures as JSON values."""
     return [asdict(entry) for entry in entries]
 

@@ -48,7 +48,7 @@ class FailureCode(StrEnum):
 
 
 # Meaning of each failure code, and advice; {retry} stands for the command that retries the failures of the column.
-WORDS: dict[str, tuple[str, str]] = {
+EXPLANATIONS: dict[str, tuple[str, str]] = {
     FailureCode.SOURCE_MISSING: ("the file does not exist", "put it back, or run prep manifest again without it"),
     FailureCode.SOURCE_UNREADABLE: (
         "the file is not a readable video",

@@ -11,7 +11,7 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.plugins import import_object
 from clipmill.manifests.progress import Activity
-from clipmill.prep.core.column import WEIGHTS, ColumnSpec, Stored
+from clipmill.prep.core.column import WEIGHTS, ColumnSpec, StoredRecipe
 from clipmill.prep.core.request import PlanRequest, Request
 
 
@@ -52,8 +52,7 @@ def plan_command(column: ColumnSpec) -> Callable[..., None]:
     def plan(settings: Any, request: PlanRequest) -> None:
         with Activity("planning"):
             from clipmill.prep.core.data_folder import require_data_folder
-            from clipmill.prep.core.ending import with_file_problems
-            from clipmill.prep.core.report import show
+            from clipmill.prep.core.report import show, with_file_problems
             from clipmill.prep.core.work import work_of
 
             work, data_dir = work_of(column), require_data_folder(request.data)
@@ -84,7 +83,7 @@ def _as_command(function: Callable[..., None], column: ColumnSpec, *, request: t
     return function
 
 
-def retry_column(column: ColumnSpec, stored: Stored, *, weights: str | None, request: Request) -> None:
+def retry_column(column: ColumnSpec, stored: StoredRecipe, *, weights: str | None, request: Request) -> None:
     """Retry the failures of a variant with the settings and flags of its last run.
 
     Args:
@@ -114,11 +113,10 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
             are not counted.
     """
     from clipmill.prep.core.data_folder import require_data_folder, writing
-    from clipmill.prep.core.ending import with_ending
     from clipmill.prep.core.failure_list import FAILURES_FILE
     from clipmill.prep.core.parts import Part, writing_part
-    from clipmill.prep.core.report import Report, show
-    from clipmill.prep.core.work import work_of
+    from clipmill.prep.core.report import show, with_ending
+    from clipmill.prep.core.work import Report, work_of
 
     budget = parse_budget(request.max_failures)
     request.check()
@@ -133,11 +131,11 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
             else writing_part(data_dir, part, column=column.name) as part_run
         ):
             plan = work.plan(data_dir, settings, replace(request, part_run=part_run))
-            now.say("", what=column.doing)
+            now.say("", what=column.activity)
             summary = work.run(plan, settings, request, part_run)
             assert part_run is None or part_run.is_last is not None, f"{column.package} does not run its plan in parts"
-        listed = plan.variant_dir / FAILURES_FILE
-        report = work.summary_report(summary, settings, listed)
+        list_path = plan.variant_dir / FAILURES_FILE
+        report = work.summary_report(summary, settings, list_path)
         if part_run is not None:
             report = Report(f"{report.text}\n{part_run.line()}", {**report.values, "part": part_run.values()})
         report = with_ending(
@@ -160,7 +158,9 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
     new = [failure for failure in summary.failures if failure not in unchanged]
     if unchanged:
         known = count_noun(len({failure.video_id for failure in unchanged}), "video")
-        sys.stderr.write(f"not counted: {known} with failures that an earlier run has reported, listed in {listed}\n")
+        sys.stderr.write(
+            f"not counted: {known} with failures that an earlier run has reported, listed in {list_path}\n"
+        )
     num_videos = len({failure.video_id for failure in new})
     failed = f"{num_videos} of {count_noun(plan.num_videos, 'video')}"
     # If individual spans or samples failed rather than complete videos, also report the number of failures.
@@ -168,6 +168,6 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
     if sample != "video" and any(failure.key is not None for failure in new):
         failed = f"{count_noun(len(new), 'span' if column.is_first else sample)} in {failed}"
     if num_videos > budget(plan.num_videos):
-        raise FailedWork(f"{failed}; failures are listed in {listed}")
+        raise FailedWork(f"{failed}; failures are listed in {list_path}")
     if new:
         sys.stderr.write(f"failed, within --max-failures {request.max_failures}: {failed}\n")

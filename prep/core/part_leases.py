@@ -23,17 +23,17 @@ class PartLeases:
     def __init__(self, copy: Mirror, column: str, part: Part) -> None:
         assert isinstance(copy, WorkingCopy)
         self._copy, self._column, self._part = copy, column, part
-        self._column_lock = lock_path(copy.folder, column).name
-        self._own = Lease(
+        self._column_lock_name = lock_path(copy.folder, column).name
+        self._part_lock = Lease(
             copy.objects, f".{column}.part-{part.number}-of-{part.count}.lock", what=f"part {part} of {copy.address}"
         )
-        self._own_held, self._turn_held = ExitStack(), ExitStack()
+        self._part_lock_held, self._turn_held = ExitStack(), ExitStack()
         self._is_held = False  # True while this process holds the lease of the part
         self._turn: Lease | None = None
 
     def lock_column(self) -> None:
-        """Raise UserError if the column is locked; `take_own` checks again during the turn."""
-        for record in held_leases(self._copy.objects, re.compile(re.escape(self._column_lock))).values():
+        """Raise UserError if the column is locked; `lock_part` checks again during the turn."""
+        for record in held_leases(self._copy.objects, re.compile(re.escape(self._column_lock_name))).values():
             by = f"{record.get('holder')} since {record.get('since')}"
             raise column_is_written(self._copy.folder, self._column, by=by)
 
@@ -51,28 +51,28 @@ class PartLeases:
         self._copy.require_locks()
         names = part_lock_names(self._column)
         others = []
-        for key, record in sorted(held_leases(self._copy.objects, names, but=self._own.key).items()):
+        for key, record in sorted(held_leases(self._copy.objects, names, but=self._part_lock.key).items()):
             if match := names.fullmatch(key):
                 note = f"{record.get('holder')}\n{record.get('note')}"
                 others.append(RunningPart.read(note, Part(*map(int, match.groups()))))
         return others
 
-    def take_own(self) -> str | None:
+    def lock_part(self) -> str | None:
         try:
-            self._own.take_over(
+            self._part_lock.take_over(
                 on_wait=lambda holder: sys.stderr.write(
                     f"part {self._part} waits: {holder} had its lock; free after {EXPIRY_S:g} s without renewal\n"
                 )
             )
         except LeaseHeld as held:
             return held.holder
-        self._own_held.enter_context(self._copy.leases.hold(self._own))
+        self._part_lock_held.enter_context(self._copy.leases.hold(self._part_lock))
         self._is_held = True
         self.lock_column()
         return None
 
-    def note_own(self, *, makes: str = "", source: str = "", stage: str = "") -> None:
-        self._own.note(f"{makes}\n{source}\n{stage}")
+    def note_part(self, *, makes: str = "", source: str = "", stage: str = "") -> None:
+        self._part_lock.note(f"{makes}\n{source}\n{stage}")
 
     def leave_turn(self, text: str) -> None:
         self._turn_held.close()
@@ -85,11 +85,11 @@ class PartLeases:
         is_removable = False
         if self._is_held and self._turn is not None:
             with suppress(OSError):  # a lease was taken over, or the bucket cannot be reached
-                self._own.require()
+                self._part_lock.require()
                 self._turn.require()  # the lease of a part is only taken during the turn
                 is_removable = True
-        self._own_held.close()
+        self._part_lock_held.close()
         self._is_held = False
         if is_removable:
             with suppress(OSError):
-                self._copy.objects.delete(self._own.key)
+                self._copy.objects.delete(self._part_lock.key)

@@ -145,10 +145,10 @@ class PartLocks(Protocol):
             UserError: See `take_part_lock`.
         """
 
-    def take_own(self) -> str | None:
+    def lock_part(self) -> str | None:
         """Take the lock of this part; return its holder if the part is running already, otherwise None."""
 
-    def note_own(self, *, makes: str = "", source: str = "", stage: str = "") -> None:
+    def note_part(self, *, makes: str = "", source: str = "", stage: str = "") -> None:
         """Write the note of this part: variant, hash of the code, and stage, as in `RunningPart`."""
 
     def leave_turn(self, text: str) -> None:
@@ -167,16 +167,16 @@ class PartFiles:
     def __init__(self, data_dir: Path, column: str, part: Part) -> None:
         self._data_dir, self._column, self._part = data_dir, column, part
         self._path = data_dir / f".{column}.part-{part.number}-of-{part.count}.lock"
-        self._shared: FileLock | None = None  # the lock of the column, shared with other parts
+        self._column_lock: FileLock | None = None  # the lock of the column, shared with other parts
         self._turn: FileLock | None = None
-        self._own: FileLock | None = None
+        self._part_lock: FileLock | None = None
 
     def lock_column(self) -> None:
         path = lock_path(self._data_dir, self._column)
-        self._shared = FileLock.take(path, is_shared=True)
-        if self._shared is None:
+        self._column_lock = FileLock.take(path, is_shared=True)
+        if self._column_lock is None:
             raise column_is_written(self._data_dir, self._column, by=holder_of(path))
-        self._shared.note("")  # remove the note of a killed command
+        self._column_lock.note("")  # remove the note of a killed command
 
     def take_turn(self, doing: str, *, on_wait: Callable[[str], object]) -> str:
         path = self._data_dir / f".{self._column}.parts.lock"
@@ -199,16 +199,16 @@ class PartFiles:
                 lock.release()
         return others
 
-    def take_own(self) -> str | None:
-        self._own = take_part_lock(self._path)
-        if self._own is None:
+    def lock_part(self) -> str | None:
+        self._part_lock = take_part_lock(self._path)
+        if self._part_lock is None:
             return RunningPart.read(holder_of(self._path), self._part).holder
-        self._own.note(f"{this_process()}\n")
+        self._part_lock.note(f"{this_process()}\n")
         return None
 
-    def note_own(self, *, makes: str = "", source: str = "", stage: str = "") -> None:
-        assert self._own is not None
-        self._own.note(f"{this_process()}\n{makes}\n{source}\n{stage}\n")
+    def note_part(self, *, makes: str = "", source: str = "", stage: str = "") -> None:
+        assert self._part_lock is not None
+        self._part_lock.note(f"{this_process()}\n{makes}\n{source}\n{stage}\n")
 
     def leave_turn(self, text: str) -> None:
         if self._turn is not None:
@@ -217,21 +217,21 @@ class PartFiles:
             self._turn = None
 
     def touch(self) -> None:
-        if self._own is not None:
+        if self._part_lock is not None:
             with suppress(OSError):
-                self._own.touch()
+                self._part_lock.touch()
 
     def release(self) -> None:
-        if self._own is not None:
+        if self._part_lock is not None:
             if self._turn is not None:
                 self._path.unlink(missing_ok=True)
             else:  # another process may be about to lock the file
-                self._own.note("")
-            self._own.release()
-            self._own = None
-        if self._shared is not None:
-            self._shared.release()
-            self._shared = None
+                self._part_lock.note("")
+            self._part_lock.release()
+            self._part_lock = None
+        if self._column_lock is not None:
+            self._column_lock.release()
+            self._column_lock = None
 
 
 def column_is_written(data_dir: Path, column: str, *, by: str) -> UserError:
@@ -326,7 +326,7 @@ class PartRun:
                 f"({mixed[0].holder})",
                 hint=f"give a part of {mixed[0].part.count}, or wait until all parts have ended",
             )
-        holder = self._locks.take_own()
+        holder = self._locks.lock_part()
         if holder is not None:
             raise UserError(f"part {self.part} is running already ({holder})", hint="wait until it ends, or stop it")
         refresh(self.data_dir)  # fetch the files that other parts have published
@@ -357,7 +357,7 @@ class PartRun:
             share = next((share for share in unfinished if f"share {share}" not in claims), None)
             if self.is_first and not unfinished:
                 return None
-            self._locks.note_own(stage=_PLANS if not self.is_first else "" if share is None else f"share {share}")
+            self._locks.note_part(stage=_PLANS if not self.is_first else "" if share is None else f"share {share}")
             self._leave_turn()
             if not self.is_first:
                 refresh(self.data_dir)
@@ -393,7 +393,7 @@ class PartRun:
                     f"which is running (source {other.source}, {other.holder})",
                     hint="install the same clipmill on all nodes",
                 )
-        self._locks.note_own(makes=name, source=source)
+        self._locks.note_part(makes=name, source=source)
         if not self.is_first:
             self._leave_turn()
 
@@ -411,7 +411,7 @@ class PartRun:
                 refresh(self.data_dir)  # fetch the commits of other parts
         return self.is_last
 
-    def tell(self, num_made: int) -> None:
+    def report_made(self, num_made: int) -> None:
         """Report the number of shards (or other units) of this part to the last part; call it after `end`."""
         self._made[self.part] = num_made
 
@@ -448,7 +448,7 @@ class PartRun:
         """Return the part that a shard, or other numbered unit of work, belongs to."""
         return Part(number % self.part.count + 1, self.part.count)
 
-    def leave_to(self, number: int, *, count: int = 1) -> None:
+    def count_not_made(self, number: int, *, count: int = 1) -> None:
         """Count units that were not made as work of the part that unit `number` belongs to."""
         self.not_made[self.part_of(number)] += count
 

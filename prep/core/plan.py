@@ -15,7 +15,7 @@ from typing import Any
 
 from clipmill.manifests.formatting import count_noun, range_text, size_text
 from clipmill.manifests.storage.mirrors import mirror_of
-from clipmill.prep.core.column import Pending
+from clipmill.prep.core.column import PendingWork
 from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT
 from clipmill.shards.commits import Commit, read_commits
 from clipmill.shards.dataset import list_variants, variant_dir
@@ -234,10 +234,10 @@ def with_work(shards: Sequence[ShardPlan]) -> list[ShardPlan]:
     return sorted((shard for shard in shards if shard.has_work), key=lambda shard: -shard.num_chunks)
 
 
-def pending_of(shards: Sequence[ShardPlan]) -> Pending:
+def pending_of(shards: Sequence[ShardPlan]) -> PendingWork:
     """Summarise the plan of a variant."""
     planned = [shard for shard in shards if shard.state != ShardState.ORPHANED]
-    return Pending(
+    return PendingWork(
         num_wanted=sum(shard.num_chunks for shard in planned),
         wanted_shards=frozenset(shard.shard_id for shard in planned),
         to_make=dict(Counter(str(shard.state) for shard in shards if shard.has_work)),

@@ -189,9 +189,9 @@ class Request(Checked):
     @property
     def lag_limit_s(self) -> float:
         """Time that files of workers on other nodes may take to become visible on this node, in seconds."""
-        from clipmill.prep.core.data_folder import LIMIT_S
+        from clipmill.prep.core.data_folder import VISIBILITY_LIMIT_S
 
-        return LIMIT_S if self.cluster is not None else 0.0
+        return VISIBILITY_LIMIT_S if self.cluster is not None else 0.0
 
     def __post_init__(self) -> None:
         """Do nothing: `check` runs the checks. Some depend on the environment, but default requests exist at import."""
@@ -315,13 +315,13 @@ class PlanRequest(Checked):
     json: Json = False
 
 
-def model_folder(name: str, *, files: Sequence[str], what: str, asked: str, hint: str) -> Path:
+def model_folder(name: str, *, files: Sequence[str], what: str, flag: str, hint: str) -> Path:
     """Return the folder of a model: a folder on this machine, absolute, or a model on the Hub, downloaded once.
 
     Args:
         files: Glob patterns of the files to download.
         what: Noun for the model in messages, such as "VAE"; "" for none.
-        asked: Flag that requests the model, with its value if the value is not `name`.
+        flag: Flag that requests the model, with its value if the value is not `name`.
         hint: Hint for the error.
 
     Raises:
@@ -333,7 +333,7 @@ def model_folder(name: str, *, files: Sequence[str], what: str, asked: str, hint
     if local.is_dir():
         return local.resolve()
     if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
-        raise UserError(f"the {noun}folder {name} (requested by {asked}) does not exist", hint=hint)
+        raise UserError(f"the {noun}folder {name} (requested by {flag}) does not exist", hint=hint)
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError

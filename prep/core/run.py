@@ -105,14 +105,14 @@ class Job(Generic[W]):
             defined at module level, because it is sent to workers.
         task: Function that takes a shard and returns its task, the argument of `make`.
         video_ids: Function that takes a shard and returns the IDs of its videos. An ID may occur more than once.
-        failed_before: Failures that do not belong to a shard, such as unusable sources.
+        planning_failures: Failures that do not belong to a shard, such as unusable sources.
         chunk_s: Seconds of video in a full chunk, for the progress bar; None to omit the speed.
         needs: Requirements on the worker's machine (`clipmill.prep.engines.admission.Ticket`); None if there are none.
         lag_limit_s: Maximum time in seconds to wait for commits that workers have reported but that are not visible
             yet.
         read_again: IDs of the videos whose unusable sources were read again because the failure may be temporary.
         where: Condition that selects the samples of the plan, recorded with the variant; None for all samples.
-        asked: Further values of the request that are recorded with the variant, keyed by flag name.
+        request_values: Further values of the request that are recorded with the variant, keyed by flag name.
     """
 
     column: ColumnSpec
@@ -123,13 +123,13 @@ class Job(Generic[W]):
     make: Callable[[W], ShardResult]
     task: Callable[[ShardPlan], W]
     video_ids: Callable[[ShardPlan], Iterable[str]]
-    failed_before: Sequence[Failure]
+    planning_failures: Sequence[Failure]
     chunk_s: float | None
     needs: tuple[str, str] | None = None
     lag_limit_s: float = 0.0
     read_again: frozenset[str] = frozenset()
     where: str | None = None
-    asked: Mapping[str, str | None] = field(default_factory=dict)
+    request_values: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
     def variant(self) -> str:
@@ -149,7 +149,7 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
     if part_run is not None:
         part_run.agree(job.variant, where=job.where, package=job.column.package)
     make_variant(folder, job.recipe)
-    write_selection(folder, job.where, job.asked)
+    write_selection(folder, job.where, job.request_values)
     has_work = any(shard.has_work for shard in job.shards)
     if has_work and (part_run is None or part_run.is_first):
         remove_variant_temporaries(folder)
@@ -180,7 +180,7 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
             _finish(job, part_job, summary, results, part_run)
         else:
             commits = read_commits_of(folder, {shard.shard_id for shard in part_job.shards})
-            part_run.tell(len(commits))
+            part_run.report_made(len(commits))
             missing = _missing_shards(part_job, commits, results, gave_up=summary.gave_up)
             _account(part_job, commits, summary, results, missing)
     summary.unchanged = unchanged_failures(
@@ -201,9 +201,9 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
         from clipmill.prep.core.meters import meters_of
 
         meters = meters_of(registry)
-        meters.begin(column, job.failed_before, num_samples=num_samples)
+        meters.begin(column, job.planning_failures, num_samples=num_samples)
     progress = RunProgress(
-        job.column.doing,
+        job.column.activity,
         noun=job.column.sample,
         num_samples=num_samples,
         work=sum(num_chunks[shard_id] * share for shard_id, share in shares.items()),
@@ -279,11 +279,11 @@ def _finish(
             commits = finish_run(job.variant_dir, dropped=orphaned, planned=planned)
     missing = _missing_shards(job, commits, results, gave_up=summary.gave_up, part_run=part_run)
     _account(part_job, commits, summary, results, missing)
-    summary.failures = [*job.failed_before, *summary.failures]
+    summary.failures = [*job.planning_failures, *summary.failures]
     left = []
     for shard_id, stop in missing.items():
         if part_run is not None and not part_run.part.holds(shard_id):
-            part_run.leave_to(shard_id)
+            part_run.count_not_made(shard_id)
             left.append(Failure(shard_name(shard_id), None, str(stop.code), stop.message))
     write_failures(job.variant_dir / FAILURES_FILE, [*summary.failures, *left])
     try:

@@ -13,16 +13,40 @@ from typing import TYPE_CHECKING, Any, Protocol
 from clipmill.manifests.errors import UserError, first_line
 from clipmill.manifests.plugins import import_late, import_object
 from clipmill.manifests.storage.mirrors import is_away
-from clipmill.prep.core.column import ColumnSpec, Pending, Stored
+from clipmill.prep.core.column import ColumnSpec, PendingWork, StoredRecipe
 from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.reader import CommittedShard, Variant
 
 if TYPE_CHECKING:
     from clipmill.prep.core.parts import PartRun
     from clipmill.prep.core.plan import ShardPlan
-    from clipmill.prep.core.report import PageRequest, Report
     from clipmill.prep.core.request import Request
     from clipmill.prep.core.run import Summary
+
+
+@dataclass(frozen=True)
+class Report:
+    """Output of a command in two forms: text lines and JSON values."""
+
+    text: str
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PageRequest:
+    """Request for a page that `prep inspect --html` writes.
+
+    Attributes:
+        path: HTML file to write.
+        where: Expression that selects samples (clipmill.shards.where); None for all.
+        num_samples: Number of samples to show; None for the default of the page.
+        on_sample: Function that is called with (number of samples read, number to read) after each sample.
+    """
+
+    path: Path
+    where: str | None = None
+    num_samples: int | None = None
+    on_sample: Callable[[int, int], None] = lambda done, total: None
 
 
 class ColumnPlan(Protocol):
@@ -44,12 +68,12 @@ class ExtraFolder:
 
     Attributes:
         file_names: Pattern that must match the complete name of a file; other files are never removed.
-        is_whole: Function that returns True if a file is complete and undamaged.
+        is_complete: Function that returns True if a file is complete and undamaged.
     """
 
     name: str
     file_names: re.Pattern[str]
-    is_whole: Callable[[Path], bool]
+    is_complete: Callable[[Path], bool]
 
 
 @dataclass(frozen=True)
@@ -102,8 +126,8 @@ class ColumnWork:
     plan_report: "Callable[[Any], Report]"
     explain: "Callable[[Any, str], Report] | None" = None
     summary_report: "Callable[[Any, Any, Path], Report]"
-    pending: Callable[[Path, Variant], Pending]
-    layout_file: Callable[[Stored], str | None] = lambda stored: None
+    pending: Callable[[Path, Variant], PendingWork]
+    layout_file: Callable[[StoredRecipe], str | None] = lambda stored: None
     extra_folders: tuple[ExtraFolder, ...] = ()
     extra_files: tuple[ExtraFile, ...] = ()
     sample_report: "Callable[[CommittedShard, int, Path], Report] | None" = None

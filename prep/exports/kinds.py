@@ -187,7 +187,8 @@ def _command(kind: ExportKind) -> Callable[..., None]:
         from clipmill.manifests.formatting import count_noun
         from clipmill.manifests.progress import Activity
         from clipmill.prep.core.data_folder import require_data_folder
-        from clipmill.prep.core.report import NOTHING_TO_DO, Report, show
+        from clipmill.prep.core.report import NOTHING_TO_DO, show
+        from clipmill.prep.core.work import Report
 
         exporting = f"exporting to {destination}"
         with Activity(exporting) as now:

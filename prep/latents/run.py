@@ -51,7 +51,7 @@ def choose_workers(plan: ChunksPlan, request: LatentsRequest) -> Workers:
         request=request,
         gpus_each=gpus,
         memory_gb=worker_memory_gb(plan, request, on_cpu=not gpus),
-        use=EncoderUse(device="cuda" if gpus else "cpu", batch=request.batch, num_threads=num_threads),
+        options=EncoderUse(device="cuda" if gpus else "cpu", batch=request.batch, num_threads=num_threads),
     )
 
 

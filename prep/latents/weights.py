@@ -266,7 +266,7 @@ def vae_folder(name: str) -> Path | None:
 
 def _find_folders(name: str) -> tuple[Path, Path]:
     """Return the folder of a model, and the folder in it with the files of the VAE."""
-    folder = model_folder(name, files=_WANTED, what="VAE", asked="--vae", hint=_SUGGESTION)
+    folder = model_folder(name, files=_WANTED, what="VAE", flag="--vae", hint=_SUGGESTION)
     return folder, folder / "vae" if (folder / "vae" / CONFIG_FILE).is_file() else folder
 
 

@@ -56,7 +56,7 @@ class EncoderUse:
 
 def make_latents(chunks: Chunks, recipe: Recipe[LatentsSettings]) -> Iterator[Sample | SourceFailure]:
     """Yield the sample of each chunk, or the reason why it has no sample."""
-    use: EncoderUse = chunks.use
+    use: EncoderUse = chunks.options
     settings, num_threads = recipe.settings, worker_threads() if use.num_threads is None else use.num_threads
     vae = find_vae(settings.vae)
     if vae.sha256 != recipe.values["vae_sha256"]:

@@ -23,7 +23,8 @@ from clipmill.prep.core.chunk_content import frame_rate, read_chunk
 from clipmill.prep.core.chunk_input import seconds_of
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.plan import is_readable
-from clipmill.prep.core.report import PageRequest, Report, publish_page
+from clipmill.prep.core.report import publish_page
+from clipmill.prep.core.work import PageRequest, Report
 from clipmill.shards.pages.figures import data_uri, evenly_spaced_items, histogram
 from clipmill.shards.pages.templates import require_page_path
 from clipmill.shards.reader import CommittedShard, Variant

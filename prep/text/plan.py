@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.store import has_manifest, read_videos
-from clipmill.prep.core.column import Pending
+from clipmill.prep.core.column import PendingWork
 from clipmill.prep.core.plan import ShardPlan, WantedShard, pending_of, plan_shards, stored_shards
 from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.core.tables import (
@@ -154,15 +154,15 @@ def make_text_plan(
     )
 
 
-def pending_text(data_dir: Path, variant: Variant) -> Pending:
+def pending_text(data_dir: Path, variant: Variant) -> PendingWork:
     """Return the remaining work of a variant; none if it is not current, or belongs to a different version."""
     is_manifest_written = has_manifest(data_dir)
     if not is_manifest_written or current_variant(data_dir, TEXT) != variant.directory.name:
-        return Pending()
+        return PendingWork()
     try:
         plan = make_text_plan(data_dir, stored_recipe(COLUMN, variant))
     except UserError:
-        return Pending()
+        return PendingWork()
     return replace(pending_of(plan.shards), left_out=tuple(left_out_lines(plan.num_left_out)))
 
 

@@ -132,7 +132,7 @@ def load_t5(settings: TextSettings, *, sha256: str, device: str) -> T5Encoder:
 
 def _folders(name: str) -> tuple[Path, Path]:
     """Return the folders of model and tokenizer: subfolders of a pipeline, or twice the folder of the model."""
-    folder = model_folder(name, files=_WANTED, what="", asked=f"--encoder {T5}{name}", hint=_SUGGESTION)
+    folder = model_folder(name, files=_WANTED, what="", flag=f"--encoder {T5}{name}", hint=_SUGGESTION)
     model, tokenizer = folder / "text_encoder", folder / "tokenizer"
     return (model if model.is_dir() else folder), (tokenizer if tokenizer.is_dir() else folder)
 

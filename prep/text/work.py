@@ -24,20 +24,26 @@ from clipmill.manifests.progress import Activity
 from clipmill.manifests.store import captions_path
 from clipmill.prep.core.column import WEIGHTS, Addition
 from clipmill.prep.core.data_folder import wait_until_seen
-from clipmill.prep.core.ending import retry_words
 from clipmill.prep.core.failure_list import failure_lines, failure_values
 from clipmill.prep.core.failures import FailureCode, loss_code
 from clipmill.prep.core.parts import Part, PartRun
 from clipmill.prep.core.plan import ShardPlan, disk_use, with_work
 from clipmill.prep.core.progress import warn_refused
 from clipmill.prep.core.recipe import setting_flags
-from clipmill.prep.core.report import NOTHING_TO_DO, Report, changed_settings, next_line, states_lines, states_values
+from clipmill.prep.core.report import (
+    NOTHING_TO_DO,
+    changed_settings,
+    next_line,
+    retry_arguments,
+    states_lines,
+    states_values,
+)
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Job, Summary, execute
 from clipmill.prep.core.shard_result import ShardResult, begin_shard, stop_result, system_errors_as_results
 from clipmill.prep.core.tables import write_layout
 from clipmill.prep.core.variants import WHERE, make_variant, write_selection
-from clipmill.prep.core.work import MERGED_TABLE, ColumnWork, ExtraFolder
+from clipmill.prep.core.work import MERGED_TABLE, ColumnWork, ExtraFolder, Report
 from clipmill.prep.engines import Check, Engine, Outcome, R, Refused, T
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.text.bank import (
@@ -88,11 +94,13 @@ def _run(plan: TextPlan, settings: TextSettings, request: Request, part_run: Par
         device="cuda" if gpus_per_worker else "cpu",
     )
     engine = request.open_engine(memory_gb=_WORKER_GB, gpus_per_worker=gpus_per_worker)
-    return run_text(plan, use, engine, part_run=part_run, lag_limit_s=request.lag_limit_s, asked=request.recorded_flags)
+    return run_text(
+        plan, use, engine, part_run=part_run, lag_limit_s=request.lag_limit_s, request_values=request.recorded_flags
+    )
 
 
-def text_summary(summary: Summary, *, listed: Path) -> Report:
-    """Return the report of a run; `listed` is the path of the list of failures."""
+def text_summary(summary: Summary, *, list_path: Path) -> Report:
+    """Return the report of a run; `list_path` is the path of the list of failures."""
     added, num_texts = summary.added.values, summary.num_encoded + summary.num_reused
     lines = [f"variant  {summary.variant}", f"captions {added['num_captions']:,} in the manifest"]
     if summary.num_shards_made or summary.num_encoded:
@@ -105,7 +113,9 @@ def text_summary(summary: Summary, *, listed: Path) -> Report:
     else:
         lines.append("nothing was encoded" if summary.failures else "nothing to encode: all shards are up to date")
     lines += [f"left out {line}" for line in left_out_lines(added["num_left_out"])]
-    lines += failure_lines(summary.failures, listed=listed, retry=retry_words(COLUMN, data=listed.parents[2]))
+    lines += failure_lines(
+        summary.failures, list_path=list_path, retry_command=retry_arguments(COLUMN, data=list_path.parents[2])
+    )
     values = {
         "variant": summary.variant,
         "num_videos": summary.num_chunks,
@@ -121,7 +131,7 @@ def text_summary(summary: Summary, *, listed: Path) -> Report:
         "wall_s": round(summary.wall_s, 3),
         "num_failed_videos": summary.num_failed_videos,
         "unchanged": len(summary.unchanged),
-        **failure_values(summary.failures, listed=listed),
+        **failure_values(summary.failures, list_path=list_path),
         "gave_up": summary.gave_up,
         "refused_workers": [refused.values() for refused in summary.refused_workers],
     }
@@ -172,7 +182,7 @@ WORK = ColumnWork(
     plan=_plan,
     run=_run,
     plan_report=text_report,
-    summary_report=lambda summary, recipe, listed: text_summary(summary, listed=listed),
+    summary_report=lambda summary, recipe, list_path: text_summary(summary, list_path=list_path),
     pending=pending_text,
     layout_file=lambda stored: LAYOUT_FILE,
     extra_folders=(ExtraFolder(BANK_FOLDER, BLOCK_FILE, is_intact_block),),
@@ -195,7 +205,7 @@ def run_text(
     *,
     part_run: PartRun | None = None,
     lag_limit_s: float = 0.0,
-    asked: Mapping[str, str] = MappingProxyType({}),
+    request_values: Mapping[str, str] = MappingProxyType({}),
 ) -> Summary:
     """Make every shard of the plan that needs work; call it while holding the lock of the column.
 
@@ -207,14 +217,16 @@ def run_text(
         engine: Engine that encodes the texts.
         part_run: Part whose texts to encode; None for all.
         lag_limit_s: Time limit in seconds until embeddings that workers report are visible on this machine.
-        asked: Additional values of the request that the records store, by flag name.
+        request_values: Additional values of the request that the records store, by flag name.
     """
     begin_s = time.monotonic()
     if part_run is not None:
         part_run.agree(plan.variant_dir.name, where=plan.recipe.settings.where, package=COLUMN.package)
     write_layout(text_layout_path(plan.data_dir), plan.layout)
     make_variant(plan.variant_dir, dict(plan.recipe.values))
-    write_selection(plan.variant_dir, plan.recipe.settings.where, {WEIGHTS: local_weights(plan.recipe), **asked})
+    write_selection(
+        plan.variant_dir, plan.recipe.settings.where, {WEIGHTS: local_weights(plan.recipe), **request_values}
+    )
     is_alone = part_run is None or part_run.is_first
     bank = Bank(plan.variant_dir / BANK_FOLDER, width=plan.recipe.values["width"], is_alone=is_alone)
     if part_run is not None:
@@ -240,7 +252,7 @@ def run_text(
             )
             return _add_texts(summary, plan, part_texts, filled, begin_s=begin_s)
         maker = ShardMaker(plan, reader, bank, texts.row_groups, filled.not_finite, filled.error)
-        summary = execute(_job(plan, maker, asked), _LocalEngine())
+        summary = execute(_job(plan, maker, request_values), _LocalEngine())
     if summary.num_shards_made == len(with_work(plan.shards)):
         bank.remove()
     summary.refused_workers = [*filled.refused, *summary.refused_workers]
@@ -253,13 +265,13 @@ def _can_make_shards(bank: Bank, texts: "ShardTexts", filled: "Filled", part_run
         bank.add_not_finite(filled.not_finite)
     num_parts = part_run.part.count
     if not part_run.end():
-        part_run.tell(_num_encoded(bank, texts, num_parts)[part_run.part.number - 1])
+        part_run.report_made(_num_encoded(bank, texts, num_parts)[part_run.part.number - 1])
         return False
     part_run.await_others(lambda: _num_encoded(bank, texts, num_parts))
     missing = bank.find_missing(texts.digests)
     part_run.unit = "text"
     for owner, count in Counter(owners_of(missing, num_parts=num_parts).tolist()).items():
-        part_run.leave_to(owner, count=count)
+        part_run.count_not_made(owner, count=count)
     return not len(missing)
 
 
@@ -295,7 +307,7 @@ class _LocalEngine:
             yield Outcome(task, function(task))
 
 
-def _job(plan: TextPlan, maker: "ShardMaker", asked: Mapping[str, str]) -> "Job[TextShardTask]":
+def _job(plan: TextPlan, maker: "ShardMaker", request_values: Mapping[str, str]) -> "Job[TextShardTask]":
     """Return the shards of a plan as a job for the driver."""
 
     def task(shard: ShardPlan) -> TextShardTask:
@@ -314,7 +326,7 @@ def _job(plan: TextPlan, maker: "ShardMaker", asked: Mapping[str, str]) -> "Job[
         failed_before=[],
         chunk_s=None,
         where=plan.recipe.settings.where,
-        asked={WEIGHTS: local_weights(plan.recipe), **asked},
+        request_values={WEIGHTS: local_weights(plan.recipe), **request_values},
     )
 
 

@@ -13,7 +13,7 @@ from clipmill.manifests.caption_spans import open_stored_captions
 from clipmill.manifests.further_sources import source_counts
 from clipmill.manifests.previous import FURTHER_KEY
 from clipmill.manifests.store import open_captions, read_manifest
-from clipmill.prep.core.failure_list import MAX_NAMED, FailureEntry, first_few
+from clipmill.prep.core.failure_list import MAX_ENTRIES, FailureEntry, first_few
 from clipmill.prep.sources.table import probes_of, read_probes
 from clipmill.shards.chunk_table import Moments, read_chunk_rows
 from clipmill.shards.columns import CAPTIONS, VIDEO
@@ -113,7 +113,7 @@ def captions_beyond(data_dir: Path, *, video_ids: pa.ChunkedArray, end_s: np.nda
         ends = ~begins & np.isfinite(block.end_s) & (block.end_s > end_s[block.video] + _ROUNDING_S)
         num_begin, num_end = num_begin + int(block.counts[begins].sum()), num_end + int(block.counts[ends].sum())
         for code, is_beyond in (("begins_after_end", begins), ("ends_after_end", ends)):
-            for span in np.flatnonzero(is_beyond)[:MAX_NAMED].tolist():
+            for span in np.flatnonzero(is_beyond)[:MAX_ENTRIES].tolist():
                 video, caption = int(block.video[span]), int(block.counts[:span].sum())
                 end = f" to {block.end_s[span]:g} s" if np.isfinite(block.end_s[span]) else ""
                 times = f"{block.begin_s[span]:g} s{end}, of a video of {end_s[video]:g} s"

@@ -23,10 +23,10 @@ from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.store import MANIFEST_FOLDER, is_table_file, manifest_dir
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.data_folder import ROOT_FILES, RUNNING_FILE, incomplete_variants
-from clipmill.prep.core.ending import why_unfinished
 from clipmill.prep.core.failure_list import FAILURES_FILE, codes_line
 from clipmill.prep.core.plan import problems_of
 from clipmill.prep.core.recipe import recipe_fingerprint
+from clipmill.prep.core.report import why_unfinished
 from clipmill.prep.core.shard_result import RUNNING_FOLDER
 from clipmill.prep.core.tables import LAYOUT_FOLDER
 from clipmill.prep.core.variants import SELECTION_FILE, lost_samples

@@ -17,8 +17,7 @@ from clipmill.manifests.store import read_videos
 from clipmill.prep.core.column import ColumnSpec, recipe_differences
 from clipmill.prep.core.column_arrays import ColumnArrays
 from clipmill.prep.core.plan import is_readable, problems_of
-from clipmill.prep.core.report import Report
-from clipmill.prep.core.work import work_of
+from clipmill.prep.core.work import Report, work_of
 from clipmill.prep.registry import columns
 from clipmill.shards.columns import COLUMNS
 from clipmill.shards.dataset import variant_dir

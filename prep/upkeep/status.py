@@ -20,23 +20,23 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, on_one_line, size_text
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.store import has_manifest, read_videos
-from clipmill.prep.core.column import ColumnSpec, Pending
+from clipmill.prep.core.column import ColumnSpec, PendingWork
 from clipmill.prep.core.data_folder import has_stopped, writer_of
-from clipmill.prep.core.ending import length_of, length_text, retry_words
 from clipmill.prep.core.failure_list import (
     FAILURES_FILE,
-    MAX_NAMED,
+    MAX_ENTRIES,
     FailureEntry,
+    entry_lines,
+    entry_values,
     first_failures,
     first_few,
     lost_source_lines,
-    named_lines,
-    named_values,
     note_lines,
 )
 from clipmill.prep.core.failures import TRANSIENT
 from clipmill.prep.core.other_splits import LostTime, lost_lines, stored_lost_times
 from clipmill.prep.core.plan import NUM_CHECK_THREADS, folder_bytes, problems_of
+from clipmill.prep.core.report import length_of, length_text, retry_arguments
 from clipmill.prep.core.shard_result import ShardProgress, running_shards
 from clipmill.prep.core.tables import DamagedLayout, variants_of
 from clipmill.prep.core.variants import WHERE, lost_samples, read_selection, stored_request
@@ -143,7 +143,7 @@ class ColumnStatus:
             "num_orphaned": self.num_orphaned,
             "file_problems": self.file_problems,
             "failures_file": None if self.failures_file is None else os.fspath(self.failures_file),
-            "first_failures": named_values(self.first_failures),
+            "first_failures": entry_values(self.first_failures),
             **({"written_by": self.written_by} if self.written_by else {}),
         }
 
@@ -264,7 +264,7 @@ def _column_status(
     variants, status = [], ColumnStatus(column.name, first_failures=unusable)
     is_abandoned = has_stopped(data_dir, column=column.name)
     for variant in variants_of(data_dir, column.name):
-        name, pending = variant.directory.name, Pending()
+        name, pending = variant.directory.name, PendingWork()
         try:
             pending = work_of(column).pending(data_dir, variant)
         except DamagedLayout:
@@ -345,7 +345,7 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
         num_to_read=num_to_read(probes),
         num_with_audio=pc.sum(pc.greater(probes["num_audio"], 0)).as_py() or 0,
         num_noted=len(noted),
-        first_notes={row["video_id"]: row["notes"].splitlines() for row in noted.slice(0, MAX_NAMED).to_pylist()},
+        first_notes={row["video_id"]: row["notes"].splitlines() for row in noted.slice(0, MAX_ENTRIES).to_pylist()},
         num_captions_beyond=None if beyond is None else beyond.num_begin,
         num_captions_ending_beyond=None if beyond is None else beyond.num_end,
         first_captions_beyond=[] if beyond is None else beyond.first,
@@ -354,13 +354,13 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
 
 def _first_sources(probes: pa.Table) -> list[FailureEntry]:
     """Return the first few failed sources for each failure code."""
-    tables = (probes.filter(pc.equal(probes["code"], code)).slice(0, MAX_NAMED) for code in probes["code"].unique())
+    tables = (probes.filter(pc.equal(probes["code"], code)).slice(0, MAX_ENTRIES) for code in probes["code"].unique())
     rows = (row for table in tables for row in table.select(["video_id", "code", "path", "message"]).to_pylist())
     return first_few(FailureEntry(row["video_id"], row["code"], f"{row['path']}: {row['message']}") for row in rows)
 
 
 def _variant_status(
-    variant: Variant, pending: Pending, *, is_current: bool, running: list[ShardProgress]
+    variant: Variant, pending: PendingWork, *, is_current: bool, running: list[ShardProgress]
 ) -> VariantStatus:
     shards, length = variant.shards(), length_of(variant)
     codes = Counter(failure.code for failure in _failures(variant))
@@ -405,11 +405,11 @@ def status_text(status: Status) -> str:
         failures.update(column.current_status.failures if column.current_status is not None else {})
         where = "" if is_first else f" of {column.column}"
         lines += [f"failed    {count} x {code}{where}" for code, count in failures.most_common()]
-        lines += named_lines(
-            column.first_failures, num_all=failures.total(), listed=column.failures_file, indent=_INDENT
+        lines += entry_lines(
+            column.first_failures, num_all=failures.total(), list_path=column.failures_file, indent=_INDENT
         )
         if column.current_status is not None and column.current_status.failures:
-            retry = shlex.join(retry_words(column_named(column.column), data=status.data_dir))
+            retry = shlex.join(retry_arguments(column_named(column.column), data=status.data_dir))
             lines.append(f"{_INDENT}to retry: {retry}")
     problems = [(name, problem) for name, column in status.columns.items() for problem in column.problems]
     for name, (shard_id, state, why) in problems[:_MAX_LISTED]:
@@ -472,7 +472,7 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
         late = f"{count:,} {end} more than a second after the end of the video"
         lines.append(f"{_INDENT}{late}: used up to it; are all times in seconds?")
     num_beyond = (videos.num_captions_beyond or 0) + (videos.num_captions_ending_beyond or 0)
-    lines += named_lines(videos.first_captions_beyond, num_all=num_beyond, listed=None, indent=f"{_INDENT}  ")
+    lines += entry_lines(videos.first_captions_beyond, num_all=num_beyond, list_path=None, indent=f"{_INDENT}  ")
     sources = videos.caption_sources
     if sources is None:
         lines.append(f"{_INDENT}their table is damaged")
@@ -488,7 +488,7 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
             lines.append(f"{_INDENT}... and {count_noun(len(sources) - _MAX_LISTED, 'more source')}")
     lines += note_lines(videos.first_notes, num_all=videos.num_noted, indent=len(_INDENT))
     lines += [f"lost      {line}" for line in lost_source_lines(videos.lost, is_indexed=videos.is_indexed)]
-    return [*lines, *named_lines(videos.first_lost, num_all=sum(videos.lost.values()), listed=None, indent=_INDENT)]
+    return [*lines, *entry_lines(videos.first_lost, num_all=sum(videos.lost.values()), list_path=None, indent=_INDENT)]
 
 
 def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
@@ -567,5 +567,5 @@ def _next_step(status: Status) -> str | None:
             return _command_of(column, status.data_dir)
     unfinished = [column for column in statuses if any(variant.lost for variant in column.variants)]
     if unfinished:
-        return shlex.join(retry_words(column_named(unfinished[-1].column), data=status.data_dir))
+        return shlex.join(retry_arguments(column_named(unfinished[-1].column), data=status.data_dir))
     return shlex.join(work_of(column_named(first.column)).next_command(status.data_dir)) or None

@@ -25,7 +25,7 @@ from clipmill.manifests.plugins import import_object
 from clipmill.manifests.schema import MANIFEST_FILE
 from clipmill.manifests.storage.mirrors import file_state, local_copy, mirror_of, set_modified_time
 from clipmill.manifests.store import TABLE_FILES, manifest_dir, open_captions, read_rejected_rows, read_videos
-from clipmill.prep.core.column import CheckedSample, ColumnSpec, DeepCode, Stored
+from clipmill.prep.core.column import CheckedSample, ColumnSpec, DeepCode, StoredRecipe
 from clipmill.prep.core.data_folder import PROBES_FILE, SHOTS_FILE
 from clipmill.prep.core.recipe import recipe_fingerprint
 from clipmill.prep.core.tables import (
@@ -304,7 +304,7 @@ def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Pat
     problems += [(damage.path, str(damage)) for damage in damaged_lists(folder, variant.commits)]
     for extra in work_of(column).extra_folders:
         for path in sorted((folder / extra.name).iterdir()) if (folder / extra.name).is_dir() else ():
-            if extra.file_names.fullmatch(path.name) and not extra.is_whole(path):
+            if extra.file_names.fullmatch(path.name) and not extra.is_complete(path):
                 problems.append((path, "its content does not match the hash in the file name"))
     for file in work_of(column).extra_files:
         if (problem := file.problem(variant)) is not None:
@@ -409,7 +409,7 @@ def _layout_repair(path: Path, data_dir: Path) -> str:
     return command or f"{commands_of(data_dir, owner)} with the same settings as before"
 
 
-def _command_of(data_dir: Path, column: ColumnSpec, matches: Callable[[Stored], bool]) -> str | None:
+def _command_of(data_dir: Path, column: ColumnSpec, matches: Callable[[StoredRecipe], bool]) -> str | None:
     """Return the command of a variant whose recipe matches; prefer the current variant. None if no recipe matches."""
     current = None
     with suppress(UserError):  # a damaged dataset.json is reported separately

@@ -18,10 +18,10 @@ from clipmill.manifests.formatting import clock, count_noun
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.publish import parse_json
 from clipmill.manifests.store import has_manifest, read_videos
-from clipmill.prep.core.chunk_content import place_of
+from clipmill.prep.core.chunk_content import source_location
 from clipmill.prep.core.column import CheckedSample, DeepCode
 from clipmill.prep.core.failures import SourceFailure
-from clipmill.prep.core.report import Report
+from clipmill.prep.core.work import Report
 from clipmill.prep.video.span_task import check_chunk, read_chunk
 from clipmill.shards.columns import SOURCE_MEMBER
 from clipmill.shards.decoding import DamagedPacket, SourceFile, read_packets
@@ -134,7 +134,7 @@ def check_video(row: dict[str, Any], members: dict[str, bytes], split: str) -> C
         )
         payload = row["source_offset"], row["source_bytes"] - row["source_offset"]
         try:
-            source = SourceFile(place_of(row["tar"], row["video_id"]))
+            source = SourceFile(source_location(row["tar"], row["video_id"]))
             packets = read_packets(source, payload, table, list(range(len(table.frame))))
         except (DamagedPacket, Damaged, OSError, KeyError) as error:
             return CheckedSample([(DeepCode.UNREADABLE, f"the source cannot be read: {error}"), *json_differences], 0)

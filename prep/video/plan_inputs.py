@@ -20,8 +20,8 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, on_one_line
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.store import VIDEOS_FILE, captions_path, has_manifest, manifest_dir, open_videos, read_videos
-from clipmill.prep.core.column import Pending
-from clipmill.prep.core.failure_list import MAX_NAMED
+from clipmill.prep.core.column import PendingWork
+from clipmill.prep.core.failure_list import MAX_ENTRIES
 from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, ShardState, StoredShards, pending_of, stored_shards
 from clipmill.prep.core.tables import (
     as_array,
@@ -260,7 +260,7 @@ def left_out_values(plan: Plan) -> dict[str, Any]:
         "num_left_out": cutting.num_left_out,
         "left_out_s": float(cutting.frames_left_out / plan.recipe.settings.fps_exact),
         "num_left_out_videos": len(cutting.videos_left_out),
-        "first_left_out_videos": plan.video_ids(cutting.videos_left_out[:MAX_NAMED]),
+        "first_left_out_videos": plan.video_ids(cutting.videos_left_out[:MAX_ENTRIES]),
     }
 
 
@@ -335,7 +335,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
         make=make_shard,
         task=task,
         video_ids=lambda shard: [span.video_id for span in plan.spans(shard.rows)],
-        failed_before=[*plan.failed_sources(), *(plan.lost_sources() if column is INDEX else ())],
+        planning_failures=[*plan.failed_sources(), *(plan.lost_sources() if column is INDEX else ())],
         read_again=planned.read_again,
         chunk_s=plan.mean_chunk_s,
         needs=None if version is None else ("clipmill.prep.video.ffmpeg:version_mismatch", version),
@@ -400,7 +400,7 @@ def _known_chunks(data_dir: Path, recipe: ResolvedRecipe) -> tuple[np.ndarray, n
     return num_chunks, is_known, len(undetected)
 
 
-def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
+def pending_chunks(data_dir: Path, variant: Variant) -> PendingWork:
     """Return the missing part of a variant, without checking whether its sources have changed.
 
     Raises:
@@ -435,7 +435,7 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
     return replace(pending, to_make=to_make, left_out=left_out)
 
 
-def _pending_in_part(data_dir: Path, variant: Variant, recipe: ResolvedRecipe) -> Pending:
+def _pending_in_part(data_dir: Path, variant: Variant, recipe: ResolvedRecipe) -> PendingWork:
     """Return the missing part of a variant, as far as the known probes and shots determine it.
 
     If the probe or the shots of a video are unknown, all of its spans in the layout count as required.
@@ -450,4 +450,4 @@ def _pending_in_part(data_dir: Path, variant: Variant, recipe: ResolvedRecipe) -
     shard_ids = frozenset(np.asarray(layout["shard_id"])[layout_rows].tolist())
     num_missing = len(shard_ids - variant.commits.keys())
     to_make = {"missing": num_missing} if num_missing else {}
-    return Pending(to_make=to_make) if num_undetected else Pending(int(num_chunks.sum()), shard_ids, to_make)
+    return PendingWork(to_make=to_make) if num_undetected else PendingWork(int(num_chunks.sum()), shard_ids, to_make)

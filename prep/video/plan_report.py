@@ -26,14 +26,13 @@ from clipmill.manifests.keys import split_key
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.store import captions_path, read_videos
 from clipmill.prep.core.column import Addition
-from clipmill.prep.core.ending import retry_words
 from clipmill.prep.core.failure_list import (
-    MAX_NAMED,
+    MAX_ENTRIES,
     codes_line,
+    entry_lines,
     failure_lines,
     first_failures,
     lost_source_lines,
-    named_lines,
     note_lines,
 )
 from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT, FailureCode, SourceFailure
@@ -41,11 +40,12 @@ from clipmill.prep.core.other_splits import lost_lines, lost_times
 from clipmill.prep.core.plan import ShardState, disk_use
 from clipmill.prep.core.report import (
     NOTHING_TO_DO,
-    Report,
     next_line,
+    retry_arguments,
     states_lines,
     states_values,
 )
+from clipmill.prep.core.work import Report
 from clipmill.prep.engines.choice import num_cores as count_cores
 from clipmill.prep.video.codecs import codec_named
 from clipmill.prep.video.column import COLUMN, INDEX, column_of
@@ -394,11 +394,13 @@ def plan_report(planned: Planned) -> Report:
         if shard.shard_id in moved and shard.state in (ShardState.NEW, ShardState.ORPHANED)
     }
     lines += states_lines(plan.shards, reasons=reasons, verb=(column := column_of(plan.recipe)).verb)
-    lines += failure_lines(list(plan.failed_sources()), listed=None, retry=retry_words(COLUMN, data=planned.data_dir))
+    lines += failure_lines(
+        list(plan.failed_sources()), list_path=None, retry_command=retry_arguments(COLUMN, data=planned.data_dir)
+    )
     lost = plan.lost_sources()
     codes = dict(Counter(failure.code for failure in lost).most_common())
     lines += [f"lost     {line}" for line in lost_source_lines(codes, is_indexed=column is INDEX)]
-    lines += named_lines(first_failures(lost), num_all=len(lost), listed=None, indent=" " * 9)
+    lines += entry_lines(first_failures(lost), num_all=len(lost), list_path=None, indent=" " * 9)
     failed = [
         failure for shard in plan.shards if shard.num_failed for failure in planned.commits[shard.shard_id].failures
     ]
@@ -406,7 +408,7 @@ def plan_report(planned: Planned) -> Report:
     has_work = any(shard.has_work for shard in plan.shards)
     shots, tails, others = _undetected_shots(plan), short_tails(plan), _of_other_splits(planned)
     twice = sources_read_twice(planned)
-    num_noted, notes = plan.notes(max_videos=MAX_NAMED)
+    num_noted, notes = plan.notes(max_videos=MAX_ENTRIES)
     lines += [
         *shots.lines,
         *left_out_report(plan),
@@ -437,7 +439,7 @@ def plan_report(planned: Planned) -> Report:
         command = COLUMN.command_line(plan.recipe.values, data_dir=planned.data_dir)
         lines.append(next_line(command))
     elif can_be_retried(failed):
-        command = shlex.join(retry_words(COLUMN, data=planned.data_dir))
+        command = shlex.join(retry_arguments(COLUMN, data=planned.data_dir))
         lines.append(next_line(command))
     else:
         is_incomplete = failed or (lost and column is INDEX)
@@ -477,9 +479,9 @@ def retry_lines(failed: Sequence[Failure], planned: Planned) -> list[str]:
     hints = [f"`prep {command}` tries them again"] if codes & TRANSIENT else []
     hints += [f"`prep {command}` tries them again as soon as the source can be read"] if codes & SOURCE_AWAY else []
     if can_be_retried(failed):
-        hints.append(f"`{shlex.join(retry_words(COLUMN, data=planned.data_dir))}` tries them again")
+        hints.append(f"`{shlex.join(retry_arguments(COLUMN, data=planned.data_dir))}` tries them again")
     lines = [f"missing  chunks, because of {count_noun(len(failed), 'earlier failure')}: {codes_line(failed)}"]
-    lines += named_lines(first_failures(failed), num_all=len(failed), listed=None, indent=" " * 9)
+    lines += entry_lines(first_failures(failed), num_all=len(failed), list_path=None, indent=" " * 9)
     return [*lines, f"         {'; '.join(hints)}"]
 
 
@@ -493,7 +495,7 @@ def _undetected_shots(plan: Plan) -> Addition:
     source_megapixels = lengths_s * width * height * fps / 1e6
     core_s = source_megapixels * _DECODE_S_PER_MEGAPIXEL + lengths_s * fps * _DETECT_S_PER_FRAME
     num_videos, seconds, core_hours = len(videos), float(lengths_s.sum()), float(core_s.sum()) / 3600
-    first = plan.video_ids(videos[:MAX_NAMED].tolist())
+    first = plan.video_ids(videos[:MAX_ENTRIES].tolist())
     values = {
         "num_undetected_videos": num_videos,
         "undetected_s": seconds,

@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 
 from clipmill.manifests.formatting import count_noun, duration_text, on_one_line, size_text
 from clipmill.prep.core.column import Addition
-from clipmill.prep.core.failure_list import MAX_NAMED
+from clipmill.prep.core.failure_list import MAX_ENTRIES
 from clipmill.prep.video.plan import Plan
 from clipmill.prep.video.plan_inputs import Planned, named_videos
 from clipmill.prep.video.spans import EvenCutting
@@ -25,7 +25,7 @@ def sources_read_twice(planned: Planned) -> Addition:
     timelines = plan.probes["timeline"].take(pa.array(videos))
     rows = videos[np.asarray(pc.fill_null(pc.match_substring(timelines, _UNINDEXED), False))]
     size_bytes = int(np.asarray(plan.probes["size_bytes"])[rows].sum())
-    first = plan.video_ids(rows[:MAX_NAMED].tolist())
+    first = plan.video_ids(rows[:MAX_ENTRIES].tolist())
     values = {"num_read_twice": len(rows), "read_twice_bytes": size_bytes, "first_read_twice": first}
     each = f"{duration_text(size_bytes / _SLOW_BYTES_PER_S)} at {size_text(round(_SLOW_BYTES_PER_S))}/s"
     lines = [
@@ -42,7 +42,7 @@ def short_tails(plan: Plan) -> Addition:
         return Addition([], {})
     fps = plan.recipe.settings.fps_exact
     tails = plan.cutting.short_tails(max_frames=math.ceil(_SHORT_TAIL_S * fps))
-    rows = list(tails)[:MAX_NAMED]
+    rows = list(tails)[:MAX_ENTRIES]
     first = dict(zip(plan.video_ids(rows), (float(tails[row] / fps) for row in rows), strict=True))
     videos = [f"{on_one_line(video)} {length_s:.2g} s" for video, length_s in first.items()]
     more = ", ..." if len(tails) > len(first) else ""

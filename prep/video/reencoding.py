@@ -22,7 +22,7 @@ from clipmill.manifests.errors import Inaccessible, UserError
 from clipmill.manifests.formatting import count_noun, duration_text, short_number, size_text
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.store import captions_path
-from clipmill.prep.core.chunk_content import place_of
+from clipmill.prep.core.chunk_content import source_location
 from clipmill.prep.video.column import NAMED_RECIPES, Recipe, RecipeName
 from clipmill.prep.video.plan_inputs import make_plan
 from clipmill.prep.video.plan_report import Estimate, estimate, run_trials
@@ -124,7 +124,7 @@ def _source_chunk(shard: CommittedShard, row: int) -> _Chunk:
     assert source is not None, "the index is not from prep index"
     start_us, fps = index["start_ms"][row].as_py() * 1000, index["fps_num"][row].as_py() / index["fps_den"][row].as_py()
     timeline, video_id = Timeline.from_json(source.timeline), index["video_id"][row].as_py()
-    source_file = SourceFile(place_of(shard.index_path, video_id))
+    source_file = SourceFile(source_location(shard.index_path, video_id))
     codec, extradata = tables.stream(row)
     return _Chunk(
         video_id,

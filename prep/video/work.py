@@ -12,14 +12,13 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, duration_text
 from clipmill.manifests.plugins import import_late
 from clipmill.prep.core.column import Addition
-from clipmill.prep.core.ending import retry_words
 from clipmill.prep.core.failure_list import codes_line
 from clipmill.prep.core.parts import PartRun
-from clipmill.prep.core.report import Report, changed_settings, summary_report
+from clipmill.prep.core.report import changed_settings, retry_arguments, summary_report
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary, execute
 from clipmill.prep.core.variants import lost_samples
-from clipmill.prep.core.work import MERGED_TABLE, ColumnWork
+from clipmill.prep.core.work import MERGED_TABLE, ColumnWork, Report
 from clipmill.prep.video.column import COLUMN, IndexRecipe, Recipe
 from clipmill.prep.video.ffmpeg import find_ffmpeg, require_encoder
 from clipmill.prep.video.plan import Plan
@@ -69,7 +68,7 @@ def _run(plan: Planned, recipe: Recipe | IndexRecipe, request: Request, part_run
     job = replace(
         chunk_job(plan, scratch_bytes=request.scratch_bytes),
         lag_limit_s=request.lag_limit_s,
-        asked=request.recorded_flags,
+        request_values=request.recorded_flags,
     )
     summary = execute(job, engine, part_run=part_run)
     if plan.detection is not None:
@@ -130,13 +129,13 @@ def settings_against_current(planned: Planned) -> list[str]:
     return changed_settings(planned.data_dir, VIDEO, variant=recipe.variant, recipe=recipe.values)
 
 
-def chunk_summary(summary: Summary, recipe: Recipe | IndexRecipe, listed: Path) -> Report:
-    """Return the report of a run; `listed` is the path of the list of failures."""
+def chunk_summary(summary: Summary, recipe: Recipe | IndexRecipe, list_path: Path) -> Report:
+    """Return the report of a run; `list_path` is the path of the list of failures."""
     speed = None
     if summary.cpu_s and summary.encoded_s:
         speed = f"{summary.encoded_s / summary.cpu_s:.1f}x real time per core ({summary.cpu_s:.1f} s of CPU time)"
-    retry, verb = retry_words(COLUMN, data=listed.parents[2]), getattr(recipe, "verb", COLUMN.verb)
-    return summary_report(summary, listed=listed, speed=speed, retry=retry, verb=verb)
+    retry, verb = retry_arguments(COLUMN, data=list_path.parents[2]), getattr(recipe, "verb", COLUMN.verb)
+    return summary_report(summary, list_path=list_path, speed=speed, retry_command=retry, verb=verb)
 
 
 def left_out_report(plan: Plan) -> list[str]:

@@ -287,7 +287,7 @@ def test_frames_that_do_not_increase_or_are_out_of_range_are_the_mistake_of_the_
     shard_set: ShardSet, numbers: tuple[int, ...]
 ) -> None:
     video = Variant.open(shard_set.data)
-    (chunk, *_) = chunks_of_shard(video.directory, 0, commits=video.commits, following={})
+    (chunk, *_) = chunks_of_shard(video.directory, 0, commits=video.commits, next_chunks={})
     times = [frame.pts or 0 for frame in chunk.frames((0, 1, 59))]
     assert len(times) == 3 and times[0] < times[1] < times[2]
     message = rf"{chunk.key}: frames\(\) got index {numbers[-1]}.*; indices must increase, from 0 to at most 59"

@@ -22,7 +22,8 @@ from clipmill.manifests.formatting import count_noun, duration_text, short_numbe
 from clipmill.manifests.storage.mirrors import mirror_of, show_addresses
 from clipmill.manifests.storage.urls import mask_secrets
 from clipmill.manifests.store import read_videos
-from clipmill.prep.core.report import PageRequest, Report, publish_page
+from clipmill.prep.core.report import publish_page
+from clipmill.prep.core.work import PageRequest, Report
 from clipmill.prep.video.codecs import CODECS
 from clipmill.prep.video.column import settings_line
 from clipmill.prep.video.page.cards import PREVIEW_S, Card, ClipFolder, ClipPlan, plan_clips, read_details

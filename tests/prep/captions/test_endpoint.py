@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clipmill.prep.captions.answers import Answer, answers_in
-from clipmill.prep.captions.asking import decode_pictures
+from clipmill.prep.captions.answers import Answer, answers_in, decode_pictures
 from clipmill.prep.core.chunk_content import read_chunk
 from clipmill.prep.core.data_folder import column_lock
 from clipmill.shards.pages.figures import evenly_within

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clipmill.prep.captions.answers import Answer
-from clipmill.prep.captions.asking import decode_pictures
+from clipmill.prep.captions.answers import Answer, decode_pictures
 from clipmill.prep.captions.recipe import CaptionsSettings
 from clipmill.prep.captions.vlm import open_model
 from clipmill.prep.core.chunk_content import read_chunk

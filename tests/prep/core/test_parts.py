@@ -283,7 +283,7 @@ def test_the_last_part_waits_for_commits_that_its_node_does_not_see_yet(
     with running(data, "1/2") as first:
         with running(data, "2/2") as second:
             assert not second.end()
-            second.tell(3)
+            second.report_made(3)
         assert first.end()
         first.await_others(lambda: next(late))
     assert next(late, None) is None, "it did not wait"
@@ -292,7 +292,7 @@ def test_the_last_part_waits_for_commits_that_its_node_does_not_see_yet(
     with running(data, "1/2") as first:
         with running(data, "2/2") as second:
             second.end()
-            second.tell(3)
+            second.report_made(3)
         assert first.end()
         first.await_others(dict)  # they have been removed
     with running(data, "1/2") as first:

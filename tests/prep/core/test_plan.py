@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from clipmill.prep.core.chunk_plan import Holders
+from clipmill.prep.core.chunk_plan import ShardLookup
 from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT, FailureCode
 from clipmill.prep.core.plan import HeldShards, ShardState, StoredShards, WantedShard, plan_shards, state_of
 from clipmill.shards.commits import Commit, Failure, ShardFiles
@@ -62,9 +62,9 @@ def test_every_committed_shard_is_planned_once() -> None:
 
 def test_holders_are_found_by_any_of_their_chunks() -> None:
     names = [f"{number:032x}" for number in range(6)]
-    holders = Holders([(7, names[:2]), (2, [names[3].encode()]), (3, []), (9, [names[0], names[5]])])
-    assert len(holders) == 5 and not Holders([])
-    assert (holders.of(names), holders.of(names[:1]), holders.of(names[3:5]), holders.of([names[4]])) == (
+    lookup = ShardLookup([(7, names[:2]), (2, [names[3].encode()]), (3, []), (9, [names[0], names[5]])])
+    assert len(lookup) == 5 and not ShardLookup([])
+    assert (lookup.find(names), lookup.find(names[:1]), lookup.find(names[3:5]), lookup.find([names[4]])) == (
         [2, 7, 9],
         [7, 9],
         [2],

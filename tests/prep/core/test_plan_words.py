@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from clipmill.prep.core.failure_list import failure_lines
-from clipmill.prep.core.failures import WORDS, FailureCode
+from clipmill.prep.core.failures import EXPLANATIONS, FailureCode
 from clipmill.prep.core.plan import DiskUse, ShardPlan, ShardState
 from clipmill.prep.core.report import MAX_LISTED, states_lines
 from clipmill.shards.commits import Failure
@@ -72,20 +72,24 @@ def test_the_disk_is_said_to_be_too_small() -> None:
 
 
 def test_every_failure_has_words_and_advice() -> None:
-    assert set(WORDS) == set(FailureCode)
-    lines = failure_lines([Failure("clip", None, "no_video", "clip.mp3: no video stream")], listed=Path("list.jsonl"))
+    assert set(EXPLANATIONS) == set(FailureCode)
+    lines = failure_lines(
+        [Failure("clip", None, "no_video", "clip.mp3: no video stream")], list_path=Path("list.jsonl")
+    )
     assert lines == [
         "failed   1 x no_video: the file has no video stream",
         "         hint: remove it, and run prep manifest again",
         "         clip: no_video: clip.mp3: no video stream",
         "         full list: list.jsonl",
     ]
-    for code, (_, advice) in WORDS.items():
-        lines = failure_lines([Failure("a", None, code, "")], listed=None, retry=("prep", "retry", "--column", "own"))
+    for code, (_, advice) in EXPLANATIONS.items():
+        lines = failure_lines(
+            [Failure("a", None, code, "")], list_path=None, retry_command=("prep", "retry", "--column", "own")
+        )
         assert lines[1] == f"         hint: {advice.replace('{retry}', 'prep retry --column own')}"
         assert lines[1].count("prep retry") == lines[1].count("prep retry --column own"), "another column is retried"
 
 
 def test_a_value_that_is_not_finite_need_not_come_from_a_model() -> None:
-    meaning, advice = WORDS[FailureCode.NOT_FINITE]
+    meaning, advice = EXPLANATIONS[FailureCode.NOT_FINITE]
     assert meaning == "a value is NaN or infinite" and "if a model made the value" in advice

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clipmill.prep.core.failures import WORDS, FailureCode, loss_code
+from clipmill.prep.core.failures import EXPLANATIONS, FailureCode, loss_code
 from clipmill.prep.engines import Engine, Outcome, processes
 from clipmill.prep.engines.execution import Execution, Need
 from clipmill.prep.engines.processes import ProcessEngine
@@ -120,4 +120,4 @@ def test_the_hint_about_a_lost_worker_follows_from_its_signal(
     engine = ProcessEngine(num_workers=1)
     (lost,) = (outcome for outcome in engine.run(end_by, [killed_by]) if isinstance(outcome, Outcome))
     assert lost.lost is not None and f"signal {killed_by.value} " in lost.lost
-    assert loss_code(crashed=lost.crashed) == code and hint in WORDS[code][1]
+    assert loss_code(crashed=lost.crashed) == code and hint in EXPLANATIONS[code][1]

@@ -11,7 +11,7 @@ from pathlib import Path
 import av
 import pytest
 
-from clipmill.prep.core.report import PageRequest
+from clipmill.prep.core.work import PageRequest
 from clipmill.prep.synthetic import read_frame_number
 from clipmill.prep.video.inspection import gop_line
 from clipmill.prep.video.page.cards import decode_frames, jpeg

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 from clipmill.manifests.store import read_videos
-from clipmill.prep.core.report import PageRequest
+from clipmill.prep.core.work import PageRequest
 from clipmill.prep.synthetic import read_frame_number
 from clipmill.prep.video.page import cards, write
 from clipmill.prep.video.page.cards import CaptionLine, Card
