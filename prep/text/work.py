@@ -323,7 +323,7 @@ def _job(plan: TextPlan, maker: "ShardMaker", request_values: Mapping[str, str])
         make=partial(system_errors_as_results, maker.make),
         task=task,
         video_ids=lambda shard: plan.ids_of(shard).to_pylist(),
-        failed_before=[],
+        planning_failures=[],
         chunk_s=None,
         where=plan.recipe.settings.where,
         request_values={WEIGHTS: local_weights(plan.recipe), **request_values},
