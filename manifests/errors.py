@@ -1,16 +1,16 @@
-"""User-facing errors and their exit codes.
+"""User-facing errors, with their exit codes and what a command prints for them.
 
     ClipmillError
-    ├── UserError      the request is invalid                         exit 2, `error:` and `hint:` lines
-    │   ├── UserErrors several mistakes in one request                exit 2, two lines for each
-    │   └── StorageRefused object storage refuses access              exit 3, `error:` and `hint:` lines
-    ├── Inaccessible   a bucket refuses a file, or does not respond   as the OSError that it wraps
-    ├── FailedWork     some of the work failed                        exit 1, a summary and the path of the list
-    └── Stopped        stopped by SIGTERM after saving the work       exit 143, how to continue
+    ├── UserError          invalid request                           exit 2, `error:` and `hint:` lines
+    │   ├── UserErrors     several mistakes in one request           exit 2, `error:` and `hint:` lines for each mistake
+    │   └── StorageRefused access denied by object storage           exit 3, `error:` and `hint:` lines
+    ├── Inaccessible       file in a bucket that cannot be read now  same as for the OSError that caused it
+    ├── FailedWork         failure of a part of the work             exit 1, a summary and the path of the failure list
+    └── Stopped            end after SIGTERM, with the work saved    exit 143, how to continue
 
-An OSError is always reported with its path. Missing permissions are a user error, and so is a package of an extra that
-is not installed (`extras.py`). A full or failing disk and a lack of memory are failed work. Any other exception at top
-level is a bug and keeps its traceback.
+The message for an OSError always contains the path. A missing permission and a missing optional package are user
+errors. A full or failing disk and a lack of memory are failed work. Any other exception that reaches the top level is a
+bug and keeps its traceback.
 """
 
 import errno
@@ -23,19 +23,24 @@ from typing import NoReturn
 
 EXIT_FAILED_WORK = 1
 EXIT_USER_ERROR = 2
-EXIT_STORAGE_REFUSED = 3  # status at which a scheduler may renew the credentials and start the command again
+EXIT_STORAGE_REFUSED = 3  # a scheduler may renew the credentials and run the command again
 EXIT_INTERRUPTED = 130
 EXIT_STOPPED = 143
 
-_MAX_CHARS, _NUM_FIRST_CHARS = 200, 60  # maximum length of a line from a library, and the length kept at its start
+# Maximum length of a library's message, and the length of its start that is kept when the middle is removed.
+_MAX_CHARS, _NUM_FIRST_CHARS = 200, 60
 _PERMISSION_ERRORS = frozenset({errno.EACCES, errno.EPERM})
-# Errors of a full or failing disk. They are neither invalid requests nor bugs.
+# Error numbers of a full, read-only or failing disk, which is neither an invalid request nor a bug.
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 FOLDER_IN_PLACE = "this path is a folder, not a file; remove it or move it away"
 
 
 class ClipmillError(Exception):
-    """Base class of the errors above; `exit_code` is the exit code of a command that ends with the error."""
+    """Base class of all user-facing errors.
+
+    Attributes:
+        exit_code: Exit code of a command that ends with this error.
+    """
 
     exit_code = EXIT_FAILED_WORK
 
@@ -44,10 +49,10 @@ class UserError(ClipmillError):
     """A mistake in flags, files or the environment that the user can fix.
 
     Args:
-        message: Description of the mistake, with the offending value.
-        hint: Way to fix it, printed on a separate line.
-        flags: Flags that the mistake concerns, the wrong flag first. Code that needs the flags reads this attribute,
-            never the message.
+        message: Description of the mistake, including the offending value.
+        hint: Advice on how to fix the mistake, printed on a separate line.
+        flags: Flags that are involved in the mistake; the wrong flag comes first. Code that needs the flags reads this
+            attribute and never parses the message.
     """
 
     exit_code = EXIT_USER_ERROR
@@ -59,30 +64,32 @@ class UserError(ClipmillError):
 
     @property
     def errors(self) -> "tuple[UserError, ...]":
-        """The mistakes as separate errors."""
+        """One error for each mistake."""
         return (self,)
 
     def add_hint(self, *hints: str) -> None:
-        """Append to the hint in place, so that the error keeps its cause and traceback."""
+        """Append to the hint of this error object, which keeps its cause and traceback."""
         self._set_hint("; ".join([*filter(None, [self.hint]), *hints]) or None)
 
     def rename_flags(self, rename: Callable[[str], str]) -> None:
-        """Replace the names of the flags in message and hint, in place."""
-        names = {flag: rename(flag) for flag in self.flags}
+        """Rename the flags in this error's message, hint and `flags`."""
+        new_names = {flag: rename(flag) for flag in self.flags}
         # Longer names come first: --loss is a prefix of --loss.temperature.
-        longest_first = "|".join(re.escape(flag) for flag in sorted(names, key=len, reverse=True))
-        flags = re.compile(rf"(?:{longest_first})(?![\w-]|\.\w)" if names else r"(?!)")
-        self.flags = tuple(names.values())
-        self.args = (flags.sub(lambda flag: names[flag[0]], str(self)),)
-        self._set_hint(self.hint and flags.sub(lambda flag: names[flag[0]], self.hint))
+        alternatives = "|".join(re.escape(flag) for flag in sorted(new_names, key=len, reverse=True))
+        pattern = re.compile(rf"(?:{alternatives})(?![\w-]|\.\w)" if new_names else r"(?!)")
+        self.flags = tuple(new_names.values())
+        self.args = (pattern.sub(lambda match: new_names[match[0]], str(self)),)
+        self._set_hint(self.hint and pattern.sub(lambda match: new_names[match[0]], self.hint))
 
     def _set_hint(self, hint: str | None) -> None:
         self.hint = hint
-        self.__notes__ = [f"hint: {hint}"] if hint else []  # shown in tracebacks of a user's own program
+        self.__notes__ = (
+            [f"hint: {hint}"] if hint else []
+        )  # shown in the traceback if a user's program raises the error
 
 
 class UserErrors(UserError):
-    """Several mistakes in one request. Message and hint have one line per mistake; `errors` has separate errors."""
+    """Several mistakes in one request. The message has one line per mistake, and so has the hint."""
 
     def __init__(self, errors: Iterable[UserError]) -> None:
         self._errors = tuple(errors)
@@ -92,21 +99,21 @@ class UserErrors(UserError):
 
     @property
     def errors(self) -> tuple[UserError, ...]:
-        """The mistakes as separate errors."""
+        """One error for each mistake."""
         return self._errors
 
     def rename_flags(self, rename: Callable[[str], str]) -> None:
-        """Replace the names of the flags in each mistake, in place."""
+        """Rename the flags in each mistake."""
         for error in self._errors:
             error.rename_flags(rename)
         UserErrors.__init__(self, self._errors)
 
 
 class StorageRefused(UserError):
-    """Object storage refuses access to an object or a bucket, or the bucket does not exist.
+    """Object storage denies access to an object or a bucket, or the bucket does not exist.
 
     Attributes:
-        concerns_all: True if storage refuses access to the complete bucket, not only to one object.
+        concerns_all: True if access to the entire bucket is denied, not only access to one object.
     """
 
     exit_code = EXIT_STORAGE_REFUSED
@@ -114,16 +121,16 @@ class StorageRefused(UserError):
 
 
 class StorageReason(str):
-    """Reason why a machine must not work, as text: object storage refuses it access."""
+    """Reason why a node is excluded from the work: a message that object storage denies access to the node."""
 
 
 class Inaccessible(ClipmillError):
-    """A file in a bucket cannot be read now. This says nothing about its content.
+    """A file in a bucket cannot be read at the moment, so it is unknown whether the file is intact.
 
-    It is not an OSError, so that code that interprets an OSError as a damaged or missing file does not catch it.
+    This class is not an OSError, because some callers treat an OSError as evidence of a damaged or missing file.
 
     Attributes:
-        cause: Error from the storage.
+        cause: Error from object storage.
     """
 
     def __init__(self, cause: OSError) -> None:
@@ -131,12 +138,12 @@ class Inaccessible(ClipmillError):
         self.cause = cause
 
     def __str__(self) -> str:
-        where = f": {self.cause.filename}" if self.cause.filename else ""
-        return f"{self.cause.strerror or self.cause}{where}"
+        path = f": {self.cause.filename}" if self.cause.filename else ""
+        return f"{self.cause.strerror or self.cause}{path}"
 
 
 class FailedWork(ClipmillError):
-    """Some of the work failed. The message contains the amount, and the path of the list of failures."""
+    """Part of the work failed. The message states how much, and contains the path of the failure list."""
 
     def __init__(self, message: str, *, exit_code: int = EXIT_FAILED_WORK) -> None:
         super().__init__(message)
@@ -144,18 +151,18 @@ class FailedWork(ClipmillError):
 
 
 class Stopped(ClipmillError):
-    """The program was stopped, and has saved its work. The message says how to continue."""
+    """The program saved its work and ended after SIGTERM. The message says how to continue."""
 
     exit_code = EXIT_STOPPED
 
 
 def run_command(command: Callable[[], object], *, program: str = "", has_daemons: bool = False) -> NoReturn:
-    """Run `command` and exit with the code for its outcome.
+    """Run a command, print its errors, and exit with the code for its outcome.
 
     Args:
-        program: Name of the program, which is also the name of the extra with its packages.
-        has_daemons: If interrupted, exit without interpreter shutdown, because threads in the middle of an operation
-            could block the shutdown forever.
+        program: Name of the program. The extra with the same name installs its packages.
+        has_daemons: Whether the command has daemon threads. If so, an interrupt skips the interpreter's shutdown, which
+            could wait forever for a thread in the middle of an operation.
     """
     _open_closed_streams()
     try:
@@ -174,15 +181,16 @@ def run_command(command: Callable[[], object], *, program: str = "", has_daemons
         print(f"stopped: {stop}", file=sys.stderr)
         sys.exit(stop.exit_code)
     except KeyboardInterrupt as interrupt:
-        # Python's own message is empty. A command may have added a note about how to continue.
-        note = f"; {interrupt}" if interrupt.args else ""
-        print(f"interrupted; finished work is kept{note}", file=sys.stderr, flush=True)
+        # The exception has no message, unless the command raised it with advice on how to continue.
+        advice = f"; {interrupt}" if interrupt.args else ""
+        print(f"interrupted; finished work is kept{advice}", file=sys.stderr, flush=True)
         if has_daemons:
             sys.stdout.flush()
             os._exit(EXIT_INTERRUPTED)
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # The reader of the output (`| head`) has exited. Flushing again would make Python report the broken pipe.
+        # The reader of the output (such as `| head`) has exited. At shutdown, Python flushes stdout again, and would
+        # report the broken pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except MemoryError as error:
@@ -194,7 +202,7 @@ def run_command(command: Callable[[], object], *, program: str = "", has_daemons
 
 
 def _call(command: Callable[[], object], *, program: str) -> None:
-    """Call `command`; raise the cause of an Inaccessible, and a UserError if a package of an extra is missing."""
+    """Call `command`. Replace Inaccessible by its cause, and the error for a missing package by a UserError."""
     try:
         command()
     except Inaccessible as error:
@@ -212,15 +220,15 @@ def _call(command: Callable[[], object], *, program: str) -> None:
 
 
 def folder_in_place(path: Path) -> IsADirectoryError:
-    """Return the error for a folder in the place of a required file. Commands neither read nor replace the folder."""
+    """Return the error for a path that must be a file but is a folder. No command reads or replaces such a folder."""
     return IsADirectoryError(errno.EISDIR, FOLDER_IN_PLACE, os.fspath(path))
 
 
 def _open_closed_streams() -> None:
-    """Redirect standard streams that were closed at startup (`>&-`) to the null device.
+    """Connect standard streams that the shell has closed (`>&-`) to the null device.
 
-    Python sets such a stream to None. Its descriptor is then free, so the first file that a command opens would get
-    this descriptor, and receive whatever a library or another process prints to the stream.
+    Python sets a closed stream to None, and its descriptor is free. Otherwise, the first file that the command opens
+    would get this descriptor, and output that a library or a child process prints to the stream would go to the file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -230,41 +238,38 @@ def _open_closed_streams() -> None:
 
 
 def _exit_for(error: OSError) -> NoReturn:
-    """Report the path and the remedy of an OSError, and exit."""
-    # For a rename, report the target, because the source has a temporary name.
-    path = error.filename2 or error.filename
-    where = f"{os.fsdecode(path)}: " if isinstance(path, str | bytes) else ""
+    """Report an OSError with its path and a remedy, and exit."""
+    # If a rename failed, report the target, because the source has a temporary name.
+    filename = error.filename2 or error.filename
+    path = os.fsdecode(filename) if isinstance(filename, str | bytes) else ""
+    prefix = f"{path}: " if path else ""
     reason = " ".join((error.strerror or str(error) or type(error).__name__).split())
     if error.errno == errno.EISDIR:
-        print(f"failed: {where}{FOLDER_IN_PLACE}, and run the same command again", file=sys.stderr)
+        print(f"failed: {prefix}{FOLDER_IN_PLACE}, and run the same command again", file=sys.stderr)
         sys.exit(EXIT_FAILED_WORK)
     if error.errno in _PERMISSION_ERRORS:
-        print(f"error: {where}{reason}", file=sys.stderr)
+        print(f"error: {prefix}{reason}", file=sys.stderr)
         print("hint: grant this user access to it, or use a different path", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
     if error.errno in DISK_ERRORS:
-        where = os.fsdecode(path) if isinstance(path, str | bytes) else "a file"
-        if "://" in where:
-            where = f"the local copy of {where} in $TMPDIR"
-        print(f"failed: {where} cannot be written: {reason}; finished work is kept", file=sys.stderr)
+        file = f"the local copy of {path} in $TMPDIR" if "://" in path else path or "a file"
+        print(f"failed: {file} cannot be written: {reason}; finished work is kept", file=sys.stderr)
     else:
-        suspects = "disk or mount"
-        if "://" in where:
+        causes = "disk or mount"
+        if "://" in path:
             from clipmill.manifests.storage.clouds import CLOUDS
 
-            endpoints = CLOUDS[scheme].endpoints if (scheme := where.partition("://")[0].lower()) in CLOUDS else ()
-            suspects = "URL and the network"
-            if endpoints:
-                suspects = f"URL, the network and the endpoint ({endpoints[0]})"
-        advice = f"check the {suspects}, and run the same command again"
-        print(f"failed: {where}{reason}; finished work is kept; {advice}", file=sys.stderr)
+            endpoints = CLOUDS[scheme].endpoints if (scheme := path.partition("://")[0].lower()) in CLOUDS else ()
+            causes = f"URL, the network and the endpoint ({endpoints[0]})" if endpoints else "URL and the network"
+        advice = f"check the {causes}, and run the same command again"
+        print(f"failed: {prefix}{reason}; finished work is kept; {advice}", file=sys.stderr)
     sys.exit(EXIT_FAILED_WORK)
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the error's type if the message is empty.
 
-    The middle of a long line is removed, because libraries put the failed action first and the cause last.
+    If the line is too long, its middle is removed: libraries put the failed action first and the cause last.
     """
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if len(line) <= _MAX_CHARS:
@@ -273,7 +278,7 @@ def first_line(error: BaseException) -> str:
 
 
 def program_version() -> str:
-    """Return the version of clipmill; "unknown" for a checkout that is not installed."""
+    """Return the version of clipmill, or "unknown" if clipmill runs from a checkout without being installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -1,9 +1,9 @@
-"""Find the extra of clipmill's distribution that installs a missing module."""
+"""Find the extra of clipmill, such as `train`, that installs a missing module."""
 
 import re
 from importlib.metadata import PackageNotFoundError, requires
 
-# Modules whose distribution has a different name. A difference between `-` and `_` only does not count.
+# Distributions whose name differs from the name of the module by more than `-` and `_`.
 _DISTRIBUTIONS = {
     "cv2": "opencv-python-headless",
     "ffmpeg": "ffmpeg-python",
@@ -16,11 +16,11 @@ _REQUIREMENT = re.compile(r"([\w.-]+).*\bextra == ['\"]([\w-]+)['\"]")
 
 
 def extra_with(module: str, *, program: str) -> str | None:
-    """Return the extra that installs a module; None if no extra does.
+    """Return the name of the extra that installs a module, or None if no extra does.
 
     Args:
         module: Full name of the module, as in `ModuleNotFoundError.name`.
-        program: Name of the program; the extra with the same name is preferred.
+        program: Name of the program. If several extras install the module, the extra with this name is preferred.
     """
     package = module.partition(".")[0]
     distribution = _DISTRIBUTIONS.get(package, package.replace("_", "-"))

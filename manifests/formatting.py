@@ -1,4 +1,4 @@
-"""Format values for messages (sizes, durations, rates, counts, untrusted text); parse sizes and times in flags."""
+"""Format values for messages (sizes, durations, rates, counts, untrusted text); parse sizes, times and bitrates."""
 
 import math
 import re
@@ -15,7 +15,7 @@ _BITRATE = re.compile(r"(?P<number>\d+\.?\d*|\.\d+)(?P<unit>[kKM])", re.ASCII)
 
 
 def short_number(value: float) -> str:
-    """Format a value with three significant digits and without an exponent."""
+    """Format a number with three significant digits and without an exponent."""
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
     text = f"{value:.{2 - math.floor(math.log10(abs(value)))}f}"
@@ -23,7 +23,7 @@ def short_number(value: float) -> str:
 
 
 def size_text(size_bytes: float) -> str:
-    """Format a size in bytes with a suitable decimal unit: 999 bytes, 12.3 MB, 100 GB."""
+    """Format a number of bytes in the appropriate decimal unit: 999 bytes, 12.3 MB, 100 GB."""
     power = 0
     while size_bytes >= 999.5 and power < len(_SIZE_UNITS) - 1:
         size_bytes, power = size_bytes / 1000, power + 1
@@ -31,14 +31,14 @@ def size_text(size_bytes: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Format a duration with a suitable unit: 12 s, 3.5 min, 2.0 h."""
+    """Format a duration in the appropriate unit: 12 s, 3.5 min, 2.0 h."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:,.1f} h"
 
 
 def range_text(low: str, high: str) -> str:
-    """Format a range of two formatted values; a shared unit appears once: 2 to 3 s, 50 s to 2.0 min."""
+    """Join two formatted values into a range. A common unit is written only once: 2 to 3 s, 50 s to 2.0 min."""
     if low == high:
         return low
     number, unit = low.split(" ")
@@ -46,10 +46,11 @@ def range_text(low: str, high: str) -> str:
 
 
 def clock(seconds: float, *, decimals: int = 0) -> str:
-    """Format a time as a media player does: 0:42, 1:02:03.
+    """Format a time in the way that media players do: 0:42, 1:02:03.
 
     Args:
-        decimals: Maximum number of decimal places of the seconds; trailing zeros are omitted.
+        seconds: Time from the start of the video, in seconds.
+        decimals: Maximum number of decimal places of the seconds. Trailing zeros are omitted.
     """
     minutes, rest = divmod(round(seconds, decimals), 60)
     hours, minutes = divmod(int(minutes), 60)
@@ -59,20 +60,20 @@ def clock(seconds: float, *, decimals: int = 0) -> str:
 
 
 def rate_text(per_s: float) -> str:
-    """Format a rate: 1,200/s, 1.5/s, 30.0/min."""
+    """Format a rate per second or per minute: 1,200/s, 1.5/s, 30.0/min."""
     return f"{per_s:,.0f}/s" if per_s >= 10 else f"{per_s:.1f}/s" if per_s >= 1 else f"{per_s * 60:.1f}/min"
 
 
 def percent(fraction: float | None) -> str:
-    """Format a fraction as a percentage; return a dash for None."""
+    """Format a fraction from 0 to 1 as a percentage; return a dash for None."""
     return "-" if fraction is None else f"{100 * fraction:.1f} %"
 
 
 def parse_size(text: str, *, flag: str) -> int:
-    """Parse a size such as 100GB or 1.5TB (units of 1000) to bytes.
+    """Parse a size such as 100GB or 1.5TB, with decimal units, to a number of bytes.
 
     Raises:
-        UserError: The text is not a size above 0 with a unit.
+        UserError: The text is not a positive number with a unit.
     """
     match = _SIZE.fullmatch(text.strip())
     size_bytes = 0 if match is None else int(Fraction(match[1]) * 1000 ** " kmgtp".index((match[2] or " ").lower()))
@@ -84,13 +85,13 @@ def parse_size(text: str, *, flag: str) -> int:
 
 
 def parse_length(text: str, *, flag: str, also: str = "") -> Fraction:
-    """Parse a length such as 15s or 500ms to exact seconds.
+    """Parse a length such as 15s or 500ms to an exact number of seconds.
 
     Args:
-        also: Other accepted values, which are appended to the hint, such as ", or 81f for frames".
+        also: Text about other accepted values for the end of the hint, such as ", or 81f for frames".
 
     Raises:
-        UserError: The text is not a length above 0 with a unit.
+        UserError: The text is not a positive number with a unit.
     """
     match = _LENGTH.fullmatch(text)
     if match is None or Fraction(match["number"]) == 0:
@@ -106,7 +107,7 @@ def parse_age(text: str, *, flag: str) -> float:
     """Parse an age such as 7d or 12h to seconds.
 
     Raises:
-        UserError: The text is not an age above 0 with a unit.
+        UserError: The text is not a positive number with a unit.
     """
     match = _AGE.fullmatch(text)
     if match is None or float(match[1]) == 0:
@@ -115,14 +116,16 @@ def parse_age(text: str, *, flag: str) -> float:
 
 
 def parse_bitrate(text: str, *, flag: str) -> int:
-    """Parse a bitrate such as 800k, 0.8M or 2M to bits per second, with the same suffixes as ffmpeg.
+    """Parse a bitrate such as 800k, 0.8M or 2M, with the suffixes of ffmpeg, to bits per second.
 
     Raises:
         UserError: The text is not a bitrate, has no unit, or is not an integral number of bits per second.
     """
     if text.isdecimal() and int(text):
-        likely = f"{int(text) // 1000}k" if int(text) >= 10_000 else f"{int(text)}k"
-        raise UserError(f'{flag} "{text}" has no unit', hint=f"use {flag} {likely} (bits per second)", flags=(flag,))
+        suggestion = f"{int(text) // 1000}k" if int(text) >= 10_000 else f"{int(text)}k"
+        raise UserError(
+            f'{flag} "{text}" has no unit', hint=f"use {flag} {suggestion} (bits per second)", flags=(flag,)
+        )
     match = _BITRATE.fullmatch(text)
     bits = Fraction(0) if match is None else Fraction(match["number"]) * (10**6 if match["unit"] == "M" else 1000)
     if not bits or bits.denominator != 1:
@@ -133,7 +136,7 @@ def parse_bitrate(text: str, *, flag: str) -> int:
 
 
 def bitrate_text(bits_per_s: int) -> str:
-    """Format a bitrate in canonical form: 2M for integral megabits; otherwise in kilobits, such as 800k or 1.5k."""
+    """Format a bitrate in its canonical form: whole megabits as 2M, all other bitrates in kilobits as 800k or 1.5k."""
     if bits_per_s % 10**6 == 0:
         return f"{bits_per_s // 10**6}M"
     return f"{bits_per_s // 1000}{f'.{bits_per_s % 1000:03d}'.rstrip('.0')}k"
@@ -145,20 +148,20 @@ _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = MAX_VALUE_CHARS
 
 
-# Control characters other than whitespace, plus line separators, surrogates and bidirectional overrides. Emoji joiners
-# and right-to-left marks are not included, because valid text contains them.
+# Control characters except whitespace, line and paragraph separators, surrogates, and controls that override the
+# writing direction. Emoji joiners and right-to-left marks are not included, because valid text contains them.
 _HIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def count_noun(number: int, noun: str, plural: str = "") -> str:
-    """Return a number with the singular or plural of a noun: 1 chunk, 1,000 chunks."""
+    """Format a number together with the singular or plural of a noun: 1 chunk, 1,000 chunks."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def quote_value(value: object) -> str:
-    """Return `repr(value)`, shortened to about 80 characters, for any value from a JSON file or a pickle.
+    """Format an untrusted value, such as a value from a JSON file or a pickle, as `repr(value)` of up to 80 characters.
 
-    Unlike `repr`, it limits recursion and does not fail on an integer with thousands of digits.
+    Unlike `repr`, this function limits the recursion, and does not fail for an integer with thousands of digits.
     """
     try:
         return f"{_repr.repr(value):.{MAX_VALUE_CHARS}}"
@@ -172,8 +175,8 @@ def escape_invisible(text: str) -> str:
 
 
 def on_one_line(text: str, *, max_chars: int = MAX_LINE_CHARS) -> str:
-    """Format `text` for a terminal: collapse whitespace, escape unprintable characters, and truncate."""
-    flat = " ".join(text[: 4 * max_chars].split())
-    # An unprintable character may move the cursor, change colors or reverse the writing direction.
-    escaped = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in flat)
+    """Format untrusted text as one line: collapse whitespace, escape unprintable characters, and truncate."""
+    line = " ".join(text[: 4 * max_chars].split())
+    # An unprintable character could move the cursor, change the colors or reverse the writing direction.
+    escaped = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
     return escaped if len(escaped) <= max_chars else f"{escaped[: max_chars - 3]}..."

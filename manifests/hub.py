@@ -1,7 +1,7 @@
-"""Downloads from the Hugging Face Hub. Without a network, only the cache is used, and no request is retried.
+"""Download from the Hugging Face Hub, or use only the local cache if the Hub is unreachable.
 
-Otherwise, the packages that download would spend 25 s per file on an unreachable host. They are optional, so this
-module does not import them.
+Without this module, the packages that download would wait 25 s per file for an unreachable host. These packages are
+optional, so this module does not import them.
 """
 
 import os
@@ -12,20 +12,20 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-_OFFLINE = "HF_HUB_OFFLINE"  # variable that huggingface_hub reads when it is imported
+_OFFLINE = "HF_HUB_OFFLINE"  # environment variable that huggingface_hub reads when it is imported
 _ENDPOINT = "https://huggingface.co"
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
 @contextmanager
 def hub_if_reachable() -> Iterator[None]:
-    """Context manager for a download. If the host name of the Hub cannot be resolved, only the cache is used.
+    """Context manager for downloads that makes them use only the local cache if the Hub's host cannot be resolved.
 
     Raises:
         ConnectionError: The host name cannot be resolved, and the cache does not contain the files.
     """
     host = urlsplit(os.environ.get("HF_ENDPOINT") or _ENDPOINT).hostname or ""
-    # With a proxy, the proxy resolves the host name.
+    # If there is a proxy, it resolves the host name.
     has_proxy = any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES)
     if _OFFLINE in os.environ or has_proxy or _can_resolve(host):
         yield

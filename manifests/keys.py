@@ -1,8 +1,8 @@
-"""Names that are safe in tar archives: video IDs and chunk keys.
+"""Video IDs and chunk keys that are safe as names of tar members.
 
-A key is `<video_id>_<start_ms:09d>`. WebDataset splits a member's name at its first dot, and USTAR limits the name to
-100 bytes. Therefore a safe ID has at most 64 characters of `[A-Za-z0-9_-]`: with the underscore, the nine digits and
-the longest extension (`.latents.npy`), a member name stays under 90 bytes.
+A key has the form `<video_id>_<start_ms:09d>`. WebDataset splits a member's name at its first dot, and USTAR limits the
+name to 100 bytes. Therefore, a safe ID consists of at most 64 characters from `[A-Za-z0-9_-]`: with the underscore, the
+nine digits and the longest extension (`.latents.npy`), a member name stays under 90 bytes.
 """
 
 import hashlib
@@ -15,10 +15,10 @@ _KEY = re.compile(r"(?P<video_id>[A-Za-z0-9_-]{1,64})_(?P<start_ms>\d{9,})")
 
 
 def safe_video_id(source_id: str) -> str:
-    """Map the ID of a video in a dataset to an ID that is valid in a key.
+    """Convert a video's ID in its dataset to an ID that is safe in a key.
 
-    A safe ID is returned unchanged. Any other ID keeps its readable characters, followed by the first ten hex digits of
-    its SHA-256, so that different IDs never collide (`a.b` and `a/b` stay distinct).
+    A safe ID is returned unchanged. From any other ID, the safe characters are kept, and the first ten hex digits of
+    the ID's SHA-256 are appended, so that different IDs such as `a.b` and `a/b` stay distinct.
     """
     if _SAFE_ID.fullmatch(source_id):
         return source_id
@@ -33,7 +33,7 @@ def chunk_key(video_id: str, start_ms: int) -> str:
 
 
 def split_key(key: str) -> tuple[str, int]:
-    """Split a chunk key into video_id and start_ms, the inverse of `chunk_key`.
+    """Split a chunk key into the video ID and the start in milliseconds, the inverse of `chunk_key`.
 
     Raises:
         ValueError: `key` is not a chunk key.

@@ -1,12 +1,12 @@
-"""Locks between processes, using the kernel's `flock`. A lock ends with its holder, even if the holder is killed.
+"""Lock files and folders between processes with `flock`. A lock ends with its holder, even if the holder is killed.
 
-A lock belongs to an open file or folder, and lasts until its descriptor and all its mappings are closed. It also
-excludes processes on other nodes if the file system supports this: NFS and Lustre have mount options that restrict
-`flock` to a single node, and options that turn locks off. For buckets, locks are leases
+A lock belongs to an open file or folder, and lasts until the file's descriptor and all of its mappings are closed. The
+lock also excludes processes on other nodes if the file system supports this: NFS and Lustre have mount options that
+restrict `flock` to a single node, and others that turn locks off. In a bucket, locks are leases
 (`clipmill.manifests.storage.leases`).
 
-Under $TMPDIR, locks are held on folders that only their owner can read (`open_private`). These folders contain local
-copies of buckets and sources, and scratch data.
+In $TMPDIR, the locked folders are private: only their owner can read them (`open_private`). They contain local copies
+of buckets and source videos, and scratch data.
 """
 
 import errno
@@ -21,17 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.publish import naming
+from clipmill.manifests.publish import tag_errors
 from clipmill.manifests.storage.mirrors import mirror_of
 
-_NUM_TRIES, _TRY_INTERVAL_S = 20, 0.1  # attempts before a message reports that the command is waiting
+_NUM_TRIES, _TRY_INTERVAL_S = 20, 0.1  # attempts to take a lock before a message says that the command is waiting
 
 
 def lock(descriptor: int, *, is_shared: bool = False, waits: bool = True) -> bool:
-    """Lock an open file or folder; return False if another process holds the lock and `waits` is False.
+    """Lock an open file or folder, and return True if the lock is held.
 
     Args:
-        is_shared: Allow other holders that also share the lock.
+        is_shared: Take a shared lock, which several processes can hold at once, not an exclusive lock.
+        waits: Wait while another process holds the lock. Otherwise, return False in this case.
     """
     kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
     try:
@@ -42,7 +43,11 @@ def lock(descriptor: int, *, is_shared: bool = False, waits: bool = True) -> boo
 
 
 def try_lock(path: Path, *, is_shared: bool = False) -> int | None:
-    """Lock an existing file; return the descriptor that holds the lock, or None if it is missing or locked."""
+    """Lock an existing file without waiting.
+
+    Returns:
+        The descriptor that holds the lock, or None if the file is missing or locked by another process.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -55,10 +60,10 @@ def try_lock(path: Path, *, is_shared: bool = False) -> int | None:
 
 @contextmanager
 def hold_lock(path: Path, *, waits: bool = True) -> Iterator[bool]:
-    """Hold the lock of a lock file, which is created if missing; yield True if the lock is held.
+    """Context manager that locks a file, which is created if it is missing, and yields True if the lock is held.
 
     Args:
-        waits: Wait for other processes and threads; otherwise, the block may run without the lock.
+        waits: Wait while another process or thread holds the lock. Otherwise, the block runs without the lock.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
@@ -69,7 +74,7 @@ def hold_lock(path: Path, *, waits: bool = True) -> Iterator[bool]:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Wait for the exclusive lock of a folder, and hold the lock throughout the block."""
+    """Context manager that waits for the exclusive lock of a folder, and holds it throughout the block."""
     mirror = mirror_of(folder)
     if mirror is not None and mirror.folder == folder:
         with mirror.folder_lock():
@@ -84,17 +89,17 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 class FileLock:
-    """The lock of a file in a data folder; the file contains a note about the holder."""
+    """Lock on a file in a data folder. The file contains a note about the holder of the lock."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path, self._descriptor = path, descriptor
 
     @classmethod
     def take(cls, path: Path, *, is_shared: bool = False) -> "FileLock | None":
-        """Return the lock, or None if another process holds it.
+        """Take the lock without waiting. Return None if another process holds it.
 
         Args:
-            is_shared: Allow other holders that also share the lock.
+            is_shared: Take a shared lock, which several processes can hold at once.
 
         Raises:
             UserError: The folder is not writable, or its file system has no locks.
@@ -104,10 +109,13 @@ class FileLock:
 
     @classmethod
     def wait(cls, path: Path, *, on_wait: Callable[[], object]) -> "FileLock":
-        """Wait until the lock is free, and return it; call `on_wait` if this takes long.
+        """Take the exclusive lock, and wait while another process holds it.
+
+        Args:
+            on_wait: Function that is called once if the lock is not free within about 2 s.
 
         Raises:
-            UserError: See `take`.
+            UserError: The folder is not writable, or its file system has no locks.
         """
         for _ in range(_NUM_TRIES):
             if (file_lock := cls.take(path)) is not None:
@@ -132,7 +140,7 @@ class FileLock:
     def _acquire(self, *, is_shared: bool, waits: bool) -> bool:
         is_held = False
         try:
-            with naming(self.path):
+            with tag_errors(self.path):
                 is_held = lock(self._descriptor, is_shared=is_shared, waits=waits)
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
@@ -148,7 +156,7 @@ class FileLock:
 
     def note(self, holder: str) -> None:
         """Write a note about the holder into the file."""
-        with naming(self.path):
+        with tag_errors(self.path):
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, holder.encode(), 0)
 
@@ -162,58 +170,58 @@ class FileLock:
 
 
 def holder_of(path: Path) -> str:
-    """Return the note about the holder in a lock file; empty if there is no note."""
+    """Return the note about the holder in a lock file, or "" if there is no note."""
     try:
         return path.read_bytes()[:4000].decode("utf-8", "replace").strip()
     except OSError:
         return ""
 
 
-def this_process() -> str:
-    """Return the note about this process: its process ID and node."""
+def process_label() -> str:
+    """Return a note that identifies this process to people: its process ID and its node."""
     return f"process {os.getpid()} on {os.uname().nodename}"
 
 
 def process_record() -> dict[str, Any]:
-    """Return a record that identifies this process to processes on any machine."""
-    process = os.getpid()
-    return {"holder": this_process(), "machine": machine_id(), "process": process, "started": _start_of(process)}
+    """Return a JSON-serializable record that identifies this process among the processes of all machines."""
+    pid = os.getpid()
+    return {"holder": process_label(), "machine": machine_id(), "process": pid, "started": _start_of(pid)}
 
 
 def is_abandoned(record: Mapping[str, Any]) -> bool:
-    """Return True if a `process_record` belongs to a process of this machine that has ended."""
+    """Return True if a `process_record` describes a process of this machine that has ended."""
     if record.get("machine") != machine_id():
         return False
     return _start_of(int(record.get("process", 0))) != record.get("started")
 
 
 def machine_id() -> str:
-    """Return the identity of the running machine and its process IDs (containers have separate process IDs)."""
+    """Return an ID of this machine since its last start, and of the namespace in which its process IDs are valid."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    return secrets.token_hex(16)  # random, because an unknown machine must not equal any other machine
+    return secrets.token_hex(16)  # a random ID, so that two machines that cannot be identified never compare equal
 
 
-def _start_of(process: int) -> str | None:
-    """Return the start time of a process, in ticks since the machine started; None if the process is not running."""
+def _start_of(pid: int) -> str | None:
+    """Return the start time of a process in clock ticks since the boot, or None if the process is not running."""
     with suppress(OSError, IndexError):
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
     return None
 
 
 def private_root(purpose: str) -> Path:
-    """Return the path of this user's folder for `purpose`. The folder may not exist."""
-    # If $TMPDIR is unusable, gettempdir() silently returns a different folder.
+    """Return the path of this user's temporary folder for `purpose`, which may not exist yet."""
+    # $TMPDIR is read first, because gettempdir() silently returns a different folder if $TMPDIR is unusable.
     return Path(os.environ.get("TMPDIR") or tempfile.gettempdir()) / f"{purpose}-clipmill-{os.geteuid()}"
 
 
 def open_private(folder: Path) -> int:
-    """Create a private folder if it is missing, and return a descriptor that can be locked.
+    """Open a private folder, which is created if it is missing, and return a descriptor that can be locked.
 
     Raises:
-        PermissionError: The path is a link or a file, or other users have permissions for the folder.
+        PermissionError: The path is a link or a file, or the folder belongs or is accessible to other users.
         OSError: The folder cannot be created.
     """
     while True:
@@ -222,7 +230,7 @@ def open_private(folder: Path) -> int:
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError:
-            continue  # another process has removed the folder in the meantime
+            continue  # another process removed the folder in the meantime
         except OSError as error:
             if error.errno in (errno.ENOTDIR, errno.ELOOP):
                 raise _not_private(folder) from None
@@ -235,7 +243,7 @@ def open_private(folder: Path) -> int:
 
 
 def is_still_at(folder: Path, descriptor: int) -> bool:
-    """Return True if a path still refers to an open folder; False if the folder was removed or replaced."""
+    """Return True if a path still refers to an open folder, which may have been removed or replaced since."""
     try:
         return os.path.samestat(folder.lstat(), os.fstat(descriptor))
     except FileNotFoundError:

@@ -1,13 +1,13 @@
-"""`Parts`: named parts of one kind, from clipmill and other installed packages. Import of objects by path.
+"""Find parts of clipmill, such as losses or columns, by name: built-in parts and parts of other installed packages.
 
-A package adds a part with an entry point in its `pyproject.toml`. The name of the entry point is the name of the part
+A package adds a part with an entry point in its `pyproject.toml`. The entry point has the name of the part
 (docs/plugins.md):
 
     [project.entry-points."clipmill.losses"]
     decoupled = "clipmill_example.decoupled:DECOUPLED"
 
-All names are known without importing a package; a part is imported when it is looked up. If a part is unusable, only
-the work that needs it fails: lists of parts omit it, and a single warning is written to standard error.
+The names of all parts are known before any package is imported. A part is imported when it is looked up. If a part is
+unusable, only the work that needs it fails: lists of parts omit it, and one warning is written to standard error.
 """
 
 import re
@@ -25,20 +25,20 @@ Part = TypeVar("Part")
 
 
 class UnusablePart(UserError):
-    """A part that an installed package declares is unusable."""
+    """A part that an installed package declares cannot be used."""
 
 
 class Parts(Mapping[str, Part], Generic[Part]):
-    """The parts of one kind by name; clipmill's own parts come first.
+    """Mapping from names to the parts of one kind, with built-in parts first.
 
     Args:
-        noun: Name of the kind in messages.
-        group: Entry-point group.
+        noun: Noun for the kind in messages, such as "loss".
+        group: Entry-point group, without the prefix "clipmill.".
         kind: Class of the parts. A part's `name` must equal the name of its entry point.
-        builtin: Parts of clipmill, or their import paths `package.module:NAME`.
-        taken: Additional names that are reserved, such as other commands.
-        form: Pattern of names; by default, words of lower-case letters and digits that are joined by `-`.
-        fault: Function that describes the problem with a part of another package; empty if the part is valid.
+        builtin: Parts of clipmill, or their import paths in the form `package.module:NAME`.
+        taken: Further names that parts of other packages must not have, such as the names of other commands.
+        form: Pattern that names must match. By default, words of lower-case letters and digits, joined by `-`.
+        fault: Function that checks a part of another package. It returns a description of the problem, or "".
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Parts(Mapping[str, Part], Generic[Part]):
         return name in self._builtin or name in self._added_entries()
 
     def __getitem__(self, name: str) -> Part:
-        """Import a part.
+        """Import and return a part.
 
         Raises:
-            KeyError: There is no part with that name.
-            UnusablePart: The package that declares the part cannot be imported, or the part is invalid.
+            KeyError: No part has that name.
+            UnusablePart: The part of another package cannot be imported, or is invalid.
         """
         if name in self._builtin:
             builtin = self._builtin[name]
@@ -82,10 +82,10 @@ class Parts(Mapping[str, Part], Generic[Part]):
         return self._loaded[entry]
 
     def list_usable(self) -> list[Part]:
-        """Return all usable parts; report unusable parts on standard error."""
-        parts, rivals = [], [entry for entry in _entries(self._group) if entry.name in self._taken]
+        """Return all usable parts, and write a warning to standard error for each unusable part."""
+        parts, conflicts = [], [entry for entry in _entries(self._group) if entry.name in self._taken]
         hint = "rename it in that package"
-        errors = [self._unusable_error(entry, "has a name that is in use", hint=hint) for entry in rivals]
+        errors = [self._unusable_error(entry, "has a name that is in use", hint=hint) for entry in conflicts]
         for name in self:
             try:
                 parts.append(self[name])
@@ -96,25 +96,25 @@ class Parts(Mapping[str, Part], Generic[Part]):
         return parts
 
     def find_usable(self, name: str) -> Part | None:
-        """Return the part with this name; None if it does not exist or is unusable."""
+        """Return the part with this name, or None if it does not exist or is unusable."""
         try:
             return self.get(name)
         except UnusablePart:
             return None
 
     def package_of(self, name: str) -> str | None:
-        """Return the name and version of the package that declares a part; None for a part of clipmill."""
+        """Return the name and version of the package that declares a part, or None for a built-in part."""
         entry = self._added_entries().get(name)
         return None if entry is None else _package(entry)
 
-    def unknown_name_error(self, name: str, *, where: str) -> UserError:
-        """Return the error for an unknown name; `where` is the flag or setting that contains the name."""
+    def unknown_name_error(self, name: str, *, flag: str) -> UserError:
+        """Return the error for an unknown name in `flag`, which may also be a setting without a flag."""
         return UserError(
-            f"{where} is {name}, which is unknown", hint=f"{where} must be one of: {', '.join(self)}", flags=(where,)
+            f"{flag} is {name}, which is unknown", hint=f"{flag} must be one of: {', '.join(self)}", flags=(flag,)
         )
 
     def _added_entries(self) -> dict[str, EntryPoint]:
-        """Return the entry points of other packages by name. If two packages declare a name, the first wins."""
+        """Return the entry points of other packages by name. If two packages declare the same name, the first wins."""
         added: dict[str, EntryPoint] = {}
         for entry in _entries(self._group):
             if entry.name not in self._taken:
@@ -122,12 +122,14 @@ class Parts(Mapping[str, Part], Generic[Part]):
         return added
 
     def _load(self, entry: EntryPoint) -> Part:
-        rivals = [_package(rival) for rival in _entries(self._group) if rival.name == entry.name]
-        if len(rivals) > 1:
-            raise self._unusable_error(entry, f"is declared by {' and by '.join(rivals)}", hint="uninstall one of them")
+        packages = [_package(other) for other in _entries(self._group) if other.name == entry.name]
+        if len(packages) > 1:
+            raise self._unusable_error(
+                entry, f"is declared by {' and by '.join(packages)}", hint="uninstall one of them"
+            )
         if self._form.fullmatch(entry.name) is None:
-            joint = "_" if self._form.fullmatch("a_a") else "-"
-            allowed = f"a lower-case letter, then lower-case letters, digits and {joint}"
+            separator = "_" if self._form.fullmatch("a_a") else "-"
+            allowed = f"a lower-case letter, then lower-case letters, digits and {separator}"
             raise self._unusable_error(entry, "has an invalid name", hint=f"rename it in that package: {allowed}")
         try:
             part = entry.load()
@@ -155,7 +157,7 @@ def _package(entry: EntryPoint) -> str:
     return "unknown" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
 
 
-_all_entries = cache(entry_points)  # function that reads the files of all installed packages only once per process
+_all_entries = cache(entry_points)  # reads the metadata of all installed packages only once per process
 
 
 @cache
@@ -164,21 +166,21 @@ def _entries(group: str) -> tuple[EntryPoint, ...]:
 
 
 def is_declared(group: str, name: str) -> bool:
-    """Return True if an installed package has an entry point with this name."""
+    """Return True if an installed package declares an entry point with this name in a group."""
     return any(entry.name == name for entry in _entries(group))
 
 
-@cache  # the key is the text, because each lookup raises a new error
+@cache  # by the text of the warning, because each lookup of an unusable part raises a new error object
 def _warn_once(warning: str) -> None:
     sys.stderr.write(warning)
 
 
 def import_object(path: str) -> Any:
-    """Import the object at `package.module:NAME`."""
+    """Import and return the object with the path `package.module:NAME`."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
 def import_late(path: str) -> Callable[..., Any]:
-    """Return a function that calls the function at `package.module:NAME`; the first call imports it."""
+    """Return a wrapper of the function with the path `package.module:NAME` that imports it only when called."""
     return lambda *arguments, **keywords: import_object(path)(*arguments, **keywords)

@@ -1,13 +1,13 @@
-"""Write files atomically, so that a reader sees either the old file or the complete new file.
+"""Write files atomically: a reader sees either the old file or the complete new file.
 
-Every durable file of the project is written under a temporary name in its final folder, flushed to disk, and renamed. A
-temporary name has the form `.tmp-<12 hex>-<name>`. If a process is killed, the temporary name shows which file was
-being written. The next process that holds the lock for that file removes the temporary file.
+Every durable file is first written under a temporary name in its final folder, then flushed to disk and renamed. The
+temporary name has the form `.tmp-<12 hex digits>-<name>`, so it shows which file was being written when a process was
+killed. The next process that holds the lock for that file removes the temporary file.
 
-For a data folder in a bucket, the object is written before the local file appears, and deleted before the local file is
-removed (`clipmill.manifests.storage.mirrors`).
+If the data folder is in a bucket, the object is uploaded before the local file appears, and deleted before the local
+file is removed (`clipmill.manifests.storage.mirrors`).
 
-JSON records can be published with a checksum, which is verified when the record is read.
+JSON records can be published with a checksum, which is verified when they are read.
 """
 
 import errno
@@ -31,18 +31,18 @@ _TEMPORARY = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{12}}-(.+)", re
 
 @contextmanager
 def publish_atomically(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the folder of `path`, for the block to write.
+    """Context manager that yields a temporary path and renames the file written there to `path`.
 
-    If the block succeeds, the temporary file is renamed to `path`; otherwise, it is removed.
+    If the block fails, the temporary file is removed.
     """
     temporary = temporary_path(path)
     try:
-        with naming(path):
+        with tag_errors(path):
             yield temporary
             sync(temporary)
             replace(temporary, path)
     except OSError as error:
-        if error.filename == os.fspath(temporary):  # the user does not know the temporary name
+        if error.filename == os.fspath(temporary):  # the temporary name would mean nothing to the user
             error.filename = os.fspath(path)
         raise
     finally:
@@ -50,7 +50,7 @@ def publish_atomically(path: Path) -> Iterator[Path]:
 
 
 def replace(temporary: Path, path: Path) -> None:
-    """Rename a temporary file to `path`. The file must be complete and flushed to disk."""
+    """Rename a temporary file, which must be complete and flushed to disk, to `path`."""
     if path.is_dir():
         raise folder_in_place(path)
     if (mirror := mirror_of(path)) is not None:
@@ -70,10 +70,10 @@ def rename(source: Path, target: Path) -> Path:
 
 
 def remove(*paths: Path) -> None:
-    """Remove files from a folder and its subfolders; in a bucket, with few requests. Missing files are ignored.
+    """Remove files of one data folder or run; ignore missing files. In a bucket, this takes few requests.
 
     Raises:
-        OSError: A file cannot be removed. In this case, other files may remain too.
+        OSError: A file cannot be removed. Other files may remain as well.
     """
     if paths and (mirror := mirror_of(paths[0])) is not None:
         mirror.remove(*paths)
@@ -88,13 +88,13 @@ def publish_bytes(path: Path, content: bytes) -> None:
 
 
 def publish_json(path: Path, value: Any) -> None:
-    """Write `value` to the file `path` atomically as JSON. Keys are sorted, so equal values yield identical bytes."""
+    """Write `value` to the file `path` atomically as JSON with sorted keys; equal values give identical bytes."""
     publish_bytes(path, (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode())
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Add `path` to an OSError that is raised within the block without a path, as by a read, write or flush."""
+def tag_errors(path: Path) -> Iterator[None]:
+    """Context manager that adds `path` to an OSError without a path, such as the error of a read, write or flush."""
     try:
         yield
     except OSError as error:
@@ -104,21 +104,21 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def read_record(path: Path) -> bytes:
-    """Read a small file. Only regular files are read, because reading a pipe might block forever.
+    """Read a small file. It must be a regular file, because reading from a pipe could block forever.
 
     Raises:
         OSError: The file cannot be read, or is not a regular file.
     """
-    with naming(path), open(path, "rb", opener=_open_regular) as file:
+    with tag_errors(path), open(path, "rb", opener=_open_regular) as file:
         return file.read()
 
 
 def require_regular(file: Path | int, *, path: Path) -> None:
-    """Check that a file is a regular file.
+    """Raise an error if a file is not a regular file.
 
     Args:
         file: Path or descriptor of the file.
-        path: Path for the error.
+        path: Path that the error contains.
 
     Raises:
         OSError: The file is a folder, a pipe, a socket or a device.
@@ -141,35 +141,35 @@ def _open_regular(name: str, flags: int) -> int:
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a new temporary path for `path`, in the same folder."""
+    """Return a unique temporary path in the folder of `path`."""
     return path.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-{path.name}"
 
 
 def target_of(name: str) -> str | None:
-    """Return the final name of a temporary file, or None if `name` is not a temporary name."""
+    """Return the final name for the temporary name of a file, or None if `name` is not a temporary name."""
     match = _TEMPORARY.fullmatch(name)
-    # Temporary names may be nested: an object is downloaded under a temporary name of the temporary cached copy.
+    # Temporary names may be nested: the temporary file of a cached copy is itself downloaded to a temporary file.
     return (target_of(match[1]) or match[1]) if match else None
 
 
-def remove_temporaries(folder: Path, *, of: Callable[[str], bool] = lambda target: True) -> None:
-    """Remove temporary files from `folder`. The caller must hold the lock that the writers of the files use.
+def remove_temporaries(folder: Path, *, matches: Callable[[str], bool] = lambda target: True) -> None:
+    """Remove temporary files from `folder`. The caller must hold the lock that the writers of these files use.
 
     Args:
-        of: Predicate on the final name of a file. Only files for which the predicate is true are removed.
+        matches: Function of a final name. Only the temporary files for which it returns True are removed.
 
     Raises:
         OSError: A file cannot be removed.
     """
-    for path in temporaries_in(folder, of=of):
+    for path in temporaries_in(folder, matches=matches):
         remove(path)
 
 
-def temporaries_in(folder: Path, *, of: Callable[[str], bool] = lambda target: True) -> list[Path]:
-    """Return the sorted paths of temporary files in `folder`; [] if the folder does not exist.
+def temporaries_in(folder: Path, *, matches: Callable[[str], bool] = lambda target: True) -> list[Path]:
+    """Return the sorted paths of the temporary files in `folder`; [] if the folder does not exist.
 
     Args:
-        of: Predicate on the final name of a file. Only files for which the predicate is true are returned.
+        matches: Function of a final name. Only the temporary files for which it returns True are returned.
     """
     try:
         with os.scandir(folder) as entries:
@@ -177,7 +177,9 @@ def temporaries_in(folder: Path, *, of: Callable[[str], bool] = lambda target: T
             return sorted(
                 Path(entry.path)
                 for entry in candidates
-                if (target := target_of(entry.name)) is not None and of(target) and entry.is_file(follow_symlinks=False)
+                if (target := target_of(entry.name)) is not None
+                and matches(target)
+                and entry.is_file(follow_symlinks=False)
             )
     except (FileNotFoundError, NotADirectoryError):
         return []
@@ -187,18 +189,18 @@ def sync(path: Path) -> None:
     """Flush the content of a file, or the entries of a folder, to disk.
 
     Raises:
-        OSError: The flush failed; the error contains the path.
+        OSError: The flush failed. The error contains the path.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with naming(path):
+        with tag_errors(path):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder if it is missing, and flush its directory entry to disk. The parent folder must exist."""
+    """Create a folder if it is missing, and flush its entry in the parent folder, which must exist, to disk."""
     if not path.is_dir():
         path.mkdir(exist_ok=True)
         sync(path.parent)
@@ -222,7 +224,7 @@ def parse_json(text: str | bytes) -> Any:
 def record_sha256(record: dict[str, Any]) -> str:
     """Return the hexadecimal SHA-256 of the canonical JSON form of `record`.
 
-    The hash does not depend on whitespace or on the order of keys.
+    The hash depends neither on whitespace nor on the order of the keys.
     """
     text = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -237,8 +239,8 @@ def read_checked_json(path: Path) -> dict[str, Any]:
     """Read a JSON record, verify its checksum, and return the record without the checksum.
 
     Raises:
-        OSError: The file cannot be read; the error contains the path.
-        ValueError: `path` is a folder, its content is not a JSON object, or the checksum is missing or does not match.
+        OSError: The file cannot be read. The error contains the path.
+        ValueError: `path` is a folder, the file does not contain a JSON object, or the checksum is missing or wrong.
     """
     try:
         record = parse_json(read_record(path))

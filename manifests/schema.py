@@ -2,18 +2,18 @@
 
     videos.parquet     one row per video; the order of rows never changes, and new videos are appended
     captions.parquet   one row per caption, ordered by caption_id; IDs are never reassigned
-    rejected.parquet   one row per unusable input row, with the reason; rejected.csv has the same rows for humans, with
-                       a column `entry` that counts from 1
-    caption_*.arrow    files derived from these tables for training (clipmill.manifests.caption_spans)
-    manifest.json      format version, size and SHA-256 of each table, and its own SHA-256; for each dataset, counts and
-                       rejected rows by reason; further sources of captions
+    rejected.parquet   one row per unusable input row, with the reason; rejected.csv has the same rows in a form for
+                       people, with a column `entry` that counts from 1
+    caption_*.arrow    files for training that are derived from these tables (clipmill.manifests.caption_spans)
+    manifest.json      format version; size and SHA-256 of each table; counts for each dataset, with the number of
+                       rejected rows for each reason; further sources of captions; SHA-256 of the record itself
 
-A further source provides captions that `prep manifest captions` adds to videos of any dataset. They are kept when a
-dataset is read again. manifest.json records the model that wrote them.
+A further source is a source of captions that `prep manifest captions` adds to the videos of any dataset. These captions
+are kept when a dataset is read again. manifest.json records the model that wrote them.
 
-Times are in seconds from the start of the video, as shown by a player. An end_s of +inf means the end of the video,
-whose duration is not in the manifest. If a dataset has labels, the captions table has additional columns whose names
-begin with `label_`.
+Times are in seconds from the start of the video, as a media player shows them. An end_s of +inf means the end of the
+video, whose duration is not in the manifest. If a dataset has labels, the captions table has additional columns with
+names that begin with `label_`.
 """
 
 import pyarrow as pa
@@ -29,7 +29,7 @@ VIDEOS = pa.schema(
         pa.field("split", pa.string(), nullable=False),  # train, val or test
         pa.field("dataset", pa.string(), nullable=False),
         pa.field("num_captions", pa.int32(), nullable=False),
-        # SHA-256 of this video's captions, with which a plan detects changed captions without reading them.
+        # SHA-256 of the video's captions; a plan compares it to detect changed captions without reading them.
         pa.field("captions_sha256", pa.string(), nullable=False),
     ]
 )
@@ -41,30 +41,31 @@ CAPTIONS = pa.schema(
         pa.field("begin_s", pa.float64(), nullable=False),
         pa.field("end_s", pa.float64(), nullable=False),
         pa.field("text", pa.string(), nullable=False),
-        # Source of the caption, such as narrator or human.
+        # origin of the caption, such as narrator or human
         pa.field("source", pa.dictionary(pa.int32(), pa.string()), nullable=False),
     ]
 )
 
-# Optional columns. A column that would contain only nulls is omitted.
+# Optional columns. A column is omitted if it would contain only nulls.
 OPTIONAL_CAPTIONS = pa.schema(
     [
-        pa.field("likelihood", pa.float32()),  # mean log-probability per token (natural logarithm), if a model wrote it
+        # Mean natural log-probability per token, if a model wrote the caption.
+        pa.field("likelihood", pa.float32()),
         pa.field("split", pa.string()),  # split of this span, if it differs from the split of the video
-        pa.field("group", pa.string()),  # name of the moment, which other videos also show
+        pa.field("group", pa.string()),  # name of the moment; the captions of all videos that show it share the name
         pa.field("view", pa.string()),  # name of the camera that recorded this span
     ]
 )
-# Digest of the captions from the dataset, for videos that also have captions from further sources.
+# SHA-256 of the captions from the dataset, for videos that also have captions from further sources.
 OWN_DIGEST = pa.field("own_captions_sha256", pa.string())
 
 REJECTED = pa.schema(
     [
         pa.field("dataset", pa.string(), nullable=False),
-        pa.field("file", pa.string(), nullable=False),  # the annotation file, or the video
-        pa.field("row", pa.int64()),  # 0-based row or entry in the file, if the file has rows
+        pa.field("file", pa.string(), nullable=False),  # annotation file or video file
+        pa.field("row", pa.int64()),  # 0-based index of the row or entry in the file, if the file has rows
         pa.field("source_id", pa.string()),
-        pa.field("reason", pa.string(), nullable=False),  # a code of clipmill.manifests.adapters.annotations
+        pa.field("reason", pa.string(), nullable=False),  # value of clipmill.manifests.adapters.annotations.Reason
         pa.field("detail", pa.string(), nullable=False),
     ]
 )

@@ -27,7 +27,7 @@ from clipmill.manifests.schema import CAPTIONS, MANIFEST_FILE, MANIFEST_FORMAT, 
 from clipmill.manifests.storage.mirrors import mirror_of
 
 if TYPE_CHECKING:
-    from clipmill.manifests.storage.urls import Place
+    from clipmill.manifests.storage.urls import Location
 
 
 MANIFEST_FOLDER = "manifest"
@@ -316,7 +316,7 @@ def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any], has_chec
     return path
 
 
-def check_data_dir(data_dir: Path, *, videos: "Place | None" = None) -> None:
+def check_data_dir(data_dir: Path, *, videos: "Location | None" = None) -> None:
     """Reject a data folder that is inside the source code of clipmill, or is the folder with the videos.
 
     Raises:
@@ -342,13 +342,13 @@ def check_data_dir(data_dir: Path, *, videos: "Place | None" = None) -> None:
         raise _same_folder_error(data_dir)
 
 
-def address_of(data_dir: Path) -> "Place":
+def address_of(data_dir: Path) -> "Location":
     """Return the URL of a data folder in a bucket, or the path of a local data folder."""
     mirror = mirror_of(data_dir)
     return data_dir if mirror is None else mirror.address
 
 
-def _same_folder_error(folder: "Place") -> UserError:
+def _same_folder_error(folder: "Location") -> UserError:
     return UserError(
         f"{folder} is both the data folder and the folder of the videos",
         hint="use a separate data folder, with --data",

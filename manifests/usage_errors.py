@@ -1,4 +1,4 @@
-"""Convert cyclopts' errors about command lines and settings files into user errors, for `prep` and `train`."""
+"""Convert errors about command lines, and settings files to user errors, for `prep` and `train`."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -12,9 +12,10 @@ from clipmill.manifests.formatting import on_one_line
 if TYPE_CHECKING:
     from cyclopts import App, CycloptsError, UnknownOptionError
 
-_VALUES_ONLY = "--"
+_END_OF_FLAGS = "--"  # argument after which all other arguments are values
 _SIZES = ("short-side", "size-px", "size")
-# Flags in clipmill by the name of the setting in other programs. The first flag that the command accepts is suggested.
+# Names of settings in other programs, and the corresponding flags of clipmill. The error suggests the first of these
+# flags that the command accepts.
 _FOREIGN_NAMES: dict[str, tuple[str, ...]] = {
     "accum-freq": ("microbatch",),
     "batch-size": ("batch",),
@@ -51,7 +52,8 @@ _FOREIGN_NAMES: dict[str, tuple[str, ...]] = {
     "wd": ("weight-decay",),
     "width": _SIZES,
 }
-_CUTOFF = 0.7  # minimum similarity for difflib; with its default of 0.6, --resolution resembles --threshold
+_MIN_SIMILARITY = 0.7  # for difflib; at its default of 0.6, --resolution resembles --threshold
+# Explanation of a flag whose unit differs from the unit in other programs.
 _UNITS = {
     "microbatch": "--microbatch is the number of samples that a process computes at once; --batch stays the same",
     "steps": "--steps is the number of optimizer steps: epochs x samples / --batch",
@@ -59,37 +61,38 @@ _UNITS = {
 _KEY_PART = re.compile(r"\[([^\[\]]*)\]")  # a key in a file has the form [loss][kind]
 
 
-def usage_error(error: "CycloptsError", app: "App", words: Sequence[str]) -> UserError:
-    """Return the error for a command line that cyclopts rejects; the hint contains the command's --help.
+def usage_error(error: "CycloptsError", app: "App", arguments: Sequence[str]) -> UserError:
+    """Convert cyclopts's error about a command line to a user error, whose hint refers to the command's --help.
 
     Args:
-        words: Words of the command line.
+        arguments: Arguments on the command line, without the name of the program.
     """
-    commands, apps, _ = app.parse_commands(words)
+    commands, apps, _ = app.parse_commands(arguments)
     command = " ".join([app.name[0], *commands])
-    misspelled = getattr(error, "unused_tokens", None) or [""]  # perhaps the misspelled name of a command
-    matches = get_close_matches(misspelled[0], list(apps[-1]), n=1, cutoff=_CUTOFF)
+    unused_tokens = getattr(error, "unused_tokens", None) or [""]  # the first may be the misspelled name of a command
+    matches = get_close_matches(unused_tokens[0], list(apps[-1]), n=1, cutoff=_MIN_SIMILARITY)
     message = re.sub(r"(?<!\.)\.$", "", usage_message(error))
-    if matches and "Did you mean" not in message:  # cyclopts may already suggest a command
+    if matches and "Did you mean" not in message:  # cyclopts may have suggested a command itself
         message += f". Did you mean {matches[0]}?"
-    return UserError(message, hint="; ".join([*_hints(error, command, words), f"see {command} --help"]))
+    return UserError(message, hint="; ".join([*_hints(error, command, arguments), f"see {command} --help"]))
 
 
 def usage_message(error: "CycloptsError") -> str:
-    """Return the description of a mistake, on one line."""
+    """Describe a mistake in a command line or a settings file, on one line."""
     from cyclopts import MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
-        several = "s" if len(error.unused_tokens) > 1 else ""
-        return f"unexpected argument{several}: {on_one_line(', '.join(error.unused_tokens))}"
+        plural = "s" if len(error.unused_tokens) > 1 else ""
+        return f"unexpected argument{plural}: {on_one_line(', '.join(error.unused_tokens))}"
     if isinstance(error, UnknownOptionError):
-        flag, word = _suggest_flag(error), _word(error)
+        flag, option = _suggest_flag(error), _unknown_option(error)
         if error.token.source != "cli":  # a key in a file
-            matches = [flag] if flag else get_close_matches(word.replace("_", "-"), _flags(error), n=1)
+            matches = [flag] if flag else get_close_matches(option.replace("_", "-"), _flags(error), n=1)
             question = f"; did you mean {matches[0]}?" if matches else ""
-            return f"unknown key {on_one_line(word)} in {error.token.source}{question}"
-        matches = [flag] if flag else get_close_matches(_flag_word(error), _flags(error), n=1, cutoff=_CUTOFF)
-        return f"unknown option: {on_one_line(word)}" + (f". Did you mean --{matches[0]}?" if matches else "")
+            return f"unknown key {on_one_line(option)} in {error.token.source}{question}"
+        name = _unknown_name(error)
+        matches = [flag] if flag else get_close_matches(name, _flags(error), n=1, cutoff=_MIN_SIMILARITY)
+        return f"unknown option: {on_one_line(option)}" + (f". Did you mean --{matches[0]}?" if matches else "")
     if isinstance(error, MissingArgumentError) and error.argument is not None and error.keyword is None:
         name = error.argument.name
         return f"{name.lstrip('-').upper() if error.argument.index is not None else name} is required"
@@ -98,13 +101,13 @@ def usage_message(error: "CycloptsError") -> str:
 
 
 def _suggest_flag(error: "UnknownOptionError") -> str | None:
-    """Return the flag, without dashes, that other programs call by the unknown name; None if there is none."""
+    """Return the flag, without dashes, for a setting with the unknown name in other programs; None if none exists."""
     flags = _flags(error)
-    return next((flag for flag in _FOREIGN_NAMES.get(_flag_word(error), ()) if flag in flags), None)
+    return next((flag for flag in _FOREIGN_NAMES.get(_unknown_name(error), ()) if flag in flags), None)
 
 
-def _flag_word(error: "UnknownOptionError") -> str:
-    return _word(error).partition("=")[0].lstrip("-").replace("_", "-")
+def _unknown_name(error: "UnknownOptionError") -> str:
+    return _unknown_option(error).partition("=")[0].lstrip("-").replace("_", "-")
 
 
 def _flags(error: "UnknownOptionError") -> list[str]:
@@ -112,31 +115,31 @@ def _flags(error: "UnknownOptionError") -> list[str]:
     return [name.lstrip("-") for name in names]
 
 
-def _word(error: "UnknownOptionError") -> str:
-    """Return the unknown option as the user typed it, or the unknown key in a file."""
-    word = error.token.keyword or error.token.value
-    return ".".join(_KEY_PART.findall(word)) or word
+def _unknown_option(error: "UnknownOptionError") -> str:
+    """Return the unknown option as the user typed it, or the unknown key in a file in the form `loss.kind`."""
+    option = error.token.keyword or error.token.value
+    return ".".join(_KEY_PART.findall(option)) or option
 
 
-def _hints(error: "CycloptsError", command: str, words: Sequence[str]) -> Iterator[str]:
+def _hints(error: "CycloptsError", command: str, arguments: Sequence[str]) -> Iterator[str]:
     """Yield hints about units of flags, values that begin with a dash, and patterns that the shell has expanded."""
     from cyclopts import MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
     if isinstance(error, UnknownOptionError) and error.token.source == "cli":
-        word = _word(error)
+        option = _unknown_option(error)
         if flag := _suggest_flag(error):
             yield from filter(None, [_UNITS.get(flag)])
-        elif _VALUES_ONLY in words and word in words[words.index(_VALUES_ONLY) :]:
-            yield f"words after {_VALUES_ONLY} are values: put the flags before it"
-        elif _is_dashed(word):
-            yield f"put a value that begins with - after all flags and --, as in {command} ... -- {word}"
+        elif _END_OF_FLAGS in arguments and option in arguments[arguments.index(_END_OF_FLAGS) :]:
+            yield f"put the flags before {_END_OF_FLAGS}, because all arguments after it are values"
+        elif _begins_with_dash(option):
+            yield f"put a value that begins with - after all flags and --, as in {command} ... -- {option}"
     elif isinstance(error, UnusedCliTokensError) and error.unused_tokens and "/" in error.unused_tokens[0]:
         yield "if you used a pattern, such as DIR/*, quote it, because the shell expands an unquoted pattern"
     elif isinstance(error, MissingArgumentError) and error.argument is not None:
-        for flag, word in pairwise(words):
-            if flag in error.argument.names and _is_dashed(word):
-                yield f"pass a value that begins with - with =, as in {flag}={word}"
+        for flag, value in pairwise(arguments):
+            if flag in error.argument.names and _begins_with_dash(value):
+                yield f"use = to pass a value that begins with -, as in {flag}={value}"
 
 
-def _is_dashed(word: str) -> bool:
-    return re.fullmatch(r"-[^-].+", word) is not None
+def _begins_with_dash(argument: str) -> bool:
+    return re.fullmatch(r"-[^-].+", argument) is not None

@@ -313,7 +313,7 @@ def make_synthetic(
     videos = [SyntheticVideo(mode, number, seed, minutes * 60) for number in range(num_videos)]
     paths = [directory / f"{video.source_id}.mp4" for video in videos]
     with folder_lock(directory), ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-        remove_temporaries(directory, of={path.name for path in paths}.__contains__)
+        remove_temporaries(directory, matches={path.name for path in paths}.__contains__)
         # An existing file is complete and has these settings: it was published atomically, and its name contains a
         # hash of the settings.
         futures = [

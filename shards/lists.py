@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from clipmill.manifests.publish import naming, publish_bytes, read_record, remove
+from clipmill.manifests.publish import publish_bytes, read_record, remove, tag_errors
 from clipmill.shards.commit_table import (
     Contents,
     confirm,
@@ -56,7 +56,7 @@ def write_shard_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> None:
     lists = shard_lists(commits)
     for file_name, content in lists.items():
         path = variant_dir / file_name
-        with naming(path):
+        with tag_errors(path):
             is_current = path.is_file() and path.read_bytes() == content
         if not is_current:
             publish_bytes(path, content)
@@ -95,7 +95,7 @@ def finish_run(variant_dir: Path, *, dropped: Collection[int], planned: Collecti
             folders[name] = path.parent.stat().st_mtime_ns
     write_shard_lists(variant_dir, commits)
     table_sha256 = _write_table(variant_dir, records, commits)
-    with naming(variant_dir / RECIPE_FILE):
+    with tag_errors(variant_dir / RECIPE_FILE):
         recipe = (variant_dir / RECIPE_FILE).read_bytes()
     contents = {RECIPE_FILE: recipe, **shard_lists(commits)}
     checksums = {name: file_sha256(content) for name, content in contents.items()}

@@ -31,7 +31,7 @@ from clipmill.manifests.adapters.json_stream import array_items, object_items
 from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder, WantedVideos, begin_reading
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import quote_value
-from clipmill.manifests.storage.urls import Place
+from clipmill.manifests.storage.urls import Location
 
 SOURCE, VATEX_SOURCE = "human", "human-en"
 LABELS = {"label_category": pa.int32()}
@@ -62,7 +62,7 @@ class _Info:
 
 
 def read_msrvtt(
-    directory: Place, *, annotations: Sequence[Path], dataset: str = "msrvtt", skip: Place | None = None
+    directory: Location, *, annotations: Sequence[Path], dataset: str = "msrvtt", skip: Location | None = None
 ) -> Reading:
     """Read MSR-VTT with its official splits, or with splits from CSV files.
 
@@ -182,7 +182,7 @@ def _add_sentence(
 
 
 def read_vatex(
-    directory: Place, *, annotations: Sequence[Path], dataset: str = "vatex", skip: Place | None = None
+    directory: Location, *, annotations: Sequence[Path], dataset: str = "vatex", skip: Location | None = None
 ) -> Reading:
     """Read VATEX.
 

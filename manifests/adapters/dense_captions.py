@@ -34,14 +34,14 @@ from clipmill.manifests.adapters.annotations import Reason, seconds, split_in_fi
 from clipmill.manifests.adapters.json_stream import array_items, object_items
 from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder, WantedVideos, begin_reading
 from clipmill.manifests.formatting import quote_value
-from clipmill.manifests.storage.urls import Place
+from clipmill.manifests.storage.urls import Location
 
 SOURCE = "human"
 SECOND_SOURCE = "human-2"
 
 
 def read_activitynet(
-    directory: Place, *, annotations: Sequence[Path], dataset: str = "activitynet", skip: Place | None = None
+    directory: Location, *, annotations: Sequence[Path], dataset: str = "activitynet", skip: Location | None = None
 ) -> Reading:
     """Read ActivityNet Captions.
 
@@ -97,7 +97,7 @@ _MAX_SEGMENTS = 6
 
 
 def read_didemo(
-    directory: Place, *, annotations: Sequence[Path], dataset: str = "didemo", skip: Place | None = None
+    directory: Location, *, annotations: Sequence[Path], dataset: str = "didemo", skip: Location | None = None
 ) -> Reading:
     """Read DiDeMo.
 

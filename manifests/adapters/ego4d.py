@@ -60,7 +60,7 @@ from clipmill.manifests.adapters.reading import (
 )
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, quote_value
-from clipmill.manifests.storage.urls import Place
+from clipmill.manifests.storage.urls import Location
 
 PASSES = ("narration_pass_1", "narration_pass_2")
 _LIST = "narrations"
@@ -68,7 +68,7 @@ REDACTED_STATUS = "redacted"
 
 
 def read_ego4d(
-    directory: Place, *, annotations: Sequence[Path], dataset: str = "ego4d", skip: Place | None = None
+    directory: Location, *, annotations: Sequence[Path], dataset: str = "ego4d", skip: Location | None = None
 ) -> Reading:
     """Read Ego4D narrations from JSON and pickle files.
 

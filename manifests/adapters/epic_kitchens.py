@@ -21,7 +21,7 @@ from clipmill.manifests.adapters.annotations import Reason, Row, read_csv, split
 from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder, WantedVideos, begin_reading
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, quote_value
-from clipmill.manifests.storage.urls import Place
+from clipmill.manifests.storage.urls import Location
 
 SOURCE = "narrator"
 LABELS = {"label_verb": pa.int32(), "label_noun": pa.int32(), "label_nouns": pa.list_(pa.int32())}
@@ -32,7 +32,7 @@ _INTEGER_LIST = re.compile(r"\[\s*(?:\d{1,9}\s*(?:,\s*\d{1,9}\s*)*)?\]")
 
 
 def read_epic_kitchens(
-    directory: Place, *, annotations: Sequence[Path], dataset: str = "epic-kitchens", skip: Place | None = None
+    directory: Location, *, annotations: Sequence[Path], dataset: str = "epic-kitchens", skip: Location | None = None
 ) -> Reading:
     """Read the videos and annotations of EPIC-KITCHENS-100.
 

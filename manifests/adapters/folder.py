@@ -43,18 +43,18 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, quote_value
 from clipmill.manifests.further_sources import source_fault
 from clipmill.manifests.storage.mirrors import is_remote
-from clipmill.manifests.storage.urls import Place, is_web, mask_secrets, split_url
+from clipmill.manifests.storage.urls import Location, is_web, mask_secrets, split_url
 
 DEFAULT_SOURCE = "human"
 
 
 def read_folder(
-    directory: Place | None,
+    directory: Location | None,
     *,
     captions: Path | None = None,
     subtitles: bool = False,
     dataset: str = "folder",
-    skip: Place | None = None,
+    skip: Location | None = None,
     known: Mapping[str, str] | None = None,
 ) -> Reading:
     """Read a folder of videos.

@@ -24,7 +24,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.further_sources import source_fault
 from clipmill.manifests.schema import CAPTIONS, OPTIONAL_CAPTIONS
-from clipmill.manifests.storage.urls import Place, place_name, place_of
+from clipmill.manifests.storage.urls import Location, location_name, parse_location
 
 TABLE = "table"  # value of `kind` in the records of tables that were not written by a model
 # Function that takes videos (rows), begin_s and end_s, and returns booleans; all arrays have the same length.
@@ -105,7 +105,7 @@ class _Videos:
         self.ids: pa.Array = videos["video_id"].combine_chunks()
         self._videos = videos
         self._lookups: tuple[VideoLookup, ...] = ()
-        self._row_of_path: dict[Place, int] = {}
+        self._row_of_path: dict[Location, int] = {}
         self._path_of_row: dict[int, str] = {}  # path in the tables by row of the video
         self.moved: dict[str, str] = {}  # path of the video in the manifest by missing path in the tables
 
@@ -124,17 +124,17 @@ class _Videos:
             UserError: Several missing paths match one video.
         """
         if not self._lookups:
-            paths = [place_of(path) for path in self._videos["path"].to_pylist()]
+            paths = [parse_location(path) for path in self._videos["path"].to_pylist()]
             self._row_of_path = {path: row for row, path in enumerate(paths)}
             # A source ID may or may not have the extension of the file.
             names = []
             for source_id, path in zip(self._videos["source_id"].to_pylist(), paths, strict=True):
-                suffix = place_name(path).suffix
+                suffix = location_name(path).suffix
                 names.append(source_id if PurePosixPath(source_id).suffix == suffix else f"{source_id}{suffix}")
             # The ID of a dataset may differ from the name of the file.
             self._lookups = tuple(
                 VideoLookup(list(map(VideoFile, paths, relative)))
-                for relative in (names, [place_name(path).name for path in paths])
+                for relative in (names, [location_name(path).name for path in paths])
             )
         file = self._find(name)
         # A table from another machine may have absolute paths that do not exist on this machine. Path.exists raises an

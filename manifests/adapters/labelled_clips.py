@@ -54,7 +54,7 @@ from clipmill.manifests.adapters.reading import (
 )
 from clipmill.manifests.adapters.video_files import VIDEO_SUFFIXES, Ambiguous, VideoLookup
 from clipmill.manifests.formatting import quote_value
-from clipmill.manifests.storage.urls import Place
+from clipmill.manifests.storage.urls import Location
 
 CLASS_SOURCE = "class"
 TEMPLATE_SOURCE = "human"
@@ -77,7 +77,7 @@ class _Line:
 
 
 def read_kinetics(
-    lists: Sequence[Path], *, videos: Place | None = None, dataset: str = "kinetics", skip: Place | None = None
+    lists: Sequence[Path], *, videos: Location | None = None, dataset: str = "kinetics", skip: Location | None = None
 ) -> Reading:
     """Read lists of clips. The videos are searched for under `videos`, by default the folder of the first list.
 
@@ -225,7 +225,7 @@ _WITHOUT_BRACKETS = str.maketrans("", "", "[]")
 
 
 def read_something_something(
-    directory: Place, *, annotations: Sequence[Path], dataset: str = "ssv2", skip: Place | None = None
+    directory: Location, *, annotations: Sequence[Path], dataset: str = "ssv2", skip: Location | None = None
 ) -> Reading:
     """Read Something-Something v2.
 

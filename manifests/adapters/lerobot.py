@@ -41,7 +41,7 @@ from clipmill.manifests.caption_table import LABEL_PREFIX
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, on_one_line, quote_value
 from clipmill.manifests.publish import parse_json
-from clipmill.manifests.storage.urls import Place, mask_secrets
+from clipmill.manifests.storage.urls import Location, mask_secrets
 
 DATASET = "lerobot"
 SOURCE = "task"
@@ -116,7 +116,7 @@ class _Dataset:
         return self.root / "meta" / ("episodes" if self.is_v3 else "episodes.jsonl")
 
 
-def read_lerobot(directory: Place, *, dataset: str = DATASET) -> Reading:
+def read_lerobot(directory: Location, *, dataset: str = DATASET) -> Reading:
     """Read a LeRobot dataset.
 
     Raises:
@@ -219,7 +219,7 @@ def _add_file(
             )
 
 
-def _open_dataset(directory: Place, notes: list[str]) -> _Dataset:
+def _open_dataset(directory: Location, notes: list[str]) -> _Dataset:
     """Read and check meta/info.json."""
     if isinstance(directory, str):
         problem = f"{mask_secrets(directory)} is not a local folder, and LeRobot datasets in buckets are not read"

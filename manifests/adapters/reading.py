@@ -32,7 +32,7 @@ from clipmill.manifests.formatting import count_noun, quote_value
 from clipmill.manifests.keys import safe_video_id
 from clipmill.manifests.schema import CAPTIONS, OPTIONAL_CAPTIONS, REJECTED, VIDEOS
 from clipmill.manifests.storage.objects import open_objects
-from clipmill.manifests.storage.urls import Place, mask_secrets, place_name, split_url
+from clipmill.manifests.storage.urls import Location, location_name, mask_secrets, split_url
 
 ROWS_PER_CHUNK = 65_536
 _NO_COLUMNS = pa.schema([])
@@ -93,7 +93,7 @@ class Origin:
         field: Name of the field with the text.
     """
 
-    file: Place
+    file: Location
     source: str
     row: int | None
     field: str = "text"
@@ -141,15 +141,15 @@ class ReadingBuilder:
         self._num_bulk_rows = 0
         self._rejected = RowBuffer(REJECTED)
         self._lost: dict[tuple[str, str, Reason, str], tuple[int, int | None]] = {}  # captions, first row
-        self._num_rows_used: dict[Place, int] = {}
+        self._num_rows_used: dict[Location, int] = {}
         self._example_file: str | None = None
         self._notes: list[str] = []
 
-    def find_videos(self, directory: Place, *, skip: Place | None = None) -> list[VideoFile]:
+    def find_videos(self, directory: Location, *, skip: Location | None = None) -> list[VideoFile]:
         """Find videos under `directory` with `scan_videos` or `scan_bucket`; reject folders that cannot be listed."""
         return self.scan(directory, skip=skip).files
 
-    def scan(self, directory: Place, *, skip: Place | None = None, beside: frozenset[str] = frozenset()) -> Scan:
+    def scan(self, directory: Location, *, skip: Location | None = None, beside: frozenset[str] = frozenset()) -> Scan:
         """Find videos as `find_videos` does, and also files with the extensions `beside`."""
         if isinstance(directory, str):
             return self.use_scan(scan_bucket(directory, skip=skip if isinstance(skip, str) else None, beside=beside))
@@ -172,20 +172,20 @@ class ReadingBuilder:
             self.note(omitted)
         return scan
 
-    def begin_annotations(self, file: Place) -> None:
+    def begin_annotations(self, file: Location) -> None:
         """Register `file` as an annotation file that should provide captions or videos."""
         self._num_rows_used.setdefault(file, 0)
 
-    def use_row(self, file: Place) -> None:
+    def use_row(self, file: Location) -> None:
         """Count a row that adds a video without a caption, or whose caption comes from a different annotation file."""
         self._num_rows_used[file] += 1
 
-    def add_video(self, source_id: str, *, path: Place, split: str, size_bytes: int | None = None) -> int | None:
+    def add_video(self, source_id: str, *, path: Location, split: str, size_bytes: int | None = None) -> int | None:
         """Add a video and return its index; return None and add a rejected row if its file or ID is unusable."""
         is_usable = self.check_file(source_id, path, size_bytes=size_bytes)
         return self.add_checked_video(source_id, path=path, split=split) if is_usable else None
 
-    def check_file(self, source_id: str, path: Place, *, size_bytes: int | None = None) -> bool:
+    def check_file(self, source_id: str, path: Location, *, size_bytes: int | None = None) -> bool:
         """Return True if `path` is a non-empty regular file; otherwise, add a rejected row. The file is not opened.
 
         Args:
@@ -196,7 +196,7 @@ class ReadingBuilder:
             self.reject(reason, file=str(path), source_id=source_id, detail=detail)
         return reason is None
 
-    def add_checked_video(self, source_id: str, *, path: Place, split: str) -> int | None:
+    def add_checked_video(self, source_id: str, *, path: Location, split: str) -> int | None:
         """Add a video whose file was already checked; if its ID is in use, reject the video and return None."""
         video_id = safe_video_id(source_id)
         if video_id in self._video_ids:
@@ -302,7 +302,7 @@ class ReadingBuilder:
         self,
         source_id: str,
         *,
-        file: Place,
+        file: Location,
         num_captions: int = 1,
         reason: Reason = Reason.MISSING_FILE,
         why: str = "no matching video file",
@@ -373,7 +373,7 @@ def escape_unencodable(text: str) -> str:
     return text if is_encodable(text) else text.encode("utf-8", "backslashreplace").decode()
 
 
-def _file_fault(path: Place, *, size_bytes: int | None) -> tuple[Reason | None, str]:
+def _file_fault(path: Location, *, size_bytes: int | None) -> tuple[Reason | None, str]:
     """Return the reason why a video file is unusable; None if it is usable. The file is not opened."""
     if not is_encodable(str(path)):
         return Reason.BAD_NAME, "the path is not valid UTF-8"
@@ -409,7 +409,7 @@ def _dictionary_column(codes: pa.ChunkedArray, values: pa.Array) -> pa.ChunkedAr
 
 
 def begin_reading(
-    dataset: str, directory: Place, *, skip: Place | None, labels: Mapping[str, pa.DataType] | None = None
+    dataset: str, directory: Location, *, skip: Location | None, labels: Mapping[str, pa.DataType] | None = None
 ) -> tuple[ReadingBuilder, "WantedVideos"]:
     """Return a builder, and a lookup of the videos in `directory` by the IDs in the annotations.
 
@@ -495,7 +495,7 @@ class WantedVideos:
         return _Unavailable(Reason.MISSING_FILE, "the video was rejected") if number is None else number
 
 
-def read_with_local_tables(tables: Sequence[Place], read: Callable[[list[Path]], Reading]) -> Reading:
+def read_with_local_tables(tables: Sequence[Location], read: Callable[[list[Path]], Reading]) -> Reading:
     """Call `read` with local copies of the tables; in its result, replace the names of the copies with the URLs.
 
     Raises:
@@ -509,9 +509,9 @@ def read_with_local_tables(tables: Sequence[Place], read: Callable[[list[Path]],
             if isinstance(table, Path):
                 local.append(table)
                 continue
-            if not place_name(table).name or table.endswith("/"):
+            if not location_name(table).name or table.endswith("/"):
                 raise UserError(f"{mask_secrets(table)} is a folder, not a table", hint="use the URL of a file")
-            copy = Path(folder) / str(number) / place_name(table).name
+            copy = Path(folder) / str(number) / location_name(table).name
             copy.parent.mkdir()
             root, key = split_url(table)
             try:

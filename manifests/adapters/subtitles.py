@@ -28,7 +28,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, on_one_line, quote_value
 from clipmill.manifests.publish import parse_json, read_record
 from clipmill.manifests.storage.objects import open_objects
-from clipmill.manifests.storage.urls import Place, place_name, split_url
+from clipmill.manifests.storage.urls import Location, location_name, split_url
 
 MAX_FILE_BYTES = 1 << 28
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
@@ -149,7 +149,7 @@ def without_markup(text: str) -> str:
     return " ".join(text.translate(_INVISIBLE).split())
 
 
-def read_bytes(path: Place) -> bytes:
+def read_bytes(path: Location) -> bytes:
     """Read a file or an object.
 
     Raises:
@@ -315,7 +315,7 @@ def note_unread(builder: ReadingBuilder, files: Sequence[VideoFile], *, numbers:
         builder.note(f"{' and '.join(filter(None, (subtitles, asr)))} not read; --subtitles reads them")
 
 
-def _looks_like_asr(path: Place) -> bool:
+def _looks_like_asr(path: Location) -> bool:
     """Return True if the first bytes of a file contain the keys of segments.
 
     Parsing the complete file would take too long for a note. Objects in a bucket are not read for a note.
@@ -334,7 +334,7 @@ def _looks_like_asr(path: Place) -> bool:
 
 
 def add_files_beside(
-    builder: ReadingBuilder, directory: Place, files: Sequence[VideoFile], *, numbers: Mapping[str, int | None]
+    builder: ReadingBuilder, directory: Location, files: Sequence[VideoFile], *, numbers: Mapping[str, int | None]
 ) -> None:
     """Add the captions in `files`, the files with SUFFIXES in a folder of videos.
 
@@ -378,9 +378,9 @@ def add_files_beside(
 class _Reader:
     """Reader for the subtitle files of a folder, one video after another."""
 
-    def __init__(self, builder: ReadingBuilder, directory: Place) -> None:
+    def __init__(self, builder: ReadingBuilder, directory: Location) -> None:
         self._builder, self._directory = builder, directory
-        self._notes: dict[str, list[Place]] = defaultdict(list)
+        self._notes: dict[str, list[Location]] = defaultdict(list)
         self.num_read = 0  # number of subtitle and speech-recognition files, including damaged ones
 
     def add(self, video: int, files: Sequence[tuple[VideoFile, str]]) -> None:
@@ -422,12 +422,12 @@ class _Reader:
         """Add the notes to the builder, each with the number of files and the first few names."""
         for text, paths in self._notes.items():
             more = ", ..." if len(paths) > _MAX_NAMED else ""
-            names = ", ".join(on_one_line(place_name(path).name, max_chars=80) for path in paths[:_MAX_NAMED])
+            names = ", ".join(on_one_line(location_name(path).name, max_chars=80) for path in paths[:_MAX_NAMED])
             self._builder.note(f"{text}: {count_noun(len(paths), 'file')} ({names}{more})")
 
-    def _cues(self, path: Place) -> list[Cue] | None:
+    def _cues(self, path: Location) -> list[Cue] | None:
         text, encoding = decode_text(read_bytes(path))
-        if place_name(path).suffix.lower() == _ASR_SUFFIX:
+        if location_name(path).suffix.lower() == _ASR_SUFFIX:
             try:
                 content = parse_json(text)
             except ValueError as error:

@@ -23,7 +23,7 @@ from clipmill.manifests.formatting import count_noun, on_one_line
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import Objects, open_objects
 from clipmill.manifests.storage.stores import AccessDenied, AccessRefused, scheme_of
-from clipmill.manifests.storage.urls import Place, host_problem, is_web, mask_secrets, split_url, url_below
+from clipmill.manifests.storage.urls import Location, host_problem, is_web, join_url, mask_secrets, split_url
 
 # Extensions that programs and cameras use for the supported containers (`clipmill.shards.opening`).
 VIDEO_SUFFIXES = frozenset(
@@ -64,7 +64,7 @@ class VideoFile:
         size_bytes: Size of an object; None for a local file.
     """
 
-    path: Place
+    path: Location
     relative: str
     size_bytes: int | None = None
 
@@ -78,7 +78,7 @@ class VideoFile:
 class Fault:
     """A folder or entry that cannot be accessed."""
 
-    path: Place
+    path: Location
     reason: Reason
     why: str
 
@@ -184,7 +184,7 @@ def scan_videos(directory: Path, *, skip: Path | None = None, beside: frozenset[
     return Scan(files, faults, others, num_hidden, omitted, sorted(links_out))
 
 
-def no_videos(directory: Place, faults: list[Fault], *, omitted: Mapping[str, int]) -> UserError:
+def no_videos(directory: Location, faults: list[Fault], *, omitted: Mapping[str, int]) -> UserError:
     """Return the error for a folder without videos."""
     scan = Scan([], faults, [], omitted=omitted)
     others = f", but {others}" if (others := scan.describe_omitted()) else ""
@@ -426,7 +426,7 @@ def normal_url(name: str, *, base: str | None) -> str:
     if not is_remote(name):
         if base is None:
             raise ValueError("not a URL, and the command has no folder that it could be in")
-        return url_below(base, name.removeprefix("./"))
+        return join_url(base, name.removeprefix("./"))
     root, key = split_url(name)
     scheme_of(root)
     if not is_web(name):

@@ -27,7 +27,7 @@ from typing import Self
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.locks import hold_lock, lock, try_lock
-from clipmill.manifests.publish import TEMPORARY_PREFIX, naming, remove_temporaries, target_of, temporary_path
+from clipmill.manifests.publish import TEMPORARY_PREFIX, remove_temporaries, tag_errors, target_of, temporary_path
 
 FREE_SHARE = 0.8  # of the free disk space and the space of the cache: the default limit
 PARTS = ("objects", "locks")  # folders in the folder of a cache
@@ -152,10 +152,10 @@ class ObjectCache:
                 return None
             if copy := self.find(name, size_bytes=size_bytes):
                 return copy
-            remove_temporaries(self._files, of=lambda target: target == name)
+            remove_temporaries(self._files, matches=lambda target: target == name)
             path = self._files / name
             temporary = temporary_path(path)
-            with self._room(size_bytes, name=name), naming(path):
+            with self._room(size_bytes, name=name), tag_errors(path):
                 try:
                     fetch(temporary)
                     _require(temporary, size_bytes=size_bytes, sha256=sha256)

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.publish import naming, temporary_path
+from clipmill.manifests.publish import tag_errors, temporary_path
 from clipmill.manifests.storage.clouds import cloud_of
 from clipmill.manifests.storage.stores import (
     RETRY_S,
@@ -465,7 +465,7 @@ class Objects:
         temporary = temporary_path(path)
         num_bytes = 0
         try:
-            with naming(path), temporary.open("wb") as file:
+            with tag_errors(path), temporary.open("wb") as file:
                 with self._errors(key):
                     response = obstore.get(self._store, key)
                     blocks = iter(response.stream(min_chunk_size=_STREAM_BYTES))

@@ -173,7 +173,7 @@ class OddName(OSError):
 
 
 @contextmanager
-def no_damage() -> Iterator[None]:
+def raise_inaccessible() -> Iterator[None]:
     """Context manager for reads that report damage. It raises Inaccessible if the server returns no content."""
     try:
         yield

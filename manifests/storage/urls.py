@@ -24,14 +24,14 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.mirrors import is_remote, require_not_mistyped
 
-Place = Path | str  # a local path, or a URL
+Location = Path | str  # a local path, or a URL
 
 _PARTS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^/]*)/*(.*)", re.DOTALL)
 _USER = re.compile(r"(?<=://)[^/\s@]*@")
 _QUERY = re.compile(r"(\bhttps?://[^\s?#\"']*)[?#][^\s\"']*", re.IGNORECASE)
 
 
-def place_of(text: str) -> Place:
+def parse_location(text: str) -> Location:
     """Return a URL unchanged, or any other text as a local path; raise UserError for a URL with a single slash."""
     if is_remote(text):
         return text
@@ -39,9 +39,9 @@ def place_of(text: str) -> Place:
     return Path(text)
 
 
-def folder_of(place: Place) -> Place:
+def folder_of(location: Location) -> Location:
     """Return the folder of a file or an object."""
-    return place.parent if isinstance(place, Path) else place.rpartition("/")[0]
+    return location.parent if isinstance(location, Path) else location.rpartition("/")[0]
 
 
 def is_web(url: str) -> bool:
@@ -74,7 +74,7 @@ def split_url(url: str) -> tuple[str, str]:
     return root, unquote(key)
 
 
-def url_below(folder: str, relative: str) -> str:
+def join_url(folder: str, relative: str) -> str:
     """Return the URL of the object with the path `relative` in the folder with the URL `folder`."""
     return f"{folder.rstrip('/')}/{quote(relative) if is_web(folder) else relative}"
 
@@ -84,9 +84,9 @@ def mask_secrets(text: str) -> str:
     return _QUERY.sub(r"\1?...", _USER.sub("...@", text))
 
 
-def place_name(place: Place) -> PurePosixPath:
+def location_name(location: Location) -> PurePosixPath:
     """Return the name of a file or an object without its folders."""
-    text = os.fspath(place)
+    text = os.fspath(location)
     return PurePosixPath(PurePosixPath(split_url(text)[1] if is_remote(text) else text).name)
 
 

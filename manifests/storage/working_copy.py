@@ -38,7 +38,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import TEMPORARY_PREFIX, temporary_path
 from clipmill.manifests.storage.leases import HeldLeases, Lease, LeaseHeld, held_leases, holder_of
 from clipmill.manifests.storage.objects import PART_BYTES, ObjectInfo, Objects, open_objects
-from clipmill.manifests.storage.stores import no_damage
+from clipmill.manifests.storage.stores import raise_inaccessible
 
 _LAZY_SUFFIXES = (".tar", ".tar.idx", ".index.arrow", "/chunks.arrow")  # suffixes of files fetched when opened
 _EAGER_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt", ".arrow")
@@ -282,14 +282,14 @@ class WorkingCopy:
             return None
         # The name of the copy is removed, so that the copy vanishes with its last user, even if that process is killed.
         temporary = temporary_path(path)
-        with no_damage():
+        with raise_inaccessible():
             self.objects.fetch(self._info(path).key, temporary)
         try:
             return os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
         finally:
             temporary.unlink()
 
-    @no_damage()
+    @raise_inaccessible()
     def _provide(self, path: Path) -> None:
         info = self._info(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -314,12 +314,12 @@ class WorkingCopy:
             if path.name.endswith(_LARGE_SUFFIXES):
                 make_placeholder(path, self._info(path))
 
-    @no_damage()
+    @raise_inaccessible()
     def state(self, path: Path) -> tuple[int, int]:
         info = self._info(path)
         return info.size_bytes, int(info.modified_s * 1e9)
 
-    @no_damage()
+    @raise_inaccessible()
     def read_range(self, path: Path, offset: int, size: int) -> bytes:
         return self.objects.read_range(self.key_of(path), offset, size)
 

@@ -17,9 +17,9 @@ from clipmill.prep.core.make import make_column
 from clipmill.prep.video.column import INDEX, ChunkRequest, IndexRecipe
 
 if TYPE_CHECKING:
-    from clipmill.manifests.storage.urls import Place
+    from clipmill.manifests.storage.urls import Location
 else:
-    Place = Path
+    Location = Path
 
 
 _SETTINGS, _REQUEST = IndexRecipe(), ChunkRequest()
@@ -27,7 +27,7 @@ _SETTINGS, _REQUEST = IndexRecipe(), ChunkRequest()
 
 def index(
     videos: Annotated[
-        Place | None,
+        Location | None,
         ONE_PLACE,
         Parameter(help="Folder of videos, a path or a URL, which is read into the manifest first."),
     ] = None,
@@ -48,7 +48,7 @@ def index(
 index.__doc__ = INDEX.help
 
 
-def _require_new(data: Path, videos: "Place") -> None:
+def _require_new(data: Path, videos: "Location") -> None:
     """Check that reading a folder into the manifest would not lose captions, or videos of a different dataset.
 
     Raises:

@@ -20,7 +20,7 @@ from clipmill.manifests.formatting import count_noun, on_one_line, quote_value
 from clipmill.manifests.help_text import OPTIONS
 from clipmill.manifests.settings import Range, refuse
 from clipmill.manifests.storage.mirrors import mirror_of
-from clipmill.manifests.storage.urls import folder_of, place_of
+from clipmill.manifests.storage.urls import folder_of, parse_location
 from clipmill.manifests.store import address_of, check_data_dir
 from clipmill.prep.commands.datasets import ADAPTERS, Adapter
 from clipmill.prep.core.request import Data
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from clipmill.manifests.adapters.reading import Reading
-    from clipmill.manifests.storage.urls import Place
+    from clipmill.manifests.storage.urls import Location
     from clipmill.manifests.write import FurtherResult
     from clipmill.prep.core.failure_list import FailureEntry
 else:
-    Place = Path  # a converter makes local paths or URLs from the flags
+    Location = Path  # a converter makes local paths or URLs from the flags
 
 
 Dataset = Annotated[
@@ -50,7 +50,7 @@ Yes = Annotated[
 ]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the summary as JSON.")]
 Annotations = Annotated[
-    list[Place],
+    list[Location],
     Parameter(
         name="--annotations",
         consume_multiple=True,
@@ -61,8 +61,8 @@ Annotations = Annotated[
 ]
 
 
-def _places(tokens: Sequence[Token]) -> "list[Place]":
-    return [place_of(token.value) for token in tokens]
+def _places(tokens: Sequence[Token]) -> "list[Location]":
+    return [parse_location(token.value) for token in tokens]
 
 
 _LIKELIHOOD = Range(most=0, hint="give the logarithm of a probability, 0 or less, such as -1.5")
@@ -73,10 +73,10 @@ app = App(name="manifest", help="Read videos and captions of a dataset into the 
 
 def _with_captions(adapter: Adapter) -> Callable[..., None]:
     def command(
-        directory: Annotated[Place | None, ONE_PLACE] = None,
+        directory: Annotated[Location | None, ONE_PLACE] = None,
         *,
         captions: Annotated[
-            Place | None,
+            Location | None,
             ONE_PLACE,
             Parameter(help="Caption table, a path or URL of a .csv, .tsv, .jsonl, .json or .parquet file."),
         ] = None,
@@ -101,7 +101,7 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
 
 
 def read_captioned(
-    adapter: Adapter, captions: "Place | None", *, subtitles: bool = False, into: "Target", has_next: bool = True
+    adapter: Adapter, captions: "Location | None", *, subtitles: bool = False, into: "Target", has_next: bool = True
 ) -> None:
     """Read a folder of videos, and optionally a table of captions, into the manifest; see `write_dataset`."""
 
@@ -119,7 +119,7 @@ def read_captioned(
 
 def _with_annotations(adapter: Adapter) -> Callable[..., None]:
     def command(
-        directory: Annotated[Place, ONE_PLACE],
+        directory: Annotated[Location, ONE_PLACE],
         *,
         annotations: Annotations,
         data: Data = Path("data"),
@@ -139,11 +139,11 @@ def _with_annotations(adapter: Adapter) -> Callable[..., None]:
 
 def _with_lists(adapter: Adapter) -> Callable[..., None]:
     def command(
-        lists: Annotated[list[Place], Parameter(negative="", converter=lambda _type, tokens: _places(tokens))],
+        lists: Annotated[list[Location], Parameter(negative="", converter=lambda _type, tokens: _places(tokens))],
         /,
         *,
         videos: Annotated[
-            Place | None, ONE_PLACE, Parameter(help="Folder of the videos. Default: the folder of the first list.")
+            Location | None, ONE_PLACE, Parameter(help="Folder of the videos. Default: the folder of the first list.")
         ] = None,
         data: Data = Path("data"),
         dataset: Dataset = None,
@@ -163,7 +163,7 @@ def _with_lists(adapter: Adapter) -> Callable[..., None]:
 
 def _with_folder(adapter: Adapter) -> Callable[..., None]:
     def command(
-        directory: Annotated[Place, ONE_PLACE],
+        directory: Annotated[Location, ONE_PLACE],
         *,
         data: Data = Path("data"),
         dataset: Dataset = None,
@@ -254,13 +254,13 @@ class Target:
 
     data: Path
     dataset: str
-    videos: "Place | None"
+    videos: "Location | None"
     may_remove: bool
     as_json: bool
 
 
 def write_dataset(
-    read: "Callable[[list[Path]], Reading]", tables: "Sequence[Place]" = (), *, into: Target, has_next: bool = True
+    read: "Callable[[list[Path]], Reading]", tables: "Sequence[Location]" = (), *, into: Target, has_next: bool = True
 ) -> None:
     """Read a dataset and write it to the manifest.
 

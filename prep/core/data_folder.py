@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.locks import FileLock, folder_lock, holder_of, lock, this_process
+from clipmill.manifests.locks import FileLock, folder_lock, holder_of, lock, process_label
 from clipmill.manifests.publish import remove_temporaries, target_of
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.store import manifest_dir, resolved_folder
@@ -88,7 +88,7 @@ def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
             hint=f"it holds the lock of column {column}: wait until it finishes, or stop it",
         )
     try:
-        file_lock.note(f"{this_process()}\n")
+        file_lock.note(f"{process_label()}\n")
         yield
         file_lock.note("")
     finally:
@@ -111,9 +111,9 @@ def remove_leftovers(data_dir: Path, *, column: str) -> None:
     Temporary files of other columns are kept, because another command may be writing them.
     """
     with folder_lock(data_dir):
-        remove_temporaries(data_dir, of=ROOT_FILES.__contains__)
+        remove_temporaries(data_dir, matches=ROOT_FILES.__contains__)
     layouts = data_dir / LAYOUT_FOLDER
-    remove_temporaries(layouts, of=lambda target: owner_of_layout(layouts / target) == column)
+    remove_temporaries(layouts, matches=lambda target: owner_of_layout(layouts / target) == column)
     if column == VIDEO:
         remove_temporaries(manifest_dir(data_dir))
     for folder in incomplete_variants(data_dir, column):

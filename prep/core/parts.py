@@ -44,7 +44,7 @@ from typing import Any, Protocol
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
-from clipmill.manifests.locks import FileLock, holder_of, this_process
+from clipmill.manifests.locks import FileLock, holder_of, process_label
 from clipmill.manifests.plugins import import_object
 from clipmill.manifests.storage.mirrors import mirror_of, refresh
 from clipmill.prep.core.data_folder import lock_path, part_lock_names, remove_leftovers
@@ -203,12 +203,12 @@ class PartFiles:
         self._part_lock = take_part_lock(self._path)
         if self._part_lock is None:
             return RunningPart.read(holder_of(self._path), self._part).holder
-        self._part_lock.note(f"{this_process()}\n")
+        self._part_lock.note(f"{process_label()}\n")
         return None
 
     def note_part(self, *, makes: str = "", source: str = "", stage: str = "") -> None:
         assert self._part_lock is not None
-        self._part_lock.note(f"{this_process()}\n{makes}\n{source}\n{stage}\n")
+        self._part_lock.note(f"{process_label()}\n{makes}\n{source}\n{stage}\n")
 
     def leave_turn(self, text: str) -> None:
         if self._turn is not None:
@@ -481,7 +481,7 @@ class PartRun:
 
     def _take_turn(self, doing: str) -> None:
         text = self._locks.take_turn(
-            f"part {self.part} is {doing} ({this_process()})",
+            f"part {self.part} is {doing} ({process_label()})",
             on_wait=lambda holder: sys.stderr.write(f"part {self.part} waits: {holder or 'for another part'}\n"),
         )
         self._has_turn = True

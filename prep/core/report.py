@@ -210,7 +210,7 @@ def publish_page(path: Path, template: Path, **values: Any) -> int:
     content = load_template(template).render(**values).encode()
     try:
         with folder_lock(path.parent):
-            remove_temporaries(path.parent, of=path.name.__eq__)
+            remove_temporaries(path.parent, matches=path.name.__eq__)
             publish_bytes(path, content)
     except OSError as error:
         raise UserError(f"--html {path} cannot be written: {error.strerror}", hint="give another file") from None

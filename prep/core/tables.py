@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.publish import naming, publish_atomically, require_regular
+from clipmill.manifests.publish import publish_atomically, require_regular, tag_errors
 from clipmill.shards.columns import COLUMNS, VIDEO
 from clipmill.shards.commits import Failure
 from clipmill.shards.dataset import commands_of, list_variants, variant_dir
@@ -67,7 +67,7 @@ def read_table_file(
     verified: dict[str, pa.ChunkedArray] = {}
     try:
         require_regular(path, path=path)
-        with naming(path), pq.ParquetFile(path) as file:
+        with tag_errors(path), pq.ParquetFile(path) as file:
             if not file.schema_arrow.equals(schema):
                 raise ValueError(f"unexpected columns: {', '.join(file.schema_arrow.names)}")
             metadata = dict(file.schema_arrow.metadata or {})

@@ -97,7 +97,7 @@ def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | N
         UserError: The package of the column is not installed on this machine.
     """
     from clipmill.manifests.errors import UserError
-    from clipmill.manifests.publish import naming, remove, sync, temporary_path
+    from clipmill.manifests.publish import remove, sync, tag_errors, temporary_path
     from clipmill.manifests.storage.mirrors import mirror_of
 
     if (digest := source_sha256(package)) is None:
@@ -106,7 +106,7 @@ def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | N
     token_file = temporary_path(variant_dir / _TOKEN_NAME)
     token = secrets.token_hex(16)
     try:
-        with naming(token_file):
+        with tag_errors(token_file):
             token_file.write_text(token)
             sync(token_file)
             sync(variant_dir)

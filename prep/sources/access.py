@@ -16,7 +16,7 @@ from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.shards.timeline.model import TimelineError
 
 if TYPE_CHECKING:
-    from clipmill.manifests.storage.urls import Place
+    from clipmill.manifests.storage.urls import Location
     from clipmill.prep.sources.remote import RemoteFile
 
     SourceBytes = BinaryIO | RemoteFile
@@ -78,7 +78,7 @@ class OpenSource:
 
 
 @contextmanager
-def open_source(place: "Place", *, on_read: Callable[[], None] = lambda: None) -> Iterator[OpenSource]:
+def open_source(place: "Location", *, on_read: Callable[[], None] = lambda: None) -> Iterator[OpenSource]:
     """Open a source: a local path, or the URL of an object, which is read in ranges.
 
     Args:
@@ -112,7 +112,7 @@ def open_source(place: "Place", *, on_read: Callable[[], None] = lambda: None) -
         yield OpenSource(state.st_size, local, f"file:{path}")
 
 
-def source_fingerprint(place: "Place") -> str:
+def source_fingerprint(place: "Location") -> str:
     """Return the SHA-256 (hex) over a source's size and its first and last MiB.
 
     Computing it is cheap even for hours of video, and it does not depend on the source's name and storage.
@@ -147,7 +147,7 @@ def access_failure(error: OSError | ValueError) -> SourceFailure:
     return SourceFailure(code, error.strerror or str(error), is_lasting=False)
 
 
-def current_fingerprint(place: "Place") -> str:
+def current_fingerprint(place: "Location") -> str:
     """Return `source_fingerprint`, with a timeout of `STAT_LIMIT_S`.
 
     Raises:

@@ -22,7 +22,7 @@ from typing import IO, cast
 from av.container import InputContainer
 from av.video.stream import VideoStream
 
-from clipmill.manifests.storage.urls import Place
+from clipmill.manifests.storage.urls import Location
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources.access import OpenSource, SourceFacts, as_failure, fingerprint_of, open_source
 from clipmill.shards.timeline.model import open_container, track_of, video_tracks
@@ -31,7 +31,7 @@ from clipmill.shards.timeline.reading import has_index, indexed_timeline, read_t
 from clipmill.shards.timeline.truncation import missing_index, truncation
 
 
-def probe(place: Place, *, on_read: Callable[[], None] = lambda: None) -> SourceFacts:
+def probe(place: Location, *, on_read: Callable[[], None] = lambda: None) -> SourceFacts:
     """Probe one source.
 
     Args:

@@ -186,7 +186,7 @@ def detect_shots(
         # Sort the table, so that it does not depend on the order in which sources were finished.
         table = table.sort_by([("detector", "ascending"), ("fingerprint", "ascending")]).combine_chunks()
         with folder_lock(data_dir):
-            remove_temporaries(data_dir, of=lambda target: target == SHOTS_FILE)
+            remove_temporaries(data_dir, matches=lambda target: target == SHOTS_FILE)
             write_table_file(data_dir / SHOTS_FILE, table)
         saved_s = time.monotonic()
         saving_s = saved_s - started_s

@@ -13,7 +13,7 @@ import numpy as np
 from av.video.frame import VideoFrame
 from av.video.reformatter import Interpolation, VideoReformatter
 
-from clipmill.manifests.storage.urls import Place
+from clipmill.manifests.storage.urls import Location
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources.access import as_failure, open_source
 from clipmill.prep.sources.detector import PICTURE_PX, Detector
@@ -26,7 +26,7 @@ from clipmill.shards.timeline.reading import read_timeline
 _SCALER = Interpolation.AREA | Interpolation.ACCURATE_RND | Interpolation.BITEXACT
 
 
-def detect_cuts(place: Place, *, timeline: Timeline, num_frames: int, detector: Detector) -> list[int]:
+def detect_cuts(place: Location, *, timeline: Timeline, num_frames: int, detector: Detector) -> list[int]:
     """Return the first frame of each shot except the first shot, ascending, each from 1 to `num_frames` - 1.
 
     Damaged frames are skipped here, because the encoder pass that contains them reports them.
@@ -61,7 +61,7 @@ def output_number(time_s: Fraction, *, fps: Fraction) -> int:
 
 
 def _output_pictures(
-    place: Place, timeline: Timeline, *, num_frames: int, fps: Fraction
+    place: Location, timeline: Timeline, *, num_frames: int, fps: Fraction
 ) -> Iterator[tuple[np.ndarray, int]]:
     """Yield (picture, number of output frames that show it): uint8 [H, W, 3], BGR; `num_frames` frames in total."""
     with open_source(place) as source:

@@ -517,5 +517,5 @@ def _rows_of(paths: pa.ChunkedArray, *, known: pa.ChunkedArray) -> np.ndarray:
 def _write_cache(data_dir: Path, table: pa.Table) -> None:
     # `prep plan` also writes this file, without the lock of a column.
     with folder_lock(data_dir):
-        remove_temporaries(data_dir, of=lambda target: target == PROBES_FILE)
+        remove_temporaries(data_dir, matches=lambda target: target == PROBES_FILE)
         write_table_file(data_dir / PROBES_FILE, table)

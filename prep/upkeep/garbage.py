@@ -367,7 +367,7 @@ def _entries(folder: "Path | os.DirEntry[str]") -> list["os.DirEntry[str]"]:
 
 def _find_temporaries(data_dir: Path, garbage: Garbage) -> None:
     """Add files left by killed commands. The caller holds the locks, so no other command is writing these files."""
-    _add_temporaries(data_dir, garbage, of=ROOT_FILES.__contains__)
+    _add_temporaries(data_dir, garbage, matches=ROOT_FILES.__contains__)
     _add_temporaries(manifest_dir(data_dir), garbage)
     _add_temporaries(data_dir / LAYOUT_FOLDER, garbage)
     for column in columns():
@@ -392,8 +392,9 @@ def _find_temporaries(data_dir: Path, garbage: Garbage) -> None:
             garbage.folders.append(folder / RUNNING_FOLDER)
 
 
-def _add_temporaries(folder: Path, garbage: Garbage, *, of: Callable[[str], bool] = lambda target: True) -> None:
-    garbage.items.extend(Item(path, path.lstat().st_size, _LEFTOVER) for path in temporaries_in(folder, of=of))
+def _add_temporaries(folder: Path, garbage: Garbage, *, matches: Callable[[str], bool] = lambda target: True) -> None:
+    paths = temporaries_in(folder, matches=matches)
+    garbage.items.extend(Item(path, path.lstat().st_size, _LEFTOVER) for path in paths)
 
 
 def _is_temporary(entry: "os.DirEntry[str]") -> bool:

@@ -184,6 +184,6 @@ def unknown_parts(settings: Checked) -> Iterator[UserError]:
     """Yield errors for parts that do not exist or cannot be used."""
     for flag, parts, name in named_parts(settings):
         if name not in parts:
-            yield parts.unknown_name_error(name, where=flag)
+            yield parts.unknown_name_error(name, flag=flag)
         else:
             yield from errors_of(parts.__getitem__, name)

@@ -59,7 +59,7 @@ def open_mixed(open_one: Callable[[str], Opened], settings: DataSettings) -> "Op
     require_no_streams(settings)
     parts: list[Any] = []
     for folder in settings.folders:
-        with naming(folder):
+        with tag_errors(folder):
             parts.append(open_one(folder))
     from clipmill.train.data.mixed_samples import MixedSamples
 
@@ -110,7 +110,7 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
 
 
 @contextmanager
-def naming(folder: str) -> Iterator[None]:
+def tag_errors(folder: str) -> Iterator[None]:
     """Add a data folder to the hint of a UserError that is raised in this context."""
     try:
         yield

@@ -26,7 +26,7 @@ from clipmill.manifests.schema import MANIFEST_FILE
 from clipmill.manifests.storage.cache import CachedFile, ObjectCache
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import ObjectInfo, Objects, open_objects
-from clipmill.manifests.storage.stores import AccessRefused, UnusableResponse, no_damage
+from clipmill.manifests.storage.stores import AccessRefused, UnusableResponse, raise_inaccessible
 from clipmill.manifests.store import CAPTIONS_FILE, MANIFEST_FOLDER, MAPPED_FILES, VIDEOS_FILE, describe, staged_path
 from clipmill.shards.chunk_table import has_chunk_table, missing_parts, shards_to_merge, update_chunk_table
 from clipmill.shards.columns import command_for, how_to_make
@@ -501,7 +501,7 @@ class RemoteTars:
 
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
         try:
-            with no_damage(), self._distinguish_refusals():
+            with raise_inaccessible(), self._distinguish_refusals():
                 self.files.copy_file(self.key(index), size_bytes=size_bytes, sha256=sha256)
         except OSError as error:
             if is_local(error):

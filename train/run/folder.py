@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.locks import lock
-from clipmill.manifests.publish import TEMPORARY_PREFIX, naming, parse_json, publish_bytes, publish_json, rename
+from clipmill.manifests.publish import TEMPORARY_PREFIX, parse_json, publish_bytes, publish_json, rename, tag_errors
 from clipmill.manifests.storage.mirrors import mirror_of, show_addresses
 from clipmill.train.config.files import load_settings, read_values, save_settings
 from clipmill.train.config.shards import Shards, absolute_address, folders_of, normalise_address
@@ -405,7 +405,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def append_lines(path: Path, objects: Iterable[dict[str, Any]]) -> None:
     """Append JSON objects to a .jsonl file, one per line."""
     lines = "".join(json.dumps(value) + "\n" for value in objects)
-    with naming(path), path.open("a", encoding="utf-8") as file:
+    with tag_errors(path), path.open("a", encoding="utf-8") as file:
         file.write(lines)
 
 

@@ -187,7 +187,7 @@ class ClipFolder:
         """
         try:
             make_folder(self.path)
-            remove_temporaries(self.path, of=lambda name: _OUTPUT_NAME.fullmatch(name) is not None)
+            remove_temporaries(self.path, matches=lambda name: _OUTPUT_NAME.fullmatch(name) is not None)
         except OSError as error:
             raise UserError(
                 f"{self.path} cannot be written: {error.strerror}", hint="use --html with a path in a different folder"

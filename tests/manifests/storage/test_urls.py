@@ -3,7 +3,7 @@
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.storage.urls import folder_of, mask_secrets, place_name, place_of, split_url, url_below
+from clipmill.manifests.storage.urls import folder_of, join_url, location_name, mask_secrets, parse_location, split_url
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from clipmill.manifests.storage.urls import folder_of, mask_secrets, place_name,
 )
 def test_parts_of_a_url(url: str, root: str, key: str) -> None:
     assert split_url(url) == (root, key)
-    assert url_below(url, "x y.mp4") == f"{url}/{'x%20y' if url.startswith('http') else 'x y'}.mp4"
+    assert join_url(url, "x y.mp4") == f"{url}/{'x%20y' if url.startswith('http') else 'x y'}.mp4"
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_text_without_secrets_is_shown_as_it_is() -> None:
 
 
 def test_local_paths_stay_paths() -> None:
-    path, url = place_of("videos//a.mp4"), place_of("s3://bucket//a.mp4")
+    path, url = parse_location("videos//a.mp4"), parse_location("s3://bucket//a.mp4")
     assert str(path) == "videos/a.mp4" and url == "s3://bucket//a.mp4"
-    assert place_name(path).name == place_name(url).name == "a.mp4"
+    assert location_name(path).name == location_name(url).name == "a.mp4"
     assert str(folder_of(path)) == "videos" and folder_of("https://host/lists/train.csv") == "https://host/lists"

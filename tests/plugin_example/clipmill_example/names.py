@@ -5,12 +5,12 @@ from pathlib import Path
 
 from clipmill.manifests.adapters.annotations import Reason
 from clipmill.manifests.adapters.reading import Origin, Reading, begin_reading
-from clipmill.manifests.storage.urls import Place
+from clipmill.manifests.storage.urls import Location
 from clipmill.prep.commands.datasets import Adapter
 
 
 def read_names(
-    directory: Place, *, annotations: Sequence[Path], dataset: str = "names", skip: Place | None = None
+    directory: Location, *, annotations: Sequence[Path], dataset: str = "names", skip: Location | None = None
 ) -> Reading:
     """Read the videos that the lines name; those of a file whose name begins with `val` are held out.
 

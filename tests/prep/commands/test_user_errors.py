@@ -85,7 +85,11 @@ def test_several_wrong_settings_are_named_at_once(data: Path) -> None:
     ("words", "message", "hint"),
     [
         ("inspect -rf_0", "unknown option: -rf_0", "after all flags and --, as in prep inspect ... -- -rf_0; "),
-        ("inspect -- -rf_0 --data x", "unknown option: --data.", "words after -- are values: put the flags before it"),
+        (
+            "inspect -- -rf_0 --data x",
+            "unknown option: --data.",
+            "put the flags before --, because all arguments after",
+        ),
         ("inspect --data x -- -rf_0", "the data folder x does not exist", "create one"),
         ("plan --explain -rf", "--explain requires an argument", "with =, as in --explain=-rf; see prep plan"),
         ("latents --crop random", "--vae is required", "see prep latents --help"),

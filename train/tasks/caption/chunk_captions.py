@@ -294,7 +294,7 @@ def _begin(work: CaptionWork, out: Path, *, stack: ExitStack) -> dict[str, Any] 
         shutil.rmtree(parts)
         return record
     begin_parts(parts, work.plan, require_same=lambda old: require_same_work(old, work.plan, path=parts))
-    remove_temporaries(out.parent, of=lambda name: name in (out.name, failures_path(out).name))
+    remove_temporaries(out.parent, matches=lambda name: name in (out.name, failures_path(out).name))
     return None
 
 
