@@ -119,7 +119,7 @@ def export_run(
         exported = replace(exported, model_input=exported.model_input or "a single view")
 
     step = None if path is None else checkpoint_step(path)
-    card = model_card(opened, exported, form=form, opens=spec.formats[form], folder=out.name, step=step)
+    card = model_card(opened, exported, form=form, opener=spec.formats[form], folder=out.name, step=step)
 
     def write(folder: Path) -> None:
         exported.write(folder)

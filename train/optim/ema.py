@@ -15,12 +15,13 @@ from clipmill.train.optim.parameters import plain_name
 class Ema:
     """Moving average of weights: average = d average + (1 - d) weights, updated after every step.
 
-    d rises to `decay` as (1 + step) / (10 + step), so that the first steps have little weight. Averages are sharded
+    d is (1 + step) / (10 + step), but at most `decay`, so that the first steps have little weight. Averages are sharded
     like the weights. The running statistics of batch norms are averaged too, because the current statistics belong to
     the current weights, not to the averaged weights.
 
     Args:
         model: Model in training mode.
+        decay: Largest value of d.
     """
 
     def __init__(self, model: nn.Module, *, decay: float) -> None:
@@ -32,7 +33,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, model: nn.Module, *, step: int) -> None:
-        """Update the averages with the weights after step 1, 2, ..."""
+        """Update the averages with the weights after a step. Steps count from 1."""
         weights = _tensors(model)
         decay = min(self._decay, (1 + step) / (10 + step))
         if not self._averages:
@@ -49,21 +50,23 @@ class Ema:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore the state from `state_dict`; ValueError if it contains different tensors."""
+        """Restore the averages from `state_dict`; ValueError if it contains different tensors."""
         if state.keys() != self._averages.keys():
-            raise ValueError(f"averages of different tensors: {sorted(state.keys() ^ self._averages.keys())[:5]}")
+            raise ValueError(
+                f"the saved averages are of different tensors: {sorted(state.keys() ^ self._averages.keys())[:5]}"
+            )
         for name, average in self._averages.items():
             average.copy_(state[name])
 
     @contextmanager
     def swap_in(self, model: nn.Module) -> Iterator[None]:
-        """Replace the weights of `model` by the averages within the block. Do not train or save the model within."""
+        """Replace the weights of `model` with the averages inside the block, which must not train or save the model."""
         weights = _tensors(model)
         self._swap(weights)
         try:
             yield
         finally:
-            # FSDP may still hold gathered averages, which training must not use.
+            # FSDP may still hold gathered averages, and training must not use them.
             reshard(model)
             self._swap(weights)
 

@@ -1,7 +1,7 @@
 """The optimizer of a run: construction, learning rate schedule, gradient clipping and steps.
 
-AdamW is torch's implementation. SGD, Lion and LAMB are implemented here: they update many tensors at once, complete or
-sharded, and a GPU can skip their steps without the host.
+AdamW comes from torch. SGD, Lion and LAMB are implemented here: they update many tensors at once, complete or sharded,
+and a GPU can skip a step without waiting for the host.
 """
 
 import math
@@ -22,7 +22,7 @@ from clipmill.train.optim.parameters import parameter_groups
 
 
 class ForeachOptimizer(Optimizer):
-    """Base class of optimizers that update the parameters of a group together.
+    """Base class for optimizers that update all parameters of a group at once.
 
     Attributes:
         found_inf: Zero-dimensional float on the device. If it is not 0, the step is skipped, as in torch's fused
@@ -31,29 +31,29 @@ class ForeachOptimizer(Optimizer):
 
     found_inf: torch.Tensor | None = None
 
-    def start(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def initial_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the initial state of a parameter."""
         raise NotImplementedError
 
-    def update(self, trained: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
-        """Update the parameters that have gradients, and their state."""
+    def update(self, parameters: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
+        """Update parameters, which all have gradients, and their state."""
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """Take one step."""
         for group in self.param_groups:
-            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in trained:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in parameters:
                 if not self.state[parameter]:
-                    self.state[parameter].update(self.start(parameter))
+                    self.state[parameter].update(self.initial_state(parameter))
             if self.found_inf is None:
-                if trained:
-                    self.update(trained, group)
+                if parameters:
+                    self.update(parameters, group)
                 continue
-            # The device decides: if the step is skipped, copies made before the update are restored. This is done in
-            # buckets, because copies of all tensors might not fit into memory.
-            for bucket in buckets(trained):
+            # The device decides: to skip a step, it restores copies that were made before the update. Parameters are
+            # updated in buckets, because copies of all tensors might not fit into memory.
+            for bucket in buckets(parameters):
                 changed = [local_part(parameter) for parameter in bucket]
                 for parameter in bucket:
                     state = self.state[parameter]
@@ -73,20 +73,20 @@ class Sgd(ForeachOptimizer):
     g += decay theta;  m = momentum m + g;  theta -= lr m. The momentum of the first step is g.
 
     torch's SGD cannot skip steps. Its fused version can, but leaves the momentum uninitialised if the first step is
-    skipped.
+    skipped, so it is not used.
     """
 
     def __init__(self, params: ParamsT, *, lr: float, momentum: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
-    def start(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def initial_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"momentum_buffer": torch.zeros_like(parameter)}
 
-    def update(self, trained: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
-        weights, updates = _weights_and_gradients(trained)
+    def update(self, parameters: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
+        weights, updates = _weights_and_gradients(parameters)
         if group["weight_decay"]:
             updates = list(torch._foreach_add(updates, weights, alpha=group["weight_decay"]))
-        momenta = [local_part(self.state[parameter]["momentum_buffer"]) for parameter in trained]
+        momenta = [local_part(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
         torch._foreach_mul_(momenta, group["momentum"])
         torch._foreach_add_(momenta, updates)
         subtract(weights, momenta, lr=group["lr"])
@@ -101,12 +101,12 @@ class Lion(ForeachOptimizer):
     def __init__(self, params: ParamsT, *, lr: float, betas: tuple[float, float], weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def start(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def initial_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"exp_avg": torch.zeros_like(parameter)}
 
-    def update(self, trained: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
-        weights, gradients = _weights_and_gradients(trained)
-        momenta = [local_part(self.state[parameter]["exp_avg"]) for parameter in trained]
+    def update(self, parameters: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
+        weights, gradients = _weights_and_gradients(parameters)
+        momenta = [local_part(self.state[parameter]["exp_avg"]) for parameter in parameters]
         beta1, beta2 = group["betas"]
         updates = list(torch._foreach_lerp(momenta, gradients, 1 - beta1))
         torch._foreach_sign_(updates)
@@ -129,17 +129,17 @@ class Lamb(ForeachOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapts": True})
 
-    def start(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        # As in torch's optimizers, the step count is a CPU tensor, so that checkpoints handle it in the same way.
+    def initial_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        # The step count is a CPU tensor, as in torch's optimizers, so that checkpoints handle all optimizers alike.
         step = torch.tensor(0.0)
         return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
-    def update(self, trained: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
-        states = [self.state[parameter] for parameter in trained]
+    def update(self, parameters: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
+        states = [self.state[parameter] for parameter in parameters]
         for state in states:
             state["step"] += 1
-        weights, gradients = _weights_and_gradients(trained)
-        # If the device decides about steps, only the device knows how many steps were taken.
+        weights, gradients = _weights_and_gradients(parameters)
+        # If the device decides whether to step, only the device knows how many steps were taken.
         steps = [int(state["step"]) if self.found_inf is None else state["step"].double() for state in states]
         updates = _adam_updates(states, gradients, steps=steps, betas=group["betas"], eps=group["eps"])
         if group["weight_decay"]:
@@ -147,7 +147,7 @@ class Lamb(ForeachOptimizer):
         if not group["adapts"]:
             subtract(weights, updates, lr=group["lr"])
             return
-        weight_norms_N, update_norms_N = norms([*weights, *updates], like=[*trained, *trained]).chunk(2)
+        weight_norms_N, update_norms_N = norms([*weights, *updates], like=[*parameters, *parameters]).chunk(2)
         moves_N = (weight_norms_N > 0) & (update_norms_N > 0)
         alphas_N = torch.where(moves_N, weight_norms_N / update_norms_N, 1.0)
         for weight, update, alpha in zip(weights, updates, alphas_N, strict=True):
@@ -163,9 +163,9 @@ def subtract(weights: Sequence[torch.Tensor], updates: Sequence[torch.Tensor], *
         torch._foreach_add_(list(weights), list(updates), alpha=-lr)
 
 
-def _weights_and_gradients(trained: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    gradients = [local_part(parameter.grad) for parameter in trained if parameter.grad is not None]
-    return [local_part(parameter) for parameter in trained], gradients
+def _weights_and_gradients(parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    return [local_part(parameter) for parameter in parameters], gradients
 
 
 def _adam_updates(
@@ -176,21 +176,21 @@ def _adam_updates(
     betas: tuple[float, float],
     eps: float,
 ) -> list[torch.Tensor]:
-    """Return Adam's updates without learning rate and decay, and update the moments in `states`."""
+    """Update the moments in `states`, and return Adam's updates, before learning rate and weight decay."""
     beta1, beta2 = betas
-    first = [local_part(state["exp_avg"]) for state in states]
-    second = [local_part(state["exp_avg_sq"]) for state in states]
-    torch._foreach_lerp_(first, gradients, 1 - beta1)
-    torch._foreach_mul_(second, beta2)
-    torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+    first_moments = [local_part(state["exp_avg"]) for state in states]
+    second_moments = [local_part(state["exp_avg_sq"]) for state in states]
+    torch._foreach_lerp_(first_moments, gradients, 1 - beta1)
+    torch._foreach_mul_(second_moments, beta2)
+    torch._foreach_addcmul_(second_moments, gradients, gradients, 1 - beta2)
     # r = (m / b1) / (sqrt(v / b2) + eps). The divisor contains both bias corrections b, so one copy is enough.
     corrections = [1 - beta1**step for step in steps]
     factors = [correction / (1 - beta2**step) ** 0.5 for correction, step in zip(corrections, steps, strict=True)]
-    updates = list(torch._foreach_sqrt(second))
+    updates = list(torch._foreach_sqrt(second_moments))
     torch._foreach_mul_(updates, factors)
     torch._foreach_add_(updates, [correction * eps for correction in corrections])
     torch._foreach_reciprocal_(updates)
-    torch._foreach_mul_(updates, first)
+    torch._foreach_mul_(updates, first_moments)
     return updates
 
 
@@ -224,7 +224,7 @@ def make_optimizer(model: nn.Module, objective: nn.Module, settings: TrainingSet
 def set_learning_rates(
     optimizer: torch.optim.Optimizer, step: int, settings: TrainingSettings, *, objective: Objective
 ) -> float:
-    """Set the learning rate of each group for step 1, 2, ..., and return the scheduled rate."""
+    """Set the learning rate of each group for a step, counted from 1, and return the scheduled rate."""
     scale = settings.optimizer.lr_scale(settings.batch)
     lr = learning_rate(
         step,
@@ -250,11 +250,11 @@ def clip_gradients(
 ) -> torch.Tensor:
     """Unscale gradients and clip their global norm to `max_norm`, without synchronising with a GPU.
 
-    Parameters may be complete or sharded (DTensor). All ranks call this function and get the same norm.
+    Parameters may be complete or sharded (DTensor). All ranks must call this function, and get the same norm.
 
     Args:
-        stages: Ranks with the stages of the model, in a pipeline.
-        repeated: Parameters of this rank that are tied to parameters of a different stage, which counts them.
+        stages: Ranks that hold the stages of the model, in a pipeline.
+        repeated: Parameters of this rank that are tied to parameters of a different stage. That stage counts them.
 
     Returns:
         The global gradient norm before clipping, zero-dimensional float64. If it is not finite, the gradients must not
@@ -276,7 +276,8 @@ def clip_gradients(
     if gradients:
         square = norms(parts, like=gradients)[:num_counted].square().sum()
     norm = stages.sum(square).sqrt() / loss_scale
-    # As in torch.nn.utils.clip_grad_norm_. Dividing a Python number by a tensor would first round its reciprocal.
+    # As in torch.nn.utils.clip_grad_norm_. `max_norm` becomes a tensor first: dividing a Python number by a tensor
+    # would round the reciprocal of the tensor.
     factor = (torch.full_like(norm, max_norm) / (norm + 1e-6)).clamp(max=1.0) / loss_scale
     # Skip the pass over all gradients if the factor is known to be 1.
     is_one = is_on_host(factor) and factor.item() == 1
@@ -287,17 +288,20 @@ def clip_gradients(
 
 
 def take_step(optimizer: torch.optim.Optimizer, may_step: torch.Tensor, *, skips: bool) -> None:
-    """Take a step if `may_step`, a bool on the device, is true. A GPU decides without the host.
+    """Take a step if `may_step` is true; otherwise leave weights and state unchanged. A GPU decides without the host.
 
-    A skipped step leaves weights and state unchanged. If a step can be forbidden only by an error (`skips` is False),
-    optimizers that would have to make copies ignore `may_step` on a GPU, because the result is never saved.
+    Args:
+        may_step: Zero-dimensional bool on the device.
+        skips: True if training can continue after a skipped step. If False, a forbidden step ends the run with an
+            error, so its result is never saved. Optimizers that need copies to skip a step then ignore `may_step` on a
+            GPU.
     """
     if is_on_host(may_step):
         if may_step:
             optimizer.step()
         return
     if skips or optimizer.defaults.get("fused"):
-        # As torch.amp.GradScaler does for fused optimizers.
+        # torch.amp.GradScaler sets the same attribute of fused optimizers.
         optimizer.found_inf = (~may_step).float()  # type: ignore[attr-defined]
     optimizer.step()
 
@@ -312,11 +316,11 @@ def learning_rate(
     start: float | None = None,
     end: float = 0.0,
 ) -> float:
-    """Return the learning rate of step 1, 2, ..., total_steps.
+    """Return the learning rate of a step, from 1 to `total_steps`.
 
-    The rate rises linearly to `peak` at step `warmup_steps`, stays there for one step, and then decays so that it would
-    reach `end` one step after the last. It rises from `start` at step 1 (AVION), or from 0 one step earlier
-    (open_clip).
+    The rate increases linearly to `peak` at step `warmup_steps`, stays there for one step, and then decays so that it
+    would reach `end` one step after the last step. It increases from `start` at step 1 (AVION) or, if `start` is None,
+    from 0 at step 0 (open_clip).
     """
     if step <= warmup_steps:
         if start is None:

@@ -1,6 +1,6 @@
 """Selection of parameters by name and shape: frozen parts, and groups for learning rate and weight decay.
 
-In addition to torch.optim's keys, groups have three keys, which checkpoints also contain:
+In addition to the keys of torch.optim, groups have three keys, which are also saved in checkpoints:
 
     lr_scale       factor of the learning rate (layer-wise decay)
     is_objective   True if the parameters belong to the objective, which determines their learning rate
@@ -17,9 +17,9 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.train.config.model import FrozenPart
 
-# Parts of names that DDP, torch.compile, activation checkpointing and peft add.
+# Parts of parameter names that DDP, torch.compile, activation checkpointing and peft add.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|module|base_layer)\.")
-# Names in clipmill and in libraries. Stages of convolutional networks (`stages.0`, `layer1`) count as blocks.
+# Names of blocks in clipmill and in libraries. Stages of convolutional networks (`stages.0`, `layer1`) count as blocks.
 _BLOCK = re.compile(
     r"(?P<tower>(?:.*?\.)??)(?:(?:transformer|encoder)\.)?"
     r"(?:(?:resblocks|blocks|layers?|stages|block|h)\.|layer(?=\d))(?P<number>\d+)\."
@@ -31,28 +31,28 @@ _STEM = re.compile(
 )
 _EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embedding\w*|\w*_token|pos_embed|embed_\w+|wte|wpe|embed_in)(?:\.weight)?$")
 
-# Substrings of the names of parameters that are missing in a GPT-2 that was trained only on text.
+# Substrings in the names of cross-attention parameters, which a GPT-2 trained only on text does not have.
 CROSS_ATTENTION = (".cross_attn.", ".ln_cross.")
 
 
 def parameter_groups(
     model: nn.Module, objective: nn.Module, *, weight_decay: float, layer_decay: float, adapts_all: bool
 ) -> list[dict[str, Any]]:
-    """Return groups of all trainable parameters, in an order that depends only on names.
+    """Return parameter groups with all trainable parameters, in an order that depends only on parameter names.
 
     Weight decay applies to the model's matrices. It does not apply to gains, biases and embeddings (class, positional,
     temporal, token), nor to the objective (a temperature, FastCLIP procedure 5).
 
     Args:
-        adapts_all: Apply LAMB's trust ratio to all tensors of the model, not only to tensors with weight decay.
+        adapts_all: True to apply LAMB's trust ratio to all tensors of the model, not only to tensors with weight decay.
     """
     trained = {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    above = layers_above(trained, depths=block_counts(model))
+    heights = layers_above(trained, depths=block_counts(model))
     groups: dict[tuple[int, bool], dict[str, Any]] = {}
     for name, parameter in trained.items():
         decays = parameter.ndim >= 2 and not _EMBEDDING.search(name)
         # Without layer-wise decay, all layers share the same groups.
-        height = above[name] if layer_decay != 1 else 0
+        height = heights[name] if layer_decay != 1 else 0
         group = groups.setdefault(
             (height, decays),
             {
@@ -66,29 +66,29 @@ def parameter_groups(
         group["params"].append(parameter)
     ordered = [groups[key] for key in sorted(groups, key=lambda key: (key[0], not key[1]))]
     if not ordered:
-        # A pipeline stage whose layers are all frozen: an optimizer needs at least one group.
+        # All layers of this pipeline stage are frozen, but an optimizer needs at least one group.
         ordered = [{"params": [], "weight_decay": 0.0, "lr_scale": 1.0, "is_objective": False, "adapts": adapts_all}]
-    last = [parameter for parameter in objective.parameters() if parameter.requires_grad]
-    if last:
-        ordered.append({"params": last, "weight_decay": 0.0, "lr_scale": 1.0, "is_objective": True, "adapts": False})
+    learned = [parameter for parameter in objective.parameters() if parameter.requires_grad]
+    if learned:
+        ordered.append({"params": learned, "weight_decay": 0.0, "lr_scale": 1.0, "is_objective": True, "adapts": False})
     return ordered
 
 
 def rename_as_in(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename tensors from plain names to the names in the model."""
+    """Rename tensors from plain names to the names that the model uses."""
     names = {plain_name(name): name for name in model.state_dict()}
     return {names.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without the prefixes of DDP, torch.compile and checkpointing."""
+    """Return a parameter's name without the parts that wrappers such as DDP and torch.compile add."""
     return _WRAPPERS.sub("", name)
 
 
 def block_counts(model: nn.Module) -> dict[str, int]:
-    """Return the number of blocks of each tower of a model, by the tower's name with a trailing dot.
+    """Return the number of blocks of each tower of a model, by the name of the tower with a trailing dot.
 
-    Modules are counted, not parameters, because a pipeline stage lacks the parameters of other stages.
+    The numbers come from the modules, because a pipeline stage lacks the parameters of other stages.
     """
     return _largest_numbers(f"{plain_name(name)}." for name, _ in model.named_modules())
 
@@ -103,11 +103,11 @@ def _largest_numbers(names: Iterable[str]) -> dict[str, int]:
 def layers_above(names: Iterable[str], *, depths: Mapping[str, int] | None = None) -> dict[str, int]:
     """Return the number of layers above each parameter in its tower: 0 for a head, 1 for the last block, ...
 
-    A tower is any module with numbered blocks. All layers before its blocks count as its lowest layer. Layer-wise decay
-    (BEiT, VideoMAE) multiplies a parameter's learning rate by decay ** layers_above.
+    A tower is any module with numbered blocks. All layers before the first block form the lowest layer. Layer-wise
+    decay (BEiT, VideoMAE) multiplies a parameter's learning rate by decay ** layers_above.
 
     Args:
-        depths: Number of blocks of each tower, needed if `names` does not contain all blocks. Default: as in `names`.
+        depths: Number of blocks of each tower; required if `names` lacks some blocks. Default: derived from `names`.
     """
     names = list(names)
     blocks = {name: match for name in names if (match := _BLOCK.match(name))}
@@ -118,7 +118,7 @@ def layers_above(names: Iterable[str], *, depths: Mapping[str, int] | None = Non
             layers[name] = depths[blocks[name]["tower"]] - int(blocks[name]["number"])
             continue
         towers = [tower for tower in depths if name.startswith(tower)]
-        # The innermost tower that contains the parameter.
+        # A parameter belongs to the innermost tower that contains it.
         tower = max(towers, key=len, default=None)
         is_stem = tower is not None and _STEM.search(name[len(tower) :]) is not None
         layers[name] = depths[tower] + 1 if tower is not None and is_stem else 0
@@ -126,9 +126,9 @@ def layers_above(names: Iterable[str], *, depths: Mapping[str, int] | None = Non
 
 
 def set_training_mode(model: nn.Module) -> None:
-    """Put a model into training mode, but modules whose parameters are all frozen into evaluation mode.
+    """Put a model into training mode, except modules whose parameters are all frozen.
 
-    Frozen batch norms then keep their statistics, and frozen parts have no dropout.
+    In evaluation mode, frozen batch norms keep their statistics, and frozen parts apply no dropout.
     """
     model.train()
     for module in model.modules():
@@ -138,16 +138,16 @@ def set_training_mode(model: nn.Module) -> None:
 
 
 def freeze(model: nn.Module, parts: Iterable[FrozenPart]) -> None:
-    """Freeze parts of a complete model. They have no gradient and no optimizer state, and are not averaged.
+    """Freeze parts of a complete model. Frozen parameters have no gradient, no optimizer state and no moving average.
 
     The first blocks of a tower are frozen together with all layers before them (embeddings, `ln_pre`), so that no layer
-    below the trained blocks needs a graph.
+    below the trained blocks needs an autograd graph.
 
     Raises:
         UserError: A tower has fewer blocks than --freeze specifies.
     """
     parameters, depths = dict(model.named_parameters()), block_counts(model)
-    above = layers_above(parameters, depths=depths)
+    heights = layers_above(parameters, depths=depths)
     for part in parts:
         prefix = f"{part.tower}."
         # In language models and towers from libraries, blocks are nested deeper.
@@ -155,12 +155,12 @@ def freeze(model: nn.Module, parts: Iterable[FrozenPart]) -> None:
         if part.num_blocks is not None and part.num_blocks > depth:
             raise UserError(
                 f"--freeze {part.value}, but the {part.tower} tower has only {count_noun(depth, 'block')}",
-                hint=f"use {depth} or less, or --freeze {part.tower} for the complete tower",
+                hint=f"use {depth} or less, or --freeze {part.tower} to freeze the complete tower",
                 flags=("--freeze",),
             )
         for name, parameter in parameters.items():
             is_cross = any(substring in name for substring in CROSS_ATTENTION)
             if not name.startswith(prefix) or (part.trains_cross_attention and is_cross):
                 continue
-            if part.num_blocks is None or above[name] > depth - part.num_blocks:
+            if part.num_blocks is None or heights[name] > depth - part.num_blocks:
                 parameter.requires_grad_(False)

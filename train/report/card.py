@@ -22,8 +22,7 @@ from clipmill.train.weights.exported import Exported
 
 CARD_FILE = "README.md"
 _PATH = re.compile(r"(?<![\w:/])/(?:[^\s/;,]+/)*([^\s/;,]+)")
-_NOT_EVALUATED = "Not evaluated. `train eval` of the run writes the metrics that the next export shows here."
-_LEFT_OUT = ("command",)  # omitted lines of a protocol
+_OMITTED = ("command",)  # lines of a protocol that the card omits
 _LIBRARIES = {"open_clip": "open_clip", "hf": "transformers", "lm": "transformers"}
 _SHOWN_SETTINGS = ("model", "num_frames", "sampling", "stride", "size_px", "batch", "steps", "lr", "seed")
 _FACTS = ("data", "variant", "precision", "parameters")
@@ -31,19 +30,19 @@ _FACTS = ("data", "variant", "precision", "parameters")
 
 @dataclass(frozen=True)
 class _Result:
-    """Result of the exported checkpoint; `name` is the unique name of the result file."""
+    """Result of an evaluation of the exported checkpoint; `name` is the unique name of the result file."""
 
     name: str
     split: str
     table: Table
 
 
-def model_card(opened: OpenedRun, exported: Exported, *, form: str, opens: str, folder: str, step: int | None) -> str:
+def model_card(opened: OpenedRun, exported: Exported, *, form: str, opener: str, folder: str, step: int | None) -> str:
     """Return the card of exported weights, as Markdown with YAML metadata, without paths of this machine.
 
     Args:
-        opens: Expression that opens the folder OUT with a different library.
-        folder: Name of the folder with the weights, for the code that opens it.
+        opener: Python expression with which another library opens the folder OUT.
+        folder: Name of the folder with the weights, for the code examples.
         step: Step of the exported checkpoint; None for weights without a run. Results for other steps are omitted.
     """
     facts = {} if opened.run is None else opened.run.read_facts()
@@ -55,25 +54,27 @@ def model_card(opened: OpenedRun, exported: Exported, *, form: str, opens: str, 
     settings = flatten(plain_values({name: getattr(opened.settings, name, None) for name in _SHOWN_SETTINGS}))
     rows = [("task", opened.spec.name), *(() if step is None else [("optimizer steps", f"{step:,}")])]
     rows += [(name, str(facts[name])) for name in _FACTS if name in facts]
-    rows += [(f"initial {name.replace('_', ' ')}", _start(start)) for name, start in initial_weights(facts).items()]
+    rows += [
+        (f"initial {name.replace('_', ' ')}", _source_name(start)) for name, start in initial_weights(facts).items()
+    ]
     rows += [(name.replace("_", " "), str(value)) for name, value in settings.items() if value is not None]
     sections = {
-        "Use": exported.usage or _use(opens, folder=folder),
+        "Use": exported.usage or _use(opener, folder=folder),
         "Training": "\n".join(
             ["| | |", "|---|---|", *(f"| {_plain_text(name)} | {_plain_text(text)} |" for name, text in rows)]
         ),
         "Evaluation": "\n\n".join([*_input_note(opened, exported), *(_table(result.table) for result in results)])
         if results
-        else "Not evaluated. `train eval` on the run, then `train export`, writes the metrics here.",
+        else "Not evaluated. Run `train eval` on the run, then `train export` again, to add metrics.",
         "Limits": "\n".join(f"- {_plain_text(limit)}" for limit in limits),
         "Licence": "No licence has been chosen. Before publishing, replace `license` at the top of this file; the "
         "licences of the training data and of the initial weights apply as well.",
     }
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items() if text)
-    # The Hub shows these metrics for the model that its users open.
+    # The Hub shows the metrics in the metadata for the model that its users open.
     metadata = _metadata(opened.spec.pipeline, form, [] if exported.model_input else results, name=name)
-    front = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
-    return f"---\n{front}---\n\n# {_plain_text(name)}\n\n{_summary(opened)}\n\n{body}\n"
+    front_matter = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
+    return f"---\n{front_matter}---\n\n# {_plain_text(name)}\n\n{_summary(opened)}\n\n{body}\n"
 
 
 def _metadata(pipeline: str | None, form: str, shown: Sequence[_Result], *, name: str) -> dict[str, Any]:
@@ -112,11 +113,11 @@ def _summary(opened: OpenedRun) -> str:
     )
 
 
-def _use(opens: str, *, folder: str) -> str:
+def _use(opener: str, *, folder: str) -> str:
     quoted, local = json.dumps(folder), json.dumps(f"local-dir:{folder}")
-    if match := re.match(r"(\w+)\.from_pretrained", opens):
+    if match := re.match(r"(\w+)\.from_pretrained", opener):
         lines = [f"from transformers import {match[1]}", "", f"model = {match[1]}.from_pretrained({quoted})"]
-    elif opens.startswith("create_model"):
+    elif opener.startswith("create_model"):
         lines = [
             "import open_clip",
             "",
@@ -124,7 +125,7 @@ def _use(opens: str, *, folder: str) -> str:
             f"tokenizer = open_clip.get_tokenizer({local})",
         ]
     else:
-        lines = [f"# {opens}"]
+        lines = [f"# {opener}"]
     code = ["from clipmill import load_model", "", f"model = load_model({quoted})"]
     return "\n".join(
         [
@@ -132,7 +133,7 @@ def _use(opens: str, *, folder: str) -> str:
             *lines,
             "```",
             "",
-            "With clipmill, which also reads clips of video:",
+            "With clipmill, which can also read video clips:",
             "",
             "```python",
             *code,
@@ -141,14 +142,14 @@ def _use(opens: str, *, folder: str) -> str:
     )
 
 
-def _start(report: Mapping[str, Any]) -> str:
+def _source_name(report: Mapping[str, Any]) -> str:
     """Return the name of initial weights, without folders of this machine."""
     source = str(report["source"])
     return Path(source).name if "/" in source else source
 
 
 def _results(opened: OpenedRun, *, step: int | None) -> list[_Result]:
-    """Return the results of the exported checkpoint for clips with the frames and size of the exported weights."""
+    """Return the results of the exported checkpoint that used the same overrides (frames and size) as the export."""
     known, overrides = (
         {evaluation.result_name: evaluation for evaluation in evaluations_of(opened.spec.name)},
         opened.overrides.given_values(),
@@ -162,7 +163,7 @@ def _results(opened: OpenedRun, *, step: int | None) -> list[_Result]:
 
 
 def _input_note(opened: OpenedRun, exported: Exported) -> list[str]:
-    """Return a note that the metrics belong to the video model, if other libraries open a different model."""
+    """Return a note that the metrics apply only to the video model, if other libraries open a different model."""
     if not exported.model_input:
         return []
     num_frames = count_noun(opened.settings.num_frames, "frame")
@@ -184,16 +185,16 @@ def _table(table: Table) -> str:
             cells = " | ".join(f"*{_plain_text(cell.reference)}*" if cell.reference else "" for cell in row.cells)
             lines.append(f"| *{table.reference}* | {cells} |")
     protocol = [
-        f"- {_plain_text(name)}: {_plain_text(text)}" for name, text in table.protocol.items() if name not in _LEFT_OUT
+        f"- {_plain_text(name)}: {_plain_text(text)}" for name, text in table.protocol.items() if name not in _OMITTED
     ]
     return "\n".join([*lines, "", *protocol])
 
 
 def _plain_text(text: str) -> str:
-    """Return text for a Markdown cell or line: on one line, without markup or paths of this machine."""
+    """Return text for a Markdown table cell or list item: one line without markup or paths of this machine."""
     return re.sub(r"([\\`*_<>|\[\]])", r"\\\1", _private_text(" ".join(text.split())))
 
 
 def _private_text(text: str) -> str:
-    """Return text in which absolute paths are reduced to their last component."""
+    """Return the text with each absolute path reduced to its last component."""
     return _PATH.sub(lambda match: match[1], text)

@@ -1,7 +1,7 @@
 "use strict";
-// Replaces the text in each element with data-chart by a uPlot chart with values under the pointer, zoom by dragging
-// (a double click resets it), smoothing and a logarithmic axis; on the keyboard with the arrow keys, + and -, and Escape.
-// Tables with data-sort can be sorted.
+// Draw a uPlot chart in each element with data-chart, in place of its text, and make tables with data-sort sortable.
+// A chart shows the values under the pointer, zooms by dragging (a double click resets it), and supports smoothing and a
+// logarithmic axis. On the keyboard, the arrow keys show values, + and - zoom, and Escape resets the zoom.
 (() => {
   const charts = JSON.parse(document.getElementById("charts").textContent);
   const HEIGHT = 230;
@@ -12,13 +12,13 @@
   const number = (value) => value == null ? "–" : Math.abs(value) >= 1e6 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
   const last = (values) => values.findLast((value) => value != null);
 
-  // Bias-corrected exponential moving average; a point that represents several points counts as many times.
-  function smoothed(line, weight) {
+  // Bias-corrected exponential moving average. A point that represents n points is weighted like n points.
+  function smooth(line, weight) {
     let total = 0, norm = 0;
     return line.mean.map((y, i) => {
-      const kept = Math.pow(weight, line.count[i]);
-      total = kept * total + (1 - kept) * y;
-      norm = kept * norm + (1 - kept);
+      const decay = Math.pow(weight, line.count[i]);
+      total = decay * total + (1 - decay) * y;
+      norm = decay * norm + (1 - decay);
       return total / norm;
     });
   }
@@ -39,18 +39,18 @@
     const tables = [], series = [{ label: "step", value: (plot, x) => (x ?? last(plot.data[0])).toLocaleString("en") }];
     chart.lines.forEach((line, i) => {
       const colour = css(`--line${i % 4}`), dash = i >= 4 ? [6, 3] : undefined;
-      const label = line.label || (isSmooth ? "smoothed" : "value"), of = line.label ? `${line.label}, ` : "";
+      const label = line.label || (isSmooth ? "smoothed" : "value"), prefix = line.label ? `${line.label}, ` : "";
       // Without a pointer, the legend shows the last values.
-      const value = (plot, y, s, at) => number(at == null ? last(plot.data[s]) : y);
+      const value = (plot, y, seriesIndex, index) => number(index == null ? last(plot.data[seriesIndex]) : y);
       const common = { stroke: colour, dash, spanGaps: true, value };
-      const few = { show: line.x.length <= 60, size: 5, fill: colour };
+      const markers = { show: line.x.length <= 60, size: 5, fill: colour };
       tables.push([line.x, positive(line.y)]);
       if (isSmooth) {
-        series.push({ ...common, label: `${of}each step`, class: "raw", width: 1, alpha: 0.35, points: { show: false } });
-        tables.push([line.x, positive(smoothed(line, state.smoothing))]);
+        series.push({ ...common, label: `${prefix}each step`, class: "raw", width: 1, alpha: 0.35, points: { show: false } });
+        tables.push([line.x, positive(smooth(line, state.smoothing))]);
         series.push({ ...common, label, width: 2, points: { show: line.x.length === 1 } });
       } else {
-        series.push({ ...common, label, width: 2, points: few });
+        series.push({ ...common, label, width: 2, points: markers });
       }
     });
     const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
@@ -63,9 +63,9 @@
       ],
       cursor: { drag: { x: true, y: false }, sync: { key: "step" }, points: { size: 6 } },
       legend: { live: true },
-      // The unsmoothed line has no entry in the legend; it is shown and hidden with the smoothed line that follows it.
-      hooks: { setSeries: [(plot, at, { show }) => {
-        if (at > 1 && show != null && plot.series[at - 1].class === "raw") plot.setSeries(at - 1, { show });
+      // An unsmoothed line has no legend entry; it is shown and hidden together with the smoothed line that follows it.
+      hooks: { setSeries: [(plot, index, { show }) => {
+        if (index > 1 && show != null && plot.series[index - 1].class === "raw") plot.setSeries(index - 1, { show });
       }] },
     };
     element.replaceChildren();
@@ -82,23 +82,23 @@
     const canvas = element.querySelector("canvas");
     canvas.setAttribute("role", "img");
     canvas.setAttribute("aria-label", `${chart.title} by step. ${chart.text}`);
-    element.querySelectorAll(".u-legend .u-series").forEach((row, at) => {
+    element.querySelectorAll(".u-legend .u-series").forEach((row, index) => {
       const head = row.querySelector("th");
-      if (at === 0 || row.classList.contains("raw")) return;
-      const say = () => head.setAttribute("aria-pressed", String(plot.series[at].show));
+      if (index === 0 || row.classList.contains("raw")) return;
+      const showState = () => head.setAttribute("aria-pressed", String(plot.series[index].show));
       head.tabIndex = 0;
       head.setAttribute("role", "button");
-      head.addEventListener("click", () => setTimeout(say));
+      head.addEventListener("click", () => setTimeout(showState));
       head.addEventListener("keydown", (event) => {
         if (event.key !== "Enter" && event.key !== " ") return;
         event.preventDefault();
         head.click();
       });
-      say();
+      showState();
     });
   }
 
-  // Keys move the cursor, whose values the legend shows, and zoom around it.
+  // Keys move the cursor and zoom around it; the legend shows the values at the cursor.
   function takeKeys(plot, chart) {
     const steps = plot.data[0], last = steps.length - 1, area = plot.root.querySelector(".u-wrap");
     const legend = plot.root.querySelector(".u-legend");
@@ -108,14 +108,14 @@
     area.addEventListener("focus", () => legend.setAttribute("aria-live", "polite"));
     area.addEventListener("blur", () => legend.removeAttribute("aria-live"));
     area.addEventListener("keydown", (event) => {
-      const at = plot.cursor.idx ?? last, { min, max } = plot.scales.x;
-      const places = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: last };
+      const index = plot.cursor.idx ?? last, { min, max } = plot.scales.x;
+      const targets = { ArrowLeft: index - 1, ArrowRight: index + 1, Home: 0, End: last };
       const factor = { "+": 0.5, "=": 0.5, "-": 2 }[event.key];
-      if (event.key in places) {
-        const x = steps[Math.min(Math.max(places[event.key], 0), last)];
+      if (event.key in targets) {
+        const x = steps[Math.min(Math.max(targets[event.key], 0), last)];
         plot.setCursor({ left: plot.valToPos(x, "x"), top: plot.over.clientHeight / 2 });
       } else if (factor) {
-        const middle = steps[at], half = (max - min) * factor / 2;
+        const middle = steps[index], half = (max - min) * factor / 2;
         plot.setScale("x", { min: Math.max(middle - half, steps[0]), max: Math.min(middle + half, steps[last]) });
       } else if (event.key === "Escape") {
         plot.setScale("x", { min: steps[0], max: steps[last] });
@@ -131,12 +131,12 @@
 
   function readControls(changed) {
     document.querySelectorAll("[data-control]").forEach((control) => {
-      const own = control.dataset.control;
-      if (own === "smoothing") {
+      const name = control.dataset.control;
+      if (name === "smoothing") {
         if (control === changed) state.smoothing = Number(control.value);
         control.value = state.smoothing;
         control.nextElementSibling.textContent = state.smoothing.toFixed(2);
-      } else if (own === "log") {
+      } else if (name === "log") {
         if (control === changed) state.isLog = control.checked;
         control.checked = state.isLog;
       }
@@ -148,7 +148,7 @@
   });
   document.querySelectorAll("[data-controls]").forEach((element) => { element.hidden = false; });
 
-  // A click on the header of a column sorts the rows of its table, the largest numbers first.
+  // A click on a column header sorts the rows of the table, the largest numbers first; a second click reverses the order.
   document.querySelectorAll("[data-sort] th").forEach((head) => {
     const button = document.createElement("button");
     button.append(...head.childNodes);
@@ -169,7 +169,7 @@
     });
   });
 
-  // Make tables that are too wide for the page scrollable by keyboard, too.
+  // Make tables that are too wide for the page scrollable by keyboard as well.
   function reachWide() {
     document.querySelectorAll(".wide").forEach((element) => {
       const scrolls = element.scrollWidth > element.clientWidth || element.scrollHeight > element.clientHeight;

@@ -1,6 +1,7 @@
 """`train overview`: comparison of several runs on one page, by metrics, settings and curves.
 
-For runs that differ only in the seed, the page shows mean and standard deviation; for more processes, the speed-up.
+For runs that differ only in the seed, the page shows the mean and the standard deviation of each metric; for runs that
+differ in the number of processes, it shows the speed-up.
 """
 
 import os
@@ -19,14 +20,14 @@ from clipmill.train.evaluation.tables import Cell, Table
 from clipmill.train.report.results import chart_values, overlay_curves, page_of, publish_page
 from clipmill.train.run.folder import RunFolder, open_run
 
-# Settings of the machine and of folders, which do not describe the model.
+# Settings of folders and of the machine, which do not affect the model.
 MACHINE_SETTINGS = frozenset({"out", "cache", "cache_size", "checkpoint_every", "keep_checkpoints", "track", "workers"})
-# Further settings that may change with the number of processes.
+# Other settings that may change with the number of processes.
 _SCALE_SETTINGS = frozenset({"seed", "batch", "microbatch", "lr", "parallel"})
 
 
 @dataclass(frozen=True)
-class Repeats:
+class SeedGroup:
     """Runs that differ only in the seed.
 
     Attributes:
@@ -38,60 +39,60 @@ class Repeats:
     label: str
 
     def mean(self, cells: Mapping[int, Sequence[Cell]]) -> list[str] | None:
-        """Return mean and standard deviation of each column; None if a run has no cells."""
+        """Return the mean and standard deviation of each column; None if a run has no cells."""
         if any(run not in cells for run in self.runs):
             return None
         return [mean_text([cells[run][column] for run in self.runs]) for column in range(len(cells[self.runs[0]]))]
 
-    def training(self, cards: Sequence[Mapping[str, Any]]) -> list[str] | None:
-        """Return mean and deviation of the last losses and of samples per second; None if a run has no steps."""
+    def training_means(self, cards: Sequence[Mapping[str, Any]]) -> list[str] | None:
+        """Return the mean and deviation of the last loss and of samples per second; None if a run has no steps."""
         summaries = [cards[run]["summary"] for run in self.runs]
         if any("last_loss" not in summary for summary in summaries):
             return None
         return [_number_text([summary[name] for summary in summaries]) for name in ("last_loss", "samples_per_s")]
 
 
-def repeats(cards: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Repeats]:
-    """Return the groups of runs that differ only in the seed, ordered by their first runs."""
+def seed_groups(cards: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[SeedGroup]:
+    """Return the groups of runs that differ only in the seed, ordered by the first run of each group."""
     groups = []
-    for group in _groups(cards, besides=frozenset({"seed"})):
+    for group in _group_runs(cards, ignored=frozenset({"seed"})):
         by_seed: dict[str, int] = {}
         for run in group:
             by_seed.setdefault(str(cards[run]["settings"].get("seed")), run)
         if len(by_seed) > 1:
             runs = tuple(by_seed.values())
             label = f"mean (standard deviation) of {len(runs)} seeds: {', '.join(names[run] for run in runs)}"
-            groups.append(Repeats(runs, label))
+            groups.append(SeedGroup(runs, label))
     return groups
 
 
 def speed_ups(cards: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """Return each run's speed-up over the run with the fewest processes, for runs that differ in this number.
+    """Return the speed-up of each run over a comparable run with the fewest processes, by the index of the run.
 
-    Batch size, learning rate and strategy may also differ: the batch may grow with the number of processes, or be
-    divided among them.
+    Comparable runs have the same settings, except batch size, learning rate, strategy and seed: the batch may grow with
+    the number of processes, or be divided among them.
     """
     texts = {}
-    for group in _groups(cards, besides=_SCALE_SETTINGS):
-        timed = {run: processes(cards[run]["facts"]) for run in group if "samples_per_s" in cards[run]["summary"]}
-        if len(set(timed.values())) < 2:
+    for group in _group_runs(cards, ignored=_SCALE_SETTINGS):
+        counts = {run: num_processes(cards[run]["facts"]) for run in group if "samples_per_s" in cards[run]["summary"]}
+        if len(set(counts.values())) < 2:
             continue
-        fewest = min(timed, key=timed.__getitem__)
+        fewest = min(counts, key=counts.__getitem__)
         speed = cards[fewest]["summary"]["samples_per_s"]
-        for run, number in timed.items():
+        for run, count in counts.items():
             factor = cards[run]["summary"]["samples_per_s"] / speed
-            texts[run] = f"{factor:.2f} x ({count_noun(number, 'process', 'processes')} against {timed[fewest]})"
+            texts[run] = f"{factor:.2f} x ({count_noun(count, 'process', 'processes')} against {counts[fewest]})"
     return texts
 
 
-def processes(facts: Mapping[str, Any]) -> int:
-    """Return the number of processes of a run, 1 if run.json does not record it."""
+def num_processes(facts: Mapping[str, Any]) -> int:
+    """Return the number of processes of a run; 1 if run.json does not record it."""
     first = str(facts.get("processes", "1")).partition(",")[0]
     return int(first) if first.isdecimal() else 1
 
 
 def mean_text(cells: Sequence[Cell]) -> str:
-    """Return mean and standard deviation (n - 1) of a metric as text; a dash if a value is not a number."""
+    """Return the mean and standard deviation (n - 1) of a metric as text; a dash if a value is not a number."""
     shares = [cell.share for cell in cells if cell.share is not None]
     if len(shares) == len(cells):
         return f"{percent(fmean(shares))} ({100 * stdev(shares):.2f})"
@@ -106,14 +107,14 @@ def _number_text(values: Sequence[float]) -> str:
     return f"{fmean(values):.4g} ({stdev(values):.2g})"
 
 
-def _groups(cards: Sequence[Mapping[str, Any]], *, besides: frozenset[str]) -> list[list[int]]:
-    """Return groups of runs of the same task with equal settings, except MACHINE_SETTINGS and `besides`."""
+def _group_runs(cards: Sequence[Mapping[str, Any]], *, ignored: frozenset[str]) -> list[list[int]]:
+    """Group the runs of each task by their settings, except MACHINE_SETTINGS and the `ignored` settings."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for run, card in enumerate(cards):
         settings = sorted(
             (name, str(value))
             for name, value in card["settings"].items()
-            if not {name, name.partition(".")[0]} & (MACHINE_SETTINGS | besides)
+            if not {name, name.partition(".")[0]} & (MACHINE_SETTINGS | ignored)
         )
         groups.setdefault((card["facts"].get("task"), *settings), []).append(run)
     return list(groups.values())
@@ -123,20 +124,20 @@ _NUM_STRIPS = 3
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Table of the comparison: an evaluation, for all runs that have a result.
+class ComparisonTable:
+    """Results of one evaluation, for all runs that have a result.
 
     Attributes:
         title: Name of the evaluation.
-        which: Row, split and data of the evaluation.
+        subtitle: Row, split and data of the evaluation.
         columns: Names of the metrics.
-        reference: Baseline of the metrics.
-        cells: Cells of the columns by run.
-        cautions: Limitations of the metrics by run.
+        reference: Name of the reference value of each metric.
+        cells: Cells of all columns, by the index of the run.
+        cautions: Limitations of the metrics, by the index of the run.
     """
 
     title: str
-    which: str
+    subtitle: str
     columns: tuple[str, ...]
     reference: str
     cells: dict[int, Sequence[Cell]]
@@ -144,14 +145,14 @@ class Compared:
 
 
 def write_overview(runs: Sequence[str | Path], out: Path, *, links: Sequence[Path] = ()) -> list[Path]:
-    """Write an overview of runs that links to their pages.
+    """Write a page that compares runs and links to their pages.
 
     Args:
-        runs: Run folders, or addresses. Other paths, such as embeddings and pages that match `runs/*`, are omitted.
+        runs: Paths or URLs of run folders. Other paths, such as embeddings that match `runs/*`, are omitted.
         links: Additional pages to link to.
 
     Returns:
-        The paths that were omitted.
+        The omitted paths.
 
     Raises:
         UserError: There is no run among the paths, a run does not exist, a link is not a page, or `out` cannot be
@@ -164,16 +165,16 @@ def write_overview(runs: Sequence[str | Path], out: Path, *, links: Sequence[Pat
     for path in paths if len(omitted) == len(paths) else [path for path in paths if path not in omitted]:
         run = open_run(path)
         page = page_of(run)
-        # The first result with captioned frames; its data are shown if they are not the run's data.
+        # Show the first result that has captioned frames, and its data if these are not the run's own data.
         pictured = next((result for result in page["results"] if result["strips"]), {"strips": [], "other_data": ""})
         shown = {"shown": pictured["strips"][:_NUM_STRIPS], "shown_data": pictured["other_data"]}
         cards.append({**page, **shown, "link": _link(run, out.parent)})
     names = [card["name"] for card in cards]
-    # A repeated name gets its number as a suffix.
+    # Number the runs that have the same name.
     names = [
-        f"{name} ({names[: at + 1].count(name)})" if names.count(name) > 1 else name for at, name in enumerate(names)
+        f"{name} ({names[: run + 1].count(name)})" if names.count(name) > 1 else name for run, name in enumerate(names)
     ]
-    groups = repeats(cards, names)
+    groups = seed_groups(cards, names)
     curves = overlay_curves(
         {name: [*card["evaluation_curves"], *card["curves"]] for name, card in zip(names, cards, strict=True)}
     )
@@ -183,10 +184,10 @@ def write_overview(runs: Sequence[str | Path], out: Path, *, links: Sequence[Pat
         out,
         cards=cards,
         names=names,
-        repeats=groups,
+        seed_groups=groups,
         speed_ups=speed_ups(cards),
         links=shown_links,
-        metrics=_metrics(cards),
+        comparisons=_compare_results(cards),
         differing=_differing_settings([card["settings"] for card in cards]),
         curves=curves,
         charts=chart_values(curves),
@@ -194,25 +195,25 @@ def write_overview(runs: Sequence[str | Path], out: Path, *, links: Sequence[Pat
     return omitted
 
 
-def _metrics(cards: Sequence[Mapping[str, Any]]) -> list[Compared]:
-    """Return a table for each evaluation of the trained runs: its first row, on the run's data and on other data."""
-    tables: dict[tuple[str, str, tuple[str, ...]], Compared] = {}
+def _compare_results(cards: Sequence[Mapping[str, Any]]) -> list[ComparisonTable]:
+    """Return a table of headline rows for each evaluation, split and data; results with overrides are omitted."""
+    comparisons: dict[tuple[str, str, tuple[str, ...]], ComparisonTable] = {}
     for run, card in enumerate(cards):
         for result in card["results"]:
             table = result["table"]
             if result["overridden"]:
                 continue
             row = table.rows[table.headline]
-            which = row.label if result["split"] in row.label.split() else f"{row.label} ({result['split']})"
-            which += f", data: {data}" if (data := result["other_data"]) else ""
-            empty = Compared(table.title, which, table.columns, table.reference, {}, {})
-            compared = tables.setdefault((table.title, which, table.columns), empty)
-            compared.cells[run], compared.cautions[run] = _headline_cells(table), "; ".join(table.cautions)
-    return list(tables.values())
+            subtitle = row.label if result["split"] in row.label.split() else f"{row.label} ({result['split']})"
+            subtitle += f", data: {data}" if (data := result["other_data"]) else ""
+            empty = ComparisonTable(table.title, subtitle, table.columns, table.reference, {}, {})
+            comparison = comparisons.setdefault((table.title, subtitle, table.columns), empty)
+            comparison.cells[run], comparison.cautions[run] = _headline_cells(table), "; ".join(table.cautions)
+    return list(comparisons.values())
 
 
 def _headline_cells(table: Table) -> Sequence[Cell]:
-    """Return the cells of a table's headline row, each with the value of the trivial model."""
+    """Return the cells of a table's headline row, each with the value of the baseline row."""
     cells = table.rows[table.headline].cells
     row = table.baseline
     if row is None:
@@ -224,7 +225,7 @@ def _headline_cells(table: Table) -> Sequence[Cell]:
 
 
 def _differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the settings that differ between runs, by name; a dash if a run has no such setting."""
+    """Return the values of the settings that differ between runs, by name; a dash if a run has no such setting."""
     names = dict.fromkeys(name for run in settings for name in run if name.partition(".")[0] not in MACHINE_SETTINGS)
     values = {name: [str(run.get(name, "-")) for run in settings] for name in names}
     return {name: texts for name, texts in values.items() if len(set(texts)) > 1}
@@ -235,14 +236,14 @@ def _title(page: Path) -> str:
     if title is None:
         raise UserError(
             f"{page} is not a page written by clipmill (--link)",
-            hint="write it first with train search --page",
+            hint="use a page such as train search --page writes",
             flags=("--link",),
         )
     return title
 
 
 def _link(run: RunFolder, folder: Path) -> str:
-    """Return the link to the page of a run: relative, or its address."""
+    """Return the link to the page of a run: a relative path, or a URL for a run in a bucket."""
     return _relative_link(run.page, folder) if mirror_of(run.path) is None else show_addresses(str(run.page))
 
 

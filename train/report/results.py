@@ -1,7 +1,7 @@
-"""The results page of a run (index.html), rendered with its charts from the files of the run.
+"""The results page of a run (index.html), rendered from the files of the run.
 
-uPlot draws the charts: it adds 51 kB to the page, compared to 1,192 kB for Plotly's basic bundle and 251 kB for
-Vega-Lite without Vega. Without scripts, the page shows the first value, last value and range of each line as text.
+uPlot draws the charts. It adds 51 kB to the page; Plotly's basic bundle would add 1,192 kB, and Vega-Lite without Vega
+251 kB. Without scripts, the page shows the first value, last value and range of each line as text.
 """
 
 import json
@@ -26,8 +26,8 @@ from clipmill.train.registry import DEFAULT, evaluations_of, find_task, task_nam
 from clipmill.train.run.folder import RunFolder, other_data, read_lines, read_object
 from clipmill.train.spec import CurveGroup, EvaluationSpec
 
-NUM_LAST = 20  # number of steps over which a noisy metric is averaged into a single number for the run
-# Products of many small numbers, as in BLEU, may not be exactly 0 where they should be.
+NUM_LAST = 20  # number of last steps over which a noisy metric is averaged to one value
+# Products of many small numbers, as in BLEU, may differ slightly from 0 where they should be 0.
 _ROUNDING = 1e-12
 # Suffix of the titles of charts whose values are multiplied by 100, as in tables.
 _TIMES_100 = ", times 100"
@@ -37,7 +37,12 @@ Value = Callable[[dict[str, Any]], float | None]
 
 @dataclass(frozen=True)
 class Line:
-    """Line of a chart: at least one finite value by step, and a label if the chart has several lines."""
+    """Line of a chart.
+
+    Attributes:
+        points: Pairs of step and finite value, at least one.
+        label: Name of the line; empty if the chart has only one line.
+    """
 
     points: Sequence[tuple[float, float]]
     label: str = ""
@@ -56,8 +61,10 @@ class Curve:
     """Chart on a page.
 
     Attributes:
-        last: Last value as text, or the mean of the last steps for a noisy metric; empty if there are several lines.
         lines: Lines without smoothing.
+        last: Last value as text, or the mean of the last steps for a noisy metric; empty if there are several lines.
+        is_noisy: True if the chart is smoothed.
+        from_zero: True if the vertical axis starts at 0.
     """
 
     title: str
@@ -68,8 +75,8 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """Kind of a metric in metrics.jsonl."""
+class _Metric:
+    """Training metric in metrics.jsonl, shown as a chart."""
 
     title: str
     value: Value
@@ -78,7 +85,7 @@ class _Kind:
     has_first: bool = True  # False for speeds: in the first step, caches and the loader's queue are still empty
 
 
-def _key(name: str, *, scale: float = 1.0) -> Value:
+def _value_of(name: str, *, scale: float = 1.0) -> Value:
     def value(line: dict[str, Any]) -> float | None:
         number = line.get(name)
         return None if number is None else scale * float(number)
@@ -87,38 +94,38 @@ def _key(name: str, *, scale: float = 1.0) -> Value:
 
 
 _TRAINING = (
-    _Kind("Loss", _key("loss")),
-    _Kind("Batch accuracy, %", _key("batch_accuracy", scale=100), from_zero=True),
-    _Kind("Learning rate", _key("lr"), is_noisy=False, from_zero=True),
-    _Kind("Temperature", _key("temperature"), is_noisy=False),
-    _Kind("Gradient norm", _key("grad_norm"), from_zero=True),
-    _Kind("Samples per second", _key("samples_per_s"), from_zero=True, has_first=False),
-    _Kind(
+    _Metric("Loss", _value_of("loss")),
+    _Metric("Batch accuracy, %", _value_of("batch_accuracy", scale=100), from_zero=True),
+    _Metric("Learning rate", _value_of("lr"), is_noisy=False, from_zero=True),
+    _Metric("Temperature", _value_of("temperature"), is_noisy=False),
+    _Metric("Gradient norm", _value_of("grad_norm"), from_zero=True),
+    _Metric("Samples per second", _value_of("samples_per_s"), from_zero=True, has_first=False),
+    _Metric(
         "Waiting for data, % of a step",
         lambda line: 100 * line["data_wait_s"] / line["step_s"] if line.get("step_s") else None,
         from_zero=True,
         has_first=False,
     ),
-    _Kind("GPU memory, GB", _key("gpu_memory_gb"), is_noisy=False, from_zero=True),
-    _Kind("Model FLOPS utilisation, %", _key("mfu", scale=100), from_zero=True, has_first=False),
+    _Metric("GPU memory, GB", _value_of("gpu_memory_gb"), is_noisy=False, from_zero=True),
+    _Metric("Model FLOPS utilisation, %", _value_of("mfu", scale=100), from_zero=True, has_first=False),
 )
 
 
 def training_curves(lines: Sequence[dict[str, Any]]) -> list[Curve]:
-    """Return the curves of the training metrics in the lines of metrics.jsonl."""
+    """Return a chart for each training metric that the lines of metrics.jsonl contain."""
     curves = []
-    for kind in _TRAINING:
-        points = _points(lines if kind.has_first else lines[1:], kind.value)
+    for metric in _TRAINING:
+        points = _points(lines if metric.has_first else lines[1:], metric.value)
         if not points:
             continue
-        tail = [y for _, y in points[-NUM_LAST:]] if kind.is_noisy else [points[-1][1]]
+        tail = [y for _, y in points[-NUM_LAST:]] if metric.is_noisy else [points[-1][1]]
         last = f"{sum(tail) / len(tail):.4g}"
-        curves.append(Curve(kind.title, (Line(points),), last, is_noisy=kind.is_noisy, from_zero=kind.from_zero))
+        curves.append(Curve(metric.title, (Line(points),), last, is_noisy=metric.is_noisy, from_zero=metric.from_zero))
     return curves
 
 
 def evaluation_curves(lines: Sequence[dict[str, Any]], known: Sequence[CurveGroup]) -> list[Curve]:
-    """Return a chart for each group of metrics and each split. Metric names have the form `<split>/<name>`."""
+    """Return a chart for each group of evaluation metrics and each split. Metrics are named `<split>/<name>`."""
     names = dict.fromkeys(name for line in lines for name in line if "/" in name)
     groups: dict[tuple[str, str], dict[str, str]] = {}
     for name in names:
@@ -127,12 +134,13 @@ def evaluation_curves(lines: Sequence[dict[str, Any]], known: Sequence[CurveGrou
         groups.setdefault((split, title), {})[name] = label
     order = [group.title for group in known]
     curves = []
-    # Charts follow the order of the tasks' groups; metrics without a group come last.
+    # Charts are in the order of the groups in `known`; metrics without a group come last.
     rank = {title: number for number, title in reversed([*enumerate(order)])}
     for (split, title), labels in sorted(groups.items(), key=lambda group: rank.get(group[0][1], len(order))):
         scale = 100.0 if title.endswith(("%", _TIMES_100)) else 1.0
         chart_lines = [
-            Line(_points(lines, _key(name, scale=scale), rounding=_ROUNDING), label) for name, label in labels.items()
+            Line(_points(lines, _value_of(name, scale=scale), rounding=_ROUNDING), label)
+            for name, label in labels.items()
         ]
         if chart_lines := [line for line in chart_lines if line.points]:
             curves.append(Curve(f"{title} ({split})", tuple(chart_lines), from_zero=True))
@@ -140,7 +148,7 @@ def evaluation_curves(lines: Sequence[dict[str, Any]], known: Sequence[CurveGrou
 
 
 def overlay_curves(curves_by_run: Mapping[str, Sequence[Curve]]) -> list[Curve]:
-    """Return the curves that several runs have, each with the lines of all runs, whose labels begin with the run."""
+    """Return a chart for each curve that several runs share. The labels of its lines begin with the name of the run."""
     titles = Counter(curve.title for curves in curves_by_run.values() for curve in curves)
     overlays = []
     for title in (title for title, count in titles.items() if count > 1):
@@ -156,7 +164,7 @@ def overlay_curves(curves_by_run: Mapping[str, Sequence[Curve]]) -> list[Curve]:
 
 
 def _chart_of(name: str, known: Sequence[CurveGroup]) -> tuple[str, str]:
-    """Return the title of a metric's chart, and the label of the metric in the chart."""
+    """Return the title of the chart for a metric, and the label of the metric in this chart."""
     for group in known:
         if match := re.fullmatch(group.pattern, name):
             return group.title, group.label(match[1])
@@ -177,7 +185,7 @@ _NUM_DIGITS = 6
 
 
 def chart_values(curves: Sequence[Curve]) -> dict[str, Any]:
-    """Return the template values for charts of `curves`: `json`, `scripts` and `style`."""
+    """Return what a page needs to draw the charts of `curves`: `json`, `scripts` and `style`."""
     charts = [
         {
             "title": escape_invisible(curve.title),
@@ -188,7 +196,7 @@ def chart_values(curves: Sequence[Curve]) -> dict[str, Any]:
         }
         for curve in curves
     ]
-    # Escape "<", so that no text can end the script element.
+    # Escape "<": otherwise a text could close the script element.
     text = json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     uplot = _FOLDER / "uplot"
     scripts = ((uplot / "uPlot.iife.min.js").read_text(), (_FOLDER / "charts.js").read_text())
@@ -197,8 +205,8 @@ def chart_values(curves: Sequence[Curve]) -> dict[str, Any]:
 
 def _line(line: Line) -> dict[str, Any]:
     """Return a line as x, y, means for smoothing, and the number of points that each mean represents."""
-    every = -(-len(line.points) // (_MAX_POINTS // 2)) if len(line.points) > _MAX_POINTS else 1
-    parts = [line.points[begin : begin + every] for begin in range(0, len(line.points), every)]
+    size = -(-len(line.points) // (_MAX_POINTS // 2)) if len(line.points) > _MAX_POINTS else 1
+    parts = [line.points[begin : begin + size] for begin in range(0, len(line.points), size)]
     columns: dict[str, Any] = {"label": escape_invisible(line.label), "x": [], "y": [], "mean": [], "count": []}
     for part in parts:
         mean = sum(y for _, y in part) / len(part)
@@ -228,11 +236,11 @@ def page_of(run: RunFolder) -> dict[str, Any]:
     settings = flatten({str(key): value for key, value in read_values(run.settings).items()})
     curves = training_curves(lines)
     charts_of_evaluations = evaluation_curves(lines, [group for evaluation in known for group in evaluation.curves])
-    # The data folders of a mixture, each with its number of samples so far, including failed samples.
+    # Each data folder of a mixture, with the number of samples drawn from it so far, including failed samples.
     counts = lines[-1].get("sources", {}) if lines else {}
     sources = [{**source, "count": counts.get(source["name"], 0)} for source in facts.get("sources", [])]
     total = sum(source["count"] for source in sources)
-    # Shown first are the settings that differ from their defaults, and the most important ones.
+    # The page shows the most important settings first, and all settings that differ from their defaults.
     kind = find_task(task).settings if task in task_names() else TrainingSettings
     defaults = flatten(plain_values(asdict(kind())))
     return {
@@ -259,7 +267,7 @@ def page_of(run: RunFolder) -> dict[str, Any]:
 
 
 def _results(run: RunFolder, known: Sequence[EvaluationSpec], *, trained_split: object) -> list[dict[str, Any]]:
-    """Return the results of evaluations, sorted: the run's data before other data, its training split last."""
+    """Return the results of evaluations: results on the run's own data first, its training split last among them."""
     order = {evaluation.result_name: number for number, evaluation in enumerate(known)}
     results = []
     for path in run.results():
@@ -267,7 +275,7 @@ def _results(run: RunFolder, known: Sequence[EvaluationSpec], *, trained_split: 
         if result.get("evaluation") not in order:
             raise UserError(
                 f"{path} is the result of an unknown evaluation: {result.get('evaluation')}",
-                hint="install the package of its task (run.json: packages), or remove the file",
+                hint="install the package that provides its task (see packages in run.json), or remove the file",
             )
         try:
             results.append({**result, **_shown_result(result, known[order[result["evaluation"]]])})
@@ -285,7 +293,7 @@ def _results(run: RunFolder, known: Sequence[EvaluationSpec], *, trained_split: 
 
 
 def _shown_result(result: dict[str, Any], evaluation: EvaluationSpec) -> dict[str, Any]:
-    """Return the values of a result that a page shows in addition to its metrics."""
+    """Return the values of a result that a page needs in addition to the stored result."""
     source = {"other_data": other_data(result), "is_part_of_own_data": result.get("is_part_of_own_data", False)}
     section = evaluation.section if result.get(evaluation.pictures) else None
     table = table_of(evaluation.table, result)
@@ -329,12 +337,12 @@ def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def initial_weights(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries about initial weights in run.json: `weights`, and parts such as `decoder_weights`."""
+    """Return the entries of run.json about initial weights: `weights`, and parts such as `decoder_weights`."""
     return {name: value for name, value in facts.items() if name.endswith("weights") and isinstance(value, dict)}
 
 
 def _weights(report: dict[str, Any]) -> dict[str, Any]:
-    """Return how the tensors of initial weights were used; equal changes in several blocks share a row."""
+    """Return how the tensors of the initial weights were used, with one row for equal changes in several blocks."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for change in report["changes"]:
         name = re.sub(r"\.\d+\.", ".*.", change["origin"] or change["name"])
@@ -350,6 +358,6 @@ def _weights(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def publish_page(template: str, path: Path, **values: Any) -> None:
-    """Render a template of this folder, and publish the page."""
+    """Render a template in this folder, and publish the page."""
     page = load_template(Path(__file__).with_name(template)).render(**values, scripts=values["charts"]["scripts"])
     publish_bytes(path, page.encode())
