@@ -50,8 +50,8 @@ def make_latents(
     with writing(data_dir, column=LATENTS):
         settings = LatentsSettings(**{"vae": "tiny", "size": size, "fps": "2", "precision": precision, **of_vae})
         planned = work_of(COLUMN).plan(data_dir, settings, Request(data=data_dir))
-        use = EncoderUse(device=device, batch=batch, num_threads=1)
-        summary = execute(chunk_job(COLUMN, planned, use=use), Here())  # type: ignore[arg-type]  # of this column
+        options = EncoderUse(device=device, batch=batch, num_threads=1)
+        summary = execute(chunk_job(COLUMN, planned, options=options), Here())  # type: ignore[arg-type]  # of this column
     assert not summary.failures and summary.gave_up is None
 
 

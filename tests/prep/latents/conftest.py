@@ -33,8 +33,8 @@ def autoencoder_kl() -> Any:
 def make(data: Path, *, batch: int = 16, num_threads: int = 2, **settings: Any) -> Summary:
     """`prep latents` of `data`, by the tiny VAE at 64 pixels where `settings` say nothing else."""
     with writing(data, column=LATENTS):
-        use = EncoderUse(device="cpu", batch=batch, num_threads=num_threads)
-        return execute(chunk_job(COLUMN, plan(data, **settings), use=use), Here())
+        options = EncoderUse(device="cpu", batch=batch, num_threads=num_threads)
+        return execute(chunk_job(COLUMN, plan(data, **settings), options=options), Here())
 
 
 def plan(data: Path, **settings: Any) -> ChunksPlan:
