@@ -1,4 +1,4 @@
-"""The command line of training. The implementation of a command is imported when it runs."""
+"""Command line of `train`. The implementation of a command is imported only when the command runs."""
 
 import os
 import sys
@@ -26,22 +26,23 @@ if TYPE_CHECKING:
     from cyclopts.argument import ArgumentCollection
 
 
-_MOST_SHOWN = 100  # upper bound of ranges in the help; larger bounds only guard against absurd values
+# The help shows ranges up to this bound. Larger bounds only guard against absurd values.
+_MAX_SHOWN = 100
 
 
-def help_text(app: App, words: Sequence[str]) -> str:
-    """Return the help of the command at the start of a command line's words."""
-    return shared.help_text(app, words, range_of=_range, tables_of=_presets)
+def help_text(app: App, argv: Sequence[str]) -> str:
+    """Return the help of the command that the arguments of a command line begin with."""
+    return shared.help_text(app, argv, range_of=_range, tables_of=_presets)
 
 
 def command_help(command: App, name: str) -> shared.CommandHelp:
-    """Return all flags of a command, for the documentation."""
+    """Return the help of a command with all of its flags, for the documentation."""
     return shared.command_help(command, name, everything=True, range_of=_range, tables_of=_presets)
 
 
 def _range(metadata: shared.Metadata) -> str:
     bounds = next((mark for mark in reversed(metadata) if isinstance(mark, Range)), None)
-    if bounds is None or min(bounds.most, bounds.below) > _MOST_SHOWN:
+    if bounds is None or min(bounds.most, bounds.below) > _MAX_SHOWN:
         return ""
     least, most = max(bounds.least, bounds.above), min(bounds.most, bounds.below)
     open_least, open_most = ">" * (bounds.above == least), "<" * (bounds.below == most)
@@ -54,7 +55,7 @@ def _presets(arguments: "ArgumentCollection") -> shared.Tables:
     return {} if kind is None else {"Presets (--preset)": list(presets_of(kind).items())}
 
 
-_FIRST_REPORT_S = 5.0  # time that other processes give the first process to report an error
+_FIRST_REPORT_S = 5.0  # time that the other processes wait while the first process reports an error
 
 app = App(
     name="train",
@@ -63,10 +64,10 @@ app = App(
     exit_on_error=False,
     print_error=False,
     result_action="return_value",
-    suppress_keyboard_interrupt=False,  # run_command reports an interruption
+    suppress_keyboard_interrupt=False,  # run_command reports a KeyboardInterrupt
     default_parameter=Parameter(allow_repeating=True),  # the last value wins: "$@" can override a script's flags
 )
-# Commands are registered by import path: they are loaded when they are called, or when the help lists all commands.
+# Commands are registered by import path: a command is imported when it is called, or when the help lists all commands.
 for _name in task_names():
     app.command(f"clipmill.train.commands.training:{_name.replace('-', '_')}", name=_name)
 app.command("clipmill.train.commands.quickstart:quickstart", name="quickstart")
@@ -121,7 +122,7 @@ def overview(
 ) -> None:
     """Write a web page that compares several runs: metrics, sample images, and links to their results pages.
 
-    Example:
+    Examples:
 
         train overview runs/first runs/masked --out runs/index.html
         train overview runs/* --out runs/index.html
@@ -153,14 +154,14 @@ def main() -> None:
 
 
 def _call() -> None:
-    words, provenance = sys.argv[1:], Provenance()
+    argv, provenance = sys.argv[1:], Provenance()
     try:
-        if wants_help(app, words):
-            print(help_text(app, words))
+        if wants_help(app, argv):
+            print(help_text(app, argv))
         else:
-            parse(app, words, provenance)()
+            parse(app, argv, provenance)()
     except UserError as error:
-        sources = provenance.sources  # presets and files that set flags which the user did not type
+        sources = provenance.sources  # the preset or file that set a flag, if the user did not type it
         for mistake in error.errors:
             mistake.add_hint(*(f"{flag} is from {sources[flag]}" for flag in mistake.flags if sources.get(flag)))
         _wait_for_first()
@@ -169,14 +170,14 @@ def _call() -> None:
         from clipmill.manifests.usage_errors import usage_error
 
         _wait_for_first()
-        raise usage_error(error, app, words) from None
+        raise usage_error(error, app, argv) from None
 
 
 def _wait_for_first() -> None:
-    """Wait if a launcher started several processes on this machine and this is not the first process.
+    """Wait if a launcher started several processes on this machine and this process is not the first one.
 
-    A mistake in the flags is usually the same in all processes. The first process reports it and exits, and torchrun
-    then ends the others. A process that still runs after the wait has a different mistake, and reports it.
+    All processes usually find the same mistake in the flags. The first process reports it and exits, and torchrun then
+    ends the others. A process that is still running after the wait has found a different mistake, and reports it.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_FIRST_REPORT_S)

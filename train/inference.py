@@ -48,20 +48,19 @@ class LoadedModel:
     """Model in evaluation mode on a device, returned by `load_model`.
 
     Attributes:
-        opened: Weights with their task.
-        model: Network.
-        remarks: Messages from opening the weights, such as names of temporal and positional embeddings that were
-            interpolated.
+        opened: Opened weights, with their settings and task.
+        model: Network of the task.
+        remarks: Messages about the weights, such as which temporal and positional embeddings were interpolated.
     """
 
     def __init__(self, opened: OpenedRun, model: nn.Module, *, remarks: Sequence[str] = ()) -> None:
         self.opened, self.model, self.remarks = opened, model, tuple(remarks)
 
     def samples(self, split: str, **options: Any) -> Any:
-        """Open the samples of a split; a run's own data are read in the variants that it was trained on.
+        """Open the samples of a split. The data of a run are read in the variants that the run was trained on.
 
         Args:
-            options: Further arguments of the task's `samples`.
+            options: Additional arguments for the task's `samples` method.
         """
         from clipmill.train.run.variants import reading_variants_of_run
 
@@ -71,7 +70,7 @@ class LoadedModel:
 
     @property
     def settings(self) -> ClipSettings:
-        """Effective settings: number, sampling and size of frames, normalisation, towers."""
+        """Effective settings: number, sampling and size of the frames, normalisation, towers."""
         return cast(ClipSettings, self.opened.settings)
 
     @property
@@ -105,7 +104,7 @@ class LoadedModel:
 
     @property
     def description(self) -> str:
-        """Weights, step, precision, and how clips are shown."""
+        """Description of the weights, with step and precision, and of the number, sampling and size of the frames."""
         trained, settings = self.opened.trained, self.settings
         step = "" if trained.step is None else f" (step {trained.step})"
         clip = f"T = {count_noun(settings.num_frames, 'frame')}, {settings.sampling}, {settings.size_px} px"
@@ -113,9 +112,9 @@ class LoadedModel:
 
     @cached_property
     def identity(self) -> str:
-        """SHA-256 of the tensors and of the settings that determine the outputs: equal for a run and its exports.
+        """SHA-256 of the tensors and of the settings that determine the outputs. A run and its exports have the same.
 
-        It does not depend on device or precision, which affect rounding, or on file names.
+        Device and precision, which affect only rounding, and file names do not change it.
         """
         return identity_of(self.model, self.settings, task=self.opened.spec.name)
 
@@ -127,11 +126,11 @@ class LoadedModel:
             clips: Batch from the loader; uint8 RGB frames [B, T, H, W, 3], whose centre square is resized to
                 `settings.size_px` if necessary; or float clips [B, C, T, H, W], normalised for the model. A model with
                 several views takes [B, V, ...].
-            tokens: True to return all tokens of the video tower after its last norm; the class token, if any, is first.
+            tokens: Return all tokens of the video tower after its last norm. The class token, if any, comes first.
 
         Returns:
-            float32 on the model's device: unit-length embeddings [B, E] for a dual encoder; pooled features [B, D], as
-            for probes, for other models; or tokens [B, N, D].
+            float32 on the model's device: unit-length embeddings [B, E] of a dual encoder; the pooled features [B, D]
+            that probes use, of any other model; or tokens [B, N, D].
 
         Raises:
             UserError: The shape of the clips does not fit the model.
@@ -162,19 +161,21 @@ class LoadedModel:
                 hint="use the weights of a dual encoder that was trained with a text tower",
             )
         if isinstance(texts, str):
-            raise UserError(f"encode_text takes a list of texts, not a single text: {texts!r}", hint="put it in a list")
+            raise UserError(f"encode_text takes a list of strings, not the single string {texts!r}", hint=_TEXTS_HINT)
         try:
             texts = list(texts)
         except TypeError:
-            raise UserError(f"encode_text takes a list of texts, not {quote_value(texts)}", hint=_TEXTS_HINT) from None
+            error = f"encode_text takes a list of strings, not {quote_value(texts)}"
+            raise UserError(error, hint=_TEXTS_HINT) from None
         for text in texts:
             if not isinstance(text, str):
-                raise UserError(f"encode_text takes texts, but the list contains {quote_value(text)}", hint=_TEXTS_HINT)
+                error = f"encode_text takes strings, but the list contains {quote_value(text)}"
+                raise UserError(error, hint=_TEXTS_HINT)
         tokenize = self.model.tokenize
         parts = [torch.empty(0, self.opened.shape.size.embedding_width, device=self.device)]
         with self.opened.trained.precision.autocast():
-            for begin in range(0, len(texts), _TEXTS_AT_ONCE):
-                ids = np.stack([tokenize(text) for text in texts[begin : begin + _TEXTS_AT_ONCE]])
+            for start in range(0, len(texts), _TEXTS_AT_ONCE):
+                ids = np.stack([tokenize(text) for text in texts[start : start + _TEXTS_AT_ONCE]])
                 parts.append(self.model.embed_text(send(ids, self.device)).float())
         return torch.cat(parts)
 
@@ -203,11 +204,11 @@ class LoadedModel:
 
     @property
     def _views(self) -> tuple[int, ...]:
-        """Number of views per clip, as a part of its shape; empty for a model with a single view."""
+        """Dimension of the views in the shape of a clip, as a tuple; empty for a model with a single view."""
         return (self.settings.num_views,) if self.settings.num_views > 1 else ()
 
     def _normalise_rgb(self, frames: torch.Tensor) -> torch.Tensor:
-        """Convert RGB frames to normalised clips; centre squares of a different size are resized."""
+        """Convert RGB frames to normalised clips. Centre squares of a different size are resized."""
         if not self._views:
             return self._normalise_view(frames)
         if frames.ndim != 1 + _CLIP_DIMS or tuple(frames.shape[1:2]) != self._views:
@@ -229,18 +230,18 @@ class LoadedModel:
                 f"clips have {count_noun(frames_BTHWC.shape[1], 'frame')}, but the model takes {settings.num_frames}",
                 hint=f"select {settings.num_frames} frames, or pass num_frames to load_model",
             )
-        pictures = send(frames_BTHWC, self.device).permute(0, 1, 4, 2, 3).float() / 255
-        height, width = pictures.shape[-2:]
+        frames_BTCHW = send(frames_BTHWC, self.device).permute(0, 1, 4, 2, 3).float() / 255
+        height, width = frames_BTCHW.shape[-2:]
         side, size_px = min(height, width), settings.size_px
         top, left = (height - side) // 2, (width - side) // 2
-        pictures = pictures[..., top : top + side, left : left + side]
+        frames_BTCHW = frames_BTCHW[..., top : top + side, left : left + side]
         if side != size_px:
-            flat = interpolate(pictures.flatten(0, 1), size=(size_px, size_px), mode="bilinear", antialias=True)
-            pictures = flat.unflatten(0, frames_BTHWC.shape[:2])
+            flat = interpolate(frames_BTCHW.flatten(0, 1), size=(size_px, size_px), mode="bilinear", antialias=True)
+            frames_BTCHW = flat.unflatten(0, frames_BTHWC.shape[:2])
         mean, std = (
             torch.tensor(values, device=self.device)[:, None, None] for values in normalisation_of(self.settings)
         )
-        return ((pictures - mean) / std).transpose(1, 2)
+        return ((frames_BTCHW - mean) / std).transpose(1, 2)
 
 
 _CLIPS_HINT = "pass uint8 RGB frames [B, T, H, W, 3], normalised clips [B, C, T, H, W], or a batch from the loader"
@@ -261,15 +262,15 @@ def load_model(
 
     Args:
         weights: Run, exported folder, weights file of AVION, LaViLa or VideoMAE, or NAME:TAG of open_clip.
-        num_frames: Number of frames per clip. Default: as in training; otherwise temporal embeddings are interpolated.
+        num_frames: Number of frames per clip; temporal embeddings are interpolated to it. Default: as in training.
         sampling: Frame sampling of the loader. Default: as in training.
-        size_px: Frame size in pixels. Default: as in training; otherwise positional embeddings are interpolated.
+        size_px: Frame size in pixels; positional embeddings are interpolated to it. Default: as in training.
         device: Device of the model; auto: the GPU if there is one.
-        shards: Data folder for `samples`. Default: the run's own data, in the variants of its training.
+        shards: Data folder for `samples`. Default: the data of the run, in the variants that it was trained on.
 
     Raises:
-        UserError: The weights or the device do not exist, the weights are damaged, or they do not support
-            such clips.
+        UserError: The weights or the device do not exist, or the weights are damaged or do not support the requested
+            clips.
     """
     numbers = {"num_frames": num_frames, "size_px": size_px}
     require_whole_numbers(**{name: value for name, value in numbers.items() if value is not None})

@@ -6,12 +6,12 @@ from functools import partial
 from clipmill.manifests.plugins import Parts
 from clipmill.train.spec import EvaluationSpec, Tasks, TaskSpec
 
-# Import paths of the commands of tasks other than training, evaluations and export.
+# Import paths of the commands that tasks have besides training, evaluations and export.
 COMMANDS = {
     "caption-video": "clipmill.train.tasks.caption.commands:caption_video",
     "caption-chunks": "clipmill.train.tasks.caption.commands:caption_chunks",
 }
-# Import paths of the tasks' specs. A spec is loaded on request, so a run loads only its own task.
+# Import paths of the specs of tasks. A spec is imported on request, so a run imports only its own task.
 TASKS = Parts(
     "task",
     group="tasks",
@@ -24,7 +24,7 @@ TASKS = Parts(
     },
     taken=(*COMMANDS, "bench", "doctor", "embed", "eval", "export", "overview", "quickstart", "search"),
 )
-DEFAULT = "dual-encoder"  # task of runs whose run.json states no task
+DEFAULT = "dual-encoder"  # task of a run whose run.json does not contain a task
 
 
 def task_names() -> tuple[str, ...]:
@@ -38,12 +38,12 @@ def tasks() -> tuple[TaskSpec, ...]:
 
 
 def find_task(name: str) -> TaskSpec:
-    """Return the task with a name in `task_names`."""
+    """Return the task with a name from `task_names`."""
     return TASKS[name]
 
 
 def tasks_where(holds: Callable[[TaskSpec], bool] = lambda spec: True) -> Tasks:
-    """Return the tasks for which a condition holds; by default, all tasks."""
+    """Return functions that load the tasks for which a condition holds, by name; by default, all tasks."""
     return {task.name: partial(find_task, task.name) for task in tasks() if holds(task)}
 
 
@@ -53,5 +53,5 @@ def evaluations() -> dict[str, EvaluationSpec]:
 
 
 def evaluations_of(task: str) -> tuple[EvaluationSpec, ...]:
-    """Return the evaluations of a task; if the task is unknown, of all tasks."""
+    """Return the evaluations of a task. If the task is unknown, return the evaluations of all tasks."""
     return tuple(find_task(task).evaluations if task in TASKS else evaluations().values())

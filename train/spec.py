@@ -1,8 +1,8 @@
-"""Interface of tasks and evaluations to all commands: `TaskSpec` and `EvaluationSpec`.
+"""`TaskSpec` and `EvaluationSpec`: descriptions of tasks and evaluations for all commands.
 
 `clipmill.train.registry` lists the tasks. The command line, the training loop, `train eval`, `train export` and the
-pages use a task only through its spec; code outside a task's folder does not depend on the task's name. A spec is
-loaded before a command's flags are read, so it refers to its functions by import path
+results pages use a task only through its spec; code outside a task's folder does not depend on the task's name. A spec
+is imported before the flags of a command are parsed, so it refers to its functions by import path
 (`clipmill.manifests.plugins.import_late`).
 """
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CurveGroup:
-    """Metrics of evaluations in the loop that share a chart on the page.
+    """Metrics of evaluations during training that share a chart on the results page.
 
     Attributes:
         pattern: Regular expression that matches the complete names of the metrics, with one group.
-        title: Title of the chart; it ends in % or in ", times 100" if values are multiplied by 100.
-        label: Function that takes the matched group and returns the label of the line.
+        title: Title of the chart. If it ends in "%" or ", times 100", the chart shows the values multiplied by 100.
+        label: Function that takes the text of the group and returns the label of the metric's line.
     """
 
     pattern: str
@@ -43,11 +43,11 @@ class CurveGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSpec:
-    """Evaluation, run by `train eval NAME`.
+    """Evaluation that `train eval NAME` runs.
 
     Attributes:
         name: Name of the command.
-        result: Name in result files, if it differs from `name`.
+        result: Name of the evaluation in result files; empty if it is `name`.
         help: Description of the command; the first line is its summary.
         example: Example of a command line.
         run_help: Description of the runs that the command accepts.
@@ -56,12 +56,12 @@ class EvaluationSpec:
         score: Function that takes an opened run and settings, and returns an `evaluation.runner.Score`. It may raise
             UserError and FailedWork.
         table: Function that takes a result and returns its table.
-        pictures: Key in results for values that only pages show, such as clips with data URIs and numbers for each
-            class. The console and --json omit it.
-        section: Template of the part of the page that shows these values.
-        strips: Function that takes a result and returns its clips in the overview: objects with `words`, `frames` (data
-            URIs) and `is_right`.
-        curves: Charts of the metrics in the loop.
+        pictures: Key of the values in a result that only pages show, such as clips as data URIs and metrics of each
+            class. The console and --json omit them.
+        section: Template of the section of the results page that shows these values.
+        strips: Function that takes a result and returns its clips for the overview page: objects with `words`,
+            `frames` (data URIs) and `is_right`.
+        curves: Charts of this evaluation's metrics during training.
     """
 
     name: str
@@ -80,23 +80,24 @@ class EvaluationSpec:
 
     @property
     def result_name(self) -> str:
-        """Name in result files."""
+        """Name of the evaluation in result files."""
         return self.result or self.name
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """Weights to write in a different format.
+    """Trained weights, and the format in which to write them.
 
     Attributes:
-        title: Title of the weights, for errors.
-        settings: Settings of the training.
+        title: Title of the weights, for error messages.
+        settings: Settings of the run that trained the weights.
         task: Opened task, with the classes or the decoder of the weights.
         weights: Tensors of the task's model, by name.
         shape: Dimensions of the model.
         logits: Scale and bias that turn cosines into logits.
         form: Name of the format.
-        frame_embedding: Temporal embedding of a single image, for dual encoders.
+        frame_embedding: Temporal embedding of a single image: the mean over all frames, or zero. Only dual encoders
+            use it.
     """
 
     title: str
@@ -111,13 +112,13 @@ class ExportRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class AdoptedModel:
-    """Weights from another project as the model of a task.
+    """Weights from another project that a task uses as its model.
 
     Attributes:
-        settings: Effective settings, with the sizes of clips that the weights record.
+        settings: Effective settings, with the clip dimensions that the weights record.
         shape: Dimensions of the model.
-        open_arguments: Further arguments of `TaskSpec.open`, which otherwise come from a run.
-        missing_part: Part of the task's model that the weights lack, such as "a decoder".
+        open_arguments: Additional arguments for `TaskSpec.open`, which a run would otherwise provide.
+        missing_part: Part of the task's model that the weights lack, such as "a decoder"; empty if they are complete.
     """
 
     settings: ClipSettings
@@ -128,12 +129,12 @@ class AdoptedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """Frozen features of a task's video tower, for probes.
+    """Frozen features of a task's video tower, which probes and searches use.
 
     Attributes:
         description: Description of the features.
-        inputs: Function that takes a task and returns a function that converts a batch to clips [B, C, T, H, W], as in
-            an evaluation.
+        inputs: Function that takes a task and returns a function that converts a batch to the clips [B, C, T, H, W]
+            that the model takes in evaluations.
         is_consecutive: Function that takes settings and returns True if the latent frames in a clip are consecutive.
     """
 
@@ -144,14 +145,14 @@ class Features:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstRun:
-    """Proposals of `train quickstart` for a task.
+    """Flags and presets that `train quickstart` proposes for a task.
 
     Attributes:
         cpu_preset: Preset for a CPU.
-        gpu_preset: Preset for a large GPU; None if all such presets need further files.
-        weights: Initial weights with which this preset was published, as for `--init.weights`.
-        latents_flags: Flags for data without video; '' if the task does not support a first run on such data.
-        no_text_flags: Further flags for captions without stored embeddings.
+        gpu_preset: Preset for a large GPU; None if all such presets need additional files.
+        weights: Value of `--init.weights` with which `gpu_preset` was published; empty for random weights.
+        latents_flags: Flags for data that have latents but no video; empty if the task has no first run on such data.
+        no_text_flags: Additional flags if the captions have no stored embeddings.
         needs_captions: True if samples have captions.
         needs_label: True if samples have labels.
         can_search: True if the embeddings of the task's models can be searched by text.
@@ -169,7 +170,7 @@ class FirstRun:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
-    """Task, trained by `train NAME`.
+    """Task that `train NAME` trains.
 
     Attributes:
         name: Name of the command, and of the task in run.json.
@@ -219,22 +220,24 @@ class TaskSpec:
 
     @property
     def first_evaluation(self) -> EvaluationSpec | None:
-        """First evaluation without required flags; None if all evaluations need flags."""
+        """First evaluation that has no required flags; None if there is no such evaluation."""
         return next((evaluation for evaluation in self.evaluations if not evaluation.needs), None)
 
     def open(self, settings: Any, *, run: RunFolder | None = None, **opened: Any) -> StartableTask:
-        """Open the task for settings, and for a run if it has a checkpoint.
+        """Open the task with the given settings.
 
         Args:
-            opened: Attention backend, device, and for weights other than a run's, the `shape` of the model.
+            run: Run with a checkpoint whose classes or tokenizer the task uses; None for a new run or other weights.
+            opened: Attention backend and device. For weights that do not come from a run, also the `shape` of the
+                model, and the `AdoptedModel.open_arguments`.
         """
         return self.make(settings, **{**({} if run is None else self.run_arguments(run)), **opened})
 
 
-# Functions that load the specs of tasks when they are needed, by name.
+# Functions that import the spec of a task, by the name of the task.
 Tasks = Mapping[str, Callable[[], TaskSpec]]
 
 
 def take_tags(tasks: Tasks) -> bool:
-    """Return True if a NAME:TAG of open_clip may be the model of one of these tasks."""
+    """Return True if one of these tasks accepts a NAME:TAG of open_clip as its model."""
     return any(open_spec().adopts_tags for open_spec in tasks.values())

@@ -34,16 +34,16 @@ MAX_MAGNITUDE = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionSettings(Checked):
-    """Choice of the caption that a sample shows for its clip."""
+    """Selection of the captions that clips are paired with."""
 
     prefix = "captions"
 
     sources: str | None = None
     """Sampling weights of caption sources, such as `human=1,*rephraser*=2`; other sources are omitted. Default: equal
-    weights for all sources except models (`captioner@1f2e3d4c`)."""
+    weights for all sources except models (such as `captioner@1f2e3d4c`), which are omitted."""
     min_relevancy: Annotated[float | None, SHARE] = None
-    """Also show captions of other clips whose relevancy, by verb and nouns, exceeds this value (0.1 for EK-100).
-    Default: show only the clip's own captions."""
+    """Also pair a clip with captions of other clips if their relevancy, computed from verbs and nouns, exceeds this
+    value (0.1 for EK-100). Default: use only the clip's own captions."""
 
     def rules(self) -> Iterator[UserError]:
         """Yield an error if the weights cannot be parsed."""
@@ -55,7 +55,7 @@ def parse_weights(text: str) -> dict[str, float]:
     """Return the weights in `name=weight,name=weight`, in order.
 
     Raises:
-        UserError: The text has another form, a weight is negative or not a number, or all weights are 0.
+        UserError: The text does not have this form, a weight is negative or not a number, or all weights are 0.
     """
     weights: dict[str, float] = {}
     for part in text.split(","):
@@ -73,7 +73,7 @@ def parse_weights(text: str) -> dict[str, float]:
         weights[name] = weight
     if not any(weights.values()):
         raise UserError(
-            f"--captions.sources is {text!r}: every weight is 0",
+            f"all weights in --captions.sources {text!r} are 0",
             hint="use a weight above 0 for at least one source",
             flags=("--captions.sources",),
         )
@@ -108,14 +108,14 @@ class Augment(Checked):
     """Probability of random erasing: a box in all frames is replaced by noise (VideoMAE: 0.25)."""
 
 
-# Weights that a command uses: a run, or other weights; --run is the former name of the flag.
+# Weights that a command uses, from a run or another source. --run is the former name of the flag.
 Weights = Annotated[str, Parameter(name=("--weights", "--run"))]
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Overrides(Checked):
-    """Fields of ClipSettings that an evaluation may change: how clips are shown to trained weights."""
+    """Fields of ClipSettings that may differ from the training when weights are used: number and size of frames."""
 
     num_frames: Annotated[int | None, Range(1, 1024)] = None
     """Number of frames per clip; temporal embeddings are interpolated. Default: as in training."""
@@ -129,7 +129,7 @@ class Overrides(Checked):
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def differences_from(self, settings: Any) -> "Overrides":
-        """Return the overrides that differ from a run's settings (`ClipSettings`).
+        """Return the overrides that differ from the settings of a run (`ClipSettings`).
 
         Raises:
             UserError: An override applies to pixels, but the model takes latents.
@@ -156,7 +156,7 @@ _WITH_LATENTS = GoesWith("input", ("latents",))
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ClipSettings(TrainingSettings):
-    """Settings of clips, and of the video tower that encodes them."""
+    """Training settings of the tasks whose samples are clips, with the video tower that encodes the clips."""
 
     least_batch: ClassVar[int] = 1
     """Smallest batch for which the objective is defined."""
@@ -166,13 +166,14 @@ class ClipSettings(TrainingSettings):
     """True if the model has trained parameters besides its towers."""
 
     views: Annotated[str | None, groups.CLIPS] = None
-    """Cameras that recorded the same moments, such as top,wrist: a sample shows a moment from each camera. They are
-    the views in the groups of captions (docs/python.md). Default: each caption is a separate sample."""
+    """Cameras that recorded the same moments, such as top,wrist. A sample then shows a moment from each of them. The
+    columns group and view of the captions identify moment and camera (docs/python.md). Default: each caption is a
+    separate sample."""
     num_frames: NumFrames = 4
     """Number of frames per clip."""
     sampling: Sampling = "uniform"
-    """Frame sampling. uniform: one frame from each of equal segments; stride: every --stride-th frame; lavila: LaViLa's
-    rule."""
+    """Frame sampling. uniform: one frame from each of --num-frames equal segments; stride: every --stride-th frame;
+    lavila: LaViLa's rule."""
     stride: Annotated[int, groups.CLIPS, FIRST_RUN, COUNT, GoesWith("sampling", ("stride",))] = 4
     """Step of --sampling stride, in frames. It is reduced for clips that are too short."""
     size_px: Annotated[int, groups.CLIPS, FIRST_RUN, Range(2, 4096)] = 224
@@ -196,8 +197,8 @@ class ClipSettings(TrainingSettings):
     init: Annotated[Init, groups.MODEL, groups.SEVERAL] = field(default_factory=Init)
     """Initial weights."""
     freeze: Freeze = ()
-    """Parts to freeze: a tower (video, text), or its embeddings and first N blocks (blocks:N of the video tower,
-    text.blocks:N)."""
+    """Parts to freeze: a tower (video, text), or the embeddings and the first N blocks of a tower (blocks:N for the
+    video tower, text.blocks:N for the text tower)."""
     lora: Annotated[Lora, groups.ADAPTERS, groups.SEVERAL] = field(default_factory=Lora)
     """Low-rank adapters."""
 
@@ -212,7 +213,7 @@ class ClipSettings(TrainingSettings):
         return max(1, len(self.view_names))
 
     def tower_names(self) -> tuple[Tower, ...]:
-        """Return the towers that the model has."""
+        """Return the names of the model's towers."""
         return ("video",)
 
     def trains_besides_towers(self) -> bool:
@@ -220,11 +221,11 @@ class ClipSettings(TrainingSettings):
         return self.has_head
 
     def adapts_pretrained(self) -> bool:
-        """Return True if the towers with adapters have pretrained weights."""
+        """Return True if the towers that get adapters have pretrained weights."""
         return self.init.weights is not None
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for clips that tubelets do not divide, crops larger than the frame, and nothing to train."""
+        """Yield errors for clips that do not fit the tubelets or the crop, and for a model without trained parts."""
         yield from super().rules()
         if self.short_side_px is not None and self.short_side_px < self.size_px:
             yield UserError(
@@ -246,7 +247,7 @@ class ClipSettings(TrainingSettings):
         names = self.view_names
         if len(names) < 2 or len(set(names)) < len(names) or not all(names):
             yield UserError(
-                f"--views {self.views} does not name two different cameras",
+                f"--views {self.views} is not a list of different cameras",
                 hint="use two or more different cameras, such as top,wrist",
                 flags=("--views",),
             )
@@ -271,7 +272,7 @@ class ClipSettings(TrainingSettings):
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class LatentSettings(ClipSettings):
-    """Settings of clips as decoded pixels, or as segments of the latents made by prep."""
+    """Training settings of the tasks whose clips are decoded pixels or segments of the latents made by prep."""
 
     input: Annotated[Literal["pixels", "latents"], groups.CLIPS, FIRST_RUN] = "pixels"
     """Input of the model. pixels: decoded clips; latents: segments of the column made by prep latents."""
@@ -279,7 +280,8 @@ class LatentSettings(ClipSettings):
     """Length of a segment of latents, such as 5s. Default: the stored segments of a video VAE; 5s for other
     latents."""
     max_segments: Annotated[int | None, groups.CLIPS, Range(1, 10**9), _WITH_LATENTS] = None
-    """Maximum number of segments of a training video, spread evenly over it. Default: all of them."""
+    """Maximum number of segments per training video; the segments are spread evenly over the video. Default: all
+    segments."""
 
     @property
     def reads_latents(self) -> bool:
@@ -287,7 +289,7 @@ class LatentSettings(ClipSettings):
         return self.input == "latents"
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for settings of pixels if the input is latents."""
+        """Yield errors for settings that apply only to pixels, if the input is latents."""
         yield from super().rules()
         if self.reads_latents and self.towers.image is not None:
             yield UserError(
@@ -310,16 +312,17 @@ def adapted_towers(settings: ClipSettings) -> tuple[Tower, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """Options for using trained weights in another way than in their training.
+    """Options for the use of trained weights; the defaults are as in training.
 
     Attributes:
-        shards: Data to use in place of a run's data; other weights have no data of their own.
-        variant: Names of variants of the data to read; others are the variants of the training, or the current ones.
-        where: Condition on the samples that the task opens. The condition of the training does not apply.
-        device: Device to use in place of the run's device: auto, cpu or cuda.
-        overrides: Changes of how clips are shown. Embeddings of time and place are interpolated.
-        is_without_data: Let the task build models without samples, from the shapes of the weights.
-        checkpoint: Checkpoint of a run, in place of the latest one.
+        shards: Data to use instead of the data of the run; None for weights that do not come from a run.
+        variant: Names of the data variants to read. Columns without a name here use the variant of the training, or
+            else the current variant.
+        where: Condition that selects samples. The condition of the training never applies.
+        device: Device to use instead of the device of the run: auto, cpu or cuda.
+        overrides: Different number, sampling or size of frames. Temporal and positional embeddings are interpolated.
+        is_without_data: True if the task builds models without samples, from the shapes of the weights.
+        checkpoint: Checkpoint of the run; None for the latest one.
     """
 
     shards: str | None = None
@@ -331,10 +334,10 @@ class Use:
     checkpoint: Path | None = None
 
     def apply_to(self, settings: ClipSettings) -> tuple[ClipSettings, Overrides]:
-        """Apply this use to the settings of weights; also return the overrides that differ from the training.
+        """Return the settings of the weights with these options, and the overrides that differ from the training.
 
         Raises:
-            UserError: Clips of latents cannot be shown in this way.
+            UserError: An override applies to pixels, but the model takes latents.
         """
         settings = replace(settings, device=self.device or settings.device)
         settings = replace(
@@ -343,7 +346,7 @@ class Use:
         overrides = self.overrides.differences_from(settings)
         changes, model = overrides.given_values(), getattr(settings, "model", "")
         if overrides.size_px is not None and model in PICTURE_PX:
-            changes["model"] = model.removesuffix(f"-{PICTURE_PX[model]}")  # it also accepts other sizes
+            changes["model"] = model.removesuffix(f"-{PICTURE_PX[model]}")  # the same model for any frame size
         return replace(settings, **changes), overrides
 
 

@@ -15,7 +15,7 @@ from clipmill.train.config.shards import short_name
 
 EVERY = GoesWith("every", use="STEPS")
 
-# The text before the first =, unless it is part of a path.
+# The text before the first "=", unless that text is part of a path.
 _NAME = re.compile(r"(?P<name>[^=/]*)=")
 _GOOD_NAME = re.compile(r"\w[\w.-]*")
 _DATA = re.compile(r"(?P<shards>.+?)(?:@(?P<split>[^/@:]+)(?::(?P<protocol>[\w-]+))?)?")
@@ -24,14 +24,14 @@ _USE = "use [NAME=]DATA[@SPLIT]"
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedData:
-    """Data of one evaluation in the training loop.
+    """Data of one evaluation during training.
 
     Attributes:
         name: Prefix of the metrics.
-        shards: Data folder; None for the run's data folder.
+        shards: Data folder; None for the data folder of the run.
         split: Split to evaluate on.
-        protocol: Protocol that replaces the task's default, for tasks with several protocols; None for the default.
-        is_named: True if --evaluate.shards specifies the data; False for a folder of the training data.
+        protocol: Evaluation protocol, for tasks with several protocols; None for the default protocol of the task.
+        is_named: False for one of several training data folders that are evaluated without --evaluate.shards.
     """
 
     name: str
@@ -41,13 +41,13 @@ class EvaluatedData:
     is_named: bool = True
 
     def text(self, *, base: Path) -> str:
-        """Return the value for --evaluate.shards. A relative path is resolved against `base`."""
+        """Return the data as a value of --evaluate.shards. A relative path is resolved against `base`."""
         shards = self.shards if self.shards is None or "://" in self.shards else base / self.shards
         return f"{self.name}={shards}@{self.split}" + (f":{self.protocol}" if self.protocol else "")
 
     @contextmanager
     def explain_errors(self) -> Iterator[None]:
-        """Make errors about opening these data refer to flags of the evaluation, not of the training data."""
+        """Change UserErrors raised while these data are opened: they name the flags of the evaluation."""
         try:
             yield
         except UserError as error:
@@ -69,23 +69,27 @@ class EvaluationSettings(Checked):
 
     prefix = "evaluate"
     lower_is_better: ClassVar[tuple[str, ...]] = ()
-    """Metrics for which lower values are better, without the name of their data. --best keeps the lowest value."""
+    """Metrics for which lower values are better, without the prefix for their data. --best selects their minimum."""
 
     every: Annotated[int | str, FIRST_RUN, Steps(least=0)] = 0
-    """Number of steps between evaluations, or epochs, such as 1ep; 0: none. The last step is evaluated too."""
+    """Interval between evaluations, in steps or epochs (1ep); 0: no evaluation. The last step is evaluated too."""
     split: Annotated[str, EVERY] = "val"
     """Split to evaluate on."""
     shards: Annotated[tuple[str, ...], SEVERAL, EVERY] = ()
     """Data folders to evaluate on instead of the run's own, each as [NAME=]DATA[@SPLIT]. NAME is the prefix of the
     metrics; default: the folder's name. SPLIT defaults to --evaluate.split."""
     where: Annotated[str | None, EVERY] = None
-    """Condition that selects the samples to evaluate on, in the form of --where, which does not apply to evaluations.
-    Default: all."""
+    """Condition that selects the samples to evaluate on, in the syntax of --where. --where itself does not apply to
+    evaluations. Default: all samples."""
     max_samples: Annotated[int, Range(least=2), EVERY] = 5000
     """Maximum number of samples. If the split has more, every k-th sample is used, with the smallest sufficient k."""
 
     def evaluated_data(self) -> tuple[EvaluatedData, ...]:
-        """Return the data of each evaluation; raise UserError if --evaluate.shards cannot be parsed."""
+        """Return the data of each evaluation.
+
+        Raises:
+            UserError: --evaluate.shards cannot be parsed.
+        """
         if not self.shards:
             return (EvaluatedData(name=self.split, shards=None, split=self.split),)
         data: dict[str, EvaluatedData] = {}
@@ -101,7 +105,7 @@ class EvaluationSettings(Checked):
                 )
             if parts is None:
                 raise UserError(
-                    f"{self.flag('shards')} {text!r} does not contain a data folder",
+                    f"{self.flag('shards')} {text!r} does not name a data folder",
                     hint=_USE,
                     flags=(self.flag("shards"),),
                 )
@@ -121,21 +125,25 @@ class EvaluationSettings(Checked):
         return tuple(data.values())
 
     def with_absolute_paths(self) -> Self:
-        """Return the settings with absolute paths of data folders, which are valid in any working directory."""
+        """Return the settings with absolute paths of the data folders, so that they are valid in any directory."""
         all_data = [data for data in self.evaluated_data() if data.shards is not None]
         return replace(self, shards=tuple(data.text(base=Path.cwd()) for data in all_data))
 
     def metric_names(self, data: EvaluatedData) -> tuple[str, ...]:
-        """Return the metrics that --best can select, without the name of the data; empty if they depend on the data."""
+        """Return the metrics that --best can select, without the data's prefix; empty if they depend on the data."""
         return ()
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for --evaluate.shards, its protocols, and --evaluate.where."""
+        """Yield errors for an invalid --evaluate.shards or --evaluate.where."""
         yield from errors_of(self.evaluated_data)
         yield from errors_of(check_where, self.where)
 
     def find_protocol(self, name: str) -> str:
-        """Return the protocol with a name from --evaluate.shards; raise UserError if this task has no such protocol."""
+        """Return the protocol with a name from --evaluate.shards.
+
+        Raises:
+            UserError: This task has no protocol with this name.
+        """
         raise UserError(
             f"{self.flag('shards')} selects the protocol {name!r}, but this task has only one protocol",
             hint=_USE,
@@ -147,27 +155,27 @@ Method = Literal["knn", "linear"]
 METHODS: tuple[Method, ...] = ("knn", "linear")
 NEIGHBOURS = Range(1, 10_000)
 
-# Metrics for each method and label: top-1 and top-5 over clips, and the mean of top-1 over classes.
+# Metrics for each method and label: top-1 and top-5 accuracy over clips, and the mean top-1 accuracy over classes.
 PROBE_NUMBERS = ("top1", "top5", "mean_class")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeEvaluation(EvaluationSettings):
-    """Labels to predict from frozen features, and prediction methods. `max_samples` limits the evaluated samples."""
+    """Settings of probes, which predict labels from frozen features. `max_samples` limits the evaluated samples."""
 
-    # The split is read even if there is no evaluation, for the reconstructions at the end.
+    # The split is read even without an evaluation, for the reconstructions at the end of a run.
     split: str = "val"
-    """Split to evaluate on, and to take the reconstructed clips of the results page from."""
+    """Split to evaluate on, and source of the reconstructed clips on the results page."""
     labels: Annotated[tuple[str, ...], FIRST_RUN, EVERY] = ()
-    """Labels to predict from frozen features. They are label columns of the captions, such as motion."""
+    """Labels to predict from frozen features: label columns of the captions, such as motion."""
     methods: Annotated[tuple[Method, ...], EVERY] = ("knn",)
-    """Methods of prediction. knn: k-nearest-neighbour classifier; linear: linear probe trained on the features."""
+    """Prediction methods. knn: k-nearest-neighbour classifier; linear: linear probe trained on the features."""
     neighbours: Annotated[int, NEIGHBOURS, EVERY] = 20
     """Number of neighbours of knn (k)."""
     temperature: Annotated[float, Range(1e-3, 1e3), EVERY] = 0.07
-    """Temperature of knn; the vote of a neighbour has weight exp(cosine / temperature)."""
+    """Temperature of knn: the vote of a neighbour has weight exp(cosine / temperature)."""
     max_bank: Annotated[int, Range(least=2), EVERY] = 20_000
-    """Maximum number of training samples, spread evenly over the split, for neighbours and the linear probe."""
+    """Maximum number of training samples for knn and the linear probe, spread evenly over the training split."""
 
     def metric_names(self, data: EvaluatedData) -> tuple[str, ...]:
         """Return the metric names of each label and method."""
@@ -193,4 +201,4 @@ def repetition_mistakes(flag: str, values: tuple[str, ...], *, known: tuple[str,
     if len(set(values)) < len(values):
         yield UserError(f"{flag} has a repeated value: {', '.join(values)}", hint="use each value once", flags=(flag,))
     if known and not values:
-        yield UserError(f"{flag} has no value", hint=f"choices: {', '.join(known)}", flags=(flag,))
+        yield UserError(f"{flag} has no value", hint=f"use at least one of: {', '.join(known)}", flags=(flag,))

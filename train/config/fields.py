@@ -1,6 +1,6 @@
-"""Building blocks of training settings: help groups, steps in epochs, named parts, and choices.
+"""Building blocks of training settings: groups of the help, steps in epochs, choices, and parts with names.
 
-`clipmill.manifests.settings` contains the annotations that both programs share.
+`clipmill.manifests.settings` has the annotations that both programs share.
 
     batch: Annotated[int, groups.TRAINING, FIRST_RUN, Range(1, 10**6)] = 64
     \"\"\"Batch size, over all processes.\"\"\"
@@ -20,11 +20,10 @@ from clipmill.manifests.plugins import Parts
 from clipmill.manifests.settings import Checked, Range, annotations_of, errors_of
 
 _EPOCHS = re.compile(r"(\d+\.?\d*|\.\d+)ep")
-# Groups of flags in the help, and command-line options of flags. Groups with lower positions come first.
 
 
 def help_group(title: str, position: int) -> Parameter:
-    """Return a group of flags for the help. Groups that belong to a single task have positions from 6 to 9."""
+    """Return a group of flags in the help. The help sorts groups by position; groups of one task have 6 to 9."""
     return Parameter(group=Group(title, sort_key=position))
 
 
@@ -50,14 +49,14 @@ SEVERAL = Parameter(negative_iterable=(), consume_multiple=True)  # allows --fla
 
 @dataclass(frozen=True)
 class Steps(Range):
-    """Range of a number of steps, which may be given in epochs: `500`, or `0.1ep` for a tenth of an epoch.
+    """Range of a number of steps that may also be a number of epochs: `500`, or `0.1ep` for a tenth of an epoch.
 
     The number of steps per epoch is known only once the samples are open (`clipmill.train.data.loader.TrainingSet`).
-    Settings keep the value as specified; the loop converts it with `convert_epochs`.
+    Settings store the value as specified; the training loop converts it with `convert_epochs`.
     """
 
     def holds(self, value: Any) -> bool:
-        """Return True if `value` is in the range, or a number of epochs."""
+        """Return True if `value` is a number of steps in the range, or a number of epochs."""
         return epochs_of(value) is not None if isinstance(value, str) else super().holds(value)
 
     def __str__(self) -> str:
@@ -66,20 +65,20 @@ class Steps(Range):
 
 
 def epochs_of(value: int | str) -> float | None:
-    """Return the number of epochs in a value such as `0.1ep`, if it is above 0; None for any other value."""
+    """Return the number of epochs in a value such as `0.1ep`; None if the value has another form or is 0."""
     match = _EPOCHS.fullmatch(value) if isinstance(value, str) else None
     return float(match[1]) or None if match else None
 
 
 def num_steps(value: int | str, *, epoch_steps: float | None = None, flag: str = "") -> int:
-    """Return the number of steps for the value of a setting; at least 1 for a value in epochs.
+    """Convert the value of a setting to a number of steps, which is at least 1 for a value in epochs.
 
     Args:
-        epoch_steps: Steps per epoch; None if unknown, as in a stream of tars.
-        flag: Flag of the setting, for the error.
+        epoch_steps: Number of steps per epoch; None if it is unknown, as for a stream of tars.
+        flag: Flag of the setting, for the error message.
 
     Raises:
-        UserError: The number is in epochs, and `epoch_steps` is None.
+        UserError: The value is in epochs, but `epoch_steps` is None.
     """
     if isinstance(value, int):
         return value
@@ -94,32 +93,32 @@ def num_steps(value: int | str, *, epoch_steps: float | None = None, flag: str =
 
 
 def convert_epochs(settings: Any, epoch_steps: float | None) -> Any:
-    """Convert all numbers in epochs to steps; raises the errors of `num_steps`."""
+    """Return the settings with every number of epochs converted to steps; raises the errors of `num_steps`."""
     changed: dict[str, dict[str, int]] = {"": {}, "evaluate": {}}
-    for group, name, flag, value in _numbers(settings):
+    for group, name, flag, value in _step_fields(settings):
         changed[group][name] = num_steps(value, epoch_steps=epoch_steps, flag=flag)
     return replace(settings, **changed[""], evaluate=replace(settings.evaluate, **changed["evaluate"]))
 
 
 def epoch_remarks(settings: Any, epoch_steps: float | None) -> list[str]:
-    """Return log lines about settings that are given in epochs; raises the errors of `num_steps`."""
-    values = [(flag, value) for _, _, flag, value in _numbers(settings) if epochs_of(value)]
+    """Return a remark about each setting that is in epochs, for the log; raises the errors of `num_steps`."""
+    values = [(flag, value) for _, _, flag, value in _step_fields(settings) if epochs_of(value)]
     steps = [num_steps(value, epoch_steps=epoch_steps, flag=flag) for flag, value in values]
     return [f"{flag} {value} = {count_noun(num, 'step')}" for (flag, value), num in zip(values, steps, strict=True)]
 
 
-def _numbers(settings: Any) -> Iterator[tuple[str, str, str, int | str]]:
-    """Yield group, field, flag and value of each setting that may be in epochs."""
+def _step_fields(settings: Any) -> Iterator[tuple[str, str, str, int | str]]:
+    """Yield the group, field, flag and value of each setting that may be in epochs."""
     for group, name in (("", "warmup_steps"), ("", "checkpoint_every"), ("evaluate", "every")):
         owner = getattr(settings, group) if group else settings
         yield group, name, owner.flag(name), getattr(owner, name)
 
 
 class Published(NamedTuple):
-    """Published settings of a choice, such as the hyperparameters of a loss.
+    """Published settings for a value of a choice, such as the hyperparameters of a loss.
 
     Attributes:
-        source: Publication that contains the values.
+        source: Publication that reports the values.
         values: Values, nested as in a settings file.
     """
 
@@ -128,11 +127,11 @@ class Published(NamedTuple):
 
 
 class Choice(Checked):
-    """Base class of settings in which the value of one field determines which other fields apply.
+    """Base class of settings in which one field, the choice, determines which of the other fields apply.
 
     Attributes:
-        choice: Name of that field, such as the name of an optimizer.
-        published: Published settings by preset and by the value of `choice`.
+        choice: Name of the field that holds the choice, such as the name of the optimizer.
+        published: Published settings by preset and by the value of the choice.
     """
 
     choice: ClassVar[str]
@@ -140,11 +139,14 @@ class Choice(Checked):
 
     @classmethod
     def hyperparameters(cls) -> Mapping[str, Mapping[str, Any]]:
-        """Return, for each value of `choice`, the fields that only some values use, with their defaults."""
+        """Return the hyperparameters that each value of the choice uses, with their defaults.
+
+        Fields that apply to every value are not listed.
+        """
         return {}
 
     def unused_hyperparameters(self) -> Iterator[UserError]:
-        """Yield errors for hyperparameters that are set, but that the chosen value does not use."""
+        """Yield an error for each hyperparameter that is set although the chosen value does not use it."""
         names_by_choice, chosen = self.hyperparameters(), getattr(self, self.choice)
         for name in dict.fromkeys(name for names in names_by_choice.values() for name in names):
             value = getattr(self, name)
@@ -158,7 +160,7 @@ class Choice(Checked):
 
 
 class NamedPart(NamedTuple):
-    """Part that settings refer to by name: its flag, the known parts of its kind, and its name."""
+    """Reference from settings to a part, such as a loss: the flag, the registered parts of this kind, and the name."""
 
     flag: str
     parts: Parts[Any]
@@ -166,10 +168,10 @@ class NamedPart(NamedTuple):
 
 
 def named_parts(settings: Checked) -> Iterator[NamedPart]:
-    """Yield the parts that settings and their groups refer to, in the fields that `parts` of their classes lists.
+    """Yield the references to parts in the settings and their groups. `parts` of a settings class lists such fields.
 
-    Names of parts are not checked when settings are constructed. Therefore a run's settings can be read, and its model
-    used, even if some of its packages are missing.
+    Names of parts are not checked when settings are constructed, so that the settings of a run can be read, and its
+    model can be used, even if a package that the run used is missing.
     """
     parts_by_field: Mapping[str, Parts[Any]] = getattr(type(settings), "parts", {})
     for field in annotations_of(type(settings)):
@@ -181,7 +183,7 @@ def named_parts(settings: Checked) -> Iterator[NamedPart]:
 
 
 def unknown_parts(settings: Checked) -> Iterator[UserError]:
-    """Yield errors for parts that do not exist or cannot be used."""
+    """Yield an error for each part in the settings that does not exist or cannot be used."""
     for flag, parts, name in named_parts(settings):
         if name not in parts:
             yield parts.unknown_name_error(name, flag=flag)

@@ -1,11 +1,12 @@
 """Settings in YAML files: the file of a run, `--config` files, and presets.
 
-A value comes from the first of these sources that sets it: a flag; a `--config` file (later files override earlier
-ones); the `--preset`; with `--resume`, the saved settings of the run; the default. A run saves its effective settings
-as RUN/settings.yaml, which loads as an equal object. A comment at the top lists the sources of the values.
+The value of a setting comes from the first of these sources that sets it: a flag; a `--config` file (later files
+override earlier files); the `--preset`; with `--resume`, the saved settings of the run; the default. A run saves its
+effective settings as RUN/settings.yaml, which loads as an equal object. A comment at the top of that file lists the
+sources of the values.
 
-If a loss or optimizer is chosen that differs from the preset, `select_parts` uses the published values for the choice,
-or the defaults, and adds a remark.
+If the user chooses a different loss or optimizer than the preset, `select_parts` uses the published values for that
+choice, or the defaults, and adds a remark.
 """
 
 import textwrap
@@ -25,12 +26,12 @@ from clipmill.train.config.training import TrainingSettings, flatten, plain_valu
 
 PRESETS_FOLDER = Path(__file__).parents[1] / "presets"
 Settings = TypeVar("Settings", bound=TrainingSettings)
-# Presets for a single loss were replaced by presets for all losses; the loss is now a flag, with the same default.
+# Presets for one loss were replaced by presets for all losses. The loss is now a flag, whose default is the old loss.
 RENAMED = {f"fastclip-v3-{size}": f"fastclip-{size}" for size in ("medium", "large", "xlarge")}
-# Limits of a settings file. A file that exceeds them contains something else.
-_MAX_VALUES, _MAX_DEPTH, _MAX_LETTERS = 10_000, 20, 10_000
-_MAX_PARSED = 64  # maximum number of settings in the cache
-_PARSED: dict[tuple[type, bytes], Any] = {}  # cache of (frozen) settings by kind and file content
+# Limits for a settings file. A file that exceeds them contains something other than settings.
+_MAX_VALUES, _MAX_DEPTH, _MAX_CHARACTERS = 10_000, 20, 10_000
+_MAX_PARSED = 64  # maximum number of entries in the cache
+_PARSED: dict[tuple[type, bytes], Any] = {}  # cache of parsed settings, which are frozen, by class and file content
 _FLAGS_HINT = "write one `key: value` per line, with keys spelled like the flags"
 _TOO_MUCH = "has too many or too deeply nested values for a settings file"
 
@@ -44,14 +45,14 @@ def settings_yaml(settings: TrainingSettings) -> str:
 
 
 def save_settings(settings: TrainingSettings, path: Path, *, comment: str = "") -> None:
-    """Publish a YAML file of `comment`, followed by the settings."""
+    """Publish the settings as a YAML file that begins with `comment`."""
     publish_bytes(path, f"{comment}{settings_yaml(settings)}".encode())
 
 
 def load_settings(path: Path, kind: type[Settings]) -> Settings:
     """Read the settings that a run saved, with the parser of the command line.
 
-    Parsing takes a tenth of a second or more, so a process parses the same content only once.
+    Parsing takes a tenth of a second or more, so a process parses equal content only once.
 
     Raises:
         UserError: The file cannot be read, or has a key or value that `kind` does not know.
@@ -73,11 +74,11 @@ def _parse_file(path: Path, kind: type[Settings]) -> Settings:
     from cyclopts import CycloptsError
 
     app = _reader(kind)  # type: ignore[arg-type]  # classes are hashable, even if their instances are not
-    prefix = ""  # errors about the file itself already contain its path, errors about its values do not
+    prefix = ""  # errors about the file contain its path; errors about its values need this prefix
     try:
         app.config, prefix = [yaml_source(path, kind)], f"{path}: "
         with deferred_checks():
-            # Do not mount an address: the run's folder is the folder of the file.
+            # The address of a run in a bucket would be mounted. Use the folder of the file instead.
             is_in_bucket = is_remote(str(read_values(path).get("out")))
             settings: Settings = app([f"--out={path.parent}"] if is_in_bucket else [])
         refuse(mistakes(settings))
@@ -97,7 +98,7 @@ def _parse_file(path: Path, kind: type[Settings]) -> Settings:
 
 @cache
 def _reader(kind: type[Settings]) -> Any:
-    """Return a command-line app whose flags are the fields of the settings, and which returns the settings."""
+    """Return a command-line app whose flags are the fields of the settings. A call returns the settings."""
     from cyclopts import App
 
     app = App(exit_on_error=False, print_error=False, result_action="return_value")
@@ -113,19 +114,19 @@ def _reader(kind: type[Settings]) -> Any:
 def yaml_source(
     path: Path, kind: type[TrainingSettings], *, preset: str | None = None, remarks: list[str] | None = None
 ) -> Any:
-    """Return a source of settings for cyclopts, which reads a YAML file.
+    """Return a configuration function for cyclopts that takes settings from a YAML file.
 
     Args:
         kind: Class of the settings.
-        preset: Name of the preset; None for other files.
+        preset: Name of the preset, if the file is a preset.
         remarks: List to which remarks about published rows and ignored values are appended.
 
     Raises:
-        UserError: The file does not exist, or is not a YAML mapping.
+        UserError: The file cannot be read, or is not a YAML mapping.
     """
     from cyclopts.config import Dict
 
-    # Keys may be spelled like the field or like the flag.
+    # A key may be spelled like the field or like the flag.
     values = {str(key).replace("-", "_"): value for key, value in read_values(path).items()}
     name = str(path) if preset is None else f"preset {preset}"
 
@@ -143,10 +144,10 @@ def yaml_source(
 
 @cache
 def _collection_by_name() -> type[Any]:
-    """Return a class for collections of arguments that looks up complete names in a dict.
+    """Return a subclass of cyclopts' `ArgumentCollection` that looks up complete names in a dict.
 
-    cyclopts compares every key of a file with every argument, which takes most of the startup time of a `train`
-    command. cyclopts still handles names that are not in the dict, and reports unknown names.
+    cyclopts compares every key of a file with every argument, which would take most of the startup time of a `train`
+    command. Names that are not in the dict are left to cyclopts, which reports unknown names.
     """
     from cyclopts.argument import Argument, ArgumentCollection
 
@@ -170,7 +171,7 @@ def read_values(path: Path) -> dict[object, Any]:
     """Return the content of a YAML settings file.
 
     Raises:
-        UserError: The file does not exist, or is not a YAML mapping.
+        UserError: The file cannot be read, is not a YAML mapping, or is too large for settings.
     """
     import yaml
 
@@ -194,7 +195,7 @@ def read_values(path: Path) -> dict[object, Any]:
 
 
 def _fault(error: Exception) -> str:
-    """Describe the fault of a YAML file, with the line number if the parser knows it."""
+    """Describe the syntax error in a YAML file, with the line number if the parser reports it."""
     import yaml
 
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem is None:
@@ -203,7 +204,7 @@ def _fault(error: Exception) -> str:
 
 
 def _fast_class(name: str) -> Any:
-    """Return a PyYAML class, preferably of libyaml, which is ten times as fast."""
+    """Return a class of PyYAML, preferably the variant with libyaml, which is ten times as fast."""
     import yaml
 
     return getattr(yaml, f"C{name}", None) or getattr(yaml, name)
@@ -211,7 +212,7 @@ def _fast_class(name: str) -> Any:
 
 @cache
 def _loader() -> type[Any]:
-    """Return a safe loader that reports duplicate keys. PyYAML's own loader silently uses the last value."""
+    """Return a safe YAML loader that rejects duplicate keys. PyYAML's own loader silently uses the last value."""
     import yaml
 
     class UniqueKeys(_fast_class("SafeLoader")):  # type: ignore[misc]
@@ -230,14 +231,17 @@ def _loader() -> type[Any]:
 
 
 def _require_small(values: dict[object, Any], path: Path) -> None:
-    """Raise a UserError for content that settings never have: recursion, thousands of values, or long strings."""
+    """Raise a UserError for content that settings never have: recursion, thousands of values, or very long strings."""
     stack: list[tuple[Any, int]] = [(values, 1)]
     num_values = 0
     while stack:
         value, depth = stack.pop()
         num_values += 1
-        if isinstance(value, str) and len(value) > _MAX_LETTERS:
-            raise UserError(f"{path} has a value of {len(value):,} characters", hint="write one `key: value` per line")
+        if isinstance(value, str) and len(value) > _MAX_CHARACTERS:
+            raise UserError(
+                f"{path} has a value of {len(value):,} characters, which is too long for a setting",
+                hint="write one `key: value` per line",
+            )
         if num_values > _MAX_VALUES or depth > _MAX_DEPTH:
             raise UserError(f"{path} {_TOO_MUCH}", hint=_FLAGS_HINT)
         if isinstance(value, dict):
@@ -250,7 +254,7 @@ def preset_path(name: str, command: str = "") -> Path:
     """Return the path of a preset: for `tiny` in `train mae`, tiny-mae.yaml if it exists, otherwise tiny.yaml.
 
     Raises:
-        UserError: The preset does not exist; the hint lists the presets, or names its successor.
+        UserError: The preset does not exist. The hint lists the presets, or the successor of this preset.
     """
     known = sorted(path.stem for path in PRESETS_FOLDER.glob("*.yaml"))
     for stem in (f"{name}-{command}", name):
@@ -258,13 +262,13 @@ def preset_path(name: str, command: str = "") -> Path:
             return PRESETS_FOLDER / f"{stem}.yaml"
     if name in RENAMED:
         raise UserError(f"preset {name!r} no longer exists", hint=f"use --preset {RENAMED[name]}")
-    raise UserError(f"there is no preset {name!r}", hint=f"presets: {', '.join(known)}")
+    raise UserError(f"there is no preset {name!r}", hint=f"use one of: {', '.join(known)}")
 
 
 def presets_of(kind: type[TrainingSettings]) -> dict[str, str]:
-    """Return the presets of a command by name, each with its purpose, which is the first line of the file.
+    """Return the purpose of each preset of a command, by name. The purpose is the first line of the preset's file.
 
-    A preset is available in every command that has all of its settings.
+    A preset is available in every command that has all settings in the file.
     """
     purposes = {}
     for path, values in _presets().items():
@@ -298,15 +302,15 @@ class Provenance:
     """Sources of a command's settings.
 
     Attributes:
-        sources: Preset, row or file of each value, by flag; "" for a flag on the command line.
-        remarks: Remarks about published rows that are used, and about values of a preset that are ignored.
+        sources: Preset, published row or file that sets a flag, by flag; "" for a flag on the command line.
+        remarks: Remarks about the published rows that apply, and about ignored values of a preset.
     """
 
     sources: dict[str, str] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
 
     def as_comment(self) -> str:
-        """Return the flags, grouped by source, as comment lines for YAML; empty if no sources are known."""
+        """Return the flags, grouped by source, as YAML comment lines; empty if no sources are known."""
         if not self.sources:
             return ""
         by_source: dict[str, list[str]] = {"flags": []}
@@ -337,14 +341,17 @@ def select_parts(
     overrides: Mapping[str, str],
     preset: str | None,
 ) -> tuple[list[Part], list[str]]:
-    """Return the parts of a file that apply, by descending priority, and remarks about the choice.
+    """Select the values of a settings file that apply, given the chosen loss and optimizer.
 
     Args:
         values: Values of the file.
         defaults: Settings without flags and files.
         name: Name of the file or preset, for messages.
         overrides: Values from flags and files with higher priority, by flag.
-        preset: Name of the preset; None for other files.
+        preset: Name of the preset, if the file is a preset.
+
+    Returns:
+        Parts of settings by descending priority, and remarks for the user.
     """
     common, parts, remarks = dict(values), list[Part](), list[str]()
     groups = sorted(field.name for field in fields(defaults)) if preset is not None else ()
@@ -382,7 +389,10 @@ def select_parts(
 def _defaults_for_choice(
     rows: Mapping[str, Published], group: str, chosen: str, defaults: TrainingSettings
 ) -> dict[str, Any]:
-    """Return defaults for the settings in published rows, and for all hyperparameters of a choice without a row."""
+    """Return the defaults that apply to a choice without a published row.
+
+    They cover the hyperparameters of the choice, and the other settings that the published rows set.
+    """
     choices = getattr(defaults, group).hyperparameters()
     hyperparameters = {f"{group}.{name}" for names in choices.values() for name in names}
     common = {name for row in rows.values() for name in flatten(row.values)} - hyperparameters
@@ -393,14 +403,14 @@ def _defaults_for_choice(
 def _drop_idle(
     values: Mapping[str, Any], defaults: Checked, overrides: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Drop values of a file that flags or files with higher priority make ineffective.
+    """Drop values of a file that have no effect because of flags or files with higher priority.
 
     Args:
-        values: Values of the file, nested as the settings.
+        values: Values of the file, nested like the settings.
         overrides: Values from flags and files with higher priority, by flag.
 
     Returns:
-        The remaining values, and the flag and value that make each dropped value ineffective, by its flag.
+        The remaining values. For each dropped value, by its flag: the flag and value that make it ineffective.
     """
     remaining, idle = dict(values), dict[str, str]()
     annotations = {setting.name: setting for setting in annotations_of(type(defaults))}
@@ -423,7 +433,7 @@ def _flag(setting: str) -> str:
 
 
 def _format_flags(values: Mapping[str, Any], overrides: Mapping[str, str]) -> str:
-    """Format values as flags, except flags in `overrides`."""
+    """Format values as flags, without the flags in `overrides`."""
     shown = {_flag(name): value for name, value in values.items() if value not in _OFF}
     text = " ".join(f"{flag} {value}" for flag, value in shown.items() if flag not in overrides)
     return text or ("all are set elsewhere" if shown else "none")

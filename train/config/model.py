@@ -15,15 +15,15 @@ from clipmill.train.config.fields import FIRST_RUN, MODEL, SEVERAL, TOWER_SIZES,
 
 @dataclass(frozen=True, kw_only=True)
 class TowerSpec:
-    """Video tower, with the facts about it that the settings need.
+    """Description of a kind of video tower.
 
     Attributes:
         name: Value of `--towers.kind`.
         build: Import path of a function or class that builds the tower of a dual encoder from the arguments (size,
-            image_px, num_frames, embedding_width, attend, towers). The tower embeds clips [B, C, T, H, W] as vectors
-            [B, embedding_width], which are not normalised. `size` is a `VideoViTSize`, and `towers` are the settings
-            `--towers.*`. None if dual encoders do not support the tower.
-        tubelet: Default number of frames per cube; --towers.tubelet overrides it.
+            image_px, num_frames, embedding_width, attend, towers). `size` is a `VideoViTSize`, and `towers` are the
+            settings `--towers.*`. The tower embeds clips [B, C, T, H, W] as vectors [B, embedding_width] that are not
+            normalised. None if dual encoders do not support the tower.
+        tubelet: Default number of frames per tubelet; --towers.tubelet overrides it.
     """
 
     name: str
@@ -31,7 +31,7 @@ class TowerSpec:
     tubelet: int = 1
 
     def load(self) -> Callable[..., Any]:
-        """Import and return the function or class at `build`."""
+        """Import the function or class at `build`."""
         assert self.build is not None
         build: Callable[..., Any] = import_object(self.build)
         return build
@@ -63,23 +63,21 @@ _KINDS = (
     f"Architecture of the video tower (docs/models.md): {', '.join(TOWERS)}. "
     "Default: from --init.weights, else the default of the task."
 )
-# Settings that do not apply to towers of the kind videomae, with the values that mean "not set".
+# Settings that do not apply to towers of the kind videomae, with the value of each that means "not set".
 _CLIP_ONLY = {"embedding_width": None, "patch_dropout": 0.0, "attention": None}
-# Kind of all towers from libraries. The name of such a tower determines some settings.
-LIBRARY = "library"
+LIBRARY = "library"  # kind of all towers from libraries
 _REFERENCE = re.compile(r"(open_clip|timm|hf):\S.*")
-# Settings that the name of a tower from a library determines.
+# Settings that --towers.image and --towers.text determine.
 _FIXED_BY_IMAGE = (
     *("tubelet", "width", "depth", "heads", "mlp_ratio", "patch_px", "video_norm_eps", "attention", "patch_dropout"),
     "drop_path",
 )
 _FIXED_BY_TEXT = ("text_width", "text_depth", "text_heads")
-_WIDEST = 65_536
-SIZE = Range(1, _WIDEST)
-# Ranges of values that are set by the user, or read from the configuration of pretrained weights.
+SIZE = Range(1, 65_536)
+# Ranges of values that the user sets, or that come from the configuration of pretrained weights.
 EPS_RANGE = Range(above=0, below=1)
-PIXEL_MEAN = Range(0, 1, hint="three numbers from 0 to 1, for R, G and B")
-PIXEL_STD = Range(1e-3, 1, hint="three numbers from 0.001 to 1, for R, G and B")
+PIXEL_MEAN = Range(0, 1, hint="use three numbers from 0 to 1, for R, G and B")
+PIXEL_STD = Range(1e-3, 1, hint="use three numbers from 0.001 to 1, for R, G and B")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +91,7 @@ class Towers(Checked):
     image: Annotated[str | None, TOWERS_BY_NAME] = None
     """Image tower from a library, applied to each frame: open_clip:NAME, timm:NAME or hf:FOLDER (docs/models.md)."""
     pool_frames: Annotated[Literal["mean", "attention"], TOWERS_BY_NAME, GoesWith("image")] = "mean"
-    """Pooling of the frame embeddings of --towers.image to a clip embedding: their mean, or attention pooling."""
+    """Pooling of the frame embeddings of --towers.image into a clip embedding: their mean, or attention pooling."""
     tubelet: Annotated[int | None, Range(least=1)] = None
     """Frames per patch (tubelet). Default: 1 for clip and timesformer, 2 for videomae."""
     width: Annotated[int | None, SIZE, TOWER_SIZES] = None
@@ -101,7 +99,7 @@ class Towers(Checked):
     depth: Annotated[int | None, SIZE, TOWER_SIZES] = None
     """Number of blocks of the video tower. Default: from --model."""
     heads: Annotated[int | None, SIZE, TOWER_SIZES] = None
-    """Number of attention heads per block of the video tower. Default: heads of the same width as in --model."""
+    """Number of attention heads per block of the video tower. Default: heads as wide as in --model."""
     mlp_ratio: Annotated[float, Range(1 / 64, 64), TOWER_SIZES] = 4.0
     """Hidden width of the video tower's MLPs, as a multiple of its width."""
     patch_px: Annotated[int | None, SIZE, TOWER_SIZES] = None
@@ -112,8 +110,8 @@ class Towers(Checked):
     """Attention of a clip tower. joint: over all patches of a clip; divided: over time and space separately (the
     TimeSformer of LaViLa and Frozen in Time). Default: from --init.weights, else joint."""
     views: ViewRule = "mean"
-    """Combination of the --views of a moment into one embedding. mean: mean of their embeddings; concat: their tokens
-    are concatenated and attend to each other."""
+    """Combination of the --views of a moment into one embedding. mean: mean of the embeddings of the views; concat: the
+    tokens of all views are concatenated and attend to each other."""
     embedding_width: Annotated[int | None, SIZE] = None
     """Width of the joint embedding space (AVION: 256). Default: from --init.weights, else as in CLIP."""
     activation: Activation | None = None
@@ -124,7 +122,7 @@ class Towers(Checked):
     packed_text: bool = True
     """Pack captions without padding. Otherwise, each caption is padded to the context length."""
     patch_dropout: Annotated[float, SHARE] = 0.0
-    """Fraction of the patches that are dropped in training, drawn per clip (AVION: 0.5)."""
+    """Fraction of patches to drop in training. The patches are drawn for each clip (AVION: 0.5)."""
     drop_path: Annotated[float, SHARE] = 0.0
     """Stochastic depth: probability that a block of the video tower is skipped for a clip."""
     drop_path_rule: Literal["rising", "constant"] = "rising"
@@ -134,7 +132,7 @@ class Towers(Checked):
     """Recompute activations in the backward pass, which saves memory and costs one more forward pass."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for settings that do not apply to the tower."""
+        """Yield an error for each setting that does not apply to the tower."""
         if self.kind == "videomae":
             yield from clip_only_mistakes(self, hint="omit it, or use --towers.kind clip")
         if self.attention == "divided" and (self.patch_dropout or (self.tubelet or 1) > 1):
@@ -161,7 +159,7 @@ class Towers(Checked):
             )
 
     def _library_mistakes(self, name: str, reference: str, *, unused: tuple[str, ...]) -> Iterator[UserError]:
-        """Yield errors for an invalid name, and for settings that the name of a tower from a library determines."""
+        """Yield errors for an invalid name of a tower from a library, and for settings that this name determines."""
         flag = self.flag(name)
         if _REFERENCE.fullmatch(reference) is None:
             yield UserError(
@@ -188,18 +186,19 @@ class DualEncoderTowers(Towers):
     text_depth: Annotated[int | None, SIZE, TOWER_SIZES] = None
     """Number of blocks of the text tower. Default: from --model."""
     text_heads: Annotated[int | None, SIZE, TOWER_SIZES] = None
-    """Number of attention heads per block of the text tower. Default: heads of the same width as in --model."""
+    """Number of attention heads per block of the text tower. Default: heads as wide as in --model."""
     text: Annotated[str | None, TOWERS_BY_NAME] = None
     """Text tower from a library, with its own tokenizer: open_clip:NAME or hf:FOLDER (docs/models.md)."""
     text_pooling: Annotated[Literal["own", "mean", "first", "last"], TOWERS_BY_NAME, GoesWith("text")] = "own"
     """Pooling of the token embeddings of --towers.text hf:FOLDER. own: as in the model; mean: their mean; first, last:
     the first or last token."""
     context_length: Annotated[int | None, Range(4, 8192)] = None
-    """Maximum number of tokens per text. Default: from the text tower or --init.weights (CLIP: 77). A larger number
-    stretches the positional embeddings of a CLIP: 20 are kept, the others interpolated (Long-CLIP: 248)."""
+    """Maximum number of tokens per text. Default: from the text tower or --init.weights (CLIP: 77). If the number is
+    larger than in a CLIP, its first 20 positional embeddings are kept and the others are interpolated (Long-CLIP:
+    248)."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for settings that do not apply to the towers."""
+        """Yield an error for each setting that does not apply to the towers."""
         yield from super().rules()
         if self.text is not None:
             yield from self._library_mistakes("text", self.text, unused=_FIXED_BY_TEXT)
@@ -212,7 +211,7 @@ class DualEncoderTowers(Towers):
 
 
 def clip_only_mistakes(towers: Towers, *, hint: str) -> Iterator[UserError]:
-    """Yield errors for settings that apply only to towers of the kind clip, for a tower of the kind videomae."""
+    """Yield an error for each setting of a videomae tower that applies only to clip towers."""
     for name, unset in _CLIP_ONLY.items():
         value = getattr(towers, name)
         if value != unset:
@@ -221,18 +220,18 @@ def clip_only_mistakes(towers: Towers, *, hint: str) -> Iterator[UserError]:
 
 
 def kind_of(towers: Towers) -> str:
-    """Return the kind of a video tower. Call it once the initial weights are known."""
+    """Return the kind of a video tower. Call this only once the initial weights are known, which may determine it."""
     return towers.kind or ("clip" if towers.image is None else LIBRARY)
 
 
 def tubelet_of(towers: Towers) -> int:
-    """Return the number of frames per cube of a video tower."""
+    """Return the number of frames per tubelet of a video tower."""
     spec = TOWERS.find_usable(kind_of(towers))  # a missing tower is reported by the code that needs it
     return towers.tubelet or (1 if spec is None else spec.tubelet)
 
 
 def patch_px_of(model: ModelName, towers: Towers) -> int:
-    """Return the patch size of a model for pixels, in pixels."""
+    """Return the patch size, in pixels, of a model that takes pixels."""
     return towers.patch_px or PATCH_PX[model]
 
 
@@ -240,12 +239,12 @@ def check_picture(model: ModelName, towers: Towers, *, size_px: int) -> None:
     """Raise a UserError if frames of `size_px` do not fit a model. Towers from libraries are checked when built."""
     if towers.image is not None:
         return
-    patch_px, only_px = patch_px_of(model, towers), None if towers.patch_px else PICTURE_PX.get(model)
-    if only_px is not None and size_px != only_px:
-        plain = model.removesuffix(f"-{only_px}")
+    patch_px, fixed_px = patch_px_of(model, towers), None if towers.patch_px else PICTURE_PX.get(model)
+    if fixed_px is not None and size_px != fixed_px:
+        any_size = model.removesuffix(f"-{fixed_px}")
         raise UserError(
-            f"--size-px is {size_px}, but --model {model} is {plain} for frames of {only_px} px",
-            hint=f"use --size-px {only_px}, or --model {plain}",
+            f"--size-px is {size_px}, but --model {model} is {any_size} for frames of {fixed_px} px",
+            hint=f"use --size-px {fixed_px}, or --model {any_size}",
             flags=("--size-px", "--model"),
         )
     if size_px < patch_px or size_px % patch_px:
@@ -258,12 +257,12 @@ def check_picture(model: ModelName, towers: Towers, *, size_px: int) -> None:
 
 
 def check_frames(towers: Towers, *, num_frames: int) -> None:
-    """Raise a UserError if a clip cannot be cut into cubes."""
+    """Raise a UserError if a clip cannot be cut into tubelets."""
     tubelet = tubelet_of(towers)
     if num_frames % tubelet:
         raise UserError(
-            f"--num-frames {num_frames} cannot be cut into cubes of {tubelet} frames (--towers.tubelet)",
-            hint=f"use a multiple of {tubelet} frames, or another --towers.tubelet",
+            f"--num-frames {num_frames} is not a multiple of {tubelet}, the number of frames per tubelet",
+            hint=f"use a multiple of {tubelet}, or another --towers.tubelet",
             flags=("--num-frames", "--towers.tubelet"),
         )
 
@@ -279,7 +278,7 @@ class Init(Checked):
     format: FormatChoice = "auto"
     """Format of --init.weights. auto: detected from the tensor names; hf_timesformer: only for train caption."""
     allow: tuple[str, ...] = ()
-    """Patterns of names of tensors that may be missing, unexpected or of a different shape, such as `video.proj` or
+    """Name patterns of tensors that may be missing, unexpected or of a different shape, such as `video.proj` or
     `visual.*`."""
     pixel_mean: Annotated[tuple[float, float, float] | None, PIXEL_MEAN] = None
     """Mean of R, G and B for normalisation. Default: from --init.weights, else as for CLIP (videomae: as for
@@ -289,11 +288,11 @@ class Init(Checked):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Weights that the flags specify."""
+        """Names of all initial weights."""
         return () if self.weights is None else (self.weights,)
 
     def rules(self) -> Iterator[UserError]:
-        """Yield an error for flags that need initial weights if there are none."""
+        """Yield an error for --init.format and --init.allow without initial weights."""
         if self.weights is None and (self.format != "auto" or self.allow):
             yield UserError(
                 "--init.format and --init.allow need initial weights",
@@ -312,7 +311,7 @@ class DualEncoderInit(Init):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Weights that the flags specify."""
+        """Names of all initial weights."""
         return super().sources + (() if self.text is None else (self.text,))
 
     def rules(self) -> Iterator[UserError]:
@@ -332,22 +331,22 @@ Tower = Literal["video", "text", "decoder"]
 Freeze = Annotated[tuple[str, ...], MODEL, SEVERAL]
 
 _PART = re.compile(r"(?P<tower>video|text|decoder)(?:\.blocks:(?P<count>\d{1,4}))?")
-# Alternative names of parts of a model.
+# Alternative names for parts of a model.
 _ALIASES = {"encoder": "video"}
-_WITH_CROSS_ATTENTION_TRAINED = "decoder-except-cross-attention"
+_EXCEPT_CROSS_ATTENTION = "decoder-except-cross-attention"
 _WITH_RANK = GoesWith("rank", use="8")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lora(Checked):
-    """Low-rank adapters of linear layers (Hu et al. 2021)."""
+    """Low-rank adapters for linear layers (LoRA, Hu et al. 2021)."""
 
     prefix = "lora"
 
     rank: Annotated[int, Range(0, 4096)] = 0
     """Rank of LoRA adapters. Towers with adapters keep their initial weights. 0: no adapters."""
     alpha: Annotated[float | None, Range(above=0, most=1e6), _WITH_RANK] = None
-    """LoRA scale: outputs of adapters are multiplied by alpha / rank. Default: the rank, for a factor of 1."""
+    """LoRA scale: the outputs of adapters are multiplied by alpha / rank. Default: the rank, for a factor of 1."""
     targets: Annotated[tuple[Target, ...], _WITH_RANK] = ("attention", "mlp")
     """Layers with adapters: the projections of attention, the layers of MLPs, or both."""
     towers: Annotated[tuple[Tower, ...], _WITH_RANK] = ()
@@ -355,7 +354,7 @@ class Lora(Checked):
 
     @property
     def scale(self) -> float:
-        """Factor for the output of adapters."""
+        """Factor by which the outputs of adapters are multiplied."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     def rules(self) -> Iterator[UserError]:
@@ -372,9 +371,9 @@ class FrozenPart:
 
     Attributes:
         tower: Name of the module.
-        num_blocks: Number of frozen blocks; everything before the first block is also frozen. None for the complete
-            tower.
-        trains_cross_attention: True if the cross-attention of the tower is nevertheless trained.
+        num_blocks: Number of frozen blocks. Everything before the first block is also frozen. None if the complete
+            tower is frozen.
+        trains_cross_attention: True if the cross-attention of the tower is trained nevertheless.
         value: Value of --freeze.
     """
 
@@ -395,7 +394,7 @@ def frozen_part(name: str) -> FrozenPart:
     Raises:
         UserError: The value does not name a part of a model.
     """
-    if name == _WITH_CROSS_ATTENTION_TRAINED:
+    if name == _EXCEPT_CROSS_ATTENTION:
         return FrozenPart("decoder", trains_cross_attention=True, value=name)
     match = _PART.fullmatch(_ALIASES.get(name, f"video.{name}" if name.startswith("blocks:") else name))
     if match is None:
@@ -408,7 +407,7 @@ def frozen_part(name: str) -> FrozenPart:
 
 
 def random_freeze_warning(freeze: Sequence[str]) -> str:
-    """Return a warning about --freeze for a model with random weights; empty if only a decoder is frozen."""
+    """Return a warning about --freeze in a model with random weights; empty if only a decoder is frozen."""
     names = [part.value for part in map(frozen_part, freeze) if part.tower != "decoder"]
     return f"--freeze {' '.join(names)} keeps random weights: there are no --init.weights" if names else ""
 
@@ -424,12 +423,12 @@ def towers_to_adapt(lora: Lora, freeze: Sequence[str], *, towers: Sequence[Tower
 def tuning_mistakes(
     freeze: Sequence[str], lora: Lora, *, towers: Sequence[Tower], has_head: bool, has_weights: bool
 ) -> Iterator[UserError]:
-    """Yield errors for --freeze and --lora.* that do not fit a model.
+    """Yield errors for values of --freeze and --lora.* that do not fit a model.
 
     Args:
         towers: Towers of the model.
-        has_head: True if the model also has other trained parameters.
-        has_weights: True if the model has initial weights.
+        has_head: True if the model also has trained parameters outside its towers.
+        has_weights: True if the towers to adapt have pretrained weights.
     """
     parts = []
     for name in freeze:
@@ -472,4 +471,4 @@ def tuning_mistakes(
 
 
 def _no_tower(flag: str, tower: str, towers: Sequence[str]) -> UserError:
-    return UserError(f"{flag}: the model has no {tower} tower", hint=f"it has: {', '.join(towers)}", flags=(flag,))
+    return UserError(f"{flag}: the model has no {tower} tower", hint=f"use one of: {', '.join(towers)}", flags=(flag,))

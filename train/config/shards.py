@@ -1,4 +1,4 @@
-"""Settings that select the training data (`--shards`, `--mix`), the kinds of data, and checks of paths.
+"""Settings that select the training data (`--shards`, `--mix`), the kinds of data, and checks that paths exist.
 
 `KINDS` has one row per kind of data. Other modules use a kind only through its row.
 """
@@ -24,7 +24,7 @@ from clipmill.train.config.fields import FIRST_RUN
 # Value of --shards: one data folder, or several.
 Shards = str | tuple[str, ...]
 _REPEATED = Parameter(negative=())  # flag that may be repeated: --shards A --shards B
-_MAX_WHOLE = 10**6  # maximum numerator or denominator of a weight
+_MAX_TERM = 10**6  # maximum numerator or denominator of a weight
 
 Content = Literal["captions", "labels", "frames"]
 
@@ -40,13 +40,13 @@ class Kind:
     Attributes:
         openers: Import paths of the functions that open samples of this kind, keyed by content. A run imports only the
             modules that its data require.
-        noun: Plural noun for messages, such as "video tars" in "DIR/0.tar names video tars, and chunks are in a data
+        noun: Plural noun for messages, such as "video tars" in "DIR/0.tar names video tars, but chunks are in a data
             folder".
         missing_reasons: Reasons why samples of this kind lack a content, keyed by content, such as "chunks are in a
             data folder" in the same message.
         spelling: Pattern that matches addresses of this kind.
-        test: Import path of a function that reads the data at an address that matches the pattern, and returns True if
-            the data are of this kind. Empty if matching the pattern is sufficient.
+        test: Import path of a function that reads the data at a matching address, and returns True if the data are of
+            this kind. Empty if the pattern identifies the kind.
         has_manifest: True if the data have a manifest: splits, sources of captions, labels, scores, and variants.
         can_be_mixed: True if samples are accessed by index, so that data from several addresses can be mixed.
         has_images: True if samples are images, which have no time axis.
@@ -96,15 +96,15 @@ CLIPS = Kind(
         "frames": f"{_PRODUCERS}.chunk_clips:open_frames",
     }
 )
-KINDS = (IMAGES, STREAM, CLIPS)  # kinds in the order in which they are tried; the first match wins
+KINDS = (IMAGES, STREAM, CLIPS)  # in the order in which they are tried; the first match wins
 
 
 def kind_of(address: str, settings: "DataSettings | None" = None) -> Kind:
     """Return the kind of data at an address.
 
     Args:
-        settings: Settings used to read the data. If None, the data are not read, and the first kind whose pattern
-            matches the address is returned. Kinds with the same pattern have the same `has_manifest`.
+        settings: Settings for reading the data. If None, the data are not read, and the result is the first kind whose
+            pattern matches the address. Kinds with the same pattern have the same `has_manifest`.
 
     Raises:
         UserError: The address refers to tars, but a tar is missing or cannot be read.
@@ -119,12 +119,12 @@ def kind_of(address: str, settings: "DataSettings | None" = None) -> Kind:
 
 
 def data_folder_error(address: str, reason: str, *, kind: Kind | None = None, flags: tuple[str, ...] = ()) -> UserError:
-    """Return the error for data without a manifest in a place where a data folder is required.
+    """Return the error for data without a manifest if a data folder is required.
 
     Args:
         address: Address of the data.
-        reason: End of a message that begins with "DIR/0.tar names video tars, ".
-        kind: Kind of the data; None to list all kinds with the same address pattern.
+        reason: End of the message, which begins with "DIR/0.tar names video tars, ".
+        kind: Kind of the data; None to name all kinds whose pattern the address matches.
         flags: Flags that the error refers to.
     """
     pattern = kind_of(address).spelling.pattern
@@ -141,14 +141,14 @@ def is_local_folder(address: str) -> bool:
 def absolute_address(address: str) -> str:
     """Return an address with absolute paths, so that it is valid in any working directory.
 
-    An address of tars may consist of several patterns, joined with `::`.
+    The address of tars may consist of several patterns, joined by `::`.
     """
     parts = address.split("::")
     return "::".join(part if is_remote(part) or part.startswith("$") else str(Path.cwd() / part) for part in parts)
 
 
 def normalise_address(address: str) -> str:
-    """Return an address in the canonical form that is used to compare addresses.
+    """Return an address in canonical form, for comparisons.
 
     Symbolic links are resolved, except links that form a loop.
     """
@@ -162,14 +162,14 @@ def folders_of(shards: Shards) -> tuple[str, ...]:
 
 
 def short_name(text: str) -> str:
-    """Convert text to a name for metrics and failures, which consists of letters, digits, '.', '-' and '_'."""
+    """Convert text to a name of letters, digits, '.', '-' and '_', for metrics and failures."""
     return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "data"
 
 
 def folder_names(folders: Sequence[str]) -> tuple[str, ...]:
     """Return a short, unique name for each folder, for metrics and failures.
 
-    The names are made from as many of the last path components as are needed to distinguish the folders.
+    A name consists of the last components of the path, as many as are needed to distinguish the folders.
     """
     parts = [[part for part in normalise_address(folder).split("/") if part] or ["data"] for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
@@ -183,7 +183,7 @@ def parse_mix(mix: str) -> tuple[Fraction, ...]:
     """Parse a value of --mix, such as `2,1`, into exact weights.
 
     Raises:
-        UserError: A weight is not a number above 0, or has too many digits.
+        UserError: A weight is not a number above 0, or it has too many digits.
     """
     weights: list[Fraction] = []
     for part in mix.split(","):
@@ -197,7 +197,7 @@ def parse_mix(mix: str) -> tuple[Fraction, ...]:
                 hint="use a number above 0 for each --shards, and omit folders that should not be used",
                 flags=("--mix",),
             )
-        if max(weights[-1].as_integer_ratio()) > _MAX_WHOLE:
+        if max(weights[-1].as_integer_ratio()) > _MAX_TERM:
             raise UserError(
                 f"--mix {mix}: {part.strip()!r} has too many digits",
                 hint="use weights such as 2,1 or 0.7,0.3",
@@ -208,7 +208,7 @@ def parse_mix(mix: str) -> tuple[Fraction, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings(Checked):
-    """Location and mixture of the training data."""
+    """Location of the training data, and the mixture if there are several data folders."""
 
     shards: Annotated[Shards, groups.WHERE, FIRST_RUN, _REPEATED] = "data"
     """Data folder made by prep, or tars; several are mixed. A path, an address (s3://bucket/data), or video or image
@@ -237,14 +237,14 @@ class DataSettings(Checked):
         if len(self.folders) == 1:
             return self.folders[0]
         raise UserError(
-            f"--shards names {len(self.folders)} data folders, but this command reads one: {', '.join(self.folders)}",
+            f"this command reads one data folder, but --shards names {len(self.folders)}: {', '.join(self.folders)}",
             hint=f"use one of them: --shards {self.folders[0]}",
             flags=("--shards",),
         )
 
     @property
     def reads_latents(self) -> bool:
-        """True if samples are precomputed latents, which do not need to be decoded."""
+        """True if samples are precomputed latents, which need no decoding."""
         return False
 
     def rules(self) -> Iterator[UserError]:
@@ -255,7 +255,7 @@ class DataSettings(Checked):
             first: dict[str, str] = {}
             for folder in self.folders:
                 if (previous := first.get(path := normalise_address(folder))) is not None:
-                    same = "twice" if previous == folder else f"and {previous}, which are the same folder"
+                    same = "twice" if previous == folder else f"and {previous}, but they are the same folder"
                     yield UserError(
                         f"--shards names {folder} {same}",
                         hint="use it once, with a larger weight in --mix",
@@ -286,12 +286,10 @@ def _require_weights(mix: str, *, num_folders: int) -> None:
 
 
 def local_folder(address: str | Path) -> Path:
-    """Return the local folder of a run.
-
-    A local path is returned unchanged. For a run in a bucket, the folder is an up-to-date mirror of the run.
+    """Return the local folder of a run: for a run in a bucket, an up-to-date mirror of the run.
 
     Raises:
-        UserError: The address cannot hold a run, or the bucket cannot be read.
+        UserError: A run cannot be stored at the address, or the bucket cannot be read.
     """
     if isinstance(address, Path) or not is_remote(address):
         return Path(address)
@@ -301,7 +299,7 @@ def local_folder(address: str | Path) -> Path:
 
 
 def _run_folder(_type: Any, tokens: Sequence[Token]) -> Path:
-    """Convert the value of --out to a local folder; a run in a bucket is mirrored to a local folder."""
+    """Convert the value of --out to a local folder. A run in a bucket is mirrored to a local folder."""
     require_not_mistyped(tokens[0].value)
     return local_folder(tokens[0].value)
 
@@ -321,11 +319,11 @@ def is_name_and_tag(weights: str) -> bool:
 def require_paths(*, shards: tuple[str | None, ...] = (), init: tuple[str, ...] = ()) -> None:
     """Check that local data folders and initial weights exist.
 
-    If there are several processes, nothing is checked, because the folders of nodes may differ and all ranks must raise
+    Nothing is checked if there are several processes: the folders may differ between nodes, but all ranks must raise
     the same error.
 
     Args:
-        shards: Addresses of data; None is ignored.
+        shards: Addresses of data; None values are ignored.
         init: Paths, addresses or names of initial weights.
 
     Raises:
@@ -343,7 +341,7 @@ def require_paths(*, shards: tuple[str | None, ...] = (), init: tuple[str, ...] 
     for weights in init:
         if not is_name_and_tag(weights) and not local_folder(weights).exists():
             raise UserError(
-                f"cannot read the weights {weights}: No such file or directory", hint="use an existing file or folder"
+                f"cannot read the weights {weights}: no such file or folder", hint="use an existing file or folder"
             )
 
 
@@ -351,7 +349,7 @@ def require_weights_exist(weights: str | Path, *, takes_tags: bool) -> None:
     """Check that `weights` is an existing path or run, or a name such as NAME:TAG.
 
     Args:
-        takes_tags: True if the hint mentions names such as NAME:TAG.
+        takes_tags: True if the hint should mention names such as NAME:TAG.
 
     Raises:
         UserError: There are no weights with this path, address or name.
@@ -369,6 +367,6 @@ def missing_weights_error(weights: str | Path, *, takes_tags: bool) -> UserError
     kinds = ["a run (a training command's --out)", "an exported folder", "a weights file"]
     kinds += ["NAME:TAG of open_clip", "hf:NAME on the Hugging Face Hub"] if takes_tags else []
     return UserError(
-        f"there is no run in {weights}, and no other weights",
+        f"there is no run in {weights}, nor other weights",
         hint=f"use {', '.join(kinds[:-1])}, or {kinds[-1]}",
     )

@@ -1,4 +1,4 @@
-"""Settings of a training run: a frozen dataclass whose fields are the flags and the keys of the YAML files."""
+"""Settings of a training run, as a frozen dataclass whose fields are the flags and the keys of YAML files."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from clipmill.train.config.shards import RUN_FOLDER, DataSettings, folder_names,
 
 OptimizerName = Literal["adamw", "lamb", "lion", "sgd"]
 
-# The hyperparameters of each optimizer with their defaults.
+# Hyperparameters of each optimizer, with their defaults.
 DEFAULTS: dict[str, dict[str, float]] = {
     "adamw": {"beta1": 0.9, "beta2": 0.98, "eps": 1e-8},  # beta2: CLIP, table 18
     "lamb": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6},  # You et al. 2020, section 4
@@ -31,7 +31,11 @@ DEFAULTS: dict[str, dict[str, float]] = {
 def _rows(
     beta1: float, beta2: float, eps: float, *, source: str = "FastCLIP, tables 7 and 10", **rates: tuple[float, float]
 ) -> dict[str, Published]:
-    """Return FastCLIP's rows for a setting: betas and epsilon, and each optimizer's learning rate and weight decay."""
+    """Return FastCLIP's published rows for one size of data.
+
+    Args:
+        rates: Learning rate and weight decay of each optimizer.
+    """
     common = {"beta1": beta1, "beta2": beta2, "eps": eps}
     rows = {}
     for name, (lr, weight_decay) in rates.items():
@@ -72,18 +76,19 @@ class OptimizerSettings(Choice):
     momentum: Annotated[float | None, SHARE] = None
     """Momentum of sgd. Default: 0.9."""
     lamb_alpha: Annotated[Literal["all", "decayed"], GoesWith("name", ("lamb",))] = "all"
-    """Parameters whose steps lamb scales: all (paper), or those with weight decay (FastCLIP's code)."""
+    """Parameters whose steps lamb scales: all (paper), or only parameters with weight decay (FastCLIP's code)."""
     schedule: Literal["cosine", "linear", "fixed"] = "cosine"
     """Learning rate schedule after warmup, from --lr to --optimizer.end-lr. fixed: constant at --lr."""
     start_lr: Annotated[float | None, Range(above=0, hint="use a number above 0, and at most --lr")] = None
-    """Learning rate of the first warmup step (AVION: 1e-6); the last step uses --lr. Default: --lr / --warmup-steps."""
+    """Learning rate of the first warmup step (AVION: 1e-6). The last warmup step uses --lr. Default: --lr divided by
+    --warmup-steps."""
     end_lr: Annotated[float, Range(least=0, hint="use 0 or more, and at most --lr")] = 0.0
     """Final learning rate of the schedule."""
     lr_batch: Annotated[int | None, Range(1, 10**6)] = None
     """Reference batch size: learning rates are multiplied by --batch divided by this value (linear scaling). Default:
     no scaling."""
     layer_decay: Annotated[float, Range(above=0, most=1)] = 1.0
-    """Layer-wise learning rate decay: factor from each block to the block below."""
+    """Layer-wise learning rate decay: factor by which the learning rate changes from each block to the block below."""
     ema: Annotated[float, SHARE] = 0.0
     """Decay of an exponential moving average (EMA) of the weights; the averaged weights are evaluated. 0: no EMA."""
 
@@ -101,9 +106,9 @@ class OptimizerSettings(Choice):
         return 1.0 if self.lr_batch is None else batch / self.lr_batch
 
     def number(self, name: str) -> float:
-        """Return the effective `beta1`, `beta2`, `eps` or `momentum`: the given value, or the optimizer's default."""
-        given: float | None = getattr(self, name)
-        return DEFAULTS[self.name][name] if given is None else given
+        """Return the effective `beta1`, `beta2`, `eps` or `momentum`: the value that is set, or the default."""
+        value: float | None = getattr(self, name)
+        return DEFAULTS[self.name][name] if value is None else value
 
 
 TYPE_RULE = "type:"
@@ -115,7 +120,7 @@ Schedule = Literal["1f1b", "gpipe"]
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSettings(Checked):
-    """Distribution of the training over several processes."""
+    """Distribution of training over several processes."""
 
     prefix = "parallel"
 
@@ -129,7 +134,7 @@ class ParallelSettings(Checked):
     possible."""
     partition: str = "parameters"
     """Assignment of layers to stages. parameters: balanced by size; uniform: equal numbers of layers; type:KIND: equal
-    numbers of layers of a kind (type:block); 5,9: these numbers of layers."""
+    numbers of layers of a kind (type:block); 5,9: 5 layers in the first stage, 9 in the second."""
 
     def rules(self) -> Iterator[UserError]:
         """Yield errors for an invalid partition, and for a strategy that a pipeline does not support."""
@@ -165,7 +170,7 @@ def check_rule(rule: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackSettings(Checked):
-    """Trackers to which metrics are logged in addition to the console and metrics.jsonl."""
+    """Trackers that log metrics in addition to the console and metrics.jsonl."""
 
     prefix = "track"
 
@@ -178,11 +183,11 @@ class TrackSettings(Checked):
 
 
 Device = Literal["auto", "cpu", "cuda"]
-# Values outside these ranges would fail later with less clear errors, for lack of memory, threads or digits.
+# Larger values would fail later, with less clear errors about memory, threads or numbers.
 STEPS = Range(1, 10**10)
 EVERY = Steps(1, 10**10)
 COUNT = Range(1, 10**6)
-# Types of fields with task-specific defaults. Their help texts are inherited.
+# Types of fields whose defaults depend on the task. Their help texts are inherited.
 LearningRate = Annotated[float, groups.TRAINING, FIRST_RUN, Range(1e-12, 1e3)]
 WeightDecay = Annotated[float, groups.TRAINING, FIRST_RUN, Range(0, 1e3)]
 
@@ -190,17 +195,17 @@ WeightDecay = Annotated[float, groups.TRAINING, FIRST_RUN, Range(0, 1e3)]
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings(DataSettings):
-    """Settings of the training loop, common to all tasks."""
+    """Settings of the training loop, which all tasks share."""
 
     command: ClassVar[str] = ""
     """Name of the command that has these settings."""
     free_on_resume: ClassVar[frozenset[str]] = frozenset()
     """Task settings that may differ when a run is resumed, in addition to FREE_ON_RESUME."""
     other_data_values: ClassVar[Mapping[str, Any]] = {}
-    """Settings that concern only the training data, with the values to use for other data."""
+    """Settings that apply only to the training data, with the values to use for other data."""
 
     out: Annotated[Path, groups.WHERE, FIRST_RUN, RUN_FOLDER] = Path("run")
-    """Run folder: a path, or an address such as s3://bucket/run, for which nodes need no shared disk. It contains
+    """Run folder: a path, or an address such as s3://bucket/run, with which nodes need no shared disk. It contains
     settings, metrics, checkpoints and the results page."""
     split: Annotated[str, groups.WHERE, FIRST_RUN] = "train"
     """Split to train on."""
@@ -208,8 +213,8 @@ class TrainingSettings(DataSettings):
     """Names of variants to read instead of the current ones, as prep status shows them; each applies to every data
     folder that has it. Default: the current variants, or with --resume the variants of the run."""
     where: Annotated[str | None, groups.WHERE] = None
-    """Condition that selects the samples to train on, on scores, captions and videos: 'motion > 0.2 and cuts = 0 and
-    not duplicate' (docs/data.md). A clip is used if all of its chunks are selected. Default: all."""
+    """Condition on scores, captions and videos that selects the samples to train on, such as 'motion > 0.2 and cuts = 0
+    and not duplicate' (docs/data.md). A clip is used if all of its chunks are selected. Default: all samples."""
     share: Annotated[float, groups.WHERE, Range(above=0, most=1)] = 1.0
     """Fraction of the videos to train on. The same --seed selects the same videos; a larger fraction adds videos."""
 
@@ -220,7 +225,7 @@ class TrainingSettings(DataSettings):
     lr: LearningRate = 3e-4
     """Peak learning rate. It is reached at the end of warmup; from there, it follows --optimizer.schedule."""
     warmup_steps: Annotated[int | str, groups.TRAINING, FIRST_RUN, Steps(0, 10**10)] = 500
-    """Number of linear warmup steps, or epochs, such as 0.1ep."""
+    """Length of the linear warmup, in steps or epochs (0.1ep)."""
     weight_decay: WeightDecay = 0.1
     """Weight decay. Gains, biases and embeddings are not decayed."""
     max_grad_norm: Annotated[float, groups.TRAINING, Range(1e-12, 1e12)] = 1.0
@@ -231,17 +236,17 @@ class TrainingSettings(DataSettings):
     """Optimizer, schedule and weight averaging."""
     microbatch: Annotated[int | None, groups.TRAINING, FIRST_RUN, Range(least=1)] = None
     """Number of samples per forward pass of a process. A smaller number saves memory; gradients are still computed for
-    the complete batch. Default: the process's share of the batch."""
+    the complete batch. Default: all samples of the process in a batch."""
 
     checkpoint_every: Annotated[int | str, groups.CHECKPOINTS, EVERY] = 500
-    """Number of steps between checkpoints, or epochs, such as 1ep. A checkpoint is also written after the last step."""
+    """Interval between checkpoints, in steps or epochs (1ep). A checkpoint is also written after the last step."""
     keep_checkpoints: Annotated[int, groups.CHECKPOINTS, COUNT] = 3
     """Number of most recent checkpoints to keep."""
     best: Annotated[str | None, groups.CHECKPOINTS] = None
-    """Metric of the evaluation, as SPLIT/NAME, whose best checkpoint is also kept. The highest value is the best,
-    except for losses and ranks."""
+    """Metric of the evaluation, as SPLIT/NAME. The checkpoint with its best value is also kept: the highest value, or
+    the lowest for losses and ranks."""
     parallel: Annotated[ParallelSettings, groups.PARALLEL] = field(default_factory=ParallelSettings)
-    """Distribution over processes."""
+    """Distribution of training over processes."""
 
     track: Annotated[TrackSettings, groups.TRACKING] = field(default_factory=TrackSettings)
     """Experiment tracking."""
@@ -250,7 +255,7 @@ class TrainingSettings(DataSettings):
     """Evaluation during training."""
 
     device: Annotated[Device, groups.MACHINE, FIRST_RUN] = "auto"
-    """Device to train on. auto: the GPU; the CPU if no GPU can be used, in which case the reason is printed."""
+    """Device to train on. auto: the GPU, or the CPU if no GPU can be used; the reason is then printed."""
     require_gpu: Annotated[bool, groups.MACHINE] = False
     """Fail if --device auto finds no usable GPU, instead of training on the CPU."""
     precision: Annotated[Literal["auto", "bf16", "fp16", "tf32", "fp32"], groups.MACHINE, FIRST_RUN] = "auto"
@@ -263,17 +268,17 @@ class TrainingSettings(DataSettings):
     workers: Annotated[int, groups.MACHINE, FIRST_RUN, Range(1, 1024)] = 4
     """Number of decoding threads of each process."""
     decode: Annotated[Literal["packets", "filter", "plain"], groups.MACHINE] = "packets"
-    """Decoding path. packets: reads only the packets that the frames need, using the packet table; plain, filter:
-    through the container, for comparison."""
+    """Decoding path. packets: reads only the packets that the frames need, using the packet table; plain, filter: read
+    the container, for comparison."""
     batches_ahead: Annotated[int, groups.MACHINE, Range(1, 1000)] = 2
     """Number of batches to prefetch."""
     max_failures: Annotated[int, groups.MACHINE, Range(0, 10**12)] = 100
     """Number of failed samples that a run tolerates before it stops."""
 
     def with_data(self, shards: str) -> Self:
-        """Return the settings for an evaluation on other data, or for one of the run's data folders."""
+        """Return the settings with other data, or with one of the run's data folders."""
         is_run_folder = normalise_address(shards) in map(normalise_address, self.folders)
-        # --best refers to a metric of the complete run, whose evaluations cover all of its folders.
+        # --best is a metric of the complete run, whose evaluations cover all of its folders.
         return replace(self, shards=shards, best=None, **({} if is_run_folder else self.other_data_values))
 
     @property
@@ -282,7 +287,7 @@ class TrainingSettings(DataSettings):
         return self.best is not None and self.best.rpartition("/")[2] in self.evaluate.lower_is_better
 
     def evaluated_data(self) -> tuple[EvaluatedData, ...]:
-        """Return the data of each evaluation during training: by default, the run's data folders.
+        """Return the data of each evaluation during training: by default, the data folders of the run.
 
         Raises:
             UserError: --evaluate.shards cannot be parsed.
@@ -301,11 +306,11 @@ class TrainingSettings(DataSettings):
         return in_share if self.where is None else f"{in_share} and ({self.where})"
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for --best without an evaluation, learning rates above the peak, and contradictory devices."""
+        """Yield errors for --best without evaluations, learning rates above the peak, and contradictory devices."""
         yield from super().rules()
         if self.best is not None and not self.evaluate.every:
             yield UserError(
-                f"--best {self.best} needs an evaluation in the loop",
+                f"--best {self.best} needs evaluations during training",
                 hint="add --evaluate.every STEPS",
                 flags=("--best",),
             )
@@ -342,14 +347,14 @@ class TrainingSettings(DataSettings):
 
 
 def check_best(best: str | None, settings: TrainingSettings) -> None:
-    """Raise a UserError if `--best` is not a metric of the evaluations, as far as these are known."""
-    numbers = [
+    """Raise a UserError if `--best` is not a metric of the evaluations, provided that the metrics are known already."""
+    metrics = [
         f"{data.name}/{name}" for data in settings.evaluated_data() for name in settings.evaluate.metric_names(data)
     ]
-    if best is not None and numbers and best not in numbers:
+    if best is not None and metrics and best not in metrics:
         raise UserError(
             f"--best {best} is not a metric of the evaluation",
-            hint=f"choices: {', '.join(numbers)}",
+            hint=f"use one of: {', '.join(metrics)}",
             flags=("--best",),
         )
 
@@ -365,13 +370,13 @@ FREE_ON_RESUME = frozenset(
 
 
 def plain_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as a dict, with paths as strings; for a local mirror of a bucket, the string is its address."""
+    """Return settings as a dict with paths as strings. The mirror of a bucket becomes the address of the bucket."""
     plain = {name: show_addresses(str(value)) if isinstance(value, Path) else value for name, value in values.items()}
     return {name: plain_values(value) if isinstance(value, dict) else value for name, value in plain.items()}
 
 
 def weight_settings(settings: TrainingSettings) -> dict[str, Any]:
-    """Return the settings that determine the weights, as plain values by flag (`optimizer.name`)."""
+    """Return the settings that determine the weights, as plain values by name of the flag (`optimizer.name`)."""
     values = plain_values(asdict(settings))
     return flatten(
         {name: value for name, value in values.items() if name not in FREE_ON_RESUME | settings.free_on_resume}
@@ -379,7 +384,7 @@ def weight_settings(settings: TrainingSettings) -> dict[str, Any]:
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested plain values to a dict whose keys are the names of flags."""
+    """Flatten nested plain values to a dict whose keys are the names of the flags."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):
@@ -389,17 +394,18 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# Hint for training with other settings or data. OLD and NEW are run folders.
+# Hints for a run that is continued with other settings or data. OLD and NEW are run folders.
 NEW_RUN = "start a new run from its weights: --init.weights OLD --out NEW"
 RESUME_HINT = (
-    "to continue the run unchanged, omit these flags, and any --preset or --config that sets them; otherwise " + NEW_RUN
+    "omit these flags, and any --preset or --config that sets them, to continue the run unchanged; or " + NEW_RUN
 )
 
 
 def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str, hint: str = RESUME_HINT) -> None:
-    """Raise a UserError if settings that determine the weights differ (both as returned by `weight_settings`).
+    """Raise a UserError if settings that determine the weights differ.
 
     Args:
+        old, new: Settings as returned by `weight_settings`.
         where: Source of the old settings, for the message.
         hint: Hint of the error.
     """

@@ -36,7 +36,7 @@ def open_folder(settings: ClipSettings, *, reason: str, column: str | None = VID
         UserError: The data in the settings have no manifest, or the folder cannot be read.
     """
     if not kind_of(settings.folder).has_manifest:
-        raise data_folder_error(settings.folder, f"and {reason}")
+        raise data_folder_error(settings.folder, f"but {reason}")
     return open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size, column=column)
 
 
@@ -101,7 +101,7 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
             names |= read_names(address, label=label, cache=settings.cache, cache_size=settings.cache_size)
         else:
             raise data_folder_error(
-                address, f"and {kind.missing_reasons.get('labels', 'they have no labels')}", kind=kind
+                address, f"but {kind.missing_reasons.get('labels', 'they have no labels')}", kind=kind
             )
     if splits is None:
         folder_splits = (names_of_splits(read_videos(folder), read_divided_videos(folder)) for folder in folders)

@@ -541,7 +541,7 @@ def open_latents(
     settings = DataSettings(shards=shards_of(data, mix), mix=None if mix is None else ",".join(map(str, mix)))
     for address in settings.folders:
         if not kind_of(address).has_manifest:
-            raise data_folder_error(address, "and latents are in a data folder")
+            raise data_folder_error(address, "but latents are in a data folder")
     require_choice("tails", tails, Tails)
     ranks = ranks_of(rank, world)
     this_world = ranks or joined_world()

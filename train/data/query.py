@@ -87,7 +87,7 @@ def open_samples(query: DataQuery) -> Any:
     folder = query.settings.folder
     kind = kind_of(folder, query.settings)
     if query.content in kind.missing_reasons:
-        raise data_folder_error(folder, f"and {kind.missing_reasons[query.content]}", kind=kind)
+        raise data_folder_error(folder, f"but {kind.missing_reasons[query.content]}", kind=kind)
     if not kind.has_manifest and query.settings.selection is not None:
         raise UserError(
             f"{folder} names {kind.noun}, which have no manifest and no scores to select by",

@@ -85,7 +85,7 @@ def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_who
             ("--init.weights", first, "--model", "s16"),
             "the video tower has 4 heads, but the video tower of the model has 6",
         ),
-        (("--init.weights", first, "--num-frames", 3), "--num-frames 3 cannot be cut into cubes of 2 frames"),
+        (("--init.weights", first, "--num-frames", 3), "--num-frames 3 is not a multiple of 2"),
         (("--init.weights", first, "--towers.tubelet", 4), "use --towers.tubelet 2, the number of frames of a cube"),
         (("--repeats", 0), "--repeats is 0"),
         (("--input", "latents", "--augment.flip", 0.5), "--augment.flip applies to frames in pixels"),

@@ -133,8 +133,8 @@ def test_missing_data_are_named_before_training_starts(
         (("a=x", "a=y"), "two data folders named 'a'"),
         (("x/data", "y/data"), "two data folders named 'data'"),
         (("a=x@val:unheard-of",), "names the protocol 'unheard-of'"),
-        (("",), "--evaluate.shards '' does not contain a data folder"),
-        (("a=",), "--evaluate.shards 'a=' does not contain a data folder"),
+        (("",), "--evaluate.shards '' does not name a data folder"),
+        (("a=",), "--evaluate.shards 'a=' does not name a data folder"),
         (("=x@val",), "--evaluate.shards '=x@val': '' is not a valid NAME"),
         (("my data=x",), "--evaluate.shards 'my data=x': 'my data' is not a valid NAME"),
         (("x/.data", "y/data"), "two data folders named 'data'"),
@@ -234,4 +234,4 @@ def test_a_stream_of_tars_is_evaluated_on_a_data_folder(
     result = tmp_path / "run" / "evaluations" / "retrieval-all.json"
     assert f"written: {result}" in printed and json.loads(result.read_text())["split"] == "all"
     assert train("classify", *SMALL.split(), "--shards", tar, "--label", "class", "--out", tmp_path / "none") == 2
-    assert "0.tar names video tars, and labels are in the manifest" in capsys.readouterr().err
+    assert "0.tar names video tars, but labels are in the manifest" in capsys.readouterr().err

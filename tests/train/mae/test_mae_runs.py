@@ -112,7 +112,7 @@ def test_tars_and_splits_that_are_not_there_are_named(
     for flags, message in (
         (
             ("--shards", next(videos.rglob("*.tar")), "--batch", 2),
-            "names video tars, and chunks are in a data folder",
+            "names video tars, but chunks are in a data folder",
         ),
         (("--shards", videos, "--batch", 2, "--split", "test"), "has no videos of split 'test'"),
         (("--shards", videos, "--batch", 2, "--input", "latents"), "latents"),

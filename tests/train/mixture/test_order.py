@@ -127,6 +127,6 @@ def test_folders_have_names_that_tell_them_apart() -> None:
 
 def test_a_loop_of_links_is_compared_like_a_folder_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(UserError, match="which are the same folder"):
+    with pytest.raises(UserError, match="but they are the same folder"):
         DualEncoderSettings(shards=(f"{tmp_path}/loop", f"{tmp_path}/b/../loop"))
     assert folder_names((f"{tmp_path}/loop", "/x/b")) == ("loop", "b")

@@ -145,7 +145,7 @@ def test_ranks_compare_the_content_of_each_folder(near: Path, far: Path) -> None
     ("given", "error", "hint"),
     [
         ({"shards": ("/x/a", "/x/a")}, "--shards names /x/a twice", "--mix"),
-        ({"shards": ("/x/a", "/x/b/../a")}, "--shards names /x/b/../a and /x/a, which are the same folder", "--mix"),
+        ({"shards": ("/x/a", "/x/b/../a")}, "--shards names /x/b/../a and /x/a, but they are the same folder", "--mix"),
         ({"shards": ("/x/a", "/x/b"), "mix": "1"}, "--mix 1 has 1 weight for 2 data folders", "as 1,1"),
         ({"shards": ("/x/a", "/x/b"), "mix": "1,1,1"}, "--mix 1,1,1 has 3 weights for 2 data folders", "as 1,1"),
         ({"shards": ("/x/a", "/x/b"), "mix": "0,1"}, "--mix 0,1: '0' is not a number above 0", "above 0"),

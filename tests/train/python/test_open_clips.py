@@ -187,7 +187,7 @@ def test_tars_are_read_without_an_index_and_have_no_length(tmp_path: Path) -> No
         batches += clips
     assert [text for batch in batches for text in batch["caption"]] == [f"video {number}" for number in range(6)]
     assert "begin_s" not in batches[0]
-    with pytest.raises(UserError, match="names video tars, and labels are in the manifest"):
+    with pytest.raises(UserError, match="names video tars, but labels are in the manifest"):
         open_batches(Path(pattern), label="class")
     with open_batches(Path(pattern)) as clips:
         shown = [text for batch in islice(clips, 6) for text in batch["caption"]]

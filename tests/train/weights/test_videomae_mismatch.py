@@ -133,7 +133,7 @@ def test_settings_become_what_the_weights_were_trained_with(folder: Path) -> Non
     alone = effective_clip_settings(MaeSettings(size_px=32), None, say=ignore_line)
     assert alone.towers.kind == "videomae" and alone.init.pixel_mean == (0.485, 0.456, 0.406)
     assert effective_clip_settings(ClassifySettings(), None, say=ignore_line) == ClassifySettings()
-    with pytest.raises(UserError, match="--num-frames 3 cannot be cut into cubes of 2 frames"):
+    with pytest.raises(UserError, match="--num-frames 3 is not a multiple of 2"):
         effective_clip_settings(ClassifySettings(num_frames=3), source, say=ignore_line)
 
 

@@ -203,7 +203,7 @@ def _query(query: DataQuery) -> SegmentQuery:
             hint="omit --clips and --crops with --input latents",
         )
     if not kind_of(settings.folder).has_manifest:
-        raise data_folder_error(settings.folder, "and --input latents needs a data folder", flags=("--input",))
+        raise data_folder_error(settings.folder, "but --input latents needs a data folder", flags=("--input",))
     folder = query.open_folder(column=LATENTS)
     return SegmentQuery(
         folder.path,
