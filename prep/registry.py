@@ -11,7 +11,7 @@ SUMMARIES = {
     TEXT: "Encode each unique caption of the manifest once: with a CLIP text tower of open_clip, or with a T5.",
     SCORES: "Score the chunks: motion, sharpness, brightness, black and frozen shares, bars, cuts, speech, perceptual "
     "hash.",
-    CAPTIONS: "Caption the chunks with a vision-language model, here or on a server with OpenAI's interface.",
+    CAPTIONS: "Caption the chunks with a vision-language model, either a local one or a server with OpenAI's API.",
 }
 # Specs are registered by import path, and loaded on first use.
 COLUMNS = Parts(

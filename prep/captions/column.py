@@ -1,4 +1,4 @@
-"""The column `captions`: its flags and its `ColumnSpec`."""
+"""Flags and `ColumnSpec` of the column `captions`."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,12 +17,12 @@ from clipmill.prep.core.request import EXECUTION, ModelRequest, PlanRequest
 from clipmill.shards.columns import CAPTIONS
 
 BATCH = 1
-_SHOWN_CHARS = 80  # maximum length of a prompt in messages
+_MAX_SHOWN_CHARS = 80  # maximum length of a prompt in messages
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionsRequest(ModelRequest):
-    """Flags of `prep captions` that are not settings: options for requests to a model or a server."""
+    """Flags of `prep captions` that do not affect the captions: workers, batch size, and requests to a server."""
 
     workers: Annotated[
         int | None,
@@ -30,8 +30,8 @@ class CaptionsRequest(ModelRequest):
         FIRST_RUN,
         Range(least=1),
         Parameter(
-            help="Number of shards to caption in parallel, 1 or more: by a model each, or by requests to the server. "
-            "Default: one per GPU, or 1 on a CPU; with --endpoint one per CPU core, or 4 if there are fewer cores."
+            help="Number of shards to caption in parallel, 1 or more. Each worker loads the model, or sends requests "
+            "to the server. Default: one per GPU, or 1 on a CPU; with --endpoint, one per CPU core, but at least 4."
         ),
     ] = None
     batch: Annotated[
@@ -39,7 +39,7 @@ class CaptionsRequest(ModelRequest):
         EXECUTION,
         KEPT,
         Range(1, 1 << 16),
-        Parameter(help="Batch size of a model that runs here, in chunks, 1 or more."),
+        Parameter(help="Batch size of a local model in chunks, 1 or more."),
     ] = BATCH
     in_flight: Annotated[
         int,
@@ -47,7 +47,7 @@ class CaptionsRequest(ModelRequest):
         KEPT,
         FIRST_RUN,
         Range(1, 4096),
-        Parameter(help="Number of requests to the server at a time, shared by all workers, 1 to 4096."),
+        Parameter(help="Maximum number of parallel requests to the server, shared by all workers, 1 to 4096."),
     ] = 64
     retries: Annotated[
         int,
@@ -55,8 +55,8 @@ class CaptionsRequest(ModelRequest):
         KEPT,
         Range(0, 1000),
         Parameter(
-            help="Number of times that a request is repeated after 429, 5xx, a broken connection or --timeout, after "
-            "pauses that grow to 8 s, or after the time that the server requests; 10: about a minute."
+            help="Maximum number of retries of a request after status 429 or 5xx, a broken connection or --timeout, 0 "
+            "to 1000. Pauses grow to 8 s, unless the server sets them; 10 retries take about a minute."
         ),
     ] = 10
     timeout: Annotated[
@@ -64,7 +64,7 @@ class CaptionsRequest(ModelRequest):
         EXECUTION,
         KEPT,
         Range(above=0, most=86_400),
-        Parameter(help="Time limit of a request in seconds, above 0."),
+        Parameter(help="Timeout of each request in seconds, above 0."),
     ] = 300.0
     max_tokens_total: Annotated[
         int | None,
@@ -73,8 +73,8 @@ class CaptionsRequest(ModelRequest):
         FIRST_RUN,
         Range(least=1),
         Parameter(
-            help="Maximum number of tokens, in and out, of all answers of this variant, including earlier runs. Then "
-            "no further request is sent; requests in flight are still answered. Default: no limit."
+            help="Maximum number of input and output tokens for this variant, including earlier runs. At the limit, no "
+            "further requests are sent, but requests in flight still complete. Default: no limit."
         ),
     ] = None
 
@@ -82,8 +82,8 @@ class CaptionsRequest(ModelRequest):
         yield from super().rules()
         if self.max_tokens_total is not None and self.part is not None:
             yield UserError(
-                "--max-tokens-total does not apply to --part: a part does not know the tokens of the other parts",
-                hint="run one command with more --in-flight, or omit --max-tokens-total",
+                "--max-tokens-total cannot be used with --part: a part does not know how many tokens other parts use",
+                hint="omit --part and use a larger --in-flight, or omit --max-tokens-total",
                 flags=("--max-tokens-total", "--part"),
             )
 
@@ -95,7 +95,9 @@ class CaptionsPlanRequest(PlanRequest):
     trial: Annotated[
         int,
         Range(0, 100),
-        Parameter(help="Number of chunks to caption now, for the estimate of tokens and time; a run keeps them."),
+        Parameter(
+            help="Number of chunks to caption now, to estimate tokens and time, 0 to 100. A run reuses the answers."
+        ),
     ] = 0
 
 
@@ -108,8 +110,8 @@ def _settings_line(stored: Mapping[str, Any]) -> str:
     names = ("model", "endpoint", "frames", "size", "max_tokens", "temperature")
     settings = [f"{name}={stored[name]}" for name in names if stored.get(name) is not None]
     prompt = on_one_line(str(stored.get("prompt")))
-    shown = prompt if len(prompt) <= _SHOWN_CHARS else f"{prompt[:_SHOWN_CHARS]}..."
-    return f'{" ".join(settings)} prompt="{shown}"'
+    shown_prompt = prompt if len(prompt) <= _MAX_SHOWN_CHARS else f"{prompt[:_MAX_SHOWN_CHARS]}..."
+    return f'{" ".join(settings)} prompt="{shown_prompt}"'
 
 
 COLUMN = ColumnSpec(
@@ -121,11 +123,11 @@ COLUMN = ColumnSpec(
     schema=CAPTIONS_SCHEMA,
     request="clipmill.prep.captions.column:CaptionsRequest",
     plan_request="clipmill.prep.captions.column:CaptionsPlanRequest",
-    help="""Caption the chunks with a vision-language model, here or on a server with OpenAI's interface.
+    help="""Caption the chunks with a vision-language model, either a local one or a server with OpenAI's API.
 
-    Each run captions only what is new, changed or missing; another prompt or model makes another variant. Each answer
-    is on disk as soon as it arrives, so that a killed run asks for none of them again. `prep manifest captions` makes
-    the captions a source for training. The key of a server is taken from the environment variable OPENAI_API_KEY.
+    Each run captions only new, changed and missing chunks; a different prompt or model creates a new variant. Each
+    answer is stored as soon as it arrives, so a killed run does not lose any. `prep manifest captions` adds the
+    captions to the manifest, for training. The API key is read from the environment variable OPENAI_API_KEY.
 
     Examples:
 
@@ -133,9 +135,9 @@ COLUMN = ColumnSpec(
         prep captions --endpoint http://localhost:8000/v1 --model qwen3-vl
     """,
     plan_help="""
-    Print what `prep captions` would do with the same settings, and why; tokens and time from the answers so far.
+    Print what `prep captions` would do with the same settings, and why, and estimate tokens and time.
 
-    No model is asked (dry run), unless --trial gives a number of chunks.
+    The estimate uses the answers so far. This is a dry run: no chunk is captioned unless --trial is passed.
 
     Example:
 

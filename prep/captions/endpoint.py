@@ -1,12 +1,12 @@
-"""The only interface to `openai`: captions from a server with an OpenAI-compatible API, with many parallel requests.
+"""Captions from a server with an OpenAI-compatible API, by many parallel requests. Only this module imports `openai`.
 
     row ──► thread: read ──► decode, JPEG, JSON ──► request, one of `in_flight` ──► thread: journal
 
-Rows are prepared ahead of the requests in flight, so that a row is ready when a request ends. A single thread does all
-CPU work, because there are as many workers as cores, and switching between threads costs a third more. The client
-retries failed requests (429, 5xx, timeout, broken connection) with exponential backoff and jitter, or after the time in
-Retry-After. Requests and responses are passed as bytes, because converting the client's message classes takes as long
-as decoding.
+Rows are prepared ahead, so that the next request is ready when one ends. A single thread does all CPU work, because
+there are as many workers as cores, and switching between threads would cost a third more. The client retries failed
+requests (429, 5xx, timeout, broken connection) with exponential backoff and jitter, or after the time in Retry-After.
+Requests and responses are passed as bytes, because converting them to the client's message classes takes as long as
+decoding.
 """
 
 import asyncio
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 _NO_KEY = "none"  # placeholder: local servers need no key, but the client requires one
-_MAX_UNUSABLE = 3  # maximum number of attempts at a request whose responses contain no answer
-_MAX_FAILED = 8  # number of consecutive failed requests after which the rest of the shard is given up
-_MAX_AHEAD = 16  # maximum number of rows that are prepared while others wait for the server
-# Status codes that every request would get: the key or the credit is missing, or the URL belongs to another program.
+_MAX_ATTEMPTS = 3  # maximum number of attempts at a request if the responses contain no answer
+_MAX_FAILED = 8  # number of consecutive failed requests after which no more requests are sent for the shard
+_MAX_AHEAD = 16  # maximum number of rows that are prepared ahead of the requests in flight
+# Status codes that every request would receive: the key is invalid, no credit is left, or the URL is wrong.
 _FATAL_STATUSES = (401, 402, 403, 404, 405)
 _TRANSIENT = (408, 409, 429)  # status codes that the client retries, in addition to 5xx
 
 
 class Endpoint:
-    """A captioning server.
+    """Captioner that sends requests to a server.
 
     Args:
-        settings: Settings with the text of the prompt.
+        settings: Settings, with the prompt already read from `prompt_file`.
         in_flight: Maximum number of parallel requests.
         retries: Maximum number of retries of a request.
         timeout_s: Timeout of each request in seconds.
@@ -59,7 +59,7 @@ class Endpoint:
         self._num_failed = 0  # number of failed requests since the last answer
 
     def caption(self, task: CaptionTask) -> Stop | None:
-        """Caption all rows (see `Captioner` in `answers.py`); requests in flight end before the method returns."""
+        """Caption all rows (see `Captioner` in `answers.py`). All requests have ended when the method returns."""
         self._stop, self._num_failed = None, 0
         asyncio.run(self._caption_all(task))
         return self._stop
@@ -110,7 +110,7 @@ class Endpoint:
                 # The answer must be on disk, and its tokens counted, before the next request.
                 try:
                     await asyncio.to_thread(task.keep, row, result)
-                except OSError as error:  # the other requests in flight still run to their end
+                except OSError as error:  # the other requests in flight still complete
                     self._stop = self._stop or Stop(FailureCode.IO_ERROR, str(error))
                     raise
 
@@ -122,22 +122,22 @@ class Endpoint:
         """Send the request for a chunk, and return the answer in the response.
 
         Raises:
-            SourceFailure: No answer was received.
+            SourceFailure: No usable response was received.
         """
         import openai
 
-        begin_s = time.monotonic()
+        start_s = time.monotonic()
         try:
-            for _ in range(_MAX_UNUSABLE):
+            for _ in range(_MAX_ATTEMPTS):
                 content = await client.post("/chat/completions", cast_to=bytes, content=request)
-                answer = self._answer_in(content, begin_s=begin_s)
+                answer = self._parse_answer(content, start_s=start_s)
                 if answer is not None:
                     self._num_failed = 0
                     problem = answer.problem(self._settings.model)
                     if problem is not None and problem.code == FailureCode.OTHER_MODEL:
                         self._stop = self._stop or Stop(problem.code, problem.message)
                     return answer
-            failure = SourceFailure(FailureCode.ENDPOINT_FAILED, "the server's response is not an answer")
+            failure = SourceFailure(FailureCode.ENDPOINT_FAILED, "the server's response contains no answer")
         except openai.APIConnectionError as error:
             failure = SourceFailure(FailureCode.ENDPOINT_FAILED, self._error_text(error))
         except openai.APIStatusError as error:
@@ -152,8 +152,12 @@ class Endpoint:
             self._stop = self._stop or Stop(failure.code, failure.message)
         raise failure
 
-    def _answer_in(self, content: bytes, *, begin_s: float) -> Answer | None:
-        """Return the answer in a response; None for a truncated body, a proxy's error page, or the like."""
+    def _parse_answer(self, content: bytes, *, start_s: float) -> Answer | None:
+        """Parse a response; return None if it is truncated, an error page of a proxy, or not an answer at all.
+
+        Args:
+            start_s: Monotonic time at which the request was sent.
+        """
         try:
             completion = parse_json(content)
             choice, usage = completion["choices"][0], completion.get("usage")
@@ -163,27 +167,30 @@ class Endpoint:
                 finish_reason=choice.get("finish_reason"),
                 tokens_in=counts.get("prompt_tokens"),
                 tokens_out=counts.get("completion_tokens"),
-                seconds=round(time.monotonic() - begin_s, 3),
+                seconds=round(time.monotonic() - start_s, 3),
                 model=completion["model"],
                 refusal=choice["message"].get("refusal"),
             )
         except (ValueError, LookupError, TypeError, AttributeError):
             return None
-        # Some servers never report a finish reason. Then only the number of tokens shows that the text was cut off.
+        # If the server never reports a finish reason, only the number of tokens shows that the text was cut off.
         is_cut = answer.finish_reason is None and (answer.tokens_out or 0) >= self._settings.max_tokens
         return replace(answer, finish_reason="length") if is_cut else answer
 
     def _error_text(self, error: Exception) -> str:
-        """Return the message of an error, or of its cause, on one line: openai reports a closed port as a timeout."""
+        """Return the message of an error on one line. Prefer its cause: openai reports a closed port as a timeout."""
         cause = error.__cause__
         text = str(error) if cause is None else str(cause) or f"{error}: {type(cause).__name__}"
         return on_one_line(without_key(text))
 
 
 def require_client() -> None:
-    """Raise UserError if `openai` or its transport is not installed, or if the key cannot be sent in a header.
+    """Check that `openai` and `aiohttp` are installed, and that the API key can be sent in a header.
 
-    The packages are looked up without importing them, which would take a second.
+    The packages are not imported, which would take a second.
+
+    Raises:
+        UserError: A package is missing, or the key contains a character that a header cannot contain.
     """
     for name in ("openai", "aiohttp"):
         if find_spec(name) is None:
@@ -191,5 +198,6 @@ def require_client() -> None:
     key = os.environ.get(KEY_VARIABLE, "")
     if not (key.isascii() and key.isprintable()):
         raise UserError(
-            f"{KEY_VARIABLE} has a line feed or another character that keys never have", hint="set it only to the key"
+            f"{KEY_VARIABLE} contains a line feed, or another character that an API key cannot contain",
+            hint="set the variable to the key, and to nothing else",
         )

@@ -1,6 +1,6 @@
-"""The settings of `prep captions`, the values that they add to the recipe, and the model with the hash of its files.
+"""Settings of `prep captions`, their recipe, and the model with the hash of its files.
 
-This module is loaded by the command line, so it does not import torch.
+The command line loads this module, so it does not import torch.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ from clipmill.shards.where_flag import check_where
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 _SUGGESTION = (
-    "give a folder written by save_pretrained of model and processor, or a name such as Qwen/Qwen3-VL-2B-Instruct"
+    "use a folder in which save_pretrained wrote a model and its processor, or a name such as Qwen/Qwen3-VL-2B-Instruct"
 )
-CAPTIONS_SCHEMA = 2  # increment it when the same settings begin to send different images or text
+CAPTIONS_SCHEMA = 2  # increment it when the same settings start to send different images or text
 MODEL = Parameter(group=Group("Captions", sort_key=1))
 PROMPT = "Describe this video clip in one sentence."
 _MAX_PROMPT_CHARS = 100_000
@@ -40,9 +40,10 @@ class Model:
     """An image-text-to-text model of transformers on this machine.
 
     Attributes:
-        name: Name as passed by the user; for a folder, only its last component.
-        source: Name or absolute path with which another machine can find the model.
-        sha256: Hash of configuration, processor, tokenizer and weights.
+        name: Name on the Hugging Face Hub, or name of the folder without its parents.
+        source: Name on the Hub, or absolute path of the folder, with which other machines can open the model.
+        directory: Folder of the files.
+        sha256: SHA-256 (hex) of configuration, processor, tokenizer and weights.
     """
 
     name: str
@@ -53,16 +54,16 @@ class Model:
 
 @lru_cache(maxsize=1)
 def find_model(name: str) -> Model:
-    """Find a model on this machine or download it, and hash its files, once per process.
+    """Find a model on this machine or download it, and hash its files. The result is cached.
 
     Raises:
         UserError: The model does not exist, or lacks weights or a processor.
     """
     directory = model_folder(name, files=_FILES, what="model", flag="--model", hint=_SUGGESTION)
     if not (directory / "config.json").is_file() or not any(directory.glob("*.safetensors")):
-        raise UserError(f"{directory} has no config.json and *.safetensors", hint=_SUGGESTION)
+        raise UserError(f"{directory} lacks config.json or *.safetensors", hint=_SUGGESTION)
     if not any((directory / file).is_file() for file in _PROCESSORS):
-        raise UserError(f"{directory} has no processor ({' or '.join(_PROCESSORS)})", hint=_SUGGESTION)
+        raise UserError(f"{directory} lacks a processor ({' or '.join(_PROCESSORS)})", hint=_SUGGESTION)
     digest = hashlib.sha256()
     try:
         for path in sorted({path for pattern in _FILES for path in directory.glob(pattern)}):
@@ -78,60 +79,62 @@ def find_model(name: str) -> Model:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionsSettings(Checked):
-    """Settings of `prep captions`. All of them affect the captions, except the URL of the server and `where`."""
+    """Settings of `prep captions`. All of them affect the captions, except the URL of the server and `where`.
+
+    With `endpoint`, `precision` has no effect.
+    """
 
     model: Annotated[str, MODEL, FIRST_RUN]
-    """Model: folder or Hugging Face name of an image-text-to-text model of transformers, or with --endpoint the name
-    under which the server has it."""
+    """Image-text-to-text model of transformers: a folder, or a name on the Hugging Face Hub. With --endpoint: the name
+    of the model on the server."""
 
     endpoint: Annotated[str | None, MODEL, FIRST_RUN, NOT_STORED] = None
-    """Address of a server with OpenAI's interface (vLLM, SGLang, llama.cpp, OpenAI, ...), such as
-    http://localhost:8000/v1. Its key is taken from OPENAI_API_KEY. The address is not part of the variant. Default: run
-    the model here."""
+    """Base URL of a server with OpenAI's API (vLLM, SGLang, llama.cpp, OpenAI, ...), such as http://localhost:8000/v1.
+    The API key is read from OPENAI_API_KEY. The URL is not part of the recipe. Default: run the model locally."""
 
     prompt: Annotated[str, MODEL, FIRST_RUN] = PROMPT
-    """Text that follows the pictures."""
+    """Prompt of the model, placed after the frames."""
 
     prompt_file: Annotated[Path | None, MODEL, NOT_STORED] = None
-    """UTF-8 file with the prompt, in place of --prompt."""
+    """UTF-8 text file with the prompt, used instead of --prompt."""
 
     frames: Annotated[int, MODEL, FIRST_RUN, Range(1, 256)] = 8
-    """Number of frames of each chunk that the model sees, evenly spaced, 1 to 256."""
+    """Number of evenly spaced frames of each chunk that the model receives, 1 to 256."""
 
     size: Annotated[int, MODEL, FIRST_RUN, Range(16, 4096)] = 448
-    """Maximum length of the longer side of these frames in pixels, 16 to 4096. Smaller frames are not enlarged."""
+    """Maximum length of the longer side of a frame in pixels, 16 to 4096. Smaller frames are not enlarged."""
 
     max_tokens: Annotated[int, MODEL, Range(1, 100_000)] = 256
-    """Maximum number of tokens of an answer, 1 to 100000. An answer that reaches it is a failure (answer_truncated)."""
+    """Maximum number of tokens per answer, 1 to 100000. An answer that is cut off there fails (answer_truncated)."""
 
     temperature: Annotated[float, MODEL, Range(0, 2)] = 0.0
-    """Temperature, 0 to 2; 0: the most likely token at each step."""
+    """Sampling temperature, 0 to 2. With 0, the most likely token is chosen at each step."""
 
     top_p: Annotated[float | None, MODEL, Range(above=0, most=1), _SAMPLING] = None
-    """Nucleus sampling, from the most likely tokens whose probabilities add up to this, above 0 to 1."""
+    """Nucleus sampling: total probability of the most likely tokens to sample from, above 0 to 1. Default: off."""
 
     seed: Annotated[int | None, MODEL, Range(0, (1 << 31) - 1), _SAMPLING] = None
-    """Random seed of sampling. Default: 0, or with --endpoint the seed of the server."""
+    """Random seed for sampling, 0 or more. Default: 0; with --endpoint, the server chooses the seed."""
 
     precision: Annotated[Literal["float32", "float16", "bfloat16"], MODEL] = "bfloat16"
-    """Precision of a model that runs here."""
+    """Data type of a local model's weights."""
 
     where: Annotated[str | None, MODEL, NOT_STORED] = None
-    """Condition that selects the chunks to caption, on their scores and videos, such as 'num_captions = 0'. It is not
-    part of the variant. Default: all chunks."""
+    """Condition on scores and videos that selects the chunks to caption, such as 'num_captions = 0'. It is not part of
+    the recipe. Default: all chunks."""
 
     def rules(self) -> Iterator[UserError]:
         """Yield an error for each invalid name, prompt, URL or condition."""
         if not self.model or self.model != self.model.strip() or _CONTROL.search(self.model):
             yield UserError(
-                f"--model {self.model!r} is not a name",
-                hint="give a folder, or the name of a model",
+                f"--model {self.model!r} is not a valid name",
+                hint="use the folder or the name of a model",
                 flags=("--model",),
             )
         if self.prompt_file is not None and self.prompt != PROMPT:
             yield UserError(
-                "--prompt and --prompt-file exclude each other",
-                hint="give one of them",
+                "--prompt and --prompt-file cannot be used together",
+                hint="pass only one of them",
                 flags=("--prompt", "--prompt-file"),
             )
         yield from errors_of(_require_prompt, self.prompt, flag="--prompt")
@@ -139,28 +142,29 @@ class CaptionsSettings(Checked):
             flags = ("--endpoint",)
             try:
                 parts = urlsplit(self.endpoint)
-                is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+                is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
             except ValueError:
-                is_address = False
-            if not is_address or _CONTROL.search(self.endpoint) or " " in self.endpoint:
+                is_url = False
+            # The messages omit the URL, because it may contain a password.
+            if not is_url or _CONTROL.search(self.endpoint) or " " in self.endpoint:
                 yield UserError(
-                    "--endpoint is not an address",
-                    hint="give an address such as http://localhost:8000/v1",
+                    "--endpoint is not a valid URL",
+                    hint="use a URL such as http://localhost:8000/v1",
                     flags=flags,
                 )
             elif parts.username is not None or parts.password is not None or parts.query or parts.fragment:
                 yield UserError(
-                    "--endpoint has a password, a query or a fragment, which would be recorded",
-                    hint="put the key into the environment variable OPENAI_API_KEY",
+                    "--endpoint contains a user name, a password, a query or a fragment, which would be stored",
+                    hint="set the environment variable OPENAI_API_KEY to the API key, and omit these parts of the URL",
                     flags=flags,
                 )
         yield from errors_of(check_where, self.where)
 
     def with_prompt(self) -> "CaptionsSettings":
-        """Return the settings with the text of `prompt_file` as the prompt.
+        """Return the settings with the content of `prompt_file`, if it is set, as the prompt.
 
         Raises:
-            UserError: The file cannot be read, or its text is not a valid prompt.
+            UserError: The file cannot be read, or its content is not a valid prompt.
         """
         if self.prompt_file is None:
             return self
@@ -169,29 +173,32 @@ class CaptionsSettings(Checked):
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8"
             raise UserError(
-                f"--prompt-file {self.prompt_file} cannot be read: {reason}", hint="give a text file"
+                f"--prompt-file {self.prompt_file} cannot be read: {reason}", hint="use a text file in UTF-8"
             ) from None
-        _require_prompt(text, flag="--prompt-file", of=f" {self.prompt_file}")
+        _require_prompt(text, flag="--prompt-file", value=f" {self.prompt_file}")
         return replace(self, prompt=text, prompt_file=None)
 
 
-def _require_prompt(text: str, *, flag: str, of: str = "") -> None:
+def _require_prompt(text: str, *, flag: str, value: str = "") -> None:
+    """Raise a UserError about the flag unless `text` is a valid prompt; `value` follows the flag in the message."""
     if not text.strip():
-        raise UserError(f"{flag}{of} is empty", hint="describe the caption that you want", flags=(flag,))
+        raise UserError(f"{flag}{value} is empty", hint="describe the caption that you want", flags=(flag,))
     if len(text) > _MAX_PROMPT_CHARS:
         raise UserError(
-            f"{flag}{of} has {len(text):,} characters", hint=f"use at most {_MAX_PROMPT_CHARS:,}", flags=(flag,)
+            f"{flag}{value} is too long: {len(text):,} characters",
+            hint=f"use at most {_MAX_PROMPT_CHARS:,} characters",
+            flags=(flag,),
         )
     if match := _CONTROL.search(text):
         raise UserError(
-            f"{flag}{of} has a control character: character {match.start() + 1} is U+{ord(match[0]):04X}",
-            hint="use only text, spaces, tabs and line feeds",
+            f"{flag}{value} contains a control character: character {match.start() + 1} is U+{ord(match[0]):04X}",
+            hint="use only printable characters, spaces, tabs and line feeds",
             flags=(flag,),
         )
 
 
 def resolve(settings: CaptionsSettings) -> tuple[CaptionsSettings, dict[str, Any]]:
-    """Read the prompt and find the model; return the settings with both, and the values that they add to the recipe.
+    """Read the prompt and find the model; return the settings with both, and further values of the recipe.
 
     Raises:
         UserError: The prompt file or the model does not exist, or is invalid.
@@ -205,7 +212,7 @@ def resolve(settings: CaptionsSettings) -> tuple[CaptionsSettings, dict[str, Any
 
 
 def local_weights(recipe: Recipe[CaptionsSettings]) -> str | None:
-    """Return the absolute path of a model in a folder on this machine; None for any other model."""
+    """Return the absolute path of a model in a local folder; None for a model from the Hub or on a server."""
     model = recipe.settings.model
     return model if model != recipe.values["model"] else None
 

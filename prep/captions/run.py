@@ -1,4 +1,4 @@
-"""The parts of `captions` that run in the driver: worker options, the trial of a plan, cost and reports."""
+"""Driver of the column `captions`: options of the workers, the trial of a plan, and the cost of answers in reports."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -36,14 +36,15 @@ from clipmill.prep.engines.choice import num_cores, threads_per_worker
 from clipmill.shards.columns import CAPTIONS
 from clipmill.shards.reader import Variant
 
-_SERVED_WORKERS = 4
-_SERVER_GB, _MODEL_GB = 1.0, 8.0  # memory of a worker; for a model, this is a guess: bfloat16 weights of 3 B parameters
-_MAX_ANSWERS = 10_000  # maximum number of answers read for an estimate
+_MIN_ENDPOINT_WORKERS = 4
+_ENDPOINT_WORKER_GB = 1.0
+_MODEL_WORKER_GB = 8.0  # a guess: 3 billion parameters in bfloat16
+_MAX_ANSWERS = 10_000  # maximum number of answers that an estimate reads
 _NUM_SHOWN = 3  # number of answers in the report of a plan
 
 
 def choose_workers(plan: ChunksPlan, request: CaptionsRequest) -> Workers:
-    """Return the number, the resources and the options of the workers, and reset the shared token count."""
+    """Reset the shared token count, and return the number, resources and options of the workers."""
     workers = _workers(plan, request)
     if workers.options.max_tokens_total is not None:
         Budget(plan.variant_dir, limit=workers.options.max_tokens_total, spent=workers.options.spent).begin()
@@ -51,15 +52,15 @@ def choose_workers(plan: ChunksPlan, request: CaptionsRequest) -> Workers:
 
 
 def _workers(plan: ChunksPlan, request: CaptionsRequest) -> Workers:
-    work, is_served = with_work(plan.shards), plan.recipe.settings.endpoint is not None
-    gpus = 0.0 if is_served else request.gpus_per_worker(has_work=bool(work))
+    work, has_endpoint = with_work(plan.shards), plan.recipe.settings.endpoint is not None
+    gpus = 0.0 if has_endpoint else request.gpus_per_worker(has_work=bool(work))
     workers, num_threads = request.workers, None
-    if is_served:
-        # A worker at the end of a shard does not use all of its parallel requests. Therefore use several workers, even
-        # on few cores.
-        workers = max(1, min(workers or max(_SERVED_WORKERS, num_cores()), request.in_flight, len(work)))
+    if has_endpoint:
+        # Near the end of a shard, a worker has fewer requests left than it may send in parallel. Several workers keep
+        # the server busy, even on a machine with few cores.
+        workers = max(1, min(workers or max(_MIN_ENDPOINT_WORKERS, num_cores()), request.in_flight, len(work)))
     elif not gpus and workers is None and request.cluster is None:
-        workers, num_threads = 1, num_cores()  # a model on a CPU uses all cores, and more replicas only take memory
+        workers, num_threads = 1, num_cores()  # a model on the CPU uses all cores; more replicas would only take memory
     else:
         num_threads = threads_per_worker(
             workers, gpus_per_worker=gpus, address=request.cluster, execution=request.execution
@@ -77,12 +78,12 @@ def _workers(plan: ChunksPlan, request: CaptionsRequest) -> Workers:
         spent=0 if cost is None else cost.tokens_in + cost.tokens_out,
         retry_codes=request.retry_codes,
     )
-    memory_gb = _SERVER_GB if is_served else _MODEL_GB
+    memory_gb = _ENDPOINT_WORKER_GB if has_endpoint else _MODEL_WORKER_GB
     return Workers(request=replace(request, workers=workers), gpus_each=gpus, memory_gb=memory_gb, options=options)
 
 
 def other_journals(plan: ChunksPlan) -> Callable[[int], tuple[Path, ...]]:
-    """Return a function from a shard id to the journals of other shards that contain answers for its chunks."""
+    """Return a function that takes a shard ID and returns the journals of other shards with answers for its chunks."""
     lookup = ShardLookup(answered_chunks(plan.variant_dir / ANSWERS_FOLDER))
 
     def journals(shard_id: int) -> tuple[Path, ...]:
@@ -96,9 +97,9 @@ def run_trial(plan: ChunksPlan, request: CaptionsRequest) -> None:
     """Caption a few chunks for the estimate, and store the answers.
 
     Raises:
-        UserError: The model or the server fails.
+        UserError: The model or the server failed.
     """
-    left = request.trial
+    num_left = request.trial
     with writing(plan.data_dir, column=CAPTIONS), Activity("captioning a few chunks for the estimate"):
         make_variant(plan.variant_dir, dict(plan.recipe.values))
         options = replace(_workers(plan, request).options, retry_codes=frozenset())
@@ -107,21 +108,21 @@ def run_trial(plan: ChunksPlan, request: CaptionsRequest) -> None:
             chunks, _ = open_chunks(job.task(shard))
             with Journal(journal_path(plan.variant_dir, shard.shard_id), chunks.extra_input) as journal:
                 requests = CaptionRequests(chunks, plan.recipe, journal)
-                num_open = len(requests.pending_rows())
-                stop = requests.send(open_captioner(plan.recipe, options), limit=left, on_answer=lambda row: None)
+                num_pending = len(requests.pending_rows())
+                stop = requests.send(open_captioner(plan.recipe, options), limit=num_left, on_answer=lambda row: None)
                 failure = next(iter(requests.failed.values()), None)
             if stop is not None or failure is not None:
                 reason = stop.message if stop is not None else failure.message if failure is not None else ""
                 raise UserError(
-                    f"the trial failed: {reason}", hint="fix the cause and try again; the answers so far are kept"
+                    f"the trial failed: {reason}", hint="fix the cause, and run the command again; answers are kept"
                 )
-            left -= min(left, num_open)
-            if not left:
+            num_left -= min(num_left, num_pending)
+            if not num_left:
                 return
 
 
 def sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
-    """Return the duration and the model of a chunk's answer, if a journal contains the answer."""
+    """Return the request duration and the model of a chunk's answer, if a journal contains the answer."""
     variant = Variant.open(data_dir, column=CAPTIONS)
     for shard in variant.shards():
         row = pc.index(shard.index["key"], key).as_py()
@@ -136,10 +137,14 @@ def sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a variant's answers: tokens in and out, and seconds.
+    """Cost of the answers of a variant.
 
     Attributes:
-        num_uncounted: Number of answers for which the server did not report the tokens.
+        num_answers: Number of answers.
+        num_uncounted: Number of answers without a complete token count from the server.
+        tokens_in: Number of input tokens.
+        tokens_out: Number of output tokens.
+        seconds: Total duration of the requests in seconds.
     """
 
     num_answers: int
@@ -150,7 +155,7 @@ class Cost:
 
     @classmethod
     def of(cls, answers: list[Answer]) -> "Cost":
-        """Sum the costs of answers."""
+        """Return the total cost of answers."""
         return cls(
             num_answers=len(answers),
             num_uncounted=sum(not answer.is_counted for answer in answers),
@@ -160,7 +165,7 @@ class Cost:
         )
 
     def line(self) -> str:
-        """Return the cost as text."""
+        """Return the cost as a line of text."""
         each = f"; {self.seconds / self.num_answers:.2g} s each" if self.num_answers else ""
         tokens = f"{self.tokens_in:,} tokens in, {self.tokens_out:,} out"
         if self.num_uncounted:
@@ -174,7 +179,7 @@ def cost_of(variant_dir: Path) -> Cost:
 
 
 def estimate(plan: ChunksPlan) -> Addition:
-    """Return the estimated cost of the captions of a plan, from the answers so far."""
+    """Estimate the cost of a plan from the answers so far."""
     settings = plan.recipe.settings
     num_chunks = sum(shard.num_chunks for shard in plan.shards if shard.has_work)
     answers = list(islice(answers_in(plan.variant_dir / ANSWERS_FOLDER), _MAX_ANSWERS))
@@ -182,7 +187,7 @@ def estimate(plan: ChunksPlan) -> Addition:
     values: dict[str, Any] = {"num_chunks": num_chunks}
     lines: list[str] = []
     if num_chunks:
-        # "At most", because no request is sent for chunks that are unchanged or already have an answer.
+        # "At most": no request is sent for a chunk that is unchanged or already has an answer.
         lines.append(
             f"estimate at most {count_noun(num_chunks, 'chunk')} to caption, "
             f"{count_noun(settings.frames, 'frame')} each"
@@ -191,8 +196,8 @@ def estimate(plan: ChunksPlan) -> Addition:
             values["answer_s"] = cost.seconds * num_chunks / cost.num_answers
             tokens = "an unknown number of tokens"
             if counted_cost.num_answers:
-                share = num_chunks / counted_cost.num_answers
-                values |= {name: round(getattr(counted_cost, name) * share) for name in ("tokens_in", "tokens_out")}
+                scale = num_chunks / counted_cost.num_answers
+                values |= {name: round(getattr(counted_cost, name) * scale) for name in ("tokens_in", "tokens_out")}
                 tokens = f"{values['tokens_in']:,} tokens in and {values['tokens_out']:,} out"
             lines.append(f"         {tokens}; {duration_text(values['answer_s'])} without requests in parallel")
             lines.append(f"         ({cost.line()})")
@@ -201,12 +206,12 @@ def estimate(plan: ChunksPlan) -> Addition:
                 code = "" if problem is None else f"{problem.code}: "
                 lines.append(f"answer   {code}{on_one_line(answer.caption)}")
         else:
-            lines.append("         tokens and time are unknown: --trial 3 captions three chunks, and keeps the answers")
+            lines.append("         tokens and time are unknown: use --trial 3 to caption three chunks now")
     return Addition(lines, {"estimate": values, "answers": asdict(cost)})
 
 
 def summary(plan: ChunksPlan, result: Summary, written: Sequence[str]) -> Addition:
-    """Return the cost of all answers of the variant, and its table."""
+    """Return lines about the cost of all answers of the variant, and the path of its caption table."""
     cost, table = cost_of(plan.variant_dir), plan.variant_dir / TABLE_FILE
     lines = [f"cost     {cost.line()}, in all runs of the variant"] if cost.num_answers else []
     return Addition([*lines, *([f"table    {table}"] if table.is_file() else [])], {"answers": asdict(cost)})

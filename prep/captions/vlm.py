@@ -1,4 +1,4 @@
-"""The only interface to torch and transformers: captions by an image-text-to-text model in this process."""
+"""Captions by a local image-text-to-text model. In this package, only this module imports torch and transformers."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +21,13 @@ _DECODE_THREADS = 2
 
 
 class LocalModel:
-    """A model and its processor.
+    """Image-text-to-text model with its processor.
 
     Args:
-        name: Name of the model to record with its answers.
+        model: Model of transformers, on the device.
+        processor: Processor of the model.
+        name: Name to record with the answers.
+        device: Device of the model.
     """
 
     def __init__(self, model: Any, processor: Any, *, name: str, device: Device) -> None:
@@ -38,28 +41,36 @@ class LocalModel:
     def captions(
         self, pictures: Sequence[Sequence[Picture]], *, settings: CaptionsSettings, seed: int
     ) -> list[Answer | SourceFailure]:
-        """Return the answer for each chunk, given its pictures, or the reason why there is no answer.
+        """Caption a batch of chunks.
+
+        Args:
+            pictures: Pictures of each chunk.
+            settings: Prompt, and settings of the generation.
+            seed: Random seed of the batch.
+
+        Returns:
+            An answer for each chunk, or the failure if the prompt does not fit in the context of the model.
 
         Raises:
-            MemoryError: The GPU does not have enough memory for the batch.
+            MemoryError: The batch does not fit in GPU memory.
         """
         import torch
 
-        begin_s = time.monotonic()
+        start_s = time.monotonic()
         inputs = self._inputs(pictures, prompt=settings.prompt)
         lengths = inputs["attention_mask"].sum(1).tolist()
         fits = [length + settings.max_tokens <= self._context for length in lengths]
         if not all(fits):
-            # Prepare the chunks that fit again, as a batch without the other chunks.
-            rest = [chunk for chunk, does_fit in zip(pictures, fits, strict=True) if does_fit]
-            answered = iter(self.captions(rest, settings=settings, seed=seed) if rest else [])
+            # Caption only the chunks that fit, as a smaller batch.
+            fitting = [chunk for chunk, does_fit in zip(pictures, fits, strict=True) if does_fit]
+            results = iter(self.captions(fitting, settings=settings, seed=seed) if fitting else [])
             return [
-                next(answered)
+                next(results)
                 if does_fit
                 else SourceFailure(
                     FailureCode.PROMPT_TOO_LONG,
-                    f"{length} tokens of pictures and prompt and {settings.max_tokens} of the answer exceed the context"
-                    f" of {self._context} tokens",
+                    f"{length} tokens of pictures and prompt, with {settings.max_tokens} tokens for the answer, exceed "
+                    f"the context of {self._context} tokens",
                 )
                 for does_fit, length in zip(fits, lengths, strict=True)
             ]
@@ -79,7 +90,7 @@ class LocalModel:
                 f"a batch of {count_noun(len(pictures), 'chunk')} does not fit in GPU memory: use a smaller --batch, or"
                 " fewer --frames"
             ) from None
-        seconds = (time.monotonic() - begin_s) / len(pictures)
+        seconds = (time.monotonic() - start_s) / len(pictures)
         answers = tokens[:, inputs["input_ids"].shape[1] :].tolist()
         return [
             self._answer(answer, tokens_in=length, seconds=seconds)
@@ -123,10 +134,13 @@ class LocalModel:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LocalCaptioner:
-    """Captioner that runs a model in this process, `batch` chunks at a time.
+    """Captioner that runs a model in this process.
 
-    The boundaries of batches depend only on the rows of the shard, even if only some rows still need a caption.
-    Therefore a killed run and its rerun have the same batches.
+    Row r belongs to batch r // `batch`, no matter which rows already have a caption. A rerun after a kill therefore
+    has the same batch boundaries.
+
+    Attributes:
+        batch: Maximum number of chunks in a batch.
     """
 
     model: LocalModel
@@ -134,7 +148,7 @@ class LocalCaptioner:
     batch: int
 
     def caption(self, task: CaptionTask) -> Stop | None:
-        """Caption all rows (`clipmill.prep.captions.answers.Captioner`)."""
+        """Caption all rows (see `Captioner` in `answers.py`)."""
         with ThreadPoolExecutor(_DECODE_THREADS) as pool:
             decode = partial(_pictures_or_failure, task)
             for rows, futures in _run_ahead(
@@ -166,11 +180,11 @@ class LocalCaptioner:
             yield batch
 
 
-def _run_ahead(batches: Iterator[list[int]], begin: Callable[[list[int]], Any]) -> Iterator[tuple[list[int], Any]]:
-    """Yield each batch with the result of `begin`, which is called one batch ahead."""
-    running = [(batch, begin(batch)) for batch in islice(batches, 1)]
+def _run_ahead(batches: Iterator[list[int]], start: Callable[[list[int]], Any]) -> Iterator[tuple[list[int], Any]]:
+    """Yield each batch with the result of `start(batch)`, after `start` was called for the next batch too."""
+    running = [(batch, start(batch)) for batch in islice(batches, 1)]
     while running:
-        running += [(batch, begin(batch)) for batch in islice(batches, 1)]
+        running += [(batch, start(batch)) for batch in islice(batches, 1)]
         yield running.pop(0)
 
 
@@ -183,11 +197,11 @@ def _pictures_or_failure(task: CaptionTask, row: int) -> Sequence[Picture] | Sou
 
 @lru_cache(maxsize=1)
 def open_model(directory: Path, *, name: str, device: Device, precision: str, num_threads: int) -> LocalModel:
-    """Load a model with its processor, once per process.
+    """Load a model and its processor. The result is cached.
 
     Raises:
-        UserError: torch or transformers is missing, or the folder does not have a model and a processor that
-            transformers can load.
+        UserError: torch or transformers is not installed, or transformers cannot load a model and a processor from the
+            folder.
     """
     try:
         import torch
@@ -206,11 +220,11 @@ def open_model(directory: Path, *, name: str, device: Device, precision: str, nu
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise UserError(
             f"the model in {directory} cannot be loaded: {on_one_line(str(error).strip() or type(error).__name__)}",
-            hint="give a folder written by save_pretrained of an image-text-to-text model and of its processor",
+            hint="use a folder in which save_pretrained wrote an image-text-to-text model and its processor",
         ) from None
     if getattr(processor, "chat_template", None) is None:
         raise UserError(
             f"the processor in {directory} has no chat template",
-            hint="give an instruction-tuned model, whose folder has chat_template.jinja",
+            hint="use an instruction-tuned model; its folder contains chat_template.jinja",
         )
     return LocalModel(model.to(device).eval(), processor, name=name, device=device)

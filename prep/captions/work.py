@@ -1,6 +1,6 @@
-"""The `ChunkWork` of `captions`, and `<variant>/captions.parquet`, the table that `prep manifest captions` reads.
+"""`ChunkWork` of the column `captions`, and its table `<variant>/captions.parquet`, read by `prep manifest captions`.
 
-The table is derived from the shards and is written at the end of a run.
+A run writes the table at its end, from the shards.
 """
 
 from pathlib import Path
@@ -35,10 +35,10 @@ _COLUMNS = ("video_id", "start_ms", "num_frames", "fps_num", "fps_den", "caption
 
 
 def publish_caption_table(variant: Variant) -> Path:
-    """Write the table of a variant.
+    """Write the caption table of a variant, sorted by video and time, and return its path.
 
     Raises:
-        Damaged: A merged table or an index is damaged.
+        Damaged: The merged table or an index is damaged.
         OSError: A file cannot be read or written.
     """
     rows = read_chunk_rows(variant, columns=_COLUMNS)
@@ -46,7 +46,7 @@ def publish_caption_table(variant: Variant) -> Path:
     starts, frames, fps_num, fps_den = (rows.table[name].to_numpy().astype(np.int64) for name in _COLUMNS[1:5])
     distinct = ids.dictionary_encode()
     order = order_of(distinct.indices.to_numpy()[codes], starts)
-    at = pa.array(np.arange(len(codes)) if order is None else order)
+    sorted_rows = pa.array(np.arange(len(codes)) if order is None else order)
     source = f"{SOURCE}@{recipe_fingerprint(variant.recipe)[:8]}"
     recipe = dict(variant.recipe)
     count = len(codes)
@@ -70,14 +70,14 @@ def publish_caption_table(variant: Variant) -> Path:
             pa.array(np.zeros(count, np.int16)),
         ],
         schema=SCHEMA,
-    ).take(at)
+    ).take(sorted_rows)
     path = variant.directory / TABLE_FILE
     write_pseudo_captions(path, [table], record=record)
     return path
 
 
 def caption_table_problem(variant: Variant) -> str | None:
-    """Return the reason why a variant's table is unusable; None if it is usable, or if the variant has no captions."""
+    """Return why the caption table of a variant is unusable; None if it is usable or the variant has no captions."""
     if not any(commit.files for commit in variant.commits.values()):
         return None
     path = variant.directory / TABLE_FILE
@@ -89,7 +89,7 @@ def caption_table_problem(variant: Variant) -> str | None:
         return f"{path} is missing"
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
         return f"{path} is damaged: {error}"
-    return None if is_current else f"{path} is stale: shards of captions have changed since it was written"
+    return None if is_current else f"{path} is stale: shards have changed since it was written"
 
 
 def _require(settings: CaptionsSettings) -> None:

@@ -1,7 +1,7 @@
-"""Caption the chunks of one shard, in a worker.
+"""Caption the chunks of one shard in a worker.
 
-Answers in the journal are reused; a request is made for each of the other chunks. Answers stay in the journal until all
-requests of the shard have ended, and then become samples. A chunk without a caption does not affect the others.
+Answers in the journal are reused, and a request is sent for every other chunk. Once all requests of the shard have
+ended, the answers become samples. A chunk without a caption does not affect the other chunks.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,15 +34,18 @@ from clipmill.shards.writer import Sample
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Options for requests to a model that do not affect the answers.
+    """Options of a worker that do not affect the answers.
 
     Attributes:
-        batch: Batch size of a model in the worker, in chunks.
-        num_threads: Number of threads of this model; None for the number that the engine has assigned to the worker.
-        in_flight: Maximum number of parallel requests per worker.
-        retries, timeout_s: Maximum number of retries of a request, and its timeout in seconds.
-        max_tokens_total, spent: Token limit of the variant, and number of tokens of the answers from earlier runs.
-        retry_codes: Failure codes of stored answers for which a new request is made.
+        device: Device of a local model.
+        batch: Batch size of a local model in chunks.
+        num_threads: Number of CPU threads of a local model; None for the number that the engine assigns to the worker.
+        in_flight: Maximum number of parallel requests of the worker to a server.
+        retries: Maximum number of retries of a request.
+        timeout_s: Timeout of a request in seconds.
+        max_tokens_total: Maximum number of tokens for the variant, including earlier runs; None for no limit.
+        spent: Number of tokens that earlier runs have used.
+        retry_codes: Failure codes to retry: stored answers with these codes are replaced.
     """
 
     device: Device
@@ -57,7 +60,7 @@ class RequestOptions:
 
 
 def make_captions(chunks: Chunks, recipe: Recipe[CaptionsSettings]) -> Iterator[Sample | SourceFailure | Stop]:
-    """Yield the sample of each chunk or the reason for its failure, or a `Stop` if some requests were not sent."""
+    """Yield a sample or a failure for each chunk; yield only a `Stop` if some requests were not sent."""
     with Journal(journal_path(chunks.variant_dir, chunks.shard_id), chunks.extra_input) as journal:
         requests = CaptionRequests(chunks, recipe, journal)
         pending_rows = requests.pending_rows()
@@ -79,10 +82,10 @@ def make_captions(chunks: Chunks, recipe: Recipe[CaptionsSettings]) -> Iterator[
 
 @dataclass
 class CaptionRequests:
-    """State of the requests for the chunks of a shard without a sample.
+    """Requests for the chunks of a shard without a sample.
 
     Attributes:
-        failed: Reason why a row has no answer, by row.
+        failed: Failures of the requests, keyed by row.
     """
 
     chunks: Chunks
@@ -91,7 +94,7 @@ class CaptionRequests:
     failed: dict[int, SourceFailure] = field(default_factory=dict)
 
     def pending_rows(self) -> list[int]:
-        """Return the rows that need a request: rows without an answer, and rows whose answer is to be replaced."""
+        """Return the rows without an answer, and the rows whose answer is to be replaced."""
         codes = self.chunks.options.retry_codes | {FailureCode.OTHER_MODEL}
         rows = []
         for row in self.chunks.rows:
@@ -102,12 +105,19 @@ class CaptionRequests:
         return rows
 
     def send(self, captioner: Captioner, *, limit: int | None = None, on_answer: Callable[[int], None]) -> Stop | None:
-        """Make requests for at most `limit` open rows; return the reason if some were not sent, otherwise None."""
+        """Send requests for the pending rows, or for the first `limit` of them.
+
+        Args:
+            on_answer: Function that is called with the row after each answer.
+
+        Returns:
+            Reason why some requests were not sent, or None.
+        """
         chunks, options, settings = self.chunks, self.chunks.options, self.recipe.settings
         budget = Budget(chunks.variant_dir, limit=options.max_tokens_total, spent=options.spent)
 
         def stop() -> Stop | None:
-            message = f"the answers took the {options.max_tokens_total or 0:,} tokens of --max-tokens-total"
+            message = f"the answers have used the {options.max_tokens_total or 0:,} tokens of --max-tokens-total"
             return Stop(FailureCode.BUDGET_SPENT, message) if budget.is_spent() else None
 
         def keep(row: int, result: Answer | SourceFailure) -> None:
@@ -146,7 +156,10 @@ def open_captioner(recipe: Recipe[CaptionsSettings], options: RequestOptions) ->
         return Endpoint(settings, in_flight=options.in_flight, retries=options.retries, timeout_s=options.timeout_s)
     files = find_model(settings.model)
     if files.sha256 != recipe.values["model_sha256"]:
-        raise UserError(f"the files of {files.name} on this node differ from the planned ones", hint="copy them again")
+        raise UserError(
+            f"the files of model {files.name} on this node differ from the files at planning time",
+            hint="copy the same files to all nodes",
+        )
     model = open_model(
         files.directory,
         name=files.name,

@@ -18,7 +18,7 @@ def test_a_key_that_no_header_takes_is_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("OPENAI_API_KEY", key)
     server = ("--endpoint", "http://localhost:1/v1", "--model", MODEL)
     ran = prep_here("captions", *server, "--data", tmp_path, status=2)
-    assert ran.error.startswith("OPENAI_API_KEY has a line feed or another") and "hidden" not in ran.stderr
+    assert ran.error.startswith("OPENAI_API_KEY contains a line feed, or another") and "hidden" not in ran.stderr
     assert not any(tmp_path.iterdir())
 
 
@@ -124,7 +124,7 @@ def test_retry_works_on_the_variant_that_failed_with_the_flags_of_its_run(shard_
         num_asked, server.script, server.seconds, server.most_at_once = len(server.log), describe_pictures, 0.05, 0
         retry = ("retry", "--column", "captions", "--engine", "processes", "--data", data, "--json")
         spent = prep_here(*retry, "--max-tokens-total", ran["answers"]["tokens_in"] + 1, status=1)
-        assert "took the" in spent.stderr + spent.stdout and len(server.log) == num_asked + 1
+        assert "have used the" in spent.stderr + spent.stdout and len(server.log) == num_asked + 1
         assert f"is retried: {failed}" in spent.stderr
         tried = prep_here(*retry, "--max-tokens-total", 10_000).summary
         assert (tried["variant"], tried["num_chunks"]) == (failed, NUM_CHUNKS)

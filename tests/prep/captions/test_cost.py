@@ -20,7 +20,7 @@ def test_the_budget_ends_a_run_and_counts_the_answers_of_earlier_ones(shard_set:
         assert make(data, server, "--max-tokens-total", each * NUM_CHUNKS).summary["num_chunks"] == NUM_CHUNKS
         assert len(server.log) == NUM_CHUNKS
         error = prep_here(*flags(data, server, "--max-tokens-total", 9, "--part", "1/2"), status=2).error
-    assert "does not apply to --part" in error
+    assert "cannot be used with --part" in error
 
 
 def test_a_plan_asks_only_on_request_and_the_run_keeps_what_it_got(shard_set: ShardSet) -> None:

@@ -141,8 +141,8 @@ def test_pictures_beyond_the_context_fail_by_name(tmp_path: Path, vlm: Path) -> 
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
-        ("processor_config.json", "has no processor"),
-        ("model.safetensors", "has no config.json and *.safetensors"),
+        ("processor_config.json", "lacks a processor"),
+        ("model.safetensors", "lacks config.json or *.safetensors"),
     ],
 )
 def test_a_folder_without_a_part_is_refused(
