@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from clipmill.manifests.caption_spans import write_caption_spans
 from clipmill.manifests.publish import publish_bytes, publish_checked_json, publish_json
 from clipmill.manifests.schema import CAPTIONS, MANIFEST_FORMAT, VIDEOS
-from clipmill.manifests.store import CAPTIONS_FILE, FINGERPRINT_KEY, MAPPED_FILES, VIDEOS_FILE, describe
+from clipmill.manifests.store import CAPTIONS_FILE, FINGERPRINT_KEY, MAPPED_FILES, VIDEOS_FILE, file_entry
 from clipmill.shards.chunk_table import chunk_table_metadata
 from clipmill.shards.commit_table import (
     SCHEMA,
@@ -81,7 +81,7 @@ def write_manifest_of(
     spans, texts = (folder / name for name in MAPPED_FILES)
     with pq.ParquetFile(folder / CAPTIONS_FILE, read_dictionary=["video_id", "source"]) as file:
         write_caption_spans(file, names, spans=spans, texts=texts, metadata=metadata, scratch_folder=folder)
-    tables = {name: describe(folder / name) for name in (VIDEOS_FILE, CAPTIONS_FILE, *MAPPED_FILES)}
+    tables = {name: file_entry(folder / name) for name in (VIDEOS_FILE, CAPTIONS_FILE, *MAPPED_FILES)}
     entry = {"num_videos": num_videos, "num_captions": num_captions, "num_captions_lost": 0, "num_rejected": {}}
     content = {"format": MANIFEST_FORMAT, "fingerprint": _FINGERPRINT, "next_caption_id": num_captions}
     publish_checked_json(folder / "manifest.json", {**content, "datasets": {"made": entry}, "tables": tables})

@@ -1,7 +1,7 @@
 """Command-line support for `prep` and `train`: help in 80 columns, `--install-completion`, and checks of flag values.
 
-`--help` shows the flags for a first run, and `--help-all` shows all flags. If a command has few flags, or no
-`FIRST_RUN` flags, `--help` shows all flags except `RARE` flags.
+`--help-all` shows all flags. `--help` shows the flags that are annotated with `FIRST_RUN`. If a command has few flags,
+or no such flags, `--help` shows all flags except for those annotated with `RARE`.
 """
 
 import inspect
@@ -24,44 +24,44 @@ if TYPE_CHECKING:
     from cyclopts.help import HelpEntry
 
 
-OPTIONS = Group("Options", sort_key=9)  # group of the flags that belong to no other group
+OPTIONS = Group("Options", sort_key=9)  # group of the flags without a group
 HELP, HELP_ALL = frozenset({"--help", "-h"}), "--help-all"
-FIRST_RUN = "a flag that a first run needs"  # marker in a flag's annotation
-RARE = "a flag that --help never shows"  # marker in a flag's annotation
-Metadata = tuple[Any, ...]  # annotation of a flag, without its type
-Tables = Mapping[str, Sequence[tuple[str, str]]]  # mapping from title to rows
+FIRST_RUN = "a flag that a first run needs"  # annotation of a flag
+RARE = "a flag that --help never shows"  # annotation of a flag
+Metadata = tuple[Any, ...]  # annotations of a flag, without the type
+Tables = Mapping[str, Sequence[tuple[str, str]]]  # mapping from the title of a table to rows of label and description
 
 _WIDTH = 80
-_WIDEST_LABEL, _WIDEST_SHORT_LABEL = 27, 22
+_MAX_LABEL_WIDTH, _MAX_SHORT_LABEL_WIDTH = 27, 22
 _FEW_FLAGS = 12
-_TIED = str.maketrans(" ", "\N{NO-BREAK SPACE}")
-_ONE_OR_SEVERAL = re.compile(r"\b(\w+)\|\1\.\.\.")  # STR|STR...
+_NO_BREAKS = str.maketrans(" ", "\N{NO-BREAK SPACE}")  # translation that keeps a text on one line
+_ONE_OR_MORE = re.compile(r"\b(\w+)\|\1\.\.\.")  # STR|STR...
 _FIRST_SENTENCE = re.compile(r"(.+?)(?:\.(?=\s)|\.?$)")
 
 
-def wants_help(app: "App", words: Sequence[str]) -> bool:
-    """Return True if a command line requests help, or does not contain a command."""
-    if not HELP.isdisjoint(words) or HELP_ALL in words:
+def wants_help(app: "App", arguments: Sequence[str]) -> bool:
+    """Return True if the arguments of a program request help, or do not contain a command."""
+    if not HELP.isdisjoint(arguments) or HELP_ALL in arguments:
         return True
-    _, apps, rest = app.parse_commands(words)
+    _, apps, rest = app.parse_commands(arguments)
     return apps[-1].default_command is None and not rest
 
 
 def help_text(
     app: "App",
-    words: Sequence[str],
+    arguments: Sequence[str],
     *,
     range_of: Callable[[Metadata], str] = lambda metadata: "",
     tables_of: Callable[["ArgumentCollection"], Tables] = lambda arguments: {},
 ) -> str:
-    """Return the help for the command on a command line.
+    """Return the help for the command that the arguments of a program contain.
 
     Args:
-        range_of: Function that returns the range in a flag's annotation, such as `1 to 64`, for `--help-all`; empty if
-            the annotation has no range.
-        tables_of: Function that returns tables to show after a command's flags.
+        range_of: Function that takes the annotations of a flag and returns its range, such as `1 to 64`, which is shown
+            by `--help-all`. It returns "" if there is no range.
+        tables_of: Function that takes the flags of a command and returns tables to show after the flags.
     """
-    commands, apps, _ = app.parse_commands([word for word in words if word not in HELP | {HELP_ALL}])
+    commands, apps, _ = app.parse_commands([word for word in arguments if word not in HELP | {HELP_ALL}])
     command, name = apps[-1], " ".join([app.name[0], *commands])
     if command.default_command is None:
         summaries = _commands(command)
@@ -72,7 +72,7 @@ def help_text(
             lines.append(f"{name} --install-completion enables shell completion of commands and flags.")
         return "\n".join(lines)
 
-    page = command_help(command, name, everything=HELP_ALL in words, range_of=range_of, tables_of=tables_of)
+    page = command_help(command, name, shows_all=HELP_ALL in arguments, range_of=range_of, tables_of=tables_of)
     lines = [page.usage, *_paragraph_lines(page.paragraphs)]
     width = _width([label for rows in page.tables.values() for label, _ in rows], is_short=page.is_short)
     for title, rows in page.tables.items():
@@ -88,10 +88,10 @@ class CommandHelp:
 
     Attributes:
         usage: Usage line.
-        paragraphs: Summary, followed by text. Examples are indented.
-        tables: Rows of flag and description, by title.
+        paragraphs: Summary and further paragraphs of the description. Examples are indented.
+        tables: Tables of flags and descriptions, by title.
         is_short: True if the tables contain only the flags for a first run.
-        num_all: Number of all flags if some are omitted; otherwise None.
+        num_all: Total number of flags if some flags are omitted; otherwise, None.
     """
 
     usage: str
@@ -105,21 +105,22 @@ def command_help(
     command: "App",
     name: str,
     *,
-    everything: bool,
+    shows_all: bool,
     range_of: Callable[[Metadata], str] = lambda metadata: "",
     tables_of: Callable[["ArgumentCollection"], Tables] = lambda arguments: {},
 ) -> CommandHelp:
-    """Return the help for a command. `help_text` describes the other arguments.
+    """Return the help for a command.
 
     Args:
-        name: Command, including its program.
-        everything: Include all flags, even rare ones.
+        name: Name of the command, including the program.
+        shows_all: Include all flags, even rare ones.
+        range_of, tables_of: See `help_text`.
     """
     collection = command.assemble_argument_collection(parse_docstring=True)
     arguments = collection.filter_by(show=True)
     first_flags = {argument.name for argument in arguments if FIRST_RUN in _metadata(argument)}
     usual_flags = {argument.name for argument in arguments if RARE not in _metadata(argument)}
-    is_short = bool(first_flags) and len(usual_flags) > _FEW_FLAGS and not everything
+    is_short = bool(first_flags) and len(usual_flags) > _FEW_FLAGS and not shows_all
     flags = first_flags if is_short else usual_flags
     rows: dict[str, Sequence[tuple[str, str]]] = {"Commands": commands} if (commands := _commands(command)) else {}
     groups = {_group(argument).name: _group(argument) for argument in arguments}
@@ -128,12 +129,12 @@ def command_help(
         return (group.sort_key if isinstance(group.sort_key, int | float) else 0.5, group.name)
 
     for group in sorted(groups.values(), key=order):
-        members = [argument for argument in arguments.filter_by(group=group) if everything or argument.name in flags]
+        members = [argument for argument in arguments.filter_by(group=group) if shows_all or argument.name in flags]
         if members:
             rows[group.name] = [_row(argument, is_short=is_short, range_of=range_of) for argument in members]
     rows.update(tables_of(collection))
 
-    # The usage line lists required arguments and positional arguments.
+    # The usage line contains the required flags and the positional arguments.
     usage = ["Usage:", name]
     for argument in arguments:
         entry = _entry(argument)
@@ -141,12 +142,12 @@ def command_help(
             usage.append(entry.positional_label or f"{argument.name} {entry.metavar}")
         elif entry.positional_label:
             usage.append(f"[{entry.positional_label}]")
-    num_all = len(arguments) if not everything and len(flags) < len(arguments) else None
+    num_all = len(arguments) if not shows_all and len(flags) < len(arguments) else None
     return CommandHelp(" ".join([*usage, "[OPTIONS]"]), _paragraphs(command), rows, is_short=is_short, num_all=num_all)
 
 
 def _commands(group: "App") -> list[tuple[str, str]]:
-    """Return the commands of a group with their summaries. A command registered with a summary is not loaded."""
+    """Return the names and summaries of a group's commands. A command with a registered summary is not imported."""
     from cyclopts.group_extractors import groups_from_app
 
     rows = [row for _, rows in groups_from_app(group) for row in rows]
@@ -170,7 +171,7 @@ def _paragraph_lines(paragraphs: Sequence[str]) -> Iterator[str]:
 
 
 def _paragraphs(command: "App") -> list[str]:
-    """Return the description of a command: a summary, followed by text and indented examples."""
+    """Return the description of a command as paragraphs: the summary, further text, and indented examples."""
     doc = inspect.cleandoc(command.help if command.default_command is None else command.default_command.__doc__ or "")
     text = re.split(r"\n\nParameters\n-+\n", doc)[0]
     parts = text.split("\n\n")
@@ -190,21 +191,21 @@ def _metadata(argument: "Argument") -> Metadata:
 def _row(argument: "Argument", *, is_short: bool, range_of: Callable[[Metadata], str]) -> tuple[str, str]:
     entry = _entry(argument)
     label = entry.positional_label or _flag_label(entry)
-    words = " ".join((argument.parameter.help or "").replace("`", "").split())
-    if is_short and (sentence := _FIRST_SENTENCE.match(words)):
-        words = sentence[1]
-    words = words.rstrip(".")
+    description = " ".join((argument.parameter.help or "").replace("`", "").split())
+    if is_short and (sentence := _FIRST_SENTENCE.match(description)):
+        description = sentence[1]
+    description = description.rstrip(".")
     is_switch = (entry.metavar or "BOOL").startswith("BOOL")  # with or without a value
     facts = [", ".join(entry.choices)] if entry.choices and not is_switch else []
     if not is_short and (bounds := range_of(_metadata(argument))):
-        facts.append(bounds.translate(_TIED))
+        facts.append(bounds.translate(_NO_BREAKS))
     default = _default(argument.field_info.default)
     if argument.required:
         facts.append("required")
     elif default and not (is_switch and not entry.negative_names):
-        facts.append(f"default: {default}".translate(_TIED))
+        facts.append(f"default: {default}".translate(_NO_BREAKS))
     facts += [f"environment variable: {name}" for name in argument.parameter.env_var or () if not is_short]
-    return label, f"{words} [{'; '.join(facts)}]" if facts else words
+    return label, f"{description} [{'; '.join(facts)}]" if facts else description
 
 
 def _entry(argument: "Argument") -> "HelpEntry":
@@ -215,14 +216,14 @@ def _entry(argument: "Argument") -> "HelpEntry":
 
 
 def _flag_label(entry: "HelpEntry") -> str:
-    """Return a flag with its placeholder: `--steps INT`, or `--towers.[no-]packed-text`."""
+    """Return the label of a flag, such as `--steps INT` or `--towers.[no-]packed-text`."""
     name = ", ".join(entry.positive_names)
     if entry.negative_names:
         head, _, last = name.rpartition(".")
         return f"{head}.[no-]{last}" if head else f"--[no-]{last.removeprefix('--')}"
     if entry.metavar == "BOOL|CHOICE":
         return f"{name} [{'|'.join(entry.choices or ())}]"
-    metavar = _ONE_OR_SEVERAL.sub(r"\1...", entry.metavar or "")
+    metavar = _ONE_OR_MORE.sub(r"\1...", entry.metavar or "")
     return f"{name} {metavar}" if metavar else name
 
 
@@ -237,14 +238,15 @@ def _default(value: object) -> str:
 
 
 def _width(labels: Sequence[str], *, is_short: bool = False) -> int:
-    widest = _WIDEST_SHORT_LABEL if is_short else _WIDEST_LABEL
-    return max((len(label) for label in labels if len(label) <= widest), default=widest)
+    """Return the width of the column of labels. Labels above the maximum width do not count."""
+    max_width = _MAX_SHORT_LABEL_WIDTH if is_short else _MAX_LABEL_WIDTH
+    return max((len(label) for label in labels if len(label) <= max_width), default=max_width)
 
 
 def _table(rows: Sequence[tuple[str, str]], *, width: int) -> Iterator[str]:
-    """Yield the lines of a two-column table. A label that is wider than its column gets a separate line."""
-    for label, words in rows:
-        lines = textwrap.wrap(words, _WIDTH - width - 4, break_long_words=False, break_on_hyphens=False) or [""]
+    """Yield the lines of a two-column table. A label that is wider than its column gets a line of its own."""
+    for label, description in rows:
+        lines = textwrap.wrap(description, _WIDTH - width - 4, break_long_words=False, break_on_hyphens=False) or [""]
         lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
         yield f"  {label}" if len(label) > width else f"  {label:{width}}  {lines.pop(0)}".rstrip()
         yield from (" " * (width + 4) + line for line in lines)
@@ -278,7 +280,7 @@ def register_completion(app: "App") -> None:
             ) from error
         message = f"completion for {app.name[0]}: {path}"
         if path.suffix != ".fish":
-            # Names of zsh's files begin with _. zsh reads them once, when a line of ~/.zshrc calls compinit.
+            # The file for zsh has a name that begins with _. zsh reads it when ~/.zshrc calls compinit.
             is_zsh = path.name.startswith("_")
             message += f", loaded by a line in {'~/.zshrc, which must precede compinit' if is_zsh else '~/.bashrc'}"
         print(f"{message}; it works in new shells")
@@ -287,26 +289,26 @@ def register_completion(app: "App") -> None:
 
 
 def check_values(_app: Any, _names: tuple[str, ...], arguments: Iterable[Any]) -> None:
-    """Reject values that conversion would change silently. This function is a cyclopts `config`.
+    """Reject values that cyclopts would silently change when it converts them. This function is a cyclopts `config`.
 
     Args:
-        arguments: Argument collection of cyclopts, with the values from flags and configuration files.
+        arguments: Argument collection of cyclopts, with the values from flags and settings files.
 
     Raises:
-        UserError: An integer flag has a fractional value, which would be rounded; a flag for local paths has a URL,
-            which `Path` would turn into a local folder such as `s3:`; or the name of a group has a value, which would
-            be assigned to the group's first flag.
+        UserError: An integer flag has a fractional value, which would be rounded. Or a flag for a local path has a URL,
+            which `Path` would convert to a local folder such as `s3:`. Or the name of a group has a value, which would
+            be assigned to the first flag of the group.
     """
     for argument in arguments:
         values = [str(token.value) for token in argument.tokens]
-        # A group that is empty in a file has an empty value.
+        # An empty group in a settings file has an empty value.
         if argument.children and any(values):
             raise UserError(
                 f"{argument.name} is {values[0]}, but it is a group of flags, which takes no value",
                 hint=f"set one of its flags, such as {argument.children[0].name}",
                 flags=(argument.name,),
             )
-        # Without a decimal point, cyclopts itself reports invalid integers.
+        # cyclopts itself rejects all other invalid integers.
         if argument.hint in (int, int | None) and (fractions := [value for value in values if "." in value]):
             raise UserError(
                 f"{argument.name} is {fractions[0]}, which is not an integer",

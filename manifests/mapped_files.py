@@ -1,16 +1,16 @@
-"""Memory-mapped files: an error message for pages that can no longer be read, and a limit on the number of maps.
+"""Map files into memory, report mapped files that become unreadable, and limit the number of maps.
 
-If another program truncates a mapped file, or its disk fails, some of its pages cannot be read. The kernel then sends
-SIGBUS to the thread that accesses such a page, which would end the process without a message. A handler for this signal
-finds the file that is mapped at the address, reports its name, and exits. The handler costs nothing until then. Reading
-with `preadv` instead would return an error, but takes up to 3.9 times as long for latents (benchmarks/README.md).
-`read_ahead` loads pages into memory in advance, and reports a disk error as an exception.
+If another program truncates a mapped file, or the disk fails, some pages of the map cannot be read. The kernel then
+sends SIGBUS to the thread that accesses such a page, which would end the process without a message. A handler for this
+signal looks up the file that is mapped at the address, reports its path, and exits. It costs nothing until then.
+Reading with `preadv` would return an error instead, but takes up to 3.9 times as long for latents
+(benchmarks/README.md). `read_ahead` loads pages into memory in advance, and raises an exception if the disk fails.
 
-The handler runs Python code in the middle of the access, in the thread that made the access. This is possible because
-only that access causes the signal, and an access to mapped data does not hold any of the interpreter's locks.
+The handler runs Python code in the thread that accesses the page, in the middle of the access. This is safe: only an
+access to mapped data causes the signal, and no lock of the interpreter is held during such an access.
 
-The kernel allows a process 65,530 maps (`vm.max_map_count`), and a dataset may have more shards than that. `OPEN_MAPS`
-closes the least recently used maps beyond a limit. Their owners map the files again when needed.
+The kernel allows 65,530 maps per process (`vm.max_map_count`), but a dataset may have more shards. When there are too
+many maps, `OPEN_MAPS` closes the least recently used maps. Their owners map the files again when needed.
 """
 
 import ctypes
@@ -39,7 +39,7 @@ _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p
 
 
 class _Action(ctypes.Structure):
-    """`struct sigaction` of 64-bit Linux."""
+    """C structure `sigaction` of 64-bit Linux."""
 
     _fields_ = (
         ("handler", ctypes.c_void_p),
@@ -50,7 +50,7 @@ class _Action(ctypes.Structure):
 
 
 _libc = ctypes.PyDLL(None, use_errno=True)
-_unlocked = ctypes.CDLL(None, use_errno=True)  # calls release the interpreter lock
+_unlocked = ctypes.CDLL(None, use_errno=True)  # the same library; its calls release the interpreter lock
 _unlocked.mmap.restype = ctypes.c_void_p
 _unlocked.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _unlocked.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
@@ -60,7 +60,7 @@ _previous_action: _Action | None = None
 
 
 def map_arrow_file(path: Path) -> Any:
-    """Map an Arrow file read-only. An access to a lost page ends the process with a message that names the file.
+    """Map an Arrow file for reading. Access to an unreadable page ends the process with a message about the file.
 
     Raises:
         OSError: The file cannot be mapped.
@@ -70,9 +70,9 @@ def map_arrow_file(path: Path) -> Any:
 
 
 def map_descriptor(descriptor: int, size: int) -> memoryview:
-    """Map `size` bytes of an open file read-only, for as long as the view or a part of the view is in use.
+    """Map the first `size` bytes of an open file for reading, for as long as any part of the returned view is in use.
 
-    The descriptor may be closed afterwards. (`mmap.mmap` would keep one descriptor per file until Python 3.13, and a
+    The descriptor may be closed afterwards. (Before Python 3.13, `mmap.mmap` keeps a descriptor for each file, but a
     dataset may have more files than a process may open.) If the open file is locked, the map keeps the lock.
 
     Raises:
@@ -89,21 +89,21 @@ def map_descriptor(descriptor: int, size: int) -> memoryview:
 
 
 def read_ahead(content: memoryview) -> None:
-    """Load a part of a map into memory, without holding the interpreter lock.
+    """Load a part of a map into memory without holding the interpreter lock. Before Linux 5.14, this does nothing.
 
     Raises:
-        OSError: The disk fails, or the file is too short. Kernels before Linux 5.14 do not report this.
+        OSError: The disk failed, or the file is too short.
     """
     address = int(np.frombuffer(content, np.uint8).ctypes.data)
-    begin = address - address % mmap.PAGESIZE
-    if _unlocked.madvise(begin, address + len(content) - begin, _POPULATE_READ):
+    page_start = address - address % mmap.PAGESIZE
+    if _unlocked.madvise(page_start, address + len(content) - page_start, _POPULATE_READ):
         code = ctypes.get_errno()
         if code != errno.EINVAL:
             raise OSError(code, "the disk failed, or the file was truncated after it was opened")
 
 
 def report_lost_pages() -> None:
-    """Install the handler that reports the name of a mapped file if one of its pages cannot be read."""
+    """Install the handler that reports the path of a mapped file if one of its pages cannot be read."""
     global _previous_action
     with _lock:
         if _previous_action is None:
@@ -120,7 +120,7 @@ def _on_bus_error(_number: int, info: int, _context: int) -> None:
         path = _file_at(ctypes.c_uint64.from_address(info + _ADDRESS_OFFSET).value)
     finally:
         if path is None and _previous_action is not None:
-            # The signal does not concern a file, or was sent by another process, so call the previous handler.
+            # The signal has a different cause, such as another process, so the previous handler is called.
             _libc.sigaction(signal.SIGBUS, ctypes.byref(_previous_action), None)
             signal.raise_signal(signal.SIGBUS)
     if path is None:
@@ -136,18 +136,19 @@ def _on_bus_error(_number: int, info: int, _context: int) -> None:
 
 
 def _file_at(address: int) -> str | None:
-    """Return the path of the file that is mapped at an address; None if no file is mapped there."""
+    """Return the path of the file that is mapped at a memory address, or None if no file is mapped there."""
     with Path("/proc/self/maps").open(encoding="utf-8", errors="surrogateescape") as maps:
         for line in maps:
-            begin, end = (int(word, 16) for word in line.split(" ", 1)[0].split("-"))
-            if begin <= address < end:
-                words = line.rstrip("\n").split(maxsplit=5)
-                return words[5] if len(words) > 5 and words[5].startswith("/") else None
+            start, end = (int(number, 16) for number in line.split(" ", 1)[0].split("-"))
+            if start <= address < end:
+                fields = line.rstrip("\n").split(maxsplit=5)
+                return fields[5] if len(fields) > 5 and fields[5].startswith("/") else None
     return None
 
 
-# Limit per process, for all variants together. The rest of the kernel's limit is left for maps in use (a few thousand
-# per loader of latents), copies of remote tars (clipmill.train.data.mapped_tars) and libraries.
+# Maximum number of maps of a process, for all variants together. The rest of the kernel's limit is for maps that cannot
+# be closed because they are in use (a few thousand per loader of latents), for copies of remote tars
+# (clipmill.train.data.mapped_tars), and for libraries.
 MAX_OPEN_MAPS = 24_576
 
 
@@ -155,24 +156,24 @@ class MapOwner(Protocol):
     """Owner of a map that can close the map."""
 
     def close(self) -> bool:
-        """Close the map; return False if it is in use. Must not wait for a lock."""
+        """Close the map, or return False if it is in use. An implementation must not wait for a lock."""
         ...
 
 
 class OpenMaps:
-    """The open maps of a process, ordered by last use. Thread-safe. Owners are referenced weakly."""
+    """Weak references to the owners of the open maps of a process, ordered by last use. Methods are thread-safe."""
 
     def __init__(self, limit: int = MAX_OPEN_MAPS) -> None:
         self.limit = limit
         self._owners: OrderedDict[int, weakref.ref[MapOwner]] = OrderedDict()
-        # Reentrant, because an owner may be garbage-collected while the lock is held.
+        # The lock is reentrant, because an owner may be garbage-collected while this thread holds the lock.
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._owners)
 
     def note_use(self, owner: MapOwner) -> None:
-        """Note that `owner` uses its map now; close other maps if there are too many."""
+        """Record that `owner` is using its map now, and close other maps if there are too many."""
         key = id(owner)
         with self._lock:
             if key in self._owners:
@@ -187,8 +188,8 @@ class OpenMaps:
                     self._owners[oldest] = reference
                     num_tried += 1
 
-    def closed(self, owner: MapOwner) -> None:
-        """Note that `owner` has closed its map."""
+    def note_close(self, owner: MapOwner) -> None:
+        """Record that `owner` has closed its map."""
         self._forget(id(owner))
 
     def _forget(self, key: int) -> None:

@@ -1,9 +1,8 @@
 """Flags for monitoring long commands: metrics for Prometheus, and a log of JSON lines.
 
-`Monitoring` defines the flags. Metrics are served by prometheus-client, which is imported only if a port is set; a
-program adds its own metrics to `metrics_registry`. For a log of JSON lines, a stream that replaces standard error
-writes an object for each line, with the time in UTC, the level, the node, the rank if several processes are launched
-together, and the line itself as the event.
+Metrics are served by prometheus-client, which is imported only if a port is set. A program adds its metrics to the
+registry from `metrics_registry`. For a log of JSON lines, a `JsonLog` replaces standard error, and writes each line as
+an object with the time in UTC, the level, the node, the rank if a launcher has set it, and the line as the event.
 """
 
 import json
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 _MONITORING = Parameter(group=Group("Monitoring", sort_key=18.5))
-# Level of a line by its first word, as clipmill writes it; other lines have the level "info".
+# Levels of lines that begin with these words. All other lines have the level "info".
 _LEVELS = {"error": "error", "failed": "error", "hint": "error"}
 _LEVELS |= {"warning": "warning", "stopped": "warning", "interrupted": "warning"}
 _FIRST_WORD = re.compile(r"(\w+)[:;] ")
@@ -48,7 +47,9 @@ class Monitoring(Checked):
 
     @contextmanager
     def begin(self) -> Iterator[None]:
-        """Switch the log of the process to `log_format`, and serve metrics within the block.
+        """Context manager that sets the format of this process's log, and serves metrics until the block ends.
+
+        The log keeps its format after the block.
 
         Raises:
             UserError: The port cannot be used.
@@ -84,18 +85,18 @@ class Monitoring(Checked):
 
 
 def metrics_registry() -> "CollectorRegistry | None":
-    """Return the registry of the metrics that this process serves; None if it serves no metrics."""
+    """Return the registry of the metrics that this process serves, or None if it serves no metrics."""
     return _registry
 
 
 class JsonLog:
-    """Text stream that writes each line of a log as a JSON object."""
+    """Text stream that writes each line as a JSON object to another stream."""
 
-    has_times = True
+    has_times = True  # read by `progress.line_time`, which then adds no times
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
-        self._partial_lines: dict[int, str] = {}  # the unfinished line of each thread
+        self._partial_lines: dict[int, str] = {}  # unfinished lines by thread
         self._origin = {"node": os.uname().nodename}
         if "RANK" in os.environ:
             self._origin["rank"] = os.environ["RANK"]
@@ -111,11 +112,11 @@ class JsonLog:
         return len(text)
 
     def write_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Write a traceback as one object. This method replaces `sys.excepthook`."""
+        """Write a traceback as one object. This method can replace `sys.excepthook`."""
         self._write_event("error", "".join(traceback.format_exception(kind, error, trace)).rstrip())
 
     def isatty(self) -> bool:
-        """Return False, so that progress is shown in lines."""
+        """Return False, so that progress is written as lines."""
         return False
 
     def _write_event(self, level: str, event: str) -> None:

@@ -1,12 +1,12 @@
-"""Settings of a command: frozen dataclasses whose annotations declare valid values. One function checks all fields.
+"""Declare and check the settings of a command: frozen dataclasses with annotations that declare the valid values.
 
     batch: Annotated[int, Range(1, 10**6)] = 64
     \"\"\"Batch size over all processes.\"\"\"
     stride: Annotated[int, Range(1, 10**6), GoesWith("sampling", ("stride",))] = 4
 
-A settings class is derived from `Checked`. Its generator `rules` checks rules that involve several fields. Constructing
-invalid settings raises a UserError with all mistakes. A command-line parser constructs groups before the settings that
-contain them, so it defers the checks, and runs them once for the complete tree.
+A settings class is derived from `Checked`. The generator `rules` of the class checks rules that involve several fields.
+Constructing invalid settings raises a UserError with all mistakes. The command-line parser constructs a group before
+the settings that contain it. Therefore, it defers the checks, and runs them once for the complete tree.
 """
 
 import math
@@ -23,12 +23,12 @@ _checks_are_deferred: ContextVar[bool] = ContextVar("checks_are_deferred", defau
 
 @dataclass(frozen=True)
 class Range:
-    """The allowed values of a number, or of each number in a tuple. None is always allowed.
+    """Annotation with the allowed range of a number, or of each number in a tuple. None is always allowed.
 
     Attributes:
         least, most: Inclusive bounds.
         above, below: Exclusive bounds.
-        hint: Remedy for a value outside the range, if the bounds do not make it clear.
+        hint: Hint for a value outside the range. By default, the hint states the range.
     """
 
     least: float = -math.inf
@@ -44,14 +44,14 @@ class Range:
         return bool(self.least <= value <= self.most and self.above < value < self.below)
 
     def mistakes(self, flag: str, value: Any) -> Iterator[UserError]:
-        """Yield the mistake if the value of a flag is not in the range."""
+        """Yield an error if the value of `flag` is not in the range."""
         if not self.holds(value):
             yield UserError(
                 f"{flag} is {value}, which is out of range", hint=self.hint or f"{flag} must be {self}", flags=(flag,)
             )
 
     def __str__(self) -> str:
-        """Return the range as text: `from 1 to 1,024`."""
+        """Format the range for a message, as in `from 1 to 1,024`."""
         if math.isfinite(self.least) and math.isfinite(self.most):
             return f"from {_number(self.least)} to {_number(self.most)}"
         bounds = {
@@ -60,23 +60,23 @@ class Range:
             "at most {}": self.most,
             "less than {}": self.below,
         }
-        words = [text.format(_number(bound)) for text, bound in bounds.items() if math.isfinite(bound)]
-        return " and ".join(words) or "a finite number"
+        conditions = [form.format(_number(bound)) for form, bound in bounds.items() if math.isfinite(bound)]
+        return " and ".join(conditions) or "a finite number"
 
 
-SHARE = Range(least=0, below=1)
+FRACTION = Range(least=0, below=1)
 PROBABILITY = Range(0, 1)
 
 
 @dataclass(frozen=True)
 class GoesWith:
-    """Dependency on a setting of the same group, without which the annotated setting has no effect.
+    """Annotation of a setting that has an effect only if another setting of the same group has certain values.
 
     Attributes:
         name: Field of the other setting.
-        values: Values of the other setting with which the annotated setting has an effect; if empty, any value except
-            0 or None.
-        use: Text that replaces these values in the hint.
+        values: Values of the other setting for which the annotated setting has an effect. If empty, any value except 0
+            and None.
+        use: Text for the hint in place of these values.
     """
 
     name: str
@@ -84,29 +84,29 @@ class GoesWith:
     use: str = ""
 
     def holds(self, value: object) -> bool:
-        """Return True if the annotated setting has an effect when the other setting has this value."""
+        """Return True if the annotated setting has an effect when `value` is the value of the other setting."""
         return value in self.values if self.values else bool(value)
 
 
 class Needs(GoesWith):
-    """Dependency on a setting of the same group, without which it is a mistake to set the annotated setting at all."""
+    """Annotation of a setting that must keep its default unless another setting of the group has certain values."""
 
 
 class Checked:
-    """Base class of settings (frozen dataclasses), with the `prefix` of their flags. It checks all fields and rules."""
+    """Base class of settings (frozen dataclasses), which are checked on construction. `prefix` is part of the flags."""
 
     prefix: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         if not _checks_are_deferred.get():
-            refuse(mistakes(self))
+            raise_mistakes(mistakes(self))
 
     def rules(self) -> Iterator[UserError]:
-        """Yield the mistakes that involve several fields. Each field is already in its range."""
+        """Yield the mistakes that involve several fields. The value of each field is already in its range."""
         return iter(())
 
-    def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield errors for typed flags that have no effect, except those that `GoesWith` detects."""
+    def check_effects(self, typed: Mapping[str, str]) -> Iterator[UserError]:
+        """Yield errors for typed flags that have no effect, except for flags that are annotated with `GoesWith`."""
         return iter(())
 
     @classmethod
@@ -116,7 +116,7 @@ class Checked:
 
 
 class Annotations(NamedTuple):
-    """The annotations of a field. If annotations are nested, the outermost annotation counts."""
+    """Name, default and annotations of a field. If annotations of one kind are nested, the outermost one applies."""
 
     name: str
     default: Any
@@ -125,23 +125,23 @@ class Annotations(NamedTuple):
     needs: Needs | None
 
 
-_annotations: dict[type, tuple[Annotations, ...]] = {}  # by settings class, as type hints take long to resolve
+_annotations: dict[type, tuple[Annotations, ...]] = {}  # cache by settings class, because type hints resolve slowly
 
 
 def annotations_of(kind: type) -> tuple[Annotations, ...]:
-    """Return the annotations of all fields of a settings class, in order."""
+    """Return the annotations of all fields of a settings class, in the order of the fields."""
     if kind in _annotations:
         return _annotations[kind]
     hints, annotations = get_type_hints(kind, include_extras=True), []
     for field in fields(kind):
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        known: dict[str, Any] = {}
+        by_kind: dict[str, Any] = {}
         for annotation in getattr(hints[field.name], "__metadata__", ()):
             is_range, is_need = isinstance(annotation, Range), isinstance(annotation, Needs)
             if isinstance(annotation, Range | GoesWith):
-                known["range" if is_range else "needs" if is_need else "goes_with"] = annotation
+                by_kind["range" if is_range else "needs" if is_need else "goes_with"] = annotation
         annotations.append(
-            Annotations(field.name, default, known.get("range"), known.get("goes_with"), known.get("needs"))
+            Annotations(field.name, default, by_kind.get("range"), by_kind.get("goes_with"), by_kind.get("needs"))
         )
     return _annotations.setdefault(kind, tuple(annotations))
 
@@ -152,18 +152,18 @@ def mistakes(settings: Checked) -> list[UserError]:
 
 
 def _examine(settings: Checked) -> tuple[list[UserError], Any]:
-    """Return the mistakes, and the settings with out-of-range values replaced by defaults, so that rules can run."""
+    """Return the mistakes in settings, and valid settings for `rules`, in which defaults replace invalid values."""
     errors: list[UserError] = []
-    valid: dict[str, object] = {}
+    replacements: dict[str, object] = {}
     for field in annotations_of(type(settings)):
         value, flag = getattr(settings, field.name), settings.flag(field.name)
         if isinstance(value, Checked):
             group_errors, group = _examine(value)
             errors += group_errors
-            valid |= {field.name: group} if group_errors else {}
+            replacements |= {field.name: group} if group_errors else {}
         elif field.range is not None and not field.range.holds(value):
             errors += field.range.mistakes(flag, value)
-            valid[field.name] = field.default
+            replacements[field.name] = field.default
         elif field.needs is not None and value != field.default:
             other_value = getattr(settings, field.needs.name)
             if not field.needs.holds(other_value):
@@ -176,21 +176,21 @@ def _examine(settings: Checked) -> tuple[list[UserError], Any]:
                         flags=(flag, other),
                     )
                 )
-    if valid:
+    if replacements:
         with deferred_checks():
-            settings = replace(settings, **valid)  # type: ignore[type-var]
-    wrong = {flag for error in errors for flag in error.flags}
-    return errors + [error for error in settings.rules() if wrong.isdisjoint(error.flags)], settings
+            settings = replace(settings, **replacements)  # type: ignore[type-var]
+    wrong_flags = {flag for error in errors for flag in error.flags}
+    return errors + [error for error in settings.rules() if wrong_flags.isdisjoint(error.flags)], settings
 
 
 def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterator[UserError]:
-    """Yield errors for typed flags that have no effect with the other settings.
+    """Yield an error for each flag on the command line that has no effect together with the other settings.
 
-    Settings from files are accepted: flags may leave some values of a preset or of a run without effect. A flag is also
-    accepted if its value is the default.
+    A setting from a file may have no effect, because flags may override settings of a preset or a run that it depends
+    on. A flag with its default value is accepted too.
 
     Args:
-        typed: Flags on the command line, with their values.
+        typed: Flags on the command line, with their values as text.
     """
     for field in annotations_of(type(settings)):
         value, flag, goes_with = getattr(settings, field.name), settings.flag(field.name), field.goes_with
@@ -202,20 +202,20 @@ def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterato
         if not goes_with.holds(other_value):
             use = goes_with.use or " or ".join(map(str, goes_with.values))
             state = "not set" if other_value is None else other_value
-            yield without_effect(flag, typed, f"{other} is {state}", use=f"{other} {use}".strip())
-    yield from settings.without_effect(typed)
+            yield no_effect_error(flag, typed, f"{other} is {state}", use=f"{other} {use}".strip())
+    yield from settings.check_effects(typed)
 
 
-def without_effect(flag: str, typed: Mapping[str, str], why: str, *, use: str) -> UserError:
-    """Return the error for a typed flag that has no effect."""
+def no_effect_error(flag: str, typed: Mapping[str, str], reason: str, *, use: str) -> UserError:
+    """Return the error for a flag on the command line that has no effect."""
     return UserError(
-        f"{flag} is {typed[flag]}, which has no effect: {why}", hint=f"omit it, or use {use}", flags=(flag,)
+        f"{flag} is {typed[flag]}, which has no effect: {reason}", hint=f"omit it, or use {use}", flags=(flag,)
     )
 
 
 @contextmanager
 def deferred_checks() -> Iterator[None]:
-    """Context manager in which settings are constructed without checks. The caller checks them later."""
+    """Context manager in which settings are constructed without checks. The caller must check them later."""
     token = _checks_are_deferred.set(True)
     try:
         yield
@@ -223,16 +223,16 @@ def deferred_checks() -> Iterator[None]:
         _checks_are_deferred.reset(token)
 
 
-def errors_of(check: Callable[..., object], *arguments: Any, **more: Any) -> Iterator[UserError]:
-    """Call `check` and yield the errors that it raises, for use in rules of settings."""
+def errors_of(check: Callable[..., object], *arguments: Any, **keywords: Any) -> Iterator[UserError]:
+    """Call `check`, and yield each mistake if it raises a UserError. This is for use in `Checked.rules`."""
     try:
-        check(*arguments, **more)
+        check(*arguments, **keywords)
     except UserError as error:
         yield from error.errors
 
 
-def refuse(errors: Iterable[UserError]) -> None:
-    """Raise all mistakes at once, if there are any, but only the first mistake about each flag."""
+def raise_mistakes(errors: Iterable[UserError]) -> None:
+    """Raise all mistakes as one error, with only the first mistake about each flag. Without mistakes, do nothing."""
     by_flag: dict[str, UserError] = {}
     for error in errors:
         by_flag.setdefault(next(iter(error.flags), str(error)), error)

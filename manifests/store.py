@@ -1,9 +1,9 @@
-"""Reader for the manifest in a data folder, which finds the current table files and verifies their checksums.
+"""Read the manifest of a data folder: find the current files of the tables, and verify their checksums.
 
 clipmill.manifests.schema defines the tables, and clipmill.manifests.write writes them. A write replaces one dataset and
-keeps the others. The result depends only on the new rows and the last complete manifest; files of an interrupted write
-are never read. The new tables are staged next to the old tables, and become valid when manifest.json is published. Each
-table stores the fingerprint of the manifest.
+keeps all others. Its result depends only on the new rows and on the last complete manifest, because files of an
+interrupted write are never read. New tables are staged next to the old tables, and become valid when manifest.json is
+published. Each table contains the fingerprint of the manifest that it belongs to.
 """
 
 import errno
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MANIFEST_FOLDER = "manifest"
 _T = TypeVar("_T")
-_CODED = ["video_id", "source"]
+_DICTIONARY_COLUMNS = ["video_id", "source"]
 
 
 def manifest_dir(data_dir: Path) -> Path:
@@ -46,51 +46,56 @@ def has_manifest(data_dir: Path) -> bool:
 
 
 def read_videos(data_dir: Path, *, columns: Sequence[str] = VIDEOS.names) -> pa.Table:
-    """Read the videos: columns of schema.VIDEOS.
+    """Read the table of videos (schema.VIDEOS).
+
+    Args:
+        columns: Names of the columns to read.
 
     Raises:
-        UserError: The manifest is missing, its last write was interrupted, or it has too many videos.
+        UserError: The manifest is missing or damaged, or has too many videos.
     """
     videos = _read(data_dir, VIDEOS_FILE, VIDEOS, columns=columns)
-    require_numbers(manifest_dir(data_dir) / VIDEOS_FILE, num_rows=len(videos), videos=videos)
+    check_table_size(manifest_dir(data_dir) / VIDEOS_FILE, num_rows=len(videos), videos=videos)
     return videos
 
 
 def read_captions(data_dir: Path) -> pa.Table:
-    """Read the captions table: schema.CAPTIONS, existing fields of schema.OPTIONAL_CAPTIONS, and label_ columns.
+    """Read the table of captions: schema.CAPTIONS, and any columns of schema.OPTIONAL_CAPTIONS and labels.
 
-    Dictionaries are unified across chunks.
+    The chunks of a dictionary-encoded column share one dictionary.
 
     Raises:
-        UserError: See `read_videos`.
+        UserError: The manifest is missing or damaged.
     """
-    return _read(data_dir, CAPTIONS_FILE, CAPTIONS, coded=_CODED)
+    return _read(data_dir, CAPTIONS_FILE, CAPTIONS, dictionary_columns=_DICTIONARY_COLUMNS)
 
 
-def open_captions(data_dir: Path, *, coded: Sequence[str] = ()) -> pq.ParquetFile:
-    """Open the captions for reading by row group. The caller must close the file.
+def open_captions(data_dir: Path, *, dictionary_columns: Sequence[str] = ()) -> pq.ParquetFile:
+    """Open the table of captions to read it by row groups. The caller must close the file.
 
-    The open table does not change if a new manifest is written later.
+    The open table stays the same if a new manifest is written later.
 
     Args:
-        coded: Columns to read as dictionaries.
+        dictionary_columns: Columns to read with dictionary encoding.
 
     Raises:
-        UserError: See `read_videos`.
+        UserError: The manifest is missing or damaged.
     """
-    return read_consistently(data_dir, lambda manifest: _open(data_dir, CAPTIONS_FILE, CAPTIONS, manifest, coded))
+    return read_consistently(
+        data_dir, lambda manifest: _open(data_dir, CAPTIONS_FILE, CAPTIONS, manifest, dictionary_columns)
+    )
 
 
 def open_videos(data_dir: Path) -> pq.ParquetFile:
-    """Open the videos table for reading by row group. The caller must close the file. See `open_captions`."""
+    """Open the table of videos to read it by row groups, like `open_captions`. The caller must close the file."""
     return read_consistently(data_dir, lambda manifest: _open(data_dir, VIDEOS_FILE, VIDEOS, manifest))
 
 
 def captions_path(data_dir: Path) -> Path:
-    """Verify the captions file, and return its path, which is valid until the next write of the manifest.
+    """Verify the file of the captions, and return its path, which is valid until the next write of the manifest.
 
     Raises:
-        UserError: See `read_videos`.
+        UserError: The manifest is missing or damaged.
     """
     return read_consistently(
         data_dir, lambda manifest: table_path(manifest_dir(data_dir), CAPTIONS_FILE, manifest=manifest)
@@ -101,7 +106,7 @@ def read_rejected_rows(data_dir: Path) -> pa.Table:
     """Read the table of rejected rows (schema.REJECTED).
 
     Raises:
-        UserError: See `read_videos`.
+        UserError: The manifest is missing or damaged.
     """
     return _read(data_dir, REJECTED_FILE, REJECTED)
 
@@ -110,7 +115,7 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
     """Read the content of manifest.json.
 
     Raises:
-        UserError: There is no manifest, it is damaged, or it uses a different format.
+        UserError: The manifest is missing or damaged, or has a different format version.
     """
     path = manifest_dir(data_dir) / MANIFEST_FILE
     try:
@@ -137,16 +142,16 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
 
 
 def num_captions_of(data_dir: Path) -> int:
-    """Return the number of captions from datasets in the manifest, without captions from further sources."""
+    """Return the number of captions that come from datasets, without captions from further sources."""
     return sum(int(entry.get("num_captions", 0)) for entry in read_manifest(data_dir).get("datasets", {}).values())
 
 
 def known_files(data_dir: Path, dataset: str) -> dict[str, str]:
-    """Map the source ID of each video in `dataset` to its file name; empty if the manifest cannot be read."""
+    """Return the file names of the videos in `dataset` by source ID; empty if the manifest cannot be read."""
     try:
         videos = read_videos(data_dir)
     except UserError:
-        return {}  # the next write handles a missing or damaged manifest
+        return {}  # the next write deals with a missing or damaged manifest
     videos = videos.filter(pc.equal(videos["dataset"], dataset))
     names = (path.rpartition("/")[2] for path in videos["path"].to_pylist())
     return dict(zip(videos["source_id"].to_pylist(), names, strict=True))
@@ -157,33 +162,34 @@ def _read(
     name: str,
     schema: pa.Schema,
     *,
-    coded: Sequence[str] = (),
+    dictionary_columns: Sequence[str] = (),
     columns: Sequence[str] | None = None,
 ) -> pa.Table:
-    """Read a complete table, without its metadata."""
+    """Read a table or some of its columns, without the schema metadata."""
 
     def read(manifest: dict[str, Any]) -> pa.Table:
-        with _open(data_dir, name, schema, manifest, coded) as file:
-            table = file.read(columns=columns)  # one chunk per row group; `read_table` returns several
+        with _open(data_dir, name, schema, manifest, dictionary_columns) as file:
+            table = file.read(columns=columns)  # one chunk per row group; `read_table` would return several
         return table if columns is None else table.select(columns)
 
     return read_consistently(data_dir, read).replace_schema_metadata().unify_dictionaries()
 
 
 def _open(
-    data_dir: Path, name: str, schema: pa.Schema, manifest: Mapping[str, Any], coded: Sequence[str] = ()
+    data_dir: Path, name: str, schema: pa.Schema, manifest: Mapping[str, Any], dictionary_columns: Sequence[str] = ()
 ) -> pq.ParquetFile:
-    """Open a table after verifying that it belongs to the manifest and has the columns of its schema."""
+    """Open a table, and verify that it belongs to the manifest and has all columns of the schema."""
     path = table_path(manifest_dir(data_dir), name, manifest=manifest)
-    file = pq.ParquetFile(path, read_dictionary=list(coded))
+    file = pq.ParquetFile(path, read_dictionary=list(dictionary_columns))
     try:
-        stored = file.schema_arrow
-        if (stored.metadata or {}).get(FINGERPRINT_KEY, b"").decode("ascii", "replace") != manifest["fingerprint"]:
+        file_schema = file.schema_arrow
+        fingerprint = (file_schema.metadata or {}).get(FINGERPRINT_KEY, b"").decode("ascii", "replace")
+        if fingerprint != manifest["fingerprint"]:
             raise DamagedManifest(path, f"it does not belong to {MANIFEST_FILE}, because a write was interrupted")
-        missing = [field.name for field in schema if field.name not in stored.names]
-        if missing:
-            raise DamagedManifest(path, f"column {missing[0]} is missing")
-        require_numbers(path, num_rows=file.metadata.num_rows)
+        missing_columns = [field.name for field in schema if field.name not in file_schema.names]
+        if missing_columns:
+            raise DamagedManifest(path, f"column {missing_columns[0]} is missing")
+        check_table_size(path, num_rows=file.metadata.num_rows)
     except UserError:
         file.close()
         raise
@@ -191,7 +197,10 @@ def _open(
 
 
 def read_consistently(data_dir: Path, read: Callable[[dict[str, Any]], _T]) -> _T:
-    """Call `read` with the content of manifest.json; retry, because a new manifest may be published in the meantime."""
+    """Call `read` with the content of manifest.json.
+
+    Failed reads are retried, because another process may publish a new manifest in the meantime.
+    """
     for is_last in (False, False, True):
         manifest = read_manifest(data_dir)
         try:
@@ -211,11 +220,11 @@ REJECTED_FILE = "rejected.parquet"
 REJECTED_LIST = "rejected.csv"  # human-readable copy of the rejected rows; no code reads it
 TABLE_FILES = (CAPTIONS_FILE, REJECTED_FILE, VIDEOS_FILE)
 SPANS_FILE, TEXTS_FILE = "caption_spans.arrow", "caption_texts.arrow"
-MAPPED_FILES = (SPANS_FILE, TEXTS_FILE)  # derived from the tables (clipmill.manifests.caption_spans)
-FINGERPRINT_KEY = b"clipmill_manifest"  # metadata key for the fingerprint of the write that created a table
+MAPPED_FILES = (SPANS_FILE, TEXTS_FILE)  # files derived from the tables (clipmill.manifests.caption_spans)
+FINGERPRINT_KEY = b"clipmill_manifest"  # schema metadata of a table: fingerprint of the write that created it
 _STAGED = re.compile(r"(captions|rejected|videos)-[0-9a-f]{16}\.parquet|caption_(spans|texts)-[0-9a-f]{16}\.arrow")
 _TOO_LARGE = "split the videos across several data folders, and pass all of them to `train`: --shards A --shards B"
-# Maximum number of rows per table, and of bytes per text column, because row numbers and offsets have 32 bits.
+# Maximum number of rows in a table, and of bytes in a text column: row numbers and offsets are signed 32-bit integers.
 MAX_ROWS = MAX_TEXT_BYTES = 2**31 - 1
 REPAIR_HINT = "run the dataset's `prep manifest` command again; it rewrites the tables, or reports why it cannot"
 
@@ -223,21 +232,22 @@ REPAIR_HINT = "run the dataset's `prep manifest` command again; it rewrites the 
 class DamagedManifest(UserError):
     """A file of the manifest is damaged or missing."""
 
-    def __init__(self, path: Path, why: str) -> None:
-        super().__init__(f"{path} is damaged: {why}", hint=REPAIR_HINT)
+    def __init__(self, path: Path, fault: str) -> None:
+        super().__init__(f"{path} is damaged: {fault}", hint=REPAIR_HINT)
         self.path = path
 
 
 def is_table_file(name: str) -> bool:
-    """Return True for the name of a table file, staged or not."""
+    """Return True if a file with this name belongs to a table, staged or published."""
     return name in (*TABLE_FILES, *MAPPED_FILES) or _STAGED.fullmatch(name) is not None
 
 
-def require_numbers(path: Path, *, num_rows: int, videos: pa.Table | None = None) -> None:
+def check_table_size(path: Path, *, num_rows: int, videos: pa.Table | None = None) -> None:
     """Reject a table that is too large for 32-bit row numbers and offsets.
 
     Args:
-        videos: Videos table, if `path` is that table. Its text columns, which become one array each, are also checked.
+        videos: Content of the table, if it is the table of videos. The text columns of this table are checked as well,
+            because each of them is read as one array.
 
     Raises:
         UserError: The table has too many rows, or a text column has too many bytes.
@@ -255,20 +265,20 @@ def require_numbers(path: Path, *, num_rows: int, videos: pa.Table | None = None
 
 
 def staged_path(folder: Path, name: str, *, fingerprint: str) -> Path:
-    """Return the path at which a write stages the table `name` before renaming it to its final name.
+    """Return the path to which a write stages the table `name` before it renames the file to its final name.
 
     Args:
-        fingerprint: Fingerprint of the write.
+        fingerprint: Fingerprint of the write, as hexadecimal digits.
     """
     path = folder / name
     return path.with_name(f"{path.stem}-{fingerprint[:16]}{path.suffix}")
 
 
-def describe(path: Path) -> dict[str, Any]:
-    """Return the entry of a table's file in manifest.json.
+def file_entry(path: Path) -> dict[str, Any]:
+    """Return the size and checksum of a table's file for manifest.json.
 
-    Mapped files use CRC-32, which costs a third as much as SHA-256, because it is computed whenever the captions are
-    opened, and there may be tens of millions of captions.
+    The checksum of a mapped file is CRC-32, which takes a third of the time of SHA-256: it is computed each time the
+    captions are opened, and there may be tens of millions of captions.
     """
     size_bytes = path.stat().st_size
     if path.suffix == ".arrow":
@@ -279,7 +289,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def promote(folder: Path, *, fingerprint: str) -> None:
-    """Rename the staged tables of a write to their final names, and remove tables that interrupted writes staged."""
+    """Rename the staged tables of a write to their final names, and remove staged tables of interrupted writes."""
     for name in (*TABLE_FILES, *MAPPED_FILES):
         rename(staged_path(folder, name, fingerprint=fingerprint), folder / name)
     for path in folder.iterdir():
@@ -288,17 +298,18 @@ def promote(folder: Path, *, fingerprint: str) -> None:
 
 
 def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any], has_checksum: bool = True) -> Path:
-    """Verify the size and checksum of table `name` against manifest.json, and return the path of its file.
+    """Verify the size and the checksum of the table `name`, and return the path of its file.
 
     Args:
+        folder: Folder of the manifest.
         manifest: Content of manifest.json.
-        has_checksum: Verify the checksum; False verifies only the size.
+        has_checksum: Verify the checksum as well as the size.
 
     Raises:
         DamagedManifest: The file is missing, or does not match its entry in `manifest`.
         OSError: The file cannot be read.
     """
-    # Check the staged name first, because files are renamed from the staged name to the final name, never back.
+    # The staged name is checked first, because a file is renamed from the staged name to the final name, never back.
     staged = staged_path(folder, name, fingerprint=manifest["fingerprint"])
     path = staged if staged.exists() else folder / name
     recorded = manifest.get("tables", {}).get(name)
@@ -309,7 +320,7 @@ def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any], has_chec
         size_bytes = path.stat().st_size
         if size_bytes != recorded["bytes"]:
             raise DamagedManifest(path, f"it has {size_bytes} bytes, but manifest.json records {recorded['bytes']}")
-        if has_checksum and describe(path) != recorded:
+        if has_checksum and file_entry(path) != recorded:
             raise DamagedManifest(path, "its checksum does not match manifest.json")
     except FileNotFoundError as error:
         raise DamagedManifest(path, "the file is missing") from error
@@ -317,32 +328,31 @@ def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any], has_chec
 
 
 def check_data_dir(data_dir: Path, *, videos: "Location | None" = None) -> None:
-    """Reject a data folder that is inside the source code of clipmill, or is the folder with the videos.
+    """Reject a path that must not be used as a data folder.
 
     Raises:
-        UserError: `data_dir` is a file, is the folder of clipmill's packages, is inside one of the packages, or is the
-            folder with the videos.
+        UserError: The path is a file, is inside the source code of clipmill, or is the folder with the videos.
     """
     if (mirror := mirror_of(data_dir)) is not None:
         if isinstance(videos, str) and videos.rstrip("/") == mirror.address.rstrip("/"):
             raise _same_folder_error(videos)
-        mirror.is_empty  # noqa: B018 - lists the bucket, before any work begins
+        mirror.is_empty  # noqa: B018 - lists the bucket, so that a storage error is reported before any work begins
         return
-    resolved = resolved_folder(data_dir)
+    resolved = resolve_folder(data_dir)
     if resolved.exists() and not resolved.is_dir():
         raise UserError(f"the data folder {data_dir} is a file", hint="pass a folder with --data")
-    # `<tree>/shards` is a package of clipmill, but `<tree>/data` is not.
+    # A folder such as `<tree>/data` is accepted, but `<tree>/shards` is a package of clipmill.
     packages = [folder for folder in (resolved, *resolved.parents) if (folder / "__init__.py").exists()]
     if _is_source_tree(resolved) or any(_is_source_tree(folder.parent) for folder in packages):
         raise UserError(
             f"the data folder {data_dir} is inside the source code of clipmill",
             hint="use a different folder, with --data or $CLIPMILL_DATA",
         )
-    if isinstance(videos, Path) and resolved == resolved_folder(videos):
+    if isinstance(videos, Path) and resolved == resolve_folder(videos):
         raise _same_folder_error(data_dir)
 
 
-def address_of(data_dir: Path) -> "Location":
+def location_of(data_dir: Path) -> "Location":
     """Return the URL of a data folder in a bucket, or the path of a local data folder."""
     mirror = mirror_of(data_dir)
     return data_dir if mirror is None else mirror.address
@@ -355,20 +365,20 @@ def _same_folder_error(folder: "Location") -> UserError:
     )
 
 
-def resolved_folder(folder: Path) -> Path:
-    """Resolve symbolic links in `folder`, which need not exist, and verify that it is accessible.
+def resolve_folder(folder: Path) -> Path:
+    """Resolve the symbolic links in the path of a folder, which need not exist.
 
     Raises:
-        UserError: The folder is not accessible, because of a loop of links, a very long name, or missing permissions.
+        UserError: The path is not accessible because of a loop of links, a very long name, or missing permissions.
     """
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
-            folder.stat()  # `exists` returns False for a symbolic link loop
+            folder.stat()  # unlike `exists`, this reports a loop of symbolic links
         return folder.resolve()
     except OSError as error:
-        why = "its symbolic links form a loop" if error.errno == errno.ELOOP else error.strerror or str(error)
+        reason = "its symbolic links form a loop" if error.errno == errno.ELOOP else error.strerror or str(error)
         raise UserError(
-            f"cannot access {folder}: {why}", hint="use a different folder, or fix its links and permissions"
+            f"cannot access {folder}: {reason}", hint="use a different folder, or fix its links and permissions"
         ) from error
 
 

@@ -50,11 +50,11 @@ from clipmill.manifests.store import (
     TEXTS_FILE,
     VIDEOS_FILE,
     DamagedManifest,
-    describe,
+    check_table_size,
+    file_entry,
     manifest_dir,
     promote,
     read_manifest,
-    require_numbers,
     staged_path,
 )
 
@@ -269,7 +269,7 @@ def publish_manifest(folder: Path, old: PreviousManifest, new: NewManifest) -> N
         videos = videos.drop_columns([OWN_DIGEST.name])
     fingerprint = tables_fingerprint(videos, rejected)
     old.require_same(fingerprint)
-    require_numbers(folder / VIDEOS_FILE, num_rows=len(videos), videos=videos)
+    check_table_size(folder / VIDEOS_FILE, num_rows=len(videos), videos=videos)
     metadata = {FINGERPRINT_KEY: fingerprint.encode()}
     staged = {name: staged_path(folder, name, fingerprint=fingerprint) for name in (*TABLE_FILES, *MAPPED_FILES)}
     write_caption_table(staged[CAPTIONS_FILE], new.captions, old_path=old.captions_path, metadata=metadata)
@@ -278,7 +278,7 @@ def publish_manifest(folder: Path, old: PreviousManifest, new: NewManifest) -> N
         publish_atomically(staged[SPANS_FILE]) as spans,
         publish_atomically(staged[TEXTS_FILE]) as texts,
     ):
-        require_numbers(folder / CAPTIONS_FILE, num_rows=file.metadata.num_rows)
+        check_table_size(folder / CAPTIONS_FILE, num_rows=file.metadata.num_rows)
         video_ids = videos["video_id"].combine_chunks()
         write_caption_spans(file, video_ids, spans=spans, texts=texts, metadata=metadata, scratch_folder=folder)
     for name, table in ((REJECTED_FILE, rejected), (VIDEOS_FILE, videos)):
@@ -292,7 +292,7 @@ def publish_manifest(folder: Path, old: PreviousManifest, new: NewManifest) -> N
             "next_caption_id": new.captions.next_id,
             "datasets": new.datasets,
             **({FURTHER_KEY: new.further} if new.further else {}),
-            "tables": {name: describe(path) for name, path in staged.items()},
+            "tables": {name: file_entry(path) for name, path in staged.items()},
         },
     )
     promote(folder, fingerprint=fingerprint)

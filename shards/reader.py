@@ -95,7 +95,7 @@ class CommittedShard:
     def close(self) -> bool:
         """Drop the index, which is unmapped once it is no longer in use, and mapped again when needed."""
         self._index = self._packet_tables = None
-        OPEN_MAPS.closed(self)
+        OPEN_MAPS.note_close(self)
         return True
 
     @property

@@ -37,7 +37,7 @@ def help_text(app: App, argv: Sequence[str]) -> str:
 
 def command_help(command: App, name: str) -> shared.CommandHelp:
     """Return the help of a command with all of its flags, for the documentation."""
-    return shared.command_help(command, name, everything=True, range_of=_range, tables_of=_presets)
+    return shared.command_help(command, name, shows_all=True, range_of=_range, tables_of=_presets)
 
 
 def _range(metadata: shared.Metadata) -> str:

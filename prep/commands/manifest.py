@@ -18,10 +18,10 @@ from cyclopts import App, Parameter, Token
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.formatting import count_noun, on_one_line, quote_value
 from clipmill.manifests.help_text import OPTIONS
-from clipmill.manifests.settings import Range, refuse
+from clipmill.manifests.settings import Range, raise_mistakes
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.storage.urls import folder_of, parse_location
-from clipmill.manifests.store import address_of, check_data_dir
+from clipmill.manifests.store import check_data_dir, location_of
 from clipmill.prep.commands.datasets import ADAPTERS, Adapter
 from clipmill.prep.core.request import Data
 
@@ -108,7 +108,7 @@ def read_captioned(
     def read(tables: list[Path]) -> "Reading":
         from clipmill.manifests.store import known_files
 
-        known, data = known_files(into.data, into.dataset), address_of(into.data)
+        known, data = known_files(into.data, into.dataset), location_of(into.data)
         table = tables[0] if tables else None
         return adapter.read(
             into.videos, captions=table, subtitles=subtitles, dataset=into.dataset, skip=data, known=known
@@ -129,7 +129,7 @@ def _with_annotations(adapter: Adapter) -> Callable[..., None]:
     ) -> None:
         name = dataset or adapter.name
         write_dataset(
-            lambda tables: adapter.read(directory, annotations=tables, dataset=name, skip=address_of(data)),
+            lambda tables: adapter.read(directory, annotations=tables, dataset=name, skip=location_of(data)),
             annotations,
             into=Target(data, name, directory, may_remove=yes, as_json=json),
         )
@@ -153,7 +153,7 @@ def _with_lists(adapter: Adapter) -> Callable[..., None]:
         name = dataset or adapter.name
         directory = folder_of(lists[0]) if videos is None else videos
         write_dataset(
-            lambda tables: adapter.read(tables, videos=directory, dataset=name, skip=address_of(data)),
+            lambda tables: adapter.read(tables, videos=directory, dataset=name, skip=location_of(data)),
             lists,
             into=Target(data, name, directory, may_remove=yes, as_json=json),
         )
@@ -215,7 +215,9 @@ def synthetic(
     from clipmill.manifests.progress import Activity
     from clipmill.prep.synthetic import Mode, make_synthetic
 
-    refuse([*Range(least=1).mistakes("--videos", videos), *Range(above=0, most=600).mistakes("--minutes", minutes)])
+    raise_mistakes(
+        [*Range(least=1).mistakes("--videos", videos), *Range(above=0, most=600).mistakes("--minutes", minutes)]
+    )
     name = dataset or "synthetic"
     if out is None and (mirror := mirror_of(data)) is not None:
         raise UserError(
@@ -391,7 +393,7 @@ def add_captions(
     from clipmill.shards.columns import VIDEO
     from clipmill.shards.dataset import current_variant
 
-    refuse(_LIKELIHOOD.mistakes("--min-likelihood", min_likelihood))
+    raise_mistakes(_LIKELIHOOD.mistakes("--min-likelihood", min_likelihood))
     if source is not None and not is_source_name(source):
         raise UserError(f"--source {quote_value(source)} is not a name", hint=f"give a name of {SOURCE_CHARS}")
     folder = require_data_folder(data)

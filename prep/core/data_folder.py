@@ -13,7 +13,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.locks import FileLock, folder_lock, holder_of, lock, process_label
 from clipmill.manifests.publish import remove_temporaries, target_of
 from clipmill.manifests.storage.mirrors import mirror_of
-from clipmill.manifests.store import manifest_dir, resolved_folder
+from clipmill.manifests.store import manifest_dir, resolve_folder
 from clipmill.prep.core.shard_result import RUNNING_FOLDER
 from clipmill.prep.core.tables import LAYOUT_FOLDER, owner_of_layout
 from clipmill.shards.columns import VIDEO
@@ -41,7 +41,7 @@ def require_data_folder(data_dir: Path) -> Path:
             f"there is no data folder at {mirror.address}",
             hint=f"create one with prep manifest folder VIDEOS --data {mirror.address}",
         )
-    if not resolved_folder(data_dir).exists():
+    if not resolve_folder(data_dir).exists():
         raise UserError(
             f"the data folder {data_dir} does not exist",
             hint=f"create one with prep manifest folder VIDEOS --data {shlex.quote(str(data_dir))}",

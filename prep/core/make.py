@@ -131,7 +131,7 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
             else writing_part(data_dir, part, column=column.name) as part_run
         ):
             plan = work.plan(data_dir, settings, replace(request, part_run=part_run))
-            now.say("", what=column.activity)
+            now.say("", work=column.activity)
             summary = work.run(plan, settings, request, part_run)
             assert part_run is None or part_run.is_last is not None, f"{column.package} does not run its plan in parts"
         list_path = plan.variant_dir / FAILURES_FILE

@@ -75,7 +75,7 @@ class RunProgress:
         self._done = max(self._done, min(num_done, self._num_samples))
         self._work_done = max(self._work_done, min(work_done, self._work))
         self._pace.add(self._work_done)
-        self._activity.say(self._text, share=self._done / max(1, self._num_samples))
+        self._activity.say(self._text, fraction=self._done / max(1, self._num_samples))
 
     def _text(self) -> str:
         state = ""

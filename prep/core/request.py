@@ -16,7 +16,7 @@ from clipmill.manifests.errors import UserError, first_line
 from clipmill.manifests.formatting import parse_size
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.monitoring import Monitoring
-from clipmill.manifests.settings import Checked, Range, errors_of, mistakes, refuse
+from clipmill.manifests.settings import Checked, Range, errors_of, mistakes, raise_mistakes
 from clipmill.manifests.storage.mirrors import is_remote, require_not_mistyped
 from clipmill.prep.core.column import DATA_VARIABLE
 from clipmill.prep.core.recipe import KEPT, marked_fields
@@ -198,7 +198,7 @@ class Request(Checked):
 
     def check(self) -> None:
         """Raise a UserError that lists all flags with an invalid value, and flags that contradict each other."""
-        refuse(mistakes(self))
+        raise_mistakes(mistakes(self))
 
     def rules(self) -> Iterator[UserError]:
         """Yield an error for an invalid size, for an invalid cluster address, and for contradictory flags."""

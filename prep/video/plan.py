@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.storage.mirrors import mirror_of
-from clipmill.manifests.store import require_numbers
+from clipmill.manifests.store import check_table_size
 from clipmill.prep.core.plan import (
     NUM_CHECK_THREADS,
     HeldShards,
@@ -130,7 +130,7 @@ class Videos:
             UserError: The strings of the column are too large for one array.
         """
         table = self._file.read(columns=[name])
-        require_numbers(self._path, num_rows=len(table), videos=table)
+        check_table_size(self._path, num_rows=len(table), videos=table)
         return table[name]
 
     def take(self, rows: np.ndarray, *columns: str) -> pa.Table:

@@ -17,7 +17,7 @@ def reference_pages() -> Mapping[str, Mapping[str, str]]:
     from clipmill.train.cli import command_help as train_help
 
     def prep_help(command: "App", name: str) -> CommandHelp:
-        return command_help(command, name, everything=True)
+        return command_help(command, name, shows_all=True)
 
     return {"prep": dict(_pages(prep, "prep", help_of=prep_help)), "train": dict(_pages(train, "train", train_help))}
 

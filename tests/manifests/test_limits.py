@@ -8,7 +8,7 @@ import pytest
 
 from clipmill.manifests.caption_table import captions_sha256
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.store import MAX_ROWS, MAX_TEXT_BYTES, require_numbers
+from clipmill.manifests.store import MAX_ROWS, MAX_TEXT_BYTES, check_table_size
 
 
 def _digests(*, num_before: int) -> list[str]:
@@ -30,13 +30,13 @@ def test_a_video_of_many_captions_has_its_own_digest_whatever_is_before_it() -> 
 
 def test_more_rows_or_text_than_32_bits_can_number_are_refused_by_name() -> None:
     path, text = Path("videos.parquet"), pa.array(["x" * 1000] * 1000)
-    require_numbers(path, num_rows=MAX_ROWS)
+    check_table_size(path, num_rows=MAX_ROWS)
     with pytest.raises(UserError, match=r"videos\.parquet would have 2,147,483,648 rows"):
-        require_numbers(path, num_rows=MAX_ROWS + 1)
+        check_table_size(path, num_rows=MAX_ROWS + 1)
     for count in (2147, 2148):  # the same megabyte again and again
         table = pa.table({"path": pa.chunked_array([text] * count)})
         if count * 1_000_000 <= MAX_TEXT_BYTES:
-            require_numbers(path, num_rows=len(table), videos=table)
+            check_table_size(path, num_rows=len(table), videos=table)
             continue
         with pytest.raises(UserError, match=r"the column path of .* has 2,148,000,000 bytes for 2,148,000 videos"):
-            require_numbers(path, num_rows=len(table), videos=table)
+            check_table_size(path, num_rows=len(table), videos=table)

@@ -72,7 +72,7 @@ def test_a_log_gets_lines_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None
     log = open_log(monkeypatch)
     with Activity("starting") as now:
         wait_for(lambda: log.getvalue().count("\n") >= 2)
-        now.say("3 of 4", what="encoding")
+        now.say("3 of 4", work="encoding")
         wait_for(lambda: "encoding: 3 of 4" in log.getvalue())
     lines = log.getvalue().splitlines()
     assert lines[0].endswith("] starting") and all(

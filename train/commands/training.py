@@ -14,7 +14,7 @@ from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.help_text import check_values
 from clipmill.manifests.monitoring import Monitoring
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.settings import Checked, deferred_checks, flags_without_effect, mistakes, refuse
+from clipmill.manifests.settings import Checked, deferred_checks, flags_without_effect, mistakes, raise_mistakes
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import ClipSettings
@@ -74,7 +74,7 @@ def parse(app: "App", strings: Sequence[str], provenance: Provenance | None = No
         if isinstance(settings, Checked):
             errors += flags_without_effect(settings, typed_values)
             errors += [*mistakes(settings), *unknown_parts(settings)]
-    refuse(errors)
+    raise_mistakes(errors)
     # Commands that print or save the source of each value have this parameter.
     keywords = {"provenance": record} if "provenance" in not_parsed else {}
     return lambda: command(*bound.args, **bound.kwargs, **keywords)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.settings import PROBABILITY, SHARE, Checked, GoesWith, Range, errors_of, without_effect
+from clipmill.manifests.settings import FRACTION, PROBABILITY, Checked, GoesWith, Range, errors_of, no_effect_error
 from clipmill.train.config import fields as groups
 from clipmill.train.config.fields import FIRST_RUN
 from clipmill.train.config.model import (
@@ -41,7 +41,7 @@ class CaptionSettings(Checked):
     sources: str | None = None
     """Sampling weights of caption sources, such as `human=1,*rephraser*=2`; other sources are omitted. Default: equal
     weights for all sources except models (such as `captioner@1f2e3d4c`), which are omitted."""
-    min_relevancy: Annotated[float | None, SHARE] = None
+    min_relevancy: Annotated[float | None, FRACTION] = None
     """Also pair a clip with captions of other clips if their relevancy, computed from verbs and nouns, exceeds this
     value (0.1 for EK-100). Default: use only the clip's own captions."""
 
@@ -262,11 +262,11 @@ class ClipSettings(TrainingSettings):
                 flags=("--views", "--parallel.stages"),
             )
 
-    def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield an error for --towers.views without --views, and the errors of `DataSettings.without_effect`."""
-        yield from super().without_effect(typed)
+    def check_effects(self, typed: Mapping[str, str]) -> Iterator[UserError]:
+        """Yield an error for --towers.views without --views, and the errors of `DataSettings.check_effects`."""
+        yield from super().check_effects(typed)
         if "--towers.views" in typed and self.views is None:
-            yield without_effect("--towers.views", typed, "clips are from one camera", use="--views top,wrist")
+            yield no_effect_error("--towers.views", typed, "clips are from one camera", use="--views top,wrist")
 
 
 @Parameter(name="*")

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, get_type_hints
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import on_one_line
 from clipmill.manifests.publish import publish_bytes
-from clipmill.manifests.settings import Checked, annotations_of, deferred_checks, mistakes, refuse
+from clipmill.manifests.settings import Checked, annotations_of, deferred_checks, mistakes, raise_mistakes
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.config.fields import Choice, Published
 from clipmill.train.config.training import TrainingSettings, flatten, plain_values
@@ -81,7 +81,7 @@ def _parse_file(path: Path, kind: type[Settings]) -> Settings:
             # The address of a run in a bucket would be mounted. Use the folder of the file instead.
             is_in_bucket = is_remote(str(read_values(path).get("out")))
             settings: Settings = app([f"--out={path.parent}"] if is_in_bucket else [])
-        refuse(mistakes(settings))
+        raise_mistakes(mistakes(settings))
         return settings
     except (CycloptsError, UserError) as error:
         from clipmill.manifests.usage_errors import usage_message

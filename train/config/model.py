@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.plugins import Parts, import_object
-from clipmill.manifests.settings import SHARE, Checked, GoesWith, Range
+from clipmill.manifests.settings import FRACTION, Checked, GoesWith, Range
 from clipmill.train.config.fields import FIRST_RUN, MODEL, SEVERAL, TOWER_SIZES, TOWERS_BY_NAME
 
 
@@ -121,9 +121,9 @@ class Towers(Checked):
     1e-6), 1e-12 for videomae, 1e-6 for timesformer."""
     packed_text: bool = True
     """Pack captions without padding. Otherwise, each caption is padded to the context length."""
-    patch_dropout: Annotated[float, SHARE] = 0.0
+    patch_dropout: Annotated[float, FRACTION] = 0.0
     """Fraction of patches to drop in training. The patches are drawn for each clip (AVION: 0.5)."""
-    drop_path: Annotated[float, SHARE] = 0.0
+    drop_path: Annotated[float, FRACTION] = 0.0
     """Stochastic depth: probability that a block of the video tower is skipped for a clip."""
     drop_path_rule: Literal["rising", "constant"] = "rising"
     """Probability of stochastic depth per block. rising: from 0 in the first block to --towers.drop-path in the last;

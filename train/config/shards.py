@@ -16,7 +16,7 @@ from cyclopts import Parameter, Token
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, parse_size
 from clipmill.manifests.plugins import import_object
-from clipmill.manifests.settings import Checked, errors_of, without_effect
+from clipmill.manifests.settings import Checked, errors_of, no_effect_error
 from clipmill.manifests.storage.mirrors import is_remote, require_not_mistyped
 from clipmill.train.config import fields as groups
 from clipmill.train.config.fields import FIRST_RUN
@@ -265,14 +265,14 @@ class DataSettings(Checked):
                 first[path] = folder
             yield from () if self.mix is None else errors_of(_require_weights, self.mix, num_folders=len(self.folders))
 
-    def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
+    def check_effects(self, typed: Mapping[str, str]) -> Iterator[UserError]:
         """Yield errors for --cache and --cache-size with local data, and for --mix with a single folder."""
         shards = f"--shards {' '.join(self.folders)}"
         for flag in ("--cache", "--cache-size"):
             if flag in typed and not any(map(is_remote, self.folders)):
-                yield without_effect(flag, typed, f"{shards} is on this machine", use="a remote address")
+                yield no_effect_error(flag, typed, f"{shards} is on this machine", use="a remote address")
         if "--mix" in typed and len(self.folders) == 1:
-            yield without_effect("--mix", typed, f"{shards} is one folder", use="--shards once for each folder")
+            yield no_effect_error("--mix", typed, f"{shards} is one folder", use="--shards once for each folder")
 
 
 def _require_weights(mix: str, *, num_folders: int) -> None:

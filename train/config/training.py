@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.settings import SHARE, Checked, GoesWith, Range, errors_of, without_effect
+from clipmill.manifests.settings import FRACTION, Checked, GoesWith, Range, errors_of, no_effect_error
 from clipmill.manifests.storage.mirrors import show_addresses
 from clipmill.shards.where_flag import check_where
 from clipmill.train.config import fields as groups
@@ -67,13 +67,13 @@ class OptimizerSettings(Choice):
 
     name: OptimizerName = "adamw"
     """Optimizer. lamb: You et al. 2020; lion: Chen et al. 2023; sgd: with momentum."""
-    beta1: Annotated[float | None, SHARE] = None
+    beta1: Annotated[float | None, FRACTION] = None
     """First beta of adamw, lamb and lion. Default: 0.9."""
-    beta2: Annotated[float | None, SHARE] = None
+    beta2: Annotated[float | None, FRACTION] = None
     """Second beta. Default: 0.98 for adamw, 0.999 for lamb, 0.99 for lion."""
     eps: Annotated[float | None, Range(above=0, below=1)] = None
     """Epsilon of adamw and lamb. Default: 1e-8 for adamw, 1e-6 for lamb."""
-    momentum: Annotated[float | None, SHARE] = None
+    momentum: Annotated[float | None, FRACTION] = None
     """Momentum of sgd. Default: 0.9."""
     lamb_alpha: Annotated[Literal["all", "decayed"], GoesWith("name", ("lamb",))] = "all"
     """Parameters whose steps lamb scales: all (paper), or only parameters with weight decay (FastCLIP's code)."""
@@ -89,7 +89,7 @@ class OptimizerSettings(Choice):
     no scaling."""
     layer_decay: Annotated[float, Range(above=0, most=1)] = 1.0
     """Layer-wise learning rate decay: factor by which the learning rate changes from each block to the block below."""
-    ema: Annotated[float, SHARE] = 0.0
+    ema: Annotated[float, FRACTION] = 0.0
     """Decay of an exponential moving average (EMA) of the weights; the averaged weights are evaluated. 0: no EMA."""
 
     @classmethod
@@ -146,11 +146,11 @@ class ParallelSettings(Checked):
                 flags=("--parallel.strategy", "--parallel.stages"),
             )
 
-    def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
+    def check_effects(self, typed: Mapping[str, str]) -> Iterator[UserError]:
         """Yield errors for pipeline flags if there is only one stage."""
         for flag in typed if self.stages == 1 else ():
             if flag in (self.flag("schedule"), self.flag("partition")):
-                yield without_effect(flag, typed, "--parallel.stages is 1", use="--parallel.stages 2 or more")
+                yield no_effect_error(flag, typed, "--parallel.stages is 1", use="--parallel.stages 2 or more")
 
 
 def check_rule(rule: str) -> None:
@@ -336,14 +336,14 @@ class TrainingSettings(DataSettings):
                 flags=("--optimizer.end-lr", "--lr"),
             )
 
-    def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
+    def check_effects(self, typed: Mapping[str, str]) -> Iterator[UserError]:
         """Yield errors for --decode with latents, and for --optimizer.start-lr without warmup."""
-        yield from super().without_effect(typed)
+        yield from super().check_effects(typed)
         if "--decode" in typed and self.reads_latents:
-            yield without_effect("--decode", typed, "--input is latents", use="--input pixels")
+            yield no_effect_error("--decode", typed, "--input is latents", use="--input pixels")
         flag = self.optimizer.flag("start_lr")
         if flag in typed and self.warmup_steps == 0:
-            yield without_effect(flag, typed, "--warmup-steps is 0", use="--warmup-steps STEPS")
+            yield no_effect_error(flag, typed, "--warmup-steps is 0", use="--warmup-steps STEPS")
 
 
 def check_best(best: str | None, settings: TrainingSettings) -> None:

@@ -20,7 +20,7 @@ from clipmill.manifests.divided_videos import DividedVideos, find_split_videos
 from clipmill.manifests.errors import Inaccessible, UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.keys import chunk_key
-from clipmill.manifests.store import manifest_dir, read_manifest, read_videos, resolved_folder
+from clipmill.manifests.store import manifest_dir, read_manifest, read_videos, resolve_folder
 from clipmill.shards.columns import VIDEO, how_to_repair
 from clipmill.shards.decoding import SourceFile
 from clipmill.shards.merged_table import merged_mark
@@ -136,7 +136,7 @@ class ChunkSet:
         where: str | None = None,
         has_captions: bool = False,
     ) -> None:
-        if not resolved_folder(data_dir).is_dir():
+        if not resolve_folder(data_dir).is_dir():
             raise UserError(
                 f"there is no data folder {data_dir}",
                 hint="use --shards with the data folder that prep made",

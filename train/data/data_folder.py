@@ -345,7 +345,11 @@ class Selection:
             return None
         from clipmill.shards.selection import caption_columns, labelled_captions, selected_captions
 
-        opened = open_captions(self._data_dir, coded=("video_id", "source")) if table is None else nullcontext(table)
+        opened = (
+            open_captions(self._data_dir, dictionary_columns=("video_id", "source"))
+            if table is None
+            else nullcontext(table)
+        )
         with opened as captions:
             is_table = isinstance(captions, pa.Table)
             schema = captions.schema if is_table else captions.schema_arrow

@@ -27,7 +27,7 @@ from clipmill.manifests.storage.cache import CachedFile, ObjectCache
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import ObjectInfo, Objects, open_objects
 from clipmill.manifests.storage.stores import AccessRefused, UnusableResponse, raise_inaccessible
-from clipmill.manifests.store import CAPTIONS_FILE, MANIFEST_FOLDER, MAPPED_FILES, VIDEOS_FILE, describe, staged_path
+from clipmill.manifests.store import CAPTIONS_FILE, MANIFEST_FOLDER, MAPPED_FILES, VIDEOS_FILE, file_entry, staged_path
 from clipmill.shards.chunk_table import has_chunk_table, missing_parts, shards_to_merge, update_chunk_table
 from clipmill.shards.columns import command_for, how_to_make
 from clipmill.shards.commit_table import commit_folders, confirm, listed_contents, open_commit_table
@@ -137,14 +137,14 @@ class RemoteFiles:
         local.mkdir(parents=True, exist_ok=True)
         for name in (VIDEOS_FILE, CAPTIONS_FILE, *(name for name in MAPPED_FILES if name in recorded)):
             facts = recorded.get(name)
-            if is_same and (local / name).is_file() and facts in (None, describe(local / name)):
+            if is_same and (local / name).is_file() and facts in (None, file_entry(local / name)):
                 continue
             # The table has a staged name only if the publication of the manifest was interrupted at its very end.
             staged = staged_path(Path(MANIFEST_FOLDER), name, fingerprint=mark).as_posix()
             for key in (f"{MANIFEST_FOLDER}/{name}", staged):
                 with suppress(FileNotFoundError):  # a missing table is reported when the copy is read
                     self.objects.fetch(key, local / name)
-                    if facts in (None, describe(local / name)):
+                    if facts in (None, file_entry(local / name)):
                         break
         # Publish the manifest last: if it exists, the tables that it refers to exist as well.
         _publish(path, content)

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.plugins import Parts, import_object
-from clipmill.manifests.settings import SHARE, Range
+from clipmill.manifests.settings import FRACTION, Range
 from clipmill.train.config.fields import FIRST_RUN, Choice, Published
 
 
@@ -173,7 +173,7 @@ class Loss(Choice):
     """Schedule of gamma, by epoch. cosine: from 1 down to --loss.gamma. Default: as published."""
     gamma_epochs: Annotated[int | None, Range(least=1)] = None
     """Number of epochs of the cosine schedule. Default: half of the run."""
-    epsilon: Annotated[float, SHARE] = 1e-14
+    epsilon: Annotated[float, FRACTION] = 1e-14
     """Constant added to the moving averages of the global losses before the logarithm."""
     margin: Annotated[float | None, Range(least=0)] = None
     """Minimum difference between the similarities of a pair and of its negatives (max-margin). Default: 0.2, or

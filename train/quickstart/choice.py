@@ -215,7 +215,7 @@ def _captions(
 ) -> tuple[dict[int, Counter[str]], tuple[str, ...]]:
     """Count the captions of videos that have chunks, by split and source; also return the labels."""
     counts = defaultdict[int, Counter[str]](Counter)
-    with open_captions(data_dir, coded=("video_id",)) as file:
+    with open_captions(data_dir, dictionary_columns=("video_id",)) as file:
         labels = class_labels(file.schema_arrow)
         columns = [name for name in ("video_id", "source", "split") if name in file.schema_arrow.names]
         for group in range(file.num_row_groups):

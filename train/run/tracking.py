@@ -69,7 +69,7 @@ class Progress:
         self._pace = ProgressRate(step)
         if step < num_steps and not self._is_quiet:
             self._activity = Activity(self._what)
-            self._activity.say(amount_text(step, num_steps, self._unit), share=step / num_steps)
+            self._activity.say(amount_text(step, num_steps, self._unit), fraction=step / num_steps)
             self._activity.__enter__()
 
     def log(self, line: dict[str, Any]) -> None:

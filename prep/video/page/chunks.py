@@ -308,7 +308,7 @@ def num_captions(chunks: Chunks, data_dir: Path) -> NDArray[np.int64]:
     moments = Moments.of(chunks.video, chunks.start_ms, end_ms)
     begin, end = (moments.numbers(chunks.video, times) for times in (chunks.start_ms, end_ms))
     change = np.zeros(len(chunks) + 1, np.int64)
-    with closing(open_captions(data_dir, coded=["video_id"])) as file:
+    with closing(open_captions(data_dir, dictionary_columns=["video_id"])) as file:
         for batch in file.iter_batches(_BATCH_CAPTIONS, columns=["video_id", "begin_s", "end_s"]):
             coded = batch.column(0)
             known = pc.fill_null(pc.index_in(coded.dictionary, value_set=chunks.video_ids), -1).to_numpy()

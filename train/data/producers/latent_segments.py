@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.caption_spans import open_stored_captions
 from clipmill.manifests.divided_videos import DividedVideos
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.store import num_captions_of, resolved_folder
+from clipmill.manifests.store import num_captions_of, resolve_folder
 from clipmill.shards.columns import LATENTS, TEXT, VIDEO
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.merged_table import merged_mark
@@ -66,7 +66,7 @@ def open_latent_segments(
         UserError: There are no samples, the columns do not belong together, or a tar is missing or truncated.
     """
     data_dir, tars, has_text = query.data_dir, query.tars, query.captions == "stored"
-    if not resolved_folder(data_dir).is_dir():
+    if not resolve_folder(data_dir).is_dir():
         raise UserError(f"there is no data folder {data_dir}", hint="name a data folder that prep made")
     if tars is not None:
         for column in (LATENTS, TEXT) if has_text else (LATENTS,):

@@ -12,7 +12,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.plugins import import_late
 from clipmill.manifests.publish import parse_json
-from clipmill.manifests.settings import SHARE, Checked, GoesWith, Needs, Range, errors_of
+from clipmill.manifests.settings import FRACTION, Checked, GoesWith, Needs, Range, errors_of
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import AS_TRAINED, CaptionSettings, ClipSettings, NumFrames, Overrides, adapted_towers
 from clipmill.train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
@@ -201,7 +201,7 @@ class DecoderSettings(Checked):
     max_tokens: Annotated[int, Range(2, 8192)] = 64
     """Maximum number of tokens of a caption in training, including the end token. Longer captions are truncated, and
     their number is reported."""
-    dropout: Annotated[float, SHARE] = 0.0
+    dropout: Annotated[float, FRACTION] = 0.0
     """Dropout probability of embeddings and residual branches."""
 
     def rules(self) -> Iterator[UserError]:
@@ -257,7 +257,7 @@ class CaptionerSettings(ClipSettings):
     """Captions to train on, and their sampling weights."""
     captions_per_visit: Annotated[int, groups.CAPTIONS, Range(1, 1000)] = 1
     """Number of captions per sample, drawn from the clip's captions without replacement, or all if there are fewer."""
-    label_smoothing: Annotated[float, groups.TRAINING, SHARE] = 0.0
+    label_smoothing: Annotated[float, groups.TRAINING, FRACTION] = 0.0
     """Label smoothing. Fraction of the target that is spread over the vocabulary."""
     freeze: Annotated[Freeze, FIRST_RUN] = ()
     """Parts to freeze: encoder, decoder, decoder-except-cross-attention, or blocks:N (the encoder's embeddings and its
@@ -302,9 +302,9 @@ class CaptionerSettings(ClipSettings):
             )
         yield from errors_of(check_picture, self.model, self.towers, size_px=self.size_px)
 
-    def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
+    def check_effects(self, typed: Mapping[str, str]) -> Iterator[UserError]:
         """Yield errors for flags of a new decoder or tokenizer if an existing decoder or tokenizer is used."""
-        yield from super().without_effect(typed)
+        yield from super().check_effects(typed)
         start = self.init.weights
         for name, others in _NEW_PARTS.items():
             replacements = {self.decoder.flag(other): getattr(self.decoder, other) for other in others}

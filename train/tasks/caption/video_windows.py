@@ -515,8 +515,8 @@ class VideoProgress:
         shown = amount_text(round(done, 1), self._num_videos, "video")
         self._activity.say(
             lambda: join_parts(shown, self._speed(), self._pace.time_left(self._num_videos)),
-            what="captioning",
-            share=done / self._num_videos,
+            work="captioning",
+            fraction=done / self._num_videos,
         )
 
     def _captioned_s(self) -> float:

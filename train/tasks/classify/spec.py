@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.plugins import import_late
-from clipmill.manifests.settings import SHARE, Checked, GoesWith, Range, errors_of
+from clipmill.manifests.settings import FRACTION, Checked, GoesWith, Range, errors_of
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import Augment, LatentSettings
 from clipmill.train.config.evaluation import EVERY, EvaluationSettings
@@ -61,9 +61,9 @@ class ClassifySettings(LatentSettings):
     """Number of samples per clip (repeated augmentation), decoded once, with different frames and crops."""
     label: Annotated[str, CLASSES, FIRST_RUN] = "class"
     """Label column to classify: class (Kinetics), action (EPIC-KITCHENS: verb and noun), or a different label."""
-    dropout: Annotated[float, CLASSES, SHARE] = 0.0
+    dropout: Annotated[float, CLASSES, FRACTION] = 0.0
     """Dropout probability before the classification head."""
-    label_smoothing: Annotated[float, CLASSES, FIRST_RUN, SHARE] = 0.0
+    label_smoothing: Annotated[float, CLASSES, FIRST_RUN, FRACTION] = 0.0
     """Label smoothing. Fraction of the target that is spread over all classes."""
     mixup: Annotated[float, CLASSES, FIRST_RUN, _ALPHA] = 0.0
     """Alpha of mixup's Beta distribution; 0: no mixup. With --cutmix, one of the two is drawn for each batch."""

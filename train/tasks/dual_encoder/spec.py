@@ -87,7 +87,7 @@ class DualEncoderEvaluation(EvaluationSettings):
         has_more = self.dual_softmax is not None and protocol in RETRIEVAL_NAMES
         return _NUMBERS.get(protocol, ()) + (_retrieval_numbers(_SOFTMAX) if has_more else ())
 
-    def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
+    def check_effects(self, typed: Mapping[str, str]) -> Iterator[UserError]:
         """Yield errors for settings that apply only to protocols that no evaluation uses."""
         try:
             used = {data.protocol or self.protocol for data in self.evaluated_data()}

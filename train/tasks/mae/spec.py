@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, percent
 from clipmill.manifests.plugins import import_late
-from clipmill.manifests.settings import SHARE, Checked, GoesWith, Range, errors_of
+from clipmill.manifests.settings import FRACTION, Checked, GoesWith, Range, errors_of
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import Crop, LatentSettings, NumFrames, Sampling
 from clipmill.train.config.evaluation import ProbeEvaluation
@@ -40,7 +40,7 @@ _CELL_RATIOS = (0.25, 0.5, 0.75)
 class MaeOptimizer(OptimizerSettings):
     """VideoMAE's optimizer (Tong et al. 2022, table 8)."""
 
-    beta2: Annotated[float | None, SHARE] = None
+    beta2: Annotated[float | None, FRACTION] = None
     """Second beta. Default: 0.95 for adamw, 0.999 for lamb, 0.99 for lion."""
     lr_batch: Annotated[int | None, COUNT] = 256
     """Reference batch size: learning rates are multiplied by --batch / this (linear scaling)."""
