@@ -1,1 +1,1 @@
-"""The `latents` column: VAE latents of the frames of chunks."""
+"""The `latents` column: VAE latents of the chunks."""

@@ -26,24 +26,29 @@ from clipmill.prep.latents.frames import Square, frames_on_screen, segment_squar
 from clipmill.prep.latents.recipe import Encoding
 
 PIECE_FRAMES = 16
-PIECES_AHEAD = 4  # queue length per chunk: a complete chunk of 60 frames; with a video VAE, four segments
+PIECES_AHEAD = 4  # queue length per chunk: all 60 frames of a chunk by default; with a video VAE, four segments
 _RETRY_S = 0.2
 
 C = TypeVar("C")
 
 
 @dataclass(frozen=True)
-class WantedFrames:
-    """Frames of a chunk to decode: `wanted` has their indices in ascending order; an index may be repeated."""
+class FrameSelection:
+    """Frames of a chunk to decode.
+
+    Attributes:
+        content: Content of the chunk.
+        indices: Indices of the frames, in ascending order; an index may be repeated.
+    """
 
     content: ChunkContent
-    wanted: list[int]
+    indices: list[int]
 
     def pictures(self) -> Iterator[NDArray[np.uint8]]:
-        """Yield the wanted frames, uint8 [H, W, 3]."""
-        counts = Counter(self.wanted)
+        """Yield the selected frames, uint8 [H, W, 3]."""
+        counts = Counter(self.indices)
         for decoded, count in zip(self.content.frames([*counts]), counts.values(), strict=True):
-            # Use a single thread: starting more takes longer than converting a picture of this resolution.
+            # Use a single thread: starting threads takes longer than converting a picture of this resolution.
             yield from repeat(np.asarray(decoded.to_ndarray(format="rgb24", threads=1), np.uint8), count)
 
 
@@ -52,14 +57,14 @@ class ChunkVideo:
     """The frames of a chunk to decode, and their crops.
 
     Attributes:
-        sources: Frames of the chunk, and a frame of the next chunk if the last segment ends with it.
+        sources: Frames of the chunk, and one frame of the next chunk if the last segment ends with it.
         num_repeated: Number of repetitions of the last frame.
         segment_frames: Number of frames in a segment.
         squares: Crop of each segment.
         is_video: True if each segment is encoded as a unit.
     """
 
-    sources: list[WantedFrames]
+    sources: list[FrameSelection]
     num_repeated: int
     segment_frames: int
     squares: list[Square]
@@ -70,7 +75,7 @@ class ChunkVideo:
 class Piece(Generic[C]):
     """Consecutive frames of one chunk: crops, uint8 [N, S, S, 3], or a segment, uint8 [1, F, S, S, 3].
 
-    The last piece of a chunk has no crops; it has a failure if the chunk failed.
+    The last piece of a chunk has no crops, and contains the failure if the chunk failed.
     """
 
     chunk: C
@@ -79,7 +84,7 @@ class Piece(Generic[C]):
 
 
 def pieces_in_order(chunks: Iterable[C], *, read: Callable[[C], ChunkVideo], num_threads: int) -> Iterator[Piece[C]]:
-    """Yield the pieces of all `chunks` in order; decode `num_threads` chunks in parallel.
+    """Decode `num_threads` chunks in parallel, and yield the pieces of all chunks in order.
 
     Args:
         read: Function that reads a chunk and returns its frames and crops. It may raise SourceFailure.
@@ -88,10 +93,10 @@ def pieces_in_order(chunks: Iterable[C], *, read: Callable[[C], ChunkVideo], num
         Exception: Any other exception that `read` raises.
     """
     queue = iter(chunks)
-    running: deque[_Decoding[C]] = deque()
+    running: deque[_ChunkDecoder[C]] = deque()
     try:
         while True:
-            running.extend(_Decoding(chunk, read) for chunk in islice(queue, num_threads - len(running)))
+            running.extend(_ChunkDecoder(chunk, read) for chunk in islice(queue, num_threads - len(running)))
             if not running:
                 return
             yield from running[0].pieces()
@@ -101,8 +106,8 @@ def pieces_in_order(chunks: Iterable[C], *, read: Callable[[C], ChunkVideo], num
             decoding.stop()
 
 
-class _Decoding(Generic[C]):
-    """A chunk that a thread is decoding."""
+class _ChunkDecoder(Generic[C]):
+    """Thread that decodes one chunk."""
 
     def __init__(self, chunk: C, read: Callable[[C], ChunkVideo]) -> None:
         self._chunk, self._read = chunk, read
@@ -126,7 +131,7 @@ class _Decoding(Generic[C]):
 
     def _run(self) -> None:
         try:
-            for crops in cut(self._read(self._chunk)):
+            for crops in crop_frames(self._read(self._chunk)):
                 if not self._put(Piece(self._chunk, crops)):
                     return
             self._put(Piece(self._chunk, None))
@@ -143,10 +148,12 @@ class _Decoding(Generic[C]):
         return False
 
 
-def cut(video: ChunkVideo) -> Iterator[NDArray[np.uint8]]:
-    """Yield the crops of the wanted frames: uint8 [N, S, S, 3], N up to PIECE_FRAMES, or segments [1, F, S, S, 3].
+def crop_frames(video: ChunkVideo) -> Iterator[NDArray[np.uint8]]:
+    """Yield the crops of the selected frames.
 
-    S is the same for all crops of a chunk.
+    Yields:
+        Up to PIECE_FRAMES crops, uint8 [N, S, S, 3], or one segment, uint8 [1, F, S, S, 3]. S is the same for all crops
+        of a chunk.
     """
     crops: list[NDArray[np.uint8]] = []
     size = video.segment_frames if video.is_video else PIECE_FRAMES
@@ -177,12 +184,12 @@ def read_chunk_video(chunk: Chunk, encoding: Encoding) -> ChunkVideo:
         SourceFailure: chunk_damaged, if the chunk or the next chunk does not match its committed checksum.
     """
     segments, fps = segments_of(chunk.length, encoding), encoding.settings.fps_exact
-    sources = [WantedFrames(chunk.read(), segments.frames)]
+    sources = [FrameSelection(chunk.read(), segments.frames)]
     if segments.has_border and chunk.next is not None:
-        # The first sampling time after this chunk, relative to the start of the next chunk.
+        # The last frame is shown at the first sampling time after this chunk, relative to the start of the next chunk.
         num_shown = len(frames_on_screen(chunk["num_frames"], chunk_fps=chunk.fps, fps=fps))
-        later_s = num_shown / fps - Fraction(chunk.next["start_ms"] - chunk["start_ms"], 1000)
-        sources.append(WantedFrames(chunk.next.read(), [int(max(Fraction(0), later_s) * chunk.next.fps)]))
+        offset_s = num_shown / fps - Fraction(chunk.next["start_ms"] - chunk["start_ms"], 1000)
+        sources.append(FrameSelection(chunk.next.read(), [int(max(Fraction(0), offset_s) * chunk.next.fps)]))
     return ChunkVideo(
         sources=sources,
         num_repeated=segments.num_repeated,
@@ -214,7 +221,7 @@ class EncodedChunk(Generic[C]):
 
 
 @dataclass
-class _Growing(Generic[C]):
+class _UnfinishedChunk(Generic[C]):
     chunk: C
     latents: list[NDArray[np.float32]] = field(default_factory=list)
     num_decoded: int = 0  # number of pictures decoded so far
@@ -224,14 +231,15 @@ class _Growing(Generic[C]):
 
 
 @dataclass(frozen=True)
-class PicturesOfChunk(Generic[C]):
-    """Consecutive pictures of one chunk in a batch, starting with its picture number `first`.
+class BatchPart(Generic[C]):
+    """Consecutive pictures of one chunk in a batch.
 
     Attributes:
+        first: Index of the first picture among the pictures of the chunk.
         pictures: Array or tensor of N pictures of the same size, or of N segments, in memory or on a device.
     """
 
-    owner: _Growing[C]
+    owner: _UnfinishedChunk[C]
     first: int
     pictures: Any
 
@@ -240,37 +248,37 @@ class PicturesOfChunk(Generic[C]):
         return self.owner.chunk
 
 
-Encode = Callable[[list[PicturesOfChunk[C]]], NDArray[np.float32]]
+Encode = Callable[[list[BatchPart[C]]], NDArray[np.float32]]
 
 
-def encoded_chunks(
+def encode_chunks(
     pieces: Iterable[Piece[C]],
     *,
     resize: Callable[[NDArray[np.uint8]], Any],
     encode: Encode[C],
     batch: int,
 ) -> Iterator[EncodedChunk[C]]:
-    """Run the model on the pieces of many chunks, `batch` pictures at a time; yield the chunks in order.
+    """Run the model on the pieces of many chunks, `batch` pictures at a time, and yield the chunks in order.
 
     Args:
         pieces: Pieces of one chunk after another; the last piece of each chunk has no crops.
         resize: Function that converts crops [N, S, S, 3] to N pictures, or [N, F, S, S, 3] to N segments. The result
             has the same resolution for all chunks.
-        encode: Function that returns the concatenated latents of the pictures in all parts.
+        encode: Function that returns the latents of the pictures in all parts, concatenated.
     """
-    growing: deque[_Growing[C]] = deque()
-    waiting: list[PicturesOfChunk[C]] = []
+    unfinished: deque[_UnfinishedChunk[C]] = deque()
+    waiting: list[BatchPart[C]] = []
     for piece in pieces:
-        if not growing or growing[-1].is_ended:
-            growing.append(_Growing(piece.chunk))
-        owner = growing[-1]
+        if not unfinished or unfinished[-1].is_ended:
+            unfinished.append(_UnfinishedChunk(piece.chunk))
+        owner = unfinished[-1]
         if piece.crops is None:
             owner.is_ended, owner.failure = True, piece.failure
         else:
             pictures = resize(piece.crops)
             while len(pictures):
                 room = batch - sum(len(part.pictures) for part in waiting)
-                part = PicturesOfChunk(owner, owner.num_decoded, pictures[:room])
+                part = BatchPart(owner, owner.num_decoded, pictures[:room])
                 waiting.append(part)
                 owner.num_decoded += len(part.pictures)
                 owner.num_waiting += len(part.pictures)
@@ -278,13 +286,13 @@ def encoded_chunks(
                 if len(part.pictures) == room:
                     _encode_batch(waiting, encode)
                     waiting = []
-        yield from _pop_complete(growing)
+        yield from _pop_complete(unfinished)
     if waiting:
         _encode_batch(waiting, encode)
-    yield from _pop_complete(growing)
+    yield from _pop_complete(unfinished)
 
 
-def _encode_batch(parts: list[PicturesOfChunk[C]], encode: Encode[C]) -> None:
+def _encode_batch(parts: list[BatchPart[C]], encode: Encode[C]) -> None:
     """Encode a batch, and distribute the latents to the chunks."""
     latents = encode(parts)
     for part in parts:
@@ -294,10 +302,10 @@ def _encode_batch(parts: list[PicturesOfChunk[C]], encode: Encode[C]) -> None:
         latents = latents[num_pictures:]
 
 
-def _pop_complete(growing: deque[_Growing[C]]) -> Iterator[EncodedChunk[C]]:
+def _pop_complete(unfinished: deque[_UnfinishedChunk[C]]) -> Iterator[EncodedChunk[C]]:
     """Remove and yield the chunks at the front of the queue whose pictures are all encoded."""
-    while growing and growing[0].is_ended and not growing[0].num_waiting:
-        done = growing.popleft()
+    while unfinished and unfinished[0].is_ended and not unfinished[0].num_waiting:
+        done = unfinished.popleft()
         if done.failure is not None or not done.latents:
             yield EncodedChunk(done.chunk, None, done.failure)
         else:

@@ -1,4 +1,4 @@
-"""The column `latents`: its flags and its `ColumnSpec`."""
+"""The `latents` column: its flags and its `ColumnSpec`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ BATCH = 16
 
 @dataclass(frozen=True, kw_only=True)
 class LatentsRequest(ModelRequest):
-    """Flags of `prep latents` that are not settings: the batch size of the VAE."""
+    """Flags of `prep latents` that do not affect the latents: the batch size of the VAE."""
 
     batch: Annotated[
         int, EXECUTION, FIRST_RUN, KEPT, Range(least=1), Parameter(help="Batch size of the VAE in frames, 1 or more.")
@@ -29,7 +29,7 @@ class LatentsRequest(ModelRequest):
 def _read_settings(stored: Mapping[str, Any], weights: str | None) -> LatentsSettings:
     settings = settings_from(stored, LatentsSettings, column=LATENTS, schema=LATENTS_SCHEMA)
     settings = settings if weights is None else replace(settings, vae=weights)
-    vae_of(stored, source=settings.vae)  # raises if the recipe lacks values of the VAE
+    vae_of(stored, source=settings.vae)  # raises an error if the recipe lacks values of the VAE
     return settings
 
 
@@ -43,9 +43,9 @@ COLUMN = ColumnSpec(
     request="clipmill.prep.latents.column:LatentsRequest",
     help=f"""Encode frames of the chunks with a VAE, and write the latents to shards.
 
-    It encodes the chunks of the current video variant; each run encodes only what is new, changed, missing or damaged.
-    It may run while `prep {command_for(VIDEO)}` is running; a later run encodes the remaining chunks. After the chunks
-    have been re-encoded, run it again: until then, the existing latents are kept.
+    The command encodes the chunks of the current video variant. Each run encodes only what is new, changed, missing or
+    damaged. You can run it while `prep {command_for(VIDEO)}` is running; a later run encodes the remaining chunks. Run
+    it again after the chunks have been re-encoded; until then, the existing latents are kept.
 
     Example:
 

@@ -1,6 +1,6 @@
 """Choose the part of a chunk to encode: the frames of its segments, and a square crop for each segment.
 
-The crops are a function of the settings, the content of the chunk and the frame size; all randomness comes from
+The crops depend only on the settings, the content of the chunk and the frame size. All randomness comes from
 `generator`.
 """
 
@@ -15,8 +15,8 @@ from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.latents.recipe import Encoding, LatentsSettings
 
-# Side of a random crop as a fraction of the frame's short side. Chunks of the default height of 288 pixels get crops of
-# 256 pixels, which need no resizing.
+# Side length of a random crop as a fraction of the frame's short side. Chunks with the default height of 288 pixels get
+# crops of 256 pixels, which need no resizing.
 _RANDOM_SIDE = (8, 9)
 
 
@@ -28,13 +28,13 @@ def frames_on_screen(num_frames: int, *, chunk_fps: Fraction, fps: Fraction) -> 
 
 @dataclass(frozen=True)
 class SegmentFrames:
-    """The frames of a chunk's segments, one segment after another.
+    """The frames of the segments of a chunk, one segment after another.
 
     Attributes:
         frames: Index of each frame in the chunk, ascending. A frame on the boundary of two segments occurs in both.
-        has_border: True if a frame of the next chunk ends the last segment.
+        has_border: True if the last segment ends with a frame of the next chunk.
         num_repeated: Number of repetitions of the last frame that complete the last segment.
-        lengths: Number of real frames in each segment; the other frames of a full segment are repetitions.
+        lengths: Number of real frames in each segment; the remaining frames of a segment are repetitions.
     """
 
     frames: list[int]
@@ -44,12 +44,12 @@ class SegmentFrames:
 
 
 def video_segments(shown: list[int], *, segment_frames: int, has_next: bool, tail: str) -> SegmentFrames:
-    """Cut the frames `shown` of a chunk (`frames_on_screen`) into segments for a VAE of videos.
+    """Divide the frames `shown` of a chunk (`frames_on_screen`) into segments for a video VAE.
 
-    Segments have `segment_frames` frames, and the last frame of a segment is also the first frame of the next one. At
-    the end of a chunk, this frame comes from the next chunk. At the end of a video (`has_next` is false), an incomplete
-    segment is omitted if `tail` is `drop`, and completed if `tail` is `repeat`. At the end of any other chunk, an
-    incomplete segment is omitted.
+    Segments have `segment_frames` frames, and the last frame of a segment is also the first frame of the next segment.
+    At the end of a chunk, this frame comes from the next chunk. At the end of a video (`has_next` is false), an
+    incomplete segment is omitted if `tail` is `drop`, and completed if `tail` is `repeat`. At the end of any other
+    chunk, an incomplete segment is omitted.
     """
     step = segment_frames - 1
     count, rest = divmod(len(shown), step)
@@ -67,7 +67,7 @@ def video_segments(shown: list[int], *, segment_frames: int, has_next: bool, tai
 
 
 def segments_of(length: ChunkLength, encoding: Encoding) -> SegmentFrames:
-    """Return the frames of a chunk to encode; a VAE of images encodes all frames at the sampling rate."""
+    """Return the frames of a chunk to encode. An image VAE encodes every frame at the sampling rate."""
     shown = frames_on_screen(length.num_frames, chunk_fps=length.fps, fps=encoding.settings.fps_exact)
     if not encoding.is_video:
         return SegmentFrames(shown)
@@ -77,14 +77,14 @@ def segments_of(length: ChunkLength, encoding: Encoding) -> SegmentFrames:
 
 
 def has_segment(recipe: Recipe[LatentsSettings], length: ChunkLength) -> bool:
-    """Return True if any part of a chunk is encoded. A VAE of videos encodes only complete segments."""
-    encoding = Encoding.of(recipe)
+    """Return True if any part of a chunk is encoded. A video VAE encodes only complete segments."""
+    encoding = Encoding.from_recipe(recipe)
     return not encoding.is_video or bool(segments_of(length, encoding).lengths)
 
 
 @dataclass(frozen=True)
 class Square:
-    """A square region of a frame, in pixels."""
+    """Square region of a frame, in pixels."""
 
     left: int
     top: int
@@ -108,7 +108,7 @@ def segment_squares(
         return [Square((width - short) // 2, (height - short) // 2, short)] * num_segments
     side = settings.size if settings.crop == "exact" else max(1, short * _RANDOM_SIDE[0] // _RANDOM_SIDE[1])
     if side > short:
-        message = f"the frames have {width} x {height} pixels, and --crop exact needs {side}; --crop random resizes"
+        message = f"the frames have {width} x {height} pixels, but --crop exact needs {side}; --crop random resizes"
         raise SourceFailure(FailureCode.FRAMES_DIFFER, message)
     squares = []
     for segment in range(num_segments):
@@ -124,6 +124,6 @@ def generator(seed: int, content: str, purpose: str) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
-def as_numbers(squares: list[Square]) -> list[int]:
-    """Return left, top, width and height of all squares in a flat list, as stored in the index."""
+def flatten_squares(squares: list[Square]) -> list[int]:
+    """Return left, top, width and height of all squares as one flat list, as stored in the index."""
     return [number for square in squares for number in (*astuple(square), square.side)]

@@ -35,26 +35,26 @@ class LatentsSettings(Checked):
     """Settings of `prep latents`. All of them except `where` affect the bytes of the latents."""
 
     vae: Annotated[str, MODEL, FIRST_RUN]
-    """VAE: folder or Hugging Face name of a diffusers VAE of images (AutoencoderKL) or videos (Wan, LTXVideo,
-    HunyuanVideo, HunyuanVideo15, CogVideoX, Cosmos), or tiny (small, random weights, for trials)."""
+    """VAE: folder or Hugging Face name of a diffusers VAE for images (AutoencoderKL) or videos (Wan, LTXVideo,
+    HunyuanVideo, HunyuanVideo15, CogVideoX, Cosmos), or tiny (a small VAE with random weights, for trials)."""
 
     fps: Annotated[str, MODEL, FIRST_RUN] = "4"
     """Sampling rate in frames per second, 1/60 to 240, such as 1/2 or 30000/1001."""
 
     size: Annotated[int, MODEL, FIRST_RUN, Range(8, 4096)] = 256
-    """Side of the square VAE input in pixels, 8 to 4096, a multiple of the VAE's downsampling factor."""
+    """Side length of the square VAE input in pixels, 8 to 4096, a multiple of the VAE's downsampling factor."""
 
     crop: Annotated[Literal["centre", "random", "exact"], MODEL, FIRST_RUN] = "centre"
-    """Square crop of the frames. centre: the largest square; random: a random square per segment, with 8/9 of the short
-    side; exact: a random square per segment of --size pixels, which is not resized."""
+    """Square crop of the frames. centre: the largest square; random: a random square for each segment, with 8/9 of the
+    short side; exact: a random square of --size pixels for each segment, without resizing."""
 
     segment: Annotated[str, MODEL] = "5s"
     """Length of a segment, whose frames share one random crop: 5s, 500ms, or 81f for frames. It must be a whole number
-    of frames at --fps. A VAE of videos encodes each segment by itself, with the frame at its end: 5s at 16 fps are
+    of frames at --fps. A video VAE encodes each segment separately, including the frame at its end: 5s at 16 fps is
     81f."""
 
     tail: Annotated[Literal["drop", "repeat"], MODEL, STORED_IF_CHANGED] = "drop"
-    """Handling of segments of a VAE of videos that lack frames at the end of a video. drop: omit them; repeat: repeat
+    """Handling of an incomplete segment at the end of a video, for a video VAE. drop: omit the segment; repeat: repeat
     the last frame."""
 
     seed: Annotated[int, MODEL, SEED] = 0
@@ -74,23 +74,23 @@ class LatentsSettings(Checked):
     """Precision of the VAE's computation."""
 
     tiling: Annotated[bool, MODEL, STORED_IF_CHANGED] = False
-    """Encode large frames in overlapping tiles, as diffusers does with enable_tiling. It takes less memory, and changes
-    values."""
+    """Encode large frames in overlapping tiles (enable_tiling in diffusers). It takes less memory, but changes the
+    latents."""
 
     slicing: Annotated[bool, MODEL, STORED_IF_CHANGED] = False
-    """Encode the pictures or segments of a batch one by one, as diffusers does with enable_slicing."""
+    """Encode the pictures or segments of a batch one by one (enable_slicing in diffusers)."""
 
     where: Annotated[str | None, MODEL, NOT_STORED] = None
     """Condition that selects the chunks to encode, on their scores and videos, such as 'motion > 0.2 and not
-    duplicate'. It is not part of the variant: a run with another condition encodes missing chunks, and drops chunks
-    that are not selected. Default: all chunks."""
+    duplicate'. It is not part of the variant: a run with a different condition encodes the missing chunks, and drops
+    the chunks that it does not select. Default: all chunks."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for an empty VAE, invalid lengths and rates, and an invalid condition."""
+        """Yield errors about an empty --vae, invalid lengths and rates, and an invalid condition."""
         if not self.vae:
             yield UserError(
                 "--vae is empty",
-                hint="give a folder, a model such as stabilityai/sd-vae-ft-mse, or tiny",
+                hint="use a folder, a model such as stabilityai/sd-vae-ft-mse, or tiny",
                 flags=("--vae",),
             )
         errors = [*errors_of(lambda: self.fps_exact)]
@@ -102,16 +102,20 @@ class LatentsSettings(Checked):
 
     @property
     def fps_exact(self) -> Fraction:
-        """Sampling rate in frames per second, exact."""
+        """Exact sampling rate in frames per second."""
         try:
             return Fraction(self.fps)
         except (ValueError, ZeroDivisionError):
             raise UserError(
-                f'--fps "{self.fps}" is not a number', hint="write 4, 1/2 or 30000/1001", flags=("--fps",)
+                f'--fps "{self.fps}" is not a number',
+                hint="use a number such as 4, 1/2 or 30000/1001",
+                flags=("--fps",),
             ) from None
 
     def segment_frames(self, *, is_video: bool) -> int:
-        """Return the number of frames in a segment; for a video VAE, a length in seconds gets one frame more, its end.
+        """Return the number of frames in a segment.
+
+        For a video VAE, a length in seconds includes one more frame, the frame at the end of the segment.
 
         Raises:
             UserError: --segment is not a length, or not a whole number of frames.
@@ -121,8 +125,9 @@ class LatentsSettings(Checked):
         num_frames = parse_length(self.segment, flag="--segment", also=", or 81f for frames") * self.fps_exact
         if num_frames.denominator != 1:
             raise UserError(
-                f"a segment of {self.segment} at {self.fps} fps has {float(num_frames):g} frames",
-                hint="choose --segment and --fps for a whole number of frames per segment, for example "
+                f"a segment of {self.segment} at {self.fps} fps has {float(num_frames):g} frames, which is not a whole "
+                "number",
+                hint="use a --segment and an --fps with a whole number of frames per segment, such as "
                 "--segment 5s --fps 4",
                 flags=("--segment", "--fps"),
             )
@@ -137,7 +142,7 @@ class Encoding:
     vae: Vae
 
     @classmethod
-    def of(cls, recipe: Recipe[LatentsSettings]) -> "Encoding":
+    def from_recipe(cls, recipe: Recipe[LatentsSettings]) -> "Encoding":
         """Return the encoding of a recipe, without searching for the weights."""
         return cls(recipe.settings, vae_of(recipe.values, source=recipe.settings.vae))
 
@@ -158,7 +163,7 @@ class Encoding:
 
     @property
     def latent_frames(self) -> int | None:
-        """Number of latent frames of a segment, T'; None for a VAE of images."""
+        """Number of latent frames of a segment, T'; None for an image VAE."""
         factor = self.vae.temporal_factor
         return None if factor is None else self.segment_step // factor + 1
 
@@ -176,14 +181,14 @@ class Encoding:
         return (self.vae.channels, *frames, side, side)
 
     def units_per_batch(self, batch: int) -> int:
-        """Return the number of frames, or of segments for a video VAE, in a batch of `batch` frames; at least 1."""
+        """Return how many frames, or segments for a video VAE, fit in a batch of `batch` frames; at least 1."""
         return batch if self.latent_frames is None else max(1, batch // self.segment_frames)
 
     def require_consistency(self) -> None:
         """Check that the VAE supports the settings: number of frames, tiles, samples from the posterior, size.
 
         Raises:
-            UserError: The VAE does not support the settings, or lacks the statistics to normalise a segment.
+            UserError: The VAE does not support the settings, or has no statistics to normalise such long segments.
         """
         if self.is_video:
             num_frames, step, vae = self.segment_frames, self.vae.frames_step, self.vae
@@ -194,14 +199,14 @@ class Encoding:
                 suggestions = [f"--segment {length}f ({float((length - 1) / fps):g}s)" for length in lengths]
                 per_chunk = [str(15 * fps // (length - 1)) for length in lengths]
                 raise UserError(
-                    f"{vae.kind} encodes segments of {step}k + 1 frames; --segment {self.settings.segment} at"
+                    f"{vae.kind} encodes segments of {step}k + 1 frames, but --segment {self.settings.segment} at"
                     f" {self.settings.fps} fps has {count_noun(num_frames, 'frame')}",
                     hint=f"use {' or '.join(suggestions)}; a chunk of 15 s holds {' or '.join(per_chunk)} of them",
                 )
             known = len(vae.latents_mean or ()) // vae.channels
             if known > 1 and (self.latent_frames or 0) > known and vae.temporal_factor is not None:
                 raise UserError(
-                    f"{vae.name} has statistics of {known} latent frames; --segment {self.settings.segment} has"
+                    f"{vae.name} has statistics for {known} latent frames, but --segment {self.settings.segment} has"
                     f" {self.latent_frames}",
                     hint=f"use --segment {(known - 1) * vae.temporal_factor + 1}f or less",
                 )
@@ -221,7 +226,7 @@ class Encoding:
 def resolve(settings: LatentsSettings) -> tuple[LatentsSettings, dict[str, Any]]:
     """Find the VAE; return the settings with its folder, and the values that settings and VAE add to the recipe.
 
-    Settings that cannot affect the bytes are null, for example the seed if nothing is random.
+    The values of settings that cannot affect the bytes are null, for example the seed if nothing is random.
 
     Raises:
         UserError: The VAE does not exist, or does not support the settings.
@@ -256,7 +261,7 @@ def local_weights(recipe: Recipe[LatentsSettings]) -> str | None:
 
 
 def variant_name(recipe: Recipe[LatentsSettings]) -> str:
-    """Return the readable part of the variant's name: the VAE's name, and the main settings."""
+    """Return the readable part of the variant's name: the name of the VAE and the main settings."""
     settings = recipe.settings
     vae = _NOT_IN_A_NAME.sub("-", recipe.values["vae"].rpartition("/")[2]).strip("-.") or "vae"
     fps = settings.fps.replace("/", "-")
@@ -264,7 +269,7 @@ def variant_name(recipe: Recipe[LatentsSettings]) -> str:
 
 
 def vae_of(values: Mapping[str, Any], *, source: str) -> Vae:
-    """Return the VAE that a recipe describes, without its folder.
+    """Return the VAE that a recipe describes. Its folder is unknown.
 
     Args:
         values: Content of recipe.json.

@@ -23,26 +23,26 @@ from clipmill.prep.core.plan import disk_use, with_work
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary
 from clipmill.prep.engines.choice import count_gpus, num_cores, threads_per_worker
-from clipmill.prep.latents.batches import PIECES_AHEAD, cut, read_chunk_video
+from clipmill.prep.latents.batches import PIECES_AHEAD, crop_frames, read_chunk_video
 from clipmill.prep.latents.column import LatentsRequest
 from clipmill.prep.latents.frames import segments_of
 from clipmill.prep.latents.recipe import LATENTS, Encoding, LatentsSettings
 from clipmill.prep.latents.vae import Device, open_encoder
 from clipmill.prep.latents.weights import vae_folder
-from clipmill.prep.latents.worker import EncoderUse
+from clipmill.prep.latents.worker import EncoderOptions
 from clipmill.shards.columns import VIDEO, command_for
 from clipmill.shards.opening import Damaged
 
 _WORKER_GB = 3.5  # measured (benchmarks/README.md): Stable Diffusion's VAE, batch of 16 on a CPU: 3.0 GB
 _MARGIN = 1.2
-_SPREAD = 1.3  # factor between estimate and limits: chunks and machines vary, but a trial measures only one chunk
+_SPREAD = 1.3  # factor between estimate and limits: chunks and machines vary, and a trial measures only one chunk
 _SECOND = 1 / 3600
 _CPU_FRAMES, _GPU_FRAMES = 2, 16
 _BYTES_PER_NUMBER = 2
 
 
 def choose_workers(plan: ChunksPlan, request: LatentsRequest) -> Workers:
-    """Return the number, the resources and the options of the workers of a run."""
+    """Return the resources and the options of the workers of a run."""
     gpus = request.gpus_per_worker(has_work=bool(with_work(plan.shards)))
     num_threads = threads_per_worker(
         request.workers, gpus_per_worker=gpus, address=request.cluster, execution=request.execution
@@ -51,17 +51,17 @@ def choose_workers(plan: ChunksPlan, request: LatentsRequest) -> Workers:
         request=request,
         gpus_each=gpus,
         memory_gb=worker_memory_gb(plan, request, on_cpu=not gpus),
-        options=EncoderUse(device="cuda" if gpus else "cpu", batch=request.batch, num_threads=num_threads),
+        options=EncoderOptions(device="cuda" if gpus else "cpu", batch=request.batch, num_threads=num_threads),
     )
 
 
 def worker_memory_gb(plan: ChunksPlan, request: LatentsRequest, *, on_cpu: bool) -> float:
-    """Return the memory to reserve for a worker on a cluster.
+    """Return the memory to reserve for a worker on a cluster, in GB.
 
-    For a VAE of videos on CPUs, a trial on this machine measures the memory of one segment. The result is this memory
-    times the number of segments in a batch, plus a margin.
+    For a video VAE on CPUs, a trial on this machine measures the memory of one segment. The result is this memory times
+    the number of segments in a batch, plus a margin.
     """
-    encoding, has_work = Encoding.of(plan.recipe), bool(with_work(plan.shards))
+    encoding, has_work = Encoding.from_recipe(plan.recipe), bool(with_work(plan.shards))
     is_reserved = request.cluster is not None and request.execution.task_memory is None
     if is_reserved and on_cpu and has_work and encoding.is_video:
         trial = run_trial(plan, num_gpus=0)
@@ -72,12 +72,13 @@ def worker_memory_gb(plan: ChunksPlan, request: LatentsRequest, *, on_cpu: bool)
 
 @dataclass(frozen=True)
 class FrameCost:
-    """Cost of a frame: decoding, resizing and the VAE, on a single CPU thread or on a single GPU.
+    """Measured cost of encoding a frame, on a single CPU thread or a single GPU.
 
     Attributes:
+        frame_s: Time to decode, resize and encode a frame, in seconds.
         num_workers: Number of cores or GPUs of this machine.
         segment_bytes: Peak memory of a worker that encodes a single segment, including libraries, weights and, on a
-            CPU, the segments that are decoded ahead; None for a VAE of images.
+            CPU, the segments that are decoded ahead; None for an image VAE.
     """
 
     device: Device
@@ -86,7 +87,7 @@ class FrameCost:
     segment_bytes: int | None = None
 
     def hours(self, num_frames: int) -> tuple[float, float]:
-        """Return the lowest and highest estimate for the hours of encoding on this machine."""
+        """Return a lower and an upper estimate of the hours that encoding takes on this machine."""
         hours = num_frames * self.frame_s / 3600 / self.num_workers
         load = os.getloadavg()[0] if self.device == "cpu" else 0.0
         least, most = hours / _SPREAD, hours * _SPREAD * (self.num_workers + load) / self.num_workers
@@ -96,12 +97,12 @@ class FrameCost:
 def run_trial(plan: ChunksPlan, *, num_gpus: int | None = None) -> FrameCost | None:
     """Measure the cost of encoding a few frames or a segment; None if the chunk or the model cannot be read.
 
-    The run reports the reason why it cannot be read.
+    The reason is not reported here: the run reports it.
 
     Args:
         num_gpus: Number of GPUs in this machine; None to count them.
     """
-    encoding = Encoding.of(plan.recipe)
+    encoding = Encoding.from_recipe(plan.recipe)
     settings, is_video = encoding.settings, encoding.is_video
     try:
         with Activity("encoding a few frames for the estimate"):
@@ -114,9 +115,9 @@ def run_trial(plan: ChunksPlan, *, num_gpus: int | None = None) -> FrameCost | N
             noise = np.zeros((len(crops), *encoding.unit_shape), np.float32)
             noise_or_none = noise if settings.posterior == "sample" else None
             pictures = encoder.resize(crops, size=settings.size)
-            if not is_video:  # the first call sets up memory and kernels; in a segment, the first frames do
+            if not is_video:  # warm up memory and kernels; in a segment, the first frames do this
                 encoder.encode([pictures[:1]], noise=None)
-            # Time decoding and encoding per frame: decoding yields a full piece, but only a few frames are encoded.
+            # Measure decoding and encoding separately: a complete piece is decoded, but only a few frames are encoded.
             begin_s = time.monotonic()
             decoded: list[NDArray[np.uint8]] = list(islice(_crops(plan, encoding), 1))
             decode_s = (time.monotonic() - begin_s) / (num_frames if is_video else len(decoded[0]))
@@ -135,11 +136,11 @@ def _crops(plan: ChunksPlan, encoding: Encoding) -> Iterator[NDArray[np.uint8]]:
         if shard.has_work:
             chunks, rows = plan.chunks(shard.shard_id), plan.chunk_shards[shard.shard_id].rows
             for row in range(len(chunks)) if rows is None else rows:
-                yield from cut(read_chunk_video(chunks[row], encoding))
+                yield from crop_frames(read_chunk_video(chunks[row], encoding))
 
 
 def time_lines(trial: FrameCost | None, *, num_frames: int) -> list[str]:
-    """Return the expected duration of encoding as lines of a report."""
+    """Return the lines of a report about the expected duration of encoding."""
     if trial is None:
         return ["         the duration is unknown: the model or the chunks cannot be read here"]
     noun = "GPU" if trial.device == "cuda" else "core"
@@ -154,47 +155,47 @@ def time_lines(trial: FrameCost | None, *, num_frames: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Content:
-    """Size of the encoded part of chunks and, for a VAE of videos, of the part outside of all segments.
+class Coverage:
+    """Amount of video that is encoded and, for a video VAE, the amount outside of all segments.
 
     Attributes:
         num_frames: Number of frames to encode; an upper limit, because unchanged chunks of a changed shard are copied.
-        num_units: Number of frames, or of segments for a VAE of videos.
-        num_without: Number of chunks without a segment, which have no sample.
-        left_out_s: Seconds of video at the ends of chunks, including chunks without a segment.
+        num_units: Number of frames, or of segments for a video VAE.
+        num_omitted: Number of chunks without a segment, which have no sample.
+        omitted_s: Seconds of video outside of all segments, including chunks without a segment.
     """
 
     num_frames: int
     num_units: int
-    num_without: int
-    left_out_s: Fraction
+    num_omitted: int
+    omitted_s: Fraction
 
 
-def content_of(shards: Iterable[ChunkShard], encoding: Encoding) -> Content:
-    """Return the size of the encoded part of the selected chunks of shards."""
-    num_frames = num_units = num_without = 0
-    left_out_s = Fraction(0)
+def measure_coverage(shards: Iterable[ChunkShard], encoding: Encoding) -> Coverage:
+    """Return how much of the selected chunks of the shards is encoded."""
+    num_frames = num_units = num_omitted = 0
+    omitted_s = Fraction(0)
     for length, count in (item for shard in shards for item in shard.lengths.items()):
         segments = segments_of(length, encoding)
         if not encoding.is_video:
             num_frames += count * len(segments.frames)
             continue
         num_units += count * len(segments.lengths)
-        num_without += 0 if segments.lengths else count
+        num_omitted += 0 if segments.lengths else count
         encoded_s = len(segments.lengths) * encoding.segment_step / encoding.settings.fps_exact
-        left_out_s += count * max(Fraction(0), length.seconds - encoded_s)
+        omitted_s += count * max(Fraction(0), length.seconds - encoded_s)
     if not encoding.is_video:
-        return Content(num_frames, num_frames, 0, left_out_s)
-    return Content(num_units * encoding.segment_frames, num_units, num_without, left_out_s)
+        return Coverage(num_frames, num_frames, 0, omitted_s)
+    return Coverage(num_units * encoding.segment_frames, num_units, num_omitted, omitted_s)
 
 
 def require_segments(plan: ChunksPlan, request: Request) -> None:
-    """Check that at least one chunk is long enough for a segment of a VAE of videos.
+    """Check that at least one chunk is long enough for a segment of a video VAE.
 
     Raises:
         UserError: All chunks are shorter than a segment.
     """
-    encoding = Encoding.of(plan.recipe)
+    encoding = Encoding.from_recipe(plan.recipe)
     lengths = [(length.seconds, length.has_next) for shard in plan.chunk_shards.values() for length in shard.lengths]
     if not encoding.is_video or not lengths or any(shard.num_chunks for shard in plan.chunk_shards.values()):
         return
@@ -204,20 +205,21 @@ def require_segments(plan: ChunksPlan, request: Request) -> None:
     most = (int(longest_s * fps) - (not has_next)) // step * step + 1
     longer = f"make longer chunks: prep {command_for(VIDEO, plan.recipe.values[VIDEO])} --len"
     raise UserError(
-        f"--segment {settings.segment} at {settings.fps} fps has {count_noun(encoding.segment_frames, 'frame')} in"
-        f" {float(encoding.segment_step / fps):g} s and the frame after it, and the longest chunk has"
-        f" {float(longest_s):g} s{'' if has_next else ', at the end of its video'}: no chunk holds a segment",
+        f"no chunk is long enough for a segment: --segment {settings.segment} at {settings.fps} fps has"
+        f" {count_noun(encoding.segment_frames, 'frame')} ({float(encoding.segment_step / fps):g} s, and the frame that"
+        f" follows), but the longest chunk has {float(longest_s):g} s"
+        f"{'' if has_next else ', and is the last chunk of its video'}",
         hint=f"use --segment {most}f or less, or {longer}" if most > step else f"use a higher --fps, or {longer}",
     )
 
 
 def estimate(plan: ChunksPlan) -> Addition:
-    """Estimate the cost of a plan's latents, and describe the division of chunks into segments."""
-    encoding = Encoding.of(plan.recipe)
-    content = content_of((plan.chunk_shards[shard.shard_id] for shard in plan.shards if shard.has_work), encoding)
-    in_all = content_of(plan.chunk_shards.values(), encoding)
-    num_frames = content.num_frames
-    size_bytes = content.num_units * prod(encoding.unit_shape) * _BYTES_PER_NUMBER
+    """Estimate the cost of a plan, and describe how chunks are divided into segments."""
+    encoding = Encoding.from_recipe(plan.recipe)
+    todo = measure_coverage((plan.chunk_shards[shard.shard_id] for shard in plan.shards if shard.has_work), encoding)
+    total = measure_coverage(plan.chunk_shards.values(), encoding)
+    num_frames = todo.num_frames
+    size_bytes = todo.num_units * prod(encoding.unit_shape) * _BYTES_PER_NUMBER
     trial = run_trial(plan) if num_frames else None
     added_bytes = (float(size_bytes), float(size_bytes))
     disk = disk_use(plan.data_dir, column=LATENTS, variant=plan.recipe.variant, added_bytes=added_bytes)
@@ -229,7 +231,7 @@ def estimate(plan: ChunksPlan) -> Addition:
     trial_values: dict[str, Any] = {}
     if trial is not None:
         trial_values = {"trial": asdict(trial), "wall_hours_range": list(trial.hours(num_frames))}
-    segments = {"num_segments": content.num_units, "left_out_s": float(in_all.left_out_s)}
+    segments = {"num_segments": todo.num_units, "left_out_s": float(total.omitted_s)}
     values = {
         "segments": segments if encoding.is_video else None,
         "estimate": {"num_frames": num_frames, "size_bytes": size_bytes, **trial_values},
@@ -244,31 +246,33 @@ def estimate(plan: ChunksPlan) -> Addition:
         f"segments {encoding.segment_frames} frames at {settings.fps} fps, {float(seconds):g} s, become"
         f" {encoding.latent_frames} latent frames; a chunk of {float(length):g} s holds {length // seconds}"
     ]
-    segment_lines += [f"         {text}" for text in _left_out_texts(in_all, settings)]
+    segment_lines += [f"         {text}" for text in _omission_texts(total, settings)]
     return Addition(lines, values, segment_lines)
 
 
 def left_out_lines(plan: ChunksPlan) -> list[str]:
-    """Return lines about the part of a plan outside of all segments; empty if every frame is in a segment."""
-    encoding = Encoding.of(plan.recipe)
-    return _left_out_texts(content_of(plan.chunk_shards.values(), encoding), encoding.settings)
+    """Return lines about the part of a plan that is outside of all segments; empty if every frame is in a segment."""
+    encoding = Encoding.from_recipe(plan.recipe)
+    return _omission_texts(measure_coverage(plan.chunk_shards.values(), encoding), encoding.settings)
 
 
-def _left_out_texts(content: Content, settings: LatentsSettings) -> list[str]:
-    """Return texts about the part of chunks outside of all segments; empty if every frame is in a segment."""
+def _omission_texts(coverage: Coverage, settings: LatentsSettings) -> list[str]:
+    """Return texts about the part of the chunks outside of all segments; empty if every frame is in a segment."""
     texts = []
-    if content.left_out_s:
-        texts.append(f"{duration_text(float(content.left_out_s))} at the ends of chunks and videos are in no segment")
-    if content.num_without:
-        tail = ", which --tail repeat completes" if settings.tail == "drop" else ""
-        texts.append(f"{count_noun(content.num_without, 'chunk')} without a segment: too short{tail}")
+    if coverage.omitted_s:
+        texts.append(
+            f"{duration_text(float(coverage.omitted_s))} at the ends of chunks and videos, outside of segments"
+        )
+    if coverage.num_omitted:
+        tail = "; --tail repeat would encode the last chunks of videos" if settings.tail == "drop" else ""
+        texts.append(f"{count_noun(coverage.num_omitted, 'chunk')} too short for a segment{tail}")
     return texts
 
 
 def summary(plan: ChunksPlan, result: Summary, written: Sequence[str]) -> Addition:
-    """Describe the VAE of a run, and the part of the complete plan outside of all segments."""
-    encoding = Encoding.of(plan.recipe)
-    content = content_of(plan.chunk_shards.values(), encoding)
-    left_out = {"num_chunks": content.num_without, "seconds": float(content.left_out_s)}
-    lines = [f"left out {text}" for text in _left_out_texts(content, encoding.settings)]
+    """Describe the VAE of a run, and the part of the complete plan that is outside of all segments."""
+    encoding = Encoding.from_recipe(plan.recipe)
+    coverage = measure_coverage(plan.chunk_shards.values(), encoding)
+    left_out = {"num_chunks": coverage.num_omitted, "seconds": float(coverage.omitted_s)}
+    lines = [f"left out {text}" for text in _omission_texts(coverage, encoding.settings)]
     return Addition(lines, {"vae": encoding.settings.vae, "left_out": left_out})

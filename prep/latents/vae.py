@@ -1,4 +1,4 @@
-"""The only interface to torch and diffusers: a VAE on a device that converts pictures or segments to latents."""
+"""The column's only interface to torch and diffusers: a VAE that encodes pictures or segments to latents."""
 
 import logging
 from functools import lru_cache
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 Device = Literal["cpu", "cuda"]
 
-# Epsilon of the normalisation layers in the tiny VAE. It is untrained, and would otherwise amplify noise in flat areas.
+# Epsilon of the normalisation layers in the tiny VAE. With a smaller one, the untrained VAE would amplify noise in flat
+# areas.
 _TINY_EPS = 0.1
 
 
@@ -25,14 +26,14 @@ class Encoder:
     """The encoder of a VAE. Only one thread may use it, because some models keep state while they encode.
 
     Args:
-        model: Model of a class in clipmill.prep.latents.weights.
+        model: diffusers model whose class is listed in `clipmill.prep.latents.weights`.
     """
 
     def __init__(self, model: Any, encoding: Encoding, *, device: Device) -> None:
         import torch
 
         vae, settings = encoding.vae, encoding.settings
-        model.decoder = None  # not needed, and larger than the encoder
+        model.decoder = None  # it is not needed, and larger than the encoder
         if settings.tiling:
             model.enable_tiling()
         if settings.slicing:
@@ -57,8 +58,8 @@ class Encoder:
 
         pictures = torch.from_numpy(crops).flatten(0, -4).permute(0, 3, 1, 2)
         if pictures.shape[-1] != size:
-            # Resize on the CPU, because CUDA cannot resize uint8. In float32, a quarter of the bytes would differ,
-            # which changes the latents more than half precision does.
+            # Resize on the CPU, because CUDA cannot resize uint8. If pictures were resized in float32, a quarter of the
+            # bytes would differ, which changes the latents more than half precision does.
             pictures = functional.interpolate(pictures, size=(size, size), mode="bilinear", antialias=True)
         return pictures.unflatten(0, crops.shape[:-3]).to(self._device)
 
@@ -93,7 +94,7 @@ class Encoder:
                 raise UserError(
                     f"the VAE returned latents of shape {tuple(latents.shape[1:])} for {noun}, but its configuration"
                     f" implies {self._unit_shape}",
-                    hint="give a VAE whose config.json belongs to its weights",
+                    hint="use a VAE whose config.json matches its weights",
                 )
             if noise is not None:
                 latents = latents + posterior.std.float() * torch.from_numpy(noise).to(self._device)
@@ -102,7 +103,7 @@ class Encoder:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak memory of this process so far in bytes: GPU memory if the model is on a GPU."""
+        """Peak memory of this process so far, in bytes; GPU memory if the model is on a GPU."""
         import resource
 
         import torch
@@ -119,7 +120,7 @@ def open_encoder(encoding: Encoding, *, device: Device, num_threads: int) -> Enc
     Raises:
         UserError: torch or diffusers is missing, or the weights do not match the configuration.
     """
-    # diffusers imports xformers if it is installed. Its warnings are irrelevant: its attention is not used here.
+    # diffusers imports xformers if it is installed. The warnings of xformers are irrelevant: it is not used here.
     logging.getLogger("xformers").setLevel(logging.ERROR)
     try:
         import diffusers
@@ -143,13 +144,13 @@ def open_encoder(encoding: Encoding, *, device: Device, num_threads: int) -> Enc
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(
                 f"the VAE in {vae.directory} cannot be loaded: {reason}",
-                hint="give weights and config.json of the same model, as written by save_pretrained",
+                hint="use the weights and config.json of the same model, as written by save_pretrained",
             ) from None
     return Encoder(model, encoding, device=device)
 
 
 def tiny_vae() -> Any:
-    """Return the small VAE with seeded random weights; NumPy generates the same numbers on every machine."""
+    """Return the small VAE with seeded random weights. NumPy draws them, so they are the same on every machine."""
     import torch
     from diffusers import AutoencoderKL
 

@@ -1,7 +1,7 @@
-"""Supported VAE classes, and the weights and configuration of a VAE: location, hash, content.
+"""Supported VAE classes, and the files of a VAE: finding them, hashing the weights, reading the configuration.
 
 The defaults of the classes equal the defaults in diffusers, because configurations on the Hugging Face Hub lack entries
-that were added later. Downsampling factors include patches. This module does not import torch.
+that were added later. Downsampling factors include patching. This module does not import torch.
 """
 
 import hashlib
@@ -27,12 +27,12 @@ class VaeClass:
         channels: Name of the configuration entry with the number of latent channels, and its default.
         spatial: Function from the configuration to the factor by which width and height are downsampled.
         temporal: Function from the configuration to the factor by which the frames after the first are downsampled;
-            None for a VAE of images, which encodes frame by frame.
-        frames_step: Step of the segment lengths, which are k x frames_step + 1 frames; None for the temporal factor.
+            None for an image VAE, which encodes frame by frame.
+        frames_step: Segments have k x frames_step + 1 frames; None if the step is the temporal factor.
         in_channels: Function from the configuration to the number of input channels of the encoder for RGB pictures.
         scaling_factor: Default of the configuration entry with this name.
-        statistics: Location of each channel's mean and standard deviation, with which latents are normalised: in the
-            configuration, or as tensors beside the weights; None if latents are scaled by a single factor.
+        statistics: Location of the mean and standard deviation of each channel, which normalise the latents: the
+            configuration, or tensors in the weights file; None if latents are scaled by a single factor.
         has_posterior: True if the encoder returns a distribution to sample from; False if it returns the latents.
         can_tile: True if the encoder can divide a frame into tiles.
     """
@@ -50,16 +50,16 @@ class VaeClass:
 
 
 def _block_factor(entry: str, default: int) -> Callable[[Config], int]:
-    """Return a function for 2^(blocks - 1): each block in the list `entry`, except the last, halves the resolution."""
+    """Return a function that computes 2^(blocks - 1): each block in `entry` but the last halves the resolution."""
     return lambda config: 2 ** (len(config[entry]) - 1 if entry in config else default)
 
 
-def _entry_or(entry: str, default: int) -> Callable[[Config], int]:
+def _entry_factor(entry: str, default: int) -> Callable[[Config], int]:
     return lambda config: int(config.get(entry) or default)
 
 
 def _ltx_factor(entry: str, patch: str, patch_size: int) -> Callable[[Config], int]:
-    """Return a function for a factor of LTX: from `entry`, or from the patches and the blocks that halve the size."""
+    """Return a function that computes a factor of LTX: `entry`, or the patch size times 2 for each halving block."""
 
     def factor(config: Config) -> int:
         halving = sum(config.get("spatio_temporal_scaling", (True, True, True, False)))
@@ -79,12 +79,12 @@ CLASSES = {
             spatial=_block_factor("block_out_channels", 0),
             scaling_factor=0.18215,
         ),
-        VaeClass(  # 2.1, and 2.2 with patches of 2 x 2
+        VaeClass(  # Wan 2.1, and Wan 2.2, which has patches of 2 x 2
             name="AutoencoderKLWan",
             channels=("z_dim", 16),
-            spatial=lambda config: _block_factor("dim_mult", 3)(config) * _entry_or("patch_size", 1)(config),
+            spatial=lambda config: _block_factor("dim_mult", 3)(config) * _entry_factor("patch_size", 1)(config),
             temporal=lambda config: 2 ** sum(config.get("temperal_downsample", (False, True, True))),
-            in_channels=lambda config: 3 * _entry_or("patch_size", 1)(config) ** 2,
+            in_channels=lambda config: 3 * _entry_factor("patch_size", 1)(config) ** 2,
             statistics=IN_CONFIG,
         ),
         VaeClass(
@@ -97,31 +97,31 @@ CLASSES = {
         VaeClass(
             name="AutoencoderKLHunyuanVideo",
             channels=("latent_channels", 16),
-            spatial=_entry_or("spatial_compression_ratio", 8),
-            temporal=_entry_or("temporal_compression_ratio", 4),
+            spatial=_entry_factor("spatial_compression_ratio", 8),
+            temporal=_entry_factor("temporal_compression_ratio", 4),
             scaling_factor=0.476986,
         ),
         VaeClass(
             name="AutoencoderKLHunyuanVideo15",
             channels=("latent_channels", 32),
-            spatial=_entry_or("spatial_compression_ratio", 16),
-            temporal=_entry_or("temporal_compression_ratio", 4),
+            spatial=_entry_factor("spatial_compression_ratio", 16),
+            temporal=_entry_factor("temporal_compression_ratio", 4),
             scaling_factor=1.03682,
         ),
         VaeClass(
             name="AutoencoderKLCogVideoX",
             channels=("latent_channels", 16),
             spatial=_block_factor("block_out_channels", 3),
-            temporal=_entry_or("temporal_compression_ratio", 4),
-            # The model encodes eight frames at a time, and the remainder goes into the first batch.
+            temporal=_entry_factor("temporal_compression_ratio", 4),
+            # The model encodes eight frames at a time, and adds the remaining frame to the first eight.
             frames_step=8,
             scaling_factor=1.15258426,
         ),
         VaeClass(
             name="AutoencoderKLCosmos",
             channels=("latent_channels", 16),
-            spatial=_entry_or("spatial_compression_ratio", 8),
-            temporal=_entry_or("temporal_compression_ratio", 8),
+            spatial=_entry_factor("spatial_compression_ratio", 8),
+            temporal=_entry_factor("temporal_compression_ratio", 8),
             statistics=IN_CONFIG,
             has_posterior=False,
             can_tile=False,
@@ -135,8 +135,8 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 IMAGE_CLASS = "AutoencoderKL"
 _PIECE_BYTES = 1 << 20
-_SUGGESTION = "give a folder with an AutoencoderKL, a model such as stabilityai/sd-vae-ft-mse, or tiny"
-_WANTED = [f"{folder}{file}" for folder in ("", "vae/") for file in (CONFIG_FILE, WEIGHTS_FILE)]
+_SUGGESTION = "use a folder with an AutoencoderKL, a model such as stabilityai/sd-vae-ft-mse, or tiny"
+_FILES = [f"{folder}{file}" for folder in ("", "vae/") for file in (CONFIG_FILE, WEIGHTS_FILE)]
 _STATISTICS = ("latents_mean", "latents_std")
 
 # Identity of the tiny VAE. Change it whenever the code that makes the VAE (clipmill.prep.latents.vae) changes.
@@ -161,18 +161,17 @@ class Vae:
     """A VAE, as returned by `find_vae` or described by a recipe.
 
     Attributes:
-        name: Name as passed by the user. For a folder, only its last component, because moving a folder does not change
+        name: Name as passed by the user; for a folder, only its last component, because moving a folder does not change
             the weights.
-        source: Name or absolute path of the folder with which another machine can find the VAE.
-        directory: Folder of the files; None for `tiny`, and if only the recipe is known.
-        sha256: Hash of configuration and weights.
+        source: Name, or absolute path of a folder, with which other machines find the VAE.
+        directory: Folder of the files; None for `tiny`, or if only the recipe is known.
+        sha256: Hash of the configuration and the weights.
         channels: Number of latent channels.
         factor: Factor by which the VAE downsamples width and height.
         scaling_factor, shift_factor: Stored latents are (latents - shift_factor) x scaling_factor.
         kind: Name of the class in diffusers, a key of CLASSES.
-        temporal_factor: Temporal factor: a segment of k x temporal_factor + 1 frames has k + 1 latent frames; None for
-            a VAE of images.
-        latents_mean, latents_std: Statistics of each channel, or of each channel and latent frame in turn. With them,
+        temporal_factor: A segment of k x temporal_factor + 1 frames has k + 1 latent frames; None for an image VAE.
+        latents_mean, latents_std: Statistics of each channel, or of each latent frame of each channel. If present,
             stored latents are (latents - latents_mean) x (scaling_factor / latents_std).
     """
 
@@ -196,7 +195,7 @@ class Vae:
 
     @property
     def frames_step(self) -> int:
-        """Step of the segment lengths, which are k x frames_step + 1 frames; 1 for a VAE of images."""
+        """Step of the segment lengths, which are k x frames_step + 1 frames; 1 for an image VAE."""
         return self.row.frames_step or self.temporal_factor or 1
 
 
@@ -206,7 +205,7 @@ def find_vae(name: str) -> Vae:
     A folder may contain the VAE itself, or a pipeline with the VAE in `vae/`.
 
     Raises:
-        UserError: The VAE does not exist, is not in CLASSES, or lacks three input channels or safetensors weights.
+        UserError: The VAE does not exist, has no class in CLASSES, no safetensors weights, or does not take RGB input.
     """
     if name == TINY:
         return _make_vae(name, name, None, _TINY_SHA256, TINY_CONFIG)
@@ -221,14 +220,14 @@ def find_vae(name: str) -> Vae:
     kind = config.get("_class_name") if isinstance(config, dict) else None
     if kind not in CLASSES:
         raise UserError(
-            f"{config_path} describes {kind or 'no model'}, not a VAE that prep latents knows",
-            hint=f"{_SUGGESTION}; classes of diffusers: {', '.join(CLASSES)}",
+            f"{config_path} describes {kind or 'no model'}, which is not a supported VAE",
+            hint=f"{_SUGGESTION}; supported diffusers classes: {', '.join(CLASSES)}",
         )
     weights = directory / WEIGHTS_FILE
     if not weights.is_file():
         raise UserError(
             f"{directory} does not contain {WEIGHTS_FILE}",
-            hint="only safetensors weights are supported; write them with save_pretrained of diffusers",
+            hint="save the model with save_pretrained of diffusers: only safetensors weights are supported",
         )
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     try:
@@ -237,7 +236,7 @@ def find_vae(name: str) -> Vae:
                 digest.update(piece)
     except OSError as error:
         raise UserError(f"{weights} cannot be read: {error.strerror}", hint=_SUGGESTION) from None
-    # Detect a file without an encoder now, before workers start and load the weights.
+    # Detect a file without an encoder here, before workers start and load the weights.
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -265,8 +264,8 @@ def vae_folder(name: str) -> Path | None:
 
 
 def _find_folders(name: str) -> tuple[Path, Path]:
-    """Return the folder of a model, and the folder in it with the files of the VAE."""
-    folder = model_folder(name, files=_WANTED, what="VAE", flag="--vae", hint=_SUGGESTION)
+    """Return the folder of a model, and the folder with the files of its VAE."""
+    folder = model_folder(name, files=_FILES, what="VAE", flag="--vae", hint=_SUGGESTION)
     return folder, folder / "vae" if (folder / "vae" / CONFIG_FILE).is_file() else folder
 
 
@@ -309,7 +308,7 @@ def _make_vae(name: str, source: str, directory: Path | None, sha256: str, confi
 def _statistics(
     row: VaeClass, config: dict[str, Any], directory: Path | None, *, num_channels: int
 ) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-    """Return mean and standard deviation for normalising latents; raise ValueError if they are inconsistent."""
+    """Return the mean and standard deviation that normalise latents; ValueError if they are missing or inconsistent."""
     if row.statistics == IN_CONFIG:
         mean, std = (config.get(name, "") for name in _STATISTICS)
         if mean is None and std is None:
@@ -323,11 +322,12 @@ def _statistics(
     else:
         return None, None
     if not mean or not std:
-        raise ValueError(f"{' and '.join(_STATISTICS)} are missing from its {row.statistics}, which normalise latents")
+        statistics = " and ".join(_STATISTICS)
+        raise ValueError(f"{statistics}, which normalise latents, are missing from its {row.statistics}")
     mean, std = tuple(map(float, mean)), tuple(map(float, std))
     if len(mean) != len(std) or len(mean) % num_channels or not all(map(math.isfinite, mean)):
         raise ValueError(
-            f"its latents_mean has {len(mean)} values, latents_std {len(std)}, for {num_channels} channels"
+            f"its latents_mean has {len(mean)} values and its latents_std {len(std)}, for {num_channels} channels"
         )
     if not all(0 < value < math.inf for value in std):
         raise ValueError("its latents_std is not positive")

@@ -1,6 +1,6 @@
-"""Encode the chunks of one shard in a worker; make their samples, and check samples for `prep verify --deep`.
+"""Encode the chunks of one shard in a worker and make their samples; check samples for `prep verify --deep`.
 
-Chunks are decoded ahead of the model, and batches span several chunks. Numbers are stored as float16, or as the bits of
+Chunks are decoded ahead of the model, and batches span several chunks. Latents are stored as float16, or as the bits of
 bfloat16 in uint16, because npy has no bfloat16.
 """
 
@@ -20,13 +20,13 @@ from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.engines import worker_threads
 from clipmill.prep.latents.batches import (
-    PicturesOfChunk,
+    BatchPart,
     chunk_squares,
-    encoded_chunks,
+    encode_chunks,
     pieces_in_order,
     read_chunk_video,
 )
-from clipmill.prep.latents.frames import as_numbers, generator, segments_of
+from clipmill.prep.latents.frames import flatten_squares, generator, segments_of
 from clipmill.prep.latents.recipe import COMPRESSED, EXTENSION, Encoding, LatentsSettings
 from clipmill.prep.latents.vae import Device, open_encoder
 from clipmill.prep.latents.weights import find_vae
@@ -36,16 +36,17 @@ from clipmill.shards.writer import Sample
 
 _BFLOAT16_EXPONENT = 0x7F80
 _ITEM_BYTES = 2  # size of a number in both data types; the npy header takes one block (clipmill.shards.npy)
-_STORED = {"float16": "<f2", "bfloat16": "<u2"}
+_STORED_DTYPES = {"float16": "<f2", "bfloat16": "<u2"}
 
 
 @dataclass(frozen=True)
-class EncoderUse:
+class EncoderOptions:
     """Options for workers that do not affect the stored values.
 
     Attributes:
-        batch: Batch size of the model in frames; a VAE of videos encodes at least one segment.
-        num_threads: Number of the model's threads, and of chunks decoded in parallel; None for the number that the
+        device: Device of the model.
+        batch: Batch size of the model in frames; a video VAE encodes at least one segment.
+        num_threads: Number of threads of the model, and of chunks decoded in parallel; None for the number that the
             engine has assigned to the worker.
     """
 
@@ -56,18 +57,21 @@ class EncoderUse:
 
 def make_latents(chunks: Chunks, recipe: Recipe[LatentsSettings]) -> Iterator[Sample | SourceFailure]:
     """Yield the sample of each chunk, or the reason why it has no sample."""
-    use: EncoderUse = chunks.options
-    settings, num_threads = recipe.settings, worker_threads() if use.num_threads is None else use.num_threads
+    options: EncoderOptions = chunks.options
+    settings, num_threads = recipe.settings, worker_threads() if options.num_threads is None else options.num_threads
     vae = find_vae(settings.vae)
     if vae.sha256 != recipe.values["vae_sha256"]:
-        raise UserError(f"the weights of {vae.name} on this node differ from the planned ones", hint="copy them again")
+        raise UserError(
+            f"the weights of {vae.name} on this node differ from the weights in the plan",
+            hint="copy the weights to this node again",
+        )
     encoding = Encoding(settings, vae)
-    encoder = open_encoder(encoding, device=use.device, num_threads=num_threads)
+    encoder = open_encoder(encoding, device=options.device, num_threads=num_threads)
 
-    def encode(parts: list[PicturesOfChunk[Chunk]]) -> NDArray[np.float32]:
+    def encode(parts: list[BatchPart[Chunk]]) -> NDArray[np.float32]:
         noise = None
         if settings.posterior == "sample":
-            # Draw the noise per frame or per segment, so that it does not depend on the batch.
+            # Draw the noise for each frame or segment separately, so that it does not depend on the batch.
             unit = "segment" if encoding.is_video else "frame"
             draws = [
                 generator(settings.seed, part.chunk.content, f"{unit} {number}")
@@ -78,25 +82,25 @@ def make_latents(chunks: Chunks, recipe: Recipe[LatentsSettings]) -> Iterator[Sa
         return encoder.encode([part.pictures for part in parts], noise=noise)
 
     read = partial(read_chunk_video, encoding=encoding)
-    for done in encoded_chunks(
+    for encoded in encode_chunks(
         pieces_in_order(chunks, read=read, num_threads=num_threads),
         resize=partial(encoder.resize, size=settings.size),
         encode=encode,
-        batch=encoding.units_per_batch(use.batch),
+        batch=encoding.units_per_batch(options.batch),
     ):
-        if done.latents is None:
-            yield done.failure or SourceFailure(FailureCode.FRAMES_DIFFER, "no frames")
+        if encoded.latents is None:
+            yield encoded.failure or SourceFailure(FailureCode.FRAMES_DIFFER, "no frames")
             continue
-        stored = as_stored(done.latents, dtype=settings.dtype)
+        stored = round_to_dtype(encoded.latents, dtype=settings.dtype)
         if is_finite(stored):
-            yield latents_sample(done.chunk, stored, encoding=encoding)
+            yield latents_sample(encoded.chunk, stored, encoding=encoding)
         else:
             message = f"the latents contain non-finite values in {settings.dtype}"
             yield SourceFailure(FailureCode.NOT_FINITE, message)
 
 
 def latents_sample(chunk: Chunk, stored: NDArray[np.generic], *, encoding: Encoding) -> Sample:
-    """Return the sample of a chunk; `stored` is the output of `as_stored`."""
+    """Return the sample of a chunk; `stored` is the output of `round_to_dtype`."""
     num_units, channels, *frames, height, width = stored.shape
     fields = {
         "num_frames": num_units * prod(frames),
@@ -106,7 +110,7 @@ def latents_sample(chunk: Chunk, stored: NDArray[np.generic], *, encoding: Encod
         "height": height,
         "width": width,
         "dtype": encoding.settings.dtype,
-        "crops": as_numbers(chunk_squares(chunk, encoding)),
+        "crops": flatten_squares(chunk_squares(chunk, encoding)),
         "source_frames": segments_of(chunk.length, encoding).lengths,
     }
     payload = npy_bytes(stored)
@@ -114,8 +118,8 @@ def latents_sample(chunk: Chunk, stored: NDArray[np.generic], *, encoding: Encod
     return chunk.sample({COMPRESSED: compress_frame(payload)} if is_compressed else {EXTENSION: payload}, fields)
 
 
-def as_stored(latents: NDArray[np.float32], *, dtype: Literal["float16", "bfloat16"]) -> NDArray[np.generic]:
-    """Round latents to the stored data type, to the nearest value, with ties to even.
+def round_to_dtype(latents: NDArray[np.float32], *, dtype: Literal["float16", "bfloat16"]) -> NDArray[np.generic]:
+    """Round latents to the nearest value of the stored data type, with ties to even.
 
     Values out of range become infinite, which `is_finite` detects.
     """
@@ -124,7 +128,7 @@ def as_stored(latents: NDArray[np.float32], *, dtype: Literal["float16", "bfloat
             return latents.astype(np.float16)
     bits = np.ascontiguousarray(latents).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    # Rounding the payload of a NaN could turn it into infinity, or overflow.
+    # Set NaN explicitly: rounding its bits could turn it into infinity, or overflow.
     return np.where(np.isnan(latents), np.uint16(0x7FC0), rounded.astype(np.uint16))
 
 
@@ -151,7 +155,7 @@ def check_latents(row: dict[str, Any], members: dict[str, bytes], split: str) ->
     array = load_npy(payload)
     if array is None:
         return CheckedSample([(DeepCode.ARRAY_DIFFERS, f"{extension} cannot be loaded")], 0)
-    if array.shape != shape or array.dtype.str != _STORED.get(row["dtype"]):
+    if array.shape != shape or array.dtype.str != _STORED_DTYPES.get(row["dtype"]):
         message = f"{extension} is {array.dtype} {array.shape}, but {row['dtype']} {shape} in the index"
         return CheckedSample([(DeepCode.ARRAY_DIFFERS, message)], 0)
     not_finite = (DeepCode.ARRAY_DIFFERS, f"{extension} contains non-finite values")

@@ -20,7 +20,7 @@ from clipmill.prep.core.work import work_of
 from clipmill.prep.latents.column import COLUMN
 from clipmill.prep.latents.recipe import LatentsSettings, Precision
 from clipmill.prep.latents.vae import Device
-from clipmill.prep.latents.worker import EncoderUse
+from clipmill.prep.latents.worker import EncoderOptions
 from clipmill.prep.text.bank import TowerUse
 from clipmill.prep.text.plan import make_text_plan
 from clipmill.prep.text.recipe import TextSettings
@@ -50,7 +50,7 @@ def make_latents(
     with writing(data_dir, column=LATENTS):
         settings = LatentsSettings(**{"vae": "tiny", "size": size, "fps": "2", "precision": precision, **of_vae})
         planned = work_of(COLUMN).plan(data_dir, settings, Request(data=data_dir))
-        options = EncoderUse(device=device, batch=batch, num_threads=1)
+        options = EncoderOptions(device=device, batch=batch, num_threads=1)
         summary = execute(chunk_job(COLUMN, planned, options=options), Here())  # type: ignore[arg-type]  # of this column
     assert not summary.failures and summary.gave_up is None
 

@@ -17,7 +17,7 @@ from clipmill.prep.core.work import work_of
 from clipmill.prep.latents.column import COLUMN
 from clipmill.prep.latents.recipe import LATENTS, LatentsSettings
 from clipmill.prep.latents.work import WORK
-from clipmill.prep.latents.worker import EncoderUse
+from clipmill.prep.latents.worker import EncoderOptions
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import current_variant
 from tests.prep.here import Here
@@ -33,7 +33,7 @@ def autoencoder_kl() -> Any:
 def make(data: Path, *, batch: int = 16, num_threads: int = 2, **settings: Any) -> Summary:
     """`prep latents` of `data`, by the tiny VAE at 64 pixels where `settings` say nothing else."""
     with writing(data, column=LATENTS):
-        options = EncoderUse(device="cpu", batch=batch, num_threads=num_threads)
+        options = EncoderOptions(device="cpu", batch=batch, num_threads=num_threads)
         return execute(chunk_job(COLUMN, plan(data, **settings), options=options), Here())
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from clipmill.prep.latents.frames import Square, as_numbers, segment_squares
+from clipmill.prep.latents.frames import Square, flatten_squares, segment_squares
 from clipmill.prep.latents.recipe import LatentsSettings
 
 CENTRE, RANDOM = LatentsSettings(vae="tiny"), LatentsSettings(vae="tiny", crop="random")
@@ -43,4 +43,4 @@ def test_segments_keys_and_seeds_have_squares_of_their_own() -> None:
 
 
 def test_the_index_has_them_as_rectangles() -> None:
-    assert as_numbers([Square(1, 2, 3), Square(4, 5, 6)]) == [1, 2, 3, 3, 4, 5, 6, 6]
+    assert flatten_squares([Square(1, 2, 3), Square(4, 5, 6)]) == [1, 2, 3, 3, 4, 5, 6, 6]

@@ -216,7 +216,7 @@ def test_lengths_that_the_vae_cannot_take_are_refused_with_the_nearest(
         return ran.stderr
 
     message = refusal_of("--segment", "60f", "--fps", "16")
-    assert "AutoencoderKLWan encodes segments of 4k + 1 frames; --segment 60f at 16 fps has 60 frames" in message
+    assert "AutoencoderKLWan encodes segments of 4k + 1 frames, but --segment 60f at 16 fps has 60 frames" in message
     assert "use --segment 57f (3.5s) or --segment 61f (3.75s); a chunk of 15 s holds 4 or 4 of them" in message
     assert "has 4 frames" in refusal_of("--segment", "1s", "--fps", "3")
     assert "--segment 5f" in refusal_of("--segment", "1f")
@@ -228,15 +228,15 @@ def test_a_segment_that_no_chunk_holds_is_refused_with_both_lengths(prep: Prep, 
     flags = ("latents", "--vae", wan, "--size", 32, "--fps", 8, "--data", shard_set.data)
     for command in (flags, ("plan", *flags)):
         error = prep(*command, "--segment", "25f", status=2).stderr
-        assert "--segment 25f at 8 fps has 25 frames in 3 s" in error and "the longest chunk has 2 s" in error
+        assert "--segment 25f at 8 fps has 25 frames (3 s, and" in error and "the longest chunk has 2 s" in error
         assert "use --segment 17f or less, or make longer chunks" in error
     assert not (shard_set.data / "latents").exists()
     # At the end of a video, the last segment can be completed.
     engine = ("--engine", "processes", "--workers", 1)
     assert "no chunk" not in prep("plan", *flags, "--segment", "25f", "--tail", "repeat").stdout
     ran = prep(*flags, "--segment", "13f", *engine)
-    assert "left out 2 chunks without a segment: too short, which --tail repeat completes" in ran.stdout
-    assert "at the ends of chunks and videos are in no segment" in ran.stdout
+    assert "left out 2 chunks too short for a segment; --tail repeat would encode" in ran.stdout
+    assert "at the ends of chunks and videos, outside of segments" in ran.stdout
     values = prep(*flags, "--segment", "13f", *engine, "--json").summary
     assert (values["num_chunks"], values["left_out"]) == (3, {"num_chunks": 2, "seconds": 3.5})
     status = prep("status", "--data", shard_set.data, "--json", status=None).summary["columns"]["latents"]
@@ -252,7 +252,7 @@ def test_a_plan_says_how_many_segments_fit_and_what_is_left_out(prep: Prep, shar
     assert values["num_segments"] == sum(map(len, segments(shard_set).values()))
     prep("latents", *flags, "--segment", "1s", "--engine", "processes", "--workers", 1)
     prep("verify", "--deep", "--data", shard_set.data)
-    assert "at the ends of chunks and videos are in no segment" in text
+    assert "at the ends of chunks and videos, outside of segments" in text
 
 
 def test_what_a_class_does_not_do_is_refused(shard_set: ShardSet, wan: Path, tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_what_a_class_does_not_do_is_refused(shard_set: ShardSet, wan: Path, tmp
     for settings, words in (
         ({"posterior": "sample"}, "no posterior to sample"),
         ({"tiling": True}, "does not encode in tiles"),
-        ({"segment": "25f"}, "has statistics of 3 latent frames"),
+        ({"segment": "25f"}, "has statistics for 3 latent frames"),
     ):
         with pytest.raises(UserError, match=words):
             recipe(chunks, **{"vae": str(cosmos), **RECIPE, **settings})
