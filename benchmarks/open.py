@@ -193,8 +193,7 @@ def open_as_rank(data: Path, name: str) -> None:
     from clipmill.train.data.loader import LoaderSettings
     from clipmill.train.data.order import SampleOrder
     from clipmill.train.data.producers.captioned_clips import open_captioned_clips
-    from clipmill.train.data.producers.chunk_clips import open_chunk_clips
-    from clipmill.train.data.producers.labelled_clips import open_labelled_clips
+    from clipmill.train.data.producers.chunk_clips import open_chunk_clips, open_labelled_clips
     from clipmill.train.data.producers.latent_segments import open_latent_segments
 
     sampling = Sampling(num_frames=4, rule="uniform", stride=4)

@@ -89,7 +89,7 @@ def batches_of(
     good = [at for at in positions if at not in failing][: batch * num_batches]
     taken = positions[: positions.index(good[-1]) + 1] if good else []
     batches = [good[first : first + batch] for first in range(0, len(good), batch)]
-    return batches, taken, begin.after(len(good), len(taken), share)
+    return batches, taken, begin.advance(len(good), len(taken), share)
 
 
 @settings(max_examples=150, deadline=None)

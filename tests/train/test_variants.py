@@ -76,7 +76,7 @@ def test_a_run_is_resumed_and_evaluated_on_its_own_variant(
     error, hint = two_lines(capsys)
     assert f"variant {VARIANT} of video, which {data} no longer has; the current one is {OTHER}" in error
     settings = "codec h264 (now h265), crf 24 (now 28)"
-    assert f"prep chunk --data {data} with the settings of the current variant, but for {settings}; or" in hint
+    assert f"prep chunk --data {data} with the settings of the current variant, except {settings}; or" in hint
     assert "--out" in hint
 
     # The data folder still names the variant whose folder was deleted.

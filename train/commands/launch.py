@@ -28,7 +28,7 @@ from clipmill.train.config.files import Provenance
 from clipmill.train.config.model import random_freeze_warning
 from clipmill.train.config.shards import normalise_address
 from clipmill.train.config.training import ParallelSettings
-from clipmill.train.data.inputs import open_folder
+from clipmill.train.data.query import open_folder
 from clipmill.train.data.variants import choose_variants
 from clipmill.train.device.precision import choose_device, open_precision
 from clipmill.train.distributed.launch import open_world
@@ -88,7 +88,7 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance
                 evaluated,
                 recorded=[recorded_evaluated.get(normalise_address(address), {}) for address in evaluated],
                 cache=settings.cache,
-                say=partial(print, file=sys.stderr) if world.is_first else (lambda _: None),
+                print_note=partial(print, file=sys.stderr) if world.is_first else (lambda _: None),
             )
         )
         stack.enter_context(reading_variants(chosen))

@@ -158,8 +158,8 @@ def search(
         variants = choose_variants(
             [request.shards or str(data["shards"])],
             recorded=[{VIDEO: {"name": data["video_variant"]}}] if "video_variant" in data else [],
-            made=str(folder),
-            say=partial(print, file=sys.stderr),
+            subject=str(folder),
+            print_note=partial(print, file=sys.stderr),
         )
         with Activity(f"writing {page}"), reading_variants(variants):
             num_missing = write_search_page(page, embeddings, results, shards=request.shards)

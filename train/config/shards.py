@@ -92,7 +92,7 @@ LATENTS = Kind(
 CLIPS = Kind(
     {
         "captions": f"{_PRODUCERS}.captioned_clips:open_captions",
-        "labels": f"{_PRODUCERS}.labelled_clips:open_labels",
+        "labels": f"{_PRODUCERS}.chunk_clips:open_labels",
         "frames": f"{_PRODUCERS}.chunk_clips:open_frames",
     }
 )

@@ -1,33 +1,33 @@
-"""Batches: the names of their entries, how samples are collated, and their transfer to the device.
+"""Batches: their entries, the collation of samples, and the transfer to the device.
 
-    input        "pixels" or "latents"  the model's input: `video` or `latents`
+    input        "pixels" or "latents"  name of the model's input: `video` or `latents`
     position     int64 [B]            position in the endless sample order (clipmill.train.data.order)
-    key          sequence of B strings  chunk in which the clip begins
-    clip_id      int64 [B]            ID of the span shown, 0 <= id < num_clips of the set
-    caption_id   int64 [B]            ID in the manifest, 0 <= id < num_caption_ids of the set
+    key          sequence of B strings  key of the chunk in which the clip begins
+    clip_id      int64 [B]            ID of the clip, 0 <= ID < `num_clips` of the samples
+    caption_id   int64 [B]            ID of the caption in the manifest, 0 <= ID < `num_caption_ids` of the samples
     relevancy    float32 [B]          relevancy of the caption for the clip, if captions are drawn by relevancy
-    text_row     int64 [B]            row of the caption's stored text, in batches of latents without tokens
-    label        int64 [B]            class of the clip, in a labelled set
-    targets      int64 [B, K, L]      tokens of K captions per clip, each with its end token; padded with -100
+    text_row     int64 [B]            row of the caption in the stored texts, for latents without tokens
+    label        int64 [B]            class of the clip, for labelled samples
+    targets      int64 [B, K, L]      tokens of K captions per clip, each with an end token; padded with -100
     video        uint8 [B, T, S * S * 3 / 2]  frames of the clip, cropped and resized to S x S, as YUV 4:2:0: for each
                                       frame Y [S, S], then U and V [S / 2, S / 2]; or RGB on request,
-                                      [B, T, S, S, 3]; T counts the frames of all views, one view after another
+                                      [B, T, S, S, 3]. T counts the frames of all views, one view after another
     time_s       float64 [B, T]       time in the video at which each frame appears on screen, seconds; for latents, the
                                       time of each latent frame; nan for images and padding. T counts the frames of
-                                      all sets of moments. It stays on the CPU
-    is_padded    bool [B, T]          True for frames whose moment lies outside the video, in clips at given times
+                                      all temporal views. The entry stays on the CPU
+    is_padded    bool [B, T]          True for frames whose moment lies outside the video, for clips at given times
     colour       uint8 [B]            colour matrix and range of YUV frames (clipmill.train.augment.colour)
-    tokens       int64 [B, L]         token ids of the caption
-    latents      float16 or bfloat16 [B, T, C, h, w]  a segment of the chunk, scaled as its recipe says; for a video
-                                      VAE, a view of [B, C, T, h, w], which `open_latents` returns
-    num_frames   int64 [B]            valid frames among the T, if tails are zero-padded
+    tokens       int64 [B, L]         token IDs of the caption
+    latents      float16 or bfloat16 [B, T, C, h, w]  latents of the segment, scaled as their recipe specifies; for a
+                                      video VAE, a view of [B, C, T, h, w], which `open_latents` returns
+    num_frames   int64 [B]            number of valid frames among the T frames, if tails are zero-padded
     text         float16 [B, D]       unit-length embedding of the caption; or, for stored sequences, [B, L, D]: the
                                       vectors of its tokens, zero-padded to the longest sequence in the batch
-    text_mask    bool [B, L]          True for the vectors of tokens
+    text_mask    bool [B, L]          True for vectors of tokens, False for padding
     length       int64 [B]            number of tokens in the caption, or in the longest of K captions, including the
-                                      end token. `to_device` computes it and leaves it on the CPU, where it is needed
-    caption      list of B strings    the caption as text, in sets that neither tokenize nor embed it
-    begin_s, end_s  float64 [B]       start and end of the span in its video, seconds (clipmill.train.data.interface)
+                                      end token. `to_device` computes the entry and leaves it on the CPU
+    caption      list of B strings    the caption as text, for samples that are neither tokenized nor embedded
+    begin_s, end_s  float64 [B]       start and end of the clip in its video, seconds (clipmill.train.data.interface)
     folder       int64 [B]            in a mixture, index of the data folder (clipmill.train.data.interface)
 
 Each task declares the entries that it needs. A sample has the same entries without the batch dimension B.
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 Input = Literal["pixels", "latents"]
 
 PICTURES = ("video", "colour", "latents")
-# Model inputs, which move to the device. Position, key and IDs stay on the CPU, where they are needed.
+# Entries that `to_device` moves. Positions, keys and IDs stay on the CPU, where they are used.
 TENSORS = (*PICTURES, "tokens", "num_frames", "text", "text_mask", "relevancy", "label", "targets")
 
-# Entries of a sample that are numbers or lists of numbers, with their dtypes.
+# Dtypes of the entries of a sample that are numbers or lists of numbers.
 _SCALARS = {"clip_id": "int64", "caption_id": "int64", "label": "int64", "relevancy": "float32", "colour": "uint8"}
 _SCALARS |= {"time_s": "float64", "is_padded": "bool"}
 NUM_BUFFERS = 2  # a batch is overwritten by the second batch after it
@@ -58,7 +58,7 @@ _ARRAYS = ("tokens", "targets", "text")
 
 
 class Sample(TypedDict, total=False):
-    """One clip of pixels, with its annotations."""
+    """A clip of pixels and its annotations."""
 
     position: int
     key: str
@@ -105,10 +105,10 @@ class Batch(TypedDict, total=False):
     folder: "torch.Tensor"
 
 
-class KeptMemory:
-    """Memory for batches that the caller may keep. It is reused once nothing refers to the array that uses it.
+class LoanedMemory:
+    """Memory for batches that the caller may keep. Memory is reused once nothing refers to its array any more.
 
-    Allocating memory for each batch would cause page faults, which take as long as a large copy.
+    Newly allocated memory for each batch would cause page faults, which take as long as a large copy.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
@@ -117,10 +117,10 @@ class KeptMemory:
         self._loans: dict[int, _Loan] = {}
 
     def array(self, num: int) -> NDArray[Any]:
-        """Return an uninitialised array with `num` rows, which must not exceed the first dimension of the shape."""
+        """Return an uninitialised array with `num` rows. `num` must not exceed the first dimension of the shape."""
         memory = self._free.pop() if self._free else np.empty(self._shape, self._dtype)
         rows = memory[:num]
-        # A tensor made from the array, and everything that shares its memory, keeps the array alive.
+        # A tensor made from the array keeps the array alive, and so does everything that shares the tensor's memory.
         loan = _Loan(rows, self._give_back)  # weakref.finalize takes five times as long
         loan.memory = memory
         self._loans[id(loan)] = loan
@@ -137,30 +137,31 @@ class _Loan(weakref.ref[NDArray[Any]]):
 
 
 class BatchMemory:
-    """Memory for the rows of batches: `NUM_BUFFERS` buffers used in rotation, `KeptMemory`, or pinned memory.
+    """Memory for the rows of batches: `NUM_BUFFERS` buffers used in rotation, `LoanedMemory`, or pinned memory.
 
     Args:
         shape: Shape of the largest batch.
-        pin: Use pinned memory, for copies to a GPU. No batch is ever overwritten (clipmill.train.device.transfer).
-        can_keep: Reuse memory only when nothing refers to its batch any more, instead of rotating buffers.
+        pin: True for pinned memory, for copies to a GPU. Batches are then never overwritten
+            (clipmill.train.device.transfer).
+        can_keep: True to reuse memory only when nothing refers to its batch any more, instead of rotating buffers.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: "torch.dtype", *, pin: bool, can_keep: bool) -> None:
         import torch
 
         self._shape, self._dtype, self._from_numpy = shape, dtype, torch.from_numpy
-        # Integers of the same size, because NumPy has no bfloat16.
-        self._kept = KeptMemory(shape, np.dtype(f"i{dtype.itemsize}").type) if can_keep and not pin else None
+        # Use integers of the same size, because NumPy has no bfloat16.
+        self._loaned = LoanedMemory(shape, np.dtype(f"i{dtype.itemsize}").type) if can_keep and not pin else None
         has_ring = not (pin or can_keep)
-        # Zeroing touches every page now; otherwise the first batches would pay for page faults, which cost more than
-        # the copy.
+        # Zeroing touches every page now. Otherwise the first batches would cause page faults, which cost more than the
+        # copy.
         rings = [torch.zeros(shape, dtype=dtype) for _ in range(NUM_BUFFERS if has_ring else 0)]
         self._ring = deque((tensor, _bytes_of(tensor)) for tensor in rings)
 
     def rows(self, num: int) -> "tuple[torch.Tensor, memoryview]":
         """Return uninitialised memory for the first `num` rows of a batch, as a tensor and as bytes."""
-        if self._kept is not None:
-            array = self._kept.array(num)
+        if self._loaned is not None:
+            array = self._loaned.array(num)
             return self._from_numpy(array).view(self._dtype), array.data.cast("B")
         if self._ring:
             self._ring.rotate()
@@ -182,10 +183,10 @@ def _bytes_of(tensor: "torch.Tensor") -> memoryview:
 
 
 class BatchRing:
-    """Collator of equally shaped samples into batches whose videos lie in a `BatchMemory`.
+    """Collator for samples of equal shape. The videos of batches are stored in a `BatchMemory`.
 
     Args:
-        batch: Number of samples in the largest batch.
+        batch: Maximum number of samples in a batch.
         pin, can_keep: See `BatchMemory`.
     """
 
@@ -194,7 +195,7 @@ class BatchRing:
         self._memory: BatchMemory | None = None
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """Return a batch of `samples`, in order. The second batch after this one may overwrite its video."""
+        """Collate samples, in order. With rotating buffers, the second batch after this one overwrites its video."""
         import torch
 
         batch = Batch(
@@ -225,7 +226,7 @@ class BatchRing:
 
 
 def to_device(batch: Batch, device: "torch.device", *, names: Sequence[str] = TENSORS) -> Batch:
-    """Copy a batch with the tensors in `names` moved to `device`. The lengths of captions stay on the CPU."""
+    """Return a copy of a batch with the tensors in `names` moved to `device`, and `length` computed on the CPU."""
     from clipmill.train.device.transfer import send_pinned  # here, so that reading tars does not load torch
 
     moved = batch.copy()

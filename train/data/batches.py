@@ -1,4 +1,4 @@
-"""`Batches`: the training commands' loaders as an iterable for Python users, one epoch per iteration."""
+"""`Batches`: the batches of the training commands' loaders as an iterable for Python users, one epoch per iteration."""
 
 import os
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
@@ -20,26 +20,27 @@ from clipmill.train.distributed.world import World, joined_world
 
 
 class Batches:
-    """Batches of one split for one process, opened by `open_clips` or `open_latents`.
+    """Batches of a split for one process, as `open_clips`, `read_clips` and `open_latents` return them.
 
-    `for batch in batches` is an epoch with `len(batches)` batches of equal size, the same number on every rank.
-    Leftover samples begin the next iteration: as in the training commands, the order is endless, and no sample is
-    dropped or repeated. With `shuffle=False`, an iteration yields every sample once, in order, and the last batch may
-    be smaller. A stream of tars has no length and, with `shuffle`, no end.
+    `for batch in batches` is an epoch: `len(batches)` batches of equal size, the same number on every rank. Samples
+    that do not fill a batch come first in the next iteration: as in the training commands, the order is endless, and no
+    sample is dropped or repeated. With `shuffle=False`, an iteration yields every sample once, in order, and the last
+    batch may be smaller. A stream of tars has no length and, with `shuffle=True`, no end.
 
     A batch is a dictionary of lists of strings and of tensors, or arrays if `device` is None (docs/python.md). It
     belongs to the caller and is never overwritten.
 
     Args:
-        samples: Loader of this rank.
-        finish: Function that adds the entries that only Python users need to a batch (of arrays if `device` is None).
-            It is called in the caller's thread, because the prefetching thread has more work.
-        world: Ranks; None for `joined_world()`.
+        samples: Samples and loader of this rank.
+        finish: Function that turns a loaded batch (of arrays if `device` is None) into the batch that the user gets. It
+            is called in the caller's thread, because the prefetching thread has more work.
+        classes: Classes of the labels; None without labels.
+        world: Rank and number of ranks; None for `joined_world()`.
         batch: Number of samples in this rank's batch.
 
     Attributes:
-        failures: Failed samples so far, with key, reason and detail (clipmill.train.data.outcomes). Once there are
-            more than `max_failures`, iterating raises FailedWork.
+        failures: Samples that have failed so far, with key, reason and detail (clipmill.train.data.outcomes). If there
+            are more than `max_failures`, the iteration raises FailedWork.
         classes: Names of the classes in the order of their numbers; empty without labels.
     """
 
@@ -92,12 +93,12 @@ class Batches:
         if not self._is_given and (now := joined_world()) != self._world:
             raise UserError(
                 f"opened as rank {self._world.rank} of {self._world.size}, used as rank {now.rank} of {now.size}",
-                hint="open the data after the process group is made (docs/python.md), or give rank= and world=",
+                hint="open the data after creating the process group (docs/python.md), or pass rank= and world=",
             )
         return self._iterate()
 
     def __getitem__(self, index: object) -> NoReturn:
-        raise TypeError("batches are iterated, not indexed; do not wrap them in a DataLoader")
+        raise TypeError("batches can be iterated, but not indexed; do not wrap them in a DataLoader")
 
     def __enter__(self) -> "Batches":
         return self
@@ -110,10 +111,7 @@ class Batches:
         return f"<Batches of {self._batch}, {ranks}: {self._samples.describe()}>"
 
     def close(self) -> None:
-        """Stop the threads, and discard prefetched batches.
-
-        A new iteration continues after the last batch that was used.
-        """
+        """Stop the threads and discard prefetched batches. The next iteration continues after the last batch used."""
         running, self._running = self._running, None
         if running is not None:
             running.close()
@@ -121,35 +119,36 @@ class Batches:
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch as a JSON-serialisable dict.
 
-        It is equal on all ranks unless a sample has failed.
+        The state is the same on all ranks unless a sample has failed.
         """
-        # `taken` is the number of samples used in this iteration, over all ranks.
+        # `taken` is the number of samples that all ranks together have used in this iteration.
         state: dict[str, Any] = {**self._samples.state_dict(), "taken": self._taken, "shuffle": self._shuffle}
         return state | {"position": self._cursor.position, "ahead": list(self._cursor.ahead)}
 
     def load_state_dict(self, *states: dict[str, Any]) -> None:
         """Continue after the batch at which the state was saved. The next iteration yields the rest of that epoch.
 
-        Batch size and number of ranks may differ. A single state is enough if no sample had failed, or if there was
-        only one rank; otherwise the states of all ranks are needed.
+        Batch size and number of ranks may differ. A single state is enough if no sample had failed or if there was only
+        one rank; otherwise pass the states of all ranks.
 
         Raises:
-            UserError: The states belong to different data, a different split, seed or order, or to different steps;
-                or they are not states, or no state is given.
+            UserError: The states belong to different data, or to a different split, seed or order; they were saved
+                after different steps; a value is not a state; or no state is given.
         """
         entries = self.state_dict().keys()
         if not states:
             raise UserError("no state is given", hint="pass the value that state_dict() returned")
         for state in states:
-            if not isinstance(state, Mapping) or not entries <= state.keys() or not _is_sound(state):
+            if not isinstance(state, Mapping) or not entries <= state.keys() or not _is_valid(state):
                 raise UserError(
                     f"not a state of these batches: {quote_value(state)}",
                     hint="pass the value that state_dict() returned, as a separate argument for each rank",
                 )
             if state["shuffle"] != self._shuffle:
                 raise UserError(
-                    f"the state is of batches with shuffle={state['shuffle']}, these have shuffle={self._shuffle}",
-                    hint="open them as they were opened then",
+                    f"the state belongs to batches with shuffle={state['shuffle']}, but these have "
+                    f"shuffle={self._shuffle}",
+                    hint="open the batches with the arguments with which the state was saved",
                 )
         self.close()
         try:
@@ -157,12 +156,12 @@ class Batches:
         except UserError as error:
             if NEW_RUN not in (error.hint or ""):
                 raise
-            raise UserError(str(error), hint=_AS_THEN) from error
+            raise UserError(str(error), hint=_SAME_DATA_HINT) from error
         self._cursor, self._taken, self._resumes = self._samples.cursor, states[0]["taken"], True
 
     def _iterate(self) -> Iterator[dict[str, Any]]:
-        # An iteration begins only when its first batch is requested, because Lightning creates iterators that it never
-        # uses.
+        # This is a generator, so an iteration begins only when its first batch is requested, because Lightning creates
+        # iterators that it never uses.
         require_process(self._process, what="batches")
         self._num_iterations += 1
         iteration, taken = self._num_iterations, self._taken if self._resumes else 0
@@ -175,7 +174,7 @@ class Batches:
             if iteration != self._num_iterations:
                 raise UserError(
                     "another iteration over these batches has begun",
-                    hint="open the data once for each iteration",
+                    hint="open the data once for each of the simultaneous iterations",
                 )
             loaded = self._next()
             if loaded is None:
@@ -194,7 +193,7 @@ class Batches:
             self._cursor = Cursor(0)
 
     def _next(self) -> LoadedBatch | None:
-        """Return the next batch of the running loader; None after the last batch if `shuffle` is False."""
+        """Return the loader's next batch, and start the loader first if necessary; None after the last batch."""
         if self._running is None:
             self._samples.cursor = self._cursor
             loaded = (
@@ -213,11 +212,13 @@ class Batches:
 
 
 _KINDS = {"position": Integral, "taken": Integral, "seed": Integral, "ahead": list, "samples": str, "shuffle": bool}
-_AS_THEN = "open the same data, in their order, with the split, where=, captions or segment= and seed= of the state"
+_SAME_DATA_HINT = (
+    "open the same data in the same order, with the split, where=, captions, segment= and seed= of the state"
+)
 
 
-def _is_sound(state: Mapping[str, Any]) -> bool:
-    """Return True if the entries have the types that state_dict() returns."""
+def _is_valid(state: Mapping[str, Any]) -> bool:
+    """Return True if the entries have the types and ranges of a state that `state_dict` returns."""
     if not all(isinstance(state[name], kind) for name, kind in _KINDS.items() if name in state):
         return False
     numbers = (state["position"], state["taken"], *state["ahead"])
@@ -228,7 +229,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _complete_first(method: _Method) -> _Method:
-    """Wrap a dictionary method so that it first makes the late entries of the batch and of any batch it is passed."""
+    """Wrap a dict method so that it first makes the late entries of the batch and of batches in its arguments."""
 
     @wraps(method)
     def call(batch: "LateBatch", *values: Any, **names: Any) -> Any:
@@ -241,14 +242,14 @@ def _complete_first(method: _Method) -> _Method:
 
 
 class LateBatch(dict[str, Any]):
-    """A batch whose `late` entries are made when one of them is first read. Otherwise it is like any dictionary.
+    """Dictionary whose `late` entries are made when any of them is first read.
 
-    Most training steps need neither keys nor times, and making the strings would take several per cent of the time of
-    a loader that only copies. Copies and pickles of such a batch, and the batches that frameworks derive from it, have
-    all entries.
+    Most training steps need neither keys nor times, and making the strings would take several per cent of the time of a
+    loader that only copies. Copies and pickles of a `LateBatch`, and batches that frameworks derive from it, have all
+    entries.
 
     Args:
-        entries: Other entries, by name.
+        entries: All other entries, by name.
         late: Names of the late entries.
         make: Function that makes the late entries.
     """
@@ -312,7 +313,7 @@ class LateBatch(dict[str, Any]):
 
 
 def _as_arrays(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch with arrays instead of tensors; NumPy has no bfloat16."""
+    """Return the batch with arrays instead of tensors. NumPy has no bfloat16, so bfloat16 becomes float32."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     arrays = {
         name: (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy() for name, tensor in tensors.items()

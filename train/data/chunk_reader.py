@@ -1,4 +1,4 @@
-"""`read_chunks` and `chunks_table`: decoded chunks of a split, and a table of all chunks, for analysis in Python.
+"""`read_chunks` and `chunks_table`, for analysis in Python: the decoded chunks of a split, and a table of all chunks.
 
 See docs/python.md for examples.
 """
@@ -26,7 +26,7 @@ from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import NUMBERS
 from clipmill.shards.scores import SCORES, open_scores
 from clipmill.shards.selection import find_chunks
-from clipmill.train.data.arguments import names_arguments, require_process, require_texts, require_whole_numbers
+from clipmill.train.data.arguments import names_arguments, require_process, require_strings, require_whole_numbers
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.data_folder import ChunkSearch, ChunkTable, chunk_table, open_data_folder, rows_of
 from clipmill.train.data.frame_sampling import US_PER_S, to_seconds
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 _STUCK_AFTER_S = 120.0
-_MAX_SHOWN, _SHOWN_PX = 8, 120
+_MAX_SHOWN, _SHOWN_PX = 8, 120  # number of frames that a notebook shows, and their height in pixels
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Chunk:
 
     Attributes:
         key: Key of the chunk, `<video id>_<start in ms>`.
-        begin_s, end_s: Span in the video, seconds.
+        begin_s, end_s: Span of the chunk in the video, seconds.
         frames: RGB frames at the stored resolution, uint8 [T, H, W, 3].
-        time_s: Time of each frame in the video, seconds, float64 [T].
+        time_s: Time in the video at which each frame appears, seconds, float64 [T].
     """
 
     key: str
@@ -74,10 +74,12 @@ class Chunk:
 
 
 class Chunks:
-    """Iterable of a split's decoded chunks, or of their parts in the split, ordered by video and time (`read_chunks`).
+    """Iterable of the decoded chunks of a split, ordered by video and time (`read_chunks`).
+
+    If only a part of a chunk belongs to the split, only this part is returned.
 
     Attributes:
-        failures: Chunks that could not be decoded so far, with key, reason and detail.
+        failures: Chunks whose decoding has failed so far, with key, reason and detail.
     """
 
     def __init__(self, chunks: ChunkSet, *, every: int, workers: int, max_failures: int) -> None:
@@ -113,14 +115,14 @@ class Chunks:
         rgb_frames: dict[int, NDArray[np.uint8]] = {}
 
         def add(frame: int, picture: "av.VideoFrame") -> None:
-            # Use one thread, because starting more would take longer than converting a frame of this resolution.
+            # Use one thread, because starting more threads takes longer than the conversion of a frame.
             rgb_frames[frame] = np.asarray(picture.to_ndarray(format="rgb24", threads=1), np.uint8)
 
         try:
             grid, times = chunks.table.times(chunk), chunks.times(chunk)
             numbers = range(grid.frame_at(begin_us, 1), grid.frame_at(end_us - 1, 1) + 1, self._every)
             frames = [times.nominal_frame(number) for number in numbers]
-            # Other frames of the chunk belong to other splits.
+            # If only a part of the chunk is in the split, omit the frames of other splits.
             if begin_us > grid.start_ms * 1000 or end_us < grid.end_us:
                 frames = [frame for frame in frames if begin_us <= times.frame_begin_us(frame) < end_us]
                 frames = frames or [times.frame_at(begin_us, 1)]
@@ -152,14 +154,15 @@ def read_chunks(
 
     Args:
         data: Path or URL of a data folder that prep made.
-        every: Decode every n-th frame, starting with the first. A chunk of 450 frames at 456 x 256 takes 158 MB.
+        every: Step between decoded frames: 1 for all, 2 for every second frame, and so on, starting with the first. A
+            chunk of 450 frames at 456 x 256 takes 158 MB.
         split, workers, max_failures, cache: See `open_clips`.
 
     Raises:
         UserError: The data or the split does not exist, or an argument is out of range.
     """
     require_whole_numbers(every=every, workers=workers, max_failures=max_failures)
-    require_texts(split=split)
+    require_strings(split=split)
     if every < 1 or workers < 1:
         raise UserError(f"every is {every} and workers is {workers}", hint="use 1 or more")
     folder = open_data_folder(str(data), cache=cache)
@@ -175,10 +178,10 @@ _MS_PER_S, _LABEL = 1000, "label_"
 def chunks_table(data: str | Path, *, cache: Path | None = None) -> pa.Table:
     """Return the chunks of all splits as a pyarrow table, ordered by video and time; no video is decoded.
 
-    Columns: key, video_id, split, begin_s, end_s (seconds in the video); captions (list of strings: the captions whose
-    span overlaps the chunk, in the order of caption_id) and caption_id (list of int64); each label column `label_NAME`
-    (list of strings, one per caption); and after `prep scores`, each score and `duplicate` (bool), null for chunks
-    without scores.
+    The columns are `key`, `video_id` and `split`; `begin_s` and `end_s` (seconds in the video); `captions` (list of
+    strings: the captions whose spans overlap the chunk, ordered by ID), `caption_id` (list of int64), and each label
+    column `label_NAME` (list of strings), with one entry per caption; and after `prep scores`, each score and
+    `duplicate` (bool: the chunk looks like a chunk of an earlier video), null for chunks without scores.
 
     Args:
         data: Path or URL of a data folder that prep made.
@@ -210,7 +213,6 @@ def chunks_table(data: str | Path, *, cache: Path | None = None) -> pa.Table:
     if current_variant(data_dir, SCORES) is not None:
         if folder.tars is not None:
             folder.tars.files.copy_column(SCORES)
-        # The scores of each chunk, and whether it looks like a chunk of an earlier video.
         table = open_scores(data_dir, columns={"video_id", "start_ms", *NUMBERS, "duplicate_of"}).table
         rows = find_chunks(table, video_ids=video_ids, video_row=chunks.video_row, start_ms=chunks.start_ms)
         scored = pa.array(rows, mask=rows < 0)
@@ -220,7 +222,7 @@ def chunks_table(data: str | Path, *, cache: Path | None = None) -> pa.Table:
 
 
 def _captions(data_dir: Path, chunks: ChunkTable, video_ids: pa.Array) -> Iterator[tuple[str, pa.Array]]:
-    """Yield the captions, caption IDs and label columns of the chunks, as (name, one list per chunk)."""
+    """Yield the name of each column of captions, caption IDs and labels, and its array with one list per chunk."""
     captions = read_captions(data_dir)
     rows, chunk = _shown_pairs(captions, chunks, video_ids)
     order = np.lexsort((rows, chunk))
@@ -235,17 +237,17 @@ def _captions(data_dir: Path, chunks: ChunkTable, video_ids: pa.Array) -> Iterat
 def _shown_pairs(
     captions: pa.Table, chunks: ChunkTable, video_ids: pa.Array
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return all pairs of a caption and a chunk that overlap, as caption rows and chunk rows."""
+    """Return all pairs of a caption and a chunk that overlap: the row of each pair's caption, and of its chunk."""
     video = rows_of(captions["video_id"], video_ids)
     begin_s, end_s = captions["begin_s"].to_numpy(), captions["end_s"].to_numpy()
     search = ChunkSearch(chunks)
-    previous_last = search.last_of(video - 1)  # last chunk of all earlier videos
+    previous_last = search.last_of(video - 1)  # last chunk of the preceding videos
     last = search.last_of(video)
     is_within = np.isfinite(end_s)
     end_ms = np.ceil(end_s[is_within] * _MS_PER_S).astype(np.int64) - 1
     last[is_within] = np.minimum(last[is_within], search.last_started(video[is_within], end_ms))
     first = np.maximum(previous_last + 1, search.last_started(video, (begin_s * _MS_PER_S).astype(np.int64)))
-    # The last chunk that starts before the caption may also end before it, because shots or failures leave gaps.
+    # The last chunk that starts before the caption may also end before it, because there may be gaps between chunks.
     has_ended = chunks.end_us[np.minimum(first, len(chunks) - 1)] <= begin_s * US_PER_S
     counts = np.maximum(last - (first + has_ended) + 1, 0)
     rows = np.repeat(np.arange(len(captions)), counts)

@@ -314,7 +314,7 @@ class ClipQuery:
             has_captions=has_captions,
         )
 
-    def nothing(self, chunks: ChunkSet) -> tuple[str, str]:
+    def empty_error(self, chunks: ChunkSet) -> tuple[str, str]:
         """Return the message and the hint of the error that no clip is usable."""
         hint = (
             "see prep status; captions and labels come from prep manifest"

@@ -1,4 +1,4 @@
-"""Cautions about metrics on held-out clips: few clips, or clips that look like training clips."""
+"""Cautions about metrics: there are few clips, or clips look like training clips."""
 
 import math
 from collections.abc import Mapping
@@ -12,12 +12,13 @@ from clipmill.shards.columns import SCORES
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.shards import kind_of
 
-FEW = 100  # with fewer clips or questions, the 95 % interval around 50 % is wider than about 20 percentage points
+# With fewer clips or questions, the 95 % interval around 50 % is more than about 20 percentage points wide.
+FEW = 100
 _Z = 1.96  # number of standard deviations in the 95 % interval of a normal distribution
 
 
 class EvaluatedClips(Protocol):
-    """Interface of the samples that an evaluation uses."""
+    """Samples of an evaluation."""
 
     @property
     def num_samples(self) -> int | None:
@@ -31,13 +32,13 @@ class EvaluatedClips(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """Counts of the clips of an evaluation. The fields are keys in result files.
+    """Counts of the clips of an evaluation. The names of the fields are keys in result files.
 
     Attributes:
         num_clips: Number of distinct clips.
-        num_chunks: Number of chunks in which the clips begin, if any chunk looks like a chunk of `trained_split`;
-            otherwise 0.
-        num_alike: Number of these chunks that look like a chunk of `trained_split`; None without scores.
+        num_chunks: Number of chunks in which the clips begin; 0 if no chunk looks like a chunk of `trained_split`.
+        num_alike: Number of chunks in which a clip begins and which look like a chunk of `trained_split`; None without
+            scores.
         trained_split: Split that was used for training.
         were_trained_on: True if the model was trained on these clips, because the data have no splits.
     """
@@ -48,19 +49,19 @@ class HeldOut:
     trained_split: str = ""
     were_trained_on: bool = False
 
-    def cautions(self, share: float | None = None, *, of: tuple[int, str] | None = None) -> list[str]:
-        """Return cautions about the metrics; empty for many clips without look-alikes.
+    def cautions(self, value: float | None = None, *, items: tuple[int, str] | None = None) -> list[str]:
+        """Return cautions about the metrics. There are none for many clips that do not look like training clips.
 
         Args:
-            share: Metric in [0, 1]; the caution then reports its 95 % interval.
-            of: Number and noun of the items over which metrics are averaged; by default the clips.
+            value: Value of a metric in [0, 1], whose 95 % interval the caution states; None for no interval.
+            items: Number and noun of the items over which metrics are averaged; None for the clips.
         """
-        num, noun = of or (self.num_clips, "clip")
+        num, noun = items or (self.num_clips, "clip")
         cautions = ["the model was trained on these clips: the data have no splits"] if self.were_trained_on else []
         if num < FEW:
-            low, high = interval(0.0 if share is None else share, num)
-            suffix = f", so that {percent(share)} has a 95 % interval from {percent(low)} to {percent(high)}"
-            cautions.append(f"only {count_noun(num, noun)}{'' if share is None else suffix}")
+            low, high = interval(0.0 if value is None else value, num)
+            suffix = f", so that {percent(value)} has a 95 % interval from {percent(low)} to {percent(high)}"
+            cautions.append(f"only {count_noun(num, noun)}{'' if value is None else suffix}")
         if self.num_alike:
             chunks = f"{self.num_alike:,} of {count_noun(self.num_chunks, 'chunk')}"
             verb = "looks" if self.num_alike == 1 else "look"
@@ -69,7 +70,10 @@ class HeldOut:
 
 
 def interval(share: float, count: int) -> tuple[float, float]:
-    """Return the 95 % interval of a binomial proportion (Wilson 1927); conservative for means of values in [0, 1]."""
+    """Return the 95 % interval of a proportion of `count` items (Wilson 1927).
+
+    For a mean of values in [0, 1], the interval is conservative.
+    """
     if not count:
         return 0.0, 1.0
     spread = _Z**2 / count
@@ -81,11 +85,12 @@ def interval(share: float, count: int) -> tuple[float, float]:
 def held_out_facts(
     samples: EvaluatedClips, settings: ClipSettings, *, split: str, data: Mapping[str, Any]
 ) -> HeldOut | None:
-    """Return the counts of the clips of a split; None if the number of clips is unknown.
+    """Return the counts of the evaluated clips; None if the number of clips is unknown.
 
     Args:
-        samples: Samples after their evaluation, because clips of a stream are counted during the evaluation.
-        settings: Settings of the data to evaluate, with the training split.
+        samples: Samples that were evaluated. They are passed after the evaluation, which counts the clips of a stream.
+        settings: Settings whose data are evaluated, and whose `split` is the training split.
+        split: Split that was evaluated.
         data: Data fields of the result (`clipmill.train.run.folder.data_facts`). Look-alikes are searched for only in
             data that were used for training.
     """
@@ -98,7 +103,7 @@ def held_out_facts(
     facts = HeldOut(num_clips=num_clips, trained_split=settings.split)
     if split == settings.split or not was_trained_on:
         return facts
-    assert samples.num_samples is not None  # a data folder knows its samples
+    assert samples.num_samples is not None  # it is None only for streams
     alike = look_alikes_of(settings.folder, cache=settings.cache, split=split, trained_split=settings.split)
     if alike is None:
         return facts
@@ -107,7 +112,7 @@ def held_out_facts(
 
 
 def look_alikes_of(address: str, *, cache: Path | None, split: str, trained_split: str) -> set[str] | None:
-    """Return the keys of the chunks of a split that look like a chunk of another split; None without scores."""
+    """Return the keys of the chunks of `split` that look like a chunk of `trained_split`; None without scores."""
     from clipmill.shards.scores import keys_alike
     from clipmill.train.data.data_folder import open_data_folder
 
@@ -117,4 +122,4 @@ def look_alikes_of(address: str, *, cache: Path | None, split: str, trained_spli
             folder.tars.files.copy_column(SCORES)
         return keys_alike(folder.path, split=split, other_split=trained_split)
     except UserError:
-        return None  # prep status reports what is wrong with the scores
+        return None  # `prep status` reports errors of the scores

@@ -1,11 +1,11 @@
-"""`open_clips`, `read_clips` and `open_latents`: the training commands' loaders as a Python interface (docs/python.md).
+"""`open_clips`, `read_clips` and `open_latents`: Python interface to the training commands' loaders (docs/python.md).
 
-Samples, order, random draws, checks and error handling are the same as in the commands.
+Samples, order, random numbers, checks and error handling are the same as in the commands.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,51 +19,49 @@ from clipmill.manifests.formatting import quote_value
 from clipmill.shards.columns import LATENTS
 from clipmill.train.augment.draws import draw
 from clipmill.train.augment.pictures import to_model_input
-from clipmill.train.config.clips import Augment, CaptionSettings, ClipSettings
+from clipmill.train.config.clips import CaptionSettings, ClipSettings
 from clipmill.train.config.model import Init
 from clipmill.train.config.shards import DataSettings, data_folder_error, kind_of
-from clipmill.train.data.arguments import (
-    Data,
-    colours_of,
-    names_arguments,
-    ranks_of,
-    require_choice,
-    require_device,
-    require_texts,
-    require_whole_numbers,
-    shards_of,
-)
+from clipmill.train.data import arguments
+from clipmill.train.data.arguments import Data, names_arguments
 from clipmill.train.data.batches import Batches, LateBatch
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.clip_frames import CropRule, Views
 from clipmill.train.data.data_folder import open_data_folder
 from clipmill.train.data.frame_sampling import US_PER_S, SamplingRule, to_us
-from clipmill.train.data.inputs import open_folder, open_mixed, read_classes_of, require_no_streams
 from clipmill.train.data.latents.reader import LatentReader
 from clipmill.train.data.latents.segments import SegmentQuery, ShownCaptions, Tails
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.producers.latent_segments import open_latent_segments
-from clipmill.train.data.query import DataQuery, clip_shape, loader_settings, open_samples
+from clipmill.train.data.query import (
+    DataQuery,
+    clip_shape,
+    loader_settings,
+    open_folder,
+    open_mixed,
+    open_samples,
+    read_classes_of,
+    require_no_streams,
+)
 from clipmill.train.data.samples import Samples
-from clipmill.train.data.variants import VariantNames, reading_named
+from clipmill.train.data.variants import VariantNames, use_variants
 from clipmill.train.distributed.world import World, joined_world
 
 ClipText = Literal["text", "embedding", "all"]
-_FARTHEST_US = 10**12  # largest offset of a frame
+_MAX_OFFSET_US = 10**12  # largest absolute offset of a frame, microseconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinishedClips:
-    """Final processing of a batch of clips, in the caller's thread.
+class ClipFinisher:
+    """Function that turns a loaded batch of clips into the batch that the caller gets. It runs in the caller's thread.
 
     Attributes:
-        samples: Loader of clips, images or a stream, or of a mixture of them.
-        settings: Settings, including normalisation and augmentation of the model's input. Without a mean, clips stay
-            uint8.
+        samples: Clips, images, a stream, or a mixture of data folders.
+        settings: Settings, including normalisation and augmentation. Clips stay uint8 if there is no pixel mean.
         rgb: True if the loader returns RGB frames.
         views: Temporal and spatial views of each clip in an evaluation.
         is_training: True to augment the clips.
-        all_captions: True to add `captions`, a list of all captions for each clip.
+        all_captions: True to add `captions`, the list of all captions of each clip.
         device: Device of the tensors; None for NumPy arrays.
     """
 
@@ -76,7 +74,7 @@ class FinishedClips:
     device: str | torch.device | None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Finish the batch in place, and return it."""
+        """Convert the batch in place and return it."""
         mean = self.settings.init.pixel_mean
         if mean is not None:
             clips = self._model_input(batch, mean=mean)
@@ -91,9 +89,9 @@ class FinishedClips:
         if self.rgb or mean is not None:
             del batch["colour"]
         if self.samples.num_samples is not None:  # a stream has no index of clips
-            batch |= of_clips(batch["clip_id"], self.samples, device=self.device)
+            batch |= span_entries(batch["clip_id"], self.samples, device=self.device)
             if self.all_captions:
-                batch["captions"] = texts_of_clips(self.samples, np.asarray(batch["clip_id"]))
+                batch["captions"] = captions_of_clips(self.samples, np.asarray(batch["clip_id"]))
         return batch
 
     def _model_input(self, batch: dict[str, Any], *, mean: tuple[float, float, float]) -> torch.Tensor:
@@ -119,19 +117,19 @@ class FinishedClips:
         return clips.unflatten(2, (len(self.views), -1)).transpose(1, 2).contiguous()
 
 
-def texts_of_clips(samples: Any, clips: NDArray[np.int64]) -> list[list[str]]:
-    """Return all captions of each clip in `samples` (captioned clips or a mixture), ordered by source."""
+def captions_of_clips(samples: Any, clips: NDArray[np.int64]) -> list[list[str]]:
+    """Return all captions of each clip, ordered by source. `samples` are captioned clips or a mixture of them."""
     if samples.folders is None:
         return [samples.captions.texts_of(clip) for clip in clips.tolist()]
     texts: list[list[str]] = [[] for _ in clips]
     for folder, indices, rows in samples.numbering.divide(clips):
-        for index, clip_texts in zip(indices.tolist(), texts_of_clips(samples.parts[folder], rows), strict=True):
+        for index, clip_texts in zip(indices.tolist(), captions_of_clips(samples.parts[folder], rows), strict=True):
             texts[index] = clip_texts
     return texts
 
 
-def of_clips(clip_id: Any, samples: Any, *, device: Any) -> dict[str, Any]:
-    """Return each clip's start and end in seconds and, for a mixture, the index of its folder."""
+def span_entries(clip_id: Any, samples: Any, *, device: Any) -> dict[str, Any]:
+    """Return the entries `begin_s` and `end_s` of a batch and, for a mixture, `folder`."""
     convert = np.asarray if device is None else torch.from_numpy
     clips = np.asarray(clip_id)
     begin_us, end_us = samples.span_us(clips)
@@ -141,57 +139,8 @@ def of_clips(clip_id: Any, samples: Any, *, device: Any) -> dict[str, Any]:
     return entries
 
 
-def caption_settings(sources: Mapping[str, float] | None, min_relevancy: float | None) -> CaptionSettings:
-    """Return the caption settings; raises UserError for invalid weights."""
-    if sources is not None and not isinstance(sources, Mapping):
-        raise UserError(
-            f"sources is {quote_value(sources)}", hint='pass weights by name: {"human": 1, "*rephraser*": 2}'
-        )
-    text = None if sources is None else ",".join(f"{name}={weight}" for name, weight in sources.items())
-    return CaptionSettings(sources=text, min_relevancy=min_relevancy)
-
-
-def augmentation(values: Mapping[str, float] | None) -> Augment:
-    """Return augmentation settings with these values; raise UserError for unknown names and invalid values."""
-    known = vars(Augment())
-    if values is not None and (not isinstance(values, Mapping) or values.keys() - known.keys()):
-        raise UserError(f"augment is {quote_value(values)}", hint=f"give a dictionary with some of {', '.join(known)}")
-    overrides: Mapping[str, Any] = values or {}
-    numbers: dict[str, Any] = {}
-    for name, value in overrides.items():
-        is_integer = isinstance(known[name], int)
-        if isinstance(value, bool) or not isinstance(value, Real) or (is_integer and not float(value).is_integer()):
-            raise UserError(
-                f"augment.{name} is {quote_value(value)}", hint="use a whole number" if is_integer else "use a number"
-            )
-        numbers[name] = type(known[name])(value)
-    return Augment(**numbers)
-
-
-def normalisation_arguments(
-    pixel_mean: Sequence[float] | None, pixel_std: Sequence[float] | None, *, augment: Mapping[str, float] | None = None
-) -> tuple[tuple[float, float, float] | None, tuple[float, float, float] | None]:
-    """Return the model input's mean and standard deviation, or None for both; raise UserError if either is missing."""
-    mean, std = colours_of("pixel_mean", pixel_mean), colours_of("pixel_std", pixel_std)
-    if (mean is None) != (std is None) or (augment is not None and mean is None):
-        raise UserError(
-            f"pixel_mean is {mean}, pixel_std is {std} and augment is {augment}",
-            hint="give both pixel_mean and pixel_std, or neither; augment needs both",
-        )
-    return mean, std
-
-
-def views_setting(views: Sequence[str] | None) -> str | None:
-    """Return the value of --views; raise UserError unless `views` is a sequence of names."""
-    if views is None:
-        return None
-    if isinstance(views, str) or not isinstance(views, Sequence) or not all(isinstance(name, str) for name in views):
-        raise UserError(f"views is {quote_value(views)}", hint='give names of cameras, such as ("top", "wrist")')
-    return ",".join(views)
-
-
-def loading_of(settings: ClipSettings, world: World, *, device: str | torch.device | None) -> LoaderSettings:
-    """Return loader settings for batches that the caller may keep."""
+def loading_settings(settings: ClipSettings, world: World, *, device: str | torch.device | None) -> LoaderSettings:
+    """Return loader settings for batches that the caller may keep: later batches do not overwrite them."""
     is_pinned = device is not None and torch.device(device).type == "cuda"
     return replace(
         loader_settings(settings, world, device=torch.device(device or "cpu")),
@@ -240,24 +189,24 @@ def open_clips(
     Args:
         data: Path or URL (s3://bucket/data) of a data folder that prep made; or video tars or image tars, such as
             DIR/{000..999}.tar. A list of data folders and image tars is a mixture; its batches have `folder`, the
-            index of each clip's source in the list.
-        mix: Weights of the folders of a mixture. Default: in proportion to their sizes. Every folder has its own
-            epochs; an epoch of `Batches` has as many samples as all folders together.
-        split: Split of the manifest. Tars have no splits; all of their clips are used.
+            index in the list of each clip's folder or tars.
+        mix: Sampling weights of the folders of a mixture. Default: proportional to their numbers of samples. Every
+            folder has its own epochs; an epoch of `Batches` has as many samples as all folders together.
+        split: Split of the manifest. Tars have no splits, so all their clips are used.
         where: Condition that selects clips, such as "motion > 0.2 and words > 3" (docs/data.md).
         variant: Name of the variant to read, or a list of names for several columns, as `prep status` shows them.
-            Default: the current variants. `prep gc` keeps the variants until the batches are deleted.
+            Default: the current variants. `prep gc` does not delete a variant while the batches that read it exist.
         views: Names of cameras, such as ("top", "wrist"). A clip then shows the moment of a group of captions from
-            each camera, at the same offsets from the starts of their spans. `video` is [B, V, ...], `time_s` [B, V, T].
+            every camera, at the same offsets from the starts of the spans. `video` is [B, V, ...], `time_s` [B, V, T].
         batch: Batch size of this process.
         num_frames, size_px, sampling, stride, crop, min_crop_area: See the same flags of `train dual-encoder`.
         rgb: True for RGB frames; False for YUV 4:2:0 frames, which take half the memory.
         pixel_mean, pixel_std: Mean and standard deviation of R, G and B, on a scale from 0 to 1. If they are given,
             `video` is normalised on the device: float32 [B, 3, T, S, S], as the commands' models expect it.
-        augment: Augmentation settings, with the names of `--augment.*`, such as {"flip": 0.5}. Augmentation needs
-            `pixel_mean`, `pixel_std` and `shuffle`.
-        captions: "text" for `caption`; "embedding" for `text`, the embedding that `prep text` stored, instead of
-            `caption`; "all" to add `captions`, the list of all captions of each clip from the sources in `sources`.
+        augment: Augmentation settings by name, such as {"flip": 0.5}. See the flags --augment.*. Augmentation needs
+            `pixel_mean`, `pixel_std` and shuffle=True.
+        captions: "text" to get `caption`; "embedding" to get `text`, the embedding that `prep text` stored, instead;
+            "all" to get `caption` and `captions`, the list of all captions of each clip.
         sources: Sampling weights of caption sources, by name or pattern; captions of other sources are omitted. See
             --captions.sources.
         min_relevancy: Relevancy above which captions of other clips are also shown. See --captions.min-relevancy.
@@ -265,47 +214,55 @@ def open_clips(
             `caption`.
         shuffle: True for random order, moments, crops and captions, as in training; False for every clip once, in
             order, with centred moments and crops, as in evaluation.
-        clips, crops: Number of temporal and of spatial views of each clip. Several views need shuffle=False; `video`
-            then has a view dimension after the batch dimension, with all crops of the first moments first.
+        clips, crops: Numbers of temporal and spatial views of each clip. More than one view needs shuffle=False;
+            `video` then has a view dimension after the batch dimension, with all crops of the first moments first.
         workers: Number of decoding threads.
         seed: Random seed for order, moments, crops and captions.
         rank, world: Index of this process and number of processes; each process gets its share of the samples. Default:
-            the values from torch.distributed, otherwise from torchrun's environment, otherwise a single process.
+            the values from torch.distributed; without a process group, the values from torchrun's environment; without
+            torchrun, a single process.
         device: Device of frames, labels and embeddings; None for NumPy arrays.
         max_failures: Maximum number of clips that may fail to load; one more failure raises FailedWork.
         cache: Folder for copies of remote data. Default: the user's cache folder.
         cache_size: Maximum size of complete tars in the cache, such as "100GB". Default: 80 % of the free disk space.
 
     Raises:
-        UserError: The data, split, label or device does not exist, no clip is selected or usable, or an argument has
+        UserError: The data, split, label or device does not exist; no clip is selected or usable; or an argument has
             the wrong type or is out of range.
     """
     numbers = {"batch": batch, "num_frames": num_frames, "size_px": size_px, "stride": stride}
-    require_whole_numbers(**numbers, clips=clips, crops=crops, workers=workers, seed=seed, max_failures=max_failures)
-    require_device(device)
-    require_texts(split=split, label=label, cache_size=cache_size)
-    require_choice("sampling", sampling, SamplingRule)
-    require_choice("crop", crop, CropRule)
-    require_choice("captions", captions, ClipText)
-    mean, std = normalisation_arguments(pixel_mean, pixel_std, augment=augment)
+    arguments.require_whole_numbers(
+        **numbers, clips=clips, crops=crops, workers=workers, seed=seed, max_failures=max_failures
+    )
+    arguments.require_device(device)
+    arguments.require_strings(split=split, label=label, cache_size=cache_size)
+    arguments.require_choice("sampling", sampling, SamplingRule)
+    arguments.require_choice("crop", crop, CropRule)
+    arguments.require_choice("captions", captions, ClipText)
+    mean, std = arguments.mean_and_std(pixel_mean, pixel_std, augment=augment)
     is_normalised = mean is not None
     clip_views = Views(num_clips=clips, num_crops=crops)
     if min(clips, crops) < 1 or (shuffle and len(clip_views) > 1):
-        raise UserError(f"clips is {clips} and crops is {crops}", hint="use 1 or more; more than 1 needs shuffle=False")
-    caption_options = caption_settings(sources, min_relevancy)
+        raise UserError(
+            f"clips is {clips} and crops is {crops}", hint="use 1 or more; pass shuffle=False for more than 1"
+        )
+    caption_options = arguments.caption_settings(sources, min_relevancy)
     if label is not None and (captions != "text" or caption_options != CaptionSettings()):
-        raise UserError(f"label is {label!r}, instead of captions", hint="omit captions=, sources= and min_relevancy=")
+        raise UserError(
+            f"label is {label!r}, which cannot be combined with captions=, sources= or min_relevancy=",
+            hint="omit label=, or omit the others",
+        )
     if size_px < 1 or ((rgb or is_normalised) and size_px % 2):
-        parity = "even number, as chroma has half the size of luma" if rgb or is_normalised else "number"
-        raise UserError(f"size_px is {size_px}", hint=f"use a positive {parity}")
-    ranks = ranks_of(rank, world)
+        kind = "even number, because chroma has half the resolution of luma" if rgb or is_normalised else "number"
+        raise UserError(f"size_px is {size_px}", hint=f"use a positive {kind}")
+    ranks = arguments.explicit_world(rank, world)
     this_world = ranks or joined_world()
     settings = ClipSettings(
-        shards=shards_of(data, mix),
+        shards=arguments.shards_value(data, mix),
         mix=None if mix is None else ",".join(map(str, mix)),
         split=split,
         where=where,
-        views=views_setting(views),
+        views=arguments.views_setting(views),
         batch=batch * this_world.size,
         num_frames=num_frames,
         size_px=size_px,
@@ -313,7 +270,7 @@ def open_clips(
         stride=stride,
         crop=crop,
         min_crop_area=min_crop_area,
-        augment=augmentation(augment),
+        augment=arguments.augment_settings(augment),
         init=Init(pixel_mean=mean, pixel_std=std),
         workers=workers,
         seed=seed,
@@ -321,14 +278,14 @@ def open_clips(
         cache=cache,
         cache_size=cache_size,
     )
-    loading = loading_of(settings, this_world, device=device)
+    loading = loading_settings(settings, this_world, device=device)
     for address in settings.folders:
         if kind_of(address).has_manifest:
             continue
         if where is not None:
             raise data_folder_error(address, "which have no scores")
         if captions != "text" or caption_options != CaptionSettings():
-            error = data_folder_error(address, "whose samples have one caption each")
+            error = data_folder_error(address, "whose samples have only one caption each")
             error.add_hint("or omit captions=, sources= and min_relevancy=")
             raise error
     require_no_streams(settings)
@@ -348,10 +305,10 @@ def open_clips(
             )
         )
 
-    with reading_named(settings.folders, variant, cache=cache):
+    with use_variants(settings.folders, variant, cache=cache):
         classes = None if label is None else read_classes_of(settings, label=label)
         samples = open_mixed(open_source, settings)
-    finish = FinishedClips(
+    finish = ClipFinisher(
         samples=samples,
         settings=settings,
         rgb=rgb,
@@ -390,46 +347,47 @@ def read_clips(
     cache: Path | None = None,
     cache_size: str | None = None,
 ) -> Batches:
-    """Open frames at given times: for each row of a table, the frames on screen at offsets from its time.
+    """Open frames at given times: for each row of a table, the frames on screen at offsets from the row's time.
 
     Batches have `video`, `time_s` (float64 [B, T], when each frame appeared on screen), `is_padded` (bool [B, T]),
-    and `row` (int64 [B], index in the table). An offset that points outside the video shows its first or last frame,
-    which is marked in `is_padded`. A row whose time is outside its video, or in a missing chunk, fails.
+    and `row` (int64 [B], index in the table). If an offset points outside the video, the first or last frame is shown
+    and marked in `is_padded`. A row fails if its time is outside the video or in a missing chunk.
 
     Args:
         data: Path or URL of a data folder that prep made.
-        table: Arrow table or mapping of columns: `video_id`, or `key` of a chunk of the video; `time_s`, seconds from
+        table: Arrow table or mapping of columns: `video_id`, or `key` of any chunk of the video; `time_s`, seconds from
             the start of the video; and optionally `begin_s` and `end_s`, the span to which frames are limited, such as
-            an episode. A frame that begins up to 0.1 ms after a time counts as on screen at that time.
+            an episode. A frame that appears up to 0.1 ms after a time counts as on screen at that time.
         offsets_s: Offsets of the T frames, seconds, in the order of `video`.
         views: Names of cameras, such as ("top", "wrist"). The table then has columns for each camera, such as
-            `video_id.top` and `time_s.top`; a column without a camera applies to all. `video` is [B, V, T, ...].
+            `video_id.top` and `time_s.top`; a column without a camera's name applies to all cameras. `video` is
+            [B, V, T, ...].
         size_px: Side length of a square crop; or height and width, to which complete frames are resized.
         shuffle: True for random order and crops; False for the rows in order, with centred crops.
         variant, batch, crop, min_crop_area, rgb, pixel_mean, pixel_std, workers, seed: See `open_clips`.
         rank, world, device, max_failures, cache, cache_size: See `open_clips`.
 
     Raises:
-        UserError: The data or the device does not exist, the table lacks a column or lists videos that are not in the
-            data, or an argument has the wrong type or is out of range.
+        UserError: The data or the device does not exist; the table lacks a column or lists videos that are not in the
+            data; or an argument has the wrong type or is out of range.
     """
     from clipmill.train.data.producers.given_moments import GivenRows, open_given_moments
 
     is_uncropped = not isinstance(size_px, Integral)
     height_px, width_px = _height_and_width(size_px)
-    require_whole_numbers(batch=batch, workers=workers, seed=seed, max_failures=max_failures)
-    require_device(device)
-    require_texts(cache_size=cache_size)
-    require_choice("crop", crop, CropRule)
-    mean, std = normalisation_arguments(pixel_mean, pixel_std)
+    arguments.require_whole_numbers(batch=batch, workers=workers, seed=seed, max_failures=max_failures)
+    arguments.require_device(device)
+    arguments.require_strings(cache_size=cache_size)
+    arguments.require_choice("crop", crop, CropRule)
+    mean, std = arguments.mean_and_std(pixel_mean, pixel_std)
     if is_uncropped and mean is not None:
         raise UserError("pixel_mean needs square frames", hint="use one number for size_px, or omit pixel_mean")
     offsets_us = _offsets_us(offsets_s)
-    ranks = ranks_of(rank, world)
+    ranks = arguments.explicit_world(rank, world)
     this_world = ranks or joined_world()
     settings = ClipSettings(
-        shards=shards_of(data, None),
-        views=views_setting(views),
+        shards=arguments.shards_value(data, None),
+        views=arguments.views_setting(views),
         batch=batch * this_world.size,
         num_frames=len(offsets_us),
         size_px=height_px,
@@ -445,13 +403,13 @@ def read_clips(
     shape = replace(
         clip_shape(settings, views=Views()), rgb=rgb and mean is None, width_px=width_px if is_uncropped else None
     )
-    with reading_named(settings.folders, variant, cache=cache):
-        folder = open_folder(settings, reason="a time belongs to a video of a data folder")
+    with use_variants(settings.folders, variant, cache=cache):
+        folder = open_folder(settings, reason="times refer to videos of a data folder")
         chunks = ChunkSet(folder.path, split=None, rule=settings.decode, tars=folder.tars)
-    loading = loading_of(settings, this_world, device=device)
+    loading = loading_settings(settings, this_world, device=device)
     rows = [GivenRows.of_table(table, view=view) for view in settings.view_names or ("",)]
     samples = open_given_moments(rows, chunks, shape, loading, offsets_us=offsets_us)
-    finish_clips = FinishedClips(
+    finish_clips = ClipFinisher(
         samples=samples,
         settings=settings,
         rgb=rgb,
@@ -475,7 +433,7 @@ def _height_and_width(size_px: int | tuple[int, int]) -> tuple[int, int]:
     # Even numbers, because chroma has half the size of luma.
     if len(sides) != 2 or not all(isinstance(side, Integral) and int(side) > 0 == int(side) % 2 for side in sides):
         raise UserError(
-            f"size_px is {quote_value(size_px)}", hint="use a positive even number, or two of them: (height, width)"
+            f"size_px is {quote_value(size_px)}", hint="use a positive even number, or a pair of them: (height, width)"
         )
     return int(sides[0]), int(sides[1])
 
@@ -485,7 +443,7 @@ def _offsets_us(offsets_s: Sequence[float]) -> tuple[int, ...]:
         offsets_us = tuple(to_us(float(offset_s)) for offset_s in offsets_s)
     except (TypeError, ValueError):
         offsets_us = ()
-    if not offsets_us or max(map(abs, offsets_us)) > _FARTHEST_US:
+    if not offsets_us or max(map(abs, offsets_us)) > _MAX_OFFSET_US:
         raise UserError(f"offsets_s is {quote_value(offsets_s)}", hint="pass seconds, such as (-0.2, -0.1, 0.0)")
     return offsets_us
 
@@ -513,42 +471,45 @@ def open_latents(
     cache: Path | None = None,
     cache_size: str | None = None,
 ) -> Batches:
-    """Open the segments of a split, as VAE latents that `prep latents` made, each with a caption or a class.
+    """Open the segments of a split: VAE latents that `prep latents` made, each segment with a caption or a class.
 
     Args:
         data: Path or URL of a data folder that prep made; or a list of folders, which is a mixture. All folders must
             have latents from the same VAE.
-        segment: Length of a segment, such as 5s: a whole number of frames. Default: the stored segments of a video VAE;
-            5s for other latents.
-        max_segments: Maximum number of segments of each video, evenly spaced; None for all.
-        tails: Treatment of the frames after the last full segment of a chunk: "drop" them, or "pad" them with zeros.
-        captions: "text" for `caption`; "embedding" for `text`, the embedding that `prep text` stored, instead of
-            `caption`; None for segments without captions.
+        segment: Length of a segment, such as "5s"; it must be a whole number of frames. Default: the length of the
+            stored segments of a video VAE; 5 s for other latents.
+        max_segments: Maximum number of segments per video, evenly spaced; None for all.
+        tails: Treatment of the frames after the last full segment of a chunk: "drop" them, or "pad" them with zeros to
+            a full segment.
+        captions: "text" to get `caption`; "embedding" to get `text`, the embedding that `prep text` stored, instead;
+            None for segments without captions.
         mix, split, where, variant, batch, label, shuffle, seed: See `open_clips`.
         rank, world, device, max_failures, cache, cache_size: See `open_clips`.
 
     Raises:
-        UserError: The split has no latents, embeddings, captions or labels, the device does not exist, or an argument
+        UserError: The split has no latents, embeddings, captions or labels; the device does not exist; or an argument
             has the wrong type or is out of range.
     """
-    require_whole_numbers(batch=batch, seed=seed, max_failures=max_failures)
-    require_texts(split=split, segment=segment, label=label, cache_size=cache_size)
+    arguments.require_whole_numbers(batch=batch, seed=seed, max_failures=max_failures)
+    arguments.require_strings(split=split, segment=segment, label=label, cache_size=cache_size)
     if max_segments is not None:
-        require_whole_numbers(max_segments=max_segments)
+        arguments.require_whole_numbers(max_segments=max_segments)
         if max_segments < 1:
             raise UserError(f"max_segments is {max_segments}", hint="use 1 or more, or None for all")
-    require_device(device)
-    settings = DataSettings(shards=shards_of(data, mix), mix=None if mix is None else ",".join(map(str, mix)))
+    arguments.require_device(device)
+    settings = DataSettings(
+        shards=arguments.shards_value(data, mix), mix=None if mix is None else ",".join(map(str, mix))
+    )
     for address in settings.folders:
         if not kind_of(address).has_manifest:
-            raise data_folder_error(address, "but latents are in a data folder")
-    require_choice("tails", tails, Tails)
-    ranks = ranks_of(rank, world)
+            raise data_folder_error(address, "but only data folders contain latents")
+    arguments.require_choice("tails", tails, Tails)
+    ranks = arguments.explicit_world(rank, world)
     this_world = ranks or joined_world()
     if batch < 1:
         raise UserError(f"batch is {batch}", hint="use 1 or more")
     if captions not in ("text", "embedding", None):
-        raise UserError(f"captions is {captions!r}", hint="use 'text', 'embedding' or None")
+        raise UserError(f"captions is {captions!r}, an unknown value", hint="use 'text', 'embedding' or None")
     can_keep = device is None or torch.device(device).type != "cuda"
     loading = LoaderSettings(batch=batch, seed=seed, rank=this_world.rank, num_ranks=this_world.size, can_keep=can_keep)
     caption_forms: dict[str | None, ShownCaptions] = {None: "none", "text": "words", "embedding": "stored"}
@@ -569,7 +530,7 @@ def open_latents(
             )
         )
 
-    with reading_named(settings.folders, variant, cache=cache):
+    with use_variants(settings.folders, variant, cache=cache):
         opened = {
             address: open_data_folder(address, cache=cache, cache_size=cache_size, column=LATENTS)
             for address in settings.folders
@@ -584,13 +545,13 @@ def open_latents(
     def finish(entries: dict[str, Any]) -> dict[str, Any]:
         key, clip_id, text_row = entries["key"], entries["clip_id"], entries.pop("text_row", None)
         if samples.frame_shape.segment_frames:
-            entries["latents"] = entries["latents"].swapaxes(1, 2)  # in the stored layout, without a copy
+            entries["latents"] = entries["latents"].swapaxes(1, 2)  # back to the stored layout, without a copy
 
-        def make() -> dict[str, Any]:
-            late_entries = {"key": key[:], **of_clips(clip_id, samples, device=device)}
+        def make_late_entries() -> dict[str, Any]:
+            late_entries = {"key": key[:], **span_entries(clip_id, samples, device=device)}
             return late_entries | ({"caption": shown_captions.texts_at(np.asarray(text_row))} if shown_captions else {})
 
-        return LateBatch(entries, names, make)
+        return LateBatch(entries, names, make_late_entries)
 
     return Batches(
         samples, finish, classes, shuffle=shuffle, batch=batch, world=ranks, device=device, max_failures=max_failures

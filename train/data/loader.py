@@ -187,7 +187,7 @@ class Loader:
         builder = self._builder(max_failures)
         outcomes = self.reader.outcomes(self._training_blocks(begin), self.loading)
         while builder.fill(outcomes):
-            self.cursor = begin.after(builder.num_batches * batch, builder.num_taken, share)
+            self.cursor = begin.advance(builder.num_batches * batch, builder.num_taken, share)
             yield builder.take(self.cursor)
 
     def evaluation_batches(self, *, every: int = 1, begin: int = 0) -> Iterator[LoadedBatch]:

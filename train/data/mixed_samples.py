@@ -259,7 +259,7 @@ class MixedFolders:
         return set_fingerprint(order, content) if any(contents) else order
 
 
-def require_alike(facts: Mapping[str, Mapping[str, str]]) -> None:
+def require_equal_facts(facts: Mapping[str, Mapping[str, str]]) -> None:
     """Raise a UserError if data folders differ in a property. `facts` maps each folder to its properties."""
     (first, first_facts), *others = facts.items()
     for address, other_facts in others:
@@ -292,7 +292,9 @@ class MixedSamples(BatchedSamples):
     ) -> None:
         first = self.first = parts[0]
         self.parts, loading = parts, first.loader.loading
-        require_alike({address: part.source.alike for address, part in zip(addresses, parts, strict=True)})
+        require_equal_facts(
+            {address: part.source.mixture_facts for address, part in zip(addresses, parts, strict=True)}
+        )
         sizes = [part.num_samples for part in parts]
         self.folders = MixedFolders(
             names=folder_names(addresses),

@@ -1,15 +1,15 @@
-"""Sample order: a pure function of (seed, epoch, position), with random access in O(1).
+"""Order of samples: a pure function of (seed, epoch, position), with random access in O(1), and the resume cursor.
 
 Every epoch contains every sample exactly once, in a different order. The order is a format-preserving permutation: an
-alternating Feistel network on the smallest power of two that is large enough, with cycle walking until it reaches a
-valid sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). The permutation does not use a table,
-so 10^9 samples cost as much as ten, and it does not depend on the number of workers or ranks.
+alternating Feistel network on the smallest power of two that is large enough, applied repeatedly (cycle walking) until
+the result is a valid sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It needs no table, so
+10^9 samples cost as much as ten, and it does not depend on the number of workers or ranks.
 
 Positions continue across epochs: position p is position p % num_samples of epoch p // num_samples.
 
-With groups of G samples, the groups are permuted. Group g has the samples g * G to g * G + G - 1, which stay adjacent.
-If G does not divide the number of samples, the last group of every epoch is incomplete, and its remaining positions are
-empty.
+With groups of G samples, groups are permuted instead of samples. Group g consists of the samples g * G to
+g * G + G - 1, which stay adjacent. If G does not divide the number of samples, the last group of every epoch is
+incomplete, and its remaining positions are empty.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ class SampleOrder:
         num_full = self.num_samples // self.group
         is_full = groups < num_full
         if is_full.any():
-            # All epochs are computed at once, because many positions of a small set belong to many epochs.
+            # Compute all epochs at once: in a small data set, the positions of a block belong to many epochs.
             distinct, number = np.unique(epochs[is_full], return_inverse=True)
             keys = np.stack([_round_keys(self.seed, int(epoch)) for epoch in distinct], axis=1)
             groups[is_full] = _permute_with_keys(
@@ -64,13 +64,15 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class Share:
-    """Positions of a rank: every `num_ranks`-th group of the order, starting with group `rank`.
+    """Positions that a rank uses: every `num_ranks`-th group of the order, starting with group `rank`.
 
-    The shares of all ranks have the same size and together cover every position. They are counted from the first
-    position of the order, wherever a run is resumed, so the same number of ranks continues with the same shares.
+    The shares of all ranks have the same size and together cover every position. Groups are always counted from the
+    first position of the order, so a resumed run with the same number of ranks continues with the same shares.
 
     Attributes:
-        rank: Rank, or an array of ranks for several shares at once.
+        rank: Rank, or an array of ranks to compute several shares at once.
+        num_ranks: Number of ranks.
+        group: Number of positions in a group.
     """
 
     rank: int | Positions = 0
@@ -78,11 +80,11 @@ class Share:
     group: int = 1
 
     def at(self, numbers: Positions) -> Positions:
-        """Return the positions with these numbers in the share, counted from 0."""
+        """Return positions of the share by their numbers in the share, which count from 0."""
         return (numbers // self.group * self.num_ranks + self.rank) * self.group + numbers % self.group
 
     def count_before(self, positions: int | Positions) -> Positions:
-        """Return how many positions of the share precede each of `positions`."""
+        """Return the number of positions of the share that precede each of `positions`."""
         rows, rest = np.divmod(np.asarray(positions, dtype=np.int64), self.group * self.num_ranks)
         counts: Positions = rows * self.group + np.clip(rest - self.rank * self.group, 0, self.group)
         return counts
@@ -94,7 +96,7 @@ def permute(positions: Positions, num_samples: int, *, seed: int, epoch: int) ->
 
 
 def _permute_with_keys(positions: Positions, num_samples: int, keys: NDArray[np.uint64]) -> Positions:
-    """Permute with round keys [rounds, 1], or [rounds, N] for positions of several epochs."""
+    """Permute positions with round keys: [rounds, 1] for one epoch, or [rounds, N] with a column per position."""
     num_bits = max(2, (num_samples - 1).bit_length())
     samples = _feistel(positions.astype(np.uint64), num_bits, keys)
     is_invalid = samples >= num_samples
@@ -125,22 +127,22 @@ def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
-# Resume cursor: the progress of a run in the endless sample order, for any batch size and number of ranks.
+# Resume cursor: the progress of a run in the endless order of samples, for any batch size and number of ranks.
 #
-# As long as no sample fails and a rank's batch consists of complete groups, the cursor is a single number: all
-# positions before it have been used. If a rank's sample fails, the rank uses the next position of its share, and is
-# then ahead of the other ranks. Positions that were used early are recorded, so that no rank uses them again after
-# resuming.
+# As long as no sample fails and the batches of ranks consist of complete groups, the cursor is a single number: all
+# positions before it have been used. If a sample of a rank fails, the rank uses the next position of its share instead,
+# and is then ahead of the other ranks. The cursor records these positions, so that a resumed run does not use them
+# again.
 
 
-SEPARATOR = "-"  # separates the two parts of a fingerprint
+SEPARATOR = "-"  # separator of the two parts of a fingerprint
 
 
 class LoaderState(TypedDict):
     """State of a loader, as stored in a checkpoint."""
 
-    position: int  # all positions before it have been used
-    ahead: list[int]  # further used positions; only with several ranks, after failures
+    position: int  # first position that has not been used
+    ahead: list[int]  # later positions that have been used; only with several ranks, after failures
     seed: int
     samples: str  # fingerprint of the sample set
 
@@ -156,40 +158,46 @@ class Cursor(NamedTuple):  # a NamedTuple for the same reason as `LoadedBatch`
         return position < self.position or position in self.ahead
 
     def positions(self, begin: int, count: int, share: Share) -> Positions:
-        """Return `count` unused positions of a rank's share, in order, without the first `begin` unused positions."""
+        """Return `count` unused positions of a rank's share, in order, after skipping the first `begin` of them."""
         first, taken = int(share.count_before(self.position)), self._numbers_ahead(share)
         numbers = begin + np.arange(count, dtype=np.int64)
-        num_unused = taken - first - np.arange(len(taken))  # number of unused positions before each taken one
+        num_unused = taken - first - np.arange(len(taken))  # number of unused positions before each taken position
         return share.at(first + numbers + np.searchsorted(num_unused, numbers, side="right"))
 
-    def after(self, num_common: int, num_own: int, share: Share) -> "Cursor":
-        """Return the cursor after every rank has used `num_common` positions, and this rank `num_own` or more."""
-        if not self.ahead and num_own == num_common and share.group == 1:
+    def advance(self, num_common: int, num_used: int, share: Share) -> "Cursor":
+        """Return the cursor of a rank after a number of batches.
+
+        Args:
+            num_common: Number of positions that every rank has used, at least.
+            num_used: Number of positions that this rank has used: more than `num_common` if samples have failed.
+        """
+        if not self.ahead and num_used == num_common and share.group == 1:
             return Cursor(self.position + num_common * share.num_ranks)
-        position = self._after_all(num_common, share)
+        position = self._first_unused(num_common, share)
         num_before = int(share.count_before(position) - share.count_before(self.position))
         num_before -= int(np.searchsorted(share.at(self._numbers_ahead(share)), position))
-        early = self.positions(num_before, num_own - num_before, share).tolist()
-        cursor = Cursor(position, tuple(sorted({at for at in self.ahead if at > position}.union(early))))
-        # Ranks with different failures must report the same position, by which `merge_cursors` matches them.
+        early = self.positions(num_before, num_used - num_before, share).tolist()
+        later = {used for used in self.ahead if used > position}
+        cursor = Cursor(position, tuple(sorted(later.union(early))))
+        # With several ranks, `position` must not depend on a rank's failures: `merge_cursors` compares the positions.
         return cursor if share.num_ranks > 1 else merge_cursors([cursor])
 
-    def _after_all(self, num_common: int, share: Share) -> int:
+    def _first_unused(self, num_common: int, share: Share) -> int:
         """Return the first unused position after every rank has used `num_common` positions."""
         shares = replace(share, rank=np.arange(share.num_ranks))
         next_positions = shares.at(shares.count_before(self.position) + num_common)
-        for rank in {at // share.group % share.num_ranks for at in self.ahead}:
+        for rank in {used // share.group % share.num_ranks for used in self.ahead}:
             next_positions[rank] = self.positions(num_common, 1, replace(share, rank=rank))[0]
         return int(next_positions.min())
 
     def _numbers_ahead(self, share: Share) -> Positions:
-        """Return the numbers in the share of the positions in `ahead`, ascending."""
+        """Return the positions in `ahead` that belong to the share, as ascending numbers in the share."""
         ahead = np.array(self.ahead, dtype=np.int64)
         return share.count_before(ahead[ahead // share.group % share.num_ranks == share.rank])
 
 
 def merge_cursors(cursors: Iterable[Cursor]) -> Cursor:
-    """Merge the cursors of all ranks, which must have used the same number of batches.
+    """Merge the cursors of all ranks after the same number of batches.
 
     Raises:
         ValueError: The ranks are at different batches.
@@ -209,10 +217,10 @@ def merge_cursors(cursors: Iterable[Cursor]) -> Cursor:
 
 
 def set_fingerprint(order: str, content: str) -> str:
-    """Return the fingerprint of a sample set in two parts, so that an error can report which part differs.
+    """Return the fingerprint of a set of samples. It has two parts, so that an error can report which part differs.
 
     Args:
         order: Hash of the samples and their order.
-        content: Hash of the content of samples other than their frames.
+        content: Hash of the texts of captions and of their choice.
     """
     return f"{order}{SEPARATOR}{content}"

@@ -1,7 +1,7 @@
-"""Prefetching: the next batch is collated and copied to the device, on a separate CUDA stream, during a step.
+"""Prefetching: during a step, a thread collates the next batch and copies it to the device on a separate CUDA stream.
 
-Two batches exist at a time, the current and the next batch, so a loader that reuses its buffers needs two of them.
-The second half of this module broadcasts batches to all stages of a pipeline; only the first stage loads and decodes.
+Two batches exist at a time, the current and the next batch, so a loader that reuses buffers needs two of them. The
+second half of this module broadcasts batches to all stages of a pipeline: only the first stage loads and decodes.
 """
 
 import threading
@@ -22,18 +22,18 @@ _JOIN_TIMEOUT_S = 10.0
 def prefetch(
     batches: Iterator[LoadedBatch], device: torch.device, *, names: Sequence[str] = TENSORS
 ) -> Generator[LoadedBatch, None, None]:
-    """Yield `batches` with the tensors in `names` on `device`. A thread prepares them, one batch ahead.
+    """Yield batches with the tensors in `names` on `device`. A thread prepares the next batch in advance.
 
     A batch is valid until the next batch is requested. Closing the generator closes `batches`.
 
     Raises:
-        Exception: The error that `batches` raised, after the batches before it.
+        Exception: `batches` raised this error. All batches that precede the error have been yielded.
     """
     if device == torch.device("cuda"):
-        # A device without an index is the current GPU of each thread, which is GPU 0 in a new thread.
+        # "cuda" without an index means the current GPU of the thread, which is GPU 0 in a new thread.
         device = torch.device("cuda", torch.cuda.current_device())
     ready: SimpleQueue[LoadedBatch | BaseException | None] = SimpleQueue()
-    # Use tokens in a queue instead of a semaphore, which an interrupt during a release would leave locked.
+    # A queue of tokens, not a semaphore, because an interrupt during a release would leave a semaphore locked.
     free: SimpleQueue[None] = SimpleQueue()
     for _ in range(_NUM_BATCHES):
         free.put(None)
@@ -49,7 +49,7 @@ def prefetch(
                 with nullcontext() if stream is None else torch.cuda.stream(stream):
                     batch = to_device(loaded.batch, device, names=names)
                 if stream is not None:
-                    stream.synchronize()  # the model's stream does not wait for the copy stream
+                    stream.synchronize()  # because the model's stream does not wait for the copy stream
                 ready.put(loaded._replace(batch=batch))
             ready.put(None)
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
@@ -69,11 +69,11 @@ def prefetch(
     finally:
         is_over = True
         free.put(None)
-        thread.join(_JOIN_TIMEOUT_S)  # the timeout is only reached if the next batch waits for a dead file system
+        thread.join(_JOIN_TIMEOUT_S)  # the timeout expires only if a read is stuck in a file system
 
 
 def _record_stream(loaded: LoadedBatch, device: torch.device) -> LoadedBatch:
-    """Tell the allocator that the model's stream uses tensors that were created on the copy stream."""
+    """Tell the allocator that the model's stream uses the tensors, which were created on the copy stream."""
     if device.type == "cuda":
         for value in loaded.batch.values():
             # Skip CPU tensors (positions, IDs and lengths), which have no streams.
@@ -82,22 +82,22 @@ def _record_stream(loaded: LoadedBatch, device: torch.device) -> LoadedBatch:
     return loaded
 
 
-def on_all_stages(loaded: LoadedBatch | None, stages: World) -> LoadedBatch | None:
-    """Broadcast the first stage's batch. The other stages get it without frames and latents, and ignore their input."""
+def broadcast_batch(loaded: LoadedBatch | None, stages: World) -> LoadedBatch | None:
+    """Broadcast the first stage's batch. Other stages receive it without frames and latents, and ignore `loaded`."""
     if stages.size == 1:
         return loaded
     received = stages.first(lambda: None if loaded is None else _without_pictures(loaded))
     return loaded if stages.is_first else received
 
 
-def batches_on_all_stages(batches: Iterable[LoadedBatch], stages: World) -> Iterator[LoadedBatch]:
-    """Broadcast the first stage's batches, as `on_all_stages` does. The other stages do not start their `batches`.
+def broadcast_batches(batches: Iterable[LoadedBatch], stages: World) -> Iterator[LoadedBatch]:
+    """Broadcast the first stage's batches, as `broadcast_batch` does. Other stages never start their own `batches`.
 
     Raises:
-        ClipmillError: The error that the first stage's `batches` raised, on all stages.
+        ClipmillError: `batches` of the first stage raised this error. All stages raise it.
     """
     iterator = iter(batches)
-    loaded: LoadedBatch | None = None  # only the first stage has a batch
+    loaded: LoadedBatch | None = None  # stays None on all stages except the first
 
     def next_batch() -> LoadedBatch | None:
         nonlocal loaded

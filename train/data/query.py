@@ -1,52 +1,65 @@
-"""`DataQuery`: the samples that a task needs; `open_samples` opens them for any kind of data."""
+"""Data of a task: `DataQuery` describes the samples that the task needs, and the functions open them.
 
-from collections.abc import Sequence
+All kinds of data are opened here: data folders, latents, tars, and mixtures of several addresses.
+"""
+
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from clipmill.manifests.divided_videos import names_of_splits, read_divided_videos
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.plugins import import_object
+from clipmill.manifests.store import read_videos
+from clipmill.shards.columns import VIDEO
 from clipmill.train.config.clips import CaptionSettings, ClipSettings
-from clipmill.train.config.shards import Content, data_folder_error, kind_of
+from clipmill.train.config.shards import KINDS, Content, DataSettings, data_folder_error, kind_of, parse_mix
 from clipmill.train.data.clip_frames import SIMPLE_SHARE, ClipShape, Views
 from clipmill.train.data.data_folder import DataFolder, open_data_folder
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.distributed.world import World
+from clipmill.train.models.dual_encoder import size_of
+from clipmill.train.models.video_vit import VideoViTSize
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from clipmill.train.data.classes import ClassList
+    from clipmill.train.data.mixed_samples import MixedSamples
     from clipmill.train.models.text import Tokenize
 
-# A VAE reduces each side by a factor of 8, so a patch of 2 latents covers as much of the frame as a patch of 16 pixels.
+# A VAE reduces height and width by a factor of 8, so a patch of 2 x 2 latents covers as much of the frame as a patch of
+# 16 x 16 pixels.
 LATENT_PATCH = 2
 
-TARS_SPLIT = "all"  # tars have no splits
+TARS_SPLIT = "all"  # split name for tars, which have no splits
+
+Opened = TypeVar("Opened")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataQuery:
-    """The samples that a task needs from one data folder, or from tars.
+    """Samples that a task needs from one data folder, or from tars.
 
     Attributes:
-        settings: Settings of the task, in which --shards is this folder.
-        content: Content of samples in addition to frames: captions, labels, or nothing.
-        split: Split of the videos. Tars have no splits.
-        loading: Batches, threads and this rank's share.
+        settings: Settings of the task, in which --shards is the address of this folder or these tars.
+        content: Content of the samples: "captions" or "labels" in addition to frames, or only "frames".
+        split: Split of the videos; ignored for tars, which have no splits.
+        loading: Settings of the loader: batches, threads and this rank's share.
         views: Temporal and spatial views of each clip in an evaluation.
-        is_rgb: True to return RGB frames instead of YUV 4:2:0.
-        tokenize: Tokenizer of captions; None for captions as text.
-        has_stored_text: True to use the embeddings that prep text stored, instead of captions.
-        captions: Caption sources and relevancy.
+        is_rgb: True for RGB frames; False for YUV 4:2:0 frames.
+        tokenize: Function that tokenizes captions; None for captions as text.
+        has_stored_text: True to replace captions by the embeddings that `prep text` stored.
+        captions: Weights of caption sources, and the minimum relevancy.
         each_caption: True to make a clip for each caption, even if several captions have the same span.
-        table: Captions of an evaluation protocol, instead of the manifest's captions.
+        table: Captions of an evaluation protocol; None for the captions of the manifest.
         classes: Class lists of the labels. Each sample has a class from at least one list.
         repeats: Number of samples per clip in an epoch.
-        same_frames: True to let the repeated samples of a clip show the same moments.
+        same_frames: True to show the same moments in all repeated samples of a clip.
         has_all_segments: True to use all segments of long videos, regardless of --max-segments.
     """
 
@@ -68,21 +81,21 @@ class DataQuery:
 
     @property
     def shape(self) -> ClipShape:
-        """Rules for sampling, cropping and resizing clips of pixels."""
+        """Rules for sampling, cropping and resizing the frames of clips."""
         return replace(clip_shape(self.settings, views=self.views), rgb=self.is_rgb)
 
     def open_folder(self, *, column: str) -> DataFolder:
-        """Open the data folder; raise UserError if it cannot be read."""
+        """Open the data folder, with one column of a remote folder; raise UserError if it cannot be read."""
         settings = self.settings
         return open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size, column=column)
 
 
 def open_samples(query: DataQuery) -> Any:
-    """Open this rank's part of the samples that a task needs.
+    """Open this rank's share of the samples that a task needs.
 
     Raises:
-        UserError: There are no samples; the samples contradict the settings; or this kind of data lacks the content, or
-            the manifest that the settings need to select samples and captions.
+        UserError: There are no samples; the samples contradict the settings; this kind of data lacks the requested
+            content; or the settings need a manifest, and this kind of data has none.
     """
     folder = query.settings.folder
     kind = kind_of(folder, query.settings)
@@ -90,25 +103,25 @@ def open_samples(query: DataQuery) -> Any:
         raise data_folder_error(folder, f"but {kind.missing_reasons[query.content]}", kind=kind)
     if not kind.has_manifest and query.settings.selection is not None:
         raise UserError(
-            f"{folder} names {kind.noun}, which have no manifest and no scores to select by",
-            hint="omit --where and --share, or name a data folder that prep made",
+            f"{folder} names {kind.noun}, which have no manifest and no scores to select samples by",
+            hint="omit --where and --share, or use a data folder that prep made",
         )
     if not kind.has_manifest and (query.has_stored_text or query.captions != CaptionSettings()):
         raise UserError(
-            f"{folder} names {kind.noun}, whose samples have one caption each",
-            hint="omit --text-tower and --captions, or name a data folder that prep made",
+            f"{folder} names {kind.noun}, whose samples have only one caption each",
+            hint="omit --text-tower and --captions, or use a data folder that prep made",
         )
     if query.settings.views is not None and not kind.has_manifest:
         raise UserError(
-            f"{folder} names tars, whose samples belong to no groups, and --views is {query.settings.views}",
-            hint="omit it, or name a data folder that prep made",
+            f"--views is {query.settings.views}, but {folder} names tars, whose samples do not belong to groups",
+            hint="omit --views, or use a data folder that prep made",
             flags=("--views",),
         )
     return import_object(kind.openers[query.content])(query)
 
 
 def clip_shape(settings: ClipSettings, *, views: Views) -> ClipShape:
-    """Return the rules for sampling, cropping and resizing clips of pixels.
+    """Return the rules for sampling, cropping and resizing the frames of clips.
 
     Args:
         views: Temporal and spatial views of each clip in an evaluation.
@@ -124,7 +137,7 @@ def clip_shape(settings: ClipSettings, *, views: Views) -> ClipShape:
 
 
 def loader_settings(settings: ClipSettings, world: World, *, device: torch.device) -> LoaderSettings:
-    """Return loader settings for this rank's share of the batches."""
+    """Return the loader settings of this rank. `settings.batch` is the number of samples over all ranks."""
     batch = world.share(settings.batch)
     return LoaderSettings(
         batch=batch,
@@ -136,3 +149,100 @@ def loader_settings(settings: ClipSettings, world: World, *, device: torch.devic
         num_ranks=world.size,
         pin=device.type == "cuda",
     )
+
+
+def open_folder(settings: ClipSettings, *, reason: str, column: str | None = VIDEO) -> DataFolder:
+    """Open the data folder of a task that needs a manifest.
+
+    Args:
+        reason: Clause that explains why the task needs a manifest, for the error message.
+        column: See `open_data_folder`.
+
+    Raises:
+        UserError: This kind of data has no manifest, or the folder cannot be read.
+    """
+    if not kind_of(settings.folder).has_manifest:
+        raise data_folder_error(settings.folder, f"but {reason}")
+    return open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size, column=column)
+
+
+def open_labelled_folder(settings: ClipSettings, *, column: str | None = VIDEO) -> DataFolder:
+    """Open the data folder of a task that needs labels; raise UserError as `open_folder` does."""
+    return open_folder(settings, reason="labels are in the manifest of a data folder", column=column)
+
+
+def open_mixed(open_source: Callable[[str], Opened], settings: DataSettings) -> "Opened | MixedSamples":
+    """Open the data at all addresses in the settings, as the samples of a single address or as a mixture.
+
+    Args:
+        open_source: Function that opens the samples at one address.
+
+    Raises:
+        UserError: An error of `open_source`, with a hint that contains the address if there are several; or the samples
+            cannot be mixed.
+    """
+    if len(settings.folders) == 1:
+        return open_source(settings.folder)
+    require_no_streams(settings)
+    parts: list[Any] = []
+    for folder in settings.folders:
+        try:
+            parts.append(open_source(folder))
+        except UserError as error:
+            error.add_hint(f"this is about {folder}")
+            raise
+    from clipmill.train.data.mixed_samples import MixedSamples
+
+    return MixedSamples(parts, settings.folders, weights=None if settings.mix is None else parse_mix(settings.mix))
+
+
+def require_no_streams(settings: DataSettings) -> None:
+    """Raise a UserError if a mixture contains a stream, whose samples cannot be accessed by index."""
+    for folder in settings.folders if len(settings.folders) > 1 else ():
+        if not (kind := kind_of(folder, settings)).can_be_mixed:
+            raise UserError(
+                f"--shards names {folder}, but {kind.noun} cannot be mixed with other data",
+                hint=f"use {' or '.join(other.noun for other in KINDS if other.can_be_mixed)}, or train only on the "
+                f"{kind.noun}",
+                flags=("--shards",),
+            )
+
+
+def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[str] | None = None) -> "ClassList":
+    """Return the classes of a label, collected from the data at all addresses in the settings.
+
+    Args:
+        splits: Splits of data folders whose captions are searched; None for all splits.
+
+    Raises:
+        UserError: The data at an address lack the label, or there are fewer than two classes.
+    """
+    from clipmill.train.data.classes import read_classes
+
+    names: set[str] = set()
+    folders: list[Path] = []
+    for address in settings.folders:
+        kind = kind_of(address, settings)
+        if kind.has_manifest:
+            folder = open_data_folder(address, cache=settings.cache, cache_size=settings.cache_size, column=None)
+            folders.append(folder.path)
+        elif kind.class_names:
+            read_names = import_object(kind.class_names)
+            names |= read_names(address, label=label, cache=settings.cache, cache_size=settings.cache_size)
+        else:
+            raise data_folder_error(
+                address, f"but {kind.missing_reasons.get('labels', 'they have no labels')}", kind=kind
+            )
+    if splits is None:
+        folder_splits = (names_of_splits(read_videos(folder), read_divided_videos(folder)) for folder in folders)
+        splits = set[str]().union(*folder_splits) or {TARS_SPLIT}
+    return read_classes(*folders, label=label, splits=splits, also=names)
+
+
+def picture_size(samples: Any, settings: ClipSettings) -> tuple[VideoViTSize, int]:
+    """Return the size of a task's video tower, and the side length of its input in pixels or latents."""
+    size = size_of(settings.model, settings.towers, num_views=settings.num_views).video
+    shape = samples.frame_shape
+    if shape is None:
+        return size, settings.size_px
+    return replace(size, patch_px=LATENT_PATCH, num_channels=shape.channels), shape.height

@@ -1,14 +1,14 @@
 """`Samples`: a table of samples, the reader of its rows, and the loader that makes batches from them.
 
-Producers (clipmill.train.data.query), one for each kind of data, make `Samples`. A task requests samples and gets
-batches, regardless of the kind of data.
+Each kind of data has a producer (clipmill.train.data.producers), a function that returns `Samples`, so tasks do not
+depend on the kind of data.
 
 A row of a `SampleTable` describes a sample: the parts of the data that contain it (chunks of videos, arrays of latents,
-images), its time span or first frame, the captions with which it may be shown, and its labels. Rows are ordered by
-video and time, so a table does not depend on the division into shards.
+or images), its time span or first frame, the captions with which it may be shown, and its labels. Rows are ordered by
+video and time, so a table does not depend on how the data are divided into shards.
 
-A table consists of arrays. It is stored as an Arrow file with one column per array (clipmill.train.data.node_cache). It
-is made once per machine, identified by a digest of everything that affects it, and mapped by all ranks.
+A table consists of arrays, and is stored as an Arrow file with one column per array (clipmill.train.data.node_cache).
+It is made once per machine, identified by a digest of everything that affects it, and memory-mapped by all ranks.
 
 Suffixes: N rows, R runs, P captions of rows, C captions, L labels.
 """
@@ -33,19 +33,19 @@ from clipmill.train.data.outcomes import LoadedBatch
 
 @dataclass(frozen=True, kw_only=True)
 class SampleTable:
-    """Rows of samples.
+    """Table with one row per sample.
 
     Attributes:
-        first_part, last_part: Parts that contain a sample, as rows of the tables of parts, int [N]. The last part is
-            None if every sample lies in a single part.
-        begin_us, end_us: Span in the video, microseconds, int64 [N]; None for parts without time, or for complete
-            parts.
-        frame: First frame of a segment in its part, int32 [N]; None for other samples.
+        first_part, last_part: First and last part that contain the sample, as rows of the table of parts, int [N].
+            `last_part` is None if every sample lies in a single part.
+        begin_us, end_us: Span of the sample in the video, microseconds, int64 [N]; None for images, and if every sample
+            is a complete part.
+        frame: First frame of a segment of latents in its part, int32 [N]; None for other samples.
         captions: Captions of each row; None without captions.
-        label: Class number in each class list, int64 [N, L], -1 if a sample has no class from the list; None without
-            labels.
-        caption_id: ID of the caption that has the label, int [N]; None in other tables.
-        remarks: Remarks for the log on used and omitted samples.
+        label: Class of the sample in each class list, int64 [N, L], or -1 if the list does not contain its class; None
+            without labels.
+        caption_id: ID of the caption that has the label, int [N]; None without labels.
+        remarks: Remarks for the log about used and omitted samples.
     """
 
     first_part: NDArray[Any]
@@ -77,8 +77,9 @@ def open_table(
     """Return the table that `make` creates. A large table is made once per machine (clipmill.train.data.node_cache).
 
     Args:
-        name: Name of the kind of samples, which is also a prefix of the file name.
-        depends_on: Everything that affects the table.
+        name: Name of the kind of samples, which is also the prefix of the file name.
+        make: Function that creates the table.
+        depends_on: Values that identify everything that affects the table.
         num_rows: Approximate number of rows.
     """
     return open_shared(make, of=(name, *depends_on), num_rows=num_rows, types=_TYPES, column=name)
@@ -92,11 +93,13 @@ def open_fingerprint(
     depends_on: Sequence[object],
     num_rows: int,
 ) -> str:
-    """Return the hash of the samples, their order, and the texts of their captions; cached per machine if large.
+    """Return the hash of the samples, their order, and the texts of their captions.
+
+    The hash of a large table is computed once per machine.
 
     Args:
-        facts: Values that affect the samples in addition to the rows, such as variants.
-        parts: Function that returns arrays that identify the parts, if the rows do not.
+        facts: Values other than the rows that affect the samples, such as the names of variants.
+        parts: Function that returns arrays that identify the parts; needed if the rows do not identify them.
         depends_on, num_rows: See `open_table`.
     """
     return open_shared(
@@ -109,7 +112,7 @@ def open_fingerprint(
 
 
 def fingerprint_of(table: SampleTable, facts: Sequence[object], parts: Sequence[NDArray[Any]] = ()) -> str:
-    """Return the hash that `open_fingerprint` stores."""
+    """Compute the hash that `open_fingerprint` returns, without storing it."""
     captions = table.captions
     if captions is None:
         return _sha256(facts, [*parts, table.begin_us, table.end_us, table.frame, table.label, table.caption_id])
@@ -131,7 +134,7 @@ def _sha256(facts: Sequence[object], arrays: Sequence[NDArray[Any] | None]) -> s
 
 
 class RowReader(Reader, Protocol):
-    """A reader that can also show individual samples in an evaluation.
+    """Reader of the rows of a table, which can also show individual samples on the pages of an evaluation.
 
     Attributes:
         mixture: Import path of the reader for a mixture of such samples from several data folders.
@@ -146,20 +149,20 @@ class RowReader(Reader, Protocol):
         """Return the start and end of rows in their videos, microseconds."""
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the video number of each row."""
+        """Return the number of the video that contains each row."""
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
         """Return the start and end, in the video, of the frames that an evaluation shows for a sample, seconds."""
 
-    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
+    def shown_frames(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         """Return frames as the model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
 
     def deviations(self) -> list[str]:
-        """Return deviations from the settings, with their counts, as text."""
+        """Return remarks on samples that deviate from the settings, with their numbers."""
 
 
 class RowCaptioner(Protocol):
-    """Interface of the captions of rows for evaluations and losses (clipmill.train.data.captions.Captions)."""
+    """Captions of the rows of a table, for evaluations and losses (clipmill.train.data.captions.Captions)."""
 
     @property
     def rows(self) -> RowCaptions:
@@ -175,7 +178,7 @@ class RowCaptioner(Protocol):
         """Return remarks on the captions, for the log."""
 
     def visits_per_epoch(self, num_samples: int) -> float:
-        """Return the number of samples per epoch of training."""
+        """Return the number of samples in an epoch of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,19 +187,19 @@ class Source:
 
     Attributes:
         split: Split of the manifest.
-        variant_name: Variants of the columns; empty for data without a manifest, which have no variants.
+        variant_name: Names of the variants that are read; empty for data without a manifest, which have no variants.
         fingerprint: Function that computes the hash of the samples, their order, and the texts of their captions.
-        nothing: Message and hint of the error for a set without samples.
-        alike: Properties that must be equal in all sets of a mixture, by name.
+        empty_error: Message and hint of the error for a table without rows.
+        mixture_facts: Properties by name, such as the VAE of latents, which must be equal in all folders of a mixture.
         frame_shape: Shape of latents (clipmill.train.data.latents.segments.FrameShape); None for pixels.
-        text_width: Width of stored caption embeddings; None if captions are tokens or text.
+        text_width: Dimension of stored caption embeddings; None if captions are tokens or text.
     """
 
     split: str
     variant_name: str
     fingerprint: Callable[[], str]
-    nothing: tuple[str, str]
-    alike: Mapping[str, str] = field(default_factory=dict)
+    empty_error: tuple[str, str]
+    mixture_facts: Mapping[str, str] = field(default_factory=dict)
     frame_shape: Any = None
     text_width: int | None = None
 
@@ -205,17 +208,17 @@ AnyReader = TypeVar("AnyReader", bound=RowReader)
 
 
 class BatchedSamples:
-    """Base class of samples that a loader batches for the training loop (clipmill.train.data.loader.TrainingSet).
+    """Base class of samples with a loader, for the training loop (clipmill.train.data.loader.TrainingSet).
 
     Attributes:
-        loader: Loader of the batches.
+        loader: Loader that batches the samples.
     """
 
     loader: Loader
 
     @property
     def cursor(self) -> Cursor:
-        """Position in the order up to which batches have been used."""
+        """Positions of the order that have been used."""
         return self.loader.cursor
 
     @cursor.setter
@@ -244,17 +247,17 @@ class BatchedSamples:
 
 
 class Samples(BatchedSamples, Generic[AnyReader]):
-    """Samples of a folder. Sample i shows row i // repeats of a table.
+    """Samples from one data folder, or from tars. Sample i shows row i // repeats of the table.
 
     Args:
-        captions: Captions of the rows; None if there are no captions.
+        captions: Captions of the rows; None if the samples have no captions.
         repeats: Number of samples per row in an epoch.
 
     Attributes:
         split, variant_name, frame_shape, text_width: See `Source`.
 
     Raises:
-        UserError: There are no samples.
+        UserError: The table has no rows.
     """
 
     folders = None  # only a mixture has folders
@@ -273,7 +276,7 @@ class Samples(BatchedSamples, Generic[AnyReader]):
         self.split, self.variant_name = source.split, source.variant_name
         self.frame_shape, self.text_width = source.frame_shape, source.text_width
         if not len(table):
-            message, hint = source.nothing
+            message, hint = source.empty_error
             raise UserError(f"{message}: {self.describe()}", hint=hint)
         self.loader = Loader(self, reader, loading)
 
@@ -287,22 +290,22 @@ class Samples(BatchedSamples, Generic[AnyReader]):
 
     @property
     def visits_per_epoch(self) -> float:
-        """Number of samples per epoch of training: each sample once, unless the captions determine the number."""
+        """Number of samples in an epoch of training: the number of all samples, unless the captions determine it."""
         return len(self) if self._captions is None else self._captions.visits_per_epoch(len(self))
 
     @property
     def num_clips(self) -> int:
-        """Number of distinct clips. IDs of clips are in [0, num_clips)."""
+        """Number of distinct clips. Clip IDs are in [0, num_clips)."""
         return len(self.table)
 
     @cached_property
     def num_caption_ids(self) -> int:
-        """Exclusive upper bound of the caption IDs; 0 in a set without captions."""
+        """Exclusive upper bound of the caption IDs; 0 without captions."""
         return self.table.num_caption_ids
 
     @property
     def all_labels(self) -> NDArray[np.int64]:
-        """Class of each clip in each class list, int64 [clips, labels]; -1 without a class."""
+        """Class of each clip in each class list, int64 [clips, labels]; -1 if the list does not contain its class."""
         assert self.table.label is not None, "these samples have no labels"
         return self.table.label
 
@@ -313,7 +316,7 @@ class Samples(BatchedSamples, Generic[AnyReader]):
 
     @property
     def video(self) -> NDArray[np.int64]:
-        """Number of the video of each clip, int64 [clips]."""
+        """Number of the video that contains each clip, int64 [clips]."""
         return self.reader.video_of(np.arange(len(self.table)))
 
     @property
@@ -328,12 +331,12 @@ class Samples(BatchedSamples, Generic[AnyReader]):
         return self.source.fingerprint()
 
     def describe(self) -> str:
-        """Return a line for the log: content, omitted samples with reasons, and deviations from the settings."""
+        """Return a line for the log: contents, omitted samples with reasons, and deviations from the settings."""
         caption_remarks = [] if self._captions is None or not len(self.table) else self._captions.describe()
         return "; ".join(filter(None, [*self.table.remarks, *caption_remarks, *self.reader.deviations()]))
 
     def require_different_texts(self) -> None:
-        """Raise a UserError if all captions have the same text, so that a model could not tell clips apart."""
+        """Raise a UserError if all captions have the same text, because a model could not learn from them."""
         if self._captions is not None:
             self._captions.require_different_texts(split=self.split)
 
@@ -358,6 +361,6 @@ class Samples(BatchedSamples, Generic[AnyReader]):
         """Return the start and end, in the video, of the frames that an evaluation shows for a sample, seconds."""
         return self.reader.shown_span_s(sample, num_frames=num_frames)
 
-    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
+    def shown_frames(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         """Return frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
-        return self.reader.pictures(sample, num_frames=num_frames)
+        return self.reader.shown_frames(sample, num_frames=num_frames)

@@ -122,7 +122,7 @@ class VideoStream(BatchedSamples):
         clip = self.reader.shown[sample]
         return clip.begin_us / US_PER_S, float("inf") if clip.end_us is None else clip.end_us / US_PER_S
 
-    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
+    def shown_frames(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         """Return an empty list, because a stream cannot go back."""
         return []
 

@@ -1,10 +1,10 @@
-"""Views of a moment: captions with a group and a view, and clips that show each group from several cameras.
+"""Clips that show the same moment from several cameras (`--views`), and the captions that define the moments.
 
 If a caption has a group and a view, its span is the recording of the event `group` by the camera `view`. A group may
-have several spans, such as the parts of an episode; the n-th spans of its views form a moment. The times of a clip's
-frames are sampled from the first view's span, up to the length of the shortest view. Each view shows the frames at the
-same offsets from the start of its span; cameras may have different frame rates. It is an error if a group lacks a view.
-If a view was not encoded, the moment is omitted and counted.
+have several spans per view, such as the parts of an episode: the first spans of all views form a moment, so do the
+second spans, and so on. The times of a clip's frames are sampled from the first view's span, up to the length of the
+shortest view. All views show the frames at the same offsets from the starts of their spans; frame rates of cameras may
+differ. It is an error if a group lacks a view. If a view was not encoded, the moment is omitted and counted.
 
 Shape suffixes: V views, N rows.
 """
@@ -35,18 +35,18 @@ from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.data.samples import SampleTable
 
-_NUM_NAMED = 3
-_HINT = "columns `group` and `view` of a table of captions say which spans show the same moment (docs/python.md)"
+_NUM_NAMED = 3  # maximum number of groups in a message
+_HINT = "set the columns `group` and `view` of the table of captions (docs/python.md)"
 
 
 @dataclass(frozen=True)
 class _View:
-    """Distinct spans of one view: M spans of G groups.
+    """Distinct spans of one view: M spans of G groups, numbered in the order of groups and times.
 
     Attributes:
-        usable: Spans that can be shown, as numbers in [0, M).
-        counts: Number of spans of each group, [G].
-        number: Span number of each caption of the view.
+        usable: Spans that can be shown, by their numbers in [0, M).
+        counts: Number of spans of each group, int64 [G].
+        number: Number of the span of each caption of the view.
     """
 
     usable: UsableCaptions
@@ -55,10 +55,10 @@ class _View:
 
 
 def open_groups(query: ClipQuery, chunks: ChunkSet, table: pa.Table | None) -> "GroupedCaptions":
-    """Return the captions for the groups of a split.
+    """Return the captions of a split that have a group and a view.
 
     Args:
-        table: Captions of an evaluation protocol, instead of the manifest's captions.
+        table: Captions of an evaluation protocol; None for the captions of the manifest.
 
     Raises:
         UserError: See `GroupedCaptions`.
@@ -68,15 +68,15 @@ def open_groups(query: ClipQuery, chunks: ChunkSet, table: pa.Table | None) -> "
 
 
 class GroupedCaptions:
-    """Captions of the first view, for the moments that all views can show.
+    """Moments of a split that all views can show, with the captions of the first view.
 
     Args:
         views: Names of the views.
         captions: Captions of the split.
 
     Attributes:
-        captions: Captions of the first view, for moments that all views can show.
-        remark: Remark on omitted moments; empty if there are none.
+        captions: Captions of the first view for moments that all views can show.
+        remark: Remark on omitted moments; empty if no moment is omitted.
 
     Raises:
         UserError: The captions lack a view, or the views of a group have different numbers of spans.
@@ -85,13 +85,13 @@ class GroupedCaptions:
     def __init__(self, views: Sequence[str], chunks: ChunkSet, captions: pa.Table) -> None:
         self._views, self._chunks = views, chunks
         if not {"group", "view"} <= set(captions.column_names):
-            raise UserError(f"the captions have no views {', '.join(views)}: they belong to no groups", hint=_HINT)
+            raise UserError(f"the captions have no groups, and so no views {', '.join(views)}", hint=_HINT)
         captions = captions.filter(captions["group"].is_valid())
         names = sorted(set(pc.unique(captions["view"]).to_pylist()) - {None})
         if missing := [view for view in views if view not in names]:
             raise UserError(
                 f"the captions have no view {', '.join(missing)}",
-                hint=f"views of this split: {', '.join(names)}" if names else _HINT,
+                hint=f"use views of this split: {', '.join(names)}" if names else _HINT,
                 flags=("--views",),
             )
         first = captions.filter(pc.equal(captions["view"], views[0]))
@@ -102,9 +102,9 @@ class GroupedCaptions:
             if (missing := other.counts == 0).any():
                 raise self._wrong_groups(f"have no view {view}", missing)
             if (differs := other.counts != counts).any():
-                raise self._wrong_groups(f"have another number of spans of view {view} than of {views[0]}", differs)
+                raise self._wrong_groups(f"have different numbers of spans of views {view} and {views[0]}", differs)
         is_shown = np.ones(int(counts.sum()), bool)
-        for spans in self._spans[1:]:  # unusable spans of the first view are counted like all other captions
+        for spans in self._spans[1:]:  # unusable spans of the first view are reported with all other unusable captions
             is_shown &= np.isin(np.arange(len(is_shown)), spans.caption)
         num_hidden = int((~is_shown).sum())
         self.remark = f"{count_noun(num_hidden, 'moment')} with a view that has no chunks" if num_hidden else ""
@@ -113,7 +113,7 @@ class GroupedCaptions:
         self.captions: pa.Table = first.filter(pa.array(is_shown[number]))
 
     def _open_view(self, view: str, captions: pa.Table) -> "_View":
-        """Return the spans of a view, ordered by group and time."""
+        """Return the spans of a view."""
         rows = captions.filter(pc.equal(captions["view"], view))
         group = rows_of(rows["group"], self._groups)
         rows, group = rows.filter(pa.array(group >= 0)), group[group >= 0]
@@ -130,15 +130,15 @@ class GroupedCaptions:
         counts = np.bincount(spans[:, 0].astype(np.int64), minlength=len(self._groups))
         return _View(usable, counts, number.reshape(-1))
 
-    def _wrong_groups(self, what: str, is_wrong: NDArray[np.bool_]) -> UserError:
+    def _wrong_groups(self, problem: str, is_wrong: NDArray[np.bool_]) -> UserError:
         wrong = np.flatnonzero(is_wrong)
         names = ", ".join(map(str, self._groups.take(pa.array(wrong[:_NUM_NAMED])).to_pylist()))
         more = ", ..." if len(wrong) > _NUM_NAMED else ""
-        return UserError(f"{len(wrong):,} of {count_noun(len(is_wrong), 'group')} {what}: {names}{more}", hint=_HINT)
+        return UserError(f"{len(wrong):,} of {count_noun(len(is_wrong), 'group')} {problem}: {names}{more}", hint=_HINT)
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """Values that affect the samples, for their fingerprint."""
+        """Values for the fingerprint of the samples: the names of the views, and a hash of their spans."""
         digest = hashlib.sha256()
         for spans in self._spans:
             for name in ("caption", "begin_us", "end_us", "first_chunk", "last_chunk"):
@@ -151,12 +151,13 @@ class GroupedCaptions:
         """Return the reader for the rows of a table that was made from `captions`.
 
         Raises:
-            UserError: The clips of an evaluation have several temporal or spatial views.
+            UserError: `shape` asks for several temporal or spatial views.
         """
         if len(shape.views) > 1:
             raise UserError(
-                f"{shape.views.num_clips} clips x {shape.views.num_crops} crops of {len(self._views)} cameras",
-                hint="use one clip and one crop: samples of several cameras (--views) have no other views",
+                f"{shape.views.num_clips} clips x {shape.views.num_crops} crops of {len(self._views)} cameras are not "
+                "supported",
+                hint="use one clip and one crop if samples have several cameras (--views)",
                 flags=("--clips", "--crops"),
             )
         ids = table.caption_id
@@ -184,7 +185,7 @@ class GroupedCaptions:
 
 
 def _table_of(usable: UsableCaptions, moment_N: NDArray[np.int64]) -> SampleTable:
-    """Return the spans of one view for these moments, which must be usable."""
+    """Return a table with the spans of one view for these moments, which the view can show."""
     index = np.searchsorted(usable.caption, moment_N)
     return SampleTable(
         first_part=usable.first_chunk[index],
@@ -195,7 +196,7 @@ def _table_of(usable: UsableCaptions, moment_N: NDArray[np.int64]) -> SampleTabl
 
 
 class _CommonMoments:
-    """Moments that all views of a row show, at the same offsets from the starts of their spans."""
+    """Sampling of moments that all views of a row show, at the same offsets from the starts of their spans."""
 
     def __init__(self, tables: Sequence[SampleTable], chunks: ChunkSet, shape: ClipShape) -> None:
         self._chunks, self._sampling, self._first = chunks, shape.sampling, tables[0].first_part
@@ -207,7 +208,8 @@ class _CommonMoments:
         """Return the moments of a row in the video of a view."""
         first, begin_us = self._chunks.table.times(int(self._first[row])), int(self._begin_us_VN[0, row])
         end_us = begin_us + int(self._length_us[row])
-        # Use the frame rate of the first view, so that rules that count frames choose the same moments for all views.
+        # Sample with the frame rate of the first view, because some rules count frames, and all views need the same
+        # moments.
         moments = moments_of(begin_us, end_us, self._sampling, fps_num=first.fps_num, fps_den=first.fps_den, rng=rng)
         shift = (int(self._begin_us_VN[view, row]) - begin_us) * moments.denominator
         return Moments(tuple(numerator + shift for numerator in moments.numerators), moments.denominator)
@@ -216,12 +218,12 @@ class _CommonMoments:
 class ViewReader(ClipReader):
     """Reader of clips with several views: `video` [V, T, ...], `time_s` [V, T], `colour` [V].
 
-    The object itself reads the first view, which provides all other entries. It holds readers for the other views.
+    This reader reads the first view, which also provides all other entries, and contains a reader for each other view.
 
     Args:
-        others: Reader of each additional view, with the same rows.
+        others: Readers of the other views, with the same rows.
         remark: Remark for the log.
-        first: Arguments of the reader of the first view.
+        first: Keyword arguments of `ClipReader` for the first view.
     """
 
     def __init__(self, others: Sequence[ClipReader], *, remark: str = "", **first: Any) -> None:
@@ -237,16 +239,16 @@ class ViewReader(ClipReader):
         return [super().read(requests), *(reader.read(requests) for reader in self._others)]
 
     def load_read(self, read: Any) -> list[Sample | FailedSample]:
-        """Decode and crop clips that were read."""
+        """Decode and crop the clips that `read` returned."""
         others = zip(self._others, read[1:], strict=True)
         return _join(super().load_read(read[0]), *(reader.load_read(clips) for reader, clips in others))
 
-    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
+    def shown_frames(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         """Return frames of the first view as the model sees them in an evaluation, RGB [H, W, 3]."""
-        return ClipReader(**self._first).pictures(sample, num_frames=num_frames)
+        return ClipReader(**self._first).shown_frames(sample, num_frames=num_frames)
 
     def deviations(self) -> list[str]:
-        """Return deviations from the settings, and the number of omitted moments."""
+        """Return remarks on deviations from the settings, the number of views, and omitted moments."""
         return [*super().deviations(), f"{1 + len(self._others)} views of each moment", self._remark]
 
 

@@ -226,7 +226,7 @@ class ThreadedReader(ABC):
         """Return the start and end, in the video, of the frames that an evaluation shows for a sample, seconds."""
         return 0.0, 0.0
 
-    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
+    def shown_frames(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         """Return frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
         [loaded] = self.load([SampleRequest(sample, sample, None)])
         if isinstance(loaded, FailedSample):

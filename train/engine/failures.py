@@ -27,7 +27,7 @@ from clipmill.manifests.formatting import count_noun, size_text
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.data.order import Cursor
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures, name_repeated
-from clipmill.train.data.prefetch import on_all_stages
+from clipmill.train.data.prefetch import broadcast_batch
 from clipmill.train.distributed.world import World
 from clipmill.train.run.folder import RunFolder, append_lines, keep_lines
 
@@ -105,7 +105,7 @@ class FailureLog:
             self._record([sample for samples in self._world.gather_objects(failed) for sample in samples])
         if num_errors:
             raise next(rank_error for rank_error in self._world.gather_objects(error) if rank_error is not None)
-        loaded = on_all_stages(loaded, self._world.stages)
+        loaded = broadcast_batch(loaded, self._world.stages)
         assert loaded is not None  # otherwise _record or the error above has been raised
         return SyncedBatch(loaded, stops=num_stops > 0, waited_s=all_R4[:, 3].max().item())
 

@@ -20,8 +20,8 @@ from clipmill.train.config.evaluation import EvaluatedData
 from clipmill.train.config.model import Tower, frozen_part
 from clipmill.train.config.training import ParallelSettings, TrainingSettings
 from clipmill.train.data.batch import Batch
-from clipmill.train.data.inputs import open_mixed
 from clipmill.train.data.loader import TrainingSet
+from clipmill.train.data.query import open_mixed
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.rank_consistency import NamedSamples
 from clipmill.train.losses.objective import Objective
@@ -232,7 +232,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
 
         data = data_facts(self._settings.shards, evaluated.shards)
         held = held_out_facts(samples, self.with_data(evaluated.shards)._settings, split=evaluated.split, data=data)
-        cautions = [] if held is None else held.cautions(of=means_of)
+        cautions = [] if held is None else held.cautions(items=means_of)
         self._evaluations[evaluated.name] = {
             **data,
             "split": evaluated.split,

@@ -86,7 +86,7 @@ class PicturedSamples(Protocol):
         """Return the start and end of the clip in its video, in seconds."""
         ...
 
-    def pictures(self, sample: int, *, num_frames: int) -> "list[NDArray[np.uint8]]":
+    def shown_frames(self, sample: int, *, num_frames: int) -> "list[NDArray[np.uint8]]":
         """Return frames of the clip, uint8 RGB [H, W, 3]; an empty list if it cannot be decoded."""
         ...
 
@@ -205,7 +205,7 @@ def clip_figure(
     """
     begin_s, end_s = samples.span_s(sample)
     clip = SampleClip(sample, samples.key(sample), begin_s, end_s)
-    pictures = samples.pictures(sample, num_frames=num_frames)
+    pictures = samples.shown_frames(sample, num_frames=num_frames)
     shown = Shown() if player is None else player.show(clip)
     return {
         **{"key": clip.key, "begin_s": begin_s, "end_s": end_s},

@@ -19,8 +19,7 @@ from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.evaluation import PROBE_NUMBERS, ProbeEvaluation
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.classes import ClassList, class_labels, list_labels, read_classes
-from clipmill.train.data.inputs import open_labelled_folder
-from clipmill.train.data.query import DataQuery, loader_settings, open_samples
+from clipmill.train.data.query import DataQuery, loader_settings, open_labelled_folder, open_samples
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.features import ClipFeatures, Tower, extract, gather_features, tower_of
 from clipmill.train.evaluation.probe import METHOD_TITLES, ProbeFlags

@@ -111,9 +111,9 @@ def table_of(make: Callable[[dict[str, Any]], Table], result: dict[str, Any]) ->
 
     held = HeldOut(**result["held_out"]) if "held_out" in result else None
     share = table.rows[table.headline].cells[0].share
-    if held is not None and (cautions := held.cautions(share, of=table.means_of)):
+    if held is not None and (cautions := held.cautions(share, items=table.means_of)):
         protocol = {"caution": "; ".join(cautions), **table.protocol}
-        table = replace(table, protocol=protocol, cautions=tuple(held.cautions(of=table.means_of)))
+        table = replace(table, protocol=protocol, cautions=tuple(held.cautions(items=table.means_of)))
     if not (incomplete := result.get("incomplete", "")):
         return table
     rows = tuple(replace(row, label=mark_title(row.label)) for row in table.rows)

@@ -112,8 +112,8 @@ def reading_variants_of_run(
         names,
         recorded=[variants for _, variants in pairs],
         cache=None if cache is None else Path(str(cache)),
-        made=str(weights),
-        say=say,
+        subject=str(weights),
+        print_note=say,
     )
     with reading_variants(chosen):
         yield

@@ -32,11 +32,11 @@ from clipmill.manifests.publish import publish_atomically, publish_bytes, publis
 from clipmill.train.data.batch import Batch, BatchRing, Sample, to_device
 from clipmill.train.data.caption_rows import NoCaptions
 from clipmill.train.data.chunks import ClipReader, clip_query
-from clipmill.train.data.inputs import open_folder
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.data.producers.captioned_clips import ALL_CAPTIONS, open_captioned_clips
 from clipmill.train.data.producers.chunk_clips import open_chunk_clips
+from clipmill.train.data.query import open_folder
 from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.features import tower_of

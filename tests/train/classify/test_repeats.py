@@ -13,7 +13,7 @@ from clipmill.train.data.clip_frames import ClipShape
 from clipmill.train.data.decoders import ChunkDecoder
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.producers.labelled_clips import open_labelled_clips
+from clipmill.train.data.producers.chunk_clips import open_labelled_clips
 from clipmill.train.data.samples import Samples
 
 NUM_CLIPS = 36

@@ -16,8 +16,7 @@ from clipmill.train.data.clip_frames import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.producers.captioned_clips import open_captioned_clips
-from clipmill.train.data.producers.chunk_clips import open_chunk_clips
-from clipmill.train.data.producers.labelled_clips import open_labelled_clips
+from clipmill.train.data.producers.chunk_clips import open_chunk_clips, open_labelled_clips
 from clipmill.train.data.producers.latent_segments import open_latent_segments
 from clipmill.train.data.samples import Samples
 from clipmill.train.quickstart.choice import survey

@@ -23,9 +23,8 @@ from clipmill.train.config.shards import (
     kind_of,
 )
 from clipmill.train.data.data_folder import open_data_folder
-from clipmill.train.data.inputs import open_folder, read_classes_of, require_no_streams
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.query import DataQuery, open_samples
+from clipmill.train.data.query import DataQuery, open_folder, open_samples, read_classes_of, require_no_streams
 from clipmill.train.quickstart.choice import survey
 from clipmill.train.tasks.mae.spec import MaeSettings
 from tests.train.images.tars import sample, write_tar, write_tars

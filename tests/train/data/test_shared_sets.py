@@ -32,8 +32,7 @@ from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.mixed_samples import MixedSamples
 from clipmill.train.data.producers import chunk_clips
 from clipmill.train.data.producers.captioned_clips import open_captioned_clips
-from clipmill.train.data.producers.chunk_clips import open_chunk_clips
-from clipmill.train.data.producers.labelled_clips import open_labelled_clips
+from clipmill.train.data.producers.chunk_clips import open_chunk_clips, open_labelled_clips
 from clipmill.train.data.producers.latent_segments import open_latent_segments
 from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
 from tests.train.latents.querying import segments
@@ -127,7 +126,7 @@ def test_a_set_is_the_same_from_tables_and_from_the_cache(
         for module, function in (
             (chunks, "_open_chunks"),
             ("clipmill.train.data.producers.captioned_clips", "make_clip_table"),
-            ("clipmill.train.data.producers.chunk_clips", "_make_table"),
+            ("clipmill.train.data.producers.chunk_clips", "_make_chunk_table"),
             ("clipmill.train.data.latents.segment_table", "read_records"),
             ("clipmill.train.data.producers.latent_segments", "make_segment_table"),
         ):
@@ -142,7 +141,7 @@ def test_a_set_is_the_same_from_tables_and_from_the_cache(
 def test_labels_are_shared_and_other_classes_are_other_samples(videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = read_captions(videos)
     labelled = table.append_column("label_kind", pa.array([str(number % 3) for number in range(len(table))]))
-    monkeypatch.setattr("clipmill.train.data.producers.labelled_clips.read_captions", lambda _: labelled)
+    monkeypatch.setattr("clipmill.train.data.producers.chunk_clips.read_captions", lambda _: labelled)
 
     def facts_of_clips(names: str) -> list[Any]:
         classes = ClassList("kind", tuple(names))

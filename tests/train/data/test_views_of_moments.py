@@ -125,10 +125,10 @@ def test_a_state_belongs_to_its_views(robot: Path) -> None:
         (lambda rows: rows[:3], "1 of 2 groups have no view wrist: e1"),
         (
             lambda rows: [*rows, dataclasses.replace(rows[2], begin_s=0.75)],
-            "another number of spans of view wrist than",
+            "different numbers of spans of views wrist and",
         ),
         (lambda rows: rows[:2], "the captions have no view wrist"),
-        (lambda rows: [Caption("top", 0.0, 1.0, "a")], "the captions have no views top, wrist"),
+        (lambda rows: [Caption("top", 0.0, 1.0, "a")], "the captions have no groups, and so no views top, wrist"),
     ],
 )
 def test_groups_without_one_span_of_each_view_are_named(robot: Path, change: Any, words: str) -> None:

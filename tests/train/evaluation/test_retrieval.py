@@ -90,7 +90,7 @@ class Pictured:
     def span_s(self, sample: int) -> tuple[float, float]:
         return 0.0, 1.0
 
-    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
+    def shown_frames(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         return []
 
 

@@ -69,8 +69,8 @@ def test_tars_are_refused_with_what_only_data_folders_have(
 ) -> None:
     for flags, problem in (
         (("--where", "motion > 1"), "no manifest and no scores"),
-        (("--captions.sources", "human=1"), "names image tars, whose samples have one caption each"),
-        (("--text-tower", "frozen"), "names image tars, whose samples have one caption each"),
+        (("--captions.sources", "human=1"), "names image tars, whose samples have only one caption each"),
+        (("--text-tower", "frozen"), "names image tars, whose samples have only one caption each"),
     ):
         capsys.readouterr()
         assert train("dual-encoder", "--shards", tars, *SMALL, *flags, "--out", tmp_path / "run") == 2

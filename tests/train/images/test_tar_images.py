@@ -82,7 +82,7 @@ def test_an_epoch_has_every_image_once_with_its_own_caption_and_id(tars: str) ->
 def test_the_picture_shown_is_the_one_of_the_caption(tars: str) -> None:
     samples = open_images(tars)
     for number in range(18):
-        [shown] = samples.pictures(number, num_frames=1)
+        [shown] = samples.shown_frames(number, num_frames=1)
         assert shown.shape == (16, 16, 3) and int(shown.mean((0, 1)).argmax()) == number % 3
 
 

@@ -230,7 +230,7 @@ def test_compressed_latents_make_the_same_batches(
         assert np.array_equal(bits(plain_batch.batch["latents"]), bits(other.batch["latents"]))
     folders = (written_data, packed) if captions == "stored" else ()
     shown = [open_latent_segments(segments(data.data_dir, split="train", **given)) for data in folders]
-    pictures = [np.stack(samples.pictures(2, num_frames=3)) for samples in shown]
+    pictures = [np.stack(samples.shown_frames(2, num_frames=3)) for samples in shown]
     assert captions == "none" or np.array_equal(pictures[0], pictures[1])
 
 

@@ -147,6 +147,6 @@ def test_a_tar_that_is_cut_short_after_it_was_verified_ends_the_process_with_its
 def test_pictures_of_damaged_latents_are_not_shown(data_copy: Written) -> None:
     samples = open_latent_segments(segments(data_copy.data_dir, split="train", segment="5s", batch=2, seed=0))
     flip(data_copy.data_dir, column="latents", key=samples.key(0))
-    assert samples.pictures(0, num_frames=2) == []
+    assert samples.shown_frames(0, num_frames=2) == []
     intact = next(at for at in range(len(samples)) if samples.key(at) != samples.key(0))
-    assert len(samples.pictures(intact, num_frames=2)) == 2
+    assert len(samples.shown_frames(intact, num_frames=2)) == 2

@@ -102,7 +102,7 @@ def test_latents_in_a_bucket_are_those_of_the_local_folder(
     assert ("the rest is read by range" in samples.describe()) == (not has_room)
     assert content(first_batches(samples)) == content(first_batches(expected))
     assert content(samples.evaluation_batches()) == content(expected.evaluation_batches())
-    assert samples.pictures(1, num_frames=1)[0].tolist() == expected.pictures(1, num_frames=1)[0].tolist()
+    assert samples.shown_frames(1, num_frames=1)[0].tolist() == expected.shown_frames(1, num_frames=1)[0].tolist()
     assert sum(path.stat().st_size for path in (tmp_path / "objects").iterdir()) <= limit
     if not has_room:
         assert not copies_of(written_data, tmp_path)

@@ -68,7 +68,7 @@ def test_models_see_frames_first(written_data: Written) -> None:
         torch.tensor(np.stack(expected_segments(written_data)[:4]).view(np.int16)),
     )
     assert f"in segments of {T}" in loader.describe()
-    [first, *_] = loader.pictures(0, num_frames=T)
+    [first, *_] = loader.shown_frames(0, num_frames=T)
     shown = latents[0, 0, :3].permute(1, 2, 0).float().numpy() / 4 + 0.5
     assert np.array_equal(first, (np.clip(shown, 0, 1) * 255).astype(np.uint8))
 

@@ -12,12 +12,12 @@ import torch
 from clipmill import open_latents
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.shards import DataSettings
-from clipmill.train.data.inputs import open_mixed
 from clipmill.train.data.latents.reader import MixedLatentReader
 from clipmill.train.data.loader import Block
 from clipmill.train.data.mixed_samples import MixedSamples
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.data.producers.latent_segments import open_latent_segments
+from clipmill.train.data.query import open_mixed
 from clipmill.train.data.samples import Samples
 from tests.train.latents.querying import segments
 from tests.train.latents.test_checksums import flip

@@ -170,8 +170,8 @@ def test_what_cannot_be_mixed_is_said(
     tar = next(far.rglob("*.tar"))
     assert train("dual-encoder", *shards(near), "--shards", tar, *out) == 2
     problem, hint = two_lines(capsys)
-    assert f"--shards names {tar}, and video tars cannot be mixed" in problem
-    assert "name image tars or data folders, or train only on the video tars" in hint
+    assert f"--shards names {tar}, but video tars cannot be mixed" in problem
+    assert "use image tars or data folders, or train only on the video tars" in hint
     assert train("classify", "--label", "motion", *shards(near, data_dir), *out) == 2
     assert f"the captions of {data_dir} have no column label_motion" in two_lines(capsys)[0]
     assert train("dual-encoder", *shards(near, far), "--split", "test", *out) == 2

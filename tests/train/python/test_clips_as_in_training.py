@@ -104,7 +104,7 @@ def test_views_are_a_dimension_of_their_own(data_dir: Path) -> None:
         ({"clips": 2}, "clips is 2", "shuffle=False"),
         ({"captions": "every"}, "captions is 'every'", "text, embedding, all"),
         ({"captions": "embedding"}, "has no text shards", "prep text"),
-        ({"label": "verb", "captions": "all"}, "label is 'verb', instead of captions", "omit"),
+        ({"label": "verb", "captions": "all"}, "label is 'verb', which cannot be combined", "omit"),
         ({"label": "kind"}, "no column label_kind", "for example label "),
         ({"num_frames": 0}, "^num_frames is 0", "num_frames must be from 1"),
         ({"size_px": 32, "num_frames": 2, "stride": 0}, "^stride is 0", "stride must be from 1"),

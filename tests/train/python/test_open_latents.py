@@ -181,5 +181,5 @@ def test_arguments_that_do_not_fit_are_refused(written_data: Written, changes: d
 
 
 def test_latents_of_a_stream_of_tars_are_refused() -> None:
-    with pytest.raises(UserError, match=r"\{00\.\.11\}\.tar names image tars or video tars, but latents"):
+    with pytest.raises(UserError, match=r"\{00\.\.11\}\.tar names image tars or video tars, but only data folders"):
         open_latents("s3://bucket/{00..11}.tar")

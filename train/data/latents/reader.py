@@ -380,7 +380,7 @@ class LatentReader:
         begin_s = float(begin_us[0]) / 1e6 + float((self.num_frames - num_frames) // 2 / fps)
         return begin_s, begin_s + float(num_frames / fps)
 
-    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
+    def shown_frames(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         """Return frames as the model sees them, in false colours: three channels become red, green and blue [h, w, 3].
 
         The list is empty if the latents cannot be read or do not match their checksum.

@@ -1,4 +1,4 @@
-"""Captioned clips: spans of videos with all their captions from the manifest, and frames from the `video` column."""
+"""Captioned clips: spans of videos with all captions of each span, and frames from the `video` column."""
 
 from collections.abc import Callable
 from functools import partial
@@ -35,21 +35,21 @@ def open_captioned_clips(
     table: pa.Table | None = None,
     make_captions: MakeCaptions | None = None,
 ) -> Samples[ClipReader]:
-    """Open the captioned clips of a split. Sample i is a span of a video with all its captions.
+    """Open the captioned clips of a split. A clip is a span of a video with all captions of this span.
 
-    Training shows one caption at a time (clipmill.train.data.captions); an evaluation shows the first caption of the
-    first source. Batches have `tokens` if there is a tokenizer, `text` with stored embeddings, or otherwise `caption`.
+    Training draws one of the captions (clipmill.train.data.captions); an evaluation uses the first caption of the first
+    source. Batches have `tokens` if there is a tokenizer, `text` with stored embeddings, and otherwise `caption`.
 
     Args:
         query: Query for the clips. Its conditions on captions select the captions that may be shown.
-        tokenize: Tokenizer of captions.
+        tokenize: Function that tokenizes captions; None for captions as text.
         captions: Settings for the choice of a clip's caption.
-        has_stored_text: True to use the embeddings that prep text made, instead of captions. Captions without an
+        has_stored_text: True to replace captions by the embeddings that `prep text` stored. Captions without an
             embedding are omitted.
         each_caption: True to make a clip for each caption instead of each span, for evaluations that score every
             caption.
-        table: Captions to use instead of the manifest's captions, with the same columns.
-        make_captions: Function that makes captions in forms other than tokens, text and embeddings.
+        table: Table of captions, with the same columns as in the manifest; None for the captions of the manifest.
+        make_captions: Function that makes the captions, for forms other than tokens, text and embeddings.
 
     Raises:
         UserError: The data do not exist, or no clip is usable.
@@ -98,7 +98,7 @@ def open_captioned_clips(
         relevant = relevancy.RelevantCaptions(clip_table.captions, labelled, min_relevancy=captions.min_relevancy)
     if make_captions is None:
         make_captions = partial(Captions, tokenize=tokenize, stored_text=stored_text, relevant=relevant)
-    clip_captions = make_captions(clip_table.captions, spans.texts)  # the files have been verified by now
+    clip_captions = make_captions(clip_table.captions, spans.texts)  # spans.verify() has checked the files
     variant_name = chunks.variant_name
     if stored_text is not None:
         variant_name = f"{variant_name} and {stored_text.variant_name}"
@@ -114,8 +114,8 @@ def open_captioned_clips(
         fingerprint=lambda: open_fingerprint(
             clip_table, (*facts, *clip_captions.facts()), depends_on=depends_on, num_rows=num_rows
         ),
-        nothing=query.nothing(chunks),
-        alike={} if stored_text is None else {"text embeddings": stored_text.encoder},
+        empty_error=query.empty_error(chunks),
+        mixture_facts={} if stored_text is None else {"text embeddings": stored_text.encoder},
         text_width=None if stored_text is None else stored_text.width,
     )
     return Samples(clip_table, reader, source, query.loading, captions=clip_captions)

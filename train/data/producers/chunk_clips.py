@@ -1,40 +1,53 @@
-"""Clips without captions: complete chunks of a split, the parts of chunks that belong to it, or segments of chunks."""
+"""Clips of chunks without captions: complete chunks, segments of chunks, or labelled captions as separate clips."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
+from clipmill.manifests.divided_videos import is_of_splits
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.store import num_captions_of, read_captions, read_videos
+from clipmill.train.data.batch import Sample
+from clipmill.train.data.caption_rows import spans_at, usable_captions
 from clipmill.train.data.chunks import ChunkSet, ClipQuery, ClipReader, query_clips
+from clipmill.train.data.classes import ClassList, labelled_rows
+from clipmill.train.data.data_folder import rows_of
 from clipmill.train.data.frame_sampling import US_PER_S
+from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.outcomes import SampleFailed
 from clipmill.train.data.query import DataQuery
 from clipmill.train.data.samples import Samples, SampleTable, Source, open_fingerprint, open_table
+
+if TYPE_CHECKING:
+    from clipmill.train.data.views import GroupedCaptions
 
 
 def open_chunk_clips(
     query: ClipQuery, *, same_frames: bool = False, segment_us: int | None = None
 ) -> Samples[ClipReader]:
-    """Open clips of complete chunks. Batches have `video`, `colour`, and the number of the chunk as `clip_id`.
+    """Open clips of complete chunks, or of segments of chunks. A clip shows only the part of a chunk in the split.
 
     Args:
-        query: Query for the chunks. The `group` of its loading settings is the number of samples per chunk in an epoch.
-        same_frames: True to let the samples of a chunk show the same moments, with different crops.
-        segment_us: Length of the clips into which each chunk is divided, microseconds; None for one clip per chunk. A
-            remainder shorter than a quarter of this length is added to the last clip.
+        query: Query for the chunks. The `group` of its loading settings is the number of samples per clip in an epoch.
+        same_frames: True to show the same moments, with different crops, in all samples of a clip.
+        segment_us: Length of the segments into which each chunk is divided, microseconds; None for one clip per chunk.
+            A remainder shorter than a quarter of this length is added to the last segment.
 
     Raises:
         UserError: The data do not exist, or the split has no chunks.
     """
     if query.views:
         raise UserError(
-            f"complete chunks belong to no moment, and --views is {','.join(query.views)}",
+            f"--views is {','.join(query.views)}, but clips of complete chunks have only one view",
             hint="use a model that was trained without --views",
             flags=("--views",),
         )
@@ -42,7 +55,7 @@ def open_chunk_clips(
     depends_on = (*chunks.depends_on, *chunks.selection.depends_on, segment_us)
     table = open_table(
         "clips",
-        lambda: _make_table(chunks, split=query.split, segment_us=segment_us),
+        lambda: _make_chunk_table(chunks, split=query.split, segment_us=segment_us),
         depends_on=depends_on,
         num_rows=chunks.num_rows,
     )
@@ -61,17 +74,17 @@ def open_chunk_clips(
         fingerprint=partial(
             open_fingerprint, table, facts, identify_chunks, depends_on=depends_on, num_rows=chunks.num_rows
         ),
-        nothing=query.nothing(chunks),
+        empty_error=query.empty_error(chunks),
     )
     return Samples(table, reader, source, query.loading, repeats=repeats)
 
 
 def open_frames(query: DataQuery) -> Samples[ClipReader]:
-    """Open the chunks that a task needs; raise UserError as `open_chunk_clips` does."""
+    """Open the clips of chunks that a task needs; raise UserError as `open_chunk_clips` does."""
     return open_chunk_clips(query_clips(query), same_frames=query.same_frames)
 
 
-def _make_table(chunks: ChunkSet, *, split: str, segment_us: int | None) -> SampleTable:
+def _make_chunk_table(chunks: ChunkSet, *, split: str, segment_us: int | None) -> SampleTable:
     parts = parts_of_split(chunks, chunks.selection.rows)
     spans, table = _spans(parts, segment_us=segment_us), chunks.table
     rows = parts.chunk if chunks.divided is None else np.unique(parts.chunk)
@@ -93,12 +106,12 @@ def _num_different(ascending: NDArray[np.integer]) -> int:
 
 @dataclass(frozen=True)
 class ChunkParts:
-    """Parts of chunks that belong to a split, in whole frames (clipmill.manifests.divided_videos).
+    """Parts of chunks that belong to a split, in complete frames (clipmill.manifests.divided_videos).
 
     Attributes:
-        chunk: Row of the chunk of each part, ascending.
-        begin_us, end_us: Span of each part in the video, microseconds.
-        num_trimmed: Number of chunks that are trimmed or omitted.
+        chunk: Row of the chunk that contains each part, int64 [N], ascending.
+        begin_us, end_us: Span of each part in the video, microseconds, int64 [N].
+        num_trimmed: Number of chunks that are omitted partly or completely.
         lost_us: Total length of the omitted parts, microseconds.
     """
 
@@ -117,7 +130,7 @@ class ChunkParts:
 
 
 def parts_of_split(chunk_set: ChunkSet, chunks: NDArray[np.int64]) -> ChunkParts:
-    """Return the parts of `chunks`, rows of the set's table, that belong to the set's split."""
+    """Return the parts of chunks that belong to the split of `chunk_set`. `chunks` are rows of its table."""
     table, divided = chunk_set.table, chunk_set.divided
     start_us, end_us = table.start_ms[chunks] * 1000, table.end_us_of(chunks)
     if divided is None:
@@ -125,9 +138,9 @@ def parts_of_split(chunk_set: ChunkSet, chunks: NDArray[np.int64]) -> ChunkParts
     parts = divided.parts_of(chunk_set.split, video=table.video_row[chunks], begin_us=start_us, end_us=end_us)
     chunk, begin_us = chunks[parts.span], parts.begin_us.copy()
     for number in np.flatnonzero(begin_us > start_us[parts.span]).tolist():
-        # If the frame that is on screen at the start of a part appeared earlier, it belongs to another split.
+        # If the frame on screen at the start of a part appeared earlier, it belongs to another split.
         at_us, last_us = int(begin_us[number]), int(parts.end_us[number])
-        with suppress(SampleFailed):  # reading the chunk reports it
+        with suppress(SampleFailed):  # the error is reported when the chunk is read
             times = chunk_set.times(int(chunk[number]))
             frame = times.frame_at(at_us, 1)
             if times.frame_begin_us(frame) < at_us:
@@ -155,3 +168,100 @@ def _spans(parts: ChunkParts, *, segment_us: int | None) -> dict[str, Any]:
         begin_us, chunks = begin_us[chunk_of] + number * segment_us, chunks[chunk_of]
         end_us = np.where(number + 1 == counts[chunk_of], end_us[chunk_of], begin_us + segment_us)
     return {"begin_us": begin_us, "end_us": end_us, "first_part": chunks}
+
+
+class Labels:
+    """Annotations that add a class and a caption ID to samples (clipmill.train.data.captions.Annotations)."""
+
+    def __init__(self, table: SampleTable) -> None:
+        assert table.label is not None and table.caption_id is not None
+        self._label_N, self._caption_id_N = table.label[:, 0], table.caption_id
+
+    def add(self, sample: Sample, request: SampleRequest) -> None:
+        """Add the class and the caption ID to a sample."""
+        sample["caption_id"] = int(self._caption_id_N[request.sample])
+        sample["label"] = int(self._label_N[request.sample])
+
+
+def open_labelled_clips(query: ClipQuery, *, classes: Sequence[ClassList], repeats: int = 1) -> Samples[ClipReader]:
+    """Open the labelled clips of a split. Each labelled caption is a clip, even if several have the same span.
+
+    Args:
+        classes: Class lists. The label of a clip is the index of its class in each list. A caption whose class is in
+            none of the lists is omitted and counted.
+        repeats: Number of samples per clip in an epoch (repeated augmentation, Hoffer et al. 2020). It must divide the
+            loader's group size.
+
+    Raises:
+        UserError: The data do not exist, or no clip is usable.
+    """
+    chunks, data_dir = query.open_chunks(has_captions=True), query.data_dir
+    num_rows = chunks.num_rows + num_captions_of(data_dir)
+    names = [class_list.as_json() for class_list in classes]
+    groups: GroupedCaptions | None = None
+    if query.views:
+        from clipmill.train.data import views
+
+        groups = views.open_groups(query, chunks, None)
+    depends_on = (*chunks.depends_on, *chunks.selection.depends_on, names, *query.views)
+    table = open_table(
+        "labels",
+        lambda: _make_label_table(
+            data_dir, chunks, classes, split=query.split, captions=None if groups is None else groups.captions
+        ),
+        depends_on=depends_on,
+        num_rows=num_rows,
+    )
+    facts: tuple[object, ...] = (chunks.variant_name, query.loading.group, repeats, names, chunks.selection.text)
+    annotations = [Labels(table)]
+    reader: Any
+    if groups is None:
+        reader = ClipReader(chunks, table, query.shape, annotations=annotations, repeats=repeats)
+    else:
+        reader = groups.reader(table, query.shape, annotations=annotations, repeats=repeats)
+        facts = (*facts, *groups.facts)
+    source = Source(
+        split=query.split,
+        variant_name=chunks.variant_name,
+        fingerprint=partial(open_fingerprint, table, facts, depends_on=depends_on, num_rows=num_rows),
+        empty_error=query.empty_error(chunks),
+    )
+    return Samples(table, reader, source, query.loading, repeats=repeats)
+
+
+def open_labels(query: DataQuery) -> Samples[ClipReader]:
+    """Open the labelled clips that a task needs; raise UserError as `open_labelled_clips` does."""
+    return open_labelled_clips(query_clips(query), classes=query.classes, repeats=query.repeats)
+
+
+def _make_label_table(
+    data_dir: Path, chunks: ChunkSet, classes: Sequence[ClassList], *, split: str, captions: pa.Table | None
+) -> SampleTable:
+    captions, selection = read_captions(data_dir) if captions is None else captions, chunks.selection
+    is_of_split = is_of_splits(captions, read_videos(data_dir), [split])
+    labelled = labelled_rows(captions, is_of_split=is_of_split, classes=classes)
+    rows, selected = labelled.row, selection.of_captions(captions)
+    times = {name: captions[name].to_numpy()[rows] for name in ("begin_s", "end_s")}
+    video_row = rows_of(captions["video_id"], chunks.video_ids)[rows]
+    usable = usable_captions(
+        video_row=video_row,
+        **times,
+        chunks=chunks.table,
+        is_of_split=chunks.shows_only_split(video_row=video_row, **times),
+        selected=None if selected is None else selected[rows],
+        selected_chunks=selection.chunks,
+    )
+    # Sort the spans of captions by video and time.
+    order = np.lexsort((usable.end_us, usable.begin_us, usable.first_chunk))
+    spans, caption = spans_at(usable, order), usable.caption[order]
+    chunks.require_same_manifest()
+    label = labelled.label[caption]
+    num = f"{len(caption):,} of {count_noun(labelled.num_captions, 'caption')} of split {split!r}"
+    counts = [class_list.describe(column) for class_list, column in zip(classes, label.T, strict=True)]
+    remarks = (", ".join([num, *counts]), *labelled.remarks(), *usable.remarks(), *selection.remarks())
+    return SampleTable(
+        **vars(spans),
+        label=label,
+        caption_id=captions["caption_id"].to_numpy()[rows[caption]],
+        remarks=remarks,
+    )

@@ -187,7 +187,7 @@ def open_given_moments(
         split="",
         variant_name=chunks.variant_name,
         fingerprint=lambda: fingerprint_of(tables[0], facts, parts),
-        nothing=("the table has no rows", _COLUMNS),
+        empty_error=("the table has no rows", _COLUMNS),
     )
     return Samples(tables[0], reader, source, loading)
 

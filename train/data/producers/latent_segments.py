@@ -143,13 +143,13 @@ def open_latent_segments(
             depends_on=depends_on,
             num_rows=num_rows,
         ),
-        nothing=(
+        empty_error=(
             f"no segment of split {query.split!r} is usable",
             "labels of captions come from prep manifest"
             if query.classes and has_segments
             else "use a shorter segment" + (", or data with captions" if query.captions != "none" else ""),
         ),
-        alike=_common_facts(latents, records.shape, text),
+        mixture_facts=_common_facts(latents, records.shape, text),
         frame_shape=records.shape,
         text_width=None if members is None else members.width,
     )

@@ -28,7 +28,7 @@ from clipmill.train.data.decoders import MAX_PIXELS
 from clipmill.train.data.image_tars import LABEL, ImageQuery, ImageTars, open_tars
 from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.outcomes import FailedSample, LeftOut, SampleFailed
-from clipmill.train.data.producers.labelled_clips import Labels
+from clipmill.train.data.producers.chunk_clips import Labels
 from clipmill.train.data.query import TARS_SPLIT, DataQuery
 from clipmill.train.data.samples import Samples, SampleTable, Source, fingerprint_of
 from clipmill.train.data.workers import ReadAhead, ThreadedReader
@@ -90,9 +90,9 @@ class ImageReader(ThreadedReader):
             raise SampleFailed(self.key(sample), reason="shard_unreadable", detail=detail)
         return content
 
-    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
+    def shown_frames(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         """Return the image as the model sees it in an evaluation, one RGB [H, W, 3]; empty if it cannot be read."""
-        return super().pictures(sample, num_frames=1)
+        return super().shown_frames(sample, num_frames=1)
 
     def deviations(self) -> list[str]:
         """Return how many times an image is shown in an epoch, as text."""
@@ -208,7 +208,7 @@ def open_tar_images(
         split=TARS_SPLIT,
         variant_name="",
         fingerprint=lambda: fingerprint_of(table, facts, [table.first_part]),
-        nothing=("no image is usable", _HINT),
+        empty_error=("no image is usable", _HINT),
     )
     reader = ImageReader(tars, table.first_part, query.shape, annotations=annotations, repeats=repeats)
     return Samples(table, reader, source, query.loading, captions=captions, repeats=repeats)

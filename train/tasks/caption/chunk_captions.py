@@ -36,10 +36,10 @@ from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.publish import parse_json, publish_atomically, publish_bytes, remove_temporaries, target_of
 from clipmill.train.data.batch import BatchRing, Sample
 from clipmill.train.data.chunks import ClipReader, clip_query
-from clipmill.train.data.inputs import open_folder
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.data.producers.chunk_clips import open_chunk_clips
+from clipmill.train.data.query import open_folder
 from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
 from clipmill.train.run.environment import installed_version

@@ -285,7 +285,7 @@ class ScoredCaptions:
                 shown = player.show(SampleClip(index, self.samples.key(index), begin_s, end_s))
             times = f"{begin_s:.2f}-{end_s:.2f} s"
             is_pictured = row % every == 0 or index in played
-            pictures = self.samples.pictures(index, num_frames=self.num_frames) if is_pictured else []
+            pictures = self.samples.shown_frames(index, num_frames=self.num_frames) if is_pictured else []
             yield CaptionedVideo(
                 name=name,
                 detail="" if name.endswith(times) else times,

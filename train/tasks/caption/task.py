@@ -25,11 +25,10 @@ from clipmill.shards.columns import VIDEO
 from clipmill.train.config.model import Tower
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.chunks import clip_query
-from clipmill.train.data.inputs import open_folder
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
-from clipmill.train.data.prefetch import batches_on_all_stages
+from clipmill.train.data.prefetch import broadcast_batches
 from clipmill.train.data.producers.captioned_clips import open_captioned_clips
-from clipmill.train.data.query import loader_settings
+from clipmill.train.data.query import loader_settings, open_folder
 from clipmill.train.device.transfer import Scalar, send
 from clipmill.train.distributed.pipeline import LayerCost, Pipeline, PipelineBatch
 from clipmill.train.distributed.step import Step
@@ -250,7 +249,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         batches = samples.evaluation_batches(every=every_for(len(samples), at_most=most))
         generated = captions_of(
             whole_captioner(model, stages=world.stages, device=self._device),
-            batches_on_all_stages(batches, world.stages),
+            broadcast_batches(batches, world.stages),
             inputs=self.inputs,
             tokenizer=self.decoder.tokenizer,
             decoding=self.decoding(),

@@ -25,8 +25,7 @@ from clipmill.train.data.batch import Batch
 from clipmill.train.data.classes import ClassList
 from clipmill.train.data.clip_frames import Views
 from clipmill.train.data.frame_sampling import spread_frames, window_frames
-from clipmill.train.data.inputs import picture_size, read_classes_of
-from clipmill.train.data.query import DataQuery, loader_settings, open_samples
+from clipmill.train.data.query import DataQuery, loader_settings, open_samples, picture_size, read_classes_of
 from clipmill.train.device.random import Positions, draw_uniform
 from clipmill.train.device.transfer import Scalar
 from clipmill.train.distributed.step import Step

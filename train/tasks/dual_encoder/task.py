@@ -22,8 +22,7 @@ from clipmill.train.data.batch import Batch
 from clipmill.train.data.clip_frames import Views
 from clipmill.train.data.data_folder import open_data_folder
 from clipmill.train.data.frame_sampling import spread_frames
-from clipmill.train.data.inputs import picture_size
-from clipmill.train.data.query import TARS_SPLIT, Content, DataQuery, loader_settings, open_samples
+from clipmill.train.data.query import TARS_SPLIT, Content, DataQuery, loader_settings, open_samples, picture_size
 from clipmill.train.device.random import draw_uniform
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.task import ClipTask

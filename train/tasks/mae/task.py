@@ -30,8 +30,7 @@ from clipmill.train.config.shards import kind_of
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.data_folder import open_data_folder
 from clipmill.train.data.frame_sampling import window_frames
-from clipmill.train.data.inputs import picture_size
-from clipmill.train.data.query import LATENT_PATCH, DataQuery, loader_settings, open_samples
+from clipmill.train.data.query import LATENT_PATCH, DataQuery, loader_settings, open_samples, picture_size
 from clipmill.train.device.random import device_uniform, draw_uniform
 from clipmill.train.device.transfer import Scalar, constant_tensor, send
 from clipmill.train.distributed.step import Step

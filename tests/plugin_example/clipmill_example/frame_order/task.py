@@ -12,9 +12,8 @@ from clipmill.train.augment.pictures import to_model_input
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.clip_frames import Views
-from clipmill.train.data.inputs import open_folder
 from clipmill.train.data.producers.chunk_clips import open_chunk_clips
-from clipmill.train.data.query import clip_shape, loader_settings
+from clipmill.train.data.query import clip_shape, loader_settings, open_folder
 from clipmill.train.data.samples import Samples
 from clipmill.train.device.random import draw_uniform
 from clipmill.train.device.transfer import Scalar
