@@ -25,8 +25,9 @@ from clipmill.shards.commit_table import (
     SCHEMA,
     Contents,
     commit_folders,
-    confirm,
+    confirm_folders,
     file_sha256,
+    open_table_commits,
     table_bytes,
     write_contents,
 )
@@ -41,7 +42,6 @@ from clipmill.shards.format import (
 )
 from clipmill.shards.index import index_bytes, index_schema
 from clipmill.shards.merged_table import CHUNKS_FILE, write_merged_table
-from clipmill.shards.table_commits import open_table_commits
 
 CHUNKS_PER_VIDEO, CHUNKS_PER_SHARD, CHUNK_MS, FPS = 10, 240, 15_000, 30
 VARIANTS = {"video": "made-video-00000000", "latents": "made-latents-00000000"}
@@ -160,14 +160,14 @@ def write_column(
     recipe_sha256 = hashlib.sha256((folder / RECIPE_FILE).read_bytes()).hexdigest()
     files = {RECIPE_FILE: recipe_sha256, COMMIT_TABLE_FILE: sha256}
     write_contents(folder, Contents(frozenset(range(num_shards)), files))
-    confirm(folder, sha256=sha256, folders=commit_folders(folder))
+    confirm_folders(folder, sha256=sha256, folders=commit_folders(folder))
     set_current_variant(data, column, VARIANTS[column])
     commits = open_table_commits(folder)
     assert commits is not None, "the table of commits does not count"
-    for part, of_folder in commits.by_folder():
+    for part, of_folder in commits.split_by_folder():
         first, last = min(of_folder), max(of_folder)
         number = np.arange(first * chunks_per_shard, min((last + 1) * chunks_per_shard, num_chunks))
-        metadata = chunk_table_metadata(_MEMBERS[column], of_folder.index_sha256(), open_gops=())
+        metadata = chunk_table_metadata(_MEMBERS[column], of_folder.index_checksums(), open_gops=())
         table = _part(column, number, chunks_per_shard, chunks_per_video)
         write_merged_table(folder / part / CHUNKS_FILE, table, commits=of_folder, metadata=metadata)
 

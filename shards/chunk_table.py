@@ -23,6 +23,7 @@ from clipmill.manifests.publish import make_folder, remove
 from clipmill.manifests.storage.mirrors import is_away
 from clipmill.shards.column_fields import COLUMN_FIELDS, field_differences
 from clipmill.shards.columns import COLUMNS, VIDEO
+from clipmill.shards.commit_table import TableCommits
 from clipmill.shards.format import FORMAT_VERSION, INDEX_FIELDS, folders_in
 from clipmill.shards.index import extensions_of
 from clipmill.shards.merged_table import (
@@ -36,7 +37,6 @@ from clipmill.shards.merged_table import (
 )
 from clipmill.shards.opening import Damaged, DamagedIndex
 from clipmill.shards.reader import CommittedShard, Variant
-from clipmill.shards.table_commits import TableCommits
 
 _TEXT = pa.string()  # in the table, a dictionary whose entries are in the order of first occurrence
 _MEMBER_FIELDS = {"offset": pa.uint64(), "size": pa.uint64(), "crc32": pa.uint32()}
@@ -170,7 +170,7 @@ class _Part:
 
     def __init__(self, variant: Variant, path: Path, commits: TableCommits) -> None:
         self.path = path
-        self.index_sha256 = commits.index_sha256()  # by shard ID
+        self.index_sha256 = commits.index_checksums()  # by shard ID
         self._variant, self._commits = variant, commits
         self._column = variant.directory.parent.name
 
@@ -260,7 +260,7 @@ class _Part:
 
 
 def _parts(variant: Variant) -> list[_Part]:
-    by_folder = variant.commits.by_folder()
+    by_folder = variant.commits.split_by_folder()
     parts = [_Part(variant, variant.directory / folder / CHUNKS_FILE, commits) for folder, commits in by_folder]
     return [part for part in parts if part.index_sha256]
 

@@ -1,6 +1,7 @@
-"""Lists of the committed tars, for tools that take tar URLs, and the update of a variant's records after a run.
+"""Update the derived files of a variant at the end of a run: shard lists, commits.arrow and contents.json.
 
-A run updates these lists, the commit table, and contents.json, which contains the checksums of the other files.
+Shard lists are text files with the names of the committed tars, for tools that take tar URLs. contents.json has the
+checksums of the other files.
 """
 
 import re
@@ -11,15 +12,17 @@ from pathlib import Path
 
 from clipmill.manifests.publish import publish_bytes, read_record, remove, tag_errors
 from clipmill.shards.commit_table import (
+    CommitRecords,
     Contents,
-    confirm,
+    confirm_folders,
     file_sha256,
     open_commit_table,
+    read_commits,
     read_contents,
     table_bytes,
     write_contents,
 )
-from clipmill.shards.commits import Commit, Records, commit_path, read_commits
+from clipmill.shards.commits import Commit, commit_path
 from clipmill.shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, RECIPE_FILE
 from clipmill.shards.index import index_seconds
 from clipmill.shards.opening import Damaged, DamagedContents
@@ -29,29 +32,31 @@ _SPLIT = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def shard_lists(commits: Mapping[int, Commit]) -> dict[str, bytes]:
-    """Return the content of each list by file name: shards.txt, and shards-<split>.txt for each split, by shard ID.
+    """Return the content of each list by file name: shards.txt, and shards-<split>.txt for each split.
+
+    Each list is in ascending order of shard ID.
 
     Raises:
-        ValueError: A split's name is not valid in a file name.
+        ValueError: The name of a split is not valid in a file name.
     """
     lists: dict[str, list[str]] = {ALL_SHARDS_FILE: []}
     for _, commit in sorted(commits.items()):
         if commit.files is None:
             continue
         if not _SPLIT.fullmatch(commit.split):
-            raise ValueError(f"split {commit.split!r} of shard {commit.shard_id} is not a valid name")
+            raise ValueError(f"the split of shard {commit.shard_id}, {commit.split!r}, is not a valid name")
         lists[ALL_SHARDS_FILE].append(commit.files.tar)
         lists.setdefault(f"shards-{commit.split}.txt", []).append(commit.files.tar)
     return {name: "".join(f"{tar}\n" for tar in tars).encode() for name, tars in lists.items()}
 
 
 def write_shard_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> None:
-    """Write the lists that `shard_lists` returns for `commits`.
+    """Write the shard lists of `commits`, and remove the lists of splits without shards.
 
-    Lists that are already up to date stay unchanged; the list of a split without shards is removed.
+    A list that is up to date is not written again.
 
     Raises:
-        ValueError: A split's name is not valid in a file name.
+        ValueError: The name of a split is not valid in a file name.
     """
     lists = shard_lists(commits)
     for file_name, content in lists.items():
@@ -66,15 +71,15 @@ def write_shard_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> None:
 
 
 def finish_run(variant_dir: Path, *, dropped: Collection[int], planned: Collection[int]) -> dict[int, Commit]:
-    """Finish a run: remove commits that are no longer planned; write shard lists, commit table and contents.json.
+    """Finish a run: remove commits that are no longer planned; write the shard lists, commits.arrow and contents.json.
 
-    If the process is killed between any two steps, nothing looks damaged: a shard is removed from contents.json before
-    its commit is deleted, and a shard list is valid if it matches either its recorded checksum or the commits.
+    If the process is killed between two steps, nothing looks damaged: a shard is removed from contents.json before its
+    commit is deleted, and a shard list is valid if it matches either its recorded checksum or the commits.
 
     Args:
-        dropped: Shards whose commits to remove; damaged records of shards that are not in the plan are removed as well.
-        planned: Shards of the plan. A planned shard that is listed without an intact commit stays listed, so that it is
-            reported until it has been made.
+        dropped: IDs of shards whose commits to remove. Damaged records of shards that are not planned are removed too.
+        planned: IDs of the planned shards. If the record of a planned shard is damaged or missing, the shard stays in
+            contents.json, so that it is reported until it has been rebuilt.
 
     Returns:
         The remaining commits, by shard ID.
@@ -101,42 +106,42 @@ def finish_run(variant_dir: Path, *, dropped: Collection[int], planned: Collecti
     checksums = {name: file_sha256(content) for name, content in contents.items()}
     write_contents(variant_dir, Contents(shard_ids, {**checksums, COMMIT_TABLE_FILE: table_sha256}))
     damaged_folders = {_folder_name(record.path) for record in records.damaged}
-    confirm(variant_dir, sha256=table_sha256, folders=folders, except_for=damaged_folders)
+    confirm_folders(variant_dir, sha256=table_sha256, folders=folders, except_for=damaged_folders)
     return commits
 
 
 def _folder_name(path: Path) -> str:
-    """Return the name of the folder of commits that holds the record `path`; empty for `commits/` itself."""
+    """Return the name of the folder of commits that contains the record `path`; empty for `commits/` itself."""
     return "" if path.parent.name == COMMITS_FOLDER else path.parent.name
 
 
-def _write_table(variant_dir: Path, records: Records, commits: dict[int, Commit]) -> str:
-    """Publish the table of `commits`, unless it is up to date, and return its SHA-256.
+def _write_table(variant_dir: Path, records: CommitRecords, commits: dict[int, Commit]) -> str:
+    """Publish the table of `commits` unless it is up to date; return its SHA-256 (hex).
 
     Args:
-        records: Commits before some of them were dropped.
+        records: Records before `finish_run` removed commits.
     """
     if records.table is not None and records.is_table_current and len(commits) == len(records.commits):
         return records.table.sha256
     recorded = _recorded_contents(variant_dir)
     if recorded is not None and COMMIT_TABLE_FILE in recorded.files:
-        # From here on, the table does not match the recorded checksum, so remove the checksum first.
-        others = {name: sha256 for name, sha256 in recorded.files.items() if name != COMMIT_TABLE_FILE}
-        write_contents(variant_dir, Contents(recorded.shard_ids, others))
-    seconds = records.seconds()
+        # Remove the recorded checksum first, because the new table will not match it.
+        other_files = {name: sha256 for name, sha256 in recorded.files.items() if name != COMMIT_TABLE_FILE}
+        write_contents(variant_dir, Contents(recorded.shard_ids, other_files))
+    seconds = records.shard_seconds()
     for shard_id, commit in commits.items():
         if commit.files is not None and shard_id not in seconds:
-            with suppress(Damaged, OSError):  # unknown until the shard has been rebuilt
+            with suppress(Damaged, OSError):  # the duration is unknown until the shard has been rebuilt
                 seconds[shard_id] = index_seconds(variant_dir / commit.files.index)
-    content = table_bytes(replace(records, commits=commits).rows(seconds=seconds))
+    content = table_bytes(replace(records, commits=commits).to_table(shard_seconds=seconds))
     publish_bytes(variant_dir / COMMIT_TABLE_FILE, content)
     return file_sha256(content)
 
 
 def damaged_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> list[DamagedContents]:
-    """Return the shard lists that match neither contents.json nor the lists derived from `commits`.
+    """Return errors for the damaged shard lists, and for commits.arrow if it does not match contents.json.
 
-    The table of commits is returned as well if it does not match contents.json.
+    A shard list is damaged if it matches neither contents.json nor `commits`.
     """
     recorded = _recorded_contents(variant_dir)
     if recorded is None:
@@ -150,7 +155,8 @@ def damaged_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> list[Dama
             damaged.append(DamagedContents(variant_dir / name, error.strerror or str(error)))
             continue
         except FileNotFoundError:
-            # A split may have lost its last shard, or an interrupted run may not have written a new split's list yet.
+            # The list may be missing because its split lost its last shard, or because an interrupted run did not write
+            # the list of a new split.
             if name in current and name in recorded.files:
                 damaged.append(DamagedContents(variant_dir / name, "the shard list is missing"))
             continue

@@ -19,8 +19,8 @@ import pyarrow as pa
 from clipmill.manifests.mapped_files import map_arrow_file
 from clipmill.manifests.publish import publish_atomically
 from clipmill.manifests.storage.mirrors import read_range
+from clipmill.shards.commit_table import TableCommits
 from clipmill.shards.opening import Damaged, open_regular
-from clipmill.shards.table_commits import TableCommits
 
 CHUNKS_FILE = "chunks.arrow"
 _DIGEST_KEY = b"commits_sha256"

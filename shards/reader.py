@@ -18,14 +18,13 @@ from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.mapped_files import OPEN_MAPS
 from clipmill.manifests.publish import parse_json, read_record
 from clipmill.shards.columns import VIDEO, command_for, how_to_make
-from clipmill.shards.commit_table import file_sha256, read_contents
+from clipmill.shards.commit_table import file_sha256, open_commits, read_contents
 from clipmill.shards.commits import Commit, ShardFiles
 from clipmill.shards.dataset import current_variant, list_variants, no_shards, variant_dir
 from clipmill.shards.format import CONTENTS_FILE, RECIPE_FILE
 from clipmill.shards.index import extensions_of, open_index, open_index_content
 from clipmill.shards.opening import DamagedContents, DamagedIndex, open_lock, open_regular, scan
 from clipmill.shards.packets import PacketTables
-from clipmill.shards.table_commits import open_commits
 from clipmill.shards.tars import LocalTars, TarBytes, TarFiles
 
 # Maximum number of open shards per variant, 2.5 kB each. The shard that was opened first is dropped first.
@@ -302,7 +301,7 @@ class Variant:
     @cached_property
     def tar_files(self) -> TarFiles:
         """The tars of the committed shards, ordered by shard ID."""
-        rows = self.commits.with_files().combine_chunks()
+        rows = self.commits.rows_with_files().combine_chunks()
         shard_ids, sizes, num_samples = (rows[name].to_numpy() for name in ("shard_id", "tar_bytes", "num_samples"))
         names = rows["tar"].chunk(0) if len(rows) else pa.array([], pa.string())
         return TarFiles(self.directory, shard_ids, names, sizes, int(num_samples.sum()))

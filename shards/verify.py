@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.publish import read_record
 from clipmill.manifests.storage.mirrors import file_state, local_copy, set_modified_time
-from clipmill.shards.commit_table import table_written_ns
+from clipmill.shards.commit_table import table_modified_ns
 from clipmill.shards.commits import Commit, ShardFiles, commit_path, read_commit
 from clipmill.shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, commit_name, folder_of, folders_in
 from clipmill.shards.index import energon_index_bytes, extensions_of, member_columns, open_index
@@ -259,7 +259,7 @@ def quick_problems(variant_dir: Path, commits: Iterable[Commit]) -> dict[int, li
     for commit in commits:
         folder = folder_of(commit.shard_id) if commit.files is None else commit.files.tar.rpartition("/")[0]
         folders.setdefault(folder, []).append(commit)
-    written_ns = table_written_ns(variant_dir)
+    written_ns = table_modified_ns(variant_dir)
     is_large = any(len(members) >= _MIN_LISTED for members in folders.values())
     first_records = _states(variant_dir / COMMITS_FOLDER) if is_large else {}
 

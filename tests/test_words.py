@@ -136,9 +136,9 @@ MAX_PARTICIPLES_IN_TESTS = 25
 # Limits that only go down: files, functions, classes, and lines of imports in percent of all lines.
 IDEAS = {
     "manifests": (54, 787, 109, 5.9),
-    "shards": (36, 445, 71, 6.4),
+    "shards": (35, 445, 71, 6.3),
     "train": (210, 2835, 490, 7.3),
-    "prep": (125, 1306, 265, 8.5),
+    "prep": (124, 1306, 265, 8.5),
 }
 # Patterns of a translated sentence; CONTRIBUTING says what to write instead.
 FOREIGN = re.compile(

@@ -37,7 +37,8 @@ from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, ShardState, Wa
 from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.core.variants import WHERE
 from clipmill.shards.columns import VIDEO, how_to_make
-from clipmill.shards.commits import Commit, Failure, read_commits
+from clipmill.shards.commit_table import read_commits
+from clipmill.shards.commits import Commit, Failure
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.index import open_index
 from clipmill.shards.opening import Damaged, DamagedIndex

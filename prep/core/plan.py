@@ -17,7 +17,8 @@ from clipmill.manifests.formatting import count_noun, range_text, size_text
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.prep.core.column import PendingWork
 from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT
-from clipmill.shards.commits import Commit, read_commits
+from clipmill.shards.commit_table import read_commits
+from clipmill.shards.commits import Commit
 from clipmill.shards.dataset import list_variants, variant_dir
 from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import CommittedShard, Variant

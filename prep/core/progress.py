@@ -8,7 +8,7 @@ from typing import Self
 from clipmill.manifests.errors import Stopped
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity, ProgressRate, join_parts
-from clipmill.prep.engines import Refused
+from clipmill.prep.engines import RefusedNode
 
 
 class RunProgress:
@@ -98,6 +98,6 @@ class RunProgress:
         return f"{kept}; {count_noun(lost, self._noun)} of unfinished shards will be made again" if lost > 0 else kept
 
 
-def warn_refused(refused: Refused) -> None:
+def warn_refused(refused: RefusedNode) -> None:
     """Print a warning that a node was excluded, with the reason."""
     print(f"warning: {refused.node} is excluded from the run: {refused.reason}", file=sys.stderr, flush=True)

@@ -353,7 +353,7 @@ def length_text(seconds: float, *, num_unread: int) -> str:
 
 def length_of(variant: Variant) -> Length:
     """Return the length of the video in a variant."""
-    known = variant.commits.seconds()
+    known = variant.commits.shard_seconds()
     unknown = [shard for shard in variant.shards() if shard.shard_id not in known]
     with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
         lengths = [*known.values(), *pool.map(_seconds, unknown)]

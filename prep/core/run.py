@@ -25,7 +25,7 @@ from clipmill.prep.core.plan import ShardPlan, ShardState, file_problems, with_w
 from clipmill.prep.core.progress import RunProgress, warn_refused
 from clipmill.prep.core.shard_result import RunningChunks, ShardResult, Stop, W, stop_result
 from clipmill.prep.core.variants import lost_samples, make_variant, write_selection
-from clipmill.prep.engines import Engine, Refused
+from clipmill.prep.engines import Engine, RefusedNode
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.shards.chunk_table import update_chunk_table
 from clipmill.shards.commits import Commit, Failure, commit_path, read_commits_of
@@ -79,7 +79,7 @@ class Summary:
     unchanged: frozenset[Failure] = frozenset()
     gave_up: str | None = None
     exit_code: int = EXIT_FAILED_WORK
-    refused_workers: list[Refused] = field(default_factory=list)
+    refused_workers: list[RefusedNode] = field(default_factory=list)
     added: Addition = field(default_factory=Addition)
 
     @property
@@ -222,7 +222,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
         command = job.column.command
         for outcome in engine.run(job.make, tasks(), check=ticket, name=lambda task: f"{command} {task.shard_id:06d}"):
             require_locks(job.variant_dir)
-            if isinstance(outcome, Refused):
+            if isinstance(outcome, RefusedNode):
                 summary.refused_workers.append(outcome)
                 warn_refused(outcome)
                 if meters is not None:

@@ -1,17 +1,17 @@
-"""Interface of engines, which distribute tasks over workers, on this machine or on a cluster.
+"""Interface of engines, which distribute tasks over workers on this machine or on a cluster.
 
-An engine applies a function to tasks, a bounded number at a time, and yields an `Outcome` for each, in order of
-completion. Between outcomes it yields None at least once a second, so that the caller can update its progress bar. A
-task whose worker dies is tried again; if its workers keep dying, its outcome has no result. An exception in the
-function itself is a bug and ends the run. No worker outlives the run, however the run ends.
+An engine applies a function to tasks, a bounded number at a time, and yields one `Outcome` per task, in order of
+completion. It also yields None at least once a second, so that the caller can update its progress bar. If a worker
+dies, its task is retried; if all retries fail, the outcome of the task has no result. An exception in the function is a
+bug and ends the run. No worker outlives the run, however the run ends.
 
-Each worker is checked before its first task. A node (or this machine) whose workers fail the check gets no tasks: it is
-yielded once as `Refused`, and the run continues on other nodes, or ends if no node is left.
+Each worker is checked before its first task. If a worker fails the check, its node (or this machine) gets no tasks. The
+engine yields the node once as `RefusedNode`, and continues on the other nodes; the run ends if no node is left.
 
 A result may have an attribute `machine_fault`: a failure that the machine may have caused (`MachineFault`), such as a
-full disk. Such a task is tried on other nodes, and so is a task whose worker died. A node that fails tasks which other
-nodes can do gets no further tasks: it is also yielded as `Refused`, and so is a lost node. If no other node can try a
-task, its result is yielded.
+full disk. The engine then tries the task on other nodes, as it does after the death of a worker. If other nodes
+complete the tasks that a node fails, that node gets no further tasks, and is yielded as `RefusedNode`. A lost node is
+yielded as well. If no other node can try a task, its result is yielded with the fault.
 """
 
 import ctypes
@@ -29,22 +29,28 @@ R = TypeVar("R")
 
 MAX_TRIES = 3  # maximum number of attempts at a task whose workers are lost
 TICK_S = 0.5
-THREADS_VARIABLE = "CLIPMILL_WORKER_THREADS"  # set by an engine in workers on machines that the driver does not know
+THREADS_VARIABLE = "CLIPMILL_WORKER_THREADS"  # environment variable that an engine sets in workers on other machines
 _PR_SET_PDEATHSIG = 1
-# Signals with which the kernel, or the program itself, ends a faulty program. All other signals come from outside.
+# Signals that a faulty program gets from the kernel, or sends to itself. Other programs send all other signals.
 CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
 
-Check = Callable[[], str | None]  # called in a worker: returns the reason why it must not work, or None
+Check = Callable[[], str | None]  # called in a worker; returns the reason why the worker must get no tasks, or None
 
 
 @dataclass(frozen=True)
 class Outcome(Generic[T, R]):
-    """Result of a task, or the reason why its workers were lost."""
+    """Result of a task, or the reason why its workers were lost.
+
+    Attributes:
+        result: Return value of the function; None if the workers were lost.
+        lost: Reason why the last worker was lost; None if there is a result.
+        crashed: True if the lost worker crashed by itself, and was not killed by another program.
+    """
 
     task: T
     result: R | None
     lost: str | None = None
-    crashed: bool = False  # True if the lost worker crashed, and was not killed from outside
+    crashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,8 +58,8 @@ class MachineFault:
     """A failure that the machine of a worker may have caused.
 
     Attributes:
-        reason: Failure, for messages.
-        is_doubtful: True if the inputs of the task are an equally likely cause. Then only a few nodes try the task.
+        reason: Description of the failure for messages.
+        is_doubtful: True if the inputs of the task are an equally likely cause, so that only a few nodes try the task.
     """
 
     reason: str
@@ -61,8 +67,8 @@ class MachineFault:
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A node, or this machine, that gets no further tasks, and the reason."""
+class RefusedNode:
+    """A node (or this machine) that gets no further tasks, and the reason."""
 
     node: str
     reason: str
@@ -82,38 +88,38 @@ class Engine(Protocol):
         *,
         check: Check | None = None,
         name: Callable[[T], str] | None = None,
-    ) -> Iterator[Outcome[T, R] | Refused | None]:
-        """Apply `function` to each of `tasks`, which are taken in order as workers become available.
+    ) -> Iterator[Outcome[T, R] | RefusedNode | None]:
+        """Apply `function` to each task. Tasks are taken from `tasks` in order, as workers become available.
 
         Args:
             check: Function that is called in every worker before its first task.
-            name: Function task -> name of the task in the engine's own lists, such as "chunk 000123".
+            name: Function that takes a task and returns its name for the engine's lists, such as "chunk 000123".
 
         Raises:
-            UserError: No worker has passed the check.
+            UserError: No worker passed the check.
         """
         ...
 
 
-def no_worker_left(refused: Iterable[Refused]) -> UserError:
-    """Return the error for a run whose workers were all refused."""
+def no_nodes_error(refused: Iterable[RefusedNode]) -> UserError:
+    """Return the error for a run whose nodes were all refused."""
     nodes = [*refused]
     message = f"no usable workers: {'; '.join(f'{node.node}: {node.reason}' for node in nodes)}"
     if any(isinstance(node.reason, StorageReason) for node in nodes):
-        return StorageRefused(message, hint="give each node valid credentials, and run the same command again")
+        return StorageRefused(message, hint="set valid credentials on each node, and run the same command again")
     return UserError(
         message,
-        hint="each node needs the same clipmill and ffmpeg as this command, and the data folder at the same path",
+        hint="install the clipmill and ffmpeg of this command on each node, and mount the data folder at the same path",
     )
 
 
 def worker_threads() -> int:
-    """Return the number of threads that the engine has assigned to this worker; 1 by default."""
+    """Return the number of threads that the engine assigned to this worker; 1 by default."""
     return int(os.environ.get(THREADS_VARIABLE, "1"))
 
 
 def exit_reason(exit_code: int | None) -> str:
-    """Return a text for messages about how a process ended: its exit status, or the signal that killed it."""
+    """Describe how a process ended, for messages: its exit status, or the signal that killed it."""
     if exit_code is None or exit_code >= 0:
         return f"exit status {exit_code}"
     number = -exit_code
@@ -126,19 +132,19 @@ _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
 
 
 def die_with_parent() -> None:
-    """Request that the kernel (Linux) kill this process when its parent dies.
+    """Make the kernel kill this process when its parent dies (Linux only).
 
-    This function takes no locks, because it may run between fork and exec.
+    The function takes no locks, because it may run between fork and exec.
     """
     if _libc is not None and hasattr(_libc, "prctl"):
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def die_with_driver() -> None:
-    """Request that the kernel kill this process when its parent dies; exit if the parent has died already.
+    """Make the kernel kill this process when its parent dies; exit if the parent has died already.
 
-    Processes started by `multiprocessing` call this function after their imports, during which the parent may have
-    died unnoticed.
+    Processes started by `multiprocessing` call this function after their imports. The parent may have died while they
+    were importing.
     """
     die_with_parent()
     driver = multiprocessing.parent_process()

@@ -1,12 +1,12 @@
-"""Check whether a worker may work, before its first task.
+"""The check that each worker must pass before its first task.
 
-A worker must see the driver's data folder, have the same clipmill as the driver, and meet the requirements of its
-column. The driver publishes a token in the variant's folder and sends a `Ticket`, which each worker calls before its
-first task.
+A worker must see the driver's data folder, have the same version of clipmill as the driver, and meet the requirements
+of its column. The driver publishes a token in the variant's folder, and sends a `Ticket` to the workers. Each worker
+calls the ticket before its first task.
 
 This file imports only the standard library, and the Ray engine sends it to the workers by value. A node therefore runs
 the driver's version of the check, even if it has a different version of clipmill, or none. The column's code is
-identified by its import path, so that the code of a column from outside clipmill is compared in the same way.
+identified by its import path, so the code of plug-in columns is compared in the same way.
 """
 
 import hashlib
@@ -24,20 +24,22 @@ from pathlib import Path
 _PACKAGES = ("clipmill.manifests", "clipmill.prep", "clipmill.shards")
 _TOKEN_NAME = "workers"
 _PACKAGE_HINT = "install it, or correct `package` in its ColumnSpec: the name by which it is imported"
-_LAG_LIMIT_S = 5.0  # time limit for the token to become visible on other machines, because shared disks may lag
+_LAG_LIMIT_S = 5.0  # time limit for the token to become visible on other machines; shared disks may lag
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """Requirements on a worker. Calling the ticket returns the reason why the worker must not work, or None.
+    """Requirements that a worker must meet. Calling the ticket returns the reason why it does not, or None if it does.
 
     Attributes:
         host: Name of the driver's machine.
-        token_file: File published by the driver in the variant's folder.
-        source_sha256: Hash of the packages that a worker runs.
-        package: Package of the column's code.
-        needs: Import path `package.module:function` of a function that returns the reason why a machine must not work,
-            or None; and its argument. None if every machine may work.
+        token_file: File that the driver published in the variant's folder.
+        token: Content of the file.
+        version: Version of clipmill on the driver's machine.
+        source_sha256: SHA-256 of the source code that a worker runs (hex).
+        package: Package that contains the column's code.
+        needs: Import path `package.module:function` of a function that checks the machine, and its argument. The
+            function returns the reason why the machine is unsuitable, or None. None if every machine is suitable.
         bucket: `Mirror.access` of the driver, with which a worker mounts a data folder in a bucket; empty for a local
             data folder.
     """
@@ -80,8 +82,8 @@ class Ticket:
         try:
             token = self.token_file.read_text()
         except FileNotFoundError:
-            what = "is a different folder" if folder.is_dir() else "does not exist"
-            return f"the data folder is not shared: {folder} {what} there"
+            problem = "is a different folder" if folder.is_dir() else "does not exist"
+            return f"the data folder is not shared: {folder} {problem} there"
         except (OSError, UnicodeDecodeError) as error:
             return f"cannot read {folder}: {getattr(error, 'strerror', None) or error}"
         if token != self.token:
@@ -91,7 +93,7 @@ class Ticket:
 
 @contextmanager
 def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | None = None) -> Iterator[Ticket]:
-    """Publish the token of a run and remove it when the block ends; call it while holding the lock of the column.
+    """Publish the token of a run, and remove it when the block ends. The caller must hold the lock of the column.
 
     Raises:
         UserError: The package of the column is not installed on this machine.
@@ -102,7 +104,7 @@ def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | N
 
     if (digest := source_sha256(package)) is None:
         raise UserError(f"the package {package} of the column is not installed here", hint=_PACKAGE_HINT)
-    # The token has a temporary name, so that the token of a killed driver is removed with other temporary files.
+    # The token has a temporary name: if the driver is killed, the token is removed with the other temporary files.
     token_file = temporary_path(variant_dir / _TOKEN_NAME)
     token = secrets.token_hex(16)
     try:
@@ -121,10 +123,10 @@ def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | N
 
 
 def source_sha256(column_package: str) -> str | None:
-    """Return a hash of the source files of the packages that a worker runs; None if a package is not installed."""
+    """Return the SHA-256 (hex) of the source files that a worker runs; None if one of their packages is missing."""
     digest = hashlib.sha256()
-    is_ours = column_package.startswith("clipmill.")
-    for package in _PACKAGES if is_ours else (*_PACKAGES, column_package):
+    is_builtin = column_package.startswith("clipmill.")
+    for package in _PACKAGES if is_builtin else (*_PACKAGES, column_package):
         try:
             spec = importlib.util.find_spec(package)
         except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""Settings of the Ray engine: resources of a task, number of retries, and time to wait for nodes."""
+"""Settings of the Ray engine, and the resources that a worker reserves."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated
@@ -28,20 +28,20 @@ class Execution(Checked):
 
     @property
     def changed_flags(self) -> list[str]:
-        """Flags whose values differ from the defaults."""
+        """Flags whose values differ from their defaults."""
         return [self.flag(field.name) for field in fields(self) if getattr(self, field.name) != field.default]
 
 
 @dataclass(frozen=True)
 class Need:
-    """Resources that a worker takes on its node."""
+    """Resources that a worker reserves on its node."""
 
     cpus: float
     gpus: float
     memory_bytes: int
 
     def fits(self, resources: dict[str, float]) -> bool:
-        """Return True if a node with these resources in total can run a worker."""
+        """Return True if a node with these total resources can run a worker."""
         return (
             resources.get("CPU", 0) >= self.cpus
             and resources.get("GPU", 0) >= self.gpus
@@ -51,10 +51,10 @@ class Need:
     def room(self, resources: dict[str, float]) -> int:
         """Return the number of workers that fit into these resources."""
         needs = (("CPU", self.cpus), ("GPU", self.gpus), ("memory", self.memory_bytes))
-        return min((int(resources.get(resource, 0) / taken) for resource, taken in needs if taken), default=0)
+        return min((int(resources.get(resource, 0) / amount) for resource, amount in needs if amount), default=0)
 
     def options(self) -> dict[str, float]:
-        """Return the options of a Ray actor."""
+        """Return the resources as options of a Ray actor."""
         memory = {"memory": self.memory_bytes} if self.memory_bytes else {}
         return {"num_cpus": self.cpus, "num_gpus": self.gpus, **memory}
 
@@ -67,12 +67,12 @@ class Need:
         return " and ".join(parts) or "any resources"
 
 
-def need_of(execution: Execution, *, gpus: float, default_memory_gb: float) -> Need:
-    """Return the resources that a worker takes.
+def worker_need(execution: Execution, *, gpus: float, default_memory_gb: float) -> Need:
+    """Return the resources that a worker reserves.
 
     Args:
         gpus: GPUs per worker; 0 for a worker on a CPU.
-        default_memory_gb: Memory of a worker in GB if the settings do not set it.
+        default_memory_gb: Memory of a worker in GB, used if `execution` does not set it.
     """
     cpus = execution.task_cpus if execution.task_cpus is not None else 0.0 if gpus else 1.0
     memory_gb = execution.task_memory if execution.task_memory is not None else default_memory_gb

@@ -1,7 +1,7 @@
-"""The engine without Ray: worker processes on this machine, each with one task at a time.
+"""The engine without Ray, which runs tasks in worker processes on this machine.
 
-The death of a worker therefore affects only its task. Workers are reused, because a new process for each task would
-import everything again.
+A worker has one task at a time, so the death of a worker affects only one task. Workers are reused, because a new
+process for each task would import everything again.
 """
 
 import multiprocessing
@@ -24,16 +24,16 @@ from clipmill.prep.engines import (
     Check,
     Outcome,
     R,
-    Refused,
+    RefusedNode,
     T,
     die_with_driver,
     exit_reason,
-    no_worker_left,
+    no_nodes_error,
 )
 
-# A forked child would inherit locks held by the caller's threads; a spawned child does not.
+# A forked child would inherit the locks that the caller's threads hold; a spawned child does not.
 _CONTEXT = multiprocessing.get_context("spawn")
-_LEAVE_LIMIT_S = 10.0  # time limit for an idle worker to exit
+_EXIT_LIMIT_S = 10.0  # time limit for an idle worker to exit
 
 
 @dataclass
@@ -41,11 +41,11 @@ class _Worker:
     process: SpawnProcess
     pipe: Connection
     task: Any = None
-    tries: int = 0
+    num_tries: int = 0
 
-    def give(self, task: object, *, tries: int) -> None:
-        self.task, self.tries = task, tries
-        # If the worker died while idle, its closed pipe is detected later, as for other workers.
+    def send(self, task: object, *, num_tries: int) -> None:
+        self.task, self.num_tries = task, num_tries
+        # If the worker died while it was idle, the run detects the closed pipe when it reads the result.
         with suppress(BrokenPipeError):
             self.pipe.send(task)
 
@@ -54,7 +54,7 @@ class ProcessEngine:
     """Engine that runs up to `num_workers` tasks at a time, each in a separate process.
 
     Args:
-        gpus: CUDA indices of the GPUs; each worker sees one GPU. If empty, GPU visibility is unchanged.
+        gpus: CUDA indices of the GPUs; each worker sees one of them. If empty, workers see the same GPUs as the driver.
     """
 
     def __init__(self, *, num_workers: int, gpus: Sequence[str] = ()) -> None:
@@ -68,19 +68,19 @@ class ProcessEngine:
         *,
         check: Check | None = None,
         name: Callable[[T], str] | None = None,
-    ) -> Iterator[Outcome[T, R] | Refused | None]:
+    ) -> Iterator[Outcome[T, R] | RefusedNode | None]:
         """See `clipmill.prep.engines.Engine`."""
-        waiting, retries = iter(tasks), deque[tuple[T, int]]()
+        new_tasks, retries = iter(tasks), deque[tuple[T, int]]()
         busy: list[_Worker] = []
         idle: list[_Worker] = []
         try:
             while True:
                 while len(busy) < self._num_workers:
-                    task, tries = retries.popleft() if retries else (next(waiting, None), 0)
+                    task, num_tries = retries.popleft() if retries else (next(new_tasks, None), 0)
                     if task is None:
                         break
                     busy.append(idle.pop() if idle else self._start(function, check))
-                    busy[-1].give(task, tries=tries + 1)
+                    busy[-1].send(task, num_tries=num_tries + 1)
                 if not busy:
                     return
                 ready = wait([worker.pipe for worker in busy], timeout=TICK_S)
@@ -92,8 +92,8 @@ class ProcessEngine:
                     except (EOFError, ConnectionResetError):
                         busy.remove(worker)
                         worker.process.join()
-                        if worker.tries < MAX_TRIES:
-                            retries.append((worker.task, worker.tries))
+                        if worker.num_tries < MAX_TRIES:
+                            retries.append((worker.task, worker.num_tries))
                         else:
                             code = worker.process.exitcode
                             lost = f"its worker ended with {exit_reason(code)} {MAX_TRIES} times"
@@ -107,11 +107,11 @@ class ProcessEngine:
         finally:
             for worker in busy:
                 worker.process.kill()
-            # Idle workers exit by themselves, which removes the temporary files of the libraries that they imported.
+            # Let idle workers exit normally, so that the libraries they have imported remove their temporary files.
             for worker in idle:
-                worker.give(None, tries=0)
+                worker.send(None, num_tries=0)
             for worker in (*busy, *idle):
-                worker.process.join(_LEAVE_LIMIT_S)
+                worker.process.join(_EXIT_LIMIT_S)
                 worker.process.kill()
                 worker.process.join()
 
@@ -120,14 +120,14 @@ class ProcessEngine:
         self._num_started += 1
         ours, theirs = _CONTEXT.Pipe()
         process = _CONTEXT.Process(target=_work, args=(function, check, theirs, gpu), daemon=True)
-        # `multiprocessing` would load the main module in the new process, which builds the command line again.
+        # Hide the main module, which `multiprocessing` would otherwise load in the new process, with the command line.
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")
         try:
             process.start()
         finally:
             sys.modules["__main__"] = main
-        theirs.close()  # so that the end of the worker closes the pipe
+        theirs.close()  # so that the pipe is closed when the worker ends
         return _Worker(process, ours)
 
 
@@ -135,11 +135,11 @@ def _work(function: Callable[[Any], Any], check: Check | None, pipe: Connection,
     die_with_driver()
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # torch reads the variable later, when it first uses a GPU
-    # Ctrl-C is sent to the complete process group; the driver decides what happens to its workers.
+    # Ctrl-C goes to the complete process group, but the driver decides what happens to its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     reason = check() if check is not None else None
-    if reason is not None:  # no other machine could do the work
-        pipe.send((no_worker_left([Refused("this machine", reason)]), None))
+    if reason is not None:  # this engine has no other node
+        pipe.send((no_nodes_error([RefusedNode("this machine", reason)]), None))
         return
     while True:
         try:
@@ -150,7 +150,7 @@ def _work(function: Callable[[Any], Any], check: Check | None, pipe: Connection,
             return
         try:
             pipe.send((None, function(task)))
-        except Exception as error:  # noqa: BLE001 - raised again by the driver
+        except Exception as error:  # noqa: BLE001 - the driver raises it
             error.add_note(f"raised in a worker process by task {task!r:.500}")
             with suppress(BrokenPipeError):  # the driver has exited
                 pipe.send((error, None))

@@ -1,47 +1,65 @@
-"""The Ray engine, the only file that imports Ray. Its workers are actors, which take one task after another.
+"""The Ray engine. No other file imports Ray.
 
-The number of tasks in flight is bounded, and only kilobytes are sent and returned for each. Without an address, the
-command starts a Ray instance on this machine and stops it at the end. With an address, it joins a cluster, whose nodes
-need the same clipmill, the same ffmpeg and the data folder under the same path. Every worker is checked before its
-first task. The check is sent by value; until a worker has passed it, function and task remain unpickled bytes. A
-node that fails the check is excluded from then on.
+Workers are Ray actors, which take one task after another. The number of tasks in flight is bounded, and only a few
+kilobytes are sent and returned per task. Without an address, the command starts a Ray instance on this machine, and
+stops it at the end. With an address, it joins a cluster, whose nodes need the same clipmill, the same ffmpeg, and the
+data folder at the same path. Every worker is checked before its first task. The check is sent by value; function and
+task are not unpickled until the worker has passed it. A node that fails the check is excluded.
+
+Ray terminates its process when it loses the cluster. The engine therefore runs in a separate process
+(`IsolatedEngine`): the command survives and reports the loss, and Ray cannot print to the command's output.
 
 Anyone who can send work to a Ray instance can run code as its user. A private instance therefore listens only on the
 loopback interface, accepts work only with a token created for it, and keeps its sockets in a folder of its user.
 
-A raylet starts agents (for the dashboard and for runtime environments). When it ends, they try to report the end to the
-head of the instance, which has ended too, and give up only after a minute. Ray never removes the folder of an instance.
-Therefore a small process, the sweeper, waits until the process that uses Ray has ended for any reason, then kills the
-agents and removes the folder.
+A raylet starts agents (for the dashboard and for runtime environments). When the raylet ends, its agents try for a
+minute to report this to the head of the instance, which has ended too. Ray never removes the folder of an instance.
+Therefore a small process, the sweeper, waits until the process that uses Ray has ended for any reason, kills the
+agents, and removes the folder.
 """
 
 import logging
+import multiprocessing
 import os
 import re
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import chdir, redirect_stdout, suppress
+from contextlib import ExitStack, chdir, redirect_stdout, suppress
 from math import ceil
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from clipmill.manifests.errors import FailedWork, UserError, first_line
+from clipmill.manifests.errors import ClipmillError, FailedWork, UserError, first_line
 from clipmill.manifests.progress import Activity
-from clipmill.prep.engines import Check, Engine, Outcome, R, Refused, T
+from clipmill.prep.engines import (
+    TICK_S,
+    Check,
+    Engine,
+    Outcome,
+    R,
+    RefusedNode,
+    T,
+    die_with_driver,
+    exit_reason,
+)
 from clipmill.prep.engines.execution import Execution, Need
-from clipmill.prep.engines.isolated import IsolatedEngine, call_isolated
 from clipmill.prep.engines.ray_actors import ActorRun, Nodes, Notify
 
-_GROWTH = 2  # factor between requested and present capacity if the autoscaler does not report its limit
-_LATE_LIMIT_S = 10.0  # time limit at the end for workers that are still starting, whose nodes may be refused
+_GROWTH = 2  # ratio of requested to current capacity if the autoscaler does not report its limit
+_LATE_LIMIT_S = 10.0  # time at the end of a run to wait for workers that are still starting; a check may refuse a node
 
 
 class RayEngine:
-    """Engine that runs tasks in Ray actors, which keep everything that the function has loaded.
+    """Engine that runs tasks in Ray actors. An actor keeps everything that the function has loaded, such as a model.
 
     Args:
         num_workers: Maximum number of workers; None for as many as fit.
@@ -68,7 +86,7 @@ class RayEngine:
         check: Check | None = None,
         name: Callable[[T], str] | None = None,
         notify: Notify = lambda line: None,
-    ) -> Iterator[Outcome[T, R] | Refused | None]:
+    ) -> Iterator[Outcome[T, R] | RefusedNode | None]:
         """See `clipmill.prep.engines.Engine`.
 
         Args:
@@ -85,13 +103,13 @@ class RayEngine:
         where = name_of_cluster(self._address)
         # Ray reports lost workers on standard output, which is reserved for results, even during its shutdown.
         with redirect_stdout(sys.stderr):
-            # The number of actors with GPUs is limited by the GPUs, not by the CPUs.
+            # With GPUs, the number of GPUs limits the number of actors, so do not limit the CPUs.
             num_cpus = None if self._need.gpus or not self._num_workers else ceil(self._num_workers * self._need.cpus)
             wait_s = self._execution.wait_for_nodes if self._address is not None else 0.0
             try:
                 connect(ray, self._address, num_cpus=num_cpus)
                 nodes = Nodes(ray, self._need, where=where, wait_s=wait_s, notify=notify)
-                nodes.require_one(at_once=True)
+                nodes.require_node(at_once=True)
                 run = ActorRun(
                     ray,
                     nodes,
@@ -102,16 +120,17 @@ class RayEngine:
                 )
                 yield from run.outcomes(named_tasks)
                 if check is not None and self._address is not None:
-                    yield from run.late_refusals(limit_s=_LATE_LIMIT_S)
+                    yield from run.check_late_workers(limit_s=_LATE_LIMIT_S)
             except (ray.exceptions.RayError, ConnectionError) as error:
                 raise FailedWork(
-                    f"{where} is lost: {first_line(error)}; finished work is kept; run the same command again to resume"
+                    f"{where} was lost: {first_line(error)}; finished work is kept; run the same command again to "
+                    "resume"
                 ) from None
             finally:
                 ray.shutdown()
 
     def _num_actors(self, nodes: Nodes) -> int:
-        """Return the number of actors to request; actors that do not fit make an autoscaler start nodes."""
+        """Return the number of actors to request. If some do not fit, an autoscaler starts nodes for them."""
         room, largest_room = nodes.capacities()
         if self._address is None:
             return max(1, min(room, self._num_workers or room))
@@ -119,15 +138,15 @@ class RayEngine:
 
 
 def isolated_ray_engine(*, num_workers: int | None, address: str | None, need: Need, execution: Execution) -> Engine:
-    """Return a `RayEngine` in a separate process, since Ray ends its process when it loses the cluster."""
+    """Return a `RayEngine` that runs in a separate process."""
     engine = RayEngine(num_workers=num_workers, address=address, need=need, execution=execution)
-    # On a cluster, `--wait-for-nodes` limits the time until the first task.
+    # On a cluster, `--wait-for-nodes` already limits the time until the first task.
     limit_s = START_LIMIT_S if address is None else None
     return IsolatedEngine(engine, name=name_of_cluster(address), starting=starting_text(address), start_limit_s=limit_s)
 
 
 def count_cluster_gpus(address: str) -> float:
-    """Return the number of GPUs in a cluster, or the number that its autoscaler may start, if it is larger.
+    """Return the number of GPUs in a cluster, or the number of GPUs that its autoscaler may provide if that is larger.
 
     Raises:
         UserError: No cluster is running at the address.
@@ -148,7 +167,7 @@ def _count_gpus(address: str) -> float:
 
 
 def import_ray() -> Any:
-    """Import Ray, after setting the environment variables that Ray reads when it is imported.
+    """Import Ray, after setting the environment variables that it reads on import.
 
     Raises:
         UserError: Ray is not installed.
@@ -156,10 +175,10 @@ def import_ray() -> Any:
     # Disable usage statistics and accelerator warnings.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Time in seconds after which the head counts as lost; Ray's default is 60.
+    # Time in seconds after which the head is considered lost; Ray's default is 60.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
-    # The head detects the loss of a node after 15 s. A call whose worker does not respond waits until it is known
-    # whether the worker or the node was lost; Ray's default is one second.
+    # If a worker does not respond, wait until it is known whether only the worker or its node was lost. The head
+    # detects the loss of a node after 15 s; Ray's default for this wait is one second.
     os.environ.setdefault("RAY_timeout_ms_task_wait_for_death_info", "60000")
     try:
         import ray
@@ -171,10 +190,10 @@ def import_ray() -> Any:
 
 
 START_LIMIT_S = 60.0  # time limit for Ray to start on this machine, which takes 5 s if the machine is idle
-_ANSWER_LIMIT_S = 10.0
-_START_HINT = "start one with `ray start --head`, or give --engine processes to use this machine only"
+_CONNECTION_LIMIT_S = 10.0
+_START_HINT = "start a cluster with `ray start --head`, or use --engine processes to run only on this machine"
 _TOKEN_HINT = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or ~/.ray/auth_token as on the nodes of the cluster"
-_VERSION_HINT = "install the same Python and the same Ray on every node and where this command runs"
+_VERSION_HINT = "install the same versions of Python and Ray on this machine and on every node"
 
 
 def name_of_cluster(address: str | None) -> str:
@@ -183,7 +202,7 @@ def name_of_cluster(address: str | None) -> str:
 
 
 def starting_text(address: str | None) -> str:
-    """Return the text that is shown until Ray takes the first task."""
+    """Return the text to show until Ray takes the first task."""
     name = name_of_cluster(address)
     return f"starting {name} (takes up to {START_LIMIT_S:g} s)" if address is None else f"connecting to {name}"
 
@@ -192,7 +211,8 @@ def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> No
     """Start a private instance with `num_cpus` CPUs, or connect to the cluster at `address`.
 
     Raises:
-        UserError: Ray cannot start here, nothing answers at the address, or the cluster has another version or token.
+        UserError: Ray cannot start on this machine; nothing responds at the address; or the cluster has a different
+            version or token.
         FailedWork: Ray did not start, for example because one of its processes was killed.
     """
     if address is None:
@@ -200,7 +220,7 @@ def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> No
             parent = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
             folder = Path(tempfile.mkdtemp(prefix="ray", dir=parent))
             start_sweeper(folder)
-            # Ray makes its folder accessible to all users, so it gets a subfolder.
+            # Ray makes its folder accessible to all users, so give it a subfolder.
             _init(ray, address="local", num_cpus=num_cpus, include_dashboard=False, _temp_dir=os.fspath(folder / "r"))
         except Exception as error:  # noqa: BLE001 - Ray also raises plain exceptions
             if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
@@ -212,23 +232,23 @@ def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> No
                 f"Ray did not start on this machine: {first_line(error).rstrip('.')}; run the same command again, "
                 "or with --engine processes"
             ) from None
-        name_agents(ray)
+        send_agents(ray)
         return
     try:
-        # Ray would try for minutes to reach a cluster that does not respond, or that refuses the token.
+        # Connect first: Ray would retry for minutes if the cluster does not respond, or if it refuses the token.
         server = address
-        if address == "auto":  # the last cluster that was started on this machine, which may have ended
+        if address == "auto":  # the cluster that was started last on this machine; it may have ended
             server = ray._private.services.canonicalize_bootstrap_address_or_die(address)
         host, _, port = server.rpartition(":")
         if host and port.isdigit() and "://" not in server:
             try:
-                socket.create_connection((host, int(port)), timeout=_ANSWER_LIMIT_S).close()
+                socket.create_connection((host, int(port)), timeout=_CONNECTION_LIMIT_S).close()
             except OSError as error:
-                raise OSError(f"nothing answers at {server} ({error.strerror or error})") from None
+                raise OSError(f"nothing responds at {server} ({error.strerror or error})") from None
             ray._raylet.GcsClient(address=server)
         _init(ray, address=address)
     except ray.exceptions.AuthenticationError:
-        raise UserError(f'the Ray cluster at "{address}" requires another token', hint=_TOKEN_HINT) from None
+        raise UserError(f'the Ray cluster at "{address}" requires a different token', hint=_TOKEN_HINT) from None
     except (OSError, RuntimeError, ValueError) as error:
         reason, is_mismatch = first_line(error), "Version mismatch" in str(error)
         versions = re.findall(r"(Ray|Python): (\S+)", str(error))
@@ -244,7 +264,7 @@ def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> No
 def _init(ray: Any, **options: Any) -> None:
     """Call `ray.init` from a folder without Python files.
 
-    Workers search the caller's folder first when they import, so they would run a `numpy.py` in it.
+    Workers import from the caller's folder first, so they would run a file such as `numpy.py` in it.
     """
     with chdir(sys.prefix):
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
@@ -252,7 +272,7 @@ def _init(ray: Any, **options: Any) -> None:
 
 _SWEEPER = """
 import os, shutil, signal, sys, time
-for process in sys.stdin.read().split():  # until the other end of the pipe is closed
+for process in sys.stdin.read().split():  # read until the other end of the pipe is closed
     pid, began = process.split(":")
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -260,17 +280,17 @@ for process in sys.stdin.read().split():  # until the other end of the pipe is c
                 os.kill(int(pid), signal.SIGKILL)
     except OSError:
         pass
-for _ in range(100):  # processes of the instance that are still ending write their logs there
+for _ in range(100):  # processes of the instance that are still shutting down write their logs to the folder
     shutil.rmtree(sys.argv[1], ignore_errors=True)
     if not os.path.exists(sys.argv[1]):
         break
     time.sleep(0.1)
 """
-_sweepers: "list[subprocess.Popen[str]]" = []  # this process holds their pipes open
+_sweepers: "list[subprocess.Popen[str]]" = []  # their pipes stay open until this process ends
 
 
 def start_sweeper(folder: Path) -> None:
-    """Start a process that removes `folder`, and kills the agents from `name_agents`, once this process has ended."""
+    """Start a process that kills the agents from `send_agents` and removes `folder` once this process has ended."""
     null = subprocess.DEVNULL
     command = [sys.executable, "-I", "-S", "-c", _SWEEPER, os.fspath(folder)]
     sweeper = subprocess.Popen(
@@ -279,8 +299,8 @@ def start_sweeper(folder: Path) -> None:
     _sweepers.append(sweeper)
 
 
-def name_agents(ray: Any) -> None:
-    """Send the process ids of the children of this process's raylet to the last sweeper."""
+def send_agents(ray: Any) -> None:
+    """Send the PIDs and start times of the agents, which are children of the raylet, to the last sweeper."""
     raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
     pipe = _sweepers[-1].stdin
     assert pipe is not None
@@ -289,7 +309,7 @@ def name_agents(ray: Any) -> None:
 
 
 def running_processes() -> "list[tuple[int, int, str]]":
-    """Return PID, PID of the parent, and start time (in ticks) of all processes."""
+    """Return (PID, PID of the parent, start time in ticks) of all processes."""
     processes = []
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError):  # the folder is not a process, or the process has ended
@@ -297,3 +317,243 @@ def running_processes() -> "list[tuple[int, int, str]]":
             fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
             processes.append((pid, int(fields[1]), fields[19]))
     return processes
+
+
+_CONTEXT = multiprocessing.get_context("spawn")
+_STOP_LIMIT_S = 15.0  # time limit for the engine to stop the processes that it started
+
+
+class NotifyingEngine(Protocol):
+    """An engine that reports messages for the user."""
+
+    def run(
+        self,
+        function: Callable[[T], R],
+        tasks: Iterable[T],
+        *,
+        check: Check | None = None,
+        name: Callable[[T], str] | None = None,
+        notify: Callable[[str], None] = ...,
+    ) -> Iterator[Outcome[T, R] | RefusedNode | None]:
+        """See `clipmill.prep.engines.Engine`."""
+        ...
+
+
+class IsolatedEngine:
+    """Engine that runs another engine in a separate process, and prints its messages.
+
+    Args:
+        engine: Engine to run. It must be picklable.
+        name: Name of the program in the process, for the message about its unexpected end.
+        starting: Text to show until the engine takes the first task; None to show nothing.
+        start_limit_s: Time limit in seconds for the engine to take the first task; None for no limit.
+    """
+
+    def __init__(
+        self,
+        engine: NotifyingEngine,
+        *,
+        name: str,
+        starting: str | None = None,
+        start_limit_s: float | None = None,
+    ) -> None:
+        self._engine, self._name, self._starting = engine, name, starting
+        self._start_limit_s = start_limit_s
+
+    def run(
+        self,
+        function: Callable[[T], R],
+        tasks: Iterable[T],
+        *,
+        check: Check | None = None,
+        name: Callable[[T], str] | None = None,
+    ) -> Iterator[Outcome[T, R] | RefusedNode | None]:
+        """See `clipmill.prep.engines.Engine`."""
+        numbered_tasks = enumerate(tasks)
+        sent_tasks = dict[int, T]()
+        activity = ExitStack()
+        if self._starting is not None:
+            activity.enter_context(Activity(self._starting))
+        process, ours = _start_process(_serve, self._engine, function, check, name is not None)
+        deadline_s = None if self._start_limit_s is None else time.monotonic() + self._start_limit_s
+        try:
+            while True:
+                if not ours.poll(TICK_S):
+                    if deadline_s is not None and time.monotonic() > deadline_s:
+                        process.kill()  # the process may be waiting for Ray, and not be reading the pipe
+                        raise _start_failure(self._name, f"within {self._start_limit_s:g} s")
+                    yield None
+                    continue
+                kind, value = _receive(ours, process, name=self._name, is_starting=deadline_s is not None)
+                if kind == "next":
+                    activity.close()
+                    deadline_s = None
+                    item = next(numbered_tasks, None)
+                    if item is not None:
+                        sent_tasks[item[0]] = item[1]
+                    ours.send(item and (*item, name(item[1]) if name is not None else None))
+                elif kind == "outcome":
+                    number, *rest = value
+                    yield Outcome(sent_tasks.pop(number), *rest)
+                elif kind == "refused":
+                    yield value
+                elif kind == "notice":
+                    sys.stderr.write(f"{value}\n")
+                elif kind == "error":
+                    raise value
+                elif kind == "end":
+                    return
+        finally:
+            activity.close()
+            ours.close()  # the other process detects this, and stops its workers
+            _end(process)
+
+
+def call_isolated(function: Callable[..., Any], *arguments: object, name: str) -> Any:
+    """Call `function(*arguments)` in a separate process, and return its result.
+
+    Args:
+        name: Name of the program in the process, for the message about its unexpected end.
+
+    Raises:
+        FailedWork: The process ended without a result.
+        Exception: The function raised this exception.
+    """
+    process, ours = _start_process(_serve_call, function, arguments)
+    try:
+        kind, value = _receive(ours, process, name=name)
+    finally:
+        ours.close()
+        _end(process)
+    if kind == "error":
+        raise value
+    return value
+
+
+def _start_process(target: Callable[..., None], *arguments: object) -> tuple[SpawnProcess, Connection]:
+    """Start `target(*arguments, pipe)` in a new process; return the process and this process's end of the pipe."""
+    ours, theirs = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=target, args=(*arguments, theirs))
+    process.start()
+    theirs.close()  # so that the pipe is closed when the other process ends
+    return process, ours
+
+
+def _end(process: SpawnProcess) -> None:
+    process.join(_STOP_LIMIT_S)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def _start_failure(name: str, reason: str) -> FailedWork:
+    return FailedWork(f"{name} did not start {reason}; run the same command again, or with --engine processes")
+
+
+def _receive(pipe: Connection, process: SpawnProcess, *, name: str, is_starting: bool = False) -> tuple[str, Any]:
+    """Return the kind and the value of the next message from the process.
+
+    Raises:
+        FailedWork: The process has ended.
+    """
+    try:
+        kind, value = pipe.recv()
+    except (EOFError, ConnectionResetError):
+        process.join()
+        if is_starting:
+            raise _start_failure(name, f"({exit_reason(process.exitcode)})") from None
+        raise FailedWork(
+            f"{name} was lost ({exit_reason(process.exitcode)}); finished work is kept; "
+            "run the same command again to resume"
+        ) from None
+    return kind, value
+
+
+class _Disconnected(Exception):
+    """The command has exited, or stopped reading results."""
+
+
+def _serve(
+    engine: NotifyingEngine, function: Callable[[Any], Any], check: Check | None, is_named: bool, pipe: Connection
+) -> None:
+    _detach()
+    with suppress(_Disconnected):
+        try:
+            for outcome in engine.run(
+                _Numbered(function),
+                _tasks(pipe),
+                check=check,
+                name=(lambda task: task[2]) if is_named else None,
+                notify=lambda line: _send(pipe, "notice", line),
+            ):
+                if isinstance(outcome, Outcome):
+                    _send(pipe, "outcome", (outcome.task[0], outcome.result, outcome.lost, outcome.crashed))
+                elif outcome is not None:
+                    _send(pipe, "refused", outcome)
+                elif pipe.poll():  # the command sends data only on request, so it has closed the pipe
+                    raise _Disconnected
+            _send(pipe, "end", None)
+        except _Disconnected:
+            raise
+        except Exception as error:  # noqa: BLE001 - the command raises it
+            _send_error(pipe, error)
+
+
+def _serve_call(function: Callable[..., Any], arguments: tuple[object, ...], pipe: Connection) -> None:
+    _detach()
+    with suppress(_Disconnected):
+        try:
+            result = function(*arguments)
+        except Exception as error:  # noqa: BLE001 - the command raises it
+            _send_error(pipe, error)
+        else:
+            _send(pipe, "result", result)
+
+
+def _detach() -> None:
+    die_with_driver()
+    # Ctrl-C goes to the complete process group, but the command decides what happens to this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    silence = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(silence, stream)
+
+
+class _Numbered:
+    """Wrapper that applies a function to the task in a tuple (number, task, name)."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+        self.__name__ = getattr(function, "__name__", "task")
+
+    def __call__(self, task: tuple[int, Any, str]) -> Any:
+        return self._function(task[1])
+
+
+def _tasks(pipe: Connection) -> Iterator[tuple[int, Any, str]]:
+    """Yield (number, task, name) of the command's tasks. Each task is requested from the command when it is needed."""
+    while True:
+        _send(pipe, "next", None)
+        try:
+            item = pipe.recv()
+        except (EOFError, OSError):
+            raise _Disconnected from None
+        if item is None:
+            return
+        yield item
+
+
+def _send_error(pipe: Connection, error: Exception) -> None:
+    if not isinstance(error, ClipmillError):
+        error.add_note("".join(traceback.format_exception(error)))
+    try:
+        _send(pipe, "error", error)
+    except (AttributeError, TypeError, ValueError):  # the error cannot be pickled
+        _send(pipe, "error", RuntimeError("".join(traceback.format_exception(error))))
+
+
+def _send(pipe: Connection, kind: str, value: Any) -> None:
+    try:
+        pipe.send((kind, value))
+    except OSError:
+        raise _Disconnected from None

@@ -1,14 +1,14 @@
-"""Run a function in Ray actors: workers that take one task after another and keep what the function has loaded.
+"""Run a function in Ray actors: workers that take one task after another, and keep what the function has loaded.
 
 A worker is checked when it starts, and gets its first task once it has passed the check. When no task is left for a
-worker, it ends, and its resources become free.
+worker, it ends and frees its resources.
 
-Ray's own restarts of actors and retries of calls are disabled, because Ray does not distinguish the causes: a task may
-kill its worker, but the loss of a node is rarely its fault. The engine counts both for each task, and replaces a lost
-worker with a new one.
+Ray's restarts of actors and retries of calls are disabled, because Ray does not distinguish between two causes: a task
+may kill its worker, but a task is rarely to blame for the loss of a node. The engine counts both per task, and replaces
+a lost worker with a new one.
 
-Ray sends nested classes by value, so a node does not need clipmill to load the actor class. Until the check has passed,
-function and task stay serialised bytes.
+Ray sends nested classes by value, so a node does not need clipmill to load the actor class. The function and the task
+stay serialised until the worker has passed the check.
 """
 
 import os
@@ -27,77 +27,78 @@ from clipmill.prep.engines import (
     Check,
     MachineFault,
     Outcome,
-    Refused,
+    RefusedNode,
     admission,
-    no_worker_left,
+    no_nodes_error,
 )
 from clipmill.prep.engines.execution import Need
 
-Notify = Callable[[str], None]  # shows a line to the user
+Notify = Callable[[str], None]  # shows a message to the user
 
 _NODE_LABEL = "ray.io/node-id"
 _CHECK_INTERVAL_S = 2.0
 _REPORT_INTERVAL_S = 60.0
-_MOST_AWAITED = 1000  # maximum number of workers to request from an autoscaler
+_MAX_REQUESTED = 1000  # maximum number of workers to request from an autoscaler
 
 
 class Nodes:
-    """The nodes that can run workers, and the nodes that get no tasks.
+    """The nodes of a Ray instance: the nodes that can run workers, and the nodes that get no tasks.
 
     Args:
-        need: Resources of a worker; a node with less never gets a task.
+        need: Resources of a worker. A node with fewer resources never gets a task.
         where: Name of the Ray instance for messages.
         wait_s: Time to wait for a node that can run a worker, in seconds.
+        notify: Function that shows a message to the user.
     """
 
     def __init__(self, ray: Any, need: Need, *, where: str, wait_s: float, notify: Notify) -> None:
         self._ray, self.need = ray, need
         self._where, self._wait_s, self._notify = where, wait_s, notify
-        self._refused: dict[str, Refused] = {}
-        self._lost = set[str]()
-        self._checked_s = time.monotonic()
+        self._refused: dict[str, RefusedNode] = {}
+        self._lost_ids = set[str]()
+        self._last_check_s = time.monotonic()
         self._waiting_since_s: float | None = None
-        self._reported_s = 0.0
-        self._had_one = False
-        self._counted_s, self._capacities = float("-inf"), (0, 0)
+        self._last_report_s = 0.0
+        self._has_had_node = False
+        self._last_count_s, self._capacities = float("-inf"), (0, 0)
 
-    def options(self, *, avoided: Collection[str] = ()) -> dict[str, Any]:
+    def options(self, *, avoided_ids: Collection[str] = ()) -> dict[str, Any]:
         """Return the options of an actor: its resources, and a selector that excludes refused and avoided nodes."""
-        closed = [*self._refused, *avoided]
+        excluded_ids = [*self._refused, *avoided_ids]
         return {
             **self.need.options(),
-            **({"label_selector": {_NODE_LABEL: f"!in({','.join(closed)})"}} if closed else {}),
+            **({"label_selector": {_NODE_LABEL: f"!in({','.join(excluded_ids)})"}} if excluded_ids else {}),
         }
 
-    def refuse(self, node_id: str, reason: str) -> Iterator[Refused]:
-        """Exclude a node from now on; yield it unless it was excluded already.
+    def refuse(self, node_id: str, reason: str) -> Iterator[RefusedNode]:
+        """Exclude a node for the rest of the run, and yield it unless it was excluded already.
 
         Raises:
             UserError: No node is left.
         """
         if node_id in self._refused:
             return
-        refused = Refused(self.name_of(node_id), reason)
-        self._refused[node_id] = refused
-        self.require_one(at_once=True)
-        yield refused
+        refused_node = RefusedNode(self._name_node(node_id), reason)
+        self._refused[node_id] = refused_node
+        self.require_node(at_once=True)
+        yield refused_node
 
-    def lose(self, node_id: str) -> Iterator[Refused]:
-        """Yield a lost node, unless it was yielded before."""
-        if node_id not in self._lost | self._refused.keys():
-            self._lost.add(node_id)
-            yield Refused(self.name_of(node_id), "it was lost; its tasks run on other nodes")
+    def lose(self, node_id: str) -> Iterator[RefusedNode]:
+        """Yield a lost node, unless it was yielded already."""
+        if node_id not in self._lost_ids | self._refused.keys():
+            self._lost_ids.add(node_id)
+            yield RefusedNode(self._name_node(node_id), "it was lost; its tasks run on other nodes")
 
     def is_refused(self, node_id: str) -> bool:
         """Return True if a node gets no tasks."""
         return node_id in self._refused
 
-    def has_other(self, node_ids: Collection[str]) -> bool:
-        """Return True if a node besides these can run a worker."""
-        closed = {*node_ids, *self._refused}
-        return any(node["NodeID"] not in closed for node in self._able_nodes())
+    def has_other_node(self, node_ids: Collection[str]) -> bool:
+        """Return True if a node other than `node_ids` can run a worker."""
+        excluded_ids = {*node_ids, *self._refused}
+        return any(node["NodeID"] not in excluded_ids for node in self._suitable_nodes())
 
-    def name_of(self, node_id: str) -> str:
+    def _name_node(self, node_id: str) -> str:
         """Return the name of a node for messages."""
         names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._ray.nodes()}
         return f"node {node_id[:8]} on {names.get(node_id, 'an unknown host')}"
@@ -106,67 +107,69 @@ class Nodes:
         """Return True if a node is alive."""
         return any(node["NodeID"] == node_id and node["Alive"] for node in self._ray.nodes())
 
-    def places(self) -> dict[str, str]:
-        """Return the nodes of this run's starting workers, by actor id; Ray has no time limit for a start."""
+    def starting_nodes(self) -> dict[str, str]:
+        """Return the ID of the node on which each worker of this run is starting, by actor ID."""
         job = self._ray.JobID.from_hex(self._ray.get_runtime_context().get_job_id())
         actors = self._ray._private.state.actors(job_id=job, actor_state_name="PENDING_CREATION")
         return {actor_id: actor["Address"]["NodeID"] for actor_id, actor in actors.items()}
 
     def capacities(self) -> tuple[int, int]:
-        """Return the number of workers that fit on the living nodes, and on all nodes that an autoscaler may start.
+        """Return the number of workers that fit on the current nodes, and on all nodes that an autoscaler may start.
 
-        The numbers may be a few seconds old; the second number is 0 if it is unknown.
+        The numbers may be a few seconds old. The second number is 0 if it is unknown.
         """
-        if time.monotonic() - self._counted_s > _CHECK_INTERVAL_S:
-            self._counted_s = time.monotonic()
-            nodes = [node["Resources"] for node in self._able_nodes() if node["NodeID"] not in self._refused]
+        if time.monotonic() - self._last_count_s > _CHECK_INTERVAL_S:
+            self._last_count_s = time.monotonic()
+            nodes = [node["Resources"] for node in self._suitable_nodes() if node["NodeID"] not in self._refused]
             largest = self._ray._private.state.state.get_max_resources_from_cluster_config() or {}
             # An autoscaler may not know the memory of its node types.
             room = replace(self.need, memory_bytes=0).room(largest)
-            self._capacities = sum(map(self.need.room, nodes)), min(room, _MOST_AWAITED)
+            self._capacities = sum(map(self.need.room, nodes)), min(room, _MAX_REQUESTED)
         return self._capacities
 
-    def require_one(self, *, at_once: bool = False) -> None:
-        """Check that a node can run a worker, at most once every few seconds; report it while there is none.
+    def require_node(self, *, at_once: bool = False) -> None:
+        """Check that a node can run a worker. While there is no such node, report that the run is waiting for one.
+
+        Args:
+            at_once: True to check even if the last check was less than `_CHECK_INTERVAL_S` seconds ago.
 
         Raises:
-            UserError: All nodes were refused, or no node has appeared within the time limit.
-            FailedWork: The last node was lost, and no other node has appeared within the time limit.
+            UserError: All nodes were refused, or no node has joined within the time limit.
+            FailedWork: The last node was lost, and no other node has joined within the time limit.
         """
         # The run calls this method at every tick, but a query to Ray takes milliseconds.
         now_s = time.monotonic()
-        if now_s - self._checked_s < _CHECK_INTERVAL_S and not at_once:
+        if now_s - self._last_check_s < _CHECK_INTERVAL_S and not at_once:
             return
-        self._checked_s = now_s
-        able = self._able_nodes()
-        if any(node["NodeID"] not in self._refused for node in able):
-            self._had_one = True
+        self._last_check_s = now_s
+        if any(node["NodeID"] not in self._refused for node in self._suitable_nodes()):
+            self._has_had_node = True
             if self._waiting_since_s is not None:
-                self._notify(f"a node with {self.need} has joined after {now_s - self._waiting_since_s:.0f} s")
+                self._notify(f"a node with {self.need} joined after {now_s - self._waiting_since_s:.0f} s")
             self._waiting_since_s = None
             return
         if self._refused:
-            raise no_worker_left(self._refused.values())
+            raise no_nodes_error(self._refused.values())
         if self._waiting_since_s is None:
-            self._waiting_since_s, self._reported_s = now_s, float("-inf")
+            self._waiting_since_s, self._last_report_s = now_s, float("-inf")
         waited_s = now_s - self._waiting_since_s
-        if waited_s >= self._wait_s and self._had_one:
+        if waited_s >= self._wait_s and self._has_had_node:
             raise FailedWork(
-                f"{self._where} has lost its last node with {self.need}, and none has joined for {self._wait_s:g} s; "
-                "finished work is kept; run the same command again to resume"
+                f"{self._where} has lost its last node with {self.need}, and no such node has joined for "
+                f"{self._wait_s:g} s; finished work is kept; run the same command again to resume"
             )
         if waited_s >= self._wait_s:
-            waited = f", and none has joined for {self._wait_s:g} s" if self._wait_s else ""
+            waited = f", and no such node has joined for {self._wait_s:g} s" if self._wait_s else ""
             raise UserError(
                 f"{self._where} has {self._resources_text()}, but a worker requires {self.need} on one node{waited}",
-                hint="start such nodes, wait longer with --wait-for-nodes, or give a smaller --num-gpus (0: CPU), "
+                hint="start such nodes, wait longer with --wait-for-nodes, or use a smaller --num-gpus (0 for CPUs), "
                 "--task-cpus or --task-memory",
             )
-        if now_s - self._reported_s >= _REPORT_INTERVAL_S:
-            self._reported_s = now_s
-            left_s = self._wait_s - waited_s
-            present = f"{self._where} has {self._resources_text()}"
-            self._notify(f"waiting up to {left_s:.0f} s for a node with {self.need}; {present}")
+        if now_s - self._last_report_s >= _REPORT_INTERVAL_S:
+            self._last_report_s = now_s
+            remaining_s = self._wait_s - waited_s
+            resources = f"{self._where} has {self._resources_text()}"
+            self._notify(f"waiting up to {remaining_s:.0f} s for a node with {self.need}; {resources}")
 
     def _resources_text(self) -> str:
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
@@ -179,20 +182,20 @@ class Nodes:
             f"and at most {memory_gb:.1f} GB of memory each"
         )
 
-    def _able_nodes(self) -> list[Any]:
-        """Return the living nodes that can run workers, including refused nodes."""
+    def _suitable_nodes(self) -> list[Any]:
+        """Return the nodes that are alive and can run workers, including refused nodes."""
         return [node for node in self._ray.nodes() if node["Alive"] and self.need.fits(node["Resources"])]
 
 
-_TASKS_PER_ACTOR = 2  # the running task, and the next one, so that the actor need not wait for the command
-_START_LIMIT_S = 300.0  # limit for a node's first worker to start; Ray may have to prepare a job's runtime environment
-_LOOKS = 10  # number of checks within this time
+_TASKS_PER_ACTOR = 2  # the running task and the next task, so that an actor does not wait for the command
+_START_LIMIT_S = 300.0  # time limit for a node's first worker to start; Ray may have to set up a runtime environment
+_NUM_START_CHECKS = 10  # number of checks within this time
 _MAX_FAILED_STARTS = 3  # maximum number of consecutive failed starts per actor
-_MAX_LOST_NODES = 10  # maximum number of lost nodes per task, because a task may take its nodes down
-_MAX_FAULTS = 2  # consecutive tasks that a node fails, but another node completes, before the node is refused
-_MAX_DOUBTS = 3  # maximum number of nodes that try a task whose inputs may have caused its failure
+_MAX_LOST_NODES = 10  # maximum number of lost nodes per task, because a task may bring down its nodes
+_MAX_FAULTS = 2  # number of consecutive tasks that only this node fails, after which the node is refused
+_MAX_DOUBTFUL_NODES = 3  # maximum number of nodes that try a task whose inputs may have caused its failure
 
-Events = Iterator[Outcome[Any, Any] | Refused | None]
+Events = Iterator[Outcome[Any, Any] | RefusedNode | None]
 
 
 @dataclass(eq=False)
@@ -201,8 +204,9 @@ class _Attempt:
 
     Attributes:
         name: Name of the task in Ray's lists.
-        num_deaths: Number of its workers that died; the loss of a node is counted in `num_lost_nodes` instead.
-        failed_on: Ids of the nodes that failed the task because of a machine fault, with the reasons.
+        num_deaths: Number of times that its worker died but the node survived.
+        num_lost_nodes: Number of times that its node was lost.
+        failed_on: Nodes that failed the task because of a machine fault: node ID -> reason.
     """
 
     task: Any
@@ -221,11 +225,11 @@ class _Actor:
 
 
 class ActorRun:
-    """One run of a function in Ray actors.
+    """One run of a function over tasks in Ray actors.
 
     Args:
         task_retries: Number of times to retry a task whose worker died.
-        num_actors: Function that returns the desired number of actors, at least 1.
+        num_actors: Function that returns the desired number of actors, 1 or more.
     """
 
     def __init__(
@@ -240,91 +244,104 @@ class ActorRun:
     ) -> None:
         self._ray, self._nodes, self._function = ray, nodes, function
         self._task_retries, self._num_actors = task_retries, num_actors
-        self._kind = ray.remote(worker_class(ray, check, nodes.need))
+        self._actor_class = ray.remote(worker_class(ray, check, nodes.need))
         self._waiting = deque[_Attempt]()
-        # An actor gets a task only after it has started: its node may have disappeared while other nodes are available.
-        self._starting = dict[Any, Any]()
-        self._busy = dict[Any, tuple[_Actor, _Attempt]]()
+        # An actor gets a task only after it has started, because its node may disappear while it starts.
+        self._starting = dict[Any, Any]()  # call that returns once the actor has started -> actor
+        self._busy = dict[Any, tuple[_Actor, _Attempt]]()  # call that returns the result of the task -> actor and task
         self._num_failed_starts = 0
-        self._able = set[str]()  # nodes on which a worker has started
-        self._silent_since_s = dict[str, float]()  # nodes on which the first worker is starting
-        self._looked_s = time.monotonic()
-        self._num_faults = Counter[str]()  # faults of each node since its last task without a fault
+        self._proven_ids = set[str]()  # nodes on which a worker has started
+        self._first_start_s = dict[str, float]()  # nodes on which the first worker is starting -> time of the start
+        self._last_start_check_s = time.monotonic()
+        self._num_faults = Counter[str]()  # node ID -> number of faults since the last task without a fault
 
-    def outcomes(self, given: Iterator[tuple[Any, str]]) -> Events:
-        """Run the tasks, which come as pairs (task, name); see `clipmill.prep.engines.Engine.run`."""
+    def outcomes(self, named_tasks: Iterator[tuple[Any, str]]) -> Events:
+        """Run tasks, given as pairs (task, name), and yield their outcomes, as `clipmill.prep.engines.Engine` does."""
         while True:
             num_actors = self._num_actors()
             while len(self._waiting) + len(self._busy) < _TASKS_PER_ACTOR * num_actors:
-                new = next(given, None)
-                if new is None:
+                named_task = next(named_tasks, None)
+                if named_task is None:
                     break
-                self._waiting.append(_Attempt(*new))
+                self._waiting.append(_Attempt(*named_task))
             if not self._waiting and not self._busy:
                 return
-            # Actors that do not fit on the nodes make an autoscaler start additional nodes.
+            # If the nodes have no room for an actor, an autoscaler starts a node for it.
             while len(self._starting) < min(len(self._waiting), num_actors - len(self._busy)):
-                avoided = set.intersection(*(set(attempt.failed_on) for attempt in self._waiting))
-                options = self._nodes.options(avoided=avoided)
-                handle = self._kind.options(max_restarts=0, max_task_retries=0, **options).remote()
+                avoided_ids = set.intersection(*(set(attempt.failed_on) for attempt in self._waiting))
+                options = self._nodes.options(avoided_ids=avoided_ids)
+                handle = self._actor_class.options(max_restarts=0, max_task_retries=0, **options).remote()
                 self._starting[handle.arrive.remote()] = handle
-            # Without room and without a task, a worker would start needlessly at the end of the run.
+            # Cancel actors without a task or without room, which would start needlessly at the end of the run.
             while len(self._starting) > max(len(self._waiting), self._nodes.capacities()[0] - len(self._busy)):
                 self._ray.kill(self._starting.popitem()[1])
-            yield from self._refuse_silent()
+            yield from self._refuse_unresponsive_nodes()
             ready, _ = self._ray.wait([*self._starting, *self._busy], timeout=TICK_S)
             if not ready:
-                self._nodes.require_one()
+                self._nodes.require_node()
                 for attempt in self._waiting:
-                    if attempt.failed_on and not self._nodes.has_other(attempt.failed_on):  # the others were lost
+                    # If all other nodes have been lost, the nodes that failed the task may try it again.
+                    if attempt.failed_on and not self._nodes.has_other_node(attempt.failed_on):
                         attempt.failed_on.clear()
                 yield None
             for call in ready:
-                yield from self._start(call) if call in self._starting else self._end(call)
+                yield from self._finish_start(call) if call in self._starting else self._finish_task(call)
 
-    def late_refusals(self, *, limit_s: float) -> Events:
-        """Wait at most `limit_s` seconds for workers that are starting, and yield the nodes that are refused."""
+    def check_late_workers(self, *, limit_s: float) -> Events:
+        """Wait at most `limit_s` seconds for workers that are starting, and yield the nodes that fail the check."""
         if not self._starting:
             return
         ready, _ = self._ray.wait([*self._starting], num_returns=len(self._starting), timeout=limit_s)
         for call in ready:
-            yield from self._start(call)
+            yield from self._finish_start(call)
 
-    def _start(self, call: Any) -> Events:
-        """Handle the start of an actor."""
+    def _finish_start(self, call: Any) -> Events:
+        """Handle the start of an actor: send it a task, or refuse its node if the check has failed."""
         handle = self._starting.pop(call)
-        error, answer = self._answer(call)
+        error, arrival = self._get_result(call)
         if error is not None:  # the node was lost, or the cause may affect the next actor as well
             self._num_failed_starts += 1
             if self._num_failed_starts >= _MAX_FAILED_STARTS * self._num_actors():
                 raise error
             return
         self._num_failed_starts = 0
-        node_id, reason = answer
-        self._able.add(node_id)
+        node_id, reason = arrival
+        self._proven_ids.add(node_id)
         if reason is None:
-            self._give(_Actor(handle, node_id))
+            self._send_task(_Actor(handle, node_id))
         else:
             yield from self._nodes.refuse(node_id, reason)
 
-    def _refuse_silent(self) -> Events:
-        """Refuse the nodes on which no worker has started in time, for example because of a damaged Python."""
+    def _refuse_unresponsive_nodes(self) -> Events:
+        """Refuse nodes on which no worker has started in time, for example because their Python is damaged.
+
+        Ray itself has no time limit for the start of an actor.
+        """
         now_s = time.monotonic()
-        if not self._starting or now_s - self._looked_s < _START_LIMIT_S / _LOOKS:
+        if not self._starting or now_s - self._last_start_check_s < _START_LIMIT_S / _NUM_START_CHECKS:
             return
-        self._looked_s = now_s
-        places = {actor_id: node_id for actor_id, node_id in self._nodes.places().items() if node_id not in self._able}
-        self._silent_since_s = {node_id: self._silent_since_s.get(node_id, now_s) for node_id in places.values()}
-        for node_id, since_s in self._silent_since_s.items():
-            if node_id and now_s - since_s >= _START_LIMIT_S:
+        self._last_start_check_s = now_s
+        actor_nodes = {
+            actor_id: node_id
+            for actor_id, node_id in self._nodes.starting_nodes().items()
+            if node_id not in self._proven_ids
+        }
+        self._first_start_s = {node_id: self._first_start_s.get(node_id, now_s) for node_id in actor_nodes.values()}
+        for node_id, start_s in self._first_start_s.items():
+            if node_id and now_s - start_s >= _START_LIMIT_S:
                 for call, handle in [*self._starting.items()]:
-                    if places.get(handle._actor_id.hex()) == node_id:
+                    if actor_nodes.get(handle._actor_id.hex()) == node_id:
                         self._ray.kill(self._starting.pop(call))
-                reason = f"no worker has started there within {_START_LIMIT_S:g} s; the logs of Ray there may say why"
+                reason = (
+                    f"no worker has started there within {_START_LIMIT_S:g} s; Ray's logs there may contain the cause"
+                )
                 yield from self._nodes.refuse(node_id, reason)
 
-    def _give(self, actor: _Actor) -> None:
-        """Send an actor the next task for its node. Without a task, the actor ends, as no reference to it is left."""
+    def _send_task(self, actor: _Actor) -> None:
+        """Send an actor the next task that its node may try.
+
+        If there is none, the actor ends, because nothing refers to it any longer.
+        """
         if self._nodes.is_refused(actor.node_id):
             return
         attempt = next((attempt for attempt in self._waiting if actor.node_id not in attempt.failed_on), None)
@@ -334,23 +351,22 @@ class ActorRun:
             call = actor.handle.work.options(name=attempt.name).remote(payload)
             self._busy[call] = actor, attempt
 
-    def _end(self, call: Any) -> Events:
-        """Handle the end of a task; if the machine seems to have failed, let the other nodes try the task.
+    def _finish_task(self, call: Any) -> Events:
+        """Handle the end of a task: yield its outcome, or let other nodes try it if the machine may have failed.
 
-        A machine is the cause of a failure if another machine completes the task, but not if all nodes fail the task.
+        The machine is considered faulty if another machine completes the task, but not if all nodes fail the task.
         """
         actor, attempt = self._busy.pop(call)
-        error, result = self._answer(call)
+        error, result = self._get_result(call)
         if error is not None:
             with suppress(self._ray.exceptions.RayError):
                 self._ray.kill(actor.handle)  # the actor may still be running, although Ray reports its loss
-            is_node = not self._nodes.is_alive(actor.node_id)
-            if is_node:
+            if not self._nodes.is_alive(actor.node_id):
                 yield from self._nodes.lose(actor.node_id)
                 attempt.num_lost_nodes += 1
             else:
                 attempt.num_deaths += 1
-                if self._nodes.has_other({*attempt.failed_on, actor.node_id}):
+                if self._nodes.has_other_node({*attempt.failed_on, actor.node_id}):
                     attempt.failed_on[actor.node_id] = f"its worker died: {first_line(error)}"
             if attempt.num_deaths <= self._task_retries and attempt.num_lost_nodes <= _MAX_LOST_NODES:
                 self._waiting.appendleft(attempt)
@@ -358,12 +374,12 @@ class ActorRun:
                 yield Outcome(attempt.task, None, lost=first_line(error))
             return
         fault: MachineFault | None = getattr(result, "machine_fault", None)
-        is_tried_again = False
+        is_retried = False
         if fault is not None:
             attempt.failed_on[actor.node_id] = fault.reason
-            is_settled = fault.is_doubtful and len(attempt.failed_on) >= _MAX_DOUBTS
-            is_tried_again = not is_settled and self._nodes.has_other(attempt.failed_on)
-        if is_tried_again:
+            is_final = fault.is_doubtful and len(attempt.failed_on) >= _MAX_DOUBTFUL_NODES
+            is_retried = not is_final and self._nodes.has_other_node(attempt.failed_on)
+        if is_retried:
             self._waiting.appendleft(attempt)
         else:
             yield Outcome(attempt.task, result)
@@ -372,14 +388,14 @@ class ActorRun:
             for node_id, reason in attempt.failed_on.items():
                 self._num_faults[node_id] += 1
                 if self._num_faults[node_id] >= _MAX_FAULTS:
-                    yield from self._nodes.refuse(node_id, f"its tasks fail, and succeed on other nodes: {reason}")
-        self._give(actor)
+                    yield from self._nodes.refuse(node_id, f"its tasks fail, but succeed on other nodes: {reason}")
+        self._send_task(actor)
 
-    def _answer(self, call: Any) -> tuple[Exception | None, Any]:
-        """Return the error with which the worker of a call was lost, or None, and the result of the call.
+    def _get_result(self, call: Any) -> tuple[Exception | None, Any]:
+        """Return (None, result of a call), or (error, None) if the worker of the call was lost.
 
         Raises:
-            Exception: Exception that the function raised.
+            Exception: The function raised this exception.
             UserError: The runtime environment of a Ray job cannot be set up.
             ConnectionError: The Ray instance has ended.
         """
@@ -393,7 +409,7 @@ class ActorRun:
         except errors.RuntimeEnvSetupError as error:
             raise UserError(
                 f"a node cannot set up the runtime environment of the job: {on_one_line(str(error))}",
-                hint="correct the runtime environment given to `ray job submit`",
+                hint="correct the runtime environment that you pass to `ray job submit`",
             ) from None
         except errors.LocalRayletDiedError as error:
             raise ConnectionError(first_line(error)) from None
@@ -402,22 +418,22 @@ class ActorRun:
 
 
 def worker_class(ray: Any, check: Check | None, need: Need) -> type:
-    """Return an actor class that runs serialised calls; its method `arrive` must be called first.
+    """Return an actor class that runs serialised calls. Its method `arrive` must be called first.
 
     Args:
-        check: Function that returns the reason why the actor must not work; sent by value if it is defined in
-            `clipmill.prep.engines.admission`.
-        need: Resources of a worker, which decide its number of threads.
+        check: Function that returns the reason why the actor must get no tasks, or None. It is sent by value if it is
+            defined in `clipmill.prep.engines.admission`.
+        need: Resources of a worker, which determine its number of threads.
     """
     ray.cloudpickle.register_pickle_by_value(admission)
     variable, cpus, gpus = THREADS_VARIABLE, need.cpus, need.gpus
 
     class Worker:
         def arrive(self) -> tuple[str, str | None]:
-            """Return the node id, and the reason why the actor must not work; the call returns once it has started."""
+            """Return the ID of the node, and the reason why the actor must get no tasks, or None."""
             node_id = ray.get_runtime_context().get_node_id()
             threads = cpus
-            if not threads:  # use a part of the cores in proportion to the worker's part of the GPUs
+            if not threads:  # use cores in proportion to the worker's fraction of the GPUs
                 (node,) = (node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
                 threads = node.get("CPU", 1) * gpus / max(gpus, node.get("GPU", 0))
             os.environ[variable] = str(max(1, int(threads)))
@@ -425,8 +441,7 @@ def worker_class(ray: Any, check: Check | None, need: Need) -> type:
             if reason is None:
                 from clipmill.prep.engines import die_with_parent
 
-                # Otherwise a worker would continue its task for a while after its node has exited, which happens when a
-                # driver is killed.
+                # When a driver is killed, its node exits, but without this call the worker would continue for a while.
                 die_with_parent()
             return node_id, reason
 

@@ -12,7 +12,7 @@ from pathlib import PurePath
 
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.progress import warn_refused
-from clipmill.prep.engines import MachineFault, Outcome, Refused
+from clipmill.prep.engines import MachineFault, Outcome, RefusedNode
 from clipmill.prep.sources.access import SourceFacts
 from clipmill.prep.sources.probe_processes import Reader, probe_each
 
@@ -50,7 +50,7 @@ class Probed:
         return next(passing, None) if len(failures) == len(self.results) else None
 
 
-Run = Callable[[Sequence[ProbeTask]], Iterator[Outcome[ProbeTask, Probed] | Refused | None]]
+Run = Callable[[Sequence[ProbeTask]], Iterator[Outcome[ProbeTask, Probed] | RefusedNode | None]]
 
 
 def probe_on_workers(
@@ -69,7 +69,7 @@ def probe_on_workers(
         yield from probe_each(paths, max_processes=max_processes)
         return
     for outcome in run(tasks):
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, RefusedNode):
             warn_refused(outcome)
         elif outcome is not None:
             results = () if outcome.result is None else outcome.result.results  # None if the workers were lost

@@ -24,7 +24,7 @@ from clipmill.prep.core.failures import FailureCode, SourceFailure, loss_code
 from clipmill.prep.core.progress import warn_refused
 from clipmill.prep.core.shard_result import cpu_s
 from clipmill.prep.core.tables import as_array, read_table_file, write_table_file
-from clipmill.prep.engines import Check, Engine, MachineFault, Outcome, Refused
+from clipmill.prep.engines import Check, Engine, MachineFault, Outcome, RefusedNode
 from clipmill.prep.sources.access import current_fingerprint
 from clipmill.prep.sources.detector import Detector
 
@@ -143,7 +143,7 @@ class Detection:
     shots: pa.Table
     num_videos: int
     cpu_s: float
-    refused: tuple[Refused, ...]
+    refused: tuple[RefusedNode, ...]
 
 
 def detect_shots(
@@ -175,7 +175,7 @@ def detect_shots(
     kept = shots.filter(pc.and_not(is_used, is_searched))
     stored: list[dict[str, object]] = []
     transient: list[dict[str, object]] = []  # failures that may not occur in the next run
-    refused: list[Refused] = []
+    refused: list[RefusedNode] = []
     saved_s = time.monotonic()
     saving_s, total_cpu_s = 0.0, 0.0
 
@@ -195,7 +195,7 @@ def detect_shots(
     num_saved = 0
     try:
         for outcome in _search_sources(engine, longest_first, check=check):
-            if isinstance(outcome, Refused):
+            if isinstance(outcome, RefusedNode):
                 refused.append(outcome)
                 warn_refused(outcome)
             elif outcome is not None:
@@ -222,7 +222,7 @@ def detect_shots(
 
 def _search_sources(
     engine: Engine, tasks: list[ShotTask], *, check: Check
-) -> Iterator[Outcome[ShotTask, FoundShots] | Refused | None]:
+) -> Iterator[Outcome[ShotTask, FoundShots] | RefusedNode | None]:
     """Run `find_shots`; search the sources of lost workers again, one at a time, after all other sources.
 
     Without the shots of a source, its chunks are unknown, and a later run would assign them to different shards.

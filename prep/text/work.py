@@ -44,7 +44,7 @@ from clipmill.prep.core.shard_result import ShardResult, begin_shard, stop_resul
 from clipmill.prep.core.tables import write_layout
 from clipmill.prep.core.variants import WHERE, make_variant, write_selection
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork, ExtraFolder, Report
-from clipmill.prep.engines import Check, Engine, Outcome, R, Refused, T
+from clipmill.prep.engines import Check, Engine, Outcome, R, RefusedNode, T
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.text.bank import (
     Bank,
@@ -366,7 +366,7 @@ class Filled:
     num_cut: int
     not_finite: frozenset[bytes]
     error: tuple[FailureCode, str] | None
-    refused: tuple[Refused, ...] = ()
+    refused: tuple[RefusedNode, ...] = ()
 
 
 def collect_texts(plan: TextPlan, reader: CaptionReader) -> ShardTexts:
@@ -407,12 +407,12 @@ def fill_bank(
     if not len(missing):
         return Filled(0, 0, frozenset(), None)
     blocks = blocks_of(reader, texts.video_ids, missing=missing, bank_dir=bank.folder, tower=tower)
-    refused: list[Refused] = []
+    refused: list[RefusedNode] = []
     encoding = "encoding texts"
     with worker_ticket(plan.variant_dir, package=COLUMN.package) as ticket, Activity(encoding) as now:
         on_encoded = now.counter(encoding)
         for outcome in engine.run(encode_block, blocks, check=ticket, name=lambda block: f"text {block.number:06d}"):
-            if isinstance(outcome, Refused):
+            if isinstance(outcome, RefusedNode):
                 refused.append(outcome)
                 warn_refused(outcome)
             elif outcome is not None:

@@ -32,7 +32,8 @@ from clipmill.prep.core.tables import LAYOUT_FOLDER
 from clipmill.prep.core.variants import SELECTION_FILE, lost_samples
 from clipmill.prep.core.work import usable_works, work_of
 from clipmill.prep.registry import columns
-from clipmill.shards.commits import commit_path, read_commits
+from clipmill.shards.commit_table import read_commits
+from clipmill.shards.commits import commit_path
 from clipmill.shards.dataset import current_variant, list_variants, unfinished_variant, variant_dir
 from clipmill.shards.format import (
     COMMIT_TABLE_FILE,

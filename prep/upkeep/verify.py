@@ -45,7 +45,7 @@ from clipmill.prep.sources.shot_table import SHOTS
 from clipmill.prep.sources.table import PROBES
 from clipmill.prep.upkeep.garbage import late_files
 from clipmill.shards.columns import VIDEO, command_for
-from clipmill.shards.commit_table import distrust
+from clipmill.shards.commit_table import distrust_folder
 from clipmill.shards.commits import Commit, commit_path
 from clipmill.shards.dataset import commands_of, current_variant, list_variants, variant_dir
 from clipmill.shards.format import DATASET_FILE, RECIPE_FILE
@@ -191,7 +191,7 @@ def mark(folder: Path, commit: Commit, problems: list[Problem]) -> bool:
     """Mark a damaged shard so that the next run remakes it; return True if the next run will notice the damage."""
     if any(problem.code == Code.COMMIT_DAMAGED for problem in problems):
         with suppress(OSError):
-            distrust(commit_path(folder, commit.shard_id))
+            distrust_folder(commit_path(folder, commit.shard_id))
             return True
         return False
     if commit.files is None:

@@ -54,7 +54,7 @@ from clipmill.shards.reader import Variant
 if TYPE_CHECKING:
     from clipmill.prep.core.parts import PartRun
     from clipmill.prep.core.run import Job
-    from clipmill.prep.engines import Engine, Outcome, Refused
+    from clipmill.prep.engines import Engine, Outcome, RefusedNode
     from clipmill.prep.sources.probe_tasks import Probed, ProbeTask
     from clipmill.prep.sources.shot_table import Detection
     from clipmill.prep.video.worker import ShardTask
@@ -159,7 +159,7 @@ def _stored_shots(data_dir: Path, recipe: ResolvedRecipe) -> pa.Table | None:
 
 def _run_probes(
     data_dir: Path, recipe: ResolvedRecipe, engine: "Engine", tasks: "Sequence[ProbeTask]"
-) -> "Iterator[Outcome[ProbeTask, Probed] | Refused | None]":
+) -> "Iterator[Outcome[ProbeTask, Probed] | RefusedNode | None]":
     from clipmill.prep.sources.probe_tasks import probe_group
 
     folder = variant_dir(data_dir, VIDEO, recipe.variant)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from clipmill.prep.synthetic import FrameNumberVideo
-from clipmill.shards.commits import Commit, read_commits
+from clipmill.shards.commit_table import read_commits
+from clipmill.shards.commits import Commit
 from clipmill.shards.dataset import current_variant
 from tests.prep.running import Ran, chunk, manifest, prep_here
 

@@ -9,13 +9,19 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.shards.chunk_table import chunk_table_problem, missing_parts, read_chunk_rows, update_chunk_table
-from clipmill.shards.commit_table import Contents, write_contents
-from clipmill.shards.commits import commit_path, read_commits
+from clipmill.shards.commit_table import (
+    Contents,
+    committed_tars,
+    open_commits,
+    open_table_commits,
+    read_commits,
+    write_contents,
+)
+from clipmill.shards.commits import commit_path
 from clipmill.shards.format import RECIPE_FILE
 from clipmill.shards.lists import finish_run
 from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.reader import Variant
-from clipmill.shards.table_commits import committed_tars, open_commits, open_table_commits
 from tests.train.latents.written import Chunk, Written, write_latents, write_text
 from tests.train.tiny_data import VARIANT, Caption, encode_chunk, video_sample, write_captions, write_shard
 

@@ -11,17 +11,8 @@ import pytest
 
 from clipmill.manifests.publish import publish_json
 from clipmill.shards import commit_table as commit_table_module
-from clipmill.shards import commits as commits_module
-from clipmill.shards.commit_table import distrust, table_bytes
-from clipmill.shards.commits import (
-    Commit,
-    Failure,
-    Records,
-    ShardFiles,
-    commit_path,
-    read_commits,
-    write_commit,
-)
+from clipmill.shards.commit_table import CommitRecords, distrust_folder, read_commits, table_bytes
+from clipmill.shards.commits import Commit, Failure, ShardFiles, commit_path, write_commit
 from clipmill.shards.format import COMMIT_TABLE_FILE
 from clipmill.shards.lists import damaged_lists, finish_run
 from clipmill.shards.opening import DamagedCommit
@@ -50,7 +41,7 @@ def variant(tmp_path: Path) -> Path:
     return folder
 
 
-def by_records(folder: Path) -> Records:
+def by_records(folder: Path) -> CommitRecords:
     """The commits without the table."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commit_table_module, "open_commit_table", lambda *_, **__: None)
@@ -59,14 +50,14 @@ def by_records(folder: Path) -> Records:
 
 def num_read(folder: Path) -> int:
     """How many records a reader opens; it must find what the records say."""
-    read, opened = commits_module.read_commit, list[Path]()
+    read, opened = commit_table_module.read_commit, list[Path]()
 
     def note_and_read(path: Path) -> Commit:
         opened.append(path)
         return read(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commits_module, "read_commit", note_and_read)
+        patch.setattr(commit_table_module, "read_commit", note_and_read)
         commits = read_commits(folder)
     assert (commits.commits, list(map(str, commits.damaged))) == (
         by_records(folder).commits,
@@ -119,7 +110,7 @@ def test_a_table_that_is_not_the_recorded_one_does_not_count_and_is_written_agai
     elif harm == "not recorded":
         (variant / "contents.json").unlink()
     elif harm == "of another run":
-        path.write_bytes(table_bytes(read_commits(variant).rows(seconds={0: 7.0})))
+        path.write_bytes(table_bytes(read_commits(variant).to_table(shard_seconds={0: 7.0})))
     else:
         at = content.index(b"train")
         path.write_bytes(content[:at] + b"vrain" + content[at + 5 :] if harm == "flipped" else content[:-200])
@@ -156,7 +147,7 @@ def test_a_record_that_is_damaged_in_place_harms_no_reader_and_is_found(variant:
     assert quick_problems(variant, [commit])[1001][0].code == Code.COMMIT_DAMAGED
     os.utime(path, ns=(state.st_mtime_ns,) * 2)
     assert Code.COMMIT_DAMAGED not in {problem.code for problem in quick_problems(variant, [commit])[1001]}
-    distrust(path)
+    distrust_folder(path)
     assert isinstance(read_commits(variant).damaged[0], DamagedCommit) and num_read(variant) == 2
     finish_run(variant, dropped=(), planned=IDS)
     assert read_commits(variant).damaged[0].shard_id == 1001, "a folder with damage is never confirmed"
@@ -197,11 +188,11 @@ def test_a_lost_worker_that_commits_at_the_end_of_a_run_is_not_overlooked(
 
     def confirm_late(folder: Path, **options: Any) -> None:
         write_commit(folder, make_commit(1001, num_samples=4))
-        confirm(folder, **options)
+        confirm_folders(folder, **options)
 
-    from clipmill.shards.lists import confirm
+    from clipmill.shards.lists import confirm_folders
 
-    monkeypatch.setattr("clipmill.shards.lists.confirm", confirm_late)
+    monkeypatch.setattr("clipmill.shards.lists.confirm_folders", confirm_late)
     finish_run(variant, dropped=(), planned=IDS)
     assert num_read(variant) == 2 and read_commits(variant).commits[1001] == make_commit(1001, num_samples=4)
 

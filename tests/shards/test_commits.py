@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.shards.commits import Commit, Failure, ShardFiles, commit_path, read_commit, read_commits, write_commit
+from clipmill.shards.commit_table import read_commits
+from clipmill.shards.commits import Commit, Failure, ShardFiles, commit_path, read_commit, write_commit
 from clipmill.shards.opening import DamagedCommit
 
 FILES = ShardFiles("000003-0123abcd.tar", 10240, "a" * 64, "000003-0123abcd.index.arrow", 2000, "b" * 64, 7)

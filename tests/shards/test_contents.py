@@ -10,8 +10,8 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_bytes, publish_checked_json, publish_json
-from clipmill.shards.commit_table import read_contents
-from clipmill.shards.commits import Commit, commit_path, read_commits
+from clipmill.shards.commit_table import read_commits, read_contents
+from clipmill.shards.commits import Commit, commit_path
 from clipmill.shards.lists import damaged_lists, finish_run
 from clipmill.shards.opening import DamagedContents
 from clipmill.shards.reader import Variant

@@ -8,8 +8,8 @@ import pytest
 import webdataset
 
 from clipmill.manifests.publish import publish_bytes
-from clipmill.shards.commit_table import distrust
-from clipmill.shards.commits import Commit, commit_path, read_commits, write_commit
+from clipmill.shards.commit_table import distrust_folder, read_commits
+from clipmill.shards.commits import Commit, commit_path, write_commit
 from clipmill.shards.format import RECIPE_FILE, VIDEO_FIELDS, ShardName, folder_of, in_folder
 from clipmill.shards.lists import damaged_lists, finish_run
 from clipmill.shards.reader import Variant
@@ -67,7 +67,7 @@ def test_a_folder_holds_a_thousand_shards(shard_id: int, folder: str) -> None:
 def test_a_set_grows_in_folders(variant: Path, has_table: bool) -> None:
     finish_run(variant, dropped=(), planned=IDS)
     for shard_id in () if has_table else IDS:
-        distrust(commit_path(variant, shard_id))
+        distrust_folder(commit_path(variant, shard_id))
     make(variant, 1001)  # again, because its videos have changed
     make(variant, 1004)
     make(variant, 2000)

@@ -6,7 +6,7 @@ from random import Random
 import pyarrow as pa
 import pytest
 
-from clipmill.shards.commit_table import SCHEMA
+from clipmill.shards.commit_table import SCHEMA, TableCommits
 from clipmill.shards.merged_table import (
     DamagedTable,
     is_table_of,
@@ -14,7 +14,6 @@ from clipmill.shards.merged_table import (
     verify_columns,
     write_merged_table,
 )
-from clipmill.shards.table_commits import TableCommits
 
 NO_COMMITS = TableCommits(SCHEMA.empty_table())
 

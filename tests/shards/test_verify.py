@@ -8,7 +8,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from clipmill.shards.commits import Commit, Failure, commit_path, read_commits, write_commit
+from clipmill.shards.commit_table import read_commits
+from clipmill.shards.commits import Commit, Failure, commit_path, write_commit
 from clipmill.shards.index import index_bytes, open_index
 from clipmill.shards.verify import Code, damaged_commit, quick_check, verify_shard
 from clipmill.shards.writer import Sample

@@ -5,7 +5,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from clipmill.manifests.publish import TEMPORARY_PREFIX
-from clipmill.shards.commits import commit_path, read_commits
+from clipmill.shards.commit_table import read_commits
+from clipmill.shards.commits import commit_path
 from clipmill.shards.reader import Variant
 from clipmill.shards.verify import verify_shard
 from tests.prep.running import contents

@@ -30,8 +30,14 @@ from clipmill.manifests.storage.stores import AccessRefused, UnusableResponse, r
 from clipmill.manifests.store import CAPTIONS_FILE, MANIFEST_FOLDER, MAPPED_FILES, VIDEOS_FILE, file_entry, staged_path
 from clipmill.shards.chunk_table import has_chunk_table, missing_parts, shards_to_merge, update_chunk_table
 from clipmill.shards.columns import command_for, how_to_make
-from clipmill.shards.commit_table import commit_folders, confirm, listed_contents, open_commit_table
-from clipmill.shards.commits import Commit, commit_bytes, commits_in
+from clipmill.shards.commit_table import (
+    commit_folders,
+    commits_from_rows,
+    confirm_folders,
+    listed_contents,
+    open_commit_table,
+)
+from clipmill.shards.commits import Commit, commit_bytes
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.format import (
     COMMIT_TABLE_FILE,
@@ -205,7 +211,7 @@ class RemoteFiles:
             _publish(local / _ETAGS_FILE, json.dumps(etags).encode())
         if replaced_folders:
             folders, sha256 = commit_folders(local), listed_contents(local).files[COMMIT_TABLE_FILE]
-            confirm(local, sha256=sha256, folders=folders, except_for=folders.keys() - replaced_folders)
+            confirm_folders(local, sha256=sha256, folders=folders, except_for=folders.keys() - replaced_folders)
 
     def _records_of_table(self, folder: str, local: Path, listed: dict[str, ObjectInfo]) -> dict[str, Commit]:
         """Copy the table of commits; return its unchanged records by name, including records that were deleted."""
@@ -220,7 +226,7 @@ class RemoteFiles:
         table = open_commit_table(local, sha256=sha256)
         if table is None:
             return {}
-        commits = commits_in(table.rows)
+        commits = commits_from_rows(table.rows)
         records = {in_folder(shard_id, commit_name(shard_id)): commit for shard_id, commit in commits.items()}
         if not self.objects.is_writable:
             is_same = listed_contents(local).shard_ids == commits.keys()

@@ -11,8 +11,8 @@ from typing import Protocol, TypeVar
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_manifest
+from clipmill.shards.commit_table import committed_tars
 from clipmill.shards.dataset import current_variant, variant_dir
-from clipmill.shards.table_commits import committed_tars
 from clipmill.train.config.shards import folder_names, is_local_folder
 from clipmill.train.config.training import TrainingSettings, flatten, plain_values
 from clipmill.train.data.loader import TrainingSet

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from clipmill.prep.core.report import summary_report
 from clipmill.prep.core.run import Summary
-from clipmill.prep.engines import Refused
+from clipmill.prep.engines import RefusedNode
 from clipmill.shards.commits import Failure
 
 
@@ -18,6 +18,6 @@ def test_a_run_whose_videos_were_all_skipped_says_so_and_why() -> None:
     assert (
         "made     1 shard, and 1 without chunks: 3 chunks encoded" in summary_report(partly, list_path=Path("f")).text
     )
-    left_out = replace(summary, refused_workers=[Refused("node 5f on gpu-7", "it was lost")])
+    left_out = replace(summary, refused_workers=[RefusedNode("node 5f on gpu-7", "it was lost")])
     assert "left out node 5f on gpu-7: it was lost\n" in summary_report(left_out, list_path=Path("f")).text
     assert "0 chunks encoded" not in text and "a: source_too_large: the source has 9 bytes" in text

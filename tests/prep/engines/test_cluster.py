@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 
 from clipmill.manifests.errors import FailedWork
-from clipmill.prep.engines import Refused, ray_actors
-from clipmill.prep.engines.isolated import IsolatedEngine
-from clipmill.prep.engines.ray import RayEngine, import_ray, running_processes
+from clipmill.prep.engines import RefusedNode, ray_actors
+from clipmill.prep.engines.ray import IsolatedEngine, RayEngine, import_ray, running_processes
 from tests.conftest import ROOT
 from tests.prep.engines.conftest import HEAD
 from tests.prep.engines.nodes import add_node_with, may_mount
@@ -198,13 +197,13 @@ def test_a_node_that_fails_what_others_do_is_named_and_left_out(
     ran = prep("chunk", "--data", data, "--json", *settings)
     assert ran.summary["failures"] == {} and ran.summary["num_chunks"] == 128
     (full,) = ran.summary["refused_workers"]
-    assert "its tasks fail, and succeed on other nodes: disk_full: " in full["reason"]
+    assert "its tasks fail, but succeed on other nodes: disk_full: " in full["reason"]
     assert f"{full['place']} is excluded from the run: " in ran.stderr
 
     # A command without the token is refused, and what continues the run uses the same cluster.
     next(data.glob("video/*/commits/*.json")).unlink()
     error = prep("retry", "--data", data, status=2, RAY_AUTH_TOKEN="0" * 64).error
-    assert error == f'the Ray cluster at "{cluster.address}" requires another token'
+    assert error == f'the Ray cluster at "{cluster.address}" requires a different token'
 
 
 def test_a_node_on_which_no_worker_starts_is_named_and_left_out(
@@ -216,10 +215,10 @@ def test_a_node_on_which_no_worker_starts_is_named_and_left_out(
     add_node(["--bind", ends, program])
     (node,) = cluster.worker_nodes
     monkeypatch.setattr(ray_actors, "_START_LIMIT_S", 15.0)
-    refused: list[Refused] = []
+    refused: list[RefusedNode] = []
     engine = RayEngine(num_workers=2, address=cluster.address)
     for event in engine.run(time.sleep, takewhile(lambda _: not refused, repeat(0.5))):
-        if isinstance(event, Refused):
+        if isinstance(event, RefusedNode):
             refused.append(event)
     assert [event.node.split()[1] for event in refused] == [node.node_id[:8]]
     assert refused[0].reason.startswith("no worker has started there within 15 s")

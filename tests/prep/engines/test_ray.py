@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.prep.engines import Outcome, Refused, worker_threads
+from clipmill.prep.engines import Outcome, RefusedNode, worker_threads
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.engines.choice import cluster_address
-from clipmill.prep.engines.execution import Execution, Need, need_of
+from clipmill.prep.engines.execution import Execution, Need, worker_need
 from clipmill.prep.engines.ray import RayEngine, connect, count_cluster_gpus, import_ray, running_processes
 from clipmill.prep.engines.ray_actors import Nodes
 from clipmill.prep.sources.table import probe_sources, read_probes
@@ -190,7 +190,7 @@ def test_a_node_whose_workers_die_gets_no_further_tasks(cluster: Any, tmp_path: 
     events = list(engine.run(die_on_a_bad_node, [Task(number, tmp_path) for number in range(6)]))
     numbers = [event.result for event in events if isinstance(event, Outcome) and event.result is not None]
     assert sorted(numbers) == list(range(6))
-    (refused,) = (event for event in events if isinstance(event, Refused))
+    (refused,) = (event for event in events if isinstance(event, RefusedNode))
     assert refused.node.startswith(f"node {node.node_id[:8]}") and "its worker died" in refused.reason
     cluster.remove_node(node)
 
@@ -297,10 +297,10 @@ def test_gpus_that_an_autoscaler_may_start_count(cluster: Any, max_count: int, n
 
 
 def test_what_a_worker_takes() -> None:
-    default = need_of(Execution(), gpus=0, default_memory_gb=1.5)
+    default = worker_need(Execution(), gpus=0, default_memory_gb=1.5)
     assert default == Need(1, 0, 1_500_000_000) and str(default) == "1 CPU and 1.5 GB of memory"
-    assert need_of(Execution(), gpus=0.5, default_memory_gb=0) == Need(0, 0.5, 0)
-    asked = need_of(Execution(task_cpus=4, task_memory=0), gpus=1, default_memory_gb=1.5)
+    assert worker_need(Execution(), gpus=0.5, default_memory_gb=0) == Need(0, 0.5, 0)
+    asked = worker_need(Execution(task_cpus=4, task_memory=0), gpus=1, default_memory_gb=1.5)
     assert asked == Need(4, 1, 0) and asked.room({"CPU": 15, "GPU": 4, "memory": 1.0}) == 3
     assert asked.fits({"CPU": 4, "GPU": 1}) and not asked.fits({"CPU": 8})
 

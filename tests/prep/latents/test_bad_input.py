@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from clipmill.shards.commits import read_commits
+from clipmill.shards.commit_table import read_commits
 from clipmill.shards.reader import Variant
 from tests.prep.latents.conftest import autoencoder_kl, make
 from tests.prep.running import Ran, contents

@@ -15,12 +15,11 @@ from clipmill.prep.scores.column import COLUMN, ScoresSettings
 from clipmill.prep.scores.score import EXTENSION, check_scores
 from clipmill.prep.scores.work import WORK, installed_libraries, version_mismatch
 from clipmill.prep.synthetic import FrameNumberVideo
-from clipmill.shards.commit_table import SCHEMA
+from clipmill.shards.commit_table import SCHEMA, TableCommits
 from clipmill.shards.merged_table import open_merged_table, write_merged_table
 from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import SCORES_FIELDS
 from clipmill.shards.scores import CHUNKS_FILE, open_scores, score_table_problem
-from clipmill.shards.table_commits import TableCommits
 from tests.prep.running import Ran, chunk, manifest, prep_here
 from tests.prep.scores.conftest import make, rows_of
 from tests.prep.sets import ShardSet, flip

@@ -19,7 +19,7 @@ from clipmill.prep.text.plan import make_text_plan
 from clipmill.prep.text.recipe import TextSettings, local_weights, text_recipe
 from clipmill.prep.text.tower import resolve
 from clipmill.prep.text.work import run_text
-from clipmill.shards.commits import read_commits
+from clipmill.shards.commit_table import read_commits
 from tests.prep.running import Ran, messages
 from tests.prep.text.conftest import Checkpoints
 from tests.prep.text.sets import (

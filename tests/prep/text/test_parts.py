@@ -12,7 +12,7 @@ from clipmill.prep.core.run import Summary
 from clipmill.prep.text.bank import TowerUse
 from clipmill.prep.text.recipe import TEXT
 from clipmill.prep.text.work import run_text
-from clipmill.shards.commits import read_commits
+from clipmill.shards.commit_table import read_commits
 from tests.prep.running import contents
 from tests.prep.text.conftest import Checkpoints
 from tests.prep.text.sets import CAPTIONS, SPLITS, Encoding, encode, plan_of, write_captions

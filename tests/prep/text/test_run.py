@@ -11,7 +11,7 @@ import pytest
 from clipmill.prep.core.plan import ShardState
 from clipmill.prep.text.captions import text_digest
 from clipmill.prep.text.recipe import BANK_FOLDER
-from clipmill.shards.commits import read_commits
+from clipmill.shards.commit_table import read_commits
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.format import BLOCK_BYTES, COMMIT_TABLE_FILE
 from clipmill.shards.merged_table import CHUNKS_FILE

@@ -12,8 +12,7 @@ from clipmill.manifests.store import REJECTED_LIST
 from clipmill.prep.core.tables import LAYOUT, DamagedLayout, read_layout, read_table_file
 from clipmill.prep.sources.table import PROBES, PROBES_FILE
 from clipmill.prep.video.column import COLUMN
-from clipmill.shards.commit_table import read_contents
-from clipmill.shards.commits import read_commits
+from clipmill.shards.commit_table import read_commits, read_contents
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant

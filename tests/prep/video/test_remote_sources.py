@@ -14,7 +14,7 @@ from clipmill.prep.video.column import Recipe, resolve
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan_inputs import chunk_job, make_plan
 from clipmill.prep.video.worker import make_shard
-from clipmill.shards.commits import read_commits
+from clipmill.shards.commit_table import read_commits
 from tests.object_storage.faults import Fault, Faults
 from tests.prep.running import (
     Ran,
