@@ -335,7 +335,7 @@ def clip_reads(shards: Sequence[CommittedShard]) -> list[tuple[CommittedShard, R
     rng, reads = Random(0), list[tuple[CommittedShard, Ranges]]()
     for shard in shards:
         for row in sorted(rng.sample(range(shard.num_samples), min(_CHUNKS_PER_SHARD, shard.num_samples))):
-            table = shard.packet_tables.of_row(row)
+            table = shard.packet_tables.packet_table(row)
             offset, _ = shard.packet_tables.payload(row)
             fps = shard.index["fps_num"][row].as_py() / shard.index["fps_den"][row].as_py()
             for _ in range(_CLIPS_PER_CHUNK):
@@ -361,7 +361,7 @@ def packet_ranges(table: PacketTable, frames: Sequence[int], *, gap_bytes: int) 
     """
     if not table.has_closed_gops:
         return [(0, int(table.offset.max() + table.size[table.offset.argmax()]))]
-    needed = table.needed_for(frames)
+    needed = table.packets_for(frames)
     starts = table.offset[needed].tolist()
     ends = (table.offset[needed].astype(np.int64) + table.size[needed]).tolist()
     ranges: list[tuple[int, int]] = []

@@ -1,13 +1,13 @@
-"""The merged tables of `video`, `latents`, `text`, `captions` and plug-in columns; positions of chunks as integers.
+"""The merged tables of all columns except `scores`, and `Moments`, which maps positions in videos to integers.
 
-A table has a part for each folder of shards (clipmill.shards.format): the file `chunks.arrow` in that folder, built
-from the indexes of its shards (up to 1,000), in the order of shards and rows. A part depends only on the commits of its
+A merged table has a part for each folder of shards (clipmill.shards.format): the file `chunks.arrow` in that folder,
+built from the indexes of its shards (up to 1,000), ordered by shard and row. A part depends only on the commits of its
 shards, so a run writes only the parts that have changed, and reads only the new indexes. If a part is missing or stale,
 readers use the indexes of its shards.
 
 A moment is a row in a list of videos together with a time in that video. `Moments` maps moments to integers (row *
-number of possible times + time) that can be sorted and searched. 10^9 videos of up to 100 days each fit into 64 bits.
-Moments that do not fit are rejected, because two of them could get the same integer.
+number of possible times + time) that can be sorted and searched. Moments of 10^9 videos of up to 100 days each fit into
+64 bits. Moments that do not fit are rejected, because two of them could get the same integer.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -31,7 +31,7 @@ from clipmill.shards.merged_table import (
     DamagedTable,
     is_table_of,
     open_merged_table,
-    read_away_schema,
+    read_remote_schema,
     verify_columns,
     write_merged_table,
 )
@@ -43,7 +43,7 @@ _MEMBER_FIELDS = {"offset": pa.uint64(), "size": pa.uint64(), "crc32": pa.uint32
 _POSITION_FIELDS = {"shard": pa.int32(), "row": pa.int32()}
 _SHARDS_KEY, _INDEXES_KEY, _OPEN_GOPS_KEY = b"shard_ids", b"index_sha256", b"open_gops"
 _MEMBER_KEY, _FORMAT_KEY = b"member", b"clipmill_format"
-_MARK_DIGITS = 16  # hex digits of each index's SHA-256, enough to recognize an index that was rebuilt
+_MARK_DIGITS = 16  # number of hex digits of an index's SHA-256 that identify the index
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class ChunkRows:
     """The samples of a variant.
 
     Attributes:
-        table: One row per sample, in the order of shards and rows; one Arrow chunk per part. All Arrow chunks of
+        table: One row per sample, ordered by shard and row, with one Arrow chunk per part. All Arrow chunks of
             `video_id` have the same dictionary, which may contain an ID several times.
-        member: Extension of the member that the columns `offset`, `size` and `crc32` locate.
-        open_gops: Shards of `video` whose first chunk cannot be decoded from individual packets; None if unknown,
-            because some rows were read from indexes.
+        member: Extension of the member to which the columns `offset`, `size` and `crc32` refer.
+        open_gops: IDs of the shards of `video` whose first chunk has open GOPs; None if unknown, because rows were read
+            from indexes.
     """
 
     table: pa.Table
@@ -70,22 +70,22 @@ class ChunkRows:
 
 
 def read_chunk_rows(variant: Variant, *, columns: Collection[str] | None = None) -> ChunkRows:
-    """Return the samples of a variant from the verified parts of its merged table, or from the indexes of other parts.
+    """Return the samples of a variant, from the current parts of its merged table and from indexes otherwise.
 
     Args:
-        columns: Columns of `table`; None for all.
+        columns: Columns of the table to read and verify; None for all.
 
     Raises:
         DamagedTable: A part does not match its checksums.
-        DamagedIndex: An index is not the committed file, or is not an index of this column.
+        DamagedIndex: An index differs from its commit, or is not an index of this column.
         OSError: A file cannot be read.
         UserError: The column's package declares fields that its samples lack.
     """
     tables, members, open_gops = [], set[str](), set[int]()
-    is_known = True
+    all_current = True
     for part in _parts(variant):
         current = part.open_current()
-        is_known &= current is not None
+        all_current &= current is not None
         table = part.build(old=None, finds_open_gops=False) if current is None else current
         members.add(_metadata(table, _MEMBER_KEY).decode())
         open_gops.update(_numbers(table, _OPEN_GOPS_KEY))
@@ -95,11 +95,12 @@ def read_chunk_rows(variant: Variant, *, columns: Collection[str] | None = None)
         raise DamagedTable(
             variant.directory / CHUNKS_FILE, f"its samples have different members: {' and '.join(sorted(members))}"
         )
-    return ChunkRows(_join_tables(tables), members.pop() if members else "", frozenset(open_gops) if is_known else None)
+    known_open_gops = frozenset(open_gops) if all_current else None
+    return ChunkRows(_join_tables(tables), members.pop() if members else "", known_open_gops)
 
 
 def chunk_table_problem(variant: Variant) -> str | None:
-    """Return the reason why the table of a variant is damaged; None if it is intact, or only missing or stale."""
+    """Describe the damage of a variant's merged table; return None if the table is intact, missing or stale."""
     try:
         for part in _parts(variant):
             if (table := part.open_current()) is not None:
@@ -110,15 +111,15 @@ def chunk_table_problem(variant: Variant) -> str | None:
 
 
 def has_chunk_table(column: str) -> bool:
-    """Return True if a column has merged tables of this kind."""
+    """Return True if a column has merged tables of the kind that this module defines."""
     return bool(COLUMNS[column].members) if column in COLUMNS else column in COLUMN_FIELDS
 
 
 def update_chunk_table(variant: Variant, *, column: str) -> bool:
-    """Write the parts of a variant's merged table that are not up to date; return True if any part was written.
+    """Write the parts of a variant's merged table that are missing, stale or damaged; return True if there are any.
 
     Raises:
-        UserError: An index cannot be read. The variant then has a missing part, or one that readers recognize as stale.
+        UserError: An index cannot be read. Readers then use the indexes of the part.
     """
     if not has_chunk_table(column) or variant.damaged:
         return False
@@ -128,7 +129,8 @@ def update_chunk_table(variant: Variant, *, column: str) -> bool:
         try:
             part.write()
         except (Damaged, OSError, ValueError, KeyError, pa.ArrowException) as error:
-            raise UserError(f"{part.path} was not written: {error}", hint="see prep verify") from error
+            hint = "run prep verify, which prints the command that rebuilds damaged shards"
+            raise UserError(f"{part.path} was not written: {error}", hint=hint) from error
     current = {part.path for part in parts}
     for folder in folders_in(variant.directory) if parts else ():
         if (path := folder / CHUNKS_FILE) not in current and path.is_file():
@@ -137,13 +139,13 @@ def update_chunk_table(variant: Variant, *, column: str) -> bool:
 
 
 def missing_parts(variant: Variant) -> list[str]:
-    """Return the files of the table that are not up to date, relative to the variant's folder."""
+    """Return the paths of missing, stale and damaged parts of the merged table, relative to the variant's folder."""
     stale = [part for part in _parts(variant) if not part.is_intact()]
     return [part.path.relative_to(variant.directory).as_posix() for part in stale]
 
 
 def shards_to_merge(variant: Variant) -> list[CommittedShard]:
-    """Return the shards whose rows the table lacks, so that `update_chunk_table` has to read their indexes."""
+    """Return the shards whose indexes `update_chunk_table` has to read, because the table lacks their rows."""
     stale = [part for part in _parts(variant) if not part.is_intact()]
     return [variant.shard(shard_id) for part in stale for shard_id in part.changed_shards(part.open_previous())]
 
@@ -154,7 +156,9 @@ def chunk_table_metadata(
     """Return the schema metadata of a part.
 
     Args:
+        member: Extension of the member to which the columns `offset`, `size` and `crc32` refer.
         index_sha256: SHA-256 (hex) of each shard's index, by shard ID.
+        open_gops: IDs of the shards whose first chunk has open GOPs.
     """
     return {
         _FORMAT_KEY: str(FORMAT_VERSION).encode(),
@@ -175,7 +179,11 @@ class _Part:
         self._column = variant.directory.parent.name
 
     def open_current(self) -> pa.Table | None:
-        """Map the file; return None if it is missing or stale. Raise DamagedTable if it is not a table."""
+        """Map the file; return None if it is missing or stale.
+
+        Raises:
+            DamagedTable: The file is not a readable table.
+        """
         try:
             table = open_merged_table(self.path)
         except FileNotFoundError:
@@ -183,13 +191,10 @@ class _Part:
         return table if self._is_current(table.schema) else None
 
     def is_intact(self) -> bool:
-        """Return True if the file is current and undamaged.
-
-        If the file is only in a bucket, only its schema is read.
-        """
+        """Return True if the file is current and undamaged. If it is only in a bucket, only its schema is checked."""
         try:
             if is_away(self.path):
-                return self._is_current(read_away_schema(self.path))  # `prep verify` reads the rows
+                return self._is_current(read_remote_schema(self.path))  # `prep verify` also reads the rows
             table = self.open_current()
             return table is not None and len(verify_columns(table, self.path)) >= 0
         except (DamagedTable, OSError):
@@ -205,7 +210,7 @@ class _Part:
         return table if is_format and not field_differences(self._column, table.schema) else None
 
     def changed_shards(self, old: pa.Table | None) -> list[int]:
-        """Return the shards whose rows `old` lacks, or contains from a different index."""
+        """Return the IDs of the shards whose rows are missing from `old`, or were read from a different index."""
         ids = [] if old is None else _numbers(old, _SHARDS_KEY)
         marks = "" if old is None else _metadata(old, _INDEXES_KEY).decode()
         old_marks = {shard_id: marks[n * _MARK_DIGITS : (n + 1) * _MARK_DIGITS] for n, shard_id in enumerate(ids)}
@@ -213,14 +218,18 @@ class _Part:
         return [shard_id for shard_id, mark in current if old_marks.get(shard_id) != mark]
 
     def build(self, *, old: pa.Table | None, finds_open_gops: bool) -> pa.Table:
-        """Build the part, with the metadata of its schema. Rows of unchanged shards are copied from `old`.
+        """Build the rows of the part, and the metadata of its schema.
+
+        Args:
+            old: Earlier version of the part, from which the rows of unchanged shards are copied.
+            finds_open_gops: True to find the shards whose first chunk has open GOPs.
 
         Raises:
-            DamagedIndex: An index is not the committed file, or is not an index of this column.
+            DamagedIndex: An index differs from its commit, or is not an index of this column.
         """
         changed = self.changed_shards(old)
         unchanged = self.index_sha256.keys() - set(changed)
-        # Strings are not dictionary-encoded until all rows are present, so that there is a single dictionary.
+        # Encode strings as a dictionary only after all rows have been collected, so that there is a single dictionary.
         schema = pa.schema({"video_id": _TEXT, **_merged_fields(self._column), **_MEMBER_FIELDS, **_POSITION_FIELDS})
         tables, open_gops, members = [schema.empty_table()], set[int](), set[str]()
         if old is not None and unchanged:
@@ -232,7 +241,7 @@ class _Part:
             table, member = _read_rows(shard, self._column, schema)
             members.add(member)
             if len(members) > 1:
-                raise DamagedIndex(shard.index_path, f"its samples have {member}, the samples of other shards do not")
+                raise DamagedIndex(shard.index_path, f"its samples have {member}, but samples of other shards do not")
             tables.append(table)
             if finds_open_gops and self._column == VIDEO and not shard.packet_tables.has_closed_gops(0):
                 open_gops.add(shard.shard_id)
@@ -249,7 +258,7 @@ class _Part:
         return table.replace_schema_metadata(metadata)
 
     def write(self) -> None:
-        """Write the file."""
+        """Build the part, and publish its file."""
         table = self.build(old=self.open_previous(), finds_open_gops=True)
         make_folder(self.path.parent)
         write_merged_table(self.path, table, commits=self._commits, metadata=table.schema.metadata)
@@ -260,8 +269,8 @@ class _Part:
 
 
 def _parts(variant: Variant) -> list[_Part]:
-    by_folder = variant.commits.split_by_folder()
-    parts = [_Part(variant, variant.directory / folder / CHUNKS_FILE, commits) for folder, commits in by_folder]
+    folders = variant.commits.split_by_folder()
+    parts = [_Part(variant, variant.directory / folder / CHUNKS_FILE, commits) for folder, commits in folders]
     return [part for part in parts if part.index_sha256]
 
 
@@ -270,18 +279,18 @@ def _merged_fields(column: str) -> Mapping[str, pa.DataType]:
     if column not in COLUMNS:
         return {"start_ms": pa.int64(), **COLUMN_FIELDS[column].fields}
     types = {field.name: field.type for field in INDEX_FIELDS[column]}
-    return {name: types[name] for name in COLUMNS[column].merged}
+    return {name: types[name] for name in COLUMNS[column].merged_fields}
 
 
 def _read_rows(shard: CommittedShard, column: str, schema: pa.Schema) -> tuple[pa.Table, str]:
-    """Return the rows of a shard, and the extension of their member."""
+    """Return the rows of a shard for the merged table, and the extension of their member."""
     index = shard.index
     if differences := field_differences(column, index.schema):
         raise UserError(
             f"the fields that {COLUMN_FIELDS.package_of(column)} declares for the column {column} "
             f"differ from the fields of its samples: {', '.join(differences)}",
-            hint="in the package, declare the fields of its ChunkWork, with the same types; if only samples of an "
-            f"earlier version differ, increase `schema` in its ColumnSpec, and run prep {column}",
+            hint="declare the fields of the package's ChunkWork, with the same types; if only samples of an earlier "
+            f"version differ, increment `schema` in its ColumnSpec, and run prep {column}",
         )
     known = COLUMNS[column].members if column in COLUMNS else extensions_of(index)
     member = next((extension for extension in known if f"{extension}_offset" in index.column_names), None)
@@ -301,7 +310,7 @@ def _read_rows(shard: CommittedShard, column: str, schema: pa.Schema) -> tuple[p
 
 
 def _join_tables(tables: Sequence[pa.Table]) -> pa.Table:
-    """Concatenate the rows of all parts. Dictionaries of video IDs are concatenated without removing duplicates."""
+    """Concatenate the rows of all parts. Duplicates in the joined dictionary of video IDs are not removed."""
     if len(tables) < 2:
         return tables[0] if tables else pa.table({})
     joined = pa.concat_tables([table.replace_schema_metadata() for table in tables])
@@ -324,16 +333,16 @@ def _numbers(table: pa.Table, key: bytes) -> list[int]:
     return [int(digits) for digits in _metadata(table, key).split(b",") if digits]
 
 
-_MAX = 2**63 - 1
+_MAX_INT64 = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Order-preserving mapping from moments to integers. It also accepts moments that it was not built from.
+    """Order-preserving mapping from moments to integers, which is defined for all moments.
 
     Attributes:
-        num_rows: Number of rows up to the last row that has a moment.
-        low, high: First and last time, in the unit of the times.
+        num_rows: Number of rows up to the last row with a moment from which the mapping was built.
+        low, high: Earliest and latest of their times, in the unit of the times.
     """
 
     num_rows: int
@@ -342,7 +351,11 @@ class Moments:
 
     @classmethod
     def of(cls, rows: NDArray[np.integer], *times: NDArray[np.integer]) -> "Moments":
-        """Build the mapping for moments: arrays of rows and of their times; row -1 means that there is no video.
+        """Build the mapping from moments.
+
+        Args:
+            rows: Row of each moment; -1 for no video.
+            times: Arrays with a time for each row.
 
         Raises:
             UserError: The videos are too many, or too long, for 64-bit integers.
@@ -351,31 +364,31 @@ class Moments:
             return cls(0, 0, 0)
         low, high = min(int(array.min()) for array in times), max(int(array.max()) for array in times)
         moments = cls(int(rows.max()) + 1, low, high)
-        if (moments.num_rows + 1) * moments.span > _MAX:
+        if (moments.num_rows + 1) * moments.span > _MAX_INT64:
             raise UserError(
-                f"{moments.num_rows:,} videos with times from {low:,} to {high:,} are too many to be numbered "
-                "with 64 bits",
+                f"the moments of {moments.num_rows:,} videos with times from {low:,} to {high:,} do not fit into "
+                "64-bit integers",
                 hint="look for chunks at impossible times, or divide the videos among several data folders",
             )
         return moments
 
     @property
     def span(self) -> int:
-        """Number of integers reserved for a row: one for each time, and one at each end for times out of range."""
+        """Number of integers per row: one per possible time, and one at each end for times out of range."""
         return self.high - self.low + 3
 
     def numbers(self, rows: NDArray[np.integer], times: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the integers of any moments, int64.
+        """Return the integer of each moment, int64.
 
-        A moment outside the range of times, or in a row after the last row, gets an integer that no moment within the
-        range has. The order is preserved.
+        A moment outside the range of times, or in a row after the last row, gets an integer that differs from the
+        integers of all moments in the range. The order is preserved.
         """
         row = np.minimum(rows.astype(np.int64), self.num_rows)
         return row * self.span + (np.clip(times, self.low - 1, self.high + 1) - (self.low - 1))
 
 
 def order_of(rows: NDArray[np.integer], times: NDArray[np.integer]) -> NDArray[np.int64] | None:
-    """Return the stable order of moments by row and time; None if they are already in that order."""
+    """Return the indices that stably sort moments by row and time; None if they are already sorted."""
     later_row, same_row = rows[1:] > rows[:-1], rows[1:] == rows[:-1]
     if bool((later_row | (same_row & (times[1:] >= times[:-1]))).all()):
         return None

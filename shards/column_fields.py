@@ -1,7 +1,7 @@
-"""Fields of plug-in columns that `--where` can use to select chunks, in `prep`, training and `open_clips`.
+"""The fields of plug-in columns by which `--where` can select chunks, in `prep`, `train` and `open_clips`.
 
-A package declares the column and its fields in two entry points with the same name, because training does not load the
-code that makes a column (docs/plugins.md).
+A package declares a column and the fields of the column in two entry points with the same name, because training does
+not load the code that makes columns (docs/plugins.md).
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,12 @@ from clipmill.shards.columns import COLUMN_NAME, COLUMNS
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnFields:
-    """The fields of a column of chunks.
+    """The fields of a plug-in column with one sample per chunk.
 
     Attributes:
         name: Name of the column.
-        fields: Columns of its index rows, with their Arrow types: numbers, strings or bools, null where unknown. Each
-            field's name begins with the column's name and `_`. An index row also has the `video_id` and `start_ms` of
-            its chunk.
+        fields: Name and Arrow type of each index field: a number, a string or a bool, null where unknown. A name begins
+            with the column's name and `_`. The index also has `video_id` and `start_ms`, which are not listed here.
     """
 
     name: str
@@ -51,7 +50,7 @@ COLUMN_FIELDS = Parts(
 
 
 def field_differences(column: str, schema: pa.Schema) -> list[str]:
-    """Return the declared fields of a column that are missing from a schema, or have a different type in it."""
+    """Describe the declared fields of a column that are missing from a schema, or have a different type in it."""
     types = {field.name: field.type for field in schema}
     declared = {} if column in COLUMNS else COLUMN_FIELDS[column].fields
     return [

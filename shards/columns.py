@@ -1,6 +1,7 @@
-"""The built-in columns, one row each: the command that makes the column, and the fields of its merged table.
+"""The built-in columns: the command that makes each column, and the fields of its merged table.
 
-A plug-in column has no row here: `prep NAME` makes it, and clipmill.shards.column_fields returns its fields.
+Plug-in columns are not listed here: `prep NAME` makes a plug-in column, and clipmill.shards.column_fields has its
+fields.
 """
 
 import re
@@ -10,8 +11,8 @@ from pathlib import Path
 
 COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]*")
 VIDEO, LATENTS, TEXT, SCORES, CAPTIONS = "video", "latents", "text", "scores", "captions"
-SOURCE_MEMBER = "source.json"  # member of chunks whose packets stay in the source file
-INDEXED = "source"  # codec of such chunks in a recipe; the name of a `video` variant begins with its codec
+SOURCE_MEMBER = "source.json"  # extension of the member of chunks whose packets stay in the source file
+INDEXED = "source"  # codec of such chunks in a recipe; the name of a `video` variant begins with the codec
 _TIME_FIELDS = ("start_ms", "num_frames", "fps_num", "fps_den")
 _CHUNK_FIELDS = (*_TIME_FIELDS, "width", "height")
 
@@ -22,66 +23,72 @@ class StoredColumn:
 
     Attributes:
         command: Command of `prep` that makes the column.
-        needs: Flags that the command needs, with placeholders for values.
-        members: Possible extensions of the member that the merged table locates; () for a column without such a table.
-        merged: Index fields that the merged table contains in addition to `video_id`.
+        required_flags: Flags without which the command fails, with placeholders for their values.
+        members: Possible extensions of the member whose location is in the merged table; () for a column without a
+            merged table of this kind.
+        merged_fields: Index fields that the merged table contains in addition to `video_id`.
     """
 
     name: str
     command: str
-    needs: str = ""
+    required_flags: str = ""
     members: tuple[str, ...] = ()
-    merged: tuple[str, ...] = ()
+    merged_fields: tuple[str, ...] = ()
 
 
 COLUMNS = {
     column.name: column
     for column in (
-        StoredColumn(name=VIDEO, command="chunk", members=("mp4", SOURCE_MEMBER), merged=_CHUNK_FIELDS),
+        StoredColumn(name=VIDEO, command="chunk", members=("mp4", SOURCE_MEMBER), merged_fields=_CHUNK_FIELDS),
         StoredColumn(
             name=LATENTS,
             command="latents",
-            needs="--vae NAME",
+            required_flags="--vae NAME",
             members=("latents.npy", "latents.npy.zst"),
-            merged=(*_CHUNK_FIELDS, "channels", "dtype"),
+            merged_fields=(*_CHUNK_FIELDS, "channels", "dtype"),
         ),
         StoredColumn(
             name=TEXT,
             command="text",
-            needs="--clip NAME",
+            required_flags="--clip NAME",
             members=("text.npy",),
-            merged=("num_rows", "width", "row_tokens", "caption_id", "caption_row"),
+            merged_fields=("num_rows", "width", "row_tokens", "caption_id", "caption_row"),
         ),
         StoredColumn(name=SCORES, command="scores"),
         StoredColumn(
             name=CAPTIONS,
             command="captions",
-            needs="--model NAME",
+            required_flags="--model NAME",
             members=("caption.json",),
-            merged=(*_TIME_FIELDS, "caption_text", "caption_words"),
+            merged_fields=(*_TIME_FIELDS, "caption_text", "caption_words"),
         ),
     )
 }
 
 
 def command_for(column: str, variant: str = "") -> str:
-    """Return the name of the `prep` command that makes `column`, or its given variant."""
+    """Return the name of the `prep` command that makes a column, or one of its variants."""
     if column == VIDEO and is_indexed(variant):
         return "index"
     return COLUMNS[column].command if column in COLUMNS else column
 
 
 def is_indexed(variant: str | None) -> bool:
-    """Return True if the packets of a variant of `video` are in the source files."""
+    """Return True if a variant of `video` was made by `prep index`, so that its packets are in the source files."""
     return variant is not None and variant.startswith(INDEXED)
 
 
 def how_to_make(column: str, data_dir: Path | str, variant: str = "") -> str:
-    """Return the `prep` command line that makes a column of a data folder (a path or URL)."""
-    needs = f"{COLUMNS[column].needs} " if column in COLUMNS and COLUMNS[column].needs else ""
-    return f"prep {command_for(column, variant)} {needs}--data {shlex.quote(str(data_dir))}"
+    """Return the `prep` command line that makes a column.
+
+    Args:
+        data_dir: Data folder, as a path or URL.
+        variant: Variant of the column to make; empty for any.
+    """
+    flags = f"{COLUMNS[column].required_flags} " if column in COLUMNS and COLUMNS[column].required_flags else ""
+    return f"prep {command_for(column, variant)} {flags}--data {shlex.quote(str(data_dir))}"
 
 
-def how_to_repair(what: str = "that shard") -> str:
-    """Return the hint for a shard, or a table built from shards, that cannot be read."""
-    return f"prep verify prints the command that rebuilds {what}"
+def how_to_repair(subject: str = "that shard") -> str:
+    """Return the hint for a shard, or for a table built from shards, that cannot be read."""
+    return f"run prep verify, which prints the command that rebuilds {subject}"

@@ -427,7 +427,7 @@ class TableCommits(Mapping[int, Commit]):
         first_ids = np.unique(self._shard_ids // SHARDS_PER_FOLDER * SHARDS_PER_FOLDER)
         return {folder_of(first_id) for first_id in first_ids.tolist()}
 
-    def with_files(self) -> pa.Table:
+    def rows_with_files(self) -> pa.Table:
         """Return the rows of the commits with files, without creating `Commit` objects."""
         return self.rows.filter(pc.is_valid(self.rows["tar"]))
 

@@ -16,8 +16,8 @@ from clipmill.shards.format import (
     COMMITS_FOLDER,
     FORMAT_VERSION,
     commit_name,
-    in_folder,
     shard_id_of,
+    shard_path,
 )
 from clipmill.shards.opening import DamagedCommit
 
@@ -76,7 +76,7 @@ class Commit:
 
 def commit_path(variant_dir: Path, shard_id: int) -> Path:
     """Return the path of the commit record of `shard_id`."""
-    return variant_dir / COMMITS_FOLDER / in_folder(shard_id, commit_name(shard_id))
+    return variant_dir / COMMITS_FOLDER / shard_path(shard_id, commit_name(shard_id))
 
 
 def write_commit(variant_dir: Path, commit: Commit) -> None:
@@ -128,7 +128,7 @@ def read_commit(path: Path) -> Commit:
     if commit.files is not None:
         for name in (commit.files.tar, commit.files.index):
             base = Path(name).name
-            if shard_id_of(base) != commit.shard_id or name != in_folder(commit.shard_id, base):
+            if shard_id_of(base) != commit.shard_id or name != shard_path(commit.shard_id, base):
                 raise DamagedCommit(path, f"{name!r} is not a file of shard {commit.shard_id}")
     return commit
 

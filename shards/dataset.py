@@ -1,4 +1,4 @@
-"""The variants of each column on disk, and `dataset.json`, which records the current and the unfinished variants."""
+"""The variants of each column, and `dataset.json`, which records the current and unfinished variant of each column."""
 
 import re
 import shlex
@@ -16,21 +16,21 @@ from clipmill.shards.columns import COLUMNS, INDEXED, VIDEO, command_for, how_to
 from clipmill.shards.format import DATASET_FILE, FORMAT_VERSION, RECIPE_FILE
 
 _COMPRESSED = re.compile(r"\.(tgz|tar\.\w+)$")
-_MAX_NAMED = 5  # maximum number of tars listed in a hint
+_MAX_LISTED_TARS = 5  # maximum number of tars listed in a hint
 
-# Variants that this process reads, even if others become current: data folder -> column -> name; None outside of
-# `reading_variants`.
-_chosen: dict[Path, dict[str, str]] | None = None
+# Variants that this process reads, even if other variants become current: data folder -> column -> name of the variant.
+# None outside of `reading_variants`.
+_read_variants: dict[Path, dict[str, str]] | None = None
 
 
 class DamagedDataset(UserError):
     """dataset.json is damaged, so the current variants are unknown."""
 
-    def __init__(self, path: Path, why: str) -> None:
+    def __init__(self, path: Path, reason: str) -> None:
         super().__init__(
-            f"{path} is damaged: {why}",
-            hint=f"to rewrite it, run the prep command of each column again, prep {command_for(VIDEO)} or prep "
-            f"{command_for(VIDEO, INDEXED)} first; if a command fails, remove the file first",
+            f"{path} is damaged: {reason}",
+            hint=f"run the prep command of each column again to rewrite it, first prep {command_for(VIDEO)} or "
+            f"prep {command_for(VIDEO, INDEXED)}; if a command fails, remove the file and run the command again",
         )
 
 
@@ -46,15 +46,16 @@ def variant_dir(data_dir: Path, column: str, variant: str) -> Path:
     return data_dir / column / variant
 
 
-def no_shards(data_dir: Path, column: str) -> UserError:
-    """Return the error for a folder without a current variant of `column`; it may not even be a data folder."""
+def no_shards_error(data_dir: Path, column: str) -> UserError:
+    """Return the error for a folder without a current variant of a column, which may not even be a data folder."""
     if not is_data_folder(data_dir):
-        return not_a_data_folder(data_dir)
+        return data_folder_error(data_dir)
     known, path = list_variants(data_dir, column), data_dir / DATASET_FILE
     if known and not path.exists():
         return UserError(
             f"{path} is missing, so the current variant of {column} is unknown",
-            hint=f"run {commands_of(data_dir, column)} again, with the settings of one of: {', '.join(known)}",
+            hint=f"run {commands_of(data_dir, column)} again, with the settings of one of these variants: "
+            f"{', '.join(known)}",
         )
     return UserError(f"{data_dir} has no {column} shards", hint=f"run {how_to_make(column, data_dir)}")
 
@@ -64,8 +65,8 @@ def is_data_folder(path: Path) -> bool:
     return manifest_dir(path).exists() or (path / DATASET_FILE).exists()
 
 
-def not_a_data_folder(path: Path) -> UserError:
-    """Return the error for an existing file or folder that is not a data folder; the hint depends on its content."""
+def data_folder_error(path: Path) -> UserError:
+    """Return the error for an existing file or folder that is not a data folder. The hint depends on its content."""
     message = f"{path} is not a data folder: it has no video shards and no manifest"
     if not path.is_dir():
         message = f"{path} is a file, not a data folder"
@@ -89,7 +90,7 @@ def not_a_data_folder(path: Path) -> UserError:
 
 
 def _tar_pattern(folder: Path, names: list[str]) -> str:
-    """Return a pattern for tars as training accepts it: a range of numbers, or otherwise a list of names."""
+    """Return a pattern of tars that `train --shards` accepts: a range of numbers if possible, else a list of names."""
     if len(names) == 1:
         return f"{folder}/{names[0]}"
     stems = [name.removesuffix(".tar") for name in names]
@@ -98,12 +99,12 @@ def _tar_pattern(folder: Path, names: list[str]) -> str:
     are_numbers = all(number.isdecimal() and len(number) == len(numbers[0]) for number in numbers)
     if are_numbers and int(numbers[-1]) - int(numbers[0]) == len(numbers) - 1:
         return f"{folder}/{prefix}{{{numbers[0]}..{numbers[-1]}}}.tar"
-    listed = [*stems[:_MAX_NAMED], *(["..."] if len(stems) > _MAX_NAMED else [])]
-    return f"{folder}/{{{','.join(listed)}}}.tar"
+    listed_stems = [*stems[:_MAX_LISTED_TARS], *(["..."] if len(stems) > _MAX_LISTED_TARS else [])]
+    return f"{folder}/{{{','.join(listed_stems)}}}.tar"
 
 
 def list_variants(data_dir: Path, column: str) -> list[str]:
-    """List the names of all variants of `column` on disk, current or not, sorted."""
+    """Return the sorted names of all variants of a column on disk, whether current or not."""
     folder = data_dir / column
     if not folder.is_dir():
         return []
@@ -111,41 +112,41 @@ def list_variants(data_dir: Path, column: str) -> list[str]:
 
 
 def commands_of(data_dir: Path, column: str) -> str:
-    """Return the commands that made the variants of `column`, or that could make one: "prep chunk or prep index"."""
+    """Return the commands that made the variants of a column, or that can make one: "prep chunk or prep index"."""
     names = list_variants(data_dir, column) or ["", INDEXED]
     return " or ".join(sorted({f"prep {command_for(column, name)}" for name in names}))
 
 
 @contextmanager
-def reading_variants(chosen: Mapping[Path, Mapping[str, str]]) -> Iterator[None]:
+def reading_variants(variants: Mapping[Path, Mapping[str, str]]) -> Iterator[None]:
     """Read the same variants throughout the block, in all threads of this process.
 
     Args:
-        chosen: Names of variants by column, for each data folder. For a column without an entry, the variant that is
-            current at the first read is kept.
+        variants: Names of variants by data folder and column. For other columns, the variant that is current at the
+            first read is used throughout.
     """
     from clipmill.shards.marks import keep_marks
 
-    global _chosen
-    previous = _chosen
-    _chosen = {folder: dict(variants) for folder, variants in (previous or {}).items()}
-    _chosen.update({folder.resolve(): dict(variants) for folder, variants in chosen.items()})
+    global _read_variants
+    previous = _read_variants
+    _read_variants = {folder: dict(names) for folder, names in (previous or {}).items()}
+    _read_variants.update({folder.resolve(): dict(names) for folder, names in variants.items()})
     try:
         with keep_marks():
             yield
     finally:
-        _chosen = previous
+        _read_variants = previous
 
 
 def current_variant(data_dir: Path, column: str) -> str | None:
-    """Return the name of the current variant of `column`, or of the variant that this process reads instead.
+    """Return the name of the current variant of a column, or of the variant that this process reads instead.
 
-    The name is None if the column has no variant.
+    The result is None if the column has no current variant.
 
     Raises:
-        UserError: dataset.json is damaged or uses another format.
+        UserError: dataset.json is damaged, or has a different version of the format.
     """
-    variants = None if _chosen is None else _chosen.setdefault(data_dir.resolve(), {})
+    variants = None if _read_variants is None else _read_variants.setdefault(data_dir.resolve(), {})
     if variants and column in variants:
         return variants[column]
     variant = _read(data_dir)["columns"].get(column, {}).get("current")
@@ -157,30 +158,31 @@ def current_variant(data_dir: Path, column: str) -> str | None:
 
 
 def unfinished_variant(data_dir: Path, column: str) -> str | None:
-    """Return the variant that the last run of `column` began but did not finish, unless it is the current variant.
+    """Return the variant that the last run of a column did not finish; None if it is the current variant.
 
     Raises:
-        UserError: dataset.json is damaged or uses another format.
+        UserError: dataset.json is damaged, or has a different version of the format.
     """
     variant = _read(data_dir)["columns"].get(column, {}).get("making")
     return str(variant) if variant is not None else None
 
 
 def set_current_variant(data_dir: Path, column: str, variant: str, *, keeps_unfinished: bool = False) -> None:
-    """Make `variant` the current variant of `column`. Other columns are unchanged.
+    """Make `variant` the current variant of a column. Other columns are unchanged.
 
     Args:
-        keeps_unfinished: Keep the record of a different, unfinished variant.
+        keeps_unfinished: True to keep the record of a different variant that is unfinished.
 
     Raises:
-        UserError: dataset.json uses another format, or it is damaged and another column has several variants.
+        UserError: dataset.json has a different version of the format; or it is damaged, and another column has several
+            variants.
     """
     making = _entry(data_dir, column).get("making", variant) if keeps_unfinished else variant
     _record(data_dir, column, {"current": variant, **({} if making == variant else {"making": making})})
 
 
 def begin_variant(data_dir: Path, column: str, variant: str) -> None:
-    """Record that a run makes `variant`, which becomes current if no variant is, or if dataset.json is damaged.
+    """Record that a run makes `variant`. It becomes current if no variant is current or dataset.json is damaged.
 
     Raises:
         UserError: See `set_current_variant`.
@@ -193,7 +195,7 @@ def begin_variant(data_dir: Path, column: str, variant: str) -> None:
 
 
 def _entry(data_dir: Path, column: str) -> dict[str, str]:
-    """Return the entry of a column; {} if dataset.json has none or is damaged."""
+    """Return the entry of a column in dataset.json; {} if there is none, or if the file is damaged."""
     try:
         return dict(_read(data_dir)["columns"].get(column, {}))
     except DamagedDataset:
@@ -201,11 +203,11 @@ def _entry(data_dir: Path, column: str) -> dict[str, str]:
 
 
 def _record(data_dir: Path, column: str, entry: dict[str, str]) -> None:
-    with folder_lock(data_dir):  # concurrent commands for different columns must not overwrite each other's entry
+    with folder_lock(data_dir):  # commands for different columns must not overwrite each other's entries
         try:
             dataset = _read(data_dir)
         except DamagedDataset:
-            # dataset.json can be rebuilt from the folders if each of the other columns has only one variant.
+            # Rebuild dataset.json from the folders, which is possible if no other column has several variants.
             dataset = {"clipmill_format": FORMAT_VERSION, "columns": {}}
             extensions = (path.parent.parent.name for path in data_dir.glob(f"*/*/{RECIPE_FILE}"))
             for other in dict.fromkeys([*COLUMNS, *sorted(extensions)]):

@@ -1,4 +1,4 @@
-"""Decode packets without their container, and read the packets that a decoder needs from a tar or a source file."""
+"""Decode packets without their container, and read the packets that a decoder needs, from a tar or a source file."""
 
 import os
 import zlib
@@ -25,9 +25,9 @@ _DECODERS = {"av1": "libdav1d"}
 
 
 class PacketDecoder:
-    """Decoder for packets of closed GOPs that does not open a container. Each thread needs its own decoder.
+    """Decoder for packets, which does not open a container. Each thread needs its own decoder.
 
-    It reuses the codec contexts of the last few pairs of codec and extradata. Reuse does not affect the frames.
+    It reuses codec contexts for the most recently used pairs of codec and extradata. This does not affect the frames.
     """
 
     def __init__(self) -> None:
@@ -41,29 +41,30 @@ class PacketDecoder:
         packets: Iterable[tuple[int, bytes | memoryview]],
         is_strict: bool = True,
     ) -> "Iterator[tuple[int, av.VideoFrame]]":
-        """Yield (presentation index, frame) of each intact frame in `packets` as soon as the decoder outputs it.
+        """Decode packets, and yield (presentation index, frame) of each intact frame.
 
-        The frame is then still in the CPU cache. If the caller keeps no frames, the decoder needs only a few buffers.
+        A frame is yielded as soon as the decoder outputs it, while it is still in the CPU cache. If the caller does not
+        keep the frames, the decoder needs only a few buffers.
 
         Args:
             codec: Name of the codec in libav: h264, hevc, av1, vp9, mjpeg.
-            packets: (presentation index, bytes) in decode order, beginning with a key packet, with all reference
-                packets. RESTART separates runs of packets that are decoded independently.
-            is_strict: Raise errors that the decoder could conceal. After a recovery point
-                (`PacketTable.has_recovery_points`), a strict decoder also reports missing frames that are never shown.
+            packets: (presentation index, bytes) of packets in decode order. The first packet is a keyframe, and no
+                required reference packet is missing. RESTART separates runs that are decoded independently.
+            is_strict: True to raise errors that the decoder could conceal. A strict decoder also reports frames that
+                are missing, but never displayed, after a recovery point (`PacketTable.has_recovery_points`).
 
         Raises:
             av.FFmpegError: The decoder rejects a packet.
-            ValueError: libav does not have the decoder, or frames are not output in the order of their indices.
+            ValueError: libav does not have the decoder, or the decoder does not output frames in presentation order.
         """
         import av
 
         context = self._contexts.pop((codec, extradata, is_strict), None)
         if context is None:
-            new = av.CodecContext.create(_DECODERS.get(codec, codec), "r")
-            if not isinstance(new, av.VideoCodecContext):
+            new_context = av.CodecContext.create(_DECODERS.get(codec, codec), "r")
+            if not isinstance(new_context, av.VideoCodecContext):
                 raise ValueError(f"{codec} is not a video codec")
-            context = new
+            context = new_context
             context.thread_count = 1  # the loader's threads already use all cores
             if is_strict:
                 context.options = {"err_detect": "explode"}  # report errors, do not conceal them
@@ -89,24 +90,24 @@ class PacketDecoder:
                 if packet is None:
                     context.flush_buffers()
         except BaseException:
-            # The state of the context after a broken packet must not affect the next chunk.
+            # Discard the context, so that its state after an invalid packet does not affect the next chunk.
             del self._contexts[codec, extradata, is_strict]
             raise
 
 
-RESTART = (0, memoryview(b""))  # marker between two packets: reset the decoder
+RESTART = (0, memoryview(b""))  # marker between two runs of packets, at which the decoder is reset
 
 
 class DamagedPacket(ValueError):
-    """Bytes read from a chunk do not match its index."""
+    """The bytes of a packet do not match the index of its chunk."""
 
 
 class PacketBytes(Protocol):
     """A file that contains packets: the tar of a shard, or a source file.
 
     Attributes:
-        tar_name: Name of the file in messages.
-        gap_bytes: Length of the gap between two ranges up to which reading it is cheaper than skipping it.
+        tar_name: Name of the file for messages.
+        gap_bytes: Largest gap between two ranges, in bytes, that is cheaper to read than to skip.
     """
 
     @property
@@ -124,27 +125,28 @@ class PacketBytes(Protocol):
 
 
 def read_packets(
-    file: PacketBytes, payload: tuple[int, int], table: PacketTable, needed: list[int]
+    file: PacketBytes, payload: tuple[int, int], table: PacketTable, positions: list[int]
 ) -> list[tuple[int, memoryview]]:
-    """Read and verify packets of a chunk; return (presentation index, bytes) in decode order.
+    """Read and verify packets of a chunk; return their (presentation index, bytes) in decode order.
 
     Args:
         file: File that contains the packets.
-        payload: Offset and size, in bytes, of the part of `file` that contains the packets.
-        needed: Positions of the packets in `table`, ascending.
+        payload: Offset and size, in bytes, of the part of the file that contains the packets.
+        table: Packet table of the chunk.
+        positions: Positions of the packets in the table, in ascending order.
 
     Raises:
-        DamagedPacket: A packet lies outside its chunk, or does not match its checksum.
+        DamagedPacket: A packet is outside of its chunk, or does not match its checksum.
         OSError, DamagedTar: The file cannot be read.
     """
-    if not needed:
+    if not positions:
         return []
-    begins, sizes = table.offset[needed].tolist(), table.size[needed].tolist()
+    begins, sizes = table.offset[positions].tolist(), table.size[positions].tolist()
     payload_offset, payload_size = payload
     ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]
     if max(ends) > payload_size:
-        raise DamagedPacket(f"a packet ends at byte {max(ends)} of {payload_size}")
-    # Ranges that are close to each other are merged; `range_numbers` has the range of each packet.
+        raise DamagedPacket(f"a packet ends at byte {max(ends)}, but the payload has {payload_size} bytes")
+    # Merge ranges that are close to each other; `range_numbers` has the range of each packet.
     ranges: list[tuple[int, int]] = []
     range_numbers: list[int] = []
     for begin, end in zip(begins, ends, strict=True):
@@ -156,12 +158,12 @@ def read_packets(
         range_numbers.append(len(ranges) - 1)
     contents = file.read_ranges([(payload_offset + begin, end - begin) for begin, end in ranges])
     packets: list[tuple[int, memoryview]] = []
-    frames, crc32s = table.frame[needed].tolist(), table.crc32[needed].tolist()
+    frames, crc32s = table.frame[positions].tolist(), table.crc32[positions].tolist()
     for begin, end, number, frame, crc32 in zip(begins, ends, range_numbers, frames, crc32s, strict=True):
         read_from = ranges[number][0]
         packet = memoryview(contents[number])[begin - read_from : end - read_from]
         if zlib.crc32(packet) != crc32:
-            raise DamagedPacket(f"its bytes in {file.tar_name} do not match their checksum")
+            raise DamagedPacket(f"the bytes of a packet in {file.tar_name} do not match their checksum")
         packets.append((frame, packet))
     return packets
 
@@ -169,17 +171,17 @@ def read_packets(
 def read_source_packets(
     file: PacketBytes, source: SourceFrames, table: PacketTable, frames: Collection[int], *, is_closed: bool
 ) -> list[tuple[int, memoryview]]:
-    """Read and verify the packets of a source file that `frames` need, for `PacketDecoder.decode`.
+    """Read and verify the packets that `frames` need from a source file, for `PacketDecoder.decode`.
 
     Args:
-        is_closed: Value of `PacketTable.has_closed_gops`.
+        is_closed: Value of `table.has_closed_gops`.
 
     Raises:
         DamagedPacket, OSError, DamagedTar: See `read_packets`.
-        ValueError: See `PacketTable.needed_runs`.
+        ValueError: See `PacketTable.packet_runs_for`.
     """
     has_single_run = is_closed and not table.has_recovery_points
-    runs = [table.needed_for(frames)] if has_single_run else table.needed_runs(frames)
+    runs = [table.packets_for(frames)] if has_single_run else table.packet_runs_for(frames)
     payload = source.offset, source.size_bytes - source.offset
     packets = read_packets(file, payload, table, list(chain(*runs)))
     if len(runs) == 1:
@@ -201,7 +203,7 @@ class SourceFile:
         self.gap_bytes = _REMOTE_GAP_BYTES if is_remote(location) else LocalTars.gap_bytes
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Read several ranges (offset, size) of the file; raises as `PacketBytes` does."""
+        """Read several ranges (offset, size) of the file; raises the same errors as `PacketBytes.read_ranges`."""
         if not is_remote(self._location):
             return _FILES.read_ranges(Path(self._location), ranges)
         from clipmill.manifests.storage.urls import split_url

@@ -1,4 +1,4 @@
-"""The index of a shard: an Arrow IPC file with one row per sample, memory-mapped by readers."""
+"""Write and open the index of a shard: an Arrow IPC file with one row per sample, which readers map into memory."""
 
 import os
 from collections.abc import Sequence
@@ -14,11 +14,15 @@ from clipmill.shards.opening import DamagedIndex, open_regular
 _FORMAT_KEY = b"clipmill_format"
 _EXTENSIONS_KEY = b"extensions"
 _DURATION_COLUMNS = ("num_frames", "fps_num", "fps_den")
-_ROWS_PER_BATCH = 64  # Python rows buffered before conversion; packet tables take far less memory in Arrow
+_ROWS_PER_BATCH = 64  # number of Python rows to collect before conversion; packet tables are much smaller in Arrow
 
 
 def index_schema(extensions: Sequence[str], *, fields: Sequence[pa.Field]) -> pa.Schema:
-    """Return the index schema of a column whose samples have `extensions`, in member order, and `fields`.
+    """Return the schema of the indexes of a column.
+
+    Args:
+        extensions: Extensions of every sample's members, in order.
+        fields: Column-specific fields.
 
     Raises:
         ValueError: Two columns have the same name.
@@ -37,7 +41,7 @@ def index_schema(extensions: Sequence[str], *, fields: Sequence[pa.Field]) -> pa
 
 
 class IndexBuilder:
-    """Index builder that collects rows as Arrow record batches."""
+    """Builder of an index, which collects rows as Arrow record batches."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self._schema = schema
@@ -49,13 +53,13 @@ class IndexBuilder:
         """Add one row.
 
         Raises:
-            ValueError: The row's names differ from the names in the schema, or a required value is missing.
+            ValueError: The columns of the row differ from the columns of the schema, or a required value is missing.
         """
         if set(row) != self._names:
-            raise ValueError(f"index row has the wrong columns: {sorted(set(row) ^ self._names)}")
+            raise ValueError(f"the index row has missing or unknown columns: {sorted(set(row) ^ self._names)}")
         for field in self._schema:
             if row[field.name] is None and not field.nullable:
-                raise ValueError(f"index row of {row['key']!r}: {field.name} is missing")
+                raise ValueError(f"the index row of {row['key']!r} has no {field.name}")
         self._pending.append(row)
         if len(self._pending) >= _ROWS_PER_BATCH:
             self._convert()
@@ -80,15 +84,15 @@ def index_bytes(table: pa.Table) -> bytes:
 
 
 def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
-    """Memory-map the index at `path`. Its columns are zero-copy views of the file, with one chunk each.
+    """Map an index into memory. Its columns are zero-copy views of the file, with one chunk each.
 
     Args:
-        columns: Columns to open; None opens all. Other columns are neither validated nor read from disk. Columns of
+        columns: Columns to open; None for all. Other columns are neither validated nor read from disk. Columns of
             members that the samples lack are omitted.
 
     Raises:
-        DamagedIndex: The file is not an index of this format, or its structure is broken. Values that changed in an
-            intact structure are detected only by the commit's checksum (clipmill.shards.verify).
+        DamagedIndex: The file is not an index of this format, or its structure is damaged. Changed values in an intact
+            structure are detected only with the commit's checksum (clipmill.shards.verify).
         FileNotFoundError: The file does not exist.
         TimeoutError: The file could not be opened in time.
     """
@@ -96,7 +100,7 @@ def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> tuple[pa.Table, pa.Buffer]:
-    """Return the table of `open_index`, and the content of the file, which its columns are views of."""
+    """Return the table from `open_index`, and the mapped content of the file, of which the columns are views."""
     from clipmill.manifests.mapped_files import map_arrow_file  # writers do not need it
 
     try:
@@ -119,19 +123,19 @@ def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> t
     metadata = table.schema.metadata or {}
     version = metadata.get(_FORMAT_KEY)
     if version != str(FORMAT_VERSION).encode():
-        raise DamagedIndex(path, f"format {version!r}, expected {FORMAT_VERSION}")
+        raise DamagedIndex(path, f"it has format {version!r}, expected {FORMAT_VERSION}")
     extensions = extensions_of(table)
     # The column's fields follow the key and the three columns of each member.
     expected = index_schema(extensions, fields=list(table.schema)[1 + 3 * len(extensions) :])
     if not table.schema.equals(expected):
-        raise DamagedIndex(path, f"columns {table.schema.names} do not match extensions {','.join(extensions)}")
+        raise DamagedIndex(path, f"its columns {table.schema.names} do not match its extensions {','.join(extensions)}")
     if table.num_rows == 0 or any(column.num_chunks != 1 for column in table.columns):
-        raise DamagedIndex(path, "expected one batch with at least one row")
+        raise DamagedIndex(path, "it does not have exactly one batch with at least one row")
     return selected, content
 
 
 def index_seconds(path: Path) -> float:
-    """Return the duration of the video in a shard in seconds, from its index; 0 if its samples have no duration.
+    """Return the seconds of video in a shard, from the shard's index; 0 if the samples have no duration.
 
     Raises:
         DamagedIndex, OSError: See `open_index`.
@@ -152,15 +156,20 @@ def extensions_of(table: pa.Table) -> tuple[str, ...]:
 
 
 def member_columns(table: pa.Table, kind: str) -> np.ndarray:
-    """Return one value per member, [rows, extensions], in tar order; `kind` is `offset`, `size` or `crc32`."""
+    """Return the offset, size or CRC-32 of each member, [rows, extensions], in the order of the tar.
+
+    Args:
+        kind: `offset`, `size` or `crc32`.
+    """
     columns = [table.column(f"{extension}_{kind}").to_numpy() for extension in extensions_of(table)]
     return np.stack(columns, axis=1)
 
 
 def energon_index_bytes(table: pa.Table) -> bytes:
-    """Return Megatron-Energon's `.tar.idx`: u64 offset of each sample's first header, and the end of the last sample.
+    """Return the content of Megatron-Energon's `.tar.idx`: offsets in the tar, u64 [N + 1].
 
-    Source: Energon's `TarIndexWriter`, which also appends the tar offset after the last member.
+    The first N values are the offsets of each sample's first header; the last value is the end of the last sample.
+    Source: Energon's `TarIndexWriter`.
     """
     offsets = member_columns(table, "offset")
     end = padded_size(int(offsets[-1, -1]) + int(member_columns(table, "size")[-1, -1]))
@@ -168,5 +177,5 @@ def energon_index_bytes(table: pa.Table) -> bytes:
 
 
 def padded_size(size_bytes: int) -> int:
-    """Round `size_bytes` up to a multiple of the tar block size."""
+    """Round a size up to a multiple of the tar block size."""
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES

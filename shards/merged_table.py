@@ -1,12 +1,12 @@
-"""Merged tables, `chunks.arrow`: the samples of many shards in one Arrow file that readers map into memory.
+"""Write, open and verify merged tables, `chunks.arrow`, which hold the samples of many shards in one Arrow file.
 
-The file has a single batch, so that every column is one array and all processes of a machine share its pages. The
-schema's metadata has a digest of the commits that the table was built from, so that readers recognise a table of other
-commits as stale. Readers verify the columns that they use: each column's metadata has the CRC-32 of its values, and the
-schema's metadata has the CRC-32 of the schema, which covers names, types and these checksums. Tables are derived from
-the indexes: if a table is missing, stale or damaged, it is rebuilt, and no data are lost.
+Readers map the file into memory. It has a single batch, so that each column is one array, and all processes on a
+machine share its pages. The schema's metadata has a digest of the commits that the table was built from, by which
+readers recognise a stale table. Readers verify the columns that they use: each column's metadata has the CRC-32 of its
+values, and the schema's metadata has the CRC-32 of the schema, which covers names, types and these checksums. Tables
+are derived from the indexes, so no data are lost if a table is missing, stale or damaged: it is rebuilt.
 
-clipmill.shards.format defines the columns of each table.
+clipmill.shards.format defines the columns of the tables.
 """
 
 import os
@@ -28,15 +28,15 @@ _CRC_KEY = b"crc32"
 _SCHEMA_CRC_KEY = b"schema_crc32"
 _MAGIC = b"ARROW1\0\0"
 _MAX_SCHEMA_BYTES = 1 << 30
-_BLOCK_ROWS = 1 << 20  # number of rows checksummed at a time, because serializing a block copies it
+_BLOCK_ROWS = 1 << 20  # number of rows to checksum at a time; serializing a block copies it
 
 
 class DamagedTable(Damaged):
     """A merged table is unreadable, or does not match its checksums."""
 
-    def __init__(self, path: Path, why: str) -> None:
-        super().__init__(path, why)
-        self.args = (f"{path} is damaged: {why}",)
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(path, reason)
+        self.args = (f"{path} is damaged: {reason}",)
 
 
 def _unreadable_error(path: Path, error: Exception) -> DamagedTable:
@@ -44,9 +44,11 @@ def _unreadable_error(path: Path, error: Exception) -> DamagedTable:
 
 
 def write_merged_table(path: Path, table: pa.Table, *, commits: TableCommits, metadata: Mapping[bytes, bytes]) -> None:
-    """Publish `table`, whose columns each have one chunk, as the merged table of `commits`.
+    """Publish a merged table.
 
     Args:
+        table: Rows of the table. Each column must have one chunk.
+        commits: Commits from whose indexes the rows were read.
         metadata: Additional metadata of the schema.
     """
     fields = [field.with_metadata({_CRC_KEY: _crc32(table[field.name])}) for field in table.schema]
@@ -58,11 +60,12 @@ def write_merged_table(path: Path, table: pa.Table, *, commits: TableCommits, me
 
 
 def open_merged_table(path: Path) -> pa.Table:
-    """Map a merged table and verify its schema. The columns are zero-copy views of the file, with one chunk each.
+    """Map a merged table and verify its schema. Its columns are zero-copy views of the file, with one chunk each.
 
     Raises:
         FileNotFoundError: The table does not exist.
-        DamagedTable: The file is not a readable table, or its schema does not match its checksum.
+        DamagedTable: The file is not a readable table, or its schema does not match the checksum.
+        TimeoutError: The file could not be opened in time.
     """
     try:
         descriptor = open_regular(path)
@@ -78,12 +81,15 @@ def open_merged_table(path: Path) -> pa.Table:
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _unreadable_error(path, error) from error
     if any(column.num_chunks > 1 for column in table.columns):
-        raise DamagedTable(path, "expected one batch")
+        raise DamagedTable(path, "it has more than one batch")
     return table
 
 
 def verify_columns(table: pa.Table, path: Path, *, columns: Collection[str] | None = None) -> pa.Table:
-    """Compare columns of a table (None: all) with their checksums, and return these columns.
+    """Verify the checksums of columns, and return a table with only these columns.
+
+    Args:
+        columns: Names of the columns; None for all.
 
     Raises:
         DamagedTable: The table lacks a column, or a column does not match its checksum.
@@ -103,25 +109,25 @@ def verify_columns(table: pa.Table, path: Path, *, columns: Collection[str] | No
 
 
 def is_table_of(table: pa.Table | pa.Schema, commits: TableCommits) -> bool:
-    """Return True if a merged table, or a table with its schema, was built from these commits."""
+    """Return True if a merged table (or its schema) shows that it was built from these commits."""
     schema = table if isinstance(table, pa.Schema) else table.schema
     return (schema.metadata or {}).get(_DIGEST_KEY) == commits.digest
 
 
-def read_away_schema(path: Path) -> pa.Schema:
-    """Read the schema of a merged table that is only in a bucket, without its rows.
+def read_remote_schema(path: Path) -> pa.Schema:
+    """Read only the schema of a merged table that is in a bucket, but not on the local disk.
 
     An Arrow file begins with a magic string (8 bytes with padding), a continuation marker (4 bytes), the size of the
     schema (4 bytes), and the schema.
 
     Raises:
-        DamagedTable: The file does not begin like an Arrow file, or the schema does not match its checksum.
+        DamagedTable: The file does not begin like an Arrow file, or the schema does not match the checksum.
         OSError: The file cannot be read.
     """
     try:
         size = int.from_bytes(read_range(path, len(_MAGIC) + 4, 4), "little", signed=True)
         if not 0 < size <= _MAX_SCHEMA_BYTES:
-            raise ValueError(f"a schema of {size} bytes")
+            raise ValueError(f"implausible schema size: {size} bytes")
         schema = pa.ipc.read_schema(pa.py_buffer(read_range(path, len(_MAGIC), 8 + size)))
         _require_schema(schema, path)
     except (pa.ArrowException, ValueError) as error:
@@ -129,8 +135,8 @@ def read_away_schema(path: Path) -> pa.Schema:
     return schema
 
 
-def merged_mark(variant_dir: Path, commits: TableCommits) -> tuple[object, ...]:
-    """Return the identity of everything that a variant's arrays depend on: its commits, and its merged table's file."""
+def variant_state(variant_dir: Path, commits: TableCommits) -> tuple[object, ...]:
+    """Return a value that changes with everything that a variant's arrays depend on: commits and merged table."""
     try:
         status = (variant_dir / CHUNKS_FILE).stat()
         file: tuple[int, ...] | None = (status.st_size, status.st_mtime_ns, status.st_ino)
@@ -153,7 +159,7 @@ def _schema_crc32(schema: pa.Schema) -> bytes:
 
 
 def _crc32(column: pa.ChunkedArray) -> bytes:
-    """Compute the CRC-32 (hex) of a column with one chunk, including its dictionary, block by block."""
+    """Return the CRC-32 (hex) of a column with one chunk, including its dictionary, computed block by block."""
     crc = 0
     for chunk in column.chunks:
         for part in [chunk.indices, chunk.dictionary] if pa.types.is_dictionary(chunk.type) else [chunk]:

@@ -1,4 +1,4 @@
-"""Arrays as `.npy` members of tars, whose data can be gathered from a memory-mapped tar."""
+"""Arrays as `.npy` members of tars, aligned so that their data can be gathered from a memory-mapped tar."""
 
 import struct
 from io import BytesIO
@@ -14,15 +14,15 @@ _PREFIX_BYTES = len(_MAGIC) + 2
 
 
 def npy_bytes(array: np.ndarray) -> bytes:
-    """Serialize `array` as a version 1.0 npy file whose header is padded to a multiple of 512 bytes.
+    """Serialize an array as a version 1.0 npy file whose header is padded to a multiple of 512 bytes.
 
-    Payloads in a tar begin on 512-byte boundaries, and so do the array's data.
+    Payloads begin on 512-byte boundaries of the tar, so the data of the array do too.
 
     Raises:
-        ValueError: The array has dtype object, which would require pickling.
+        ValueError: The array contains Python objects, which would have to be pickled.
     """
     if array.dtype.hasobject:
-        raise ValueError(f"an array of {array.dtype} contains Python objects, which would require pickling")
+        raise ValueError(f"an array with dtype {array.dtype} contains Python objects, which would have to be pickled")
     array = np.asarray(array, order="C")
     text = repr(npy_format.header_data_from_array_1_0(array)).encode("latin1")
     header_bytes = _PREFIX_BYTES + len(text) + 1
@@ -31,7 +31,7 @@ def npy_bytes(array: np.ndarray) -> bytes:
 
 
 def data_offset(payload: bytes) -> int:
-    """Return the byte offset of the array's data in a version 1.0 npy payload.
+    """Return the offset in bytes of the array's data in a version 1.0 npy file.
 
     Raises:
         ValueError: `payload` is not a version 1.0 npy file.
@@ -43,7 +43,7 @@ def data_offset(payload: bytes) -> int:
 
 
 def load_npy(payload: bytes) -> np.ndarray | None:
-    """Load the array of an npy file; None if `payload` is not an npy file or would require unpickling."""
+    """Load the array from an npy file; return None if `payload` is not an npy file, or contains pickled objects."""
     try:
         array: np.ndarray = np.load(BytesIO(payload), allow_pickle=False)
     except (ValueError, OSError, EOFError):
@@ -52,16 +52,19 @@ def load_npy(payload: bytes) -> np.ndarray | None:
 
 
 def compress_frame(payload: bytes) -> bytes:
-    """Compress `payload` to one Zstandard frame."""
+    """Compress `payload` as one Zstandard frame."""
     packed: bytes = pa.Codec("zstd", compression_level=3).compress(payload, asbytes=True)
     return packed
 
 
 def decompress_frame(packed: bytes | memoryview, *, size_bytes: int) -> bytes:
-    """Decompress the output of `compress_frame`, whose payload has `size_bytes` bytes.
+    """Decompress the output of `compress_frame`.
+
+    Args:
+        size_bytes: Size of the decompressed payload.
 
     Raises:
-        ValueError: The frame is damaged, or its payload has a different size.
+        ValueError: The frame is damaged, or the payload has a different size.
     """
     try:
         payload: bytes = pa.decompress(packed, decompressed_size=size_bytes, codec="zstd", asbytes=True)

@@ -2,14 +2,14 @@
 
 On a dead network mount, `open` blocks and cannot be interrupted. Each `open` therefore runs in a daemon thread. If it
 does not return in time, the thread is abandoned: neither the caller nor the shutdown of the interpreter waits for it.
-While it is blocked, later calls for the same path fail at once. Once `_MAX_BLOCKED` threads are blocked in a folder,
-all calls for that folder fail. The number of folders thus limits the number of abandoned threads.
+While the thread is blocked, further calls with the same path fail immediately. Once `_MAX_BLOCKED` threads are blocked
+in a folder, all calls for that folder fail, so the number of abandoned threads is limited.
 
-`scan` reads a file once, in constant memory, and returns its SHA-256 and the CRC-32 of given ranges.
+`scan` reads a file once, in constant memory, and returns its SHA-256 and the CRC-32 of the given ranges.
 
-libav guesses the format of a video from its first bytes, whatever the file name. Many of its formats open other
-resources: playlists (HLS, DASH, concat scripts) read local files and URLs, and session descriptions (SDP) wait for
-network packets. Every call that opens a video therefore passes the allowed formats (`CONTAINERS`) and protocols.
+libav guesses the format of a video from its first bytes, not from its name. Some formats open other resources:
+playlists (HLS, DASH, concat scripts) read local files and URLs, and session descriptions (SDP) wait for network
+packets. Every call that opens a video must therefore pass the allowed formats (`CONTAINERS`) and protocols.
 """
 
 import errno
@@ -27,29 +27,29 @@ from clipmill.manifests.errors import ClipmillError
 from clipmill.manifests.publish import require_regular
 from clipmill.manifests.storage.mirrors import mirror_of
 
-# Allowed formats, by libav's names, for its option `format_whitelist`.
+# Allowed formats: value of libav's option `format_whitelist`.
 CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,mpegvideo,ivf,gif,mxf,wtv,rm,dv"
-# Allowed protocols, by libav's names, for its option `protocol_whitelist`.
+# Allowed protocols: value of libav's option `protocol_whitelist`.
 FILE_PROTOCOLS = "file,pipe"
 NO_PROTOCOLS = ""  # for a video in memory
 
-OPEN_LIMIT_S = 60.0  # timeout, shorter than a data loader's timeout for a sample
+OPEN_LIMIT_S = 60.0  # timeout in seconds; it is shorter than a data loader's timeout for a sample
 _MAX_BLOCKED = 4  # maximum number of blocked threads per folder
 _PIECE_BYTES = 1 << 20
 
 
 class Damaged(ClipmillError):
-    """A file of the shard set cannot be trusted.
+    """A file in a variant is damaged, or was written by another program.
 
     Args:
         path: Path of the file.
-        why: Short description of the damage.
+        reason: Short description of the damage.
     """
 
-    def __init__(self, path: Path, why: str) -> None:
-        super().__init__(f"{path}: {why}")
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
         self.path = path
-        self.why = why
+        self.reason = reason
 
 
 class DamagedCommit(Damaged):
@@ -62,7 +62,7 @@ class DamagedCommit(Damaged):
 
 
 class DamagedContents(Damaged):
-    """contents.json is damaged, or a file does not match its checksum in contents.json."""
+    """contents.json is damaged, or a file does not match the checksum in contents.json."""
 
 
 class DamagedIndex(Damaged):
@@ -70,7 +70,7 @@ class DamagedIndex(Damaged):
 
 
 class DamagedTar(Damaged):
-    """A tar is shorter than its index records."""
+    """A tar is shorter than its index states."""
 
 
 _lock = threading.Lock()
@@ -86,13 +86,13 @@ class _Opening:
 
 
 def open_regular(path: Path) -> int:
-    """Open the regular file `path` for reading and return its descriptor, or raise within `OPEN_LIMIT_S` seconds.
+    """Open a regular file for reading, and return its descriptor. The call takes at most `OPEN_LIMIT_S` seconds.
 
-    In a data folder in a bucket, the content is fetched first if it is not on local disk.
+    If the data folder is in a bucket, and the file is not on the local disk yet, the file is fetched first.
 
     Raises:
-        OSError: The file cannot be opened, or it is a pipe, a device or a folder.
-        TimeoutError: `open` has not returned, for this call or for an earlier call with the same path.
+        OSError: The file cannot be opened, or is a pipe, a device or a folder.
+        TimeoutError: `open` did not return in time, or is still blocked in an earlier call.
     """
     if (mirror := mirror_of(path)) is not None and (descriptor := mirror.open(path)) is not None:
         return descriptor
@@ -115,7 +115,7 @@ def open_regular(path: Path) -> int:
 
 @contextmanager
 def open_lock(lock: threading.Lock, path: Path) -> Iterator[None]:
-    """Hold `lock`, which ensures that only one thread at a time opens and checks `path`.
+    """Hold a lock, so that only one thread at a time opens and checks `path`.
 
     Raises:
         TimeoutError: Another thread has held the lock for `OPEN_LIMIT_S` seconds.
@@ -134,7 +134,7 @@ def _open_timeout(path: Path) -> TimeoutError:
 
 
 def _open(path: Path, opening: _Opening) -> None:
-    """Open `path` in a thread; close it again if the caller has given up."""
+    """Open `path` in the current thread; close it again if the caller has given up."""
     try:
         descriptor = _open_now(path)
     except Exception as error:  # noqa: BLE001 - the caller raises it
@@ -150,8 +150,8 @@ def _open(path: Path, opening: _Opening) -> None:
 def _open_now(path: Path) -> int:
     flags = os.O_RDONLY | os.O_CLOEXEC
     try:
-        # Without O_NONBLOCK, opening a pipe would wait for a writer. The flag has no effect on regular files, unless
-        # another process holds a lease on the file (fcntl F_SETLEASE).
+        # Without O_NONBLOCK, opening a pipe would wait for a writer. The flag affects a regular file only if another
+        # process holds a lease on it (fcntl F_SETLEASE).
         descriptor = os.open(path, flags | os.O_NONBLOCK)
     except BlockingIOError:
         descriptor = os.open(path, flags)
@@ -165,31 +165,38 @@ def _open_now(path: Path) -> int:
 
 @dataclass(frozen=True)
 class Scan:
-    """Checksums of a file, computed in one pass."""
+    """Size and checksums of a file."""
 
     size_bytes: int
-    sha256: str
-    crc32s: tuple[int | None, ...]  # one per range; None if the range extends past the end of the file
+    sha256: str  # hex
+    crc32s: tuple[int | None, ...]  # CRC-32 of each range; None if the range extends past the end of the file
 
 
 def scan(path: Path, *, ranges: Iterable[tuple[int, int]] = ()) -> Scan:
-    """Read a file once and checksum each (offset, size) of `ranges`, which must be ascending and must not overlap."""
+    """Read a file once, and compute the checksums of the file and of ranges in it.
+
+    Args:
+        ranges: Pairs (offset, size), in ascending order and without overlap.
+
+    Raises:
+        OSError: See `open_regular`.
+    """
     digest = hashlib.sha256()
     crc32s: list[int | None] = []
     position = 0
     with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         for offset, size in ranges:
-            position += _take(file, offset - position, digest=digest)[0]
-            num_read, crc32 = _take(file, size, digest=digest, with_crc32=True)
+            position += _read_piecewise(file, offset - position, digest=digest)[0]
+            num_read, crc32 = _read_piecewise(file, size, digest=digest, with_crc32=True)
             crc32s.append(crc32 if position == offset and num_read == size else None)
             position += num_read
-        while num_read := _take(file, _PIECE_BYTES, digest=digest)[0]:
+        while num_read := _read_piecewise(file, _PIECE_BYTES, digest=digest)[0]:
             position += num_read
     return Scan(size_bytes=position, sha256=digest.hexdigest(), crc32s=tuple(crc32s))
 
 
-def _take(file: BinaryIO, size: int, *, digest: "hashlib._Hash", with_crc32: bool = False) -> tuple[int, int]:
-    """Read `size` bytes, or fewer at the end of the file; return their number and CRC-32."""
+def _read_piecewise(file: BinaryIO, size: int, *, digest: "hashlib._Hash", with_crc32: bool = False) -> tuple[int, int]:
+    """Add `size` bytes to `digest`, or fewer at the end of the file; return their number and CRC-32."""
     remaining, crc32 = size, 0
     while remaining > 0:
         piece = file.read(min(remaining, _PIECE_BYTES))

@@ -1,4 +1,4 @@
-"""Packet tables of a shard as arrays, which locate the bytes of a chunk that a decoder needs for given frames."""
+"""Packet tables of a shard, which tell which bytes of a chunk a decoder needs for given frames."""
 
 from array import array
 from bisect import bisect_right
@@ -41,30 +41,30 @@ class PacketTable:
 
     @cached_property
     def keys(self) -> NDArray[np.int64]:
-        """Positions of the keyframe packets."""
+        """Positions of the keyframe packets in the table."""
         return np.flatnonzero(self.flags & PACKET_KEY)
 
     @property
     def has_closed_gops(self) -> bool:
-        """True if all GOPs are closed: no frame that follows a keyframe in decode order is displayed before it."""
+        """True if all GOPs are closed: each frame after a keyframe in decode order is also displayed after it."""
         if not len(self.keys) or self.keys[0]:
             return False
         return bool((np.minimum.reduceat(self.frame, self.keys) == self.frame[self.keys]).all())
 
     @property
     def has_recovery_points(self) -> bool:
-        """True if decoding may start at a recovery point: the decoder then lacks frames, but does not need them."""
+        """True if decoding may start at a recovery point, where the decoder lacks frames that it does not need."""
         return bool((self.flags & PACKET_RECOVERY).any())
 
-    def needed_for(self, frames: Iterable[int]) -> list[int]:
-        """Return the packets that `frames` need, in a chunk with closed GOPs: ascending positions in decode order.
+    def packets_for(self, frames: Iterable[int]) -> list[int]:
+        """Return the packets that `frames` need in a chunk with closed GOPs: their positions in ascending order.
 
-        A frame needs its own packet, and the reference packets between its GOP's keyframe and that packet.
+        A frame needs its own packet, and all reference packets from the keyframe of its GOP up to that packet.
 
         Raises:
             ValueError: A frame is not in the table, or no keyframe packet precedes it.
         """
-        # Plain lists: for a few hundred packets, the overhead of NumPy calls exceeds the cost of a Python loop.
+        # Use plain lists: for a few hundred packets, the overhead of NumPy calls exceeds the cost of a Python loop.
         frame_of = self.frame.tolist()
         position_of = dict(zip(frame_of, range(len(frame_of)), strict=True))
         distinct = sorted(set(frames))
@@ -86,8 +86,8 @@ class PacketTable:
             begin = position + 1
         return needed
 
-    def needed_runs(self, frames: Iterable[int]) -> list[list[int]]:
-        """Return the packets that `frames` need, as `needed_for` does, in a chunk whose GOPs may be open.
+    def packet_runs_for(self, frames: Iterable[int]) -> list[list[int]]:
+        """Return the packets that `frames` need in a chunk whose GOPs may be open, divided into runs.
 
         Each run begins at a keyframe and is decoded independently, because a decoder that skips to a keyframe that is
         not an IDR picture outputs frames in the wrong order. A leading frame follows a keyframe in decode order but is
@@ -104,7 +104,7 @@ class PacketTable:
             raise ValueError(f"frame {min(missing)} is not in the packet table")
         positions = sorted(position_of[frame] for frame in distinct)
         gops = [bisect_right(keys, position) - 1 for position in positions]
-        # Decoding of a GOP whose leading frames are needed begins at the previous GOP.
+        # If leading frames of a GOP are needed, decoding begins at the previous GOP.
         leading_gops = {
             gop
             for position, gop in zip(positions, gops, strict=True)
@@ -131,7 +131,7 @@ class SourceFrames:
     """The frames of a chunk whose packets are in a source file.
 
     Attributes:
-        offset: Offset in the source file to which packet offsets are relative, in bytes.
+        offset: Offset in the source file, in bytes, to which packet offsets are relative.
         size_bytes: Size of the source file.
         rate: Time units per second.
         times: Start of each frame by presentation index, in units of 1 / `rate` seconds from time 0 of the video,
@@ -146,7 +146,7 @@ class SourceFrames:
     timeline: str
 
     def frame_at(self, numerator: int, denominator: int) -> int:
-        """Return the frame displayed at numerator / denominator microseconds, or the first frame if that is later."""
+        """Return the frame displayed at numerator / denominator microseconds; before the first frame, return 0."""
         return max(0, bisect_right(self.times, numerator * self.rate // (denominator * _US_PER_S)) - 1)
 
     def begin_us(self, frame: int) -> Fraction:
@@ -155,28 +155,28 @@ class SourceFrames:
 
 
 class PacketTables:
-    """The packet tables of all chunks of one index, with each chunk's decoding parameters.
+    """The packet tables and decoding parameters of all chunks in an index.
 
-    Thousands of these objects are open at once. Each stores little more than a reference to the index's content and the
-    offsets of its columns: about 1 kB, whereas the columns as Arrow objects take 27 kB.
+    Thousands of these objects are open at once. Each takes about 1 kB, because it stores little more than a reference
+    to the content of the index and the offsets of its columns. As Arrow objects, the columns would take 27 kB.
 
     Args:
         index: Table whose columns are views of `content`.
-        content: Bytes of the index; the object keeps a reference to them.
+        content: Bytes of the index file. The object keeps a reference to them.
     """
 
     def __init__(self, index: pa.Table, content: pa.Buffer) -> None:
         self._content = content
         first = index["packet_offset"].chunk(0).offsets.to_numpy()
-        # `values` ignores a list array's slice offset and `offsets` includes it, so the two are consistent.
+        # `values` ignores the slice offset of a list array and `offsets` includes it, so `offsets` can index `values`.
         values = [index[name].chunk(0).values.to_numpy() for name in _PACKET_COLUMNS]
         for name in _PACKET_COLUMNS[1:]:
             if not np.array_equal(index[name].chunk(0).offsets.to_numpy(), first):
-                raise ValueError(f"{name} and packet_offset differ in length")
+                raise ValueError(f"the lists in {name} and packet_offset differ in length")
         extension = extensions_of(index)[0]
         columns = [first, *values, *(index[f"{extension}_{name}"].to_numpy() for name in _PAYLOAD_COLUMNS)]
         if wrong := [column.dtype.str for column, kind in zip(columns, _KINDS, strict=True) if column.dtype != kind]:
-            raise ValueError(f"packet tables have columns with the wrong types {', '.join(wrong)}")
+            raise ValueError(f"columns of the packet tables have the wrong types: {', '.join(wrong)}")
         begins = [column.ctypes.data - content.address if len(column) else 0 for column in columns]
         self._begins = array("q", begins)  # byte offset of each column in the content
         has_sources = _SOURCE_COLUMNS[0] in index.column_names
@@ -187,7 +187,7 @@ class PacketTables:
         number_of = {stream: number for number, stream in enumerate(self._streams)}
         numbers = bytes(number_of[stream] for stream in streams) if len(number_of) < 256 else None
         self._stream: Sequence[int] | None = numbers or [number_of[stream] for stream in streams]
-        # `PacketTable.has_closed_gops` for all chunks at once, which is far faster than one call per chunk.
+        # Compute `PacketTable.has_closed_gops` of all chunks at once, which is far faster than one call per chunk.
         flags, frame = values[3], values[2]
         has_packets = first[1:] > first[:-1]
         row_begins = first[:-1][has_packets]
@@ -204,23 +204,23 @@ class PacketTables:
         if len(self._streams) == 1:
             self._stream = None
 
-    def of_row(self, row: int) -> PacketTable:
-        """Return the packet table of one chunk."""
+    def packet_table(self, row: int) -> PacketTable:
+        """Return the packet table of a chunk."""
         first, end = self._values(0, row, 2).tolist()
         return PacketTable(*(self._values(column, first, end - first) for column in range(1, 6)))
 
     def source(self, row: int) -> SourceFrames | None:
-        """Return the frames of a chunk whose packets are in a source file; None if they are in the tar."""
+        """Return the frames of a chunk if its packets are in a source file; None if they are in the tar."""
         if self._sources is None:
             return None
         return SourceFrames(*(self._sources[name][row].as_py() for name in _SOURCE_COLUMNS))
 
     def has_closed_gops(self, row: int) -> bool:
-        """Return `PacketTable.has_closed_gops` for one chunk."""
+        """Return `PacketTable.has_closed_gops` of a chunk."""
         return self._has_closed_gops is None or bool(self._has_closed_gops[row])
 
     def payload(self, row: int) -> tuple[int, int]:
-        """Return (offset, size) in bytes of a chunk's mp4 file in the tar."""
+        """Return the offset and size, in bytes, of a chunk's mp4 file in the tar."""
         return int(self._values(6, row, 1)[0]), int(self._values(7, row, 1)[0])
 
     def payload_crc32(self, row: int) -> int:
@@ -238,5 +238,5 @@ class PacketTables:
 
 @lru_cache(maxsize=1024)
 def _share_streams(streams: tuple[tuple[str, bytes], ...]) -> tuple[tuple[str, bytes], ...]:
-    """Return the same object for equal streams."""
+    """Return `streams`, or an equal object from an earlier call, so that all indexes share one object."""
     return streams

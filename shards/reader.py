@@ -1,4 +1,4 @@
-"""Reader for a variant: its committed shards, the members of its samples, and lookup by key."""
+"""Read the committed shards of a variant, the members of its samples, and samples by key."""
 
 import os
 import shlex
@@ -20,22 +20,22 @@ from clipmill.manifests.publish import parse_json, read_record
 from clipmill.shards.columns import VIDEO, command_for, how_to_make
 from clipmill.shards.commit_table import file_sha256, open_commits, read_contents
 from clipmill.shards.commits import Commit, ShardFiles
-from clipmill.shards.dataset import current_variant, list_variants, no_shards, variant_dir
+from clipmill.shards.dataset import current_variant, list_variants, no_shards_error, variant_dir
 from clipmill.shards.format import CONTENTS_FILE, RECIPE_FILE
 from clipmill.shards.index import extensions_of, open_index, open_index_content
 from clipmill.shards.opening import DamagedContents, DamagedIndex, open_lock, open_regular, scan
 from clipmill.shards.packets import PacketTables
 from clipmill.shards.tars import LocalTars, TarBytes, TarFiles
 
-# Maximum number of open shards per variant, 2.5 kB each. The shard that was opened first is dropped first.
+# Maximum number of open shards per variant. Each takes 2.5 kB; the shard that was opened first is dropped first.
 MAX_KEPT_SHARDS = 4096
-_RECIPE_HINT = "to rewrite it, run the command that created the variant again with the same settings"
+_RECIPE_HINT = "run the command that created the variant again, with the same settings, to rewrite the file"
 
 
 class CommittedShard:
-    """One committed shard. Thread-safe.
+    """A committed shard. The class is thread-safe.
 
-    Its index is mapped on demand, and may be unmapped again if too many files are mapped (OPEN_MAPS).
+    The index is mapped on demand, and may be unmapped when the process has mapped too many files (OPEN_MAPS).
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class CommittedShard:
         self.tar_bytes, self.tar_sha256 = files.tar_bytes, files.tar_sha256
         self._tars = tars
         # Each shard has its own lock. Up to Python 3.11, `cached_property` has one lock per class, so a shard whose
-        # files do not respond would block all others. `cached_property` is used only where no file is opened.
+        # files do not respond would block all others. Properties that open files therefore do not use it.
         self._lock = threading.Lock()
         self._index: pa.Table | None = None
         self._packet_tables: PacketTables | None = None
-        # Identity of the verified index file, by shard ID. The dict belongs to the variant and outlives this object.
+        # Identity of each verified index file, by shard ID. The variant owns the dict, which outlives this object.
         self._verified = verified
 
     @cached_property
@@ -63,7 +63,7 @@ class CommittedShard:
 
     @property
     def tar_name(self) -> str:
-        """Name of the tar in messages: its path or URL."""
+        """Name of the tar for messages: its path or URL."""
         return self._tars.name(self.tar_path)
 
     @cached_property
@@ -73,12 +73,10 @@ class CommittedShard:
 
     @property
     def index(self) -> pa.Table:
-        """Index of the shard, verified against the commit and memory-mapped on first use.
-
-        clipmill.shards.format defines its columns.
+        """Index of the shard (clipmill.shards.format), verified against the commit and mapped on first use.
 
         Raises:
-            DamagedIndex: The file is not the committed file, or is not an index of this format.
+            DamagedIndex: The file differs from the commit, or is not an index of this format.
             OSError: The file cannot be read.
         """
         index = self._index
@@ -92,14 +90,14 @@ class CommittedShard:
         return index
 
     def close(self) -> bool:
-        """Drop the index, which is unmapped once it is no longer in use, and mapped again when needed."""
+        """Drop the index. It is unmapped once nothing uses it, and mapped again when it is needed."""
         self._index = self._packet_tables = None
         OPEN_MAPS.note_close(self)
         return True
 
     @property
     def packet_tables(self) -> PacketTables:
-        """Packet tables of a `video` shard, after the index has been verified; errors as for `index`."""
+        """Packet tables of a `video` shard, from the verified index; raises the same errors as `index`."""
         tables = self._packet_tables
         if tables is not None:
             OPEN_MAPS.note_use(self)
@@ -107,16 +105,16 @@ class CommittedShard:
         with open_lock(self._lock, self.index_path):
             tables = self._packet_tables
             if tables is None:
-                self.require_committed_index()  # before mapping, because it replaces a damaged copy of a remote index
+                self.require_committed_index()  # before mapping: it may replace a damaged copy of a remote index
                 tables = self._packet_tables = PacketTables(*open_index_content(self.index_path))
         OPEN_MAPS.note_use(self)
         return tables
 
     def require_committed_index(self) -> None:
-        """Verify the index against its commit. The file is read completely, but again only after it has changed.
+        """Verify the index against its commit. This reads the complete file, but only once unless it changes.
 
         Raises:
-            DamagedIndex: The index is not the committed file.
+            DamagedIndex: The index differs from the commit.
             OSError: The index cannot be read.
         """
         if self.shard_id in self._verified and _identity(self.index_path) == self._verified[self.shard_id]:
@@ -139,31 +137,36 @@ class CommittedShard:
         return offset, self.index.column(f"{extension}_size")[row].as_py()
 
     def read(self, row: int, extension: str) -> bytes:
-        """Read the payload of one member, without verifying its checksum (see clipmill.shards.verify)."""
+        """Read the payload of a member. Its checksum is not verified (see clipmill.shards.verify)."""
         return self.read_range(*self.member_range(row, extension))
 
     def read_range(self, offset: int, size: int) -> bytes:
-        """Read `size` bytes of the tar, starting at `offset`; raises DamagedTar if the tar is too short."""
+        """Read `size` bytes of the tar, starting at `offset`.
+
+        Raises:
+            DamagedTar: The tar is too short.
+            OSError: The tar cannot be read.
+        """
         return self._tars.read(self.tar_path, offset, size)
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Read several ranges (offset, size) of the tar; raises as `read_range` does."""
+        """Read several ranges (offset, size) of the tar; raises the same errors as `read_range`."""
         return self._tars.read_ranges(self.tar_path, ranges)
 
     @property
     def gap_bytes(self) -> int:
-        """Length of the gap between two ranges up to which reading it is cheaper than skipping it."""
+        """Largest gap between two ranges, in bytes, that is cheaper to read than to skip."""
         return self._tars.gap_bytes
 
 
 def _identity(path: Path) -> int:
-    with os.fdopen(open_regular(path), "rb") as file:  # this fetches the file from a bucket
+    with os.fdopen(open_regular(path), "rb") as file:  # if the data folder is in a bucket, this fetches the file
         status = os.fstat(file.fileno())
     return hash((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
 
 
 def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
-    """Open the shard of a single commit.
+    """Open the local shard of a commit.
 
     Raises:
         ValueError: The commit has no files.
@@ -174,14 +177,19 @@ def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
 
 
 class Variant:
-    """A snapshot of one variant of one column, with the commits that exist when it is opened.
+    """A snapshot of a variant, with the commits that existed when it was opened.
 
     Args:
-        tars: Reader for the bytes of tars; None if the tars are in the same folder as the indexes.
+        directory: Folder of the variant.
+        tars: Access to the bytes of tars; None if the tars are in the folder of the variant.
 
     Attributes:
-        leave_mark: Function that marks the folder of a variant when it is opened, and returns an object that keeps the
-            mark; None outside of `train` (`clipmill.shards.marks`).
+        leave_mark: Function that marks the folder of a variant as in use when the variant is opened, and returns an
+            object that keeps the mark (`clipmill.shards.marks`); None if variants are opened without marks.
+        mark_user: Object that keeps the mark.
+        commits: Intact commits.
+        damaged: Errors for damaged and missing commit records, whose shards cannot be read.
+        contents_damage: Error if contents.json is damaged.
     """
 
     leave_mark: ClassVar[Callable[[Path], object | None] | None] = None
@@ -189,7 +197,7 @@ class Variant:
     def __init__(self, directory: Path, *, tars: TarBytes | None = None) -> None:
         self.directory = directory
         self.mark_user: object | None = None
-        self.commits, self.damaged = open_commits(directory)  # a shard with a damaged record is unreadable
+        self.commits, self.damaged = open_commits(directory)
         self.contents_damage: DamagedContents | None = None
         self._file_sha256: Mapping[str, str] = {}
         try:
@@ -207,14 +215,17 @@ class Variant:
     def open(
         cls, data_dir: Path, *, column: str = VIDEO, variant: str | None = None, tars: TarBytes | None = None
     ) -> "Variant":
-        """Open a variant of `column`: the current one by default.
+        """Open a variant of a column.
+
+        Args:
+            variant: Name of the variant; None for the current variant.
 
         Raises:
             UserError: The variant does not exist.
         """
         name = variant or current_variant(data_dir, column)
         if name is None:
-            raise no_shards(data_dir, column)
+            raise no_shards_error(data_dir, column)
         hint = f"run {how_to_make(column, data_dir, name)}"
         directory = variant_dir(data_dir, column, name)
         if not directory.is_dir():
@@ -228,10 +239,10 @@ class Variant:
         return opened
 
     def require_complete(self) -> "Variant":
-        """Return self if the variant is readable: it has commits, and no commit is damaged or missing.
+        """Return self if the variant is complete: it has commits, and no commit is damaged or missing.
 
         Raises:
-            UserError: There are no commits, or a shard is unreadable, so its samples would be missing without notice.
+            UserError: The variant has no commits, or the samples of a shard would be missing without notice.
         """
         if not self.commits and not self.damaged:
             folder = self.directory.parent
@@ -239,7 +250,7 @@ class Variant:
             raise UserError(f"{self.directory} has no committed shards", hint=hint)
         if self.damaged:
             num_more = len(self.damaged) - 1
-            more = f"; {count_noun(num_more, 'more damaged commit record')}" if num_more else ""
+            more = f"; and {count_noun(num_more, 'more damaged commit record')}" if num_more else ""
             raise UserError(f"{self.damaged[0]}{more}", hint=self._repair_hint())
         if self.contents_damage is not None:
             raise UserError(str(self.contents_damage), hint=self._repair_hint())
@@ -250,11 +261,11 @@ class Variant:
         verify = f"prep verify --column {column} --data {shlex.quote(str(data_dir))}"
         command = command_for(column, self.directory.name)
         settings = f"with the settings of {self.directory.name}"
-        return f"to repair it, run `prep {command}` {settings}; `{verify}` prints the command"
+        return f"run `prep {command}` {settings} to repair it; `{verify}` prints the command"
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
-        """Settings that produced the variant, read on first use.
+        """Settings that produced the variant. They are read on first use.
 
         Raises:
             UserError: recipe.json is missing or damaged.
@@ -273,17 +284,25 @@ class Variant:
         return recipe
 
     def shards(self, split: str | None = None) -> list[CommittedShard]:
-        """Return the committed shards ordered by shard ID, of one split or of all splits."""
+        """Return the committed shards in ascending order of ID.
+
+        Args:
+            split: Split of the shards; None for all splits.
+        """
         commits = (commit for commit in self.commits.values() if commit.files is not None)
         return [self._open_shard(commit) for commit in commits if split is None or commit.split == split]
 
     def shard(self, shard_id: int) -> CommittedShard:
-        """Return a committed shard; raise KeyError if no committed shard has this ID."""
+        """Return a committed shard.
+
+        Raises:
+            KeyError: No committed shard has this ID.
+        """
         shard = self._opened.get(shard_id)
         if shard is None:
             shard = self._open_shard(self.commits[shard_id])
         while len(self._opened) > MAX_KEPT_SHARDS:
-            with suppress(StopIteration, RuntimeError):  # another thread has just changed the dict
+            with suppress(StopIteration, RuntimeError):  # another thread changed the dict at the same time
                 self._opened.pop(next(iter(self._opened)), None)
         return shard
 
@@ -300,7 +319,7 @@ class Variant:
 
     @cached_property
     def tar_files(self) -> TarFiles:
-        """The tars of the committed shards, ordered by shard ID."""
+        """The tars of the committed shards, in ascending order of shard ID."""
         rows = self.commits.rows_with_files().combine_chunks()
         shard_ids, sizes, num_samples = (rows[name].to_numpy() for name in ("shard_id", "tar_bytes", "num_samples"))
         names = rows["tar"].chunk(0) if len(rows) else pa.array([], pa.string())
@@ -313,11 +332,11 @@ class Variant:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in the committed shards, from the commits."""
+        """Number of samples in the committed shards."""
         return self.tar_files.num_samples
 
     def find(self, key: str) -> tuple[CommittedShard, int]:
-        """Return the shard and row of the sample `key`. The first call reads the keys of all shards.
+        """Return the shard of a sample, and its row in the index. The first call reads the keys of all shards.
 
         Raises:
             KeyError: No committed shard contains the key.
@@ -330,7 +349,7 @@ class Variant:
         return self._lookup[0][number], row
 
     def iterate(self, split: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the samples in order as dicts with `__key__` and a payload per extension, as WebDataset does."""
+        """Yield the samples in order as WebDataset does: dicts with `__key__`, and the payload of each extension."""
         for shard in self.shards(split):
             for row, key in enumerate(shard.index.column("key")):
                 members = {extension: shard.read(row, extension) for extension in shard.extensions}
@@ -338,7 +357,10 @@ class Variant:
 
 
 class KeyLookup:
-    """Sorted keys of many shards' indexes in one Arrow array, which avoids a Python object per key."""
+    """Lookup of keys in the indexes of many shards.
+
+    The sorted keys are in one Arrow array, which avoids a Python object per key.
+    """
 
     def __init__(self, indexes: Sequence[pa.Table]) -> None:
         keys = pa.chunked_array([index.column("key").chunk(0) for index in indexes], type=pa.string())
@@ -350,7 +372,11 @@ class KeyLookup:
             self._first_rows.append(self._first_rows[-1] + index.num_rows)
 
     def find(self, key: str) -> tuple[int, int]:
-        """Return the number of the index that contains `key`, and the row; raise KeyError if `key` is missing."""
+        """Return the number of the index that contains `key`, and the row in that index.
+
+        Raises:
+            KeyError: No index contains `key`.
+        """
         low = bisect_left(self._keys, key, key=lambda scalar: str(scalar.as_py()))
         if low == len(self._keys) or self._keys[low].as_py() != key:
             raise KeyError(key)

@@ -1,4 +1,4 @@
-"""Byte ranges of a variant's tars: the interface `TarBytes`, and its implementation for local files."""
+"""Random access to the bytes of tars: the interface `TarBytes`, and its implementation for local files."""
 
 import os
 import threading
@@ -21,17 +21,17 @@ class TarBytes(Protocol):
     """Random access to the bytes of tars. Implementations must be thread-safe.
 
     Attributes:
-        gap_bytes: Length of the gap between two ranges up to which reading it is cheaper than skipping it.
+        gap_bytes: Largest gap between two ranges, in bytes, that is cheaper to read than to skip.
     """
 
     gap_bytes: int
 
     def name(self, path: Path) -> str:
-        """Return the name of the tar at `path` for messages: its path or URL."""
+        """Return the name of a tar for messages: its path or URL."""
         ...
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
-        """Read `size` bytes of the tar at `path`, starting at `offset`.
+        """Read `size` bytes of a tar, starting at `offset`.
 
         Raises:
             DamagedTar: The tar is too short.
@@ -40,14 +40,14 @@ class TarBytes(Protocol):
         ...
 
     def read_ranges(self, path: Path, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Read several ranges (offset, size) of the tar at `path`; raises as `read` does."""
+        """Read several ranges (offset, size) of a tar; raises the same errors as `read`."""
         ...
 
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
-        """Ensure that the file `index` exists, with this size and SHA-256.
+        """Ensure that an index is on the local disk, with the given size and SHA-256.
 
         Raises:
-            Inaccessible: The bucket does not provide the index.
+            Inaccessible: The index cannot be fetched from the bucket.
             OSError: The index cannot be written, or its content differs.
         """
         ...
@@ -55,7 +55,7 @@ class TarBytes(Protocol):
 
 @dataclass(eq=False)
 class _OpenTar:
-    """A file descriptor that is closed with its last reference, so that it can be evicted while a thread reads it."""
+    """A file descriptor that is closed with the last reference to it, so that it can be evicted while it is in use."""
 
     descriptor: int
 
@@ -64,9 +64,9 @@ class _OpenTar:
 
 
 class LocalTars:
-    """`TarBytes` for local or mounted file systems. The `_MAX_OPEN_TARS` most recently used tars stay open.
+    """`TarBytes` for local and mounted file systems. The `_MAX_OPEN_TARS` most recently used tars stay open.
 
-    Opening a tar blocks only the threads that read from it, for at most `clipmill.shards.opening.OPEN_LIMIT_S` seconds.
+    Opening a tar blocks only threads that read this tar, for at most `clipmill.shards.opening.OPEN_LIMIT_S` seconds.
     """
 
     gap_bytes = 1 << 14
@@ -95,7 +95,7 @@ class LocalTars:
         return [self.read(path, offset, size) for offset, size in ranges]
 
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
-        """Do nothing: a local index already exists, or opening it reports the problem."""
+        """Do nothing: a local index already exists, or opening the index fails."""
 
     def _open(self, path: Path) -> _OpenTar:
         with self._lock:
@@ -112,7 +112,7 @@ class LocalTars:
                     self._tars[path] = tar
                     if len(self._tars) > _MAX_OPEN_TARS:
                         self._tars.popitem(last=False)
-                    self._locks.pop(path, None)  # threads that wait for the lock will use the open tar
+                    self._locks.pop(path, None)  # threads that wait for this lock will find the open tar
             return tar
 
     def _find_open(self, path: Path) -> _OpenTar | None:
@@ -124,12 +124,13 @@ class LocalTars:
 
 @dataclass(frozen=True)
 class TarFiles:
-    """The tars of a variant; each array has one entry per tar, by ascending shard ID.
+    """The tars of a variant. Each array has one entry per tar, in ascending order of shard ID.
 
     Attributes:
         directory: Folder of the variant.
+        shard_ids: IDs of the shards.
         names: Paths relative to the folder of the variant.
-        sizes: Sizes in bytes, as committed.
+        sizes: Sizes in bytes, from the commits.
         num_samples: Number of samples in all tars.
     """
 
@@ -143,5 +144,5 @@ class TarFiles:
         return len(self.shard_ids)
 
     def path(self, number: int) -> Path:
-        """Return the path of a tar."""
+        """Return the path of the tar with this index in the arrays."""
         return self.directory / str(self.names[number].as_py())

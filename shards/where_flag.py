@@ -1,8 +1,8 @@
-"""Check the value of `--where` when flags are parsed. `where.py` and DuckDB are loaded only if the flag is used."""
+"""Check of `--where` while flags are parsed, which loads `where.py` and DuckDB only if the flag is used."""
 
 
 def check_where(where: str | None) -> None:
-    """Raise a UserError if `where` is not an expression."""
+    """Raise a UserError if `where` is neither None nor a valid expression."""
     if where is not None:
         from clipmill.shards.where import parse_where  # slow to import
 

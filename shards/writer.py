@@ -1,4 +1,7 @@
-"""Shard writer. Samples are streamed into a temporary tar; the tar and its indexes are published once complete."""
+"""Shard writer, which streams samples into a temporary tar, and publishes the tar with its indexes once it is complete.
+
+A killed writer leaves only a temporary file.
+"""
 
 import errno
 import hashlib
@@ -29,7 +32,7 @@ from clipmill.shards.index import (
 from clipmill.shards.opening import Scan, scan
 
 _KEY = re.compile(r"[A-Za-z0-9_-]+")
-# Lower case, because WebDataset converts extensions to lower case.
+# Upper case is not allowed, because WebDataset converts extensions to lower case.
 _EXTENSION = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*")
 _FINGERPRINT = re.compile(r"[0-9a-f]{8,}")
 _WRITE_BUFFER_BYTES = 1 << 20
@@ -51,16 +54,15 @@ def require_extension(extension: str) -> None:
 
 
 class ShardWriter:
-    """Context manager that writes one shard, and leaves no files behind unless `publish` succeeds.
+    """Context manager that writes one shard. Unless `publish` succeeds, it leaves no files.
 
-    Only one sample and the index are in memory at a time, never the tar.
+    Only the index and one sample are in memory at a time.
 
     Args:
-        variant_dir: Folder of the variant. It is never created here, because a missing folder means that the data
-            folder is wrong.
+        variant_dir: Folder of the variant. It must exist: if it is missing, the data folder is wrong.
         shard_id: ID of the shard.
-        extensions: Members of every sample, in order.
-        fields: Column-specific index fields (`clipmill.shards.format.VIDEO_FIELDS` for `video`).
+        extensions: Extensions of every sample's members, in order.
+        fields: Column-specific index fields, such as `clipmill.shards.format.VIDEO_FIELDS`.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class ShardWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            # Closing flushes the file, which fails again if the disk is full. The file is removed regardless.
+            # Closing flushes the file. If the disk is full, this fails again, but the file is removed anyway.
             with suppress(OSError):
                 self._file.close()
         finally:
@@ -104,7 +106,7 @@ class ShardWriter:
 
     @property
     def payload_offset(self) -> int:
-        """Offset in the tar of the next sample's first payload."""
+        """Offset of the next sample's first payload in the tar."""
         return self._end + BLOCK_BYTES
 
     def add(self, sample: Sample) -> None:
@@ -145,7 +147,7 @@ class ShardWriter:
         if not self._keys:
             raise ValueError(f"shard {self._shard_id} has no samples; shards cannot be empty")
         if not _FINGERPRINT.fullmatch(fingerprint):
-            raise ValueError(f"{fingerprint!r} is not a fingerprint: expected at least 8 hex digits")
+            raise ValueError(f"{fingerprint!r} is not a fingerprint, which has at least 8 lower-case hex digits")
         name = ShardName(self._shard_id, fingerprint)
         self._file.write(bytes(-(self._end + 2 * BLOCK_BYTES) % tarfile.RECORDSIZE + 2 * BLOCK_BYTES))
         self._file.close()
@@ -156,7 +158,7 @@ class ShardWriter:
             publish_atomically(self._directory / name.index) as index_temporary,
             publish_atomically(self._directory / name.energon_index) as energon_temporary,
         ):
-            # All three files are complete and synced before the first rename, so that a full disk leaves no files.
+            # Complete and sync all three files before the first rename, so that a full disk leaves no files.
             _write_and_read_back(index_temporary, index)
             _write_and_read_back(energon_temporary, energon_index_bytes(table))
             for temporary in (self._temporary, index_temporary, energon_temporary):
@@ -178,11 +180,11 @@ class ShardWriter:
         if not _KEY.fullmatch(sample.key):
             raise ValueError(f"{sample.key!r} is not a valid key: use letters, digits, _ and -")
         if sample.key in self._keys:
-            raise ValueError(f"duplicate key {sample.key!r} in shard {self._shard_id}")
+            raise ValueError(f"shard {self._shard_id} already has a sample with the key {sample.key!r}")
         if tuple(sample.members) != self._extensions:
-            raise ValueError(f"{sample.key}: members {list(sample.members)}, expected {list(self._extensions)}")
+            raise ValueError(f"{sample.key} has the members {list(sample.members)}, expected {list(self._extensions)}")
         if set(sample.fields) != self._fields:
-            raise ValueError(f"{sample.key}: fields {sorted(sample.fields)}, expected {sorted(self._fields)}")
+            raise ValueError(f"{sample.key} has the fields {sorted(sample.fields)}, expected {sorted(self._fields)}")
         for extension, payload in sample.members.items():
             if len(name := f"{sample.key}.{extension}") > MAX_MEMBER_NAME_BYTES:
                 raise ValueError(f"member name {name!r} is longer than {MAX_MEMBER_NAME_BYTES} bytes")
@@ -196,7 +198,7 @@ class ShardWriter:
                     )
 
     def _read_back(self, table: pa.Table) -> Scan:
-        """Read the tar, and compare its payloads with the checksums that were computed before writing."""
+        """Read the tar, and compare its payloads with the checksums that `add` computed."""
         offsets, sizes = (member_columns(table, kind).ravel().tolist() for kind in ("offset", "size"))
         tar = scan(self._temporary, ranges=zip(offsets, sizes, strict=True))
         expected_crc32s = member_columns(table, "crc32").ravel().tolist()

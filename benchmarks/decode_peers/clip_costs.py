@@ -54,7 +54,7 @@ class Costs:
             return result
 
         shard, row = self._frames.chunks[clip.chunk]
-        table = shard.packet_tables.of_row(row)
+        table = shard.packet_tables.packet_table(row)
         timed(WHOLE, lambda: self._reader.read(clip))
         timed(DECODE, lambda: self._ready.read(clip))
         crop, position_of = (
@@ -67,7 +67,7 @@ class Costs:
 
         self._frames.decoder.decode_each(self._frames.read_bytes(clip), resize)
         packets = timed(READ, lambda: self._frames.read_bytes(clip).packets or [])
-        timed(PLAN, lambda: table.needed_for(clip.frames))
+        timed(PLAN, lambda: table.packets_for(clip.frames))
         timed(COMPARE, lambda: [zlib.crc32(content) for _, content in packets])
         timed(WRAP, lambda: [av.Packet(content) for _, content in packets])  # type: ignore[arg-type]
 

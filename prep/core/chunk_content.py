@@ -157,7 +157,7 @@ class SourceContent(ChunkContent):
         import av.error
 
         tables, due = self.video.packet_tables, [self.shown[index] for index in indices]
-        table, video_id = tables.of_row(self.row), self.video.index["video_id"][self.row].as_py()
+        table, video_id = tables.packet_table(self.row), self.video.index["video_id"][self.row].as_py()
         closed = tables.has_closed_gops(self.row)
         timeline = Timeline.from_json(self.source.timeline)
         upright = Upright(timeline.shape, aspect=timeline.aspects[0][1])

@@ -214,7 +214,7 @@ def check_scores(row: dict[str, Any], members: dict[str, bytes], split: str) -> 
     differences += [
         (DeepCode.JSON_DIFFERS, f"{score.name}: {row[score.name]!r} is out of range")
         for score in SCORES
-        if score.is_number and row[score.name] is not None and not 0 <= row[score.name] <= score.most
+        if score.is_number and row[score.name] is not None and not 0 <= row[score.name] <= score.upper_bound
     ]
     if row["cuts"] != len(row["cut_times_s"] or ()):
         message = f"cuts: {row['cuts']!r}, but {len(row['cut_times_s'] or ())} cut_times_s"

@@ -120,7 +120,7 @@ def measure_sources(variant: Variant) -> ClipCost:
 
 def _source_chunk(shard: CommittedShard, row: int) -> _Chunk:
     tables, index = shard.packet_tables, shard.index
-    table, is_closed, source = tables.of_row(row), tables.has_closed_gops(row), tables.source(row)
+    table, is_closed, source = tables.packet_table(row), tables.has_closed_gops(row), tables.source(row)
     assert source is not None, "the index is not from prep index"
     start_us, fps = index["start_ms"][row].as_py() * 1000, index["fps_num"][row].as_py() / index["fps_den"][row].as_py()
     timeline, video_id = Timeline.from_json(source.timeline), index["video_id"][row].as_py()
@@ -153,7 +153,7 @@ def _section_chunk(path: Path, video_id: str, *, recipe: Recipe) -> _Chunk:
         video_id,
         float(facts.num_frames / fps),
         lambda seconds: min(int(seconds * fps), facts.num_frames - 1),
-        lambda frames: read_packets(file, (0, len(content)), table, table.needed_for(frames)),
+        lambda frames: read_packets(file, (0, len(content)), table, table.packets_for(frames)),
         facts.codec,
         facts.extradata,
         True,

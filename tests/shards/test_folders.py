@@ -10,7 +10,7 @@ import webdataset
 from clipmill.manifests.publish import publish_bytes
 from clipmill.shards.commit_table import distrust_folder, read_commits
 from clipmill.shards.commits import Commit, commit_path, write_commit
-from clipmill.shards.format import RECIPE_FILE, VIDEO_FIELDS, ShardName, folder_of, in_folder
+from clipmill.shards.format import RECIPE_FILE, VIDEO_FIELDS, ShardName, folder_of, shard_path
 from clipmill.shards.lists import damaged_lists, finish_run
 from clipmill.shards.reader import Variant
 from clipmill.shards.verify import quick_problems, verify_shard
@@ -60,7 +60,7 @@ def is_sound(variant: Path) -> bool:
 )
 def test_a_folder_holds_a_thousand_shards(shard_id: int, folder: str) -> None:
     assert folder_of(shard_id) == folder
-    assert ShardName(shard_id, "1f2e3d4c99").tar == in_folder(shard_id, f"{shard_id:06d}-1f2e3d4c.tar")
+    assert ShardName(shard_id, "1f2e3d4c99").tar == shard_path(shard_id, f"{shard_id:06d}-1f2e3d4c.tar")
 
 
 @pytest.mark.parametrize("has_table", [False, True])

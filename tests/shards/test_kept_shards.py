@@ -32,7 +32,7 @@ def test_shards_that_are_given_up_are_opened_again_without_reading_all_of_their_
         opened_shards = []
         for shard_id in range(NUM_SHARDS):
             tables = variant.shard(shard_id).packet_tables
-            opened_shards.append((tables.of_row(1).offset.tolist(), tables.payload(1), tables.payload_crc32(1)))
+            opened_shards.append((tables.packet_table(1).offset.tolist(), tables.payload(1), tables.payload_crc32(1)))
         return opened_shards
 
     first = visit()

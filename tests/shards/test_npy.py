@@ -29,7 +29,7 @@ def test_numpy_reads_the_array_and_its_data_begin_on_a_block(array: np.ndarray) 
 
 
 def test_objects_are_refused() -> None:
-    with pytest.raises(ValueError, match="pickling"):
+    with pytest.raises(ValueError, match="pickled"):
         npy_bytes(np.array([{}], dtype=object))
 
 

@@ -41,7 +41,7 @@ def tables_of(chunks: Sequence[Packets], streams: Sequence[tuple[str, bytes]]) -
 
 
 def table_of(packets: Packets) -> PacketTable:
-    return tables_of([packets], [("h264", b"")]).of_row(0)
+    return tables_of([packets], [("h264", b"")]).packet_table(0)
 
 
 def test_closed_gops_are_known_of_all_chunks_as_of_each() -> None:
@@ -49,7 +49,7 @@ def test_closed_gops_are_known_of_all_chunks_as_of_each() -> None:
     tables = tables_of(chunks, [("h264", b"")] * len(chunks))
     closed_gops = [tables.has_closed_gops(row) for row in range(len(chunks))]
     assert closed_gops == [True, False, False, False, True, True]
-    assert closed_gops == [tables.of_row(row).has_closed_gops for row in range(len(chunks))]
+    assert closed_gops == [tables.packet_table(row).has_closed_gops for row in range(len(chunks))]
 
 
 def test_chunks_of_any_random_tables_are_told_apart() -> None:
@@ -61,7 +61,7 @@ def test_chunks_of_any_random_tables_are_told_apart() -> None:
             chunks.append(list(zip(sorted(frames) if random.integers(2) else frames, kinds, strict=True)))
         tables = tables_of(chunks, [("h264", b"")] * len(chunks))
         for row in range(len(chunks)):
-            assert tables.has_closed_gops(row) == tables.of_row(row).has_closed_gops, chunks
+            assert tables.has_closed_gops(row) == tables.packet_table(row).has_closed_gops, chunks
 
 
 def test_each_chunk_has_its_stream_and_its_place() -> None:
@@ -76,15 +76,15 @@ def test_each_chunk_has_its_stream_and_its_place() -> None:
     [([0], [0]), ([1], [0, 1, 2]), ([1, 2], [0, 1, 2]), ([4], [3, 4, 5]), ([5, 0, 5], [0, 3, 4])],
 )
 def test_a_frame_needs_the_references_before_it_in_its_gop(frames: list[int], needed: list[int]) -> None:
-    assert table_of(CLOSED).needed_for(frames) == needed
+    assert table_of(CLOSED).packets_for(frames) == needed
 
 
 def test_frames_that_a_table_does_not_have_once_are_named() -> None:
     twice: Packets = [(0, KEY), (1, REF), (1, LEAF), (2, LEAF)]
     with pytest.raises(ValueError, match="frame 6 occurs 0 times"):
-        table_of(CLOSED).needed_for([0, 6])
+        table_of(CLOSED).packets_for([0, 6])
     with pytest.raises(ValueError, match="frame 1 occurs 2 times"):
-        table_of(twice).needed_for([1])
-    assert table_of(twice).needed_for([2]) == [0, 1, 3]
+        table_of(twice).packets_for([1])
+    assert table_of(twice).packets_for([2]) == [0, 1, 3]
     with pytest.raises(ValueError, match="no keyframe packet precedes the packet of frame 0"):
-        table_of(HEADLESS).needed_for([0])
+        table_of(HEADLESS).packets_for([0])

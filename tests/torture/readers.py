@@ -75,7 +75,7 @@ def _packets(seed: int, workspace: Workspace, kind: str, base: Callable[[Workspa
     numbers = [
         (first, packet)
         for first in range(2)
-        for packet in range(min(len(shard.packet_tables.of_row(row).offset) for row in range(shard.num_samples)))
+        for packet in range(min(len(shard.packet_tables.packet_table(row).offset) for row in range(shard.num_samples)))
     ]
     for first, packet in draw(numbers, seed=f"{seed}/{kind}", kinds=()):
         rows = range(first, shard.num_samples, 2)
@@ -91,7 +91,7 @@ def _in_packets(
     tar = folder / shard.tar_path.relative_to(whole)
     content = bytearray(tar.read_bytes())
     for row in rows:
-        table, (begin, _) = shard.packet_tables.of_row(row), shard.packet_tables.payload(row)
+        table, (begin, _) = shard.packet_tables.packet_table(row), shard.packet_tables.payload(row)
         at = begin + int(table.offset[packet]) + random.randrange(int(table.size[packet]))
         content[at] ^= 1 << random.randrange(8)
     tar.write_bytes(content)

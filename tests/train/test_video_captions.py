@@ -244,7 +244,7 @@ def test_a_damaged_packet_fails_those_samples_of_a_group_that_need_it(tmp_path: 
     write_captions(tmp_path, {"a": "train"}, [Caption("a", *span, "part") for span in spans])
     samples = open_set(tmp_path, group=3)
     shard = Variant.open(tmp_path).shards()[0]
-    table = shard.packet_tables.of_row(0)
+    table = shard.packet_tables.packet_table(0)
     flip_byte(shard, int(table.offset[table.frame.tolist().index(8)]) + 20)
     outcomes = samples.reader.load([SampleRequest(sample, sample, None) for sample in range(3)])
     assert [isinstance(outcome, FailedSample) for outcome in outcomes] == [False, True, False]
@@ -312,7 +312,7 @@ def test_an_open_gop_is_decoded_by_way_of_the_container(tmp_path: Path) -> None:
     write_shard(tmp_path, 0, [sample], split="train")
     write_captions(tmp_path, {"a": "train"}, [Caption("a", 0.0, 4.0, "all of it")])
     samples = open_set(tmp_path)
-    assert not Variant.open(tmp_path).shards()[0].packet_tables.of_row(0).has_closed_gops
+    assert not Variant.open(tmp_path).shards()[0].packet_tables.packet_table(0).has_closed_gops
     assert "1 of 1 shard decoded through the container: open GOPs" in samples.describe()
     for seed in range(20):
         shown = numbers(samples, 0, seed=seed)

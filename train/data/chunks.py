@@ -23,7 +23,7 @@ from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.store import manifest_dir, read_manifest, read_videos, resolve_folder
 from clipmill.shards.columns import VIDEO, how_to_repair
 from clipmill.shards.decoding import SourceFile
-from clipmill.shards.merged_table import merged_mark
+from clipmill.shards.merged_table import variant_state
 from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.train.config.clips import ClipSettings
@@ -152,7 +152,7 @@ class ChunkSet:
         self.videos: tuple[object, ...] = (split, *manifest_mark(data_dir))
         self.depends_on: tuple[object, ...] = (
             *self.videos,
-            *merged_mark(self._variant.directory, self._variant.commits),
+            *variant_state(self._variant.directory, self._variant.commits),
         )
         self.num_rows: int = self._variant.num_samples
         opened = open_shared(

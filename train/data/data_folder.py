@@ -20,9 +20,9 @@ from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.store import open_captions
 from clipmill.shards.chunk_table import Moments, order_of, read_chunk_rows
 from clipmill.shards.columns import SOURCE_MEMBER, VIDEO
-from clipmill.shards.dataset import current_variant, is_data_folder, not_a_data_folder, variant_dir
+from clipmill.shards.dataset import current_variant, data_folder_error, is_data_folder, variant_dir
 from clipmill.shards.marks import leave_mark, read_from
-from clipmill.shards.merged_table import merged_mark
+from clipmill.shards.merged_table import variant_state
 from clipmill.shards.reader import Variant
 from clipmill.train.data.frame_sampling import START_ROUNDING_US, US_PER_S, ChunkTimes
 from clipmill.train.data.node_cache import choose_folder, open_shared, scratch
@@ -74,7 +74,7 @@ def open_data_folder(
     choose_folder(cache)
     if not is_remote(address):
         if (path := Path(address)).exists() and not is_data_folder(path):
-            raise not_a_data_folder(path)
+            raise data_folder_error(path)
         read_from(path)
         return DataFolder(path)
     from clipmill.train.data.remote import open_remote_folder
@@ -439,4 +439,4 @@ def _mark_of(data_dir: Path, column: str) -> tuple[object, ...]:
     if name is None:
         return ()
     variant = Variant(variant_dir(data_dir, column, name))
-    return merged_mark(variant.directory, variant.commits)
+    return variant_state(variant.directory, variant.commits)

@@ -87,12 +87,12 @@ def read_chunk(
         packets, whole, is_strict = None, b"", True
         if in_source is not None:
             assert source is not None, "the source file is needed"
-            table = tables.of_row(row)
+            table = tables.packet_table(row)
             packets = read_source_packets(source(), in_source, table, frames, is_closed=is_closed)
             is_strict = not table.has_recovery_points
         elif rule == "packets" and is_closed:
-            table = tables.of_row(row)
-            packets = read_packets(shard, tables.payload(row), table, table.needed_for(frames))
+            table = tables.packet_table(row)
+            packets = read_packets(shard, tables.payload(row), table, table.packets_for(frames))
         codec, extradata = tables.stream(row)
         if packets is None:
             whole = shard.read_range(*tables.payload(row))

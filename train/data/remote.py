@@ -46,7 +46,7 @@ from clipmill.shards.format import (
     DATASET_FILE,
     RECIPE_FILE,
     commit_name,
-    in_folder,
+    shard_path,
 )
 from clipmill.shards.marks import leave_mark, read_from
 from clipmill.shards.opening import scan
@@ -227,7 +227,7 @@ class RemoteFiles:
         if table is None:
             return {}
         commits = commits_from_rows(table.rows)
-        records = {in_folder(shard_id, commit_name(shard_id)): commit for shard_id, commit in commits.items()}
+        records = {shard_path(shard_id, commit_name(shard_id)): commit for shard_id, commit in commits.items()}
         if not self.objects.is_writable:
             is_same = listed_contents(local).shard_ids == commits.keys()
             return records if is_same else {}
@@ -244,7 +244,7 @@ class RemoteFiles:
             listed = {info.key.removeprefix(prefix): info for info in self.objects.list(prefix)}
             return {name: info for name, info in listed.items() if name.endswith(".json")}
         shard_ids = sorted(listed_contents(local).shard_ids)
-        names = [in_folder(shard_id, commit_name(shard_id)) for shard_id in shard_ids]
+        names = [shard_path(shard_id, commit_name(shard_id)) for shard_id in shard_ids]
         if not names:
             names = _LINK.findall(self.objects.read(prefix).decode(errors="replace"))
         return {name: ObjectInfo(prefix + name, 0, "", 0.0) for name in names}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import num_captions_of
 from clipmill.shards.columns import TEXT, command_for, how_to_make
-from clipmill.shards.merged_table import merged_mark
+from clipmill.shards.merged_table import variant_state
 from clipmill.shards.reader import Variant
 from clipmill.train.data.data_folder import index_in
 from clipmill.train.data.mapped_tars import (
@@ -221,7 +221,7 @@ class StoredText:
             hint = f"run {how_to_make(TEXT, data_dir)}"
             raise UserError(f"{variant.directory} has no text of any video", hint=hint)
         self._tars = open_maps([variant], tars, whole=variant)
-        self.depends_on: tuple[object, ...] = merged_mark(variant.directory, variant.commits)
+        self.depends_on: tuple[object, ...] = variant_state(variant.directory, variant.commits)
         self._members, self._rows = open_shared(
             lambda: self._read(variant),
             of=(TEXT, self.depends_on, *videos),

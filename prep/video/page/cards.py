@@ -295,7 +295,9 @@ class Card:
     @property
     def sorting(self) -> list[tuple[str, float]]:
         """Scores by which a page can be sorted, and their values."""
-        return [(score.name, self.scores[score.name]) for score in SCORES if score.order and score.name in self.scores]
+        return [
+            (score.name, self.scores[score.name]) for score in SCORES if score.sort_label and score.name in self.scores
+        ]
 
     @property
     def seconds(self) -> float:

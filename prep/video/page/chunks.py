@@ -336,7 +336,7 @@ def distributions(
         about = "captions of the manifest that overlap each chunk"
         known.append(Distribution("Captions", "", about, histogram(captions.astype(np.float64), is_count=True)))
     for score in SCORES:
-        if scores is None or not score.order:
+        if scores is None or not score.sort_label:
             continue
         values = scores.table[score.name].to_numpy()[scores.rows[scores.rows >= 0]].astype(np.float64)
         values = values[~np.isnan(values)]

@@ -405,7 +405,7 @@ def page_values(cards: Sequence[tuple[Card, int]], header: Header, pages: Pages,
     filters = [entry for entry in distinct if 1 < len(entry[2]) <= _MAX_OPTIONS]
     orders = [("order", "video and time"), ("length", "longest first"), ("bitrate", "highest bit rate first")]
     orders += [("captions", "most captions first")] if any(card.captions for card in page_cards) else []
-    sorting = [(score.name, score.order) for score in SCORES if score.order]
+    sorting = [(score.name, score.sort_label) for score in SCORES if score.sort_label]
     orders += [(name, order) for name, order in sorting if any(name in card.scores for card in page_cards)]
     return {
         "title": f"Chunks{part}",

@@ -79,7 +79,7 @@ def chunks_of(shard: CommittedShard) -> list[ChunkTimes]:
 def test_random_clips_show_the_frames_that_were_asked_for(shard: CommittedShard) -> None:
     """By the numbers in the pixels, through sampling, packets, crop and resize, across the borders of chunks."""
     chunks = chunks_of(shard)
-    assert all(shard.packet_tables.of_row(row).has_closed_gops for row in range(len(chunks)))
+    assert all(shard.packet_tables.packet_table(row).has_closed_gops for row in range(len(chunks)))
     rng = np.random.default_rng(0)
     end_us = int(chunks[-1].end_us)
     for number in range(NUM_CLIPS):

@@ -14,7 +14,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import num_captions_of, resolve_folder
 from clipmill.shards.columns import LATENTS, TEXT, VIDEO
 from clipmill.shards.dataset import current_variant
-from clipmill.shards.merged_table import merged_mark
+from clipmill.shards.merged_table import variant_state
 from clipmill.shards.reader import Variant
 from clipmill.train.config.clips import LatentSettings
 from clipmill.train.config.shards import data_folder_error, kind_of
@@ -77,7 +77,7 @@ def open_latent_segments(
         require_embeddings(text, data_dir)
     variants = [latents] if text is None else [latents, text]
     maps = open_maps(variants, tars, whole=text)
-    marks = [merged_mark(variant.directory, variant.commits) for variant in variants]
+    marks = [variant_state(variant.directory, variant.commits) for variant in variants]
     split_mark = (query.split, *manifest_mark(data_dir))
     stored = open_shared(
         lambda: read_latents(latents, data_dir, split=query.split, maps=maps),
