@@ -100,7 +100,7 @@ def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> tuple[pa.Table, pa.Buffer]:
-    """Return the table from `open_index`, and the mapped content of the file, of which the columns are views."""
+    """Return the table from `open_index`, and the mapped content of the file, which the columns refer to."""
     from clipmill.manifests.mapped_files import map_arrow_file  # writers do not need it
 
     try:
