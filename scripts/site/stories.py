@@ -30,7 +30,7 @@ STORIES: tuple[tuple[str, str], ...] = (
     (r"--freeze|videomae tower|towers from libraries", "omit the flag, or choose a different part of the model"),
     (r"not of train|of source … only", "use the evaluation and the captions that the message names"),
     (
-        r"do(es)? not fit (the model|its config)|the weights are of|holds adapters|captioner cannot be made|"
+        r"do(es)? not fit (the model|its config)|the weights belong to|only adapters|part of a captioner|"
         r"no tokenizer|the tokenizer",
         "[which weights fit](weights.md)",
     ),

@@ -221,7 +221,7 @@ _PROCESSORS = (
     (PROCESSOR_FILES[2], None),
 )
 _BYTE, _OFFSETS = 255, ("offset", "rescale_offset")
-_DAMAGED = "correct it, or get the folder again"
+_DAMAGED = "correct the file, or download the folder again"
 
 
 def read_processor(name: str) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def _convert_to_unit_values(processor: dict[str, Any], *, source: str) -> dict[s
     for key, limits, shift in (("image_mean", PIXEL_MEAN, offset), ("image_std", PIXEL_STD, 0.0)):
         value = processor.get(key)
         if not is_triple(value, limits):
-            raise UserError(f"{source}: {key} is {value!r}, which is not {limits.hint}", hint=_DAMAGED)
+            raise UserError(f"{source}: {key} is {value!r}, but must be {limits.hint}", hint=_DAMAGED)
         if value is not None:
             changed[key] = [float(number) if is_plain else (number + shift) / scale for number in value]
     plain = {"do_normalize": True, "do_rescale": True, "rescale_factor": 1 / _BYTE} | dict.fromkeys(_OFFSETS, False)

@@ -1,4 +1,4 @@
-"""Facts derived from tensors: dimensions of towers in weights of other projects, and temperature and bias."""
+"""Dimensions of towers, temperature and bias, derived from the tensors of weights."""
 
 import math
 from dataclasses import dataclass, replace
@@ -18,16 +18,16 @@ from clipmill.train.weights.loading import depth_of
 from clipmill.train.weights.source import Source
 
 _POSITIONS = "video.positional_embedding"
-# Width of a head in published CLIPs and VideoMAEs. ViT-H and ViT-g, which have the widths below, have 16 heads.
+# Width of an attention head in published CLIP and VideoMAE models; ViT-H (width 1280) and ViT-g (1408) have 16 heads.
 _HEAD_WIDTH, _NUM_HEADS = 64, {1280: 16, 1408: 16}
 _RGB = 3
 
 
 def match_size(size: DualEncoderSize, source: Source) -> DualEncoderSize:
-    """Return `size` with the dimensions of the towers in the weights.
+    """Return `size` with the tower dimensions of the weights.
 
-    The number of heads cannot be read from tensors. It comes from the configuration of the weights, or else from `size`
-    if the width is the same, or else from published models.
+    The number of heads cannot be read from tensors. It comes from the configuration of the weights. If the
+    configuration does not state it, it comes from `size` if the widths are equal, and otherwise from published models.
 
     Raises:
         UserError: The configuration states a different depth, or a number of heads that does not divide the width.
@@ -42,22 +42,22 @@ def match_size(size: DualEncoderSize, source: Source) -> DualEncoderSize:
         text = replace(text, trunk=_trunk(text.trunk, gain[0], depth_of(shapes, "text"), source.facts.text_heads))
     if (projection := shapes.get(PROJECTION)) is not None:
         width = projection[-1]
-    for name, trunk, depth in (
+    for name, trunk, configured_depth in (
         ("video", video.trunk, source.facts.video_depth),
         ("text", text.trunk, source.facts.text_depth),
     ):
-        if blocks := depth_of(shapes, name):
-            if depth not in (None, blocks):
-                _refuse(source, name, f"{blocks} blocks", f"{depth}")
+        if depth := depth_of(shapes, name):
+            if configured_depth not in (None, depth):
+                _refuse(source, name, f"{depth} blocks", f"{configured_depth}")
             if trunk.width % trunk.num_heads:
-                _refuse(source, name, f"width {trunk.width}", f"{trunk.num_heads} heads, which do not divide it")
+                _refuse(source, name, f"width {trunk.width}", f"{trunk.num_heads} heads, which do not divide the width")
     return DualEncoderSize(video=video, text=text, embedding_width=width)
 
 
 def _refuse(source: Source, tower: str, actual: str, configured: str) -> NoReturn:
     raise UserError(
-        f"{source.title}: the {tower} tower of the weights has {actual}, but their configuration says {configured}",
-        hint="get both files again: one of them is truncated, or of another model",
+        f"{source.title}: the {tower} tower of the weights has {actual}, but the configuration says {configured}",
+        hint="download both files again: one of them is truncated, or belongs to a different model",
     )
 
 
@@ -68,24 +68,26 @@ def _trunk(trunk: TransformerSize, width: int, depth: int, num_heads: int | None
 
 
 def model_name_of(source: Source) -> ModelName:
-    """Return the name of a model with the patch size of the weights; b16 if there is none."""
+    """Return the name of the model that has the patch size of the weights; b16 if no model has it."""
     conv = source.converted.tensors.get(CONV)
     names: list[ModelName] = ["b16", "l14"]
     return next((name for name in names if conv is not None and PATCH_PX[name] == conv.shape[-1]), "b16")
 
 
 def frame_px_of(source: Source, *, default: int) -> int:
-    """Return the side length in pixels of the frames that weights were trained on, from tensors or their configuration.
+    """Return the side length, in pixels, of the frames that the weights were trained on.
+
+    It follows from the positional embeddings. Without them, it is the value in the configuration, or `default`.
 
     Raises:
-        UserError: The weights take latents, whose size and column are not recorded in files of other projects.
+        UserError: The weights take latents. Files of other projects do not record the size and the column of latents.
     """
     tensors = source.converted.tensors
     conv, positions = tensors.get(CONV), tensors.get(_POSITIONS)
     if conv is not None and conv.shape[1] != _RGB:
         raise UserError(
-            f"{source.title}: the weights take {conv.shape[1]} channels, and clips of pixels have {_RGB}",
-            hint="name the run, or the folder that train export made of it",
+            f"{source.title}: the weights take {conv.shape[1]} channels, but clips of pixels have {_RGB}",
+            hint="use the run itself, or the folder that train export wrote for it",
         )
     if conv is None or positions is None:
         return source.facts.frame_px or default
@@ -93,7 +95,7 @@ def frame_px_of(source: Source, *, default: int) -> int:
 
 
 def num_frames_of(source: Source, *, default: int) -> int:
-    """Return the number of frames in the temporal embedding of the weights; `default` if they have none."""
+    """Return the number of frames that the temporal embedding of the weights covers; `default` without an embedding."""
     temporal = source.converted.tensors.get(TEMPORAL_EMBEDDING)
     return default if temporal is None else len(temporal) * (source.tubelet or 1)
 
@@ -103,11 +105,11 @@ _LOG_SCALE, _TEMPERATURE, _BIAS = "objective.logit_scale", "objective.temperatur
 
 @dataclass(frozen=True)
 class Logits:
-    """Map from cosines to logits: cosine times exp(log_scale), plus the bias.
+    """Map from cosine similarities to logits: logit = cosine * exp(log_scale) + bias.
 
     Attributes:
         log_scale: log(1 / temperature); None if it is unknown, or if each sample has its own temperature.
-        bias: SigLIP's bias; None if there is none.
+        bias: Bias of SigLIP's loss; None for other losses.
     """
 
     log_scale: float | None = None
@@ -115,13 +117,13 @@ class Logits:
 
 
 def logits_of(tensors: Tensors) -> Logits:
-    """Return the map to logits for weights, with our names, of another project or an export."""
+    """Return the map to logits from a converted state dict of another project or an export."""
     scale = tensors.get(LOGIT_SCALE)
     return Logits(None if scale is None else float(scale))
 
 
 def read_logits(checkpoint: Path) -> Logits:
-    """Return the map to logits of the loss in a checkpoint.
+    """Return the map to logits from the loss in a checkpoint.
 
     Raises:
         UserError: The checkpoint cannot be read, or a number in it is not finite.
@@ -130,7 +132,7 @@ def read_logits(checkpoint: Path) -> Logits:
     names = [name for name in (_LOG_SCALE, _TEMPERATURE, _BIAS) if name in table and not table[name]["size"]]
     numbers = {name: torch.zeros(()) for name in names}
     if numbers:
-        fill(checkpoint, table, numbers, world=World())  # in one call, because every call fetches a part from a bucket
+        fill(checkpoint, table, numbers, world=World())  # one call for all, because each call downloads from a bucket
     require_finite(numbers, source=checkpoint)
     values = {name: float(number) for name, number in numbers.items()}
     temperature = values.get(_TEMPERATURE)

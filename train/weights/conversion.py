@@ -1,8 +1,8 @@
-"""Conversion of other projects' state dicts to this project's parameter names, and back.
+"""Convert state dicts of other projects to this project's parameter names, and back.
 
-`video.*` and `text.*` are parameters of clipmill.train.models.dual_encoder.DualEncoder. A MaskedAutoencoder or a
-Captioner also has `decoder.*`, and a VideoClassifier has `fc_norm.*` and `head.*`. `logit_scale` belongs to the
-objective.
+In our names, `video.*` and `text.*` are the towers of clipmill.train.models.dual_encoder.DualEncoder. A
+MaskedAutoencoder or a Captioner also has `decoder.*`, and a VideoClassifier has `fc_norm.*` and `head.*`. `logit_scale`
+belongs to the objective.
 """
 
 import re
@@ -24,7 +24,7 @@ LOGIT_SCALE = "logit_scale"
 TEMPORAL_EMBEDDING = "video.temporal_embedding"
 CONV = "video.conv1.weight"
 PROJECTION = "video.proj"
-# Normalisation of pixel values from 0 to 1, in the order R, G, B. VideoMAE uses ImageNet's values.
+# Mean and standard deviation of pixel values from 0 to 1, in the order R, G, B. VideoMAE uses ImageNet's values.
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _TIMESFORMER_MEAN, _TIMESFORMER_STD = (0.45, 0.45, 0.45), (0.225, 0.225, 0.225)
@@ -41,15 +41,15 @@ class SourceFacts:
         activation: Activation of the MLPs, `gelu` or `quick_gelu`.
         video_eps: Epsilon of the video tower's layer norms.
         text_eps: Epsilon of the text tower's layer norms.
-        mean: Mean of the input normalisation: R, G, B, from 0 to 1.
-        std: Standard deviation of the input normalisation.
-        video_heads: Attention heads of the video tower.
-        text_heads: Attention heads of the text tower.
-        video_depth: Blocks of the video tower.
-        text_depth: Blocks of the text tower.
-        decoder_heads: Attention heads of a masked autoencoder's decoder.
+        mean: Mean that is subtracted from pixel values, for R, G and B, from 0 to 1.
+        std: Standard deviation by which pixel values are divided, for R, G and B.
+        video_heads: Number of attention heads in the video tower.
+        text_heads: Number of attention heads in the text tower.
+        video_depth: Number of blocks in the video tower.
+        text_depth: Number of blocks in the text tower.
+        decoder_heads: Number of attention heads in a masked autoencoder's decoder.
         frame_px: Side length of the frames that the weights were trained on, in pixels.
-        towers: `--towers.*` settings by name, which identify the modules that the weights belong to.
+        towers: Values of the `--towers.*` settings with which a model has the same modules as the weights, by name.
         remarks: Notes for the user.
     """
 
@@ -73,13 +73,13 @@ _UNKNOWN = SourceFacts()
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertedStateDict:
-    """A state dict with our names.
+    """State dict with our names.
 
     Attributes:
-        tensors: Tensors by our names.
-        origins: Our name -> name in the source, in which `{q,k,v}` lists tensors that were concatenated.
-        unknown: Tensors for which we have no name, by their name in the source.
-        ignored: Names of buffers that the format defines and our models do not need (sizes, position IDs, masks).
+        tensors: Tensors by our name.
+        origins: Our name -> name in the source; `{q,k,v}` in a source name lists tensors that were concatenated.
+        unknown: Tensors for which we have no name, by name in the source.
+        ignored: Names of buffers in the source that our models do not need (sizes, position IDs, masks).
     """
 
     tensors: dict[str, torch.Tensor]
@@ -97,20 +97,22 @@ def _keep_tensor(_: str, tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class NameTable:
-    """Parameter names of another project, with our names.
+    """Table of our parameter names and the names in another project.
 
-    In a name, `N` is the index of a block, and `*` is weight or bias. A foreign name may list several tensors in braces
-    that are a single tensor here, concatenated along the first dimension: `attention.{query,key,value}.*`.
+    `N` in a name stands for the index of a block, and `*` for weight or bias. Braces in a foreign name list several
+    tensors that our models store as one, concatenated along the first dimension: `attention.{query,key,value}.*`.
 
     Attributes:
-        owner: Model class or project, for errors.
-        names: Our name -> foreign name; used for reading and writing.
-        aliases: Foreign name -> our name; used only for reading.
-        roots: Foreign first component -> our first component, for names that match no row; used only for reading.
-        ignored: Suffixes of buffer names.
-        canonical: Function that adds the prefix in `names` to a foreign name, for variants of the model without it.
-        to_ours: Function that converts the tensor with our name from the foreign layout.
-        to_theirs: Function that converts the tensor with our name to the foreign layout.
+        owner: Model class or project, for error messages.
+        names: Our name -> foreign name, for reading and writing.
+        aliases: Foreign name -> our name, only for reading.
+        roots: First component of a foreign name -> first component of our name, for names in neither `names` nor
+            `aliases`; only for reading.
+        ignored: Suffixes of the names of buffers that are ignored.
+        canonical: Function that takes a foreign name and returns it with the prefix that `names` expects. Some variants
+            of a model lack the prefix.
+        to_ours: Function that takes our name and a tensor, and converts the tensor from the foreign layout.
+        to_theirs: Function that takes our name and a tensor, and converts the tensor to the foreign layout.
     """
 
     owner: str
@@ -142,7 +144,7 @@ class NameTable:
             try:
                 tensors[our_name] = self.to_ours(our_name, tensor)
             except (IndexError, RuntimeError):
-                tensors[our_name] = tensor  # the shape is wrong, which the comparison with the model reports
+                tensors[our_name] = tensor  # the shape is wrong; the comparison with the model will report it
             origins[our_name] = name
         return ConvertedStateDict(tensors=tensors, origins=origins, unknown=unknown, ignored=tuple(ignored))
 
@@ -150,13 +152,13 @@ class NameTable:
         """Convert our tensors to a foreign state dict.
 
         Raises:
-            ValueError: The foreign model has no corresponding parameter.
+            ValueError: The foreign model has no parameter for one of our tensors.
         """
         state: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             their_name = _translate_name(self.names, name)
             if their_name is None:
-                raise ValueError(f"{self.owner} has nothing like {name}")
+                raise ValueError(f"{self.owner} has no parameter for {name}")
             parts = _expand_name(their_name)
             converted = self.to_theirs(name, tensor)
             state |= dict(zip(parts, converted.chunk(len(parts)) if len(parts) > 1 else [converted], strict=True))
@@ -168,7 +170,7 @@ class NameTable:
 
     def _concatenate(self, state: Tensors) -> dict[str, torch.Tensor]:
         """Return the state dict with queries, keys and values concatenated, unless one of the three is missing."""
-        # Name of the first of several tensors -> names of all of them.
+        # Name of the first tensor in braces -> name with all tensors in braces.
         first_parts = {
             _expand_name(their_name)[0]: their_name for their_name in self.names.values() if "{" in their_name
         }
@@ -184,7 +186,7 @@ class NameTable:
 
 
 def _translate_name(rows: Mapping[str, str], name: str) -> str | None:
-    """Return the other name in a row, with the index and the suffix of `name`; None if no row matches."""
+    """Return the name that `rows` has for `name`, with the same block index and suffix; None if no row matches."""
     index, leaf = _INDEX.search(name), _LEAF.search(name)
     pattern = _INDEX.sub(".N.", name, count=1)
     name_pattern = rows.get(pattern)
@@ -202,17 +204,17 @@ def _expand_name(name: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A format of weights. Its row is in `FORMATS` of clipmill.train.weights.sources.
+    """Weight format, listed in `FORMATS` of clipmill.train.weights.sources.
 
     Attributes:
         name: Value of `--init.format`.
         title: Name of the format for the user.
         convert: Function that converts a state dict to our names.
-        matches: Function that returns True if tensor names belong to this format.
+        matches: Function that takes tensor names and returns True if they belong to this format.
         facts: Facts that are the same for all weights of this format.
-        model_types: Patterns for the `model_type` in config.json.
-        read_config: Function that returns facts from config.json and the processor (`read_processor`); its last
-            argument is the folder, for errors.
+        model_types: Patterns that the `model_type` in config.json may match.
+        read_config: Function that takes the contents of config.json and of the processor (`read_processor`), and
+            returns facts. Its argument `source` is the folder, for error messages.
     """
 
     name: str
@@ -230,7 +232,7 @@ def any_starts_with(names: Iterable[str], *prefixes: str) -> bool:
 
 
 def kind_of_tensors(names: Iterable[str]) -> Kind | None:
-    """Return the kind of the video tower from our parameter names; None without a video tower."""
+    """Derive the kind of the video tower from our parameter names; None without a video tower."""
     video = [name for name in names if name.startswith("video.")]
     if any(name.startswith("video.model.") for name in video):
         return "library"
@@ -249,19 +251,19 @@ _MIN_BYTES = 2
 def require_floats(tensors: Tensors, *, source: object) -> None:
     """Raise a UserError for the first tensor that is not floating-point with 16, 32 or 64 bits.
 
-    Quantised weights have integers and 8-bit floats, whose values mean nothing without their scales.
+    Quantised weights contain integers or 8-bit floats, which are meaningless without their scales.
     """
     for name, tensor in tensors.items():
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < _MIN_BYTES:
             raise UserError(
-                f"{source}: {name} is of {str(tensor.dtype).removeprefix('torch.')}, and weights are floating point of "
-                "16, 32 or 64 bits",
-                hint="use the weights from before quantisation",
+                f"{source}: {name} has dtype {str(tensor.dtype).removeprefix('torch.')}, but weights must be "
+                "floating-point with 16, 32 or 64 bits",
+                hint="use weights that are not quantised",
             )
 
 
 def require_float_weights(state: Tensors, *, source: object) -> None:
-    """Apply `require_floats` to a state dict before conversion, except to integer tensors that may be buffers."""
+    """Apply `require_floats` to a state dict before conversion. Skip integer tensors that may be buffers."""
     weights = {
         name: tensor
         for name, tensor in state.items()
@@ -271,7 +273,7 @@ def require_float_weights(state: Tensors, *, source: object) -> None:
 
 
 def tensors_by_origin(converted: ConvertedStateDict) -> dict[str, torch.Tensor]:
-    """Return the converted tensors by their names in the source."""
+    """Return the converted tensors by name in the source."""
     return {converted.origins[name]: tensor for name, tensor in converted.tensors.items()}
 
 
@@ -280,6 +282,6 @@ def require_finite(tensors: Tensors, *, source: object) -> None:
     for name, tensor in tensors.items():
         if not bool(tensor.float().isfinite().all()):
             raise UserError(
-                f"{source}: {name} holds numbers that are not finite (NaN or infinity)",
-                hint="the training that made these weights diverged, or the file is damaged: use other weights",
+                f"{source}: {name} contains non-finite values (NaN or infinity)",
+                hint="use other weights: the file is damaged, or the training that produced it diverged",
             )

@@ -1,8 +1,8 @@
-"""Write exported folders, either completely or not at all, with the files that all formats share.
+"""Publish exported folders atomically, and write the files that all formats share.
 
-An image tower has no parameters for time. The remaining tensors of a video tower are stored beside the weights in
-video_extras.safetensors, so that `--init.weights FOLDER` restores the video tower bit for bit. That file contains the
-SHA-256 of its weights: if the weights are trained further with other software, the file is rejected.
+An exported image tower has no parameters for time. These tensors of the video tower are stored next to the weights, in
+video_extras.safetensors, so that `--init.weights FOLDER` restores the video tower bit for bit. The file also records
+the SHA-256 of the weights. If other software has changed the weights since the export, the file is rejected.
 """
 
 import hashlib
@@ -31,11 +31,11 @@ class Exported:
     """An export that is ready to be written.
 
     Attributes:
-        write: Function that fills a folder.
+        write: Function that writes the files of the export to a folder.
         remarks: Notes for the user.
         model_input: Input of the exported model if it differs from the run's input, such as "single images".
-        usage: Instructions for a program, as Markdown; empty for weights, which commands accept as WEIGHTS. A program
-            has no record.
+        usage: Markdown instructions for an exported program. Empty for exported weights, which commands accept as
+            WEIGHTS, and which include a record of the run.
     """
 
     write: Callable[[Path], None]
@@ -48,14 +48,14 @@ def require_format(form: str, known: Sequence[str], *, what: str) -> None:
     """Raise a UserError if a model cannot be exported to the format."""
     if form not in known:
         raise UserError(
-            f"--format is {form}, which has no place for {what}",
+            f"--format {form} cannot store {what}",
             hint=f"use --format {' or '.join(known)}",
             flags=("--format",),
         )
 
 
 def publish_folder(out: Path, write: Callable[[Path], None]) -> None:
-    """Fill a folder under a temporary name, and rename it, so that `out` is either complete or missing.
+    """Write a folder under a temporary name and rename it, so that `out` is either complete or missing.
 
     Raises:
         UserError: The folder cannot be written.
@@ -74,7 +74,7 @@ def publish_folder(out: Path, write: Callable[[Path], None]) -> None:
         sync(out.parent)
     except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises a RuntimeError on a full disk
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"cannot write {out}: {reason}", hint="use another --out") from error
+        raise UserError(f"cannot write {out}: {reason}", hint="use a different --out") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -90,24 +90,23 @@ def save_tensors(tensors: Tensors, path: Path, *, metadata: dict[str, str] | Non
 
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
-    # Clone tensors, because safetensors rejects views of the same memory.
+    # Clone the tensors, because safetensors rejects tensors that share memory.
     save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, path, metadata)
-    path.chmod(mode)  # safetensors renames a temporary file that only its owner can read
+    path.chmod(mode)  # safetensors writes a temporary file that only its owner can read, and renames it
 
 
 def preprocessor_config(processor: str, settings: ClipSettings, *, kind: str) -> dict[str, Any]:
     """Return the content of preprocessor_config.json: resize the short side, crop the centre, normalise.
 
     Args:
-        processor: Class in transformers, such as CLIPImageProcessor.
+        processor: Name of the class in transformers, such as CLIPImageProcessor.
         kind: Kind of the tower, which determines the default normalisation.
     """
     import transformers
 
-    side_px = settings.size_px
     config = getattr(transformers, processor)(
-        size={"shortest_edge": side_px},
-        crop_size={"height": side_px, "width": side_px},
+        size={"shortest_edge": settings.size_px},
+        crop_size={"height": settings.size_px, "width": settings.size_px},
         image_mean=list(settings.init.pixel_mean or MEANS[kind]),
         image_std=list(settings.init.pixel_std or STDS[kind]),
     ).to_dict()
@@ -115,15 +114,15 @@ def preprocessor_config(processor: str, settings: ClipSettings, *, kind: str) ->
 
 
 def save_extras(extras: Tensors, folder: Path, *, weights_path: Path) -> None:
-    """Write the tensors of a video tower that an image tower lacks, with the SHA-256 of the file `beside`."""
+    """Write the tensors of a video tower that an image tower lacks, with the SHA-256 of the weights file."""
     save_tensors(extras, folder / EXTRAS_FILE, metadata={_OWNER: _digest(weights_path)})
 
 
 def read_extras(folder: Path, *, weights_path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a video tower that an exported image tower lacks, by clipmill's names; {} if it is missing.
+    """Read the tensors that `save_extras` wrote, by clipmill's names; {} if the folder has none.
 
     Raises:
-        UserError: The file belongs to other weights than the file `beside`, or is damaged.
+        UserError: The tensors do not belong to the weights in `weights_path`, or the file is damaged.
     """
     path = folder / EXTRAS_FILE
     if not path.is_file():
@@ -135,8 +134,8 @@ def read_extras(folder: Path, *, weights_path: Path) -> dict[str, torch.Tensor]:
         owner = (file.metadata() or {}).get(_OWNER)
     if owner != _digest(weights_path):
         raise UserError(
-            f"{path} belongs to other weights than {weights_path.name}, which has changed since the export",
-            hint=f"to start from {weights_path.name} as from any image model, remove {EXTRAS_FILE}",
+            f"{path} does not belong to {weights_path.name}, which has changed since the export",
+            hint=f"delete {EXTRAS_FILE} to use {weights_path.name} as an image model",
         )
     return extras
 

@@ -26,10 +26,9 @@ from clipmill.train.config.model import EPS_RANGE, PIXEL_MEAN, PIXEL_STD
 from clipmill.train.models.hugging_face import PROCESSOR_FILES, is_triple
 from clipmill.train.weights.conversion import Mean
 
-# Configuration files beside weights: read JSON, check the values that are used, create transformers' configurations.
+# Configuration files next to weights: parse the JSON, check the values that are used, and build transformers' objects.
 
-
-_DAMAGED = "correct it, or get the folder again"
+_DAMAGED = "correct the file, or download the folder again"
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
@@ -50,21 +49,22 @@ def read_config(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def as_config(config_class: Callable[..., Any], given: Mapping[str, Any], *, keys: str, source: str) -> Any:
-    """Return a transformers configuration object, with defaults for values that are missing in `given`.
+def as_config(config_class: Callable[..., Any], entries: Mapping[str, Any], *, keys: str, source: str) -> Any:
+    """Build a transformers configuration object, with default values for missing entries.
 
     Args:
-        config_class: Class, such as VideoMAEConfig.
-        given: Object from a checked config.json.
-        keys: Keys that are used, separated by spaces. Other keys are omitted, because their values are not checked.
-        source: Source for errors.
+        config_class: Class of the configuration, such as VideoMAEConfig.
+        entries: Entries of a config.json that `read_config` has checked.
+        keys: Names of the entries to use, separated by spaces. Other entries are ignored, because `read_config` does
+            not check their values.
+        source: Origin of the entries, for error messages.
 
     Raises:
         UserError: The class rejects the values.
     """
     from huggingface_hub.errors import StrictDataclassError
 
-    values = {key: given[key] for key in keys.split() if key in given}
+    values = {key: entries[key] for key in keys.split() if key in entries}
     # The classes reject integers where they expect floats.
     values |= {key: float(value) for key, value in values.items() if key in _EPS}
     try:
@@ -74,7 +74,7 @@ def as_config(config_class: Callable[..., Any], given: Mapping[str, Any], *, key
 
 
 def rgb_values(values: Any) -> Mean | None:
-    """Return a configuration's values for R, G and B; None if they are missing."""
+    """Return the three values for R, G and B as floats; None for None."""
     if values is None:
         return None
     red, green, blue = (float(value) for value in values)
@@ -85,7 +85,7 @@ def _check(config: Mapping[str, Any], *, path: Path, parent: str) -> None:
     for name, value in config.items():
         for names, is_valid, expected in _TYPES:
             if name in names and not is_valid(value):
-                raise UserError(f"{path}: {parent}{name} is {value!r}, which is not {expected}", hint=_DAMAGED)
+                raise UserError(f"{path}: {parent}{name} is {value!r}, but must be {expected}", hint=_DAMAGED)
         if name in _OBJECTS and value is not None:
             _check(value, path=path, parent=f"{parent}{name}.")
 
@@ -98,7 +98,7 @@ def _is_size(value: Any) -> bool:
     return _is_integer(value) and value >= 1
 
 
-# Nested objects, whose keys are also checked.
+# Nested objects, whose entries are also checked.
 _OBJECTS = frozenset(
     {
         *("vision_config", "text_config", "encoder", "decoder", "model_config", "model_cfg", "preprocess_cfg"),
@@ -135,32 +135,32 @@ _TYPES: tuple[tuple[frozenset[str], Callable[[Any], bool], str], ...] = (
     (
         frozenset({"hidden_act", "activation_function", "model_type"}),
         lambda value: isinstance(value, str),
-        "a text",
+        "a string",
     ),
     (
         frozenset({"architectures"}),
         lambda value: value is None or (isinstance(value, list) and all(isinstance(text, str) for text in value)),
-        "a list of texts",
+        "a list of strings",
     ),
     (frozenset({"mean"}), lambda value: is_triple(value, PIXEL_MEAN), PIXEL_MEAN.hint),
     (frozenset({"std"}), lambda value: is_triple(value, PIXEL_STD), PIXEL_STD.hint),
 )
 
 
-# torch.load raises this error for files that contain more than tensors and plain containers.
-_Refused: type[Exception] = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
-_DOWNLOAD_AGAIN = "get the file again, and compare its size with the original's"
+# Error that torch.load raises for files that contain more than tensors and plain containers.
+_UnpicklingError: type[Exception] = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
+_DOWNLOAD_AGAIN = "download the file again, and compare its size with the original"
 _scalar = np.float64(0).__reduce__()[0]  # function that builds a NumPy scalar from bytes
-# Training checkpoints of AVION and LaViLa contain arguments (a namespace of plain values) and a score (a NumPy scalar)
-# besides tensors. NumPy scalars have different names in old and new versions of NumPy.
-_PLAIN: list[Any] = [
+# Globals that a torch.save file may use. Besides tensors, training checkpoints of AVION and LaViLa contain arguments (a
+# namespace of plain values) and a score (a NumPy scalar, whose constructor moved between versions of NumPy).
+_ALLOWED_GLOBALS: list[Any] = [
     argparse.Namespace,
     np.dtype,
     *(type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64, np.bool_)),
     (_scalar, "numpy.core.multiarray.scalar"),
     (_scalar, "numpy._core.multiarray.scalar"),
 ]
-# File names of weights in a folder, by priority. An index lists the shards of weights that consist of several files.
+# Names of weights files in a folder, by priority. An index lists the shards of weights that consist of several files.
 _INDEX = ".index.json"
 WEIGHT_FILES = (
     "open_clip_model.safetensors",
@@ -172,8 +172,8 @@ WEIGHT_FILES = (
     f"pytorch_model.bin{_INDEX}",
     "checkpoint.pth",
 )
-# Keys under which training checkpoints store the model, the most common first.
-_INNER = ("state_dict", "model_state_dict", "model", "module")
+# Keys under which training checkpoints store the model's state dict, the most common key first.
+_STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "module")
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
@@ -182,7 +182,9 @@ def weights_file(folder: Path) -> Path:
     for name in WEIGHT_FILES:
         if (folder / name).is_file():
             return folder / name
-    raise UserError(f"there are no weights in {folder}", hint=f"add one of {', '.join(WEIGHT_FILES)}")
+    raise UserError(
+        f"there are no weights in {folder}", hint=f"use a folder that contains one of {', '.join(WEIGHT_FILES)}"
+    )
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -192,23 +194,23 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         UserError: The file cannot be read, is damaged, contains no tensors, or would execute code.
     """
     try:
-        with os.fdopen(open_regular(path), "rb") as file:  # not a pipe or a device, which may have no end
-            begin = file.read(512)
+        with os.fdopen(open_regular(path), "rb") as file:  # rejects pipes and devices, which may never end
+            head = file.read(512)
     except OSError as error:
-        raise UserError(f"cannot read the weights {path}: {error.strerror}", hint="name a file or a folder") from error
-    if not begin:
+        raise UserError(f"cannot read the weights {path}: {error.strerror}", hint="use a file or a folder") from error
+    if not head:
         raise UserError(f"{path} is empty", hint=_DOWNLOAD_AGAIN)
-    if begin.lstrip()[:1] == b"<":
-        raise UserError(f"{path} is a web page, not weights: the download went wrong", hint=_DOWNLOAD_AGAIN)
-    if begin.startswith(b"version https://git-lfs"):
-        raise UserError(f"{path} is a pointer of Git LFS, not the weights themselves", hint="run `git lfs pull` there")
+    if head.lstrip()[:1] == b"<":
+        raise UserError(f"{path} is a web page, not a weights file: the download failed", hint=_DOWNLOAD_AGAIN)
+    if head.startswith(b"version https://git-lfs"):
+        raise UserError(f"{path} is a Git LFS pointer, not a weights file", hint="run `git lfs pull` in its repository")
     if path.name.endswith(_INDEX):
         return _read_shards(path)
-    if _is_printable(begin):
+    if _is_printable(head):
         raise UserError(
-            f"{path} is text: it is not a safetensors or torch file", hint="name the file that holds the weights"
+            f"{path} is a text file, not a safetensors or torch file", hint="use the file that contains the weights"
         )
-    if path.suffix == ".safetensors" or begin[8:9] == b"{":
+    if path.suffix == ".safetensors" or head[8:9] == b"{":
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -225,14 +227,14 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
             return _read_openai_archive(path)
         if any(name.endswith("/models/model.json") for name in names):
             raise UserError(
-                f"{path} is a program of torch.export, not weights",
-                hint="name the run, or the weights, that it was exported from",
+                f"{path} is a torch.export program, not a weights file",
+                hint="use the run or the weights that it was exported from",
             )
     return _read_torch(path)
 
 
 def without_prefixes(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Remove the prefixes of wrappers from names, such as DDP's `module.` and torch.compile's `_orig_mod.`."""
+    """Remove prefixes that wrappers add to all names, such as DDP's `module.` and torch.compile's `_orig_mod.`."""
     names = list(state)
     for _ in range(len(_PREFIXES)):
         for prefix in _PREFIXES:
@@ -242,23 +244,23 @@ def without_prefixes(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 
 def _read_shards(index: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of all shards, the files in which transformers stores a large model."""
+    """Read all shards that an index lists. transformers splits the weights of a large model into shards."""
     try:
         shard_of = parse_json(index.read_bytes())["weight_map"]
         names = sorted(set(shard_of.values()))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{index} is not an index of weights: {error!r}", hint=_DOWNLOAD_AGAIN) from error
+        raise UserError(f"{index} is not an index of weight shards: {error!r}", hint=_DOWNLOAD_AGAIN) from error
     tensors: dict[str, torch.Tensor] = {}
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise UserError(
-                f"{index} names the shard {name!r}, and shards are .safetensors files next to it",
-                hint="save the model again as safetensors: model.save_pretrained(FOLDER) of transformers",
+                f"{index} lists the shard {name!r}, but shards must be .safetensors files next to the index",
+                hint="save the model as safetensors, with model.save_pretrained(FOLDER) from transformers",
             )
         tensors |= read_tensors(index.with_name(name))
     if missing := shard_of.keys() - tensors.keys():
         raise UserError(
-            f"the shards of {index} lack {len(missing)} of its {len(shard_of)} tensors, such as {min(missing)}",
+            f"the shards of {index} lack {len(missing)} of the {len(shard_of)} listed tensors, such as {min(missing)}",
             hint=_DOWNLOAD_AGAIN,
         )
     return tensors
@@ -266,22 +268,22 @@ def _read_shards(index: Path) -> dict[str, torch.Tensor]:
 
 def _read_torch(path: Path) -> dict[str, torch.Tensor]:
     try:
-        with torch.serialization.safe_globals(_PLAIN):
+        with torch.serialization.safe_globals(_ALLOWED_GLOBALS):
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except _Refused as error:
-        # Torch's message is not shown, because it suggests loading the file with its code.
+    except _UnpicklingError as error:
+        # Do not show torch's message, because it suggests executing the code in the file.
         reason, _, global_name = "it is not a tensor file", *str(error).partition("GLOBAL ")[1:]
         if global_name:
-            reason = f"it holds {global_name.split()[0]}, and only tensors and plain values are loaded"
+            reason = f"it contains {global_name.split()[0]}, but only tensors and plain values are loaded"
         raise UserError(
-            f"{path} is refused: {reason}",
-            hint="if you trust it, save only its state dict: torch.save(model.state_dict(), FILE)",
+            f"{path} was not loaded: {reason}",
+            hint="save only the state dict, if you trust the file: torch.save(model.state_dict(), FILE)",
         ) from error
     except Exception as error:
         raise UserError(
             f"the weights {path} are damaged or truncated: {first_line(error)}", hint=_DOWNLOAD_AGAIN
         ) from error
-    for name in _INNER:
+    for name in _STATE_DICT_KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             content = content[name]
             break
@@ -289,15 +291,18 @@ def _read_torch(path: Path) -> dict[str, torch.Tensor]:
     if isinstance(content, Mapping):
         tensors = {str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)}
     if not tensors:
-        raise UserError(f"there are no tensors in {path}", hint=f"use a state dict, or one under {', '.join(_INNER)}")
+        raise UserError(
+            f"there are no tensors in {path}",
+            hint=f"use a file that contains a state dict, at the top or under {', '.join(_STATE_DICT_KEYS)}",
+        )
     return tensors
 
 
-def _is_printable(begin: bytes) -> bool:
-    """Return True if the first bytes of a file are printable. Tensor files start with lengths, marks and opcodes."""
+def _is_printable(head: bytes) -> bool:
+    """Return True if the first bytes of a file are printable text. No tensor file starts with printable text only."""
     try:
-        # Decode incrementally, because a multi-byte character may be truncated at the end.
-        text = codecs.getincrementaldecoder("utf-8")().decode(begin)
+        # Decode incrementally, because the last character may be truncated.
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
         return False
     return all(letter.isprintable() or letter.isspace() for letter in text)
@@ -308,15 +313,15 @@ def _read_openai_archive(path: Path) -> dict[str, torch.Tensor]:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest not in openai_digests():
         raise UserError(
-            f"{path} is a program (TorchScript) that OpenAI did not publish (SHA-256 {digest[:12]}...): not opened",
-            hint="use open_clip's copy, such as ViT-B-16:openai; or if you trust it, save only its state dict: "
+            f"{path} was not loaded: OpenAI did not publish this TorchScript program (SHA-256 {digest[:12]}...)",
+            hint="use open_clip's copy, such as ViT-B-16:openai; or, if you trust the file, save only the state dict: "
             "torch.save(torch.jit.load(FILE, 'cpu').state_dict(), OTHER)",
         )
     return dict(torch.jit.load(path, map_location="cpu").state_dict())
 
 
 def openai_digests() -> frozenset[str]:
-    """Return the SHA-256 of each archive that OpenAI published, taken from the URLs in open_clip's list."""
+    """Return the SHA-256 of each archive that OpenAI published. The URLs in open_clip's list contain them."""
     from open_clip.pretrained import get_pretrained_url, list_pretrained_models_by_tag
 
     urls = [get_pretrained_url(name, "openai") for name in list_pretrained_models_by_tag("openai")]
@@ -328,11 +333,12 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt")
 
 
 def hub_folder(name: str, *, files: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FILES), what: str = "weights") -> Path:
-    """Return the folder of a model from the Hub, which is downloaded unless it is in the cache.
+    """Return the local folder of a model from the Hugging Face Hub. Download the model unless it is cached.
 
     Args:
-        files: Patterns of the required files.
-        what: Content of the folder, for the error's hint.
+        name: Name of the model on the Hub.
+        files: Patterns of the files to download.
+        what: Content of the folder, for the hint of the error.
 
     Raises:
         UserError: The model is neither in the cache nor on the Hub.
@@ -345,7 +351,7 @@ def hub_folder(name: str, *, files: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FI
             return Path(snapshot_download(name, allow_patterns=[*files]))
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         raise UserError(
-            f"there is no folder {name}, and no model of that name in Hugging Face's cache or to download: "
+            f"there is no folder {name}, and the Hugging Face model {name} is neither cached nor downloadable: "
             f"{str(error).splitlines()[0]}",
-            hint=f"check the network, fill the cache on a machine that has one, or name a folder with {what}",
+            hint=f"check the network, fill the cache on a machine with network access, or use a folder with {what}",
         ) from error

@@ -1,9 +1,9 @@
-"""Hugging Face's VisionEncoderDecoderModel of TimeSformer and GPT-2, or one of the two: names, configuration.
+"""Names and configuration of Hugging Face's TimeSformer, GPT-2, and VisionEncoderDecoderModel with both.
 
-In the file of a separate model, names lack a prefix: a TimesformerModel has no `encoder.` (a
+In the file of a separate TimeSformer or GPT-2, names lack a prefix: a TimesformerModel has no `encoder.` (a
 TimesformerForVideoClassification has `timesformer.` instead), a GPT2LMHeadModel has no `decoder.`, and a GPT2Model has
-no `decoder.transformer.`. GPT-2's matrices are transposed. Its last layer is the token embedding, which old files store
-as `decoder.lm_head.weight`.
+no `decoder.transformer.`. GPT-2's matrices are transposed. GPT-2's output layer shares the matrix of the token
+embedding. Old files contain this matrix a second time, as `decoder.lm_head.weight`.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,13 @@ from clipmill.train.weights.files import (
 
 @dataclass(frozen=True, kw_only=True)
 class TimeSformerShape:
-    """Dimensions of a TimeSformer, and of the clips that it takes."""
+    """Dimensions of a TimeSformer, and of the clips that it takes.
+
+    Attributes:
+        size: Dimensions of the network.
+        image_px: Side length of a frame, in pixels.
+        num_frames: Number of frames in a clip.
+    """
 
     size: VideoViTSize
     image_px: int
@@ -49,7 +55,7 @@ class TimeSformerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionConfig:
-    """Dimensions in a config.json; None for a missing part."""
+    """Dimensions of a captioner's parts; None for a part that the model lacks."""
 
     video: TimeSformerShape | None
     decoder: Gpt2Size | None
@@ -58,9 +64,11 @@ class CaptionConfig:
 def hf_caption_config(
     video: TimeSformerShape, decoder: Gpt2Size, *, end_id: int, pad_id: int, dropout: float
 ) -> dict[str, Any]:
-    """Return the config.json of a VisionEncoderDecoderModel.
+    """Return the content of config.json for a VisionEncoderDecoderModel.
 
     Args:
+        video: Dimensions of the encoder.
+        decoder: Dimensions of the decoder.
         end_id: ID of the token before and after a caption.
         pad_id: ID of the padding token.
         dropout: Dropout probability of the decoder.
@@ -105,16 +113,18 @@ def hf_caption_config(
 
 
 def generation_config(*, end_id: int, pad_id: int, decoding: Mapping[str, Any]) -> dict[str, Any]:
-    """Return generation_config.json.
+    """Return the content of generation_config.json.
 
     Args:
-        decoding: Arguments of `generate`.
+        end_id: ID of the token before and after a caption.
+        pad_id: ID of the padding token.
+        decoding: Arguments for `generate` of transformers.
     """
     from transformers import GenerationConfig
 
     tokens = {"bos_token_id": end_id, "decoder_start_token_id": end_id, "eos_token_id": end_id, "pad_token_id": pad_id}
     values = {**tokens, **decoding}
-    # Default values of this version of transformers are also written, because other versions have different defaults.
+    # Write values even if they are the defaults of this version of transformers: other versions have other defaults.
     return {**GenerationConfig(**values).to_diff_dict(), **values}
 
 
@@ -122,15 +132,17 @@ def caption_config_of(
     config: Mapping[str, Any],
     *,
     source: str,
-    hint: str = "use a TimeSformer, a GPT-2, or a vision-encoder-decoder of both",
+    hint: str = "use a TimeSformer, a GPT-2, or a vision-encoder-decoder with both",
 ) -> CaptionConfig:
-    """Return the dimensions in the config.json of a captioner, a TimeSformer, or a GPT-2.
+    """Return the dimensions that the config.json of a captioner, a TimeSformer, or a GPT-2 specifies.
 
     Args:
-        hint: Hint of the error for a model of a different kind.
+        config: Content of config.json.
+        source: Origin of the configuration, for error messages.
+        hint: Hint of the error about a model of another type.
 
     Raises:
-        UserError: The model is of a different kind, or uses a feature that our models lack.
+        UserError: The model has another type, or uses a feature that our models lack.
     """
     kind = config.get("model_type")
     if kind == "timesformer":
@@ -142,8 +154,8 @@ def caption_config_of(
         if (encoder.get("model_type"), text.get("model_type")) == ("timesformer", "gpt2"):
             video = _timesformer_of(encoder, source=source)
             return CaptionConfig(video=video, decoder=_gpt2_of(text, source=source))
-        kind = f"{kind} of {encoder.get('model_type')} and {text.get('model_type')}"
-    raise UserError(f"{source} is a {kind}, which a captioner cannot be made of", hint=hint)
+        kind = f"{kind} with {encoder.get('model_type')} and {text.get('model_type')}"
+    raise UserError(f"{source} is a {kind} model, which cannot be part of a captioner", hint=hint)
 
 
 _TIMESFORMER_KEYS = (
@@ -172,7 +184,8 @@ def _timesformer_of(entries: Mapping[str, Any], *, source: str) -> TimeSformerSh
     for name in ("image_size", "patch_size"):
         if not isinstance(getattr(config, name), int):
             raise UserError(
-                f"{source}: {name} is {getattr(config, name)!r}", hint="use weights for square pictures and patches"
+                f"{source}: {name} is {getattr(config, name)!r}, but images and patches must be square",
+                hint="use weights for square images and patches",
             )
     trunk = TransformerSize(
         width=config.hidden_size,
@@ -188,7 +201,7 @@ def _timesformer_of(entries: Mapping[str, Any], *, source: str) -> TimeSformerSh
 def _gpt2_of(entries: Mapping[str, Any], *, source: str) -> Gpt2Size:
     from transformers import GPT2Config
 
-    # GPT2Config's default end token belongs to the largest vocabulary, and would cause warnings for smaller ones.
+    # GPT2Config's default end token is for the full vocabulary, and would cause warnings for a smaller vocabulary.
     ends = {"bos_token_id": None, "eos_token_id": None}
     config = as_config(GPT2Config, {**entries, **ends}, keys=_GPT2_KEYS, source=source)
     _require(
@@ -209,34 +222,34 @@ def _gpt2_of(entries: Mapping[str, Any], *, source: str) -> Gpt2Size:
 
 def _require(config: Any, *, source: str, **values: tuple[Any, ...]) -> None:
     """Raise a UserError for a value that our models do not support; `values` lists the supported values by name."""
-    for name, known in values.items():
-        if getattr(config, name) not in known:
+    for name, supported in values.items():
+        if getattr(config, name) not in supported:
             raise UserError(
-                f"{source}: {name} is {getattr(config, name)!r}, which the models here do not have",
-                hint=f"use weights with {' or '.join(map(repr, known))}",
+                f"{source}: {name} is {getattr(config, name)!r}, which clipmill's models do not support",
+                hint=f"use weights with {' or '.join(map(repr, supported))}",
             )
 
 
 def _require_divisible(config: Any, *, width: str, heads: str, source: str) -> None:
-    """Raise a UserError if the width is not a multiple of the number of heads, which tensors do not show."""
+    """Raise a UserError if the width is not a multiple of the number of heads. Tensor shapes do not reveal this."""
     if getattr(config, width) % getattr(config, heads):
         raise UserError(
-            f"{source}: {width} is {getattr(config, width)}, which {heads} {getattr(config, heads)} cannot share",
-            hint="correct config.json, or get the folder again",
+            f"{source}: {width} {getattr(config, width)} is not a multiple of {heads} {getattr(config, heads)}",
+            hint="correct config.json, or download the folder again",
         )
 
 
 def facts_of_hf_caption(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
-    """Return facts from config.json and the processor (`read_processor`) of a TimeSformer, or a captioner with one.
+    """Return facts from config.json and the processor (`read_processor`) of a TimeSformer or a captioner.
 
     Raises:
-        UserError: See `caption_config_of`; or the model contains no TimeSformer.
+        UserError: The model is a GPT-2 without a video tower, or `caption_config_of` rejects the configuration.
     """
     video = caption_config_of(config, source=source).video
     if video is None:
         raise UserError(
             f"{source} has no video tower",
-            hint="name a video tower with --init.weights; a GPT-2 goes to --decoder.weights",
+            hint="pass a video tower to --init.weights; pass a GPT-2 to --decoder.weights",
         )
     trunk = video.size.trunk
     return SourceFacts(
@@ -250,12 +263,12 @@ def facts_of_hf_caption(config: Mapping[str, Any], preprocess: Mapping[str, Any]
 
 _VIDEO, _TEXT = "video.transformer.resblocks.N", "decoder.transformer.resblocks.N"
 _LAYER, _H = "encoder.encoder.layer.N", "decoder.transformer.h.N"
-# Leading dimensions of 1 that foreign tensors have and ours lack.
+# Number of leading dimensions of size 1 that the foreign tensor has and our tensor lacks.
 _LEADING = {"video.class_embedding": 2, "video.positional_embedding": 1, "video.temporal_embedding": 1}
 
 
 def _complete_name(name: str) -> str:
-    """Return the name that a tensor of a separate part has in the complete captioner."""
+    """Return the name that a tensor of a separate TimeSformer or GPT-2 has in a captioner."""
     if name.startswith("timesformer."):
         return f"encoder.{name.removeprefix('timesformer.')}"
     if name.startswith(("wte.", "wpe.", "h.", "ln_f.")):
@@ -302,7 +315,8 @@ NAMES = NameTable(
         f"{_TEXT}.mlp.c_proj.*": f"{_H}.mlp.c_proj.*",
         "decoder.ln_final.*": "decoder.transformer.ln_f.*",
     },
-    # Masks that old versions stored with GPT-2's weights, the tied embedding, and a TimeSformer's classifier.
+    # Masks that old versions of transformers stored with GPT-2's weights, the output layer of GPT-2 (the same matrix as
+    # the token embedding), and the classifier of a TimeSformer.
     ignored=(
         *(".attn.bias", ".crossattention.bias", "attn.masked_bias", "attention.masked_bias"),
         *("lm_head.weight", "classifier.weight", "classifier.bias"),
@@ -316,7 +330,7 @@ from_hf_caption, to_hf_caption = NAMES.read, NAMES.write
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionFolder:
-    """Dimensions from a transformers folder, and its weights with our names."""
+    """Dimensions and converted weights from a transformers folder."""
 
     config: CaptionConfig
     converted: ConvertedStateDict
@@ -326,16 +340,16 @@ def read_caption_folder(folder: Path, *, needs_decoder: bool = False) -> Caption
     """Read config.json and the weights of a captioner, a TimeSformer, or a GPT-2.
 
     Args:
-        needs_decoder: Reject a TimeSformer without a decoder.
+        needs_decoder: True if the hint of an error should ask for a model with a decoder.
 
     Raises:
         UserError: The files are missing or damaged, or belong to a model that cannot be part of a captioner.
     """
     values = read_config(folder / "config.json")
     if values is None:
-        raise UserError(f"there is no {folder / 'config.json'}", hint="name a folder that save_pretrained wrote")
-    advice = {"hint": "use a GPT-2, or a vision-encoder-decoder with one"} if needs_decoder else {}
-    config = caption_config_of(values, source=str(folder), **advice)
+        raise UserError(f"there is no {folder / 'config.json'}", hint="use a folder that save_pretrained wrote")
+    hint = {"hint": "use a GPT-2, or a vision-encoder-decoder with a GPT-2"} if needs_decoder else {}
+    config = caption_config_of(values, source=str(folder), **hint)
     path = weights_file(folder)
     state = without_prefixes(read_tensors(path))
     require_float_weights(state, source=path)

@@ -1,4 +1,7 @@
-"""Hugging Face's CLIPModel: names and configuration. q, k and v are separate matrices; projections are transposed."""
+"""Names, configuration and tokenizer of Hugging Face's CLIPModel.
+
+A CLIPModel has separate matrices for queries, keys and values, and its projections are transposed.
+"""
 
 import html
 import re
@@ -19,7 +22,7 @@ from clipmill.train.weights.files import as_config, rgb_values
 _OUR_BLOCK, _LAYER = "transformer.resblocks.N", "encoder.layers.N"
 _PROJECTIONS = {"video.proj": "visual_projection.weight", "text.text_projection": "text_projection.weight"}
 _START_TOKEN_ID = 49406
-# If a configuration has the value 2, as in files of old versions, transformers ends captions at the largest ID.
+# End token in configurations from old versions of transformers. It stands for the largest ID of the vocabulary.
 _OLD_END_TOKEN_ID = 2
 
 
@@ -45,7 +48,7 @@ NAMES = NameTable(
     names={
         "video.class_embedding": "vision_model.embeddings.class_embedding",
         "video.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
-        "video.ln_pre.*": "vision_model.pre_layrnorm.*",  # this is the original spelling
+        "video.ln_pre.*": "vision_model.pre_layrnorm.*",  # transformers spells it this way
         **_tower_names("video", "vision_model"),
         "video.ln_post.*": "vision_model.post_layernorm.*",
         "text.token_embedding.weight": "text_model.embeddings.token_embedding.weight",
@@ -62,7 +65,7 @@ from_hf, to_hf = NAMES.read, NAMES.write
 
 
 def facts_of_hf(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
-    """Return facts from the config.json and the processor (`read_processor`) of a CLIPModel.
+    """Return facts from config.json and the processor (`read_processor`) of a CLIPModel.
 
     Raises:
         UserError: The model uses a feature that our towers lack.
@@ -76,13 +79,15 @@ def facts_of_hf(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, sou
     activations = {vision.hidden_act, text.hidden_act}
     if activations not in ({"gelu"}, {"quick_gelu"}):
         raise UserError(
-            f"{source}: the activations are {', '.join(sorted(activations))}; here both towers have gelu or quick_gelu",
+            f"{source}: the activations are {', '.join(sorted(activations))}, but both towers must have the same one, "
+            "gelu or quick_gelu",
             hint="use the weights of a plain CLIP",
         )
     end = text.eos_token_id
     if "vocab_size" in text_values and end not in (_OLD_END_TOKEN_ID, text.vocab_size - 1):
         raise UserError(
-            f"{source}: captions end with token {end}; here they end with the largest one", hint="use a plain CLIP"
+            f"{source}: captions end with token {end}, but must end with the largest token ID",
+            hint="use the weights of a plain CLIP",
         )
     return SourceFacts(
         activation=vision.hidden_act,
@@ -98,7 +103,7 @@ def facts_of_hf(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, sou
 
 
 def hf_config(size: DualEncoderSize, *, image_px: int, log_scale: float) -> dict[str, Any]:
-    """Return the config.json of a CLIPModel whose vision tower takes single frames."""
+    """Return the content of config.json for a CLIPModel whose vision tower takes single frames."""
     from transformers import CLIPConfig
 
     towers = {
@@ -116,7 +121,7 @@ def hf_config(size: DualEncoderSize, *, image_px: int, log_scale: float) -> dict
     vision = {"image_size": image_px, "num_channels": size.video.num_channels, "patch_size": size.video.patch_px}
     text = {
         "bos_token_id": _START_TOKEN_ID,
-        # The largest ID. Both models read the embedding at the first position of this ID.
+        # The largest ID. A CLIPModel and our text tower take the embedding at the first position with this ID.
         "eos_token_id": size.text.vocabulary_size - 1,
         "max_position_embeddings": size.text.context_length,
         "vocab_size": size.text.vocabulary_size,
@@ -136,16 +141,16 @@ _SPLIT = r"'[s\u017f]|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 # Note for the user of an export.
 TOKENIZER_REMARK = (
-    "its tokenizer, loaded with AutoTokenizer, cleans texts as training did, except that it does not repair text in a "
-    "wrong encoding; the exact list of exceptions and a way without any are in docs/weights.md"
+    "its tokenizer, loaded with AutoTokenizer, cleans texts as in training, except that it does not repair text "
+    "decoded with the wrong encoding; docs/weights.md lists all exceptions, and explains how to avoid them"
 )
 
 
 def save_tokenizer(folder: Path, *, context_length: int) -> None:
-    """Write CLIP's tokenizer for transformers, from the vocabulary that open_clip ships, with open_clip's cleaning.
+    """Write CLIP's tokenizer for transformers, with open_clip's vocabulary and cleaning.
 
-    transformers' CLIPTokenizer builds another normaliser, whatever tokenizer.json says. Therefore the files describe a
-    tokenizer class that is used unchanged.
+    transformers' CLIPTokenizer ignores the normaliser in tokenizer.json. Therefore the files specify the class
+    PreTrainedTokenizerFast, which uses tokenizer.json unchanged.
     """
     from open_clip.tokenizer import SimpleTokenizer
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -162,7 +167,7 @@ def save_tokenizer(folder: Path, *, context_length: int) -> None:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    # open_clip looks for these tokens after cleaning.
+    # open_clip looks for these tokens in the cleaned text, which is what `normalized` means.
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=True) for token in (start, end)])
     ends = (end, original.eot_token_id), (start, original.sot_token_id)
     tokenizer.post_processor = processors.RobertaProcessing(*ends, trim_offsets=False, add_prefix_space=False)
@@ -191,18 +196,18 @@ HF_CLIP = Format(
 )
 
 
-# open_clip's cleaning of texts, written as a normaliser of the tokenizers library for exported tokenizers.
+# open_clip's cleaning of texts as a normaliser of the tokenizers library, for exported tokenizers.
 #
-# open_clip repairs texts with ftfy, decodes HTML twice, folds white space and converts to lower case. A normaliser is a
-# list of replacements. It therefore includes the steps whose results depend only on a few characters, but not the steps
-# that depend on the surrounding text:
+# open_clip repairs texts with ftfy, unescapes HTML twice, collapses white space and converts to lower case. A
+# normaliser is a list of replacements. It can represent steps whose results depend on only a few characters, but not:
 #
 # - text that was decoded with the wrong encoding ("schÃ¶n"), which ftfy recognises by statistics;
-# - HTML in a text with "<", in which ftfy keeps the quotes and ligatures that HTML stands for;
-# - numeric character references outside of `_NUMBERED`, and HTML that was escaped repeatedly without semicolons.
+# - HTML entities in a text with "<", where ftfy keeps the quotes and ligatures that the entities stand for;
+# - numeric character references outside of `_REFERENCED`, and HTML that was escaped repeatedly without semicolons.
 
-# Latin letters, punctuation, symbols, and emoji. Each character adds a replacement, which costs time for every text.
-_NUMBERED = (
+# Code points whose numeric references are replaced: Latin letters, punctuation, symbols, and emoji. Each code point
+# adds a replacement, which costs time for every text.
+_REFERENCED = (
     *(range(32, 0x180), range(0x2000, 0x2070), range(0x20A0, 0x20C0), range(0x2100, 0x2150)),
     *(range(0x2600, 0x27C0), range(0x1F300, 0x1F650)),
 )
@@ -211,38 +216,38 @@ _SIGMA = "(?<=[\\p{Lu}\\p{Ll}\\p{Lt}])\u03a3(?!\\p{M}*[\\p{Lu}\\p{Ll}\\p{Lt}])"
 
 
 def cleaning_normalizer() -> Any:
-    """Return the normaliser (`tokenizers.normalizers.Sequence`)."""
+    """Return a normaliser (`tokenizers.normalizers.Sequence`) that cleans texts as open_clip does."""
     from tokenizers import Regex, normalizers
 
-    # Old HTML names that need no semicolon. Longer names come first, because others are their prefixes.
+    # Old HTML entities that need no semicolon. Longer names come first, because a shorter name may be their prefix.
     old_names = sorted((name for name in html5 if not name.endswith(";")), key=len, reverse=True)
     without_semicolons = ((Regex(f"&{name};?"), html5[name]) for name in old_names)
     rules = (*_replacements(), None, *without_semicolons, (Regex(r"\s+"), " "))
     steps = [normalizers.NFC() if rule is None else normalizers.Replace(*rule) for rule in rules]
-    # Rust converts each letter to lower case separately; Python recognises a sigma at the end of a word.
+    # Python converts a sigma at the end of a word to a final sigma, but `Lowercase` of tokenizers does not.
     return normalizers.Sequence(
         [*steps, normalizers.Strip(), normalizers.Replace(Regex(_SIGMA), "\u03c2"), normalizers.Lowercase()]
     )
 
 
 def _replacements() -> Iterator[tuple[Any, str]]:
-    """Yield the texts or patterns to replace, with their replacements, in ftfy's order."""
-    from open_clip import tokenizer as original
+    """Yield each string or pattern to replace, with its replacement, in ftfy's order."""
+    from open_clip import tokenizer as open_clip_tokenizer
     from tokenizers import Regex
 
-    chardata: Any = original.ftfy.chardata
-    # Text that was escaped several times.
+    chardata: Any = open_clip_tokenizer.ftfy.chardata
+    # Ampersands that were escaped several times.
     yield Regex(r"&(?:(?:amp|AMP|#0*38|#[xX]0*26);)+"), _AMPERSAND
     patterns = defaultdict[str, list[str]](list)
     for name, value in {**{f"&{name}": value for name, value in html5.items()}, **chardata.HTML_ENTITIES}.items():
         if name.endswith(";") and value != _AMPERSAND:
             patterns[value].append(re.escape(name))
-    for number in (number for numbers in _NUMBERED for number in numbers):
+    for number in (number for numbers in _REFERENCED for number in numbers):
         value = html.unescape(f"&#{number};")
         patterns[value] += [f"&#0*{number}(?![0-9]);?", f"&#[xX]0*(?i:{number:x})(?![0-9a-fA-F]);?"]
     for value, alternatives in patterns.items():
         yield Regex("|".join(alternatives)), value
-    # Control characters of ISO 8859-1 are interpreted as characters of Windows-1252.
+    # ISO 8859-1 control characters are read as Windows-1252 characters.
     for number in range(0x80, 0xA0):
         yield chr(number), bytes([number]).decode("cp1252", errors="replace").replace("\ufffd", chr(number))
     for number, value in {**chardata.LIGATURES, **chardata.WIDTH_MAP}.items():
@@ -250,5 +255,5 @@ def _replacements() -> Iterator[tuple[Any, str]]:
     yield Regex(chardata.SINGLE_QUOTE_RE.pattern), "'"
     yield Regex(chardata.DOUBLE_QUOTE_RE.pattern), '"'
     yield Regex("\\x1b\\[[0-9;]*[a-zA-Z]"), ""
-    removed = (number for number, value in chardata.CONTROL_CHARS.items() if value is None)
-    yield Regex(f"[{''.join(f'{chr(92)}x{{{number:x}}}' for number in removed)}]"), ""
+    dropped_codes = (number for number, value in chardata.CONTROL_CHARS.items() if value is None)
+    yield Regex(f"[{''.join(f'{chr(92)}x{{{number:x}}}' for number in dropped_codes)}]"), ""

@@ -1,12 +1,12 @@
-"""Weights of towers that libraries build (`--towers.image`, `--towers.text`): conversion to our names, and back.
+"""Convert weights of towers that libraries build (`--towers.image`, `--towers.text`) to our names, and back.
 
     ours                     open_clip                  transformers
     video.model.*            visual.*                   vision_model.*, visual_projection, or all names of a model
     text.model.*             text.*, or as in CLIP      text_model.*, text_projection, or all names of a model
 
-timm's files contain only an image tower. Other tensors in a file are converted like the weights of a CLIP. No library
-has the parts that we add to its tower: `video.proj`, `video.pool.*`, `video.temporal_embedding`,
-`text.text_projection`.
+timm's files contain only an image tower. Tensors of other towers are converted like the weights of a CLIP. The parts
+that we add to a library's tower have no counterpart in the library: `video.proj`, `video.pool.*`,
+`video.temporal_embedding` and `text.text_projection`.
 """
 
 from collections.abc import Mapping
@@ -40,15 +40,15 @@ from clipmill.train.weights.open_clip import BUFFERS, TEXT_ROOTS, from_open_clip
 
 IMAGE, TEXT = "video.model.", "text.model."
 LOGIT_BIAS = "logit_bias"
-_ANY_PX = 224
-_PLAIN = Towers()
+_ANY_PX = 224  # side length for towers that specify none; names of tensors do not depend on it
+_OUR_TOWERS = Towers()
 _IMAGE_COMPONENTS = ("visual", "vision_model", "visual_projection")
-# First components of the names in a CLIP's text tower, and the name of the temperature.
+# First components of the names in a CLIP's text tower, with the temperature.
 TEXT_COMPONENTS = ("text", "text_model", *TEXT_ROOTS)
 
 
 def library_format(towers: Towers) -> Format | None:
-    """Return the weight format for towers that a library builds; None if no tower comes from a library."""
+    """Return the weight format of towers that a library builds; None if no tower comes from a library."""
     names = dict[str, frozenset[str]]()
     if towers.image is not None:
         names[IMAGE] = image_outline(towers.image, preprocessing_of(towers.image).size_px or _ANY_PX).names
@@ -56,11 +56,12 @@ def library_format(towers: Towers) -> Format | None:
         names[TEXT] = text_outline(text, getattr(towers, "text_pooling", "own")).names
     if not names:
         return None
-    which = " and ".join(filter(None, (towers.image, text)))
-    return Format(name="library", title=which, convert=partial(_convert_state, names), matches=lambda _: True)
+    title = " and ".join(filter(None, (towers.image, text)))
+    return Format(name="library", title=title, convert=partial(_convert_state, names), matches=lambda _: True)
 
 
 def _convert_state(names: Mapping[str, frozenset[str]], state: Tensors) -> ConvertedStateDict:
+    """Convert a state dict; `names` are the tensor names of each library tower, by prefix (`IMAGE` or `TEXT`)."""
     tensors, origins = dict[str, torch.Tensor](), dict[str, str]()
     unknown, rest, ignored = dict[str, torch.Tensor](), dict[str, torch.Tensor](), list[str]()
     # In a model with two towers, the first component of a name says which tower it belongs to.
@@ -71,7 +72,7 @@ def _convert_state(names: Mapping[str, frozenset[str]], state: Tensors) -> Conve
         root = name.partition(".")[0]
         # The complete name, the name without its first component, and the name without its first two components.
         parts = name.split(".")
-        endings = [".".join(parts[begin:]) for begin in range(min(3, len(parts)))]
+        endings = [".".join(parts[start:]) for start in range(min(3, len(parts)))]
         prefixes = list(names)
         if has_two_towers:
             prefixes = [TEXT] if root in TEXT_COMPONENTS else [IMAGE] if root in _IMAGE_COMPONENTS else []
@@ -93,18 +94,20 @@ def _convert_state(names: Mapping[str, frozenset[str]], state: Tensors) -> Conve
 
 
 def library_facts(folder: Path) -> SourceFacts:
-    """Return the normalisation of pixels with which the weights in a folder were trained."""
+    """Return the pixel normalisation with which the weights in a folder were trained."""
     config = read_config(folder / "open_clip_config.json")
     preprocess = (config.get("preprocess_cfg") or {}) if config is not None else read_processor(str(folder))
     preprocess = preprocess or (read_config(folder / "config.json") or {}).get("pretrained_cfg") or {}
     return facts_of_entry({name: preprocess.get(f"image_{name}", preprocess.get(name)) for name in ("mean", "std")})
 
 
-def facts_of_entry(entry: Mapping[str, Any], towers: Towers = _PLAIN) -> SourceFacts:
-    """Return facts from open_clip's entry for a tag that has weights for `towers`."""
+def facts_of_entry(entry: Mapping[str, Any], towers: Towers = _OUR_TOWERS) -> SourceFacts:
+    """Return facts from open_clip's entry for a pretrained tag; `towers` are the towers that the weights are for."""
     mean, std = (rgb_values(None if entry.get(name) is None else list(entry[name])) for name in ("mean", "std"))
     lacks_quick_gelu = entry.get("quick_gelu") and not (towers.image or "").endswith("-quickgelu")
-    remarks = ("trained with QuickGELU, which open_clip:NAME-quickgelu has",) if lacks_quick_gelu else ()
+    remarks = (
+        ("they were trained with QuickGELU; to use it, load open_clip:NAME-quickgelu",) if lacks_quick_gelu else ()
+    )
     names = {name: value for name in ("image", "text") if (value := getattr(towers, name, None)) is not None}
     frame_px = None if towers.image is None else preprocessing_of(towers.image).size_px
     return SourceFacts(mean=mean, std=std, frame_px=frame_px, towers=names, remarks=remarks)
@@ -115,8 +118,8 @@ def state_of(weights: Tensors, prefix: str) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
-# Export of towers in their library's own format: the tensors that the format can store, as the library itself writes
-# them.
+# Export of towers in their library's own format. The folder is written as the library itself writes it, and contains
+# only the tensors that the format can store.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +127,10 @@ class LibraryTowers:
     """Towers of a dual encoder whose image tower comes from a library.
 
     Attributes:
-        weights: Tensors with our names, including `logit_scale`.
-        logits: Map from cosines to logits.
+        settings: Settings of the run.
+        size: Dimensions of the towers.
+        weights: Tensors by our name, including `logit_scale`.
+        logits: Map from cosine similarities to logits.
     """
 
     settings: ClipSettings
@@ -146,14 +151,14 @@ class LibraryTowers:
         return self.towers.image
 
     @property
-    def normalisation(self) -> dict[str, list[float]]:
-        """Mean and standard deviation with which pixels are normalised."""
+    def normalization(self) -> dict[str, list[float]]:
+        """Mean and standard deviation of the pixel normalisation, as `mean` and `std`."""
         init = self.settings.init
         return {"mean": list(init.pixel_mean or ()), "std": list(init.pixel_std or ())}
 
 
 def write_library(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
-    """Write towers in the format of their image tower's library; return the weights file, and our names of its tensors.
+    """Write towers in the format of the image tower's library. Return the weights file, and our names of its tensors.
 
     Raises:
         UserError: The library's format cannot store these towers.
@@ -167,13 +172,13 @@ def _write_open_clip(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str
     weights, text = towers.weights, towers.towers.text
     if "video.proj" in weights or ("text.text_projection" in weights and text is not None):
         raise UserError(
-            "a tower has another projection in addition to open_clip's, which open_clip has no place for",
+            "a tower has a projection in addition to open_clip's, which --format open_clip cannot store",
             hint="use --format torch, or train without --towers.embedding-width",
         )
     if not any(name.startswith("text.") for name in weights) or (text or "open_clip:").partition(":")[0] != "open_clip":
         raise UserError(
-            "open_clip's models have two towers of open_clip, and the text tower is of another kind",
-            hint="use --format torch, which holds only the video tower",
+            "--format open_clip needs a text tower from open_clip or train clip, which this model does not have",
+            hint="use --format torch, which stores only the video tower",
         )
     library: Any = library_of(towers.image)[0]
     config = dict(library.config(towers.image.partition(":")[2]))
@@ -200,7 +205,7 @@ def _write_open_clip(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str
     config["embed_dim"] = towers.size.embedding_width
     file = folder / "open_clip_model.safetensors"
     save_tensors(state, file)
-    preprocess = {**towers.normalisation, "size": towers.settings.size_px, "mode": "RGB"}
+    preprocess = {**towers.normalization, "size": towers.settings.size_px, "mode": "RGB"}
     preprocess["interpolation"] = preprocessing_of(towers.image).interpolation or "bicubic"
     save_json(folder / "open_clip_config.json", {"model_cfg": config, "preprocess_cfg": preprocess})
     return file, {name for name in weights if name.startswith((IMAGE, "text.")) or name == LOGIT_SCALE}
@@ -210,7 +215,7 @@ def _write_timm(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
     import timm
 
     model = _fill_model(towers.image, towers.weights)
-    config = {"mean": towers.normalisation["mean"], "std": towers.normalisation["std"]}
+    config = {"mean": towers.normalization["mean"], "std": towers.normalization["std"]}
     timm.models.save_for_hf(model, str(folder), model_config=config, safe_serialization=True)
     return folder / "model.safetensors", {name for name in towers.weights if name.startswith(IMAGE)}
 
@@ -218,12 +223,12 @@ def _write_timm(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
 def _write_hf(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()  # save_pretrained would print one between our lines
+    transformers.utils.logging.disable_progress_bar()  # save_pretrained would print it between our lines
     library: Any = library_of(towers.image)[0]
     name, weights = towers.image.partition(":")[2], towers.weights
-    stored = {our_name for our_name in weights if our_name.startswith(IMAGE)}
+    stored_names = {our_name for our_name in weights if our_name.startswith(IMAGE)}
     if towers.towers.text == towers.image:
-        # Both halves come from the same model.
+        # Both towers come from the same model.
         config = library.config(name)
         if towers.towers.context_length is not None:
             config.text_config.max_position_embeddings = towers.towers.context_length
@@ -234,16 +239,16 @@ def _write_hf(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
         model.load_state_dict(
             {their_name: weights[our_name] for their_name, our_name in our_names.items()}, strict=False
         )
-        stored = set(our_names.values())
+        stored_names = set(our_names.values())
         if (bias := getattr(model, LOGIT_BIAS, None)) is not None and towers.logits.bias is not None:
             nn.init.constant_(bias, towers.logits.bias)
         library.hub_tokenizer(name).save_pretrained(folder)
     else:
         model = _fill_model(towers.image, weights)
     model.save_pretrained(folder)
-    changed = {f"image_{key}": value for key, value in towers.normalisation.items()}
+    changed = {f"image_{key}": value for key, value in towers.normalization.items()}
     save_json(folder / "preprocessor_config.json", {**read_processor(name), **changed})
-    return folder / "model.safetensors", stored
+    return folder / "model.safetensors", stored_names
 
 
 def _fill_model(reference: str, weights: Tensors) -> Any:

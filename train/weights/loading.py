@@ -1,6 +1,7 @@
-"""Load weights into a model. A table or an error shows which tensors are copied, resized, created or dropped.
+"""Load weights into a model, and report which tensors are copied, resized, created or dropped.
 
-Shape suffixes: P positions (1 + number of patches), D width, H and W patches of a frame.
+Shape suffixes: P image positions (1 + number of patches), L text positions, K text positions that are kept, N text
+positions after stretching, D width, H and W patches per side of a frame.
 """
 
 import math
@@ -33,7 +34,7 @@ ChangeKind = Literal["resized", "created", "dropped", "missing", "unexpected", "
 Shape = tuple[int, ...]
 
 _PROJECTIONS = (PROJECTION, "text.text_projection")
-# Parts that weights of image models lack, and the reason that the table shows, with the initial values.
+# Parts that weights of image models lack -> reason for the table of changes, which says how they are initialised.
 _CREATED = {
     TEMPORAL_EMBEDDING: "as --towers.temporal says",
     "video.view_embedding": "--towers.views concat: zero at first",
@@ -41,7 +42,7 @@ _CREATED = {
     ".ln_temporal.": "--towers.attention divided",
     "video.pool.": "--towers.pool-frames attention, which begins as the mean",
 }
-_KEPT_POSITIONS = 20  # number of a CLIP's text positions that stretching keeps (Long-CLIP)
+_KEPT_POSITIONS = 20  # number of text positions that stretching leaves unchanged (Long-CLIP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +50,12 @@ class Change:
     """A tensor that was not copied unchanged.
 
     Attributes:
-        name: Our name, or the source's name if we have none.
+        kind: Difference between the source and the model.
+        name: Our name, or the name in the source if we have no name.
         origin: Name in the source; '' if the source lacks the tensor.
-        old: Shape in the source.
-        new: Shape in the model.
-        why: Reason; '' if there is none, in which case training must not begin.
+        old: Shape in the source; None if the source lacks the tensor.
+        new: Shape in the model; None if the model lacks the tensor.
+        why: Reason; '' if there is no reason, in which case training must not start.
     """
 
     kind: ChangeKind
@@ -66,13 +68,13 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class FittedWeights:
-    """Weights fitted to a model.
+    """Weights with the names and shapes of a model.
 
     Attributes:
-        tensors: Tensors by our names, with the model's shapes, except those that the model initialises itself.
+        tensors: Tensors by our name, with the model's shapes. Parameters that the model initialises are not included.
         logit_scale: log(1 / temperature) of the source; None if it is unknown, or if the projections are not used.
         num_copied: Number of tensors that were copied unchanged.
-        changes: All other tensors.
+        changes: Tensors that were not copied unchanged.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -82,14 +84,15 @@ class FittedWeights:
 
     @property
     def unexplained_changes(self) -> tuple[Change, ...]:
-        """Changes that have no reason."""
+        """Changes without a reason."""
         return tuple(change for change in self.changes if not change.why)
 
 
 def fit_tensors(source: ConvertedStateDict, shapes: Mapping[str, Shape], *, allow: Sequence[str] = ()) -> FittedWeights:
-    """Fit weights to a model.
+    """Fit converted weights to the shapes of a model.
 
     Args:
+        source: Converted weights.
         shapes: Shapes of the model's parameters, by name.
         allow: Patterns of tensor names (ours or the source's) that may differ without a reason.
     """
@@ -112,7 +115,7 @@ def fit_tensors(source: ConvertedStateDict, shapes: Mapping[str, Shape], *, allo
             tensors[name] = fitted
         changes.append(Change(kind=kind, name=name, origin=source.origins[name], old=old, new=new, why=why))
 
-    def leave(name: str, origin: str, tensor: torch.Tensor, why: str = "") -> None:
+    def record_unused(name: str, origin: str, tensor: torch.Tensor, why: str = "") -> None:
         kind: ChangeKind = "dropped" if why else "unexpected"
         changes.append(Change(kind=kind, name=name, origin=origin, old=tuple(tensor.shape), why=why))
 
@@ -125,14 +128,14 @@ def fit_tensors(source: ConvertedStateDict, shapes: Mapping[str, Shape], *, allo
     for name, tensor in source.tensors.items():
         if name not in shapes and name != LOGIT_SCALE:
             is_text = name.startswith("text.") and not has_text_tower
-            leave(name, source.origins[name], tensor, "this model has no text tower" if is_text else "")
+            record_unused(name, source.origins[name], tensor, "this model has no text tower" if is_text else "")
     for name, tensor in source.unknown.items():
-        leave(name, name, tensor)
+        record_unused(name, name, tensor)
     logit_scale = source.tensors.get(LOGIT_SCALE)
-    # Towers from libraries may have their own parameters instead.
+    # A model whose towers come from libraries may have none of these projections. It keeps the temperature.
     if logit_scale is not None and shapes.keys() & set(_PROJECTIONS) and not tensors.keys() & set(_PROJECTIONS):
         why = "the projections are new, so their temperature is too"
-        leave(LOGIT_SCALE, source.origins[LOGIT_SCALE], logit_scale, why)
+        record_unused(LOGIT_SCALE, source.origins[LOGIT_SCALE], logit_scale, why)
         logit_scale = None
     return FittedWeights(
         tensors=tensors,
@@ -143,12 +146,16 @@ def fit_tensors(source: ConvertedStateDict, shapes: Mapping[str, Shape], *, allo
 
 
 def _resize_tensor(name: str, tensor: torch.Tensor, new: Shape) -> tuple[ChangeKind, torch.Tensor | None, str]:
-    """Return the tensor in the shape `new` (None if the model initialises it), and the reason ('' if there is none)."""
+    """Return the kind of change, the tensor with shape `new` (None if the model initialises it), and the reason."""
     old = tuple(tensor.shape)
     if name == CONV and len(old) == 4 and len(new) == 5 and old == (*new[:2], *new[3:]):
         return "resized", inflated_cubes(tensor, new[2]), "a cube of equal frames gives what one frame gave"
     if name in _PROJECTIONS and len(old) == 2 and old[0] == new[0]:
-        return "dropped", None, f"the embedding has {new[1]} numbers here, {old[1]} there: a new projection is learned"
+        return (
+            "dropped",
+            None,
+            f"the embedding has {new[1]} numbers here, {old[1]} there: a new projection is learned",
+        )
     if len(old) != 2 or len(new) != 2 or old[1] != new[1]:
         return "reshaped", None, ""
     if name == "video.positional_embedding" and _is_square(old[0] - 1) and _is_square(new[0] - 1):
@@ -170,7 +177,7 @@ def _resize_tensor(name: str, tensor: torch.Tensor, new: Shape) -> tuple[ChangeK
     return "reshaped", None, ""
 
 
-# Positional embeddings of our text tower, and of CLIPs that open_clip or transformers build.
+# Positional embeddings of our text tower, and of CLIP text towers from open_clip and transformers.
 _TEXT_POSITIONS = (
     "text.positional_embedding",
     "text.model.positional_embedding",
@@ -179,9 +186,9 @@ _TEXT_POSITIONS = (
 
 
 def stretched_positions(positions_LD: torch.Tensor, num_positions: int) -> torch.Tensor:
-    """Stretch positional embeddings for longer texts: the first 20 are kept, the others are interpolated linearly.
+    """Stretch positional embeddings for longer texts: keep the first 20, and interpolate the others linearly.
 
-    Beyond the last position, the line through the last two continues. Long-CLIP (Zhang et al. 2024) stretches 77
+    Positions beyond the last embedding are extrapolated from the last two. Long-CLIP (Zhang et al. 2024) stretches 77
     positions to 248 in this way.
     """
     kept_KD, rest_LD = positions_LD[:_KEPT_POSITIONS], positions_LD[_KEPT_POSITIONS:].double()
@@ -194,7 +201,7 @@ def stretched_positions(positions_LD: torch.Tensor, num_positions: int) -> torch
 
 
 def resize_positions(positions_PD: torch.Tensor, *, num_positions: int) -> torch.Tensor:
-    """Resize positional embeddings to a different number of patches. The first, the class token's, is kept."""
+    """Resize positional embeddings to a different number of patches. The embedding of the class token is unchanged."""
     class_1D, grid_PD = positions_PD[:1], positions_PD[1:]
     old, new = math.isqrt(len(grid_PD)), math.isqrt(num_positions - 1)
     grid_1DHW = grid_PD.float().T.unflatten(1, (old, old))[None]
@@ -211,11 +218,11 @@ _MAX_LINES, _MAX_NAMES = 40, 3
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedWeights:
-    """Weights that fit a model, with a description of their use.
+    """Weights that fit a model.
 
     Attributes:
-        title: Source and format.
-        fitted: FittedWeights tensors, with the changes that the table shows.
+        title: Source and format, for the user.
+        fitted: Tensors with the model's names and shapes, and the changes.
     """
 
     title: str
@@ -223,7 +230,7 @@ class LoadedWeights:
 
     @property
     def logit_scale(self) -> float | None:
-        """log(1 / temperature) with which the weights were trained, if the model uses it."""
+        """log(1 / temperature) with which the weights were trained; None if it is unknown or not used."""
         return self.fitted.logit_scale
 
     def as_json(self) -> dict[str, Any]:
@@ -240,39 +247,43 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
     """Fit the weights of `source` to a model, which may be on the meta device and is not changed.
 
     Args:
+        model: Model whose names and shapes the weights must have.
+        source: Weights to fit.
         allow: Patterns of tensor names that may differ without a reason.
-        say: Function that prints how the tensors were used.
+        say: Function that prints a line of the table of changes.
 
     Raises:
         UserError: A tensor is missing or unexpected or has a different shape, without a reason; a tensor is not
             finite; or the number of attention heads differs.
     """
-    # Tensors that weights may contain: no counters, and only the first name of tied tensors. The weights of a run also
-    # contain the second names.
-    here: dict[str, Shape] = {}
+    # Weights contain no counters, and a tied tensor only under its first name. The weights of a run also contain the
+    # other names of tied tensors, which are dropped.
+    model_shapes: dict[str, Shape] = {}
     seen = set[int]()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and id(tensor) not in seen:
-            here[name] = tuple(tensor.shape)
+            model_shapes[name] = tuple(tensor.shape)
             seen.add(id(tensor))
-    second_names = model.state_dict().keys() - here.keys()
+    second_names = model.state_dict().keys() - model_shapes.keys()
     tensors = {name: tensor for name, tensor in source.converted.tensors.items() if name not in second_names}
     source = replace(source, converted=replace(source.converted, tensors=tensors))
     source_shapes = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
-    _check_heads(model, source.facts, source_shapes=source_shapes, here=here, title=source.title)
-    fitted = fit_tensors(source.converted, here, allow=allow)
-    say(f"weights: {source.title}: {fitted.num_copied} of {len(here)} tensors of the model copied unchanged")
+    _check_heads(model, source.facts, source_shapes=source_shapes, model_shapes=model_shapes, title=source.title)
+    fitted = fit_tensors(source.converted, model_shapes, allow=allow)
+    say(f"weights: {source.title}: {fitted.num_copied} of {len(model_shapes)} tensors of the model copied unchanged")
     lines = _format_table(fitted.changes)
     for line in lines[:_MAX_LINES]:
         say(f"  {line}")
     if len(lines) > _MAX_LINES:
         say(f"  and {len(lines) - _MAX_LINES} more")
     if fitted.unexplained_changes:
-        differs = [_describe_architecture(shapes) for shapes in (source_shapes, here)]
-        sizes = f": {differs[0]}; the model: {differs[1]}" if differs[0] != differs[1] else ""
+        weights_text, model_text = (_describe_architecture(shapes) for shapes in (source_shapes, model_shapes))
+        difference = f" (weights: {weights_text}; model: {model_text})" if weights_text != model_text else ""
         raise UserError(
-            f"{source.title} does not fit the model{sizes}: {_summarise_changes(fitted.unexplained_changes)}",
-            hint=_find_hint(fitted.unexplained_changes, source.facts, source_shapes=source_shapes, here=here),
+            f"{source.title} does not fit the model{difference}: {_summarise_changes(fitted.unexplained_changes)}",
+            hint=_find_hint(
+                fitted.unexplained_changes, source.facts, source_shapes=source_shapes, model_shapes=model_shapes
+            ),
         )
     origins = source.converted.origins
     require_finite({origins[name]: tensor for name, tensor in fitted.tensors.items()}, source=source.title)
@@ -281,17 +292,20 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
 
 @torch.no_grad()
 def copy_into(model: nn.Module, loaded: LoadedWeights) -> None:
-    """Copy fitted weights into a model. Parameters that the weights lack keep their values."""
+    """Copy weights into the model that they were fitted to. Parameters that the weights lack keep their values."""
     parameters = {plain_name(name): parameter for name, parameter in model.state_dict().items()}
     for name, tensor in loaded.fitted.tensors.items():
         parameters[name].copy_(tensor)
 
 
 def load_all_parameters(model: nn.Module, source: Source, *, fit: Callable[..., LoadedWeights], say: Say) -> None:
-    """Load all parameters of a model that will not be trained. Each is copied from `source`, or interpolated.
+    """Load all parameters of a model that will not be trained. Each parameter is copied from `source`, or interpolated.
 
     Args:
-        fit: Function (model, source, say=) that fits all parameters of the model.
+        model: Model to fill.
+        source: Weights to load.
+        fit: Function (model, source, say=) that fits the weights to the model, such as `fit_to`.
+        say: Function that prints a line of the table of changes.
 
     Raises:
         UserError: `source` has no values for a parameter.
@@ -301,18 +315,18 @@ def load_all_parameters(model: nn.Module, source: Source, *, fit: Callable[..., 
     changed = [change.name for change in loaded.fitted.changes if change.new is not None]
     if new := [name for name in changed if name not in loaded.fitted.tensors and name != TEMPORAL_EMBEDDING]:
         raise UserError(
-            f"{source.title} does not have all of the model: {', '.join(new[:_MAX_NAMES])} would be random",
+            f"{source.title} is not a complete model: {', '.join(new[:_MAX_NAMES])} would have random values",
             hint="use weights of the complete model",
         )
     copy_into(model, loaded)
     if TEMPORAL_EMBEDDING in changed and TEMPORAL_EMBEDDING not in loaded.fitted.tensors:
-        # The weights come from an image model. The initial zeros of this embedding have random signs.
+        # The weights come from an image model. Zero the embedding, because its initial zeros have random signs.
         model.get_parameter(TEMPORAL_EMBEDDING).detach().zero_()
 
 
 _DECODER_HEADS_HINT = (
-    "the size of the model decides how many heads its decoder has; without the decoder, the weights can be the "
-    "--init.weights of another task"
+    "use the --model of the weights, which determines the number of heads; or use the weights in a task without a "
+    "decoder"
 )
 
 
@@ -321,10 +335,13 @@ def _check_heads(
     facts: SourceFacts,
     *,
     source_shapes: Mapping[str, Shape],
-    here: Mapping[str, Shape],
+    model_shapes: Mapping[str, Shape],
     title: str,
 ) -> None:
-    """Compare numbers of heads, which shapes do not show. A configuration may describe a part that the weights lack."""
+    """Raise a UserError if a tower has another number of attention heads than the weights; shapes do not show it.
+
+    Parts that the weights lack are skipped, because the configuration may describe them nevertheless.
+    """
     for tower, what, heads, flag in (
         ("video", "video tower", facts.video_heads, "--towers.heads"),
         ("text", "text tower", facts.text_heads, "--towers.text-heads"),
@@ -335,7 +352,7 @@ def _check_heads(
             continue
         model_heads = next(module.num_heads for module in part.modules() if hasattr(module, "num_heads"))
         if model_heads != heads:
-            flags = _size_flags(source_shapes, here, facts) or f"{flag} {heads}"
+            flags = _size_flags(source_shapes, model_shapes, facts) or f"{flag} {heads}"
             raise UserError(
                 f"{title}: the {what} has {heads} heads, but the {what} of the model has {model_heads}",
                 hint=_DECODER_HEADS_HINT if tower == "decoder" else f"use the --model of the weights, or {flags}",
@@ -344,14 +361,14 @@ def _check_heads(
 
 # The table of changes.
 
-_NOT_USED, _NEW = "not used", "new, missing there"
+_NOT_USED, _NEW = "not used", "new, not in the weights"
 _TITLES = {
     "resized": "resized",
     "created": "created",
     "dropped": _NOT_USED,
     "missing": "MISSING",
     "unexpected": "UNEXPECTED",
-    "reshaped": "OTHER SHAPE",
+    "reshaped": "DIFFERENT SHAPE",
 }
 
 
@@ -385,16 +402,16 @@ def _title(change: Change) -> str:
 
 # Errors and hints, derived from names and shapes.
 
-# The decoder's embedding, and name prefixes of a captioner's decoder and of the projection to the decoder's width.
+# Token embedding of a captioner's decoder; name prefixes of the decoder and of the projection to the decoder's width.
 _TOKENS, _CAPTIONER_PARTS = "decoder.token_embedding.weight", ("decoder.", "projection.")
-# Parts that either a model or its weights may lack, and that can be learned.
+# Name prefixes of parts that only some tasks have.
 _PARTS = ("decoder.", "video.ln_post.", "fc_norm.", "head.")
 
 
 def _summarise_changes(changes: Sequence[Change]) -> str:
     """Describe the unexplained changes on one line."""
     parts = []
-    for kind, label in (("missing", "missing"), ("unexpected", "left over"), ("reshaped", "of another shape")):
+    for kind, label in (("missing", "missing"), ("unexpected", "unexpected"), ("reshaped", "with a different shape")):
         names = [change.origin or change.name for change in changes if change.kind == kind]
         if names:
             more = ", ..." if len(names) > _MAX_NAMES else ""
@@ -403,12 +420,12 @@ def _summarise_changes(changes: Sequence[Change]) -> str:
 
 
 def _describe_architecture(shapes: Mapping[str, Shape]) -> str:
-    """Describe width, depth and patches, as far as names and shapes show them."""
+    """Describe the width and depth of towers and the patches, as far as names and shapes show them."""
     parts = []
     for tower in ("video", "text", "decoder"):
         gains = [shape for name, shape in shapes.items() if name.startswith(tower) and name.endswith("ln_1.weight")]
         if depth := depth_of(shapes, tower):
-            parts.append(f"{tower} of width {gains[0][0] if gains else '?'} and {count_noun(depth, 'block')}")
+            parts.append(f"{tower} with width {gains[0][0] if gains else '?'} and {count_noun(depth, 'block')}")
     if conv := shapes.get(CONV):
         parts.append(f"patches of {' x '.join(map(str, conv[1:]))}")
     return ", ".join(parts) or "no towers"
@@ -419,21 +436,21 @@ def _find_hint(
     facts: SourceFacts,
     *,
     source_shapes: Mapping[str, Shape],
-    here: Mapping[str, Shape],
+    model_shapes: Mapping[str, Shape],
 ) -> str:
     """Return the hint for weights that do not fit, derived from the shapes of the weights and of the model."""
-    if CONV in source_shapes and CONV in here and source_shapes[CONV][1] != here[CONV][1]:
+    if CONV in source_shapes and CONV in model_shapes and source_shapes[CONV][1] != model_shapes[CONV][1]:
         return (
-            f"the weights see {source_shapes[CONV][1]} channels, the model {here[CONV][1]} (pixels have 3, latents "
-            "others): use the --input of the weights"
+            f"use the --input that the weights were trained with: they take {source_shapes[CONV][1]} channels, but the "
+            f"model takes {model_shapes[CONV][1]} (pixels have 3, and the number for latents depends on the codec)"
         )
-    convs = (source_shapes.get(CONV, ()), here.get(CONV, ()))
+    convs = (source_shapes.get(CONV, ()), model_shapes.get(CONV, ()))
     cubes = [conv[2] if len(conv) == 5 else 1 for conv in convs]
     if cubes[0] != cubes[1] and {change.name for change in unexplained} == {CONV}:
-        return f"use --towers.tubelet {cubes[0]}, the number of frames of a cube in the weights"
+        return f"use --towers.tubelet {cubes[0]}, the number of frames per cube in the weights"
     if (
         _TOKENS in source_shapes
-        and _TOKENS in here
+        and _TOKENS in model_shapes
         and all(change.name.startswith(_CAPTIONER_PARTS) for change in unexplained)
     ):
         num_tokens, width = source_shapes[_TOKENS]
@@ -442,31 +459,28 @@ def _find_hint(
             depth_of(source_shapes, "decoder"),
         )
         return (
-            f"use --decoder.width {width} --decoder.depth {depth} --decoder.max-tokens {context}, and as "
-            f"--decoder.tokenizer the one of {num_tokens:,} tokens that the weights were trained with"
+            f"use --decoder.width {width} --decoder.depth {depth} --decoder.max-tokens {context}, and for "
+            f"--decoder.tokenizer the tokenizer of the weights, which has {num_tokens:,} tokens"
         )
-    depths = [depth_of(shapes, "decoder") for shapes in (source_shapes, here)]
+    depths = [depth_of(shapes, "decoder") for shapes in (source_shapes, model_shapes)]
     if all(depths) and depths[0] != depths[1]:
         return f"use --decoder-depth {depths[0]}, as in the weights"
     parts = {next((part for part in _PARTS if change.name.startswith(part)), "") for change in unexplained}
     if "" not in parts and not all(depths):
         patterns = " ".join(f"'{part}*'" for part in sorted(parts))
-        return f"these are parts for another purpose: to continue without them, use --init.allow {patterns}"
+        return f"use --init.allow {patterns} to continue without these parts, which only some tasks have"
     if all(change.kind == "reshaped" and ".mlp." in change.name for change in unexplained):
-        which = "weights of MLPs that are 4 times as wide as their tower, which those here are"
+        alternative = "weights with MLPs that are 4 times as wide as their tower, as in the model"
     else:
-        flags = _size_flags(source_shapes, here, facts)
-        which = f"the --model of the weights, or {flags}" if flags else "the --model of the weights"
-    return f"use {which}; or name what may differ: --init.allow PATTERN"
+        flags = _size_flags(source_shapes, model_shapes, facts)
+        alternative = f"the --model of the weights, or {flags}" if flags else "the --model of the weights"
+    return f"use {alternative}; or allow the difference with --init.allow PATTERN"
 
 
-def _size_flags(source_shapes: Mapping[str, Shape], here: Mapping[str, Shape], facts: SourceFacts) -> str:
-    """Return the flags with which a model's towers get the size of the weights; '' if the shapes do not differ."""
-    (source_sizes, model_sizes), heads = (
-        map(_read_sizes, (source_shapes, here)),
-        {"width": ("heads", facts.video_heads)},
-    )
-    heads["text-width"] = ("text-heads", facts.text_heads)
+def _size_flags(source_shapes: Mapping[str, Shape], model_shapes: Mapping[str, Shape], facts: SourceFacts) -> str:
+    """Return flags that give the model's towers the dimensions of the weights; '' if the dimensions are equal."""
+    source_sizes, model_sizes = map(_read_sizes, (source_shapes, model_shapes))
+    heads = {"width": ("heads", facts.video_heads), "text-width": ("text-heads", facts.text_heads)}
     flags = []
     for name, value in source_sizes.items():
         if name in model_sizes and model_sizes[name] != value:
@@ -476,8 +490,8 @@ def _size_flags(source_shapes: Mapping[str, Shape], here: Mapping[str, Shape], f
 
 
 def _read_sizes(shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """Return the tower settings that shapes show."""
-    sizes = {f"{tower}depth": depth_of(shapes, of) for tower, of in (("", "video"), ("text-", "text"))}
+    """Return the values of `--towers.*` settings that follow from shapes, by setting."""
+    sizes = {f"{prefix}depth": depth_of(shapes, tower) for prefix, tower in (("", "video"), ("text-", "text"))}
     if conv := shapes.get(CONV):
         sizes |= {"width": conv[0], "patch-px": conv[-1]}
     if gain := shapes.get("text.ln_final.weight"):
@@ -488,5 +502,5 @@ def _read_sizes(shapes: Mapping[str, Shape]) -> dict[str, int]:
 
 
 def depth_of(shapes: Mapping[str, Shape], tower: str) -> int:
-    """Return the number of blocks of a tower."""
+    """Return the number of blocks in a tower."""
     return len({name.split(".")[3] for name in shapes if name.startswith(f"{tower}.transformer.resblocks.")})

@@ -1,4 +1,4 @@
-"""Weights of CLIPs from open_clip, OpenAI, AVION and LaViLa: names, configuration, and pretrained tags.
+"""Names, configuration and pretrained tags of CLIP weights from open_clip, OpenAI, AVION and LaViLa.
 
 ours                 open_clip, OpenAI       open_clip's CustomTextCLIP
 video.*              visual.*                visual.*
@@ -34,9 +34,9 @@ from clipmill.train.weights.files import rgb_values
 _TEXT_PARTS = ("positional_embedding", "token_embedding", "transformer", "ln_final", "text_projection")
 # In open_clip's CLIP, the text tower's parts have no prefix.
 TEXT_ROOTS = {part: f"text.{part}" for part in _TEXT_PARTS} | {LOGIT_SCALE: LOGIT_SCALE}
-# Sizes that OpenAI's archives store as tensors.
+# Names of sizes that OpenAI's archives store as tensors.
 _OPENAI_SIZES = frozenset({"input_resolution", "context_length", "vocab_size"})
-# The same sizes, and masks of old open_clip versions.
+# Names of these sizes, and of masks that old versions of open_clip stored.
 BUFFERS = (*_OPENAI_SIZES, "attn_mask")
 
 NAMES = NameTable(owner="CLIP", roots={"visual": "video", "text": "text", **TEXT_ROOTS}, ignored=BUFFERS)
@@ -54,8 +54,8 @@ def to_open_clip(tensors: Tensors) -> dict[str, torch.Tensor]:
     return state
 
 
-# Fields of CLIPVisionCfg and CLIPTextCfg that tensor shapes determine, or that do not change what a tower computes.
-_FREE = frozenset(
+# Fields of CLIPVisionCfg and CLIPTextCfg that follow from tensor shapes, or that do not change what a tower computes.
+_UNCHECKED_FIELDS = frozenset(
     {
         *("image_size", "layers", "width", "head_width", "heads", "mlp_ratio", "patch_size", "patch_dropout"),
         *("norm_kwargs", "output_tokens", "context_length", "vocab_size", "hf_tokenizer_name"),
@@ -79,11 +79,11 @@ def facts_of_open_clip(model: Mapping[str, Any], preprocess: Mapping[str, Any], 
         for name, value in values.items():
             is_plain = value == defaults.get(name) or (not value and name not in _POOLING)
             # In a ResNet, `layers` is a list.
-            if not is_plain and (name not in _FREE or isinstance(value, list)):
+            if not is_plain and (name not in _UNCHECKED_FIELDS or isinstance(value, list)):
                 raise UserError(
-                    f"{source}: {part}.{name} is {value!r}, which the towers here do not have",
-                    hint="name open_clip's own towers with --towers.image open_clip:NAME and --towers.text, or use the "
-                    "weights of a plain CLIP with a vision Transformer (ViT)",
+                    f"{source}: {part}.{name} is {value!r}, which clipmill's towers do not support",
+                    hint="use open_clip's own towers (--towers.image open_clip:NAME and --towers.text), or the weights "
+                    "of a plain CLIP with a vision Transformer (ViT)",
                 )
         towers[part] = {**defaults, **values}
     vision, text = towers["vision_cfg"], towers["text_cfg"]
@@ -106,7 +106,7 @@ def _eps(tower: Mapping[str, Any]) -> float:
 
 
 def open_clip_config(size: DualEncoderSize, init: Init, *, image_px: int) -> dict[str, Any]:
-    """Return open_clip_config.json for a CLIP of single frames.
+    """Return the content of open_clip_config.json for a CLIP that takes single frames.
 
     Fields with default values are omitted, because some versions of open_clip do not know them.
     """
@@ -140,10 +140,13 @@ def open_clip_config(size: DualEncoderSize, init: Init, *, image_px: int) -> dic
 def file_of_tag(
     name: str, tag: str, *, read_facts: Callable[[Mapping[str, Any]], SourceFacts] | None = None
 ) -> tuple[Path, SourceFacts]:
-    """Return the file with pretrained weights from open_clip's cache; download it if it is missing.
+    """Return the file with open_clip's pretrained weights, and facts about them. Download the file unless it is cached.
 
     Args:
-        read_facts: Function that reads facts from the entry for the tag, for a model that open_clip itself builds.
+        name: Name of the model in open_clip.
+        tag: Tag of the weights in open_clip.
+        read_facts: Function that takes open_clip's entry for the tag and returns facts. It is needed for a model that
+            open_clip itself builds, because our towers need not support its configuration.
 
     Raises:
         UserError: open_clip does not know the weights, or cannot download them.
@@ -157,8 +160,10 @@ def file_of_tag(
     if not entry or model is None:
         tags = list_pretrained_tags_by_model(name)
         raise UserError(
-            f"there is no file {name}:{tag}, and open_clip has no weights of that name and tag",
-            hint=f"tags of {name}: {', '.join(tags)}" if tags else "names: open_clip.list_pretrained()",
+            f"there is no file {name}:{tag}, and open_clip has no weights with this name and tag",
+            hint=f"use one of the tags of {name}: {', '.join(tags)}"
+            if tags
+            else "use a name and tag that open_clip.list_pretrained() returns",
         )
     facts = facts_of_open_clip(model, entry, source=f"{name}:{tag}") if read_facts is None else read_facts(entry)
     try:
@@ -166,13 +171,17 @@ def file_of_tag(
             return Path(download_pretrained(entry)), facts
     except (OSError, RuntimeError) as error:
         raise UserError(
-            f"cannot download {name}:{tag}, and it is not in the cache: {str(error).splitlines()[0]}",
-            hint="check the network, fill the cache with open_clip.create_model on a machine with one, or name a file",
+            f"{name}:{tag} is not in the cache and cannot be downloaded: {str(error).splitlines()[0]}",
+            hint="check the network, fill the cache with open_clip.create_model on a machine with network access, or "
+            "use a file",
         ) from error
 
 
 def named_towers(name: str, tag: str) -> DualEncoderTowers | None:
-    """Return the towers that open_clip must build for pretrained weights; None if ours fit or the name is unknown."""
+    """Return the towers that open_clip must build for pretrained weights.
+
+    Return None if our towers fit the weights, or if open_clip does not know the name and tag.
+    """
     import open_clip
     from open_clip.pretrained import get_pretrained_cfg
 
@@ -182,7 +191,7 @@ def named_towers(name: str, tag: str) -> DualEncoderTowers | None:
     try:
         facts_of_open_clip(model, entry, source=f"{name}:{tag}")
     except UserError:
-        # The default configuration has no quick_gelu, even if the weights were trained with it.
+        # The model's default configuration has GELU, even if the weights were trained with QuickGELU.
         quick = f"{name}-quickgelu"
         model_name = quick if entry.get("quick_gelu") and open_clip.get_model_config(quick) else name
         return DualEncoderTowers(image=f"open_clip:{model_name}", text=f"open_clip:{model_name}")
@@ -191,7 +200,7 @@ def named_towers(name: str, tag: str) -> DualEncoderTowers | None:
 
 _OTHER_TOWERS = {
     "visual.layer1.": "a ResNet",
-    "visual.trunk.": "a tower of timm",
+    "visual.trunk.": "a timm tower",
     "text.transformer.encoder.": "a BERT",
 }
 
@@ -200,7 +209,7 @@ def _is_open_clip(names: frozenset[str]) -> bool:
     for prefix, kind in _OTHER_TOWERS.items():
         if any_starts_with(names, prefix):
             raise UserError(
-                f"these weights are of {kind} (tensors {prefix}*); the towers here are CLIP's Transformers",
+                f"the weights contain {kind} (tensors {prefix}*), but clipmill's towers are CLIP's Transformers",
                 hint="use the weights of a CLIP with a vision Transformer (ViT)",
             )
     return any_starts_with(names, "visual.conv1.", "transformer.resblocks.", "text.transformer.resblocks.")
@@ -216,17 +225,17 @@ OPENAI = Format(
 )
 
 
-# AVION's and LaViLa's dual encoders: names, and facts about the training of their weights. Both projects normalise with
-# a mean of (108.3272985, 116.7460125, 104.0937) / 255. The red value is a mistake (CLIP's is 122.77), but weights that
-# were trained with it need it.
+# Names in AVION's and LaViLa's dual encoders, and facts about their training. Both projects normalise with a mean of
+# (108.3272985, 116.7460125, 104.0937) / 255. The red value is a mistake (CLIP's is 122.77), but weights that were
+# trained with it need it.
 #
 #     ours                  AVION                                          LaViLa (TimeSformer)
 #     video.*               visual.*                                       visual.*, with timm's names
 #     video.proj            visual.image_projection, image_projection      image_projection
 #     text.*                textual.*                                      *
 #
-# AVION's blocks have other names after training with FlashAttention (`attn.Wqkv`, `mlp.fc1`), and its conv1 is a matrix
-# after training with --use-fast-conv1. LaViLa's video tower attends to time and space in turn
+# AVION's blocks have different names after training with FlashAttention (`attn.Wqkv`, `mlp.fc1`), and its conv1 is a
+# matrix after training with --use-fast-conv1. LaViLa's video tower attends to time and space in turn
 # (`clipmill.train.models.space_time`, --towers.attention divided). A tower with joint attention has no parameters
 # for LaViLa's `timeattn` and `norm3`.
 
@@ -237,7 +246,7 @@ _OUR_BLOCK, _AVION_BLOCK = "video.transformer.resblocks.N", "visual.transformer.
 
 
 def _reshape_conv(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Reshape [D, 3 p p], the shape with --use-fast-conv1, to [D, 3, p, p]."""
+    """Reshape AVION's convolution with --use-fast-conv1, a matrix [D, 3 p p], to [D, 3, p, p]."""
     if name != CONV or tensor.ndim != 2 or tensor.shape[1] % 3:
         return tensor
     patch_px = round((tensor.shape[1] // 3) ** 0.5)

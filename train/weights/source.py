@@ -1,8 +1,8 @@
-"""Weights that were read from a source, and the settings that follow from them.
+"""Weights from a source, and the settings that follow from them.
 
-If the user left a setting open (None), it gets the value that the weights were trained with. If the user set it, the
-user's value applies, and a difference is reported. Only the kind of the tower must be the same. A run saves the
-resulting settings, so it can be resumed, scored and exported without the weights.
+A setting that the user left open (None) gets the value that the weights were trained with. A value that the user set
+takes precedence, and a difference from the weights is reported. Only the kind of the tower must not differ. A run saves
+the resulting settings, so it can be resumed, scored and exported without the weights.
 
 `Base` records the weights that checkpoints omit (clipmill.train.weights.sources).
 """
@@ -31,12 +31,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Weights that were read from a source.
+    """Weights from a source.
 
     Attributes:
         title: Source and format, for the user.
         converted: Tensors with our names.
-        facts: Facts that cannot be read from tensors.
+        facts: Properties of the weights that cannot be read from tensors.
     """
 
     title: str
@@ -50,7 +50,7 @@ class Source:
 
     @property
     def tubelet(self) -> int | None:
-        """Frames per cube of the video tower; None if the tower has patches or is missing."""
+        """Number of frames per cube; None if the video tower has patches, or if there is no video tower."""
         conv = self.converted.tensors.get(CONV)
         return int(conv.shape[2]) if conv is not None and conv.ndim == 5 else None
 
@@ -60,12 +60,12 @@ class Base:
     """Frozen tensors that checkpoints omit.
 
     Attributes:
-        weights: Source of the weights, a path or a NAME:TAG.
+        weights: Source of the weights, as in --init.weights.
         format: Value of --init.format.
         sha256: SHA-256 of the names, shapes and values of the tensors.
-        tensors: Shapes of the tensors by name.
-        scale: Scale of the adapters.
-        text: Source of the text tower's weights, if it differs.
+        tensors: Shapes of the tensors, by name.
+        scale: Factor by which the product of an adapter's matrices is multiplied.
+        text: Source of the text tower's weights, as in --init.text; None if it is the same.
     """
 
     weights: str
@@ -83,35 +83,38 @@ KINDS: dict[str, str] = {
     "clip": "a CLIP tower (clip)",
     "videomae": "a VideoMAE tower (videomae)",
     "timesformer": "a TimeSformer (timesformer)",
-    LIBRARY: "a tower of a library (--towers.image)",
+    LIBRARY: "a tower from a library (--towers.image)",
 }
 
 
 def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say) -> Clips:
-    """Return the settings with kind, cubes, activation, epsilon and normalisation of the tower in the weights.
+    """Return the settings with the values that the weights were trained with, where the user left them open.
+
+    The values are the kind of the tower, the length of cubes, the activation, the epsilon of layer norms, and the
+    normalisation of pixels.
 
     Raises:
-        UserError: The settings specify a different kind of tower than the weights.
+        UserError: The settings specify another kind of tower than the weights have.
     """
     settings = _drop_idle_temporal(settings, source, say=say)
     if source is None:
-        return _set_normalisation(settings)
+        return _set_normalization(settings)
     settings = _set_towers(settings, source, say=say)
     facts, towers = source.facts, settings.towers
     for remark in facts.remarks:
         say(f"weights: {remark}")
-    are_ours = towers.image is None or getattr(towers, "text", towers.image) is None
-    if facts.activation is None and towers.activation is None and are_ours:
+    has_own_tower = towers.image is None or getattr(towers, "text", towers.image) is None
+    if facts.activation is None and towers.activation is None and has_own_tower:
         say("weights: their activation is not recorded, so gelu is used (change it with --towers.activation)")
-    # If a tower comes from another package, its kind cannot be compared with the weights.
+    # A kind of tower that an extension adds cannot be compared with the weights.
     model_kind = LIBRARY if towers.image is not None else towers.kind
     weights_kind = source.kind if model_kind is None or model_kind in KINDS else None
     if weights_kind is not None and model_kind not in (None, weights_kind):
         hint = "use weights of the same kind, or omit --towers.kind"
         if settings.only_kind is not None:
-            hint = f"train {settings.command} only takes weights of the kind {model_kind}"
+            hint = f"use weights of the kind {model_kind}, the only kind that train {settings.command} takes"
         raise UserError(
-            f"{source.title}: the weights are of {KINDS[weights_kind]}, and the model has {KINDS[model_kind]}",
+            f"{source.title}: the weights belong to {KINDS[weights_kind]}, but the model has {KINDS[model_kind]}",
             hint=hint,
         )
     towers = replace(
@@ -122,7 +125,7 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
         video_norm_eps=choose_value("--towers.video-norm-eps", towers.video_norm_eps, facts.video_eps, say=say),
     )
     kind, init = kind_of(towers), settings.init
-    mean, std = _find_normalisation(replace(settings, towers=towers))
+    mean, std = _find_normalization(replace(settings, towers=towers))
     if None in (facts.mean, facts.std) and None in (init.pixel_mean, init.pixel_std) and not settings.reads_latents:
         name = towers.image or f"{kind} towers"
         mean_text, std_text = (
@@ -130,7 +133,7 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
             for values in (init.pixel_mean or facts.mean or mean, init.pixel_std or facts.std or std)
         )
         say(
-            f"weights: no file of {source.title} says how pixels were normalised, so the values of {name} are used: "
+            f"weights: {source.title} does not record how pixels were normalised, so the values of {name} are used: "
             f"mean {mean_text}, standard deviation {std_text} (change them with --init.pixel-mean and --init.pixel-std)"
         )
     init = replace(
@@ -139,16 +142,16 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
         pixel_std=choose_value("--init.pixel-std", init.pixel_std, facts.std or std, say=say),
     )
     if kind == "videomae" and facts.frame_px not in (None, settings.size_px):
-        # A CLIP tower has an embedding for each position, which is resized. A VideoMAE tower has fixed positions.
+        # The positional embeddings of a CLIP tower are resized. A VideoMAE tower computes them from the indices.
         say(
-            f"weights: their positions are cube indices in frames of {facts.frame_px} px; with "
-            f"--size-px {settings.size_px} an index is another position (--size-px {facts.frame_px} keeps theirs)"
+            f"weights: their positions are indices of cubes in frames of {facts.frame_px} px; with --size-px "
+            f"{settings.size_px}, the same index is a different position (use --size-px {facts.frame_px} to avoid this)"
         )
     return replace(settings, towers=towers, init=init)
 
 
 def _drop_idle_temporal(settings: Clips, source: Source | None, *, say: Say) -> Clips:
-    """Drop the temporal embedding for videomae towers, which lack one: presets are for any kind of tower."""
+    """Reset --towers.temporal for VideoMAE towers, which do not use it. Presets set it for all kinds of towers."""
     towers = settings.towers
     kind = towers.kind or (None if source is None else source.kind)
     if kind != "videomae" or towers.temporal == "zero":
@@ -157,21 +160,21 @@ def _drop_idle_temporal(settings: Clips, source: Source | None, *, say: Say) -> 
     return replace(settings, towers=replace(towers, temporal="zero"))
 
 
-def _set_normalisation(settings: Clips) -> Clips:
-    """Return the settings with the normalisation of the tower's kind, unless the user chose a different one."""
+def _set_normalization(settings: Clips) -> Clips:
+    """Return the settings with the pixel normalisation for the kind of tower, where the user set none."""
     kind, init = kind_of(settings.towers), settings.init
     if kind == "clip" or kind not in KINDS:
         return settings
-    mean, std = _find_normalisation(settings)
+    mean, std = _find_normalization(settings)
     init = replace(init, pixel_mean=init.pixel_mean or mean, pixel_std=init.pixel_std or std)
     return replace(settings, init=init)
 
 
-def _find_normalisation(settings: ClipSettings) -> tuple[Mean, Mean]:
-    """Return mean and standard deviation of pixels for the kind of tower, or for a library's tower.
+def _find_normalization(settings: ClipSettings) -> tuple[Mean, Mean]:
+    """Return the mean and standard deviation of pixels for the kind of tower, or for a tower from a library.
 
     Raises:
-        UserError: The library does not state them; or the tower does not exist, or takes another resolution.
+        UserError: The library does not specify them; or the tower does not exist, or takes a different resolution.
     """
     kind, towers, init = kind_of(settings.towers), settings.towers, settings.init
     if towers.image is None:
@@ -184,15 +187,18 @@ def _find_normalisation(settings: ClipSettings) -> tuple[Mean, Mean]:
     mean, std = preprocessing.mean or init.pixel_mean, preprocessing.std or init.pixel_std
     if mean is None or std is None:
         raise UserError(
-            f"{towers.image} does not say how pixels are normalised: it has none of {', '.join(PROCESSOR_FILES)} with "
-            "image_mean and image_std",
-            hint="put preprocessor_config.json next to its config.json, or give --init.pixel-mean and --init.pixel-std",
+            f"{towers.image} does not specify how pixels are normalised: it has none of {', '.join(PROCESSOR_FILES)} "
+            "with image_mean and image_std",
+            hint="add preprocessor_config.json next to its config.json, or pass --init.pixel-mean and --init.pixel-std",
         )
     return mean, std
 
 
 def _set_towers(settings: Clips, source: Source, *, say: Say) -> Clips:
-    """Return the settings with the towers that the weights need: weights of a run, or with divided attention."""
+    """Return the settings with the towers that the weights need.
+
+    Weights of a run may need towers from a library, and weights of LaViLa need divided attention.
+    """
     names, towers, source_towers = source.converted.tensors, settings.towers, source.facts.towers
     changes: dict[str, Any] = {}
     if source.kind == LIBRARY and towers.image is None and towers.kind in (None, LIBRARY):
@@ -207,7 +213,7 @@ def _set_towers(settings: Clips, source: Source, *, say: Say) -> Clips:
 
 
 def choose_value(flag: str, user_value: Value | None, weights_value: Value | None, *, say: Say) -> Value | None:
-    """Return the user's value for a flag, or else the value of the weights; report a difference."""
+    """Return the user's value for a flag, or the value of the weights if the user set none. Report a difference."""
     if user_value is None:
         return weights_value
     if weights_value is not None and user_value != weights_value:

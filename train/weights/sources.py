@@ -1,7 +1,7 @@
-"""Sources of weights: a file, a folder, a run of this project, or an open_clip name and tag.
+"""Open weights from a file, a folder, a run of this project, the Hugging Face Hub, or an open_clip name and tag.
 
-`FORMATS` is the table of formats. The format of a file or folder is detected. The text tower may come from another
-source than the video tower (`--init.text`).
+`FORMATS` is the table of formats. The format of a file or folder is detected. The weights of the text tower may come
+from a different source (`--init.text`).
 """
 
 import hashlib
@@ -46,8 +46,8 @@ from clipmill.train.weights.open_clip import AVION, LAVILA, OPEN_CLIP, OPENAI, f
 from clipmill.train.weights.source import Base, Say, Source
 from clipmill.train.weights.videomae import HF_VIDEOMAE, VIDEOMAE
 
-# The formats, in the order in which they are compared with tensor names. A new format needs a file in this folder that
-# defines a Format, a row here, and its name among the choices of `--init.format` (config/model.py).
+# Formats, in the order in which detection tries them. A new format needs a file in this folder that defines a Format, a
+# row here, and its name among the choices of `--init.format` (config/model.py).
 FORMATS = {
     form.name: form for form in (HF_CLIP, HF_TIMESFORMER, HF_VIDEOMAE, VIDEOMAE, AVION, LAVILA, OPENAI, OPEN_CLIP)
 }
@@ -59,20 +59,20 @@ def detect_format(names: Iterable[str]) -> Format:
     Raises:
         UserError: No format has these names, or a tower is of an unsupported kind.
     """
-    known = frozenset(names)
+    tensor_names = frozenset(names)
     for form in FORMATS.values():
-        if form.matches(known):
+        if form.matches(tensor_names):
             return form
-    first = ", ".join(sorted(known)[:3])
+    first_names = ", ".join(sorted(tensor_names)[:3])
     raise UserError(
-        "these are not the weights of a CLIP, VideoMAE or TimeSformer of any known format; the first tensors: "
-        f"{first or 'none'}",
-        hint=f"known are {', '.join(FORMATS)}; name one with --init.format to see what fits",
+        "these are not the weights of a CLIP, VideoMAE or TimeSformer in a known format; the first tensors: "
+        f"{first_names or 'none'}",
+        hint=f"use --init.format with one of {', '.join(FORMATS)}, to see which tensors fit",
     )
 
 
 def facts_in(folder: Path) -> SourceFacts | None:
-    """Return facts from the configuration files in a folder; None if it has no such file.
+    """Return facts from the configuration files in a folder; None if the folder has none.
 
     Raises:
         UserError: A file is damaged, or describes a model that our towers cannot represent.
@@ -90,29 +90,35 @@ def facts_in(folder: Path) -> SourceFacts | None:
         if form.read_config is not None and any(fnmatchcase(kind, pattern) for pattern in form.model_types):
             return form.read_config(config, preprocess, source=str(folder))
     raise UserError(
-        f"{folder}: the model is a {config.get('model_type')!r}, not a 'clip' or a 'videomae'",
-        hint="name the folder of a CLIPModel or a VideoMAE",
+        f"{folder}: the model type {config.get('model_type')!r} is not supported",
+        hint="use the folder of a CLIPModel, a VideoMAE or a TimeSformer",
     )
 
 
-_PLAIN = Towers()
+_OUR_TOWERS = Towers()
 
 
 def path_of_weights(weights: str) -> Path:
-    """Return the file or folder of `--init.weights`. For hf:NAME, it is the cached folder, downloaded if missing.
+    """Return the local file or folder of `--init.weights`.
 
-    For a run in a bucket, it is the local folder that mirrors the run.
+    For hf:NAME, this is the folder in the cache. The model is downloaded unless it is cached. For a run in a bucket,
+    this is the local folder that mirrors the run.
 
     Raises:
-        UserError: The Hub has no such model, or cannot be reached.
+        UserError: The model is neither in the cache nor on the Hub.
     """
     if not weights.startswith(HUB_PREFIX):
         return local_folder(weights)
     return hub_folder(weights.removeprefix(HUB_PREFIX))
 
 
-def fetch_tag(init: Init, towers: Towers = _PLAIN, *, say: Say) -> None:
-    """Download named weights that are not in the cache of open_clip or Hugging Face. Do nothing for files.
+def fetch_tag(init: Init, towers: Towers = _OUR_TOWERS, *, say: Say) -> None:
+    """Download weights with an open_clip or Hugging Face name, unless they are cached. Do nothing for files.
+
+    Args:
+        init: Sources of the weights.
+        towers: Settings of the towers that the weights are for.
+        say: Function that prints a line.
 
     Raises:
         UserError: The weights do not exist, or cannot be downloaded.
@@ -127,11 +133,13 @@ def fetch_tag(init: Init, towers: Towers = _PLAIN, *, say: Say) -> None:
             file_of_tag(match[1], match[2], read_facts=None if library_format(part_towers) is None else facts_of_entry)
 
 
-def open_weights(init: Init, towers: Towers = _PLAIN) -> Source | None:
+def open_weights(init: Init, towers: Towers = _OUR_TOWERS) -> Source | None:
     """Read the weights of `--init.weights` (and `--init.text`); return None if it is not set.
 
     Args:
-        towers: Settings of the towers. If a library builds a tower, its weights have the library's names.
+        init: Sources of the weights, and their format.
+        towers: Settings of the towers that the weights are for. A tower that a library builds needs weights with the
+            library's names.
 
     Raises:
         UserError: The weights are missing or damaged, have an unknown format, are not floating-point, or belong to a
@@ -148,7 +156,7 @@ def open_weights(init: Init, towers: Towers = _PLAIN) -> Source | None:
 
 
 def _parts_of(init: Init, towers: Towers) -> list[tuple[Init, Towers]]:
-    """Return the settings for each source of weights, with the towers that the source is for."""
+    """Return the settings for each source of weights, with the towers that its weights are for."""
     if not isinstance(init, DualEncoderInit) or init.text is None:
         return [(init, towers)]
     text_towers = DualEncoderTowers()
@@ -186,7 +194,7 @@ def _open_source(init: Init, towers: Towers) -> Source:
     if (scale := converted.tensors.get(LOGIT_SCALE)) is not None:
         name = converted.origins[LOGIT_SCALE]
         if scale.numel() != 1:
-            raise UserError(f"{file}: {name} has {scale.numel()} numbers, not one", hint="use other weights")
+            raise UserError(f"{file}: {name} has {scale.numel()} values, but must have one", hint="use other weights")
         require_finite({name: scale}, source=file)
     return Source(title=f"{init.weights} ({form.title})", converted=converted, facts=facts or form.facts)
 
@@ -197,27 +205,27 @@ _TOWERS = "towers."
 
 
 def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Source:
-    """Return the weights of a run's latest checkpoint, or of `checkpoint`; the averaged weights (EMA) if it has them.
+    """Return the weights of a run's latest checkpoint, or of `checkpoint`.
+
+    If the checkpoint contains averaged weights (EMA), these are returned.
 
     Raises:
         UserError: The run has no checkpoint, or the checkpoint cannot be read.
     """
     path = checkpoint or run.require_checkpoint()
-    facts = read_metadata(path)
-    # The settings with which the checkpoint was trained; settings.yaml may have been edited since then.
-    settings = facts.settings
+    metadata = read_metadata(path)
+    # The checkpoint records the settings of the training. settings.yaml may have been edited since then.
+    settings = metadata.settings
     # Batch norms count their batches, but no model starts from this count.
     tensors = {name: tensor for name, tensor in complete_weights(path).items() if tensor.is_floating_point()}
     if (log_scale := read_logits(path).log_scale) is not None:
         tensors[LOGIT_SCALE] = torch.tensor(log_scale)
     towers = _towers_in(settings)
-    size, tower_fields = (
-        size_of(settings["model"], towers),
-        ("image", "pool_frames", "text", "text_pooling", "context_length"),
-    )
+    size = size_of(settings["model"], towers)
+    tower_fields = ("image", "pool_frames", "text", "text_pooling", "context_length")
     kind = kind_of_tensors(tensors) or "clip"
     return Source(
-        title=f"{show_addresses(str(run.path))} (step {facts.step} of a run)",
+        title=f"{show_addresses(str(run.path))} (step {metadata.step} of a run)",
         converted=ConvertedStateDict(tensors=tensors, origins={name: name for name in tensors}),
         facts=SourceFacts(
             activation=size.video.trunk.activation,
@@ -234,21 +242,21 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
 
 
 def _towers_in(settings: Mapping[str, Any]) -> DualEncoderTowers:
-    """Return the `--towers.*` settings in a run's settings."""
+    """Return the `--towers.*` settings of a run that a dual encoder has, too."""
     towers = {name.removeprefix(_TOWERS): value for name, value in settings.items() if name.startswith(_TOWERS)}
-    common = {field.name for field in fields(DualEncoderTowers)}
-    return DualEncoderTowers(**{name: value for name, value in towers.items() if name in common})
+    field_names = {field.name for field in fields(DualEncoderTowers)}
+    return DualEncoderTowers(**{name: value for name, value in towers.items() if name in field_names})
 
 
 # Checkpoints that contain only adapters.
 #
-# If some parts are frozen and others have low-rank adapters, a checkpoint contains only trained tensors. The base
-# consists of the frozen tensors that were copied unchanged from --init.weights. They are read from there again, after
-# a check that they have not changed.
+# If some parts are frozen and others have low-rank adapters, a checkpoint contains only trained tensors. The frozen
+# tensors that were copied unchanged from --init.weights are called the base. They are read from the same source again,
+# and a digest ensures that they have not changed.
 
 
 def base_of(source: Source, init: Init, *, names: Iterable[str], scale: float) -> Base:
-    """Return the base that consists of the tensors `names` from the source that `init` specifies."""
+    """Return the base that consists of the tensors `names` in `source`, which `init` specifies."""
     assert init.weights is not None
     names, text = sorted(names), getattr(init, "text", None)
     return Base(
@@ -275,7 +283,7 @@ def _digest_of(source: Source, names: Iterable[str]) -> str:
 
 
 def open_base(checkpoint: Path) -> tuple[Base, Source] | None:
-    """Read the weights that a checkpoint omits; return None if it is complete.
+    """Read the weights that a checkpoint omits; return None if the checkpoint is complete.
 
     Raises:
         UserError: The checkpoint is damaged; or the weights are missing, or have changed since the training.
@@ -290,11 +298,11 @@ def open_base(checkpoint: Path) -> tuple[Base, Source] | None:
         source = open_weights(init, _towers_in(metadata.settings))
     except UserError as error:
         raise UserError(
-            f"{checkpoint} holds adapters, and not the weights that they adapt: {error}", hint=hint
+            f"{checkpoint} contains only adapters, and the weights that they adapt cannot be read: {error}", hint=hint
         ) from error
     assert source is not None
     if not source.converted.tensors.keys() >= base.tensors.keys() or _digest_of(source, base.tensors) != base.sha256:
-        problem = f"{checkpoint} holds adapters, and the weights that they adapt have changed: {source.title}"
+        problem = f"{checkpoint} contains only adapters, but the weights that they adapt have changed: {source.title}"
         raise UserError(problem, hint=hint)
     return base, source
 
@@ -303,14 +311,14 @@ def complete_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return all weights of a checkpoint (its EMA if it has one), with adapters merged into their matrices.
 
     Raises:
-        UserError: The checkpoint cannot be read, or weights that it needs no longer exist (`open_base`).
+        UserError: The checkpoint cannot be read, or `open_base` cannot read the weights that it omits.
     """
-    stored = read_weights(checkpoint)
-    if not content_of(checkpoint).get("base") or (opened := open_base(checkpoint)) is None:
-        return stored
-    base, source = opened
+    weights = read_weights(checkpoint)
+    if not content_of(checkpoint).get("base") or (base_and_source := open_base(checkpoint)) is None:
+        return weights
+    base, source = base_and_source
     return merge_adapters(
-        {name: source.converted.tensors[name].float() for name in base.tensors} | stored, scale=base.scale
+        {name: source.converted.tensors[name].float() for name in base.tensors} | weights, scale=base.scale
     )
 
 
@@ -322,46 +330,48 @@ _TEXT_SETTINGS = ("text", "text_pooling", "context_length")
 
 
 def paired_tensors(video: ConvertedStateDict, text: ConvertedStateDict, *, title: str) -> ConvertedStateDict:
-    """Return the tensors of `video` with the text tower of `text` in place of its text tower.
+    """Return the tensors of `video`, with its text tower replaced by the text tower of `text`.
 
-    The temperature of `video` is omitted, because it belongs to the original pair of towers.
+    The temperature is omitted, because it belongs to the original pair of towers.
 
     Args:
-        title: Title of `text`.
+        video: Weights with the video tower.
+        text: Weights with the text tower.
+        title: Title of `text`, for error messages.
 
     Raises:
         UserError: `text` has no text tower.
     """
     if not any(_root(name) == "text" for name in text.tensors):
-        raise UserError(f"{title}: there is no text tower", hint="name weights that have one with --init.text")
+        raise UserError(f"{title}: there is no text tower", hint="pass weights with a text tower to --init.text")
 
-    def merge_facts(video_values: Mapping[str, Any], text_values: Mapping[str, Any]) -> dict[str, Any]:
+    def merge_towers(video_values: Mapping[str, Any], text_values: Mapping[str, Any]) -> dict[str, Any]:
         merged = {name: value for name, value in video_values.items() if _root(name) not in TEXT_COMPONENTS}
         return merged | {
             name: value for name, value in text_values.items() if _root(name) in TEXT_COMPONENTS and name != LOGIT_SCALE
         }
 
     return ConvertedStateDict(
-        tensors=merge_facts(video.tensors, text.tensors),
-        origins=merge_facts(video.origins, text.origins),
-        unknown=merge_facts(video.unknown, text.unknown),
+        tensors=merge_towers(video.tensors, text.tensors),
+        origins=merge_towers(video.origins, text.origins),
+        unknown=merge_towers(video.unknown, text.unknown),
         ignored=(*video.ignored, *text.ignored),
     )
 
 
 def paired_facts(video: SourceFacts, text: SourceFacts, towers: Towers) -> SourceFacts:
-    """Return the facts about `paired_tensors` that cannot be read from tensors.
+    """Return the facts about the weights that `paired_tensors` returns.
 
     Raises:
-        UserError: Both towers are ours and must share one activation, but they were trained with different ones.
+        UserError: Both towers are ours and share one activation, but were trained with different activations.
     """
     has_own_text = getattr(towers, "text", None) is None
     video_activation, text_activation = video.activation or "gelu", text.activation or "gelu"
     if towers.image is None and has_own_text and video_activation != text_activation:
         raise UserError(
-            f"--init.weights has the activation {video_activation}, and --init.text {text_activation}: "
-            "the towers of --model share one",
-            hint="let open_clip build the text tower, with another activation: --towers.text open_clip:NAME",
+            f"--init.weights has the activation {video_activation}, but --init.text has {text_activation}, and the "
+            "towers of --model share one activation",
+            hint="use a text tower from open_clip, which has its own activation: --towers.text open_clip:NAME",
             flags=("--init.weights", "--init.text", "--model"),
         )
     return replace(

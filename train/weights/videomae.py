@@ -1,8 +1,9 @@
-"""Weights of VideoMAE: its own checkpoints from pre-training and fine-tuning, and Hugging Face's models.
+"""Names and configuration of VideoMAE's own checkpoints (pre-trained and fine-tuned) and of Hugging Face's models.
 
-VideoMAE V2 has VideoMAE's names. Fine-tuned checkpoints have the encoder's names without `encoder.`. Queries, keys and
-values share a matrix without bias; the biases of queries and values are `attn.q_bias` and `attn.v_bias`, as in our
-tower. Position embeddings are fixed, and not in the checkpoints. The values of a cube have our order (t p p c).
+VideoMAE V2 uses the same names as VideoMAE. Fine-tuned checkpoints have the encoder's names without `encoder.`.
+Queries, keys and values share a matrix without bias; the biases of queries and values are `attn.q_bias` and
+`attn.v_bias`, as in our tower. Positional embeddings are fixed, so checkpoints do not contain them. The values of a
+cube are in the same order as in our tower (t p p c).
 """
 
 import math
@@ -32,7 +33,7 @@ from clipmill.train.weights.exported import Exported, preprocessor_config, save_
 from clipmill.train.weights.files import as_config, rgb_values
 
 CHECKPOINT_FILE = "checkpoint.pth"
-# Tensors of other vision transformers with the same names, which VideoMAE lacks.
+# Tensors that VideoMAE lacks. They identify other vision transformers with the same names.
 CLASS_TOKENS = ("cls_token", "embeddings.cls_token")
 _MASK_TOKEN = "decoder.mask_token"
 _EPS, _RGB, _IMAGE_DIMS, _CUBE_DIMS = 1e-6, 3, 4, 5
@@ -57,14 +58,14 @@ SHARED_NAMES = {
 
 
 def to_our_layout(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Flatten the mask token, and convert cubes of a single frame to patches."""
+    """Flatten the mask token [1, 1, D] to [D], and drop the time dimension of cubes of a single frame."""
     if name == _MASK_TOKEN:
         return tensor.flatten()
     return tensor[:, :, 0] if name == CONV and tensor.ndim == _CUBE_DIMS and tensor.shape[2] == 1 else tensor
 
 
 def to_their_layout(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Reshape the mask token to [1, 1, D], and convert patches to cubes of a single frame."""
+    """Reshape the mask token [D] to [1, 1, D], and add a time dimension to patches."""
     if name == _MASK_TOKEN:
         return tensor[None, None]
     return tensor[:, :, None] if name == CONV and tensor.ndim == _IMAGE_DIMS else tensor
@@ -88,10 +89,10 @@ from_videomae = NAMES.read
 
 
 def to_videomae(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Return our tensors as a state dict for VideoMAE, for its fine-tuned model if they include a classifier.
+    """Return our tensors as a state dict for VideoMAE. With a classifier, it has the names of a fine-tuned model.
 
     Raises:
-        ValueError: VideoMAE has no corresponding parameter.
+        ValueError: VideoMAE has no parameter for one of our tensors.
     """
     state = NAMES.write(tensors)
     return (
@@ -100,26 +101,26 @@ def to_videomae(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def exported_checkpoint(trunk: TransformerSize, init: Init, weights: Tensors) -> Exported:
-    """Return checkpoint.pth as VideoMAE's code writes it: `{"model": state dict}`, which `weights_only` can read.
+    """Prepare the export of checkpoint.pth in VideoMAE's layout, `{"model": state dict}`, for `weights_only=True`.
 
     Raises:
-        UserError: VideoMAE's code has no such activation.
+        UserError: VideoMAE's code does not support the activation.
     """
     if trunk.activation != VIDEOMAE.facts.activation:
         raise UserError(
-            f"VideoMAE's code has no {trunk.activation} (--towers.activation)",
-            hint="use --format hf, which does",
+            f"VideoMAE's code does not support {trunk.activation} (--towers.activation)",
+            hint="use --format hf, which supports it",
             flags=("--towers.activation",),
         )
     remarks = []
     if not math.isclose(trunk.norm_eps, _EPS):
         remarks.append(
-            f"VideoMAE's code has layer norms of eps {_EPS:g}, and this run of {trunk.norm_eps:g}: "
-            "no checkpoint says it"
+            f"VideoMAE's code has layer norms with eps {_EPS:g}, but this run uses {trunk.norm_eps:g}, which a "
+            "checkpoint does not record"
         )
     if weights[CONV].shape[1] == _RGB and (init.pixel_mean, init.pixel_std) != (IMAGENET_MEAN, IMAGENET_STD):
         remarks.append(
-            "this run normalised pictures otherwise than VideoMAE does (--init.pixel-mean): no checkpoint says it"
+            "this run normalises pixels unlike VideoMAE (--init.pixel-mean), which a checkpoint does not record"
         )
 
     def write(folder: Path) -> None:
@@ -129,23 +130,23 @@ def exported_checkpoint(trunk: TransformerSize, init: Init, weights: Tensors) ->
     return Exported(write=write, remarks=tuple(remarks))
 
 
-# Features that a VideoMAE V2 configuration may enable, but that our towers lack.
+# Features that a VideoMAE V2 configuration may enable, but that our towers do not support.
 _V2_OPTIONS = ("init_values", "use_learnable_pos_emb", "cos_attn", "qk_scale")
 
 
 def facts_of_videomae_v2(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
-    """Return facts from the config.json of a model that VideoMAE V2's authors published with their code.
+    """Return facts from the config.json of a model that the authors of VideoMAE V2 published with their code.
 
     Raises:
         UserError: The model uses a feature that our towers lack.
     """
     model = config.get("model_config")
     if not isinstance(model, dict):
-        raise UserError(f"{source}: config.json has no model_config", hint="get the folder again")
+        raise UserError(f"{source}: config.json has no model_config", hint="download the folder again")
     for name in _V2_OPTIONS:
         if model.get(name):
             raise UserError(
-                f"{source}: {name} is {model[name]!r}, which the towers here do not have",
+                f"{source}: {name} is {model[name]!r}, which clipmill's towers do not support",
                 hint="use the weights of a plain VideoMAE",
             )
     return SourceFacts(
@@ -171,11 +172,11 @@ VIDEOMAE = Format(
 )
 
 
-# Hugging Face's VideoMAEForPreTraining and VideoMAEForVideoClassification: names, configuration, and exported folders.
+# Names, configuration and exported folders of Hugging Face's VideoMAEForPreTraining and VideoMAEForVideoClassification.
 #
-# A bare VideoMAEModel has the same names without `videomae.`. Files contain `q_bias` and `v_bias`, regardless of the
-# parameter names in the transformers version that wrote them, except for some releases of version 5. The values of a
-# cube have our order (t p p c).
+# A bare VideoMAEModel has the same names without `videomae.`. Files contain `q_bias` and `v_bias`, whatever the
+# parameters are called in the version of transformers that wrote them, except for some releases of version 5. The
+# values of a cube are in the same order as in our tower (t p p c).
 
 _OUR_BLOCK, _ATTENTION = "transformer.resblocks.N", "attention.attention"
 _HF_BLOCK = {
@@ -209,7 +210,8 @@ HF_NAMES = NameTable(
         for tower, layer in _LAYERS.items()
         for theirs, ours in (("query", "q"), ("value", "v"))
     },
-    # Some transformers versions give keys a bias. It adds the same value to all scores of a query; softmax cancels it.
+    # Some versions of transformers give keys a bias. It adds the same value to all scores of a query, and softmax
+    # cancels it.
     ignored=(f"{_ATTENTION}.key.bias",),
     canonical=lambda name: (
         f"videomae.{name}" if name.startswith(("embeddings.", "encoder.layer.", "layernorm.")) else name
@@ -226,7 +228,7 @@ _KEYS = (
 
 
 def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
-    """Return facts from the config.json and the processor (`read_processor`) of a VideoMAE.
+    """Return facts from config.json and the processor (`read_processor`) of a VideoMAE.
 
     Raises:
         UserError: The model uses a feature that our towers lack.
@@ -238,20 +240,20 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
     values = as_config(VideoMAEConfig, entries, keys=_KEYS, source=source)
     if values.hidden_act not in ("gelu", "quick_gelu"):
         raise UserError(
-            f"{source}: the activation is {values.hidden_act!r}; the towers here have gelu or quick_gelu",
+            f"{source}: the activation is {values.hidden_act!r}, but clipmill's towers have gelu or quick_gelu",
             hint="use the weights of a plain VideoMAE",
         )
     if not values.qv_bias:
         raise UserError(
-            f"{source}: queries and values have no bias (qv_bias), but they have one in the towers here",
+            f"{source}: queries and values have no bias (qv_bias), but clipmill's towers have one",
             hint="use the weights of a plain VideoMAE",
         )
     remarks = []
     if any("PreTraining" in name for name in values.architectures or ()):
         if values.use_mean_pooling:
             remarks.append(
-                "they were pre-trained without a layer norm after the encoder (use_mean_pooling); masked autoencoders "
-                "and captioners have one, which --init.allow 'video.ln_post.*' initialises"
+                "they were pre-trained without a layer norm after the encoder (use_mean_pooling), but masked "
+                "autoencoders and captioners have one; use --init.allow 'video.ln_post.*' to initialise it"
             )
         if not values.norm_pix_loss:
             remarks.append(
@@ -278,8 +280,11 @@ def exported_videomae(
     """Prepare the export of a model with a videomae tower as VideoMAE's own checkpoint or as a transformers folder.
 
     Args:
-        form: videomae or hf.
-        model: Values of the VideoMAEConfig that do not concern the encoder.
+        settings: Settings of the run.
+        weights: Tensors by our name.
+        shape: Dimensions of the model.
+        form: Format, videomae or hf.
+        model: Entries of the VideoMAEConfig that do not concern the encoder.
 
     Raises:
         UserError: The format cannot represent the model.
@@ -290,7 +295,7 @@ def exported_videomae(
     _, num_channels, tubelet, patch_px, _ = to_their_layout(CONV, weights[CONV]).shape
     if not shape.image_px:
         raise UserError(
-            "run.json does not say how large the latents were, and config.json has to",
+            "run.json does not record the size of the latents, which config.json requires",
             hint="use --format videomae, which does not need it",
         )
     is_rgb = num_channels == _RGB
@@ -318,7 +323,7 @@ def exported_videomae(
             preprocessor = preprocessor_config("VideoMAEImageProcessor", settings, kind="videomae")
             save_json(folder / "preprocessor_config.json", preprocessor)
 
-    remarks = () if is_rgb else ("the model takes latents: there is no preprocessor_config.json",)
+    remarks = () if is_rgb else ("the model takes latents, so there is no preprocessor_config.json",)
     return Exported(write=write, remarks=remarks)
 
 

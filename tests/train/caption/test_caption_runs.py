@@ -162,7 +162,7 @@ def test_what_contradicts_the_decoder_of_the_start_is_refused(
         ((folder, "--decoder.tokenizer", other_tokens), "has other tokens than the decoder of", "omit --dec"),
         ((bare,), "has a decoder but no tokenizer", "--decoder.tokenizer FOLDER"),
         ((file,), "has a decoder but no tokenizer", "--decoder.tokenizer FOLDER"),
-        ((file, "--decoder.tokenizer", run), "decoder of width 128 and 1 block", "--decoder.depth 1 --decoder.max-"),
+        ((file, "--decoder.tokenizer", run), "decoder with width 128 and 1 block", "--decoder.depth 1 --decoder.max-"),
         ((run, "--decoder.weights", folder), "two decoders are named", "leave --decoder.weights out"),
         ((file, "--decoder.weights", folder), "two decoders are named", "leave --decoder.weights out"),
         ((run, "--decoder.depth", 2), "--decoder.depth is 2, and the decoder of", "omit it"),
@@ -250,7 +250,7 @@ def test_a_decoder_that_has_only_read_gets_new_cross_attention(
     message = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**message, "n_head": 5}))
     assert train("caption", "--shards", data_dir, "--out", tmp_path / "no", *SMALL.split(), *decoder) == 2
-    assert "n_embd is 32, which n_head 5 cannot share" in message_of(capsys)
+    assert "n_embd 32 is not a multiple of n_head 5" in message_of(capsys)
     assert not (tmp_path / "no").exists()
 
 

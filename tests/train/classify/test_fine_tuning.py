@@ -77,16 +77,19 @@ def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_who
     larger = words(*TINY, *STEPS, *still, "--size-px", 64, "--init.weights", first)
     assert train("classify", *larger, "--out", tmp_path / "larger") == 0
     printed = capsys.readouterr().out
-    assert "their positions are cube indices in frames of 32 px" in printed and "(--size-px 32 keeps theirs)" in printed
+    assert (
+        "their positions are indices of cubes in frames of 32 px" in printed
+        and "(use --size-px 32 to avoid this)" in printed
+    )
 
     for mistake, message in (
-        (("--init.weights", first, "--towers.kind", "clip"), "the weights are of a VideoMAE tower (videomae)"),
+        (("--init.weights", first, "--towers.kind", "clip"), "the weights belong to a VideoMAE tower (videomae)"),
         (
             ("--init.weights", first, "--model", "s16"),
             "the video tower has 4 heads, but the video tower of the model has 6",
         ),
         (("--init.weights", first, "--num-frames", 3), "--num-frames 3 is not a multiple of 2"),
-        (("--init.weights", first, "--towers.tubelet", 4), "use --towers.tubelet 2, the number of frames of a cube"),
+        (("--init.weights", first, "--towers.tubelet", 4), "use --towers.tubelet 2, the number of frames per cube"),
         (("--repeats", 0), "--repeats is 0"),
         (("--input", "latents", "--augment.flip", 0.5), "--augment.flip applies to frames in pixels"),
         (("--input", "latents", "--repeats", 2), "--repeats is 2, but latents are not decoded"),

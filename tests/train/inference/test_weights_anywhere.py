@@ -317,4 +317,4 @@ def test_a_tag_of_open_clip_is_its_model(
     (cache / "small-clip.pt").unlink()
     capsys.readouterr()
     assert train("eval", "retrieval", "small-clip:here", "--shards", moving) == 2
-    assert "cannot download small-clip:here, and it is not in the cache" in capsys.readouterr().err
+    assert "small-clip:here is not in the cache and cannot be downloaded" in capsys.readouterr().err

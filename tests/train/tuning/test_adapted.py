@@ -108,8 +108,8 @@ def test_adapters_need_the_weights_that_they_adapt(
     others = ("--steps", 1, "--freeze", "video", "--init.weights", base, "--out", changed)
     assert train("dual-encoder", *TINY, "--lr", "1e-2", "--shards", data_dir, *others) == 0
     for problem, folder in (
-        ("holds adapters, and the weights that they adapt have changed", changed),
-        ("holds adapters, and not the weights that they adapt", None),
+        ("contains only adapters, but the weights that they adapt have changed", changed),
+        ("contains only adapters, and the weights that they adapt cannot be read", None),
     ):
         shutil.rmtree(base)
         if folder is not None:

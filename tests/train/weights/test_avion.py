@@ -254,7 +254,7 @@ def lavila_state() -> State:
 def test_lavilas_time_attention_has_no_place_and_is_not_dropped_in_silence(tmp_path: Path) -> None:
     torch.save(training_checkpoint(lavila_state()), tmp_path / "clip.pt")
     messages: list[str] = []
-    with pytest.raises(UserError, match=r"12 left over \(visual.blocks.0.norm3.weight"):
+    with pytest.raises(UserError, match=r"12 unexpected \(visual.blocks.0.norm3.weight"):
         loaded_weights(our_model(num_frames=NUM_FRAMES), open_source(tmp_path / "clip.pt"), say=messages.append)
     assert any("visual.blocks.*.timeattn.qkv.weight (2 tensors)" in line and "UNEXPECTED" in line for line in messages)
 

@@ -48,12 +48,12 @@ def change_tensors(folder: Path, to: Path, state: Callable[[State], State]) -> P
         ("videomae", "layer_norm_eps", "x", EPS),
         ("videomae", "layer_norm_eps", float("nan"), EPS),
         ("videomae", "layer_norm_eps", 0, EPS),
-        ("videomae", "architectures", 5, "a list of texts"),
+        ("videomae", "architectures", 5, "a list of strings"),
         ("videomae", "decoder_num_attention_heads", 0, "a whole number of at least 1"),
         ("clip", "vision_config", "large", "an object"),
         ("clip", "vision_config.layer_norm_eps", [1], EPS),
         ("clip", "text_config.layer_norm_eps", -1, EPS),
-        ("clip", "vision_config.hidden_act", ["gelu"], "a text"),
+        ("clip", "vision_config.hidden_act", ["gelu"], "a string"),
         ("clip", "text_config.num_attention_heads", "four", "a whole number of at least 1"),
         ("caption", "encoder.num_hidden_layers", "four", "a whole number of at least 1"),
         ("caption", "encoder.hidden_size", None, "a whole number of at least 1"),
@@ -77,14 +77,14 @@ def test_a_value_of_another_kind_is_named_with_its_key_and_file(
     for read in (open_source, read_caption_folder) if model == "caption" else (open_source,):
         with pytest.raises(UserError) as caught:
             read(tmp_path)
-        assert str(caught.value) == f"{path}: {key} is {value!r}, which is not {kind}"
+        assert str(caught.value) == f"{path}: {key} is {value!r}, but must be {kind}"
 
 
 def test_three_colours_are_asked_for(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = change_tensors(folders["videomae"], tmp_path, dict)
     for value in (0.5, [0.5, 0.5], ["a", "b", "c"], [0.5, 0.5, 1e9], [0.5, 0.5, -0.1]):
         (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": value}))
-        with pytest.raises(UserError, match=r"preprocessor_config\.json: image_mean is .*, which is not three numbers"):
+        with pytest.raises(UserError, match=r"preprocessor_config\.json: image_mean is .*, but must be three numbers"):
             open_source(folder)
 
 
@@ -100,7 +100,7 @@ def test_three_colours_are_asked_for(folders: dict[str, Path], tmp_path: Path) -
 def test_numbers_that_no_picture_can_be_normalised_with_are_refused(tmp_path: Path, changed: Any) -> None:
     torch.save(to_open_clip(our_model().state_dict()), tmp_path / "open_clip_pytorch_model.bin")
     (tmp_path / "open_clip_config.json").write_text(json.dumps(changed))
-    with pytest.raises(UserError, match=r"open_clip_config\.json: \w+cfg\..* is .*, which is not (three|a) number"):
+    with pytest.raises(UserError, match=r"open_clip_config\.json: \w+cfg\..* is .*, but must be (three|a) number"):
         open_source(tmp_path)
 
 
@@ -128,7 +128,7 @@ def test_quantised_tensors_are_no_weights(
     folder = change_tensors(folders["videomae"], tmp_path, lambda state: state | {theirs: state[theirs].to(dtype)})
     with pytest.raises(UserError) as caught:
         open_source(folder)
-    assert f"{folder / 'model.safetensors'}: {theirs} is of {message}, and weights are" in str(caught.value)
+    assert f"{folder / 'model.safetensors'}: {theirs} has dtype {message}, but weights must" in str(caught.value)
 
 
 def test_positions_and_masks_are_no_weights_and_may_be_integers(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_what_is_not_finite_is_no_start(folders: dict[str, Path], tmp_path: Path
     folder = change_tensors(folders["videomae"], tmp_path, damage)
     with pytest.raises(UserError) as caught:
         fit_to(our_autoencoder(), open_source(folder), say=ignore_line)
-    assert str(folder) in str(caught.value) and "mask_token holds numbers that are not finite" in str(caught.value)
+    assert str(folder) in str(caught.value) and "mask_token contains non-finite values" in str(caught.value)
     # What the model does not get may be anything.
     state = our_model().state_dict()
     state["text.positional_embedding"][0] = number
@@ -163,16 +163,18 @@ def test_a_decoder_that_is_not_finite_is_no_start(folders: dict[str, Path], tmp_
         state["decoder.transformer.wpe.weight"][1] = float("nan")
         return state
 
-    with pytest.raises(UserError, match=r"model\.safetensors: decoder\.transformer\.wpe\.weight holds numbers that"):
+    with pytest.raises(
+        UserError, match=r"model\.safetensors: decoder\.transformer\.wpe\.weight contains non-finite values"
+    ):
         read_caption_folder(change_tensors(folders["caption"], tmp_path, damage))
     whole = {"decoder.transformer.wte.weight": torch.ones(61, 24, dtype=torch.int64)}
-    with pytest.raises(UserError, match=r"decoder\.transformer\.wte\.weight is of int64"):
+    with pytest.raises(UserError, match=r"decoder\.transformer\.wte\.weight has dtype int64"):
         read_caption_folder(change_tensors(folders["caption"], tmp_path, lambda state: state | whole))
 
 
 @pytest.mark.parametrize(
     ("scale", "words"),
-    [(torch.tensor(float("nan")), "holds numbers that are not finite"), (torch.zeros(3), "has 3 num")],
+    [(torch.tensor(float("nan")), "contains non-finite values"), (torch.zeros(3), "has 3 val")],
 )
 def test_a_temperature_that_is_not_one_finite_number_is_the_weights_fault(
     tmp_path: Path, scale: torch.Tensor, words: str

@@ -56,7 +56,7 @@ def test_it_starts_from_images_from_its_own_weights_and_from_lavilas(
     assert changes(theirs) == set()
     capsys.readouterr()
     assert train(*some, "--init.weights", file, "--towers.attention", "joint", "--out", tmp_path / "no") == 2
-    assert "left over" in capsys.readouterr().err
+    assert "unexpected" in capsys.readouterr().err
     assert train(*some, *DIVIDED, "--towers.patch-dropout", 0.5, "--out", tmp_path / "no") == 2
     assert "--towers.attention divided needs every patch" in error_of(capsys)
 

@@ -136,7 +136,7 @@ def test_the_tokenizer_of_transformers_gives_the_ids_that_the_run_saw(run: Path,
     transformers = pytest.importorskip("transformers")
     messages: list[str] = []
     export_run(run, form="hf", out=tmp_path / "exported", say=messages.append)
-    assert [line for line in messages if "does not repair text in a wrong encoding" in line]
+    assert [line for line in messages if "does not repair text decoded with the wrong encoding" in line]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     tokenize = load_tokenizer()
     for text in TEXTS:
@@ -191,7 +191,7 @@ def test_extras_of_other_weights_are_refused(run: Path, tmp_path: Path) -> None:
     export_run(run, form="hf", out=out, say=ignore_line)
     state = load_file(out / "model.safetensors")
     save_file({name: tensor + 1 for name, tensor in state.items()}, out / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=r"belongs to other weights than model.safetensors") as caught:
+    with pytest.raises(UserError, match=r"does not belong to model.safetensors") as caught:
         open_weights(Init(weights=str(out)))
     assert "remove video_extras.safetensors" in str(caught.value.hint)
 
@@ -260,6 +260,6 @@ def test_weights_that_are_not_finite_are_not_exported(run: Path, tmp_path: Path)
         writer = CheckpointWriter(run_copy / "checkpoints", world=World(), keep=9, best=None)
         writer.save(poisoned, replace(facts, step=facts.step + len(name)))
         writer.close()
-        with pytest.raises(UserError, match=rf"step_.*{name} holds numbers that are not finite"):
+        with pytest.raises(UserError, match=rf"step_.*{name} contains non-finite values"):
             export_run(run_copy, form="open_clip", out=tmp_path / "out", say=ignore_line)
         assert not (tmp_path / "out").exists()

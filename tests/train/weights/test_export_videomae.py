@@ -101,7 +101,10 @@ def test_the_authors_format_holds_tensors_alone_and_says_what_it_does_not_hold(
     out = tmp_path / "exported"
     assert train("export", run, "--format", "videomae", "--out", out) == 0
     printed = capsys.readouterr().out
-    assert "layer norms of eps 1e-06, and this run of 1e-09" in printed and "normalised pictures otherwise" in printed
+    assert (
+        "layer norms with eps 1e-06, but this run uses 1e-09" in printed
+        and "normalises pixels unlike VideoMAE" in printed
+    )
     state = torch.load(out / "checkpoint.pth", weights_only=True)["model"]
     assert {"encoder.blocks.1.attn.q_bias", "decoder.blocks.1.mlp.fc2.weight", "mask_token"} <= state.keys()
     expected = to_videomae(weights_of(run))
@@ -183,13 +186,13 @@ def test_latents_have_a_place_in_transformers_format(
     for source in (out, exported):
         assert train(*begin, "--out", tmp_path / "no", *MAE, "--init.weights", source) == 2
         error, hint = capsys.readouterr().err.splitlines()
-        assert "does not fit the model" in error and "the weights see 4 channels, the model 3" in hint
+        assert "does not fit the model" in error and "they take 4 channels, but the model takes 3" in hint
     assert train(*begin, "--out", tmp_path / "no", *LATENTS, "--init.weights", run) == 2
-    assert "the weights see 3 channels, the model 4" in capsys.readouterr().err
+    assert "they take 3 channels, but the model takes 4" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
     # A run of before: what no tensor shows is said by nothing.
     (out / "run.json").write_text(json.dumps({"task": "mae"}))
-    with pytest.raises(UserError, match="does not say how large the latents were"):
+    with pytest.raises(UserError, match="does not record the size of the latents"):
         export_run(out, form="hf", out=tmp_path / "no", say=ignore_line)
 
 
@@ -200,8 +203,8 @@ def test_what_a_format_cannot_hold_is_refused(
     assert train("classify", "--shards", data, "--label", "shape", *SMALL, "--out", out, "--steps", "1") == 0
     capsys.readouterr()
     for arguments, error, hint in (
-        ((run, "--format", "open_clip"), "--format is open_clip, which has no place for a masked", "hf or videomae"),
-        ((run, "--format", "onnx"), "--format is onnx, which has no place for a masked", "hf or videomae"),
+        ((run, "--format", "open_clip"), "--format open_clip cannot store a masked", "hf or videomae"),
+        ((run, "--format", "onnx"), "--format onnx cannot store a masked", "hf or videomae"),
         ((run, "--format", "tflite"), "there is no format tflite (--format)", "use one of: open_clip, hf, timm, torch"),
         ((run, "--format", "hf", "--frame-embedding", "zero"), "--frame-embedding applies only to dual", "omit"),
         ((out, "--format", "hf"), "is a classifier with CLIP's tower, which --format hf cannot hold", "videomae"),

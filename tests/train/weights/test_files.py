@@ -57,7 +57,7 @@ def test_a_file_that_is_cut_is_damaged(tmp_path: Path, part: float) -> None:
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
 def test_an_error_page_is_said_to_be_one(tmp_path: Path, page: bytes, name: str) -> None:
     error, hint = error_and_hint(tmp_path / name, page)
-    assert "is a web page, not weights" in error and "again" in hint
+    assert "is a web page, not a weights file" in error and "again" in hint
 
 
 def test_a_pointer_of_git_lfs_is_said_to_be_one(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_what_is_empty_or_text_is_said_to_be_so(tmp_path: Path, name: str) -> No
     assert f"{name} is empty" in error_and_hint(tmp_path / name, b"")[0]
     # The 512 bytes that are looked at end within a letter.
     for text in (b"hello", b'{"model_type": "clip"}\n', b"model: tiny\n" * 100, b"x" + "ü".encode() * 400):
-        assert "is text: it is not a safetensors or torch file" in error_and_hint(tmp_path / name, text)[0]
+        assert "is a text file, not a safetensors or torch file" in error_and_hint(tmp_path / name, text)[0]
 
 
 @pytest.mark.parametrize("content", [b"\x00" * 5000, b"PK\x03\x04 not a zip", b"\x80\x02 cut"])
@@ -131,7 +131,7 @@ def test_a_program_of_torchscript_is_opened_only_if_openai_published_it(
     path = tmp_path / "ViT-B-16.pt"
     torch.jit.script(TorchScript()).save(path)
     assert zipfile.is_zipfile(path)
-    with pytest.raises(UserError, match=r"is a program \(TorchScript\) that OpenAI did not publish"):
+    with pytest.raises(UserError, match=r"OpenAI did not publish this TorchScript program"):
         read_tensors(path)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     monkeypatch.setattr("clipmill.train.weights.files.openai_digests", lambda: frozenset({digest}))
@@ -140,7 +140,7 @@ def test_a_program_of_torchscript_is_opened_only_if_openai_published_it(
 
 def test_a_program_of_torch_export_is_not_said_to_be_damaged(tmp_path: Path) -> None:
     torch.export.save(torch.export.export(TorchScript(), (torch.zeros(3),)), tmp_path / "model.pt2")
-    with pytest.raises(UserError, match=r"model\.pt2 is a program of torch\.export, not weights"):
+    with pytest.raises(UserError, match=r"model\.pt2 is a torch\.export program, not a weights file"):
         read_tensors(tmp_path / "model.pt2")
 
 

@@ -58,28 +58,28 @@ BLOCK = "visual.transformer.resblocks.1.mlp.c_fc.weight"
         ),
         (
             lambda state: {**state, "visual.ls_1.gamma": torch.ones(64)},
-            "1 left over (visual.ls_1.gamma)",
+            "1 unexpected (visual.ls_1.gamma)",
             "UNEXPECTED visual.ls_1.gamma",
         ),
         (
             lambda state: {**state, "head.weight": torch.ones(2, 3)},
-            "1 left over (head.weight)",
+            "1 unexpected (head.weight)",
             "UNEXPECTED head.weight",
         ),
         (
             lambda state: {**state, BLOCK: torch.ones(128, 64)},
-            f"1 of another shape ({BLOCK})",
-            f"OTHER SHAPE {BLOCK} 128 x 64 -> 256 x 64",
+            f"1 with a different shape ({BLOCK})",
+            f"DIFFERENT SHAPE {BLOCK} 128 x 64 -> 256 x 64",
         ),
         (
             lambda state: {**state, "token_embedding.weight": torch.ones(90, 48)},
-            "1 of another shape (token_embedding.weight)",
-            "OTHER SHAPE token_embedding.weight",
+            "1 with a different shape (token_embedding.weight)",
+            "DIFFERENT SHAPE token_embedding.weight",
         ),
         (
             lambda state: {**state, "positional_embedding": torch.ones(8, 48)},
-            "1 of another shape (positional_embedding)",
-            "OTHER SHAPE positional_embedding",
+            "1 with a different shape (positional_embedding)",
+            "DIFFERENT SHAPE positional_embedding",
         ),
     ],
 )
@@ -124,9 +124,9 @@ def test_an_error_leaves_the_model_as_it_was(state: State) -> None:
 def test_another_architecture_is_described(state: State) -> None:
     wide = {name: torch.cat([tensor, tensor], -1) if tensor.ndim else tensor for name, tensor in state.items()}
     deeper = {name.replace("resblocks.1", "resblocks.2"): tensor for name, tensor in state.items()} | state
-    with pytest.raises(UserError, match=r"video of width 128 and 2 blocks.*the model: video of width 64 and 2 blocks"):
+    with pytest.raises(UserError, match=r"video with width 128 and 2 blocks.*model: video with width 64 and 2 blocks"):
         load_fitted(wide)
-    with pytest.raises(UserError, match="video of width 64 and 3 blocks, text of width 48 and 3 blocks"):
+    with pytest.raises(UserError, match="video with width 64 and 3 blocks, text with width 48 and 3 blocks"):
         load_fitted(deeper)
 
 
@@ -209,8 +209,8 @@ def test_half_precision_becomes_the_models_own(state: State) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["visual.layer1.0.conv1.weight", "transformer.resblocks.0.ln_1.weight"], "of a ResNet"),
-        (["visual.trunk.blocks.0.norm1.weight", "text.transformer.resblocks.0.ln_1.weight"], "a tower of timm"),
+        (["visual.layer1.0.conv1.weight", "transformer.resblocks.0.ln_1.weight"], "contain a ResNet"),
+        (["visual.trunk.blocks.0.norm1.weight", "text.transformer.resblocks.0.ln_1.weight"], "a timm tower"),
         (["encoder.weight", "decoder.weight"], "not the weights of a CLIP.*decoder.weight, encoder.weight"),
         ([], "the first tensors: none"),
     ],
@@ -278,7 +278,7 @@ def test_a_format_is_a_file_and_a_row(tmp_path: Path, monkeypatch: pytest.Monkey
     back = names.write(converted.tensors)
     assert back.keys() == state.keys() - {"toy.steps", "toy.3.q.weight"}
     assert all(torch.equal(tensor, state[name]) for name, tensor in back.items())
-    with pytest.raises(ValueError, match=r"Toy has nothing like video\.proj"):
+    with pytest.raises(ValueError, match=r"Toy has no parameter for video\.proj"):
         names.write({"video.proj": torch.ones(1)})
 
 

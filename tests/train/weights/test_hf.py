@@ -101,7 +101,7 @@ def test_a_lost_key_matrix_is_missed(theirs: Any, tmp_path: Path) -> None:
     del state["vision_model.encoder.layers.1.self_attn.k_proj.weight"]
     torch.save(state, tmp_path / "w.bin")
     with pytest.raises(
-        UserError, match=r"1 missing \(video.transformer.resblocks.1.attn.in_proj_weight\); 2 left over"
+        UserError, match=r"1 missing \(video.transformer.resblocks.1.attn.in_proj_weight\); 2 unexpected"
     ):
         loaded_weights(our_model(), open_source(tmp_path / "w.bin"), say=ignore_line)
 
@@ -109,7 +109,7 @@ def test_a_lost_key_matrix_is_missed(theirs: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "siglip"}, "the model is a 'siglip'"),
+        ({"model_type": "siglip"}, "the model type 'siglip' is not supported"),
         ({"vision_config": {"hidden_act": "gelu_new"}}, "the activations are gelu_new, quick_gelu"),
         ({"text_config": {"vocab_size": 99, "eos_token_id": 7}}, "captions end with token 7"),
     ],
@@ -149,10 +149,13 @@ def test_a_model_in_several_files_is_the_model_in_one(folder: Path, sharded_mode
     ("change", "message"),
     [
         ({"logit_scale": "none-of-these.safetensors"}, "cannot read the weights"),
-        ({"logit_scale": "../model.safetensors"}, "names the shard '../model.safetensors'"),
-        ({"logit_scale": "pytorch_model-00001-of-00002.bin"}, "and shards are .safetensors files next to it"),
-        ({"logit_scale": 3}, "is not an index of weights"),
-        ({"of_nowhere": None}, "lack 1 of its 79 tensors, such as of_nowhere"),
+        ({"logit_scale": "../model.safetensors"}, "lists the shard '../model.safetensors'"),
+        (
+            {"logit_scale": "pytorch_model-00001-of-00002.bin"},
+            "but shards must be .safetensors files next to the index",
+        ),
+        ({"logit_scale": 3}, "is not an index of weight shards"),
+        ({"of_nowhere": None}, "lack 1 of the 79 listed tensors, such as of_nowhere"),
     ],
 )
 def test_an_index_that_does_not_fit_its_shards_is_refused(
@@ -174,6 +177,8 @@ def test_shards_of_pickles_are_named_for_what_they_are(sharded_model: Path, tmp_
     weight_map = {"logit_scale": "pytorch_model-00001-of-00001.bin"}
     (copy / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     torch.save({"logit_scale": torch.ones(())}, copy / "pytorch_model-00001-of-00001.bin")
-    with pytest.raises(UserError, match=r"pytorch_model-00001-of-00001.bin', and shards are .safetensors") as caught:
+    with pytest.raises(
+        UserError, match=r"pytorch_model-00001-of-00001.bin', but shards must be .safetensors"
+    ) as caught:
         open_source(copy)
-    assert "save the model again as safetensors" in str(caught.value.hint)
+    assert "save the model as safetensors" in str(caught.value.hint)

@@ -163,7 +163,7 @@ def test_a_tag_comes_from_open_clip(theirs: Any, tmp_path: Path, monkeypatch: py
 
 
 def test_an_unknown_tag_lists_those_there_are() -> None:
-    with pytest.raises(UserError, match="no weights of that name and tag") as caught:
+    with pytest.raises(UserError, match="no weights with this name and tag") as caught:
         open_source("ViT-B-16:laion9b")
     assert "openai" in str(caught.value.hint)
 
@@ -173,7 +173,7 @@ def test_without_a_network_the_cache_is_named(monkeypatch: pytest.MonkeyPatch) -
         raise FileNotFoundError("Failed to download file (open_clip_model.safetensors)")
 
     monkeypatch.setattr("open_clip.pretrained.download_pretrained", fail)
-    with pytest.raises(UserError, match="cannot download ViT-B-16:openai, and it is not in the cache") as caught:
+    with pytest.raises(UserError, match="ViT-B-16:openai is not in the cache and cannot be downloaded") as caught:
         open_source("ViT-B-16:openai")
     assert "network" in str(caught.value.hint)
 

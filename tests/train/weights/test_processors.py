@@ -106,7 +106,9 @@ def test_a_default_is_named_with_its_reason(tmp_path: Path, files: dict[str, dic
     init, messages = effective_settings(tmp_path)
     assert init.pixel_mean == IMAGENET_MEAN
     assert [
-        line for line in messages if "no file" in line and "videomae towers are used: mean 0.485 0.456 0.406" in line
+        line
+        for line in messages
+        if "does not record" in line and "videomae towers are used: mean 0.485 0.456 0.406" in line
     ]
     init, messages = effective_settings(tmp_path, pixel_mean=(0.1, 0.2, 0.3), pixel_std=(0.1, 0.2, 0.3))
     assert init.pixel_mean == (0.1, 0.2, 0.3) and not [line for line in messages if "no file" in line]
@@ -115,5 +117,5 @@ def test_a_default_is_named_with_its_reason(tmp_path: Path, files: dict[str, dic
 @pytest.mark.parametrize("value", ["0.5", [0.5, 0.5], [0.5, 0.5, 300]])
 def test_a_mean_that_is_none_is_refused_with_its_file(tmp_path: Path, value: Any) -> None:
     save(tmp_path, {PROCESSOR: {"image_processor": {**IMAGE, "image_mean": value}}})
-    with pytest.raises(UserError, match=r"processor_config\.json: image_mean is .*, which is not three numbers"):
+    with pytest.raises(UserError, match=r"processor_config\.json: image_mean is .*, but must be three numbers"):
         facts_in(tmp_path)

@@ -126,10 +126,13 @@ def test_the_user_names_what_may_differ_in_one_flag(
     save_file({name: tensor.contiguous() for name, tensor in to_open_clip(weights).items()}, tmp_path / "w.safetensors")
     arguments = ["--shards", data_dir, "--out", tmp_path / "run", *SMALL, "--init.weights", tmp_path / "w.safetensors"]
     assert train("dual-encoder", *arguments) == 2
-    assert "1 missing (video.ln_post.bias); 1 left over (head.weight)" in capsys.readouterr().err
+    assert "1 missing (video.ln_post.bias); 1 unexpected (head.weight)" in capsys.readouterr().err
     assert train("dual-encoder", *arguments, "--init.allow", "head.*", "video.ln_post.bias") == 0
     printed = capsys.readouterr().out
-    assert "\n  new, missing there  video.ln_post.bias" in printed and "\n  not used            head.weight" in printed
+    assert (
+        "\n  new, not in the weights  video.ln_post.bias" in printed
+        and "\n  not used                 head.weight" in printed
+    )
     settings = load_settings(tmp_path / "run" / "settings.yaml", DualEncoderSettings)
     assert settings.init.allow == ("head.*", "video.ln_post.bias")
     changes = json.loads((tmp_path / "run" / "run.json").read_text())["weights"]["changes"]
@@ -145,8 +148,11 @@ def test_what_does_not_fit_leaves_no_run_behind(
     assert train("dual-encoder", *arguments, "--init.weights", weights) == 2
     printed = capsys.readouterr()
     error, hint = printed.err.splitlines()
-    assert "does not fit the model: video of width 128 and 2 blocks" in error and "width 384 and 12 blocks" in error
-    assert "--model" in hint and "OTHER SHAPE" in printed.out
+    assert (
+        "does not fit the model (weights: video with width 128 and 2 blocks" in error
+        and "width 384 and 12 blocks" in error
+    )
+    assert "--model" in hint and "DIFFERENT SHAPE" in printed.out
     assert train("dual-encoder", *arguments, "--init.weights", tmp_path / "none.pt") == 2
     assert "cannot read the weights" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -170,7 +170,7 @@ def test_a_configuration_of_videomae_v2_is_read(classifier_folder: Path, tmp_pat
     assert source.facts.mean is None  # no processor says it
     config["model_config"]["cos_attn"] = True
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="cos_attn is True, which the towers here do not have"):
+    with pytest.raises(UserError, match="cos_attn is True, which clipmill's towers do not support"):
         open_source(tmp_path)
 
 
@@ -179,7 +179,7 @@ def test_a_configuration_of_videomae_v2_is_read(classifier_folder: Path, tmp_pat
     [
         ({"hidden_act": "relu"}, "the activation is 'relu'"),
         ({"qv_bias": False}, "queries and values have no bias"),
-        ({"model_type": "vivit"}, "the model is a 'vivit', not a 'clip' or a 'videomae'"),
+        ({"model_type": "vivit"}, "the model type 'vivit' is not supported"),
     ],
 )
 def test_other_models_are_refused(folder: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -231,5 +231,5 @@ def test_names_tell_the_format(names: list[str], form: str) -> None:
     ],
 )
 def test_other_transformers_of_the_same_names_are_not_taken_for_it(names: list[str]) -> None:
-    with pytest.raises(UserError, match="not the weights of a CLIP, VideoMAE or TimeSformer of any known"):
+    with pytest.raises(UserError, match="not the weights of a CLIP, VideoMAE or TimeSformer in a known"):
         detect_format(names)

@@ -55,19 +55,19 @@ def refusal(model: torch.nn.Module, state: State, path: Path) -> tuple[str, str]
 def test_what_does_not_fit_says_why_and_what_to_do(folder: Path, classifier_folder: Path, tmp_path: Path) -> None:
     state = load_file(folder / "model.safetensors")
     error, hint = refusal(our_autoencoder(decoder_depth=1), state, tmp_path)
-    assert "decoder of width 16 and 2 blocks" in error and "decoder of width 16 and 1 block" in error
+    assert "decoder with width 16 and 2 blocks" in error and "decoder with width 16 and 1 block" in error
     assert hint == f"use --decoder-depth {DECODER_DEPTH}, as in the weights"
     hf_autoencoder(decoder_num_attention_heads=4).save_pretrained(tmp_path / "heads")
     with pytest.raises(UserError, match="the decoder has 4 heads, but the decoder of the model has 2") as caught:
         loaded_weights(our_autoencoder(), open_source(tmp_path / "heads"), say=ignore_line)
-    assert "without the decoder, the weights can be the --init.weights" in str(caught.value.hint)
+    assert "use the weights in a task without a decoder" in str(caught.value.hint)
     of_latents = our_autoencoder(size=replace(SIZE, num_channels=4, patch_px=2), image_px=8)
     error, hint = refusal(of_latents, state, tmp_path)
-    assert "patches of 3 x 2 x 8 x 8; the model: " in error and "patches of 4 x 2 x 2 x 2" in error
-    assert "the weights see 3 channels, the model 4" in hint and "--input" in hint
+    assert "patches of 3 x 2 x 8 x 8; model: " in error and "patches of 4 x 2 x 2 x 2" in error
+    assert "they take 3 channels, but the model takes 4" in hint and "--input" in hint
     error, hint = refusal(our_autoencoder(), load_file(classifier_folder / "model.safetensors"), tmp_path)
     patterns = "--init.allow 'decoder.*' 'fc_norm.*' 'head.*' 'video.ln_post.*'"
-    assert hint.endswith(patterns)
+    assert hint.startswith(f"use {patterns}")
     allow = tuple(patterns.replace("'", "").split()[1:])
     loaded_weights(our_autoencoder(), open_source(classifier_folder), allow=allow, say=ignore_line)
     # Its config.json says how many heads a decoder would have; these sizes are not its default.
@@ -77,7 +77,7 @@ def test_what_does_not_fit_says_why_and_what_to_do(folder: Path, classifier_fold
     (tmp_path / "model.safetensors").symlink_to(classifier_folder / "model.safetensors")
     with pytest.raises(UserError) as caught:
         loaded_weights(our_autoencoder(), open_source(tmp_path), say=ignore_line)
-    assert str(caught.value.hint).endswith(patterns)
+    assert str(caught.value.hint).startswith(f"use {patterns}")
     loaded_weights(our_autoencoder(), open_source(tmp_path), allow=allow, say=ignore_line)
 
 
@@ -89,7 +89,7 @@ KEY = "videomae.encoder.layer.1.attention.attention.key.weight"
     [
         (
             lambda state: {name: tensor for name, tensor in state.items() if name != KEY},
-            r"1 missing \(video.transformer.resblocks.1.attn.in_proj_weight\); 2 left over",
+            r"1 missing \(video.transformer.resblocks.1.attn.in_proj_weight\); 2 unexpected",
         ),
         (
             lambda state: {
@@ -97,11 +97,14 @@ KEY = "videomae.encoder.layer.1.attention.attention.key.weight"
             },
             r"1 missing \(video.transformer.resblocks.1.attn.q_bias\)",
         ),
-        (lambda state: public(state) | {"encoder.blocks.0.gamma_1": torch.ones(32)}, r"1 left over \(encoder.blocks.0"),
-        (lambda state: state | {"mask_token": torch.ones(1, 1, 8)}, r"1 of another shape \(mask_token\)"),
+        (
+            lambda state: public(state) | {"encoder.blocks.0.gamma_1": torch.ones(32)},
+            r"1 unexpected \(encoder.blocks.0",
+        ),
+        (lambda state: state | {"mask_token": torch.ones(1, 1, 8)}, r"1 with a different shape \(mask_token\)"),
         (
             lambda state: public(state) | {"encoder.pos_embed": torch.ones(1, 8, 32)},
-            r"1 left over \(encoder.pos_embed\)",
+            r"1 unexpected \(encoder.pos_embed\)",
         ),
     ],
 )
@@ -149,7 +152,7 @@ def test_kinds_of_towers_are_named_where_they_differ(folder: Path, tmp_path: Pat
             clip,
             of_clip,
             of_videomae,
-            "train mae only takes weights of the kind videomae",
+            "use weights of the kind videomae",
         ),
         (
             effective_settings,
@@ -157,14 +160,14 @@ def test_kinds_of_towers_are_named_where_they_differ(folder: Path, tmp_path: Pat
             videomae,
             of_videomae,
             of_clip,
-            "train dual-encoder only takes weights of the kind clip",
+            "use weights of the kind clip",
         ),
         (effective_clip_settings, ClassifySettings(towers=plain), videomae, of_videomae, of_clip, leave),
         (effective_clip_settings, ClassifySettings(towers=Towers(kind="videomae")), clip, of_clip, of_videomae, leave),
     ):
         with pytest.raises(UserError) as caught:
             effective(settings, source, say=ignore_line)  # type: ignore[arg-type]
-        assert f"the weights are of {in_weights}, and the model has {here}" in str(caught.value)
+        assert f"the weights belong to {in_weights}, but the model has {here}" in str(caught.value)
         assert (caught.value.hint or "").startswith(hint)
     with pytest.raises(UserError, match=r"--towers\.kind is videomae, a tower that train dual-encoder does not"):
         effective_settings(DualEncoderSettings(towers=DualEncoderTowers(kind="videomae")), None, say=ignore_line)
