@@ -36,7 +36,7 @@ import torch
 
 from benchmarks.report import parser_for, print_report
 from benchmarks.timing import turns
-from clipmill.train.augment.pictures import to_model_input
+from clipmill.train.augment.model_input import to_model_input
 from clipmill.train.data.clip_frames import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.image_tars import ImageQuery

@@ -37,7 +37,7 @@ from benchmarks.report import parser_for, print_report
 from benchmarks.timing import turns
 from clipmill import Batches, open_clips, open_latents
 from clipmill.prep.video.ffmpeg import find_ffmpeg
-from clipmill.train.augment.pictures import to_rgb_uint8
+from clipmill.train.augment.model_input import to_rgb_uint8
 from clipmill.train.data.latents.segments import SegmentQuery
 from clipmill.train.data.loader import LoaderSettings, TrainingSet
 from clipmill.train.data.prefetch import prefetch

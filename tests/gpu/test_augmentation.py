@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from clipmill.train.augment.draws import OPERATIONS, Draw, draw
-from clipmill.train.augment.pictures import to_model_input, to_rgb_uint8
-from clipmill.train.augment.rand_augment import change
-from clipmill.train.config.clips import Augment
+from clipmill.train.augment.model_input import Draw, draw_parameters, to_model_input, to_rgb_uint8
+from clipmill.train.config.clips import OPERATIONS, Augment
 from tests.train.augment import reference
 from tests.train.augment.planes import Bytes, mild_planes, random_planes
 
@@ -60,7 +58,7 @@ def levels_off(pixels: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", AUGMENTS)
 def test_a_change_is_that_of_a_cpu(name: str, is_autocast: bool, size_px: int, device: torch.device) -> None:
     planes, kinds = random_planes(12, NUM_FRAMES, size_px), np.tile(np.arange(6, dtype=np.uint8), 2)
-    drawn = draw(np.arange(12), AUGMENTS[name], seed=1)
+    drawn = draw_parameters(np.arange(12), AUGMENTS[name], seed=1)
     expected = model_input(planes, kinds, drawn, size_px=size_px, device=CPU)
     # Where models compute in half precision, pictures do not.
     with torch.autocast(device.type, dtype=torch.bfloat16) if is_autocast else nullcontext():
@@ -75,7 +73,7 @@ def test_one_pass_equals_the_steps_one_by_one(
 ) -> None:
     """The steps are written down in the tests of the pass, for a CPU."""
     planes, kinds = make(6, 1, size_px), np.arange(6, dtype=np.uint8)
-    drawn = draw(np.arange(6), replace(AUGMENTS["all"], erase=0.0), seed=1)
+    drawn = draw_parameters(np.arange(6), replace(AUGMENTS["all"], erase=0.0), seed=1)
     outputs = model_input(planes, kinds, drawn, size_px=size_px, device=device)
     for number, kind in enumerate(kinds):
         expected = reference.augment_clip(planes[number], int(kind), drawn, number, size_px=size_px, mean=MEAN, std=STD)
@@ -93,9 +91,9 @@ def test_an_operation_of_rand_augment_is_that_of_a_cpu(
     fine = torch.nn.functional.interpolate(coarse, (size_px, size_px), mode="bilinear")
     clip_TCHW = (255 * fine).round().to(torch.uint8)
     for strength in STRENGTHS:
-        expected = change(clip_TCHW, name, strength, fill=MEAN)
+        expected = reference.apply_operation(clip_TCHW, name, strength, fill=MEAN)
         with torch.autocast(device.type, dtype=torch.bfloat16) if is_autocast else nullcontext():
-            outputs = change(clip_TCHW.to(device), name, strength, fill=MEAN)
+            outputs = reference.apply_operation(clip_TCHW.to(device), name, strength, fill=MEAN)
         off = (outputs.cpu().int() - expected.int()).abs()
         assert outputs.dtype == torch.uint8 and int(off.max()) <= 1, (strength, int(off.max()))
 
@@ -103,7 +101,7 @@ def test_an_operation_of_rand_augment_is_that_of_a_cpu(
 def test_chains_of_operations_are_those_of_a_cpu_but_for_single_values(size_px: int, device: torch.device) -> None:
     """A byte that rounds the other variant before the first operation may be enlarged by a later one."""
     planes, kinds = mild_planes(16, NUM_FRAMES, size_px), np.zeros(16, np.uint8)
-    drawn = draw(np.arange(16), Augment(rand_ops=4), seed=1)
+    drawn = draw_parameters(np.arange(16), Augment(rand_ops=4), seed=1)
     assert (drawn.operation >= 0).any(axis=1).sum() > 8
     expected, outputs = (model_input(planes, kinds, drawn, size_px=size_px, device=place) for place in (CPU, device))
     share = (levels_off(outputs, expected) > 1 + ROUNDING / LEVEL).float().mean().item()

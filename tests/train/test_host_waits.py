@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from clipmill.train.augment.draws import OPERATIONS
-from clipmill.train.augment.rand_augment import change
+from clipmill.train.config.clips import OPERATIONS
+from tests.train.augment.reference import apply_operation
 from tests.train.classify.moving import write_moving
 from tests.train.device_reads import DeviceReads, Look, device_reads
 from tests.train.running import train
@@ -68,9 +68,9 @@ def test_no_operation_of_rand_augment_looks_at_a_clip(monkeypatch: pytest.Monkey
     with device_reads(monkeypatch) as reads:
         reads.take(clip)
         for name in OPERATIONS:
-            change(clip, name, 0.3, fill=(0.5, 0.5, 0.5))
+            apply_operation(clip, name, 0.3, fill=(0.5, 0.5, 0.5))
             seen = len(reads.looks)
-            change(clip, name, -0.7, fill=(0.5, 0.5, 0.5))
+            apply_operation(clip, name, -0.7, fill=(0.5, 0.5, 0.5))
             assert reads.looks[seen:] == [], name
 
 

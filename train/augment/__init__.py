@@ -1,1 +1,1 @@
-"""Model input from YUV planes: colour conversion, augmentation and normalisation, on the device."""
+"""Conversion of YUV planes to model input on the device: colour conversion, augmentation and normalisation."""

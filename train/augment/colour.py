@@ -1,7 +1,8 @@
-"""Colour kinds: six encodings of colours as Y, U, V, as exact matrices. This module does not load torch.
+"""Colour kinds: the six supported encodings of RGB as Y, U and V, with exact conversion matrices.
 
-A kind is a number from 0 to 5: 2 * matrix + (1 for full range). The matrices are BT.601, BT.709 and BT.2020, in this
-order. The recommendations with these names define the weights of red and blue; H.273 defines the matrix numbers.
+A kind is a number from 0 to 5: 2 * matrix + (1 for full range). The matrices are BT.601, BT.709 and BT.2020, numbered
+in this order. The weights of red and blue are from the ITU-R recommendations with these names, and the matrix
+coefficient codes are from H.273. This module does not load torch.
 """
 
 import numpy as np
@@ -16,27 +17,26 @@ COLOUR_KINDS = (
     "bt2020-full",
 )
 
-# Weights of red and blue in luma.
+# Weights of red and blue in luma, for each matrix.
 _LUMA_WEIGHTS = ((0.299, 0.114), (0.2126, 0.0722), (0.2627, 0.0593))
-# By number in H.273. The weights of SMPTE 240M (7) are closest to BT.709.
+# Matrix for each code in H.273. SMPTE 240M (7) is treated as BT.709, whose weights are the closest.
 _MATRIX_OF_COLORSPACE = {1: 1, 7: 1, 9: 2, 10: 2}
-_FULL_RANGE = 2
+_FULL_RANGE = 2  # AVCOL_RANGE_JPEG in libav
 
 
 def colour_kind(*, colorspace: int, color_range: int, is_full_format: bool) -> int:
-    """Return the kind of a frame.
+    """Return the colour kind of a decoded frame.
 
     Args:
-        colorspace: Number of the matrix in libav (`frame.colorspace`). An unspecified matrix is interpreted as BT.601,
-            as in ffmpeg.
-        color_range: Number of the range in libav (`frame.color_range`): 2 is full, all other numbers are limited.
-        is_full_format: True if the pixel format implies full range (yuvj420p and the like).
+        colorspace: Matrix code in libav (`frame.colorspace`). An unspecified matrix is treated as BT.601, as in ffmpeg.
+        color_range: Range code in libav (`frame.color_range`): 2 means full range, all other codes limited range.
+        is_full_format: True if the pixel format implies full range (such as yuvj420p).
     """
     return 2 * _MATRIX_OF_COLORSPACE.get(colorspace, 0) + (is_full_format or color_range == _FULL_RANGE)
 
 
 def rgb_matrices() -> NDArray[np.float64]:
-    """Return the affine map of each kind, [6, 3, 4], from (Y, U, V, 1) with values 0..255 to R, G, B in 0..1."""
+    """Return the affine map of each kind, [6, 3, 4], from (Y, U, V, 1) with values 0..255 to R, G and B in 0..1."""
     matrices = np.empty((len(COLOUR_KINDS), 3, 4))
     for number, (red, blue) in enumerate(_LUMA_WEIGHTS):
         green = 1 - red - blue
@@ -47,7 +47,8 @@ def rgb_matrices() -> NDArray[np.float64]:
                 [1, 2 * (1 - blue), 0],
             ]
         )
-        # In limited range, black is 16, white is 235, and chroma ranges from 16 to 240. Zero chroma is 128 in both.
+        # In limited range, black is 16, white is 235, and chroma ranges from 16 to 240. In both ranges, neutral chroma
+        # is 128.
         for is_full, black, luma_span, chroma_span in ((0, 16, 219, 224), (1, 0, 255, 255)):
             linear = from_ypbpr / np.array([luma_span, chroma_span, chroma_span])
             matrices[2 * number + is_full, :, :3] = linear

@@ -65,18 +65,18 @@ class FeatureExchange(Similarities):
         """Compute `Similarities.gradients` without `pair_B` and values from pairs of other ranks."""
         width = self.video_bE.shape[1]
         videos, texts = slice(0, width), slice(width, None)
-        grad_B2E = torch.zeros_like(self.both_B2E)
-        sides = ((self.clips_bB, clips_KB, videos, texts), (self.captions_bB, captions_KB, texts, videos))
+        grad_B2E = torch.zeros_like(self.pairs_B2E)
+        sides = ((self.video_to_text_bB, clips_KB, videos, texts), (self.text_to_video_bB, captions_KB, texts, videos))
         with exact_products(self.pair_b.device):
             for rows_bB, values_KB, columns, opposite in sides:
                 for rows in blocks(rows_bB):
-                    among_all = slice(self.own.start + rows.start, self.own.start + rows.stop)
+                    among_all = slice(self.local_rows.start + rows.start, self.local_rows.start + rows.stop)
                     weight_RB = weights(rows_bB[rows], values_KB[:, among_all, None])
                     if not len(values_KB):  # W itself; each side uses half of it
                         weight_RB.div_(2)
                     weight_RB[:, among_all].diagonal().copy_(pair_B[among_all] / 2)
-                    grad_B2E[among_all, columns].addmm_(weight_RB, self.both_B2E[:, opposite])
-                    grad_B2E[:, opposite].addmm_(weight_RB.T, self.both_B2E[among_all, columns])
+                    grad_B2E[among_all, columns].addmm_(weight_RB, self.pairs_B2E[:, opposite])
+                    grad_B2E[:, opposite].addmm_(weight_RB.T, self.pairs_B2E[among_all, columns])
         grad_b2E = self.world.reduce_scatter(grad_B2E).mul_(self.world.size)
         return grad_b2E[:, videos], grad_b2E[:, texts]
 

@@ -59,7 +59,7 @@ def open_to_measure(spec: TaskSpec, settings: ClipSettings, *, world: World, dev
     Raises:
         UserError: The data or the weights contradict the task.
     """
-    products = open_precision(settings.precision, device_type=device.type).products
+    products = open_precision(settings.precision, device_type=device.type).matmul_dtype
     attention, _ = choose_attention(settings, device=device, products=products, world=world)
     world.first(lambda: fetch_tag(settings.init, say=say))
     source = open_weights(settings.init, settings.towers)

@@ -147,7 +147,7 @@ def _train(
         attention, attention_facts = choose_attention(
             settings,
             device=device,
-            products=precision.products,
+            products=precision.matmul_dtype,
             world=world,
             facts=old_facts,
         )
@@ -180,7 +180,7 @@ def _train(
     )
     model = outline(task, samples)
     parameters = describe_parameters(task, model)
-    fallback = [*describe_fallback(attention, model, device=device, products=precision.products)]
+    fallback = [*describe_fallback(attention, model, device=device, products=precision.matmul_dtype)]
     # Create the folder after all checks, so that a mistake in the flags leaves nothing behind.
     run = old_run or _create_and_lock(settings, stack=stack, world=world, comment=provenance.as_comment())
     about = {**parameters, **task.facts()}
@@ -205,7 +205,7 @@ def _train(
         "processes": _processes(settings.parallel, world),
         "world_size": world.size,
         "attention": f"{attention.name} ({attention.reason})",
-        "attention_kernels": kernels_fact(attention, settings, device=device, products=precision.products),
+        "attention_kernels": kernels_fact(attention, settings, device=device, products=precision.matmul_dtype),
         "precision": f"{precision.name} ({precision.reason})",
         "data": samples.describe(),
         "variant": samples.variant_name,

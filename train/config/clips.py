@@ -30,6 +30,12 @@ from clipmill.train.config.training import COUNT, Device, TrainingSettings
 _RAND_OPS = GoesWith("rand_ops", use="1 or more")
 _JITTER = Range(least=0)
 MAX_MAGNITUDE = 10.0
+# RandAugment operations (clipmill.train.augment.rand_augment).
+OPERATIONS = (
+    *("autocontrast", "equalize", "invert", "posterize", "solarize", "solarize_add"),
+    *("saturation", "contrast", "brightness", "sharpness"),
+    *("rotate", "shear_x", "shear_y", "translate_x", "translate_y"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -239,8 +239,8 @@ def rgb_pictures(
 ) -> NDArray[np.uint8]:
     """Return the frames of a YUV clip, uint8 [T, S * W * 3 / 2], as RGB [T, S, W, 3] on the CPU; by default W = S.
 
-    The result equals `clipmill.train.augment.pictures.to_rgb_uint8` up to rounding. OpenCV does the conversion, because
-    torch's threads are slow inside the loader's threads.
+    The result equals `clipmill.train.augment.model_input.to_rgb_uint8` up to rounding. OpenCV does the conversion,
+    because torch's threads are slow inside the loader's threads.
 
     Args:
         colour: Colour matrix and range (clipmill.train.augment.colour).

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import quote_value
 from clipmill.shards.columns import LATENTS
-from clipmill.train.augment.draws import draw
-from clipmill.train.augment.pictures import to_model_input
+from clipmill.train.augment.model_input import draw_parameters, to_model_input
 from clipmill.train.config.clips import CaptionSettings, ClipSettings
 from clipmill.train.config.model import Init
 from clipmill.train.config.shards import DataSettings, data_folder_error, kind_of
@@ -108,7 +107,7 @@ class ClipFinisher:
             size_px=settings.size_px,
             mean=mean,
             std=settings.init.pixel_std,
-            draw=draw(positions.numpy(), settings.augment, seed=settings.seed) if self.is_training else None,
+            draw=draw_parameters(positions.numpy(), settings.augment, seed=settings.seed) if self.is_training else None,
         )
         if cameras > 1:
             return clips.unflatten(0, (-1, cameras))

@@ -1,4 +1,4 @@
-"""The NVIDIA driver: its version, the version that torch needs, and the reason if a GPU cannot be used.
+"""Checks of the NVIDIA driver: its version, the version that torch needs, and the reason why a GPU cannot be used.
 
 torch is imported only inside functions, so that `train doctor` can report the driver even if torch cannot be imported.
 """
@@ -13,15 +13,15 @@ from clipmill.manifests.errors import first_line
 
 _VERSION_FILE = Path("/proc/driver/nvidia/version")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
-# Oldest Linux driver for each major version of CUDA, with any minor version (CUDA Toolkit release notes, table "CUDA
-# Toolkit and Minimum Required Driver Version for CUDA Minor Version Compatibility").
+# Oldest Linux driver that supports all minor versions of each major version of CUDA (CUDA Toolkit release notes, table
+# "CUDA Toolkit and Minimum Required Driver Version for CUDA Minor Version Compatibility").
 _OLDEST = {"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"}
-# Results of cuInit that mean that there is no GPU: the library is a stub; no device.
+# Results of cuInit on a machine without a GPU: CUDA_ERROR_STUB_LIBRARY and CUDA_ERROR_NO_DEVICE.
 _NO_DEVICE = (34, 100)
 
 
 def driver_version() -> str | None:
-    """Return the version of the NVIDIA driver from /proc; None without a driver."""
+    """Return the version of the NVIDIA driver, as listed in /proc; None if no driver is loaded."""
     try:
         text = _VERSION_FILE.read_text()
     except OSError:
@@ -31,21 +31,26 @@ def driver_version() -> str | None:
 
 
 def required_driver(cuda: str | None) -> str | None:
-    """Return the oldest driver for a CUDA version such as 13.2; None without CUDA, or if the driver is unknown."""
+    """Return the oldest driver that supports a CUDA version such as 13.2.
+
+    The result is None if `cuda` is None, or if no driver is known for its major version.
+    """
     return None if cuda is None else _OLDEST.get(cuda.partition(".")[0])
 
 
 def is_older(driver: str, other: str) -> bool:
-    """Return True if a driver's version is lower than another version."""
+    """Return True if the version `driver` is lower than the version `other`."""
     return [*map(int, driver.split("."))] < [*map(int, other.split("."))]
 
 
 @cache
 def why_no_gpu() -> str | None:
-    """Return why torch cannot use the NVIDIA GPU of this machine; None if it can, or if there is no GPU to use."""
+    """Return the reason why torch cannot use the NVIDIA GPU of this machine.
+
+    The result is None if torch can use it, if the machine has no GPU, or if the user has hidden all GPUs.
+    """
     import torch
 
-    # The user may have hidden all GPUs.
     if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return None
     driver = driver_version()
@@ -55,7 +60,7 @@ def why_no_gpu() -> str | None:
     if cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
     if driver is not None and needed is not None and is_older(driver, needed):
-        return f"its driver {driver} is older than {needed}, the oldest that torch {torch.__version__} supports"
+        return f"the driver {driver} is older than {needed}, the oldest that torch {torch.__version__} supports"
     try:
         torch.cuda.init()
         reason = "torch finds no GPU"
@@ -65,7 +70,7 @@ def why_no_gpu() -> str | None:
 
 
 def _has_cuda_device() -> bool:
-    """Return True if the driver's library finds a GPU, or fails for a reason other than a missing GPU."""
+    """Return True if the driver library finds a GPU, or fails for any reason other than a missing GPU."""
     try:
         return ctypes.CDLL("libcuda.so.1").cuInit(0) not in _NO_DEVICE
     except (OSError, AttributeError):

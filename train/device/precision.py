@@ -1,4 +1,7 @@
-"""Device and precision of a run. Weights, optimizer state and losses are float32 in every precision."""
+"""Selection of a run's device and precision, and dynamic loss scaling for fp16.
+
+Weights, optimizer state and losses are float32 in every precision.
+"""
 
 import os
 import sys
@@ -14,9 +17,9 @@ from clipmill.train.device.transfer import Scalar
 
 PrecisionChoice = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
 
-_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Constants of torch.amp.GradScaler.
-_FIRST_SCALE = 65536.0
+_HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Default values of torch.amp.GradScaler.
+_INITIAL_SCALE = 65536.0
 _STEPS_TO_DOUBLE = 2000
 
 
@@ -24,18 +27,19 @@ _STEPS_TO_DOUBLE = 2000
 class Precision:
     """Precision of a run and, for fp16, dynamic loss scaling.
 
-    Loss scaling follows torch.amp.GradScaler: a step with non-finite gradients is skipped and halves the scale; 2000
-    successful steps in a row double it. The decision uses the global gradient norm, which clipping computes anyway, so
-    all ranks decide alike. It is made on the device, without synchronising with the host.
+    Loss scaling follows torch.amp.GradScaler: a step with non-finite gradients is skipped, and halves the scale; 2000
+    successful steps in a row double the scale. Whether a step is skipped depends on the global gradient norm, which
+    clipping computes anyway, so all ranks make the same decision. It is made on the device, without synchronising with
+    the host.
 
     Attributes:
         name: Name of the precision: bf16, fp16, tf32 or fp32.
         reason: Reason for the choice, for the log.
         device_type: Type of the device: cpu or cuda.
-        loss_scale: Factor for losses before their backward pass. After the first fp16 step, this factor and the two
-            counts are zero-dimensional float64 tensors on the device.
+        loss_scale: Factor by which losses are multiplied before the backward pass. After the first fp16 step, this
+            factor and the two counts are zero-dimensional float64 tensors on the device.
         num_skipped: Number of skipped steps.
-        num_good: Number of steps taken since the last skipped step or since the scale was doubled.
+        num_good: Number of steps taken since the last skipped step, or since the scale was last doubled.
     """
 
     name: str
@@ -46,18 +50,18 @@ class Precision:
     num_good: Scalar = 0
 
     @property
-    def products(self) -> torch.dtype | None:
-        """Dtype of matrix products; None if it is the dtype of the weights."""
-        return _HALVES.get(self.name)
+    def matmul_dtype(self) -> torch.dtype | None:
+        """Dtype of matrix products under autocast; None if it is the dtype of the weights."""
+        return _HALF_DTYPES.get(self.name)
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the autocast context of this precision."""
-        if self.products is None:
+        if self.matmul_dtype is None:
             return nullcontext()
-        return torch.autocast(self.device_type, dtype=self.products)
+        return torch.autocast(self.device_type, dtype=self.matmul_dtype)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Scale a loss for its backward pass; `clip_gradients` unscales the gradients."""
+        """Scale a loss before its backward pass; `clip_gradients` unscales the gradients."""
         if self.name != "fp16":
             return loss
         scale = self.loss_scale
@@ -65,11 +69,14 @@ class Precision:
 
     @property
     def skips_steps(self) -> bool:
-        """True if steps with non-finite gradients are skipped, and the run continues."""
+        """True if a step with non-finite gradients is skipped and the run continues."""
         return self.name == "fp16"
 
     def accepts(self, grad_norm: Scalar) -> torch.Tensor:
-        """Return True, as a bool on the device, if a step may be taken; update the scale. Call this once per step."""
+        """Return a bool tensor on the device that is True if the step may be taken, and update the loss scale.
+
+        Call this method once per step.
+        """
         norm = torch.as_tensor(grad_norm)
         if not self.skips_steps:
             return torch.ones_like(norm, dtype=torch.bool)
@@ -81,28 +88,33 @@ class Precision:
             )
         num_good = self.num_good + 1
         is_doubled = is_good & (num_good == _STEPS_TO_DOUBLE)
-        # Not in place, because metrics of the previous step may still be in transfer to the host.
+        # Create new tensors, because the previous ones may still be in transfer to the host as metrics.
         self.loss_scale = self.loss_scale * torch.where(is_good, torch.where(is_doubled, 2.0, 1.0), 0.5)
         self.num_skipped = self.num_skipped + ~is_good
         self.num_good = torch.where(is_good & ~is_doubled, num_good, 0.0)
         return is_good
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state for checkpoints; this synchronises with the device."""
+        """Return the state for checkpoints. This method synchronises with the device."""
         scale, num_skipped, num_good = float(self.loss_scale), int(self.num_skipped), int(self.num_good)
         return {"loss_scale": scale, "num_skipped": num_skipped, "num_good": num_good}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the state from `state_dict`."""
+        """Restore a state that `state_dict` returned."""
         self.loss_scale = float(state["loss_scale"])
         self.num_skipped, self.num_good = int(state["num_skipped"]), int(state["num_good"])
 
 
 def open_precision(choice: PrecisionChoice, *, device_type: str) -> Precision:
-    """Select a precision for a device (`cpu`, `cuda`), and allow TF32 in torch or not.
+    """Select a precision for a device, and enable or disable TF32 in torch.
 
-    TF32 is used only with --precision tf32: it is too coarse for similarities at a temperature of 0.01. Raises a
-    UserError if bf16 was requested but the GPU does not support it.
+    TF32 is used only with --precision tf32, because it is too coarse for similarities at a temperature of 0.01.
+
+    Args:
+        device_type: Type of the device: cpu or cuda.
+
+    Raises:
+        UserError: bf16 was requested, but the GPU does not support it.
     """
     has_bf16 = device_type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if choice == "bf16" and device_type == "cuda" and not has_bf16:
@@ -119,14 +131,18 @@ def open_precision(choice: PrecisionChoice, *, device_type: str) -> Precision:
             reason = "the device is a CPU"
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = name == "tf32"
-    return Precision(name, reason, device_type, loss_scale=_FIRST_SCALE if name == "fp16" else 1.0)
+    return Precision(name, reason, device_type, loss_scale=_INITIAL_SCALE if name == "fp16" else 1.0)
 
 
 def choose_device(name: str, *, needs_gpu: bool = False) -> torch.device:
-    """Return the device for `--device`. If a GPU cannot be used, `auto` chooses the CPU and prints the reason.
+    """Return the device for `--device`. `auto` falls back to the CPU, and prints a note if a GPU cannot be used.
+
+    Args:
+        name: Value of `--device`: auto, cpu or cuda.
+        needs_gpu: Value of `--require-gpu`.
 
     Raises:
-        UserError: There is no usable GPU, and --device cuda or --require-gpu (`needs_gpu`) requests one.
+        UserError: No GPU can be used, but --device cuda or --require-gpu requests one.
     """
     if name == "cpu" or torch.cuda.is_available():
         return torch.device("cuda" if name == "auto" else name)
@@ -137,11 +153,11 @@ def choose_device(name: str, *, needs_gpu: bool = False) -> torch.device:
         flag = "--require-gpu" if needs_gpu else "--device cuda"
         raise UserError(
             f"torch finds no CUDA device{f': {reason}' if reason else ''} (requested by {flag})",
-            hint="use --device cpu or auto" if not needs_gpu else "fix the GPU's setup, or omit --require-gpu",
+            hint="use --device cpu or auto" if not needs_gpu else "repair the GPU's setup, or omit --require-gpu",
             flags=(flag,),
         )
     if reason is not None:
-        _print_once(f"note: the CPU is used, because the GPU of this machine cannot be used: {reason}")
+        _print_once(f"note: the CPU is used because torch cannot use the GPU of this machine: {reason}")
     return torch.device("cpu")
 
 

@@ -1,9 +1,9 @@
-"""Random numbers for training: pure functions of the seed, the purpose, and the position of a sample.
+"""Counter-based random numbers for training: pure functions of a seed, a purpose, and the position of a sample.
 
-They do not depend on the other samples of a batch or on earlier draws, so ranks, resumed runs and evaluations of a
-single sample draw the same numbers. `draw_uniform` and `integers_below` draw numbers for many positions at once
-(captions, augmentation, masks), and `device_uniform` does so on any device. `generator` draws for one position (frames,
-crops), or for an epoch (the window of a stream).
+The numbers depend neither on other samples in a batch nor on earlier draws, so a sample gets the same numbers on any
+rank, in a resumed run, and in an evaluation of this sample alone. `draw_uniform` and `integers_below` draw numbers for
+many positions at once (captions, augmentation, masks), and `device_uniform` does so on any device. `generator` draws
+numbers for one position (frames, crops) or one epoch (the shuffle window of a stream).
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
-Positions = NDArray[np.int64]  # positions in the endless sample order (clipmill.train.data.order)
+Positions = NDArray[np.int64]  # positions in the sample order, which has no end (clipmill.train.data.order)
 
 _MANTISSA_BITS = 53
 _WORD = 1 << 64
@@ -29,13 +29,13 @@ def draw_uniform(positions: Positions, count: int, *, seed: int, purpose: str) -
 
 
 def integers_below(bounds: NDArray[np.int64], positions: Positions, *, seed: int, purpose: str) -> NDArray[np.int64]:
-    """Draw an integer in [0, bound) for each pair of bound and position: int64 [B]."""
+    """Draw an integer in [0, bound) for each bound and its position: int64 [B]."""
     hashes = _hashes(positions, 1, seed=seed, purpose=purpose)[:, 0]
     return ((hashes >> np.uint64(32)) * bounds.astype(np.uint64) >> np.uint64(32)).astype(np.int64)
 
 
 def generator(position: int, *, seed: int, purpose: str) -> np.random.Generator:
-    """Return a generator for one position, for code that does not know in advance how many numbers it draws."""
+    """Return a generator for one position, for code that does not know in advance how many numbers it needs."""
     return np.random.default_rng((_key(seed=seed, purpose=purpose), position))
 
 
@@ -49,7 +49,8 @@ def splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def _hashes(positions: Positions, count: int, *, seed: int, purpose: str) -> NDArray[np.uint64]:
     key = np.array([_key(seed=seed, purpose=purpose)], dtype=np.uint64)
     keys = splitmix64(np.asarray(key + np.arange(count, dtype=np.uint64), dtype=np.uint64))
-    # Hash twice: otherwise, keys that differ in a few bits would pair positions that differ in the same bits.
+    # Hash the positions before they are combined with the keys. Otherwise, two keys that differ in a few bits would
+    # draw the same numbers for positions that differ in the same bits.
     return splitmix64(splitmix64(positions.astype(np.uint64))[:, None] ^ keys[None, :])
 
 
@@ -62,11 +63,11 @@ def _key(*, seed: int, purpose: str) -> int:
 def device_uniform(
     positions_B: "torch.Tensor", count: int, *, seed: int, purpose: str, device: "torch.device | None" = None
 ) -> "torch.Tensor":
-    """Draw bit-identical numbers to `draw_uniform` on any device: float64 [B, count].
+    """Draw numbers on any device that are bit-identical to `draw_uniform`: float64 [B, count].
 
     Args:
         positions_B: Positions, int64 [B].
-        device: Device of the numbers; by default the device of the positions.
+        device: Device of the numbers. Default: the device of the positions.
     """
     import torch  # imported here, so that reading tars needs no torch
 
@@ -82,14 +83,14 @@ def device_uniform(
 
 
 def _device_splitmix64(values: "torch.Tensor") -> "torch.Tensor":
-    # torch cannot multiply unsigned 64-bit integers, but products of int64 wrap around to the same bits.
+    # torch cannot multiply unsigned 64-bit integers, but products of int64 values wrap around to the same bits.
     values = (values ^ _shift_right(values, 30)) * _to_signed(0xBF58476D1CE4E5B9)
     values = (values ^ _shift_right(values, 27)) * _to_signed(0x94D049BB133111EB)
     return values ^ _shift_right(values, 31)
 
 
 def _shift_right(values: "torch.Tensor", bits: int) -> "torch.Tensor":
-    """Shift to the right without copying the sign bit, which torch's operator would do."""
+    """Shift right and fill with zeros. torch's operator would fill with the sign bit."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,22 +1,23 @@
-"""Transfers without synchronisation: metrics that are read one step late, and small values sent to a device.
+"""Transfers between host and device that do not synchronise: metrics read one step late, and small values to a device.
 
-The host launches the next step before it reads the metrics of the current one:
+The host launches the next step before it reads the metrics of the current step:
 
     host      launch step 1 | launch step 2 | read 1 | launch step 3 | read 2 | ...
     device                  | step 1 ........... | step 2 ........... | ...
 
-The device always has work. The host waits once per step, for the end of the previous step. Metrics are stacked and
-copied to pinned memory as part of the step, so reading them means waiting for one event. They are read immediately if
-something depends on them (a checkpoint, an evaluation, a request to stop, the last step).
+Therefore the device always has work. The host waits once per step, for the end of the previous step. Metrics are
+stacked and copied to pinned memory as part of the step, so the host only has to wait for one event to read them. They
+are read immediately if something depends on them (a checkpoint, an evaluation, a request to stop, the last step).
 
-One more step is launched before a non-finite metric is read. `StepGuard` prevents both steps from changing the weights.
+When the host reads a non-finite metric, it has already launched the next step. `StepGuard` prevents both steps from
+changing the weights.
 
 `torch.tensor(..., device="cuda")`, and `.to` without `non_blocking`, wait for all work queued on the GPU. A copy from
 pageable memory may also wait. A training step uses `send` and `constant_tensor` instead.
 
-A non-blocking copy reads its source later. Memory from `pinned_memory` is therefore never refilled: each batch has its
-own memory. torch's allocator reuses the memory once nothing refers to it and all copies from it have ended. (The
-allocator records an event of the stream for each copy, no matter which code made the copy.)
+A non-blocking copy reads its source later. Memory from `pinned_memory` is therefore filled only once, and each batch
+has separate memory. torch's allocator reuses the memory once nothing refers to it and all copies from it have ended.
+(For each copy, the allocator records an event on the stream, regardless of the code that made the copy.)
 """
 
 import time
@@ -39,7 +40,7 @@ def is_on_host(tensor: torch.Tensor) -> bool:
 
 
 class DeviceEvent:
-    """Event that marks the end of all work queued on a device so far."""
+    """Event that marks the end of all work that is queued on a device when the event is created."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -57,14 +58,24 @@ class DeviceEvent:
             self._event.synchronize()
 
     def seconds_since(self, earlier: "DeviceEvent") -> float:
-        """Return the seconds from an earlier event of the device to this event. Both must have been reached."""
+        """Return the time from an earlier event on the same device to this event in seconds.
+
+        Both events must have been reached.
+        """
         if self._event is None or earlier._event is None:
             return self._at_s - earlier._at_s
         return earlier._event.elapsed_time(self._event) / 1e3
 
 
 class LateMetrics:
-    """Metrics in transfer to the host: numbers and zero-dimensional tensors; `end` is the event of their arrival."""
+    """Metrics in transfer from a device to the host.
+
+    Args:
+        numbers: Metrics by name: numbers, or zero-dimensional tensors on the device.
+
+    Attributes:
+        end: Event that marks the end of the transfer.
+    """
 
     def __init__(self, numbers: Mapping[str, Scalar], device: torch.device) -> None:
         self._numbers: dict[str, Scalar] = dict(numbers)
@@ -79,7 +90,7 @@ class LateMetrics:
         self.end = DeviceEvent(device)
 
     def read(self) -> dict[str, float]:
-        """Wait for the transfer, and return all metrics in order."""
+        """Wait for the transfer, and return all metrics in their original order."""
         if self._names:
             self.end.wait()
             self._numbers |= dict(zip(self._names, self._values.tolist(), strict=True))
@@ -90,54 +101,56 @@ class LateMetrics:
 class StepGuard:
     """Guard that blocks optimizer steps after a non-finite loss or gradient norm, without waiting for the device.
 
-    All ranks have the same metrics, and therefore block the same steps.
+    All ranks have the same metrics, so they block the same steps.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_sound = torch.ones((), dtype=torch.bool, device=device)
+        self._is_finite = torch.ones((), dtype=torch.bool, device=device)
 
     def allow(self, loss: Scalar, grad_norm: Scalar, *, skips: bool) -> torch.Tensor:
-        """Return True, as a bool on the device, if this step may be taken.
+        """Return a bool tensor on the device that is True if this step may be taken.
 
-        With `skips` (fp16), a non-finite gradient norm blocks only this step.
+        Args:
+            skips: True if a non-finite gradient norm blocks only this step (fp16), and not the later steps.
         """
-        is_loss_good, is_norm_good = (
-            torch.as_tensor(value, device=self._is_sound.device).isfinite() for value in (loss, grad_norm)
+        is_loss_finite, is_norm_finite = (
+            torch.as_tensor(value, device=self._is_finite.device).isfinite() for value in (loss, grad_norm)
         )
-        self._is_sound = self._is_sound & is_loss_good
-        may_step = self._is_sound & is_norm_good
+        self._is_finite = self._is_finite & is_loss_finite
+        may_step = self._is_finite & is_norm_finite
         if not skips:
-            self._is_sound = may_step
+            self._is_finite = may_step
         return may_step
 
 
 def pinned_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate pinned memory. Fill it only once, because copies from it may be pending for a long time."""
+    """Allocate pinned memory. Fill it only once, because copies from it may run at any later time."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def send(values: torch.Tensor | NDArray[np.generic], device: torch.device | str) -> torch.Tensor:
-    """Copy to `device` through pinned memory, without synchronising. The caller may change `values` immediately.
+    """Copy `values` to a GPU through pinned memory, without synchronising.
 
-    If the device is a CPU, or already holds the values, memory is shared.
+    The caller may modify `values` immediately. If `device` is a CPU, or already holds the values, the result shares
+    their memory.
     """
     tensor, device = torch.from_numpy(values) if isinstance(values, np.ndarray) else values, torch.device(device)
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device, non_blocking=True)
-    # Pinned tensors are copied too, because their owner may write to them.
+    # Copy pinned tensors too, because the caller may modify them.
     return pinned_memory(tensor.shape, tensor.dtype).copy_(tensor).to(device, non_blocking=True)
 
 
 def send_pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Send a tensor from `pinned_memory` without a further copy on the host; send other tensors as `send` does."""
-    # torch would first copy a tensor with gaps to pageable memory.
+    """Send a tensor from `pinned_memory` without another copy on the host; send other tensors as `send` does."""
+    # torch would copy a tensor with gaps to pageable memory first.
     if tensor.is_pinned() and _is_dense(tensor):
         return tensor.to(device, non_blocking=True)
     return send(tensor, device)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return True if the values have no gaps in memory, in any order of the dimensions."""
+    """Return True if the values have no gaps in memory, regardless of the order of the dimensions."""
     size = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length > 1 and stride != size:
@@ -148,18 +161,23 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 @cache
 def constant_tensor(values: tuple[Any, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return a cached tensor for nested tuples that are the same in every step. Do not modify the tensor."""
+    """Return a cached tensor of values that are the same in every step. Do not modify the tensor.
+
+    Args:
+        values: Values as nested tuples, which are hashable.
+    """
     return send(torch.tensor(values, dtype=dtype), device)
 
 
-# Buffers that forward passes in training mode change: running statistics of batch norms, vectors of spectral norms.
+# Forward passes in training mode update some buffers: running statistics of batch norms, vectors of spectral norms.
 #
-# Each microbatch of a step changes them once, in its forward pass with gradients. Other passes (GradCache's first pass,
-# the pass that measures tensors between pipeline stages, recomputed activations) must not change them.
+# Each microbatch of a step updates them once, in its forward pass with gradients. Other passes must not update them:
+# GradCache's first pass, the pass that measures the tensors between pipeline stages, and the recomputation of
+# activations.
 
 
 def changing_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that training may change, by name: persistent buffers of modules in training mode."""
+    """Return the buffers that training may update, by name: persistent buffers of modules in training mode."""
     return {
         name: buffer
         for path, module in model.named_modules()
@@ -171,19 +189,19 @@ def changing_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def keep_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers of `model` after additional forward passes within the block."""
+    """Restore the buffers of `model` after the block, which runs additional forward passes."""
     copies = {name: buffer.clone() for name, buffer in changing_buffers(model).items()}
     try:
         yield
     finally:
         with torch.no_grad():
-            # Look up the buffers again, because a module may replace a buffer instead of changing it in place.
+            # Look up the buffers again, because a module may replace a buffer instead of updating it in place.
             for name, buffer in changing_buffers(model).items() if copies else ():
                 buffer.copy_(copies[name])
 
 
 def keep_buffers_in_recomputation(model: nn.Module) -> None:
-    """Restore the buffers of `model`'s modules after activation checkpointing runs the modules again."""
+    """Add hooks that restore the buffers of `model` whenever activation checkpointing recomputes a module."""
     for module in model.modules():
         if next(module.buffers(recurse=False), None) is not None:
             _keep_in_recomputation(module)
@@ -192,16 +210,17 @@ def keep_buffers_in_recomputation(model: nn.Module) -> None:
 def _keep_in_recomputation(module: nn.Module) -> None:
     contexts = ExitStack()
 
-    def begin(module: nn.Module, _: Any) -> None:
-        # The backward pass runs forward passes only to recompute activations. A compiled block recomputes them in its
-        # own graph, which changes buffers only once.
+    def save(module: nn.Module, _: Any) -> None:
+        # During the backward pass, a forward pass can only be a recomputation. A compiled block recomputes activations
+        # inside its graph, which updates the buffers only once.
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
             contexts.enter_context(keep_buffers(module))
 
-    def end(*_: Any) -> None:
+    def restore(*_: Any) -> None:
         if not torch.compiler.is_compiling():
             contexts.close()
 
-    module.register_forward_pre_hook(begin)
-    # The hook must also run after an exception, with which torch ends a recomputation once it has all activations.
-    module.register_forward_hook(end, always_call=True)
+    module.register_forward_pre_hook(save)
+    # `always_call` runs the hook after an exception, too. torch stops a recomputation by an exception as soon as it has
+    # all activations.
+    module.register_forward_hook(restore, always_call=True)

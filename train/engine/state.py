@@ -222,7 +222,7 @@ def new_state(
             units=task.units(model),
             world=world,
             device=device,
-            products=precision.products,
+            products=precision.matmul_dtype,
         )
     optimizer = make_optimizer(model, objective, settings)
     ema: Ema | None = None

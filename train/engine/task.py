@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.augment.draws import draw
-from clipmill.train.augment.pictures import to_model_input
+from clipmill.train.augment.model_input import draw_parameters, to_model_input
 from clipmill.train.config.clips import ClipSettings, adapted_towers
 from clipmill.train.config.evaluation import EvaluatedData
 from clipmill.train.config.model import Tower, frozen_part
@@ -370,7 +369,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
             size_px=settings.size_px,
             mean=init.pixel_mean or mean,
             std=init.pixel_std or std,
-            draw=None if positions is None else draw(positions, settings.augment, seed=settings.seed),
+            draw=None if positions is None else draw_parameters(positions, settings.augment, seed=settings.seed),
         )
         return clips.unflatten(0, (-1, num_views)) if num_views > 1 else clips
 

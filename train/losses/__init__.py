@@ -1,1 +1,1 @@
-"""Training objectives: their interface to the training loop, and contrastive losses."""
+"""Contrastive losses, and the interface between training objectives and the training loop."""

@@ -1,7 +1,9 @@
-"""Base classes of the contrastive objectives: compute the loss of a global batch and its gradients.
+"""Base classes for contrastive objectives, which compute the loss of a global batch and its gradients.
 
-The global batch contains the pairs of all ranks, in the order of the ranks. b: number of pairs on this rank. B: number
-of pairs in the global batch. E: embedding width. R: number of pairs in a microbatch, or of rows in a block.
+The global batch contains the pairs of all ranks, in the order of the ranks.
+
+Shape suffixes: b pairs on this rank, B pairs in the global batch, E embedding width, R pairs in a microbatch or rows in
+a block.
 
 The loss needs all embeddings of the global batch at once, but the towers do not have to hold the activations of all
 samples (GradCache, Gao et al. 2021). The first pass embeds the microbatches without a graph, and computes the gradients
@@ -10,14 +12,14 @@ backpropagates its slice of these gradients.
 
 The gradients with respect to the embeddings are computed by autograd (`AutogradObjective`) or in closed form
 (`Similarities`). A closed form requires a loss that is a function of the similarities s_ij of clip i and caption j.
-Each rank computes the similarities of its clips with all captions, and of its captions with all clips. The ranks gather
-embeddings and a few values per pair, never gradients (FastCLIP, section 4). The loss must therefore provide the weights
-W_ij, which are its derivatives with respect to s_ij, in the form
+Each rank computes the similarities between its clips and all captions, and between its captions and all clips. The
+ranks gather embeddings and a few values per pair, but never gradients (FastCLIP, section 4). The loss must therefore
+provide the weights W_ij, its derivatives with respect to s_ij, in the form
 
-    W_ij = h(s_ij, x_i) + h(s_ij, y_j)   for i != j, and one value for each pair i = j
+    W_ij = h(s_ij, x_i) + h(s_ij, y_j)   for i != j, and a separate value for each positive pair (i = j)
 
-where x_i are a few values of each clip, and y_j a few values of each caption. The ranks exchange these values. The
-closed form needs three passes over blocks of the similarity matrix, and does not copy the matrix.
+Here, x_i stands for a few values per clip, and y_j for a few values per caption, which the ranks exchange. The closed
+form makes three passes over blocks of the similarity matrix, and does not copy the matrix.
 """
 
 import math
@@ -36,35 +38,37 @@ from clipmill.train.distributed.world import World
 from clipmill.train.losses.objective import Objective
 from clipmill.train.losses.settings import LOSSES, Loss
 
-# Value that replaces the similarity of a positive pair, so that no loss treats the pair as a negative. It is finite,
-# so that multiplying it by 0 yields 0.
+# Value that replaces the similarity of a positive pair, so that no loss treats the pair as a negative. It is finite
+# because 0 times infinity would be NaN.
 MASKED = -1e4
-_BLOCK = 1 << 21  # number of similarities per block (8 MB in float32), so that a block and its copies fit in a cache
+# Number of similarities per block (8 MB in float32), so that a block and its temporary copies fit in the CPU cache.
+_BLOCK = 1 << 21
 
 # Function h. Its arguments are a block of similarities [R, B], and K values per row [K, R, 1] or per column [K, 1, B].
 Weights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Similarities:
-    """Similarities of this rank's clips and captions with all captions and clips in the global batch.
+    """Similarities of this rank's clips with all captions of the global batch, and of its captions with all clips.
 
-    Autograd does not track the similarities.
+    The similarities are not tracked by autograd.
 
     Args:
         video_bE: Unit-length embeddings of this rank's clips. Half-precision embeddings are cast to float32, because
             dividing by the temperature magnifies rounding errors.
-        text_bE: Unit-length embeddings of the captions of these clips.
+        text_bE: Unit-length embeddings of the clips' captions, treated in the same way.
+        world: Ranks that share the global batch.
 
     Attributes:
         video_bE, text_bE: Embeddings of this rank's clips and captions, at least float32.
-        both_B2E: Embeddings of the global batch. Each row is a clip embedding followed by its caption embedding.
-        clips_bB: Similarities of this rank's clips with all captions; MASKED for positive pairs.
-        captions_bB: Similarities of this rank's captions with all clips; MASKED for positive pairs.
+        pairs_B2E: Embeddings of the global batch. Each row is a clip embedding followed by its caption embedding.
+        video_to_text_bB: Similarities of this rank's clips with all captions; MASKED for positive pairs.
+        text_to_video_bB: Similarities of this rank's captions with all clips; MASKED for positive pairs.
         world: Ranks that share the global batch.
         pair_b: Similarities of this rank's positive pairs.
-        nearest_b: Similarity of each of this rank's clips with its nearest negative.
+        nearest_b: Similarity between each of this rank's clips and its nearest negative.
         num_pairs: Number of pairs in the global batch, B.
-        own: Rows of this rank's pairs in the global batch.
+        local_rows: Rows of the global batch that hold this rank's pairs.
     """
 
     def __init__(self, video_bE: torch.Tensor, text_bE: torch.Tensor, world: World) -> None:
@@ -72,20 +76,20 @@ class Similarities:
         self.world = world
         width = video_bE.shape[1]
         # Gather clips and captions in a single exchange.
-        self.both_B2E = world.gather(torch.cat([self.video_bE, self.text_bE], dim=1))
-        self._video_BE, self._text_BE = self.both_B2E[:, :width], self.both_B2E[:, width:]
-        self.num_pairs = len(self.both_B2E)
-        self.own = slice(world.rank * len(video_bE), (world.rank + 1) * len(video_bE))
+        self.pairs_B2E = world.gather(torch.cat([self.video_bE, self.text_bE], dim=1))
+        self._video_BE, self._text_BE = self.pairs_B2E[:, :width], self.pairs_B2E[:, width:]
+        self.num_pairs = len(self.pairs_B2E)
+        self.local_rows = slice(world.rank * len(video_bE), (world.rank + 1) * len(video_bE))
         with exact_products(video_bE.device):
-            self.clips_bB = self.video_bE @ self._text_BE.T
-            self.pair_b = self.clips_bB[:, self.own].diagonal().clone()
-            self.clips_bB[:, self.own].fill_diagonal_(MASKED)
+            self.video_to_text_bB = self.video_bE @ self._text_BE.T
+            self.pair_b = self.video_to_text_bB[:, self.local_rows].diagonal().clone()
+            self.video_to_text_bB[:, self.local_rows].fill_diagonal_(MASKED)
             if world.size == 1:
-                self.captions_bB = self.clips_bB.T
+                self.text_to_video_bB = self.video_to_text_bB.T
             else:
-                self.captions_bB = self.text_bE @ self._video_BE.T
-                self.captions_bB[:, self.own].fill_diagonal_(MASKED)
-        self.nearest_b = self.clips_bB.amax(dim=1)
+                self.text_to_video_bB = self.text_bE @ self._video_BE.T
+                self.text_to_video_bB[:, self.local_rows].fill_diagonal_(MASKED)
+        self.nearest_b = self.video_to_text_bB.amax(dim=1)
 
     def gather(self, *values_b: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Gather tensors of shape [b] from all ranks into tensors of shape [B], in a single exchange."""
@@ -94,42 +98,42 @@ class Similarities:
     def gradients(
         self, weights: Weights, *, clips_KB: torch.Tensor, captions_KB: torch.Tensor, pair_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients with respect to this rank's embeddings, [b, E] each.
+        """Return the gradients with respect to the embeddings of this rank's clips and captions, [b, E] each.
 
-        The average of these gradients over the ranks is the gradient of the loss of the global batch.
+        Averaged over the ranks, they are the gradients of the loss of the global batch.
 
         Args:
-            weights: Function that returns h for a block of similarities. If there are no values (K = 0), it returns W.
-                The rows of the block are clips in some calls, and captions in others.
+            weights: Function that returns h for a block of similarities, or W if h takes no values (K = 0). The rows
+                of a block are clips in some calls and captions in others.
             clips_KB: Values x of all clips.
             captions_KB: Values y of all captions.
             pair_B: Weights W of the positive pairs.
         """
 
         def block(rows_bB: torch.Tensor, rows: slice, row_KB: torch.Tensor, column_KB: torch.Tensor) -> torch.Tensor:
-            among_all = slice(self.own.start + rows.start, self.own.start + rows.stop)
-            weight_RB = weights(rows_bB[rows], row_KB[:, among_all, None])
+            global_rows = slice(self.local_rows.start + rows.start, self.local_rows.start + rows.stop)
+            weight_RB = weights(rows_bB[rows], row_KB[:, global_rows, None])
             if len(row_KB):
                 weight_RB.add_(weights(rows_bB[rows], column_KB[:, None]))
-            weight_RB[:, among_all].diagonal().copy_(pair_B[among_all])
+            weight_RB[:, global_rows].diagonal().copy_(pair_B[global_rows])
             return weight_RB
 
         with exact_products(self.pair_b.device):
             video_bE = torch.empty_like(self.video_bE)
             text_bE = torch.zeros_like(self.text_bE)
-            for rows in blocks(self.clips_bB):
-                weight_RB = block(self.clips_bB, rows, clips_KB, captions_KB)
+            for rows in blocks(self.video_to_text_bB):
+                weight_RB = block(self.video_to_text_bB, rows, clips_KB, captions_KB)
                 torch.mm(weight_RB, self._text_BE, out=video_bE[rows])
                 if self.world.size == 1:
                     text_bE.addmm_(weight_RB.T, self.video_bE[rows])
             if self.world.size > 1:
-                for rows in blocks(self.captions_bB):
-                    weight_RB = block(self.captions_bB, rows, captions_KB, clips_KB)
+                for rows in blocks(self.text_to_video_bB):
+                    weight_RB = block(self.text_to_video_bB, rows, captions_KB, clips_KB)
                     torch.mm(weight_RB, self._video_BE, out=text_bE[rows])
         return video_bE.mul_(self.world.size), text_bE.mul_(self.world.size)
 
-    def scale_gradient(self, video_grad_bE: torch.Tensor) -> torch.Tensor:
-        """Return the derivative of a loss with respect to a common factor of all similarities, at 1.
+    def log_scale_gradient(self, video_grad_bE: torch.Tensor) -> torch.Tensor:
+        """Return the derivative of the loss with respect to the logarithm of a factor that scales all similarities.
 
         The derivative is sum_ij W_ij s_ij = sum_i <v_i, dL/dv_i>, so no pass over the pairs is needed. The average of
         this value over the ranks is the derivative for the global batch.
@@ -144,20 +148,20 @@ def blocks(similarity_bB: torch.Tensor) -> Iterator[slice]:
     """Yield slices of rows that divide the matrix into blocks of about `_BLOCK` similarities."""
     num_rows, num_columns = similarity_bB.shape
     step = max(1, _BLOCK // num_columns)
-    return (slice(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step))
+    return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
 def log_sums(similarity_bB: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
-    """Return log sum_j exp(scale_i s_ij) for each row, [b]. The exponentials cannot overflow at any scale."""
+    """Return log sum_j exp(scale_i s_ij) for each row, [b]. The result cannot overflow, regardless of the scale."""
     parts = [torch.logsumexp(similarity_bB[rows] * scale_b[rows, None], dim=1) for rows in blocks(similarity_bB)]
     return torch.cat(parts)
 
 
 def softmax_means(similarity_bB: torch.Tensor, scale_b: torch.Tensor, log_sum_b: torch.Tensor) -> torch.Tensor:
-    """Return the mean similarity of each row, weighted by softmax(scale_i s_ij), [b].
+    """Return the mean of the similarities in each row, weighted by softmax_j(scale_i s_ij), [b].
 
     Args:
-        log_sum_b: Result of `log_sums` for the same rows and scales.
+        log_sum_b: Results of `log_sums` for the same rows and scales.
     """
     parts = []
     for rows in blocks(similarity_bB):
@@ -171,9 +175,9 @@ def exponential_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of a loss with respect to this rank's clip and caption embeddings, [b, E] each.
 
-    The loss must depend on sum_j exp((s_ij - s_ii) / tau_i) for each clip, and on the same sum over clips for each
-    caption. Its derivative with respect to s_ij is exp(scale_i s_ij + log factor_i) for clip i, plus the same
-    expression for caption j. Its derivative with respect to s_ii is the negated sum of both expressions over all
+    The loss must be a function of sum_j exp((s_ij - s_ii) / tau_i) for each clip, and of the corresponding sum over
+    clips for each caption. Its derivative with respect to s_ij is exp(scale_i s_ij + log factor_i) for clip i, plus the
+    same expression for caption j. Its derivative with respect to s_ii is minus the sum of both expressions over all
     negatives.
 
     Args:
@@ -191,7 +195,7 @@ def exponential_gradients(
 
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
-    """Disable autocast and TF32 within the block, so that similarities are exact even if the model uses them."""
+    """Disable autocast and TF32 inside the block, so that matrix products have full precision."""
     previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -206,21 +210,21 @@ def _widen(features: torch.Tensor) -> torch.Tensor:
     return features.float() if features.dtype in (torch.bfloat16, torch.float16) else features
 
 
-# Function that converts a batch into the arguments of the model. It may draw from torch's generators.
+# Function that converts a batch to the model's arguments. It may draw numbers from torch's generators.
 Inputs = Callable[[Batch], tuple[Any, ...]]
 FeatureGradients = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
-_TOLERANCE = 1e-5  # rounding difference allowed between the similarities of a clip with two equal captions
+_TOLERANCE = 1e-5  # maximum rounding difference between a clip's similarities with two equal captions
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSize:
-    """Size of the training set, for global losses.
+    """Size of the training set, which global losses need to allocate and update their per-sample state.
 
     Attributes:
-        num_clips: Number of clips. The clip IDs are 0 to num_clips - 1.
-        num_captions: Number of captions. The caption IDs are 0 to num_captions - 1.
-        num_epochs: Number of passes of the run over the training set.
+        num_clips: Number of clips. Clip IDs range from 0 to num_clips - 1.
+        num_captions: Number of captions. Caption IDs range from 0 to num_captions - 1.
+        num_epochs: Number of times that the run iterates over the training set.
     """
 
     num_clips: int
@@ -238,34 +242,34 @@ class Contrast:
         loss: Loss of the global batch (scalar).
         video_grad_bE: Gradient with respect to the embeddings of this rank's clips.
         text_grad_bE: Gradient with respect to the embeddings of this rank's captions.
-        own_grads: Gradients with respect to the objective's parameters, keyed by parameter name.
-        metrics: Scalars to log, equal on all ranks.
+        parameter_grads: Gradients with respect to the objective's parameters, by parameter name.
+        metrics: Scalars to log, which are equal on all ranks.
     """
 
     loss: torch.Tensor
     video_grad_bE: torch.Tensor
     text_grad_bE: torch.Tensor
-    own_grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    parameter_grads: dict[str, torch.Tensor] = field(default_factory=dict)
     metrics: dict[str, Scalar] = field(default_factory=dict)
 
 
 class ContrastiveObjective(Objective):
-    """Objective that trains a model with a contrastive loss over pairs of clips and captions.
+    """Base class for objectives with a contrastive loss over pairs of clips and captions.
 
-    The model must return unit-length embeddings of clips and of captions, [b, E] each.
+    The model must return unit-length embeddings of clips and captions, [b, E] each.
 
     Args:
-        inputs: Function that converts a batch into the arguments of the model.
-        dataset: Size of the training set, for losses with per-sample state; None if the loss does not need it.
-        world: Ranks that share the global batch, for losses with per-sample state.
+        inputs: Function that converts a batch to the model's arguments.
+        dataset: Size of the training set; None if the loss has no per-sample state.
+        world: Ranks that share the global batch and the per-sample state.
 
     Attributes:
-        logit_scale: Logarithm of 1 / temperature, as in CLIP. None for losses without a temperature, and for global
-            losses, which define their own temperature parameter.
+        logit_scale: Logarithm of 1 / temperature, as in CLIP. None for losses without a temperature. Global losses
+            define their temperatures themselves.
     """
 
     logit_scale: nn.Parameter | None
-    # Class that exchanges embeddings between ranks; `train bench` replaces it to compare two implementations.
+    # Class that gathers embeddings from all ranks. `train bench` replaces it to compare two implementations.
     exchange: type[Similarities] = Similarities
 
     def __init__(self, settings: Loss, *, inputs: Inputs, dataset: DatasetSize | None, world: World) -> None:
@@ -279,7 +283,7 @@ class ContrastiveObjective(Objective):
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
         """Return the loss of the global batch and its gradients, and update the per-sample state.
 
-        The caller must disable autograd.
+        The caller must have disabled autograd.
         """
         raise NotImplementedError
 
@@ -289,29 +293,29 @@ class ContrastiveObjective(Objective):
         self.logit_scale = nn.Parameter(start, requires_grad=is_trained)
 
     def log_scale(self) -> torch.Tensor | None:
-        """Return the logarithm of 1 / temperature, detached; None for a loss without a temperature."""
+        """Return the detached logarithm of 1 / temperature; None for a loss without a temperature."""
         return None if self.logit_scale is None else self.logit_scale.detach()
 
-    def learning_rate(self, scheduled: float) -> Scalar:
+    def learning_rate(self, model_lr: float) -> Scalar:
         """Return the learning rate of the temperature.
 
         Args:
-            scheduled: Current learning rate of the model, used if the settings have no rate for the temperature.
+            model_lr: Current learning rate of the model, used unless the settings define a rate for the temperature.
         """
-        return self._settings.own_temperature_lr or scheduled
+        return self._settings.effective_temperature_lr or model_lr
 
     @torch.no_grad()
     def after_step(self, step: Step) -> None:
-        """Clamp the temperature to the range from `min_temperature` to 1, as CLIP does."""
+        """Clamp the temperature to [`min_temperature`, 1], as CLIP does."""
         if self.logit_scale is not None:
             self.logit_scale.clamp_(0, -math.log(self._settings.min_temperature))
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
-        """Backpropagate the loss of the global batch: add its gradients to the gradients of all parameters.
+        """Backpropagate the loss of the global batch, and accumulate the gradients of all parameters.
 
         Returns:
-            Metrics of the step: `loss`; `batch_accuracy`, the fraction of clips whose nearest caption is their own;
-            `temperature` before the step, if the loss has a temperature; and the metrics that the loss adds.
+            Metrics of the step: `loss`; `batch_accuracy`, the fraction of clips whose nearest caption is correct;
+            `temperature` before the step, if the loss has a temperature; and the loss's additional metrics.
         """
         metrics: dict[str, Scalar] = {}
 
@@ -319,15 +323,15 @@ class ContrastiveObjective(Objective):
             with torch.no_grad():
                 similarities = self.exchange(video_bE, text_bE, step.world)
                 contrast = self.contrast(similarities, batch, step)
-                for name, gradient in contrast.own_grads.items():
+                for name, gradient in contrast.parameter_grads.items():
                     if (parameter := self.get_parameter(name)).requires_grad:
                         gradient = step.scale(gradient).to(parameter.dtype)
                         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-                # If another pair has the same caption, both captions are equally near; count the clip as correct.
-                is_right_b = similarities.pair_b >= similarities.nearest_b - _TOLERANCE
-                num_right = step.world.sum(is_right_b.to(contrast.loss.dtype).sum())
+                # A clip counts as correct even if another pair has the same caption, which is equally near.
+                is_correct_b = similarities.pair_b >= similarities.nearest_b - _TOLERANCE
+                num_correct = step.world.sum(is_correct_b.to(contrast.loss.dtype).sum())
                 metrics["loss"] = contrast.loss
-                metrics["batch_accuracy"] = num_right / similarities.num_pairs
+                metrics["batch_accuracy"] = num_correct / similarities.num_pairs
                 if (log_scale := self.log_scale()) is not None:
                     metrics["temperature"] = (-log_scale).exp()
                 metrics.update(contrast.metrics)
@@ -341,11 +345,11 @@ class ContrastiveObjective(Objective):
 
 
 def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step, gradients: FeatureGradients) -> None:
-    """Backpropagate a loss over all embeddings through the model, `step.microbatch` samples at a time.
+    """Backpropagate a loss of all embeddings through the model, `step.microbatch` samples at a time.
 
     Args:
         gradients: Function that takes this rank's clip and caption embeddings, [b, E] each, and returns the gradients
-            with respect to them. It is called once.
+            with respect to the embeddings. It is called once.
     """
 
     def embed(part: Batch, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -356,51 +360,52 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
     parts = split(batch, step.microbatch)
     if len(parts) == 1:
         with step.synced(True), step.seed_generators(0):
-            embedded = embed(batch)
-            _push(embedded, gradients(*(side_bE.detach() for side_bE in embedded)), step)
+            embeddings = embed(batch)
+            _backpropagate(embeddings, gradients(*(embedding_bE.detach() for embedding_bE in embeddings)), step)
         return
-    first = []
+    first_pass = []
     with torch.no_grad():
-        # Restore the buffers after the first pass, so that the two passes change them only once.
+        # Restore the buffers after the first pass, so that only the second pass updates them.
         with keep_buffers(model):
             for number, part in enumerate(parts):
                 with step.seed_generators(number):
-                    first.append(embed(part))
-        video_bE, text_bE = (torch.cat(side) for side in zip(*first, strict=True))
+                    first_pass.append(embed(part))
+        video_bE, text_bE = (torch.cat(embeddings_RE) for embeddings_RE in zip(*first_pass, strict=True))
         grads_bE = gradients(video_bE, text_bE)
-    grads_RE = zip(*(grad_bE.split([len(video_RE) for video_RE, _ in first]) for grad_bE in grads_bE), strict=True)
+    sizes = [len(video_RE) for video_RE, _ in first_pass]
+    grads_RE = zip(*(grad_bE.split(sizes) for grad_bE in grads_bE), strict=True)
     # The second pass omits a frozen tower. (A wrapper for data parallelism stores the model in `module`.)
-    skips = getattr(getattr(model, "module", model), "has_frozen_tower", False)
-    options = {"only_trained": True} if skips else {}
+    has_frozen_tower = getattr(getattr(model, "module", model), "has_frozen_tower", False)
+    options = {"only_trained": True} if has_frozen_tower else {}
     for number, (part, grads) in enumerate(zip(parts, grads_RE, strict=True)):
         with step.synced(number == len(parts) - 1), step.seed_generators(number):
-            _push(embed(part, **options), grads, step)
+            _backpropagate(embed(part, **options), grads, step)
 
 
 def split(batch: Batch, size: int | None) -> list[Batch]:
-    """Split a batch into microbatches of `size` samples. The last microbatch may be smaller.
+    """Split a batch into microbatches of `size` samples; None returns the batch as a single microbatch.
 
-    If `size` is None, return the batch as the only microbatch.
+    The last microbatch may be smaller.
     """
     num_samples = len(batch["caption_id"])
     if size is None or size >= num_samples:
         return [batch]
-    # Strings apply to all samples. All other values have one entry per sample.
+    # A string applies to all samples. All other values have one entry per sample.
     return [
         {
-            name: value if isinstance(value, str) else value[begin : begin + size]  # type: ignore[misc,index]
+            name: value if isinstance(value, str) else value[start : start + size]  # type: ignore[misc,index]
             for name, value in batch.items()
         }
-        for begin in range(0, num_samples, size)
+        for start in range(0, num_samples, size)
     ]
 
 
-def _push(embedded: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...], step: Step) -> None:
-    # Scale the gradients before they are cast to half precision, in which small values underflow. Skip frozen towers,
+def _backpropagate(embeddings: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...], step: Step) -> None:
+    # Scale the gradients before casting them to half precision, in which small values underflow. Skip frozen towers,
     # whose embeddings do not require gradients.
     pairs = [
         (embedding, step.scale(gradient).to(embedding.dtype))
-        for embedding, gradient in zip(embedded, gradients, strict=True)
+        for embedding, gradient in zip(embeddings, gradients, strict=True)
         if embedding.requires_grad
     ]
     torch.autograd.backward([embedding for embedding, _ in pairs], [gradient for _, gradient in pairs])
@@ -408,19 +413,21 @@ def _push(embedded: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...
 
 # Losses that are defined as functions and differentiated by autograd.
 #
-# The embeddings of all ranks are gathered differentiably. Each rank computes the loss of its pairs, and the backward
-# pass sums the gradients of each embedding over all ranks. `backward_through` splits the batch into microbatches. The
-# loss function itself handles neither ranks nor microbatches.
+# The embeddings of all ranks are gathered by a differentiable operation. Each rank computes the loss of its pairs, and
+# the backward pass sums the gradients of each embedding over all ranks. `backward_through` splits the batch into
+# microbatches. The loss function therefore handles neither ranks nor microbatches.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Unit-length embeddings of a batch, tracked by autograd; at least float32 whatever the precision of the towers.
+    """Unit-length embeddings of a batch, tracked by autograd.
+
+    The dtype is at least float32, regardless of the precision of the towers.
 
     Attributes:
         video_bE, text_bE: Embeddings of this rank's clips and captions. Row i of both tensors is a pair.
         video_BE, text_BE: Embeddings of all clips and captions in the global batch.
-        target_b: Row of each of this rank's pairs in the global batch, int64.
+        target_b: Row of each of this rank's pairs in the global batch (int64).
         scale: 1 / temperature (scalar), tracked by autograd if the temperature is trained; 1 for losses without one.
         batch: Batch of this rank, with `clip_id`, `caption_id`, `relevancy` and other fields.
     """
@@ -434,19 +441,23 @@ class Pairs:
     batch: Batch
 
 
-# Function that returns the mean loss of this rank's pairs (scalar). The mean over ranks is the loss of the global
+# Function that returns the mean loss over this rank's pairs (scalar). Its mean over the ranks is the loss of the global
 # batch.
 LossFunction = Callable[[Pairs, Loss], torch.Tensor]
 
 
 class AutogradObjective(ContrastiveObjective):
-    """Objective whose gradients come from autograd.
+    """Objective whose gradients are computed by autograd.
 
-    A row of `LOSSES` defines the loss as a function or, if the loss has parameters of its own, as a subclass.
+    The loss is a function in a row of `LOSSES`. A loss with additional parameters is a subclass.
     """
 
     def value(self, pairs: Pairs) -> torch.Tensor:
-        """Return the mean loss of this rank's pairs (scalar, tracked by autograd)."""
+        """Return the mean loss over this rank's pairs (scalar, tracked by autograd).
+
+        Raises:
+            TypeError: The loss function did not return a scalar tensor that requires a gradient.
+        """
         function: LossFunction = self._settings.spec.load()
         loss = function(pairs, self._settings)
         if not isinstance(loss, torch.Tensor) or loss.shape or not loss.requires_grad:
@@ -456,47 +467,49 @@ class AutogradObjective(ContrastiveObjective):
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
         """Return the loss of the global batch, and its gradients from autograd."""
-        trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+        parameters = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
         with torch.enable_grad(), exact_products(similarities.pair_b.device):
             video_bE, text_bE = (
-                side_bE.detach().requires_grad_() for side_bE in (similarities.video_bE, similarities.text_bE)
+                embedding_bE.detach().requires_grad_() for embedding_bE in (similarities.video_bE, similarities.text_bE)
             )
             video_BE, text_BE = video_bE, text_bE
             if step.world.size > 1:
-                both_b2E = torch.cat([video_bE, text_bE], dim=1)
-                both_B2E = _AllRanks.apply(both_b2E, similarities.both_B2E, step.world)
-                video_BE, text_BE = cast(torch.Tensor, both_B2E).split(video_bE.shape[1], dim=1)
+                pairs_b2E = torch.cat([video_bE, text_bE], dim=1)
+                pairs_B2E = _DifferentiableGather.apply(pairs_b2E, similarities.pairs_B2E, step.world)
+                video_BE, text_BE = cast(torch.Tensor, pairs_B2E).split(video_bE.shape[1], dim=1)
             pairs = Pairs(
                 video_bE=video_bE,
                 text_bE=text_bE,
                 video_BE=video_BE,
                 text_BE=text_BE,
-                target_b=torch.arange(similarities.own.start, similarities.own.stop, device=video_bE.device),
+                target_b=torch.arange(
+                    similarities.local_rows.start, similarities.local_rows.stop, device=video_bE.device
+                ),
                 scale=video_bE.new_ones(()) if self.logit_scale is None else self.logit_scale.to(video_bE.dtype).exp(),
                 batch=batch,
             )
             loss = self.value(pairs)
-            video_grad_bE, text_grad_bE, *own_grads = torch.autograd.grad(
-                loss, [video_bE, text_bE, *trained.values()], allow_unused=True, materialize_grads=True
+            video_grad_bE, text_grad_bE, *parameter_grads = torch.autograd.grad(
+                loss, [video_bE, text_bE, *parameters.values()], allow_unused=True, materialize_grads=True
             )
         return Contrast(
             loss=step.world.sum(loss) / step.world.size,
             video_grad_bE=video_grad_bE,
             text_grad_bE=text_grad_bE,
-            own_grads=dict(zip(trained, own_grads, strict=True)),
+            parameter_grads=dict(zip(parameters, parameter_grads, strict=True)),
         )
 
 
-class _AllRanks(torch.autograd.Function):
-    """Differentiable gather: the backward pass sums the gradients of each row over all ranks.
+class _DifferentiableGather(torch.autograd.Function):
+    """Differentiable gather, whose backward pass sums the gradients of each row over all ranks.
 
-    The forward pass returns `all_BF`, which has already been gathered.
+    The forward pass returns `global_BF`, which has been gathered before.
     """
 
     @staticmethod
-    def forward(ctx: Any, own_bF: torch.Tensor, all_BF: torch.Tensor, world: World) -> torch.Tensor:
+    def forward(ctx: Any, local_bF: torch.Tensor, global_BF: torch.Tensor, world: World) -> torch.Tensor:
         ctx.world = world
-        return all_BF.view_as(all_BF)
+        return global_BF.view_as(global_BF)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -510,12 +523,13 @@ def build_contrast(
     """Build the objective that the `--loss.*` settings select.
 
     Args:
-        inputs: Function that converts a batch into the arguments of the model.
-        dataset: Size of the training set, required by global losses and ignored by other losses.
+        inputs: Function that converts a batch to the model's arguments.
+        dataset: Size of the training set; required by global losses, and ignored by other losses.
+        world: Ranks that share the global batch.
 
     Raises:
         KeyError: The value of `--loss.kind` is not the name of a loss.
-        UnusablePart: The package that defines the loss cannot be imported.
+        UnusablePart: The package that provides the loss cannot be imported.
     """
     loss = LOSSES[settings.kind].load()
     objective: type[ContrastiveObjective] = loss if isinstance(loss, type) else AutogradObjective

@@ -1,13 +1,14 @@
-"""Global contrastive losses: SogCLR, iSogCLR, FastCLIP v0 to v3 (Wei et al. 2024, algorithm 1).
+"""Global contrastive losses: SogCLR, iSogCLR, and FastCLIP v0 to v3 (Wei et al. 2024, algorithm 1).
 
-B: pairs of the batch of all ranks. b: pairs of this rank. C: columns in the state of a clip or caption.
+Shape suffixes: b pairs on this rank, B pairs in the global batch, C columns in the state of a clip or caption.
 
-The paper's g_i compares pair i with all other pairs of the *training set*. A batch gives a rough estimate of g_i; the
-moving average u_i over the visits of i is a better estimate. The algorithm uses the gradient of log(epsilon + g_i) with
-u_i in place of g_i, held constant. Clips and captions have separate IDs and averages, because a clip may have a
-different caption in each epoch.
+In the paper, g_i compares pair i with all other pairs of the *training set*. A single batch gives only a rough estimate
+of g_i. The moving average u_i of the estimates from all visits of pair i is more accurate. The algorithm uses the
+gradient of log(epsilon + g_i), in which u_i replaces the value of g_i and is treated as a constant. Clips and captions
+have separate IDs and averages, because a clip may have a different caption in each epoch.
 
-The losses differ in the temperature: one for all pairs (SogCLR, FastCLIP v0, v1, v3), or one per sample (iSogCLR, v2).
+The losses differ in their temperatures: SogCLR and FastCLIP v0, v1 and v3 have one temperature for all pairs; iSogCLR
+and FastCLIP v2 have one temperature per sample.
 """
 
 import math
@@ -37,13 +38,13 @@ from clipmill.train.losses.settings import Convention, GammaSchedule, Loss
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
-    """Clips or captions of a batch, with their state.
+class Modality:
+    """State of the clips, or of the captions, in a global batch.
 
     Attributes:
-        table: State of all clips, or all captions, of the training set.
-        num_all: Number of clips or captions in the training set.
-        ids_B: IDs of the clips or captions of all ranks.
+        table: State of all clips, or of all captions, in the training set.
+        num_all: Number of clips, or of captions, in the training set.
+        ids_B: IDs of the clips or captions in the global batch.
         group_B: Group of each ID (`groups`).
         state_BC: Rows of the table for these IDs, before the step.
         temperature_B: Temperature of each clip or caption.
@@ -59,31 +60,32 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Estimates of g for one side, including the batch of this step.
+    """Estimates of g for one modality, including the current batch.
 
     Attributes:
-        pair_B: Similarities of the pairs.
-        further_B: `further_values` of all ranks.
-        log_g_B: Logarithm of g_i in this batch.
-        log_u_B: Logarithm of the new average.
-        log_inner_B: log(epsilon + u).
+        pair_B: Similarities of the positive pairs.
+        extra_B: `extra_values` of all ranks.
+        log_g_B: Logarithm of g_i, estimated from this batch.
+        log_u_B: Logarithm of the updated average u_i.
+        log_inner_B: log(epsilon + u_i).
     """
 
     pair_B: torch.Tensor
-    further_B: list[torch.Tensor]
+    extra_B: list[torch.Tensor]
     log_g_B: torch.Tensor
     log_u_B: torch.Tensor
     log_inner_B: torch.Tensor
 
 
 class GlobalContrast(ContrastiveObjective):
-    """Base class of global losses, without temperatures and weights of pairs.
+    """Base class for global losses. A subclass defines the temperatures and the factors of the loss.
 
     Args:
-        further_state: Initial values of the state's columns after log u.
+        dataset: Size of the training set, required.
+        extra_state: Initial values of the state columns that follow log u.
 
     Attributes:
-        clips: State of each clip: log u, then the columns of `further_state`.
+        clips: State of each clip: log u, followed by the columns of `extra_state`.
         captions: State of each caption, with the same columns.
     """
 
@@ -94,96 +96,115 @@ class GlobalContrast(ContrastiveObjective):
         inputs: Inputs,
         dataset: DatasetSize | None,
         world: World,
-        further_state: tuple[float, ...] = (),
+        extra_state: tuple[float, ...] = (),
     ) -> None:
         super().__init__(settings, inputs=inputs, dataset=dataset, world=world)
         assert dataset is not None, "a global loss keeps state for each clip and caption of a dataset"
-        self._is_code = settings.convention == "fast_clip"
+        self._follows_code = settings.convention == "fast_clip"
         self._gamma_epochs = settings.gamma_epochs or max(1, round(dataset.num_epochs / 2))
         self._log_epsilon = math.log(settings.epsilon) if settings.epsilon else -math.inf
         self.rho = settings.number("rho") if "rho" in settings.spec.settings else 0.0
-        # The public code averages the losses of clips and captions; the paper adds them, which doubles the gradient.
-        self.side_weight = 0.5 if self._is_code else 1.0
+        # The public code averages the losses of clips and captions. The paper adds them, which doubles the gradient.
+        self.modality_weight = 0.5 if self._follows_code else 1.0
         self._dataset = dataset
-        self.clips = ShardedRows(dataset.num_clips, start=(UNSEEN, *further_state), world=world)
-        self.captions = ShardedRows(dataset.num_captions, start=(UNSEEN, *further_state), world=world)
+        self.clips = ShardedRows(dataset.num_clips, start=(UNSEEN, *extra_state), world=world)
+        self.captions = ShardedRows(dataset.num_captions, start=(UNSEEN, *extra_state), world=world)
 
     def temperatures(self, state_BC: torch.Tensor) -> torch.Tensor:
-        """Return the temperature of each of B rows of a table, [B]."""
+        """Return the temperature [B] of each row of a table's state."""
         raise NotImplementedError
 
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the factors [B] of log(epsilon + g) in the published loss, and in its gradient."""
+        """Return the factors [B] by which log(epsilon + g) is multiplied in the loss, and in its gradient."""
         raise NotImplementedError
 
-    def further_values(
+    def extra_values(
         self, rows_bB: torch.Tensor, scale_b: torch.Tensor, log_sum_b: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return values [b] of this rank's clips or captions that `moved_state` needs; see `softmax_means`."""
+        """Return additional values [b] of this rank's clips or captions, which `next_state` needs from all ranks.
+
+        Args:
+            rows_bB: Similarities, with a row per clip or caption.
+            scale_b: 1 / temperature of each row.
+            log_sum_b: Results of `log_sums` for these rows.
+        """
         return ()
 
-    def moved_state(self, side: Side, estimate: Estimate, step: Step) -> torch.Tensor:
-        """Return the new rows [B, C] of one side's table."""
+    def next_state(self, modality: Modality, estimate: Estimate, step: Step) -> torch.Tensor:
+        """Return the updated rows [B, C] of one modality's table."""
         return estimate.log_u_B[:, None]
 
     def parameter_gradients(
-        self, estimates: tuple[Estimate, Estimate], scale_gradient: torch.Tensor
+        self, estimates: tuple[Estimate, Estimate], log_scale_gradient: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Return gradients of the objective's parameters, from this rank's `Similarities.scale_gradient`."""
+        """Return the gradients of the objective's parameters, by name.
+
+        Args:
+            estimates: Estimates for clips and for captions.
+            log_scale_gradient: This rank's `Similarities.log_scale_gradient`.
+        """
         return {}
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
-        """Update the averages and compute the gradient estimators of equations 2 to 7."""
+        """Return the loss with the gradient estimators of equations 2 to 7, and update the averages.
+
+        Raises:
+            UserError: The clips have no IDs, or an ID is out of range.
+        """
         gamma = inner_rate(
             math.floor(step.epoch),
-            least=self._settings.number("gamma"),
+            minimum=self._settings.number("gamma"),
             schedule=self._settings.effective_gamma_schedule,
             num_epochs=self._gamma_epochs,
             convention=self._settings.convention,
         )
-        sides = self._sides(similarities, batch, step)
+        modalities = self._read_modalities(similarities, batch, step)
         values_b = [similarities.pair_b]
-        for rows_bB, side in zip((similarities.clips_bB, similarities.captions_bB), sides, strict=True):
-            scale_b = 1 / side.temperature_B[similarities.own]
+        for rows_bB, modality in zip(
+            (similarities.video_to_text_bB, similarities.text_to_video_bB), modalities, strict=True
+        ):
+            scale_b = 1 / modality.temperature_B[similarities.local_rows]
             log_sum_b = log_sums(rows_bB, scale_b)
-            values_b += [log_sum_b, *self.further_values(rows_bB, scale_b, log_sum_b)]
+            values_b += [log_sum_b, *self.extra_values(rows_bB, scale_b, log_sum_b)]
         pair_B, *gathered_B = similarities.gather(*values_b)
         num_each, num_terms = len(gathered_B) // 2, similarities.num_pairs * (similarities.num_pairs - 1)
         estimates, losses_B, exponents_3B = [], [], []
-        for side, (log_sum_B, *further_B) in zip(sides, (gathered_B[:num_each], gathered_B[num_each:]), strict=True):
-            log_g_B = log_sum_B - pair_B / side.temperature_B - math.log(len(pair_B) - 1)
-            log_u_B = average_logs(side.state_BC[:, 0], log_g_B, side.group_B, gamma=gamma)
+        for modality, (log_sum_B, *extra_B) in zip(
+            modalities, (gathered_B[:num_each], gathered_B[num_each:]), strict=True
+        ):
+            log_g_B = log_sum_B - pair_B / modality.temperature_B - math.log(len(pair_B) - 1)
+            log_u_B = average_logs(modality.state_BC[:, 0], log_g_B, modality.group_B, gamma=gamma)
             log_inner_B = torch.logaddexp(log_u_B, torch.full_like(log_u_B, self._log_epsilon))
             estimate = Estimate(
-                pair_B=pair_B, further_B=further_B, log_g_B=log_g_B, log_u_B=log_u_B, log_inner_B=log_inner_B
+                pair_B=pair_B, extra_B=extra_B, log_g_B=log_g_B, log_u_B=log_u_B, log_inner_B=log_inner_B
             )
-            side.table.write(side.ids_B, self.moved_state(side, estimate, step))
+            modality.table.write(modality.ids_B, self.next_state(modality, estimate, step))
             estimates.append(estimate)
-            loss_factor_B, gradient_factor_B = self.factors(side.temperature_B)
+            loss_factor_B, gradient_factor_B = self.factors(modality.temperature_B)
             losses_B.append(loss_factor_B * (estimate.log_inner_B + self.rho))
-            factor_B = self.side_weight * gradient_factor_B / side.temperature_B
-            log_factor_B = (factor_B / num_terms).log() - pair_B / side.temperature_B - estimate.log_inner_B
-            exponents_3B.append(torch.stack([1 / side.temperature_B, log_factor_B, log_sum_B]))
+            factor_B = self.modality_weight * gradient_factor_B / modality.temperature_B
+            log_factor_B = (factor_B / num_terms).log() - pair_B / modality.temperature_B - estimate.log_inner_B
+            exponents_3B.append(torch.stack([1 / modality.temperature_B, log_factor_B, log_sum_B]))
         video_grad_bE, text_grad_bE = exponential_gradients(
             similarities, clips_3B=exponents_3B[0], captions_3B=exponents_3B[1]
         )
-        scale_gradient = similarities.scale_gradient(video_grad_bE)
+        log_scale_gradient = similarities.log_scale_gradient(video_grad_bE)
         return Contrast(
-            loss=self.side_weight * (losses_B[0] + losses_B[1]).mean(),
+            loss=self.modality_weight * (losses_B[0] + losses_B[1]).mean(),
             video_grad_bE=video_grad_bE,
             text_grad_bE=text_grad_bE,
-            own_grads=self.parameter_gradients((estimates[0], estimates[1]), scale_gradient),
+            parameter_grads=self.parameter_gradients((estimates[0], estimates[1]), log_scale_gradient),
             metrics={
-                "temperature": (sides[0].temperature_B + sides[1].temperature_B).mean() / 2,
+                "temperature": (modalities[0].temperature_B + modalities[1].temperature_B).mean() / 2,
                 "log_u": (estimates[0].log_u_B + estimates[1].log_u_B).mean() / 2,
                 "gamma": gamma,
             },
         )
 
-    def _sides(self, similarities: Similarities, batch: Batch, step: Step) -> tuple[Side, Side]:
+    def _read_modalities(self, similarities: Similarities, batch: Batch, step: Step) -> tuple[Modality, Modality]:
         if "clip_id" not in batch:
             raise UserError(
-                f"--loss.kind {self._settings.kind} needs clips with ids, but these clips have none",
+                f"--loss.kind {self._settings.kind} needs clip IDs, but these data have none",
                 hint="use --loss.kind infonce with these data",
                 flags=("--loss.kind",),
             )
@@ -191,48 +212,69 @@ class GlobalContrast(ContrastiveObjective):
         clip_id_b = _check_ids(batch["clip_id"], "clip", num_all[0])
         caption_id_b = _check_ids(batch["caption_id"], "caption", num_all[1])
         ids_B2 = step.world.gather(send(torch.stack([clip_id_b, caption_id_b], dim=1), similarities.pair_b.device))
-        sides = []
-        for side, table in enumerate((self.clips, self.captions)):
-            ids_B = ids_B2[:, side]
+        modalities = []
+        for number, table in enumerate((self.clips, self.captions)):
+            ids_B = ids_B2[:, number]
             state_BC = table.read(ids_B).to(similarities.pair_b.dtype)
-            rows = {"ids_B": ids_B, "group_B": groups(ids_B), "state_BC": state_BC}
-            sides.append(Side(table=table, num_all=num_all[side], temperature_B=self.temperatures(state_BC), **rows))
-        return sides[0], sides[1]
+            modalities.append(
+                Modality(
+                    table=table,
+                    num_all=num_all[number],
+                    ids_B=ids_B,
+                    group_B=groups(ids_B),
+                    state_BC=state_BC,
+                    temperature_B=self.temperatures(state_BC),
+                )
+            )
+        return modalities[0], modalities[1]
 
 
 def _check_ids(ids_b: torch.Tensor, name: str, size: int) -> torch.Tensor:
-    """Return the IDs after a check on the host, where the loader left them, without synchronising with a device."""
+    """Return the IDs, after checking their range. The IDs are on the CPU, so the check does not wait for a device.
+
+    Raises:
+        UserError: An ID is out of range.
+    """
     is_outside_b = (ids_b < 0) | (ids_b >= size)
     if is_outside_b.any():
         outside = ids_b[is_outside_b].unique().tolist()
         ids = ", ".join(map(str, outside[:5])) + (", ..." if len(outside) > 5 else "")
         raise UserError(
-            f"{name} ids {ids} are out of range: the loss has state for {size} {name}s, with ids 0 to {size - 1}",
+            f"{name} IDs {ids} are out of range: the loss has state for {size} {name}s, with IDs 0 to {size - 1}",
             hint=f"the data have changed since the run began: {NEW_RUN}",
         )
     return ids_b
 
 
-# Moving averages are stored as logarithms. exp((s_ij - s_ii) / tau) overflows float32 at tau = 0.01 if a negative is
-# nearer than the pair by 0.89, and underflows if a sample is well separated. log u does neither.
+# Moving averages are stored as logarithms. At tau = 0.01, exp((s_ij - s_ii) / tau) overflows float32 if a negative's
+# similarity exceeds the positive pair's by 0.89, and underflows if a sample is well separated. log u does neither.
 
 UNSEEN = -math.inf  # log u before the first visit
 
 
-def inner_rate(epoch: int, *, least: float, schedule: GammaSchedule, num_epochs: int, convention: Convention) -> float:
-    """Return gamma, the weight of the new value in the averages, for epoch 0, 1, ... (FastCLIP, section 5).
+def inner_rate(
+    epoch: int, *, minimum: float, schedule: GammaSchedule, num_epochs: int, convention: Convention
+) -> float:
+    """Return gamma, the weight of the new value in the averages, for epochs 0, 1, ... (FastCLIP, section 5).
 
-    Gamma is constant within an epoch. In the public code, the constant schedule also starts with an epoch of gamma = 1.
+    Gamma is constant within an epoch. In the public code, even the constant schedule uses gamma = 1 in epoch 0.
+
+    Args:
+        minimum: Constant value, or final value of the cosine schedule.
+        num_epochs: Number of epochs of the cosine schedule.
     """
     if schedule == "constant":
-        return 1.0 if convention == "fast_clip" and epoch == 0 else least
+        return 1.0 if convention == "fast_clip" and epoch == 0 else minimum
     if epoch >= num_epochs:
-        return least
-    return 0.5 * (1 + math.cos(math.pi * epoch / num_epochs)) * (1 - least) + least
+        return minimum
+    return 0.5 * (1 + math.cos(math.pi * epoch / num_epochs)) * (1 - minimum) + minimum
 
 
 def groups(ids_B: torch.Tensor) -> torch.Tensor:
-    """Number the distinct IDs: int64 [B], 0 to B - 1, equal for equal IDs, without synchronising with the device."""
+    """Return a group number for each ID, int64 [B], 0 to B - 1. Equal IDs have equal numbers.
+
+    This function does not synchronise with the device.
+    """
     sorted_B, order_B = ids_B.sort(stable=True)
     is_new_B = torch.ones_like(sorted_B)
     is_new_B[1:] = (sorted_B[1:] != sorted_B[:-1]).to(is_new_B)
@@ -240,52 +282,55 @@ def groups(ids_B: torch.Tensor) -> torch.Tensor:
 
 
 def group_means(values_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
-    """Return, for each of B values, the mean over its group."""
+    """Return the mean of each value's group, [B]."""
     zeros_B = torch.zeros_like(values_B)
     sums_B = zeros_B.index_add(0, group_B, values_B)
     return (sums_B / zeros_B.index_add(0, group_B, torch.ones_like(values_B)).clamp(min=1))[group_B]
 
 
 def log_group_means(log_values_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
-    """Return, for each of B values, the logarithm of the mean of exp over its group."""
+    """Return the logarithm of the mean of exp(log_values_B) in each value's group, [B]."""
     highest_B = torch.full_like(log_values_B, -math.inf).scatter_reduce(0, group_B, log_values_B, "amax")[group_B]
     return highest_B + group_means((log_values_B - highest_B).exp(), group_B).log()
 
 
 def average_logs(log_u_B: torch.Tensor, log_g_B: torch.Tensor, group_B: torch.Tensor, *, gamma: float) -> torch.Tensor:
-    """Return log of (1 - gamma) u + gamma g (FastCLIP, eq. 1), the same within a group; g itself on the first visit.
+    """Return log((1 - gamma) u + gamma g) (FastCLIP, eq. 1), or log g on the first visit, [B].
 
-    If an ID occurs more than once in a batch, on any ranks, g is the mean over its occurrences.
+    If an ID occurs more than once in the global batch, g is the mean over its occurrences, so the result is the same
+    for all of them.
     """
     log_g_B = log_group_means(log_g_B, group_B)
     if gamma == 1:
         return log_g_B
-    moved_B = torch.logaddexp(log_u_B + math.log(1 - gamma), log_g_B + math.log(gamma))
-    return torch.where(log_u_B == UNSEEN, log_g_B, moved_B)
+    averaged_B = torch.logaddexp(log_u_B + math.log(1 - gamma), log_g_B + math.log(gamma))
+    return torch.where(log_u_B == UNSEEN, log_g_B, averaged_B)
 
 
-# FastCLIP, appendix B: below this temperature, v3 trains the temperature at a third of its learning rate.
+# FastCLIP, appendix B: below this temperature, the learning rate of v3's temperature is divided by 3.
 _SLOW_BELOW = 0.03
-_SLOWER = 3
+_SLOW_DIVISOR = 3
 
-# Temperatures per sample.
-_BETA1, _BETA2, _EPS = 0.9, 0.999, 1e-8  # Adam's values, which the public code also uses
-_MAX_GRADIENT, _MAX_TEMPERATURE = 5.0, 1.0  # as in the public code
-# Columns of the state after log u. The public code counts epochs, not visits, and needs no column for visits.
+# Constants for temperatures per sample.
+_BETA1, _BETA2, _EPS = 0.9, 0.999, 1e-8  # Adam's defaults, which the public code also uses
+_MAX_GRADIENT, _MAX_TEMPERATURE = 5.0, 1.0  # limits in the public code
+# Columns of the state after log u. The public code counts epochs instead of visits, so it needs no column for visits.
 _TEMPERATURE, _MEAN, _SQUARE, _VISITS = 1, 2, 3, 4
 _NUM_COLUMNS = {"paper": 5, "fast_clip": 4}
 
 
-class OneTemperature(GlobalContrast):
-    """GCL (SogCLR and v1: constant temperature; v0: trained temperature) and RGCL-g (v3: trained temperature).
+class SharedTemperature(GlobalContrast):
+    """Global losses with one temperature: GCL and RGCL-g.
 
-    The paper trains the temperature itself. The public code trains the logarithm of its inverse (`logit_scale`), for
-    which the optimizer takes different steps.
+    GCL is the loss of SogCLR and v1, whose temperature is constant, and of v0, whose temperature is trained. RGCL-g is
+    the loss of v3, whose temperature is trained. The paper trains the temperature itself. The public code trains the
+    logarithm of its inverse (`logit_scale`), for which the optimizer takes different steps.
 
     Attributes:
-        temperature: The paper's parameter; None in the public code's convention.
-        is_slow: True while v3's temperature learns at a third of its rate: in the paper, from the first time that it is
-            below 0.03; in the public code, as long as it is at most 0.03.
+        temperature: Temperature in the paper's convention (scalar); None in the public code's convention.
+        is_slow: True while the learning rate of v3's temperature is divided by 3 (bool scalar). In the paper, this
+            begins when the temperature falls below 0.03, and never ends. In the public code, it lasts as long as the
+            temperature is at most 0.03.
     """
 
     temperature: nn.Parameter | None
@@ -296,7 +341,7 @@ class OneTemperature(GlobalContrast):
         self._is_v0, self._is_v3 = settings.kind == "fastclip-v0", settings.kind == "fastclip-v3"
         is_trained = self._is_v0 or self._is_v3
         self.register_parameter("temperature", None)
-        if self._is_code:
+        if self._follows_code:
             self.add_logit_scale(is_trained=is_trained)
         else:
             self.temperature = nn.Parameter(torch.tensor(settings.number("temperature")), requires_grad=is_trained)
@@ -304,58 +349,55 @@ class OneTemperature(GlobalContrast):
         self._update_speed()
 
     def log_scale(self) -> torch.Tensor:
-        """Return the logarithm of 1 / temperature, detached."""
+        """Return the detached logarithm of 1 / temperature."""
         parameter = self.logit_scale if self.temperature is None else -self.temperature.detach().log()
         assert parameter is not None
         return parameter.detach()
 
     def temperatures(self, state_BC: torch.Tensor) -> torch.Tensor:
-        """Return the common temperature for all rows."""
+        """Return the shared temperature, expanded to all rows."""
         return (-self.log_scale()).exp().to(state_BC.dtype).expand(len(state_BC))
 
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the temperature as both factors; 1 in v0.
+        """Return the temperature as both factors, or 1 for v0.
 
-        The public code also uses 1, except for v3 (its commands scale only v3).
+        The public code uses 1 for all losses but v3, because its commands scale only v3.
         """
-        is_scaled = self._is_v3 or not (self._is_v0 or self._is_code)
+        is_scaled = self._is_v3 or not (self._is_v0 or self._follows_code)
         factor_B = temperature_B if is_scaled else torch.ones_like(temperature_B)
         return factor_B, factor_B
 
     def parameter_gradients(
-        self, estimates: tuple[Estimate, Estimate], scale_gradient: torch.Tensor
+        self, estimates: tuple[Estimate, Estimate], log_scale_gradient: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Compute equations 8 (v0) and 10 (v3).
+        """Return the gradient of the temperature (equations 8 and 10, for v0 and v3).
 
-        In the public code, the two terms of v3 that do not come from inside g have weight 1/2, and the third term has
-        weight 1. The published rho belongs to this convention.
+        In v3, one term comes from inside g, and two terms do not. The public code weights these two terms by 1/2, and
+        the term from inside g by 1. The published rho is for this convention.
         """
         if not (self._is_v0 or self._is_v3):
             return {}
-        temperature = (-self.log_scale()).exp().to(scale_gradient.dtype)
-        # The term from inside g. The gradients of embeddings are halved, but this gradient is not.
-        gradient = -scale_gradient / self.side_weight / temperature
+        temperature = (-self.log_scale()).exp().to(log_scale_gradient.dtype)
+        # The term from inside g. Divide by the weight, because the public code halves only the embeddings' gradients.
+        gradient = -log_scale_gradient / self.modality_weight / temperature
         if self._is_v3:
-            logs_B = [estimate.log_u_B if self._is_code else estimate.log_inner_B for estimate in estimates]
-            gradient = gradient + self.side_weight * ((logs_B[0] + logs_B[1]).mean() + 2 * self.rho)
-        return {"logit_scale": -temperature * gradient} if self._is_code else {"temperature": gradient}
+            logs_B = [estimate.log_u_B if self._follows_code else estimate.log_inner_B for estimate in estimates]
+            gradient = gradient + self.modality_weight * ((logs_B[0] + logs_B[1]).mean() + 2 * self.rho)
+        return {"logit_scale": -temperature * gradient} if self._follows_code else {"temperature": gradient}
 
-    def learning_rate(self, scheduled: float) -> Scalar:
-        """Return the temperature's learning rate, which may differ from the model's rate.
-
-        For v3, the device divides the rate by 3 if `is_slow`.
-        """
-        temperature_lr = super().learning_rate(scheduled)
+    def learning_rate(self, model_lr: float) -> Scalar:
+        """Return the learning rate of the temperature. For v3, it is a tensor, divided by 3 where `is_slow` is True."""
+        temperature_lr = super().learning_rate(model_lr)
         if not self._is_v3 or isinstance(temperature_lr, torch.Tensor):
             return temperature_lr
         device = self.is_slow.device
         dtype = torch.float32 if device.type == "cuda" else torch.float64
         rate = torch.full((), temperature_lr, dtype=dtype, device=device)
-        return torch.where(self.is_slow, rate / _SLOWER, rate)
+        return torch.where(self.is_slow, rate / _SLOW_DIVISOR, rate)
 
     @torch.no_grad()
     def after_step(self, step: Step) -> None:
-        """Clamp the temperature to its lower bound and, in the public code, to at most 1."""
+        """Clamp the temperature to at least `min_temperature` and, in the public code's convention, to at most 1."""
         super().after_step(step)
         if self.temperature is not None:
             self.temperature.clamp_(min=self._settings.min_temperature)
@@ -363,65 +405,71 @@ class OneTemperature(GlobalContrast):
 
     def _update_speed(self) -> None:
         temperature = (-self.log_scale()).exp()
-        if self._is_code:
+        if self._follows_code:
             self.is_slow.copy_(temperature <= _SLOW_BELOW)
         else:
             self.is_slow.logical_or_(temperature < _SLOW_BELOW)
 
 
 class SampleTemperature(GlobalContrast):
-    """RGCL, with a temperature for each clip and caption (iSogCLR, v2): mean of tau_i (log(epsilon + g_i) + rho).
+    """RGCL, the loss of iSogCLR and v2, with a temperature for each clip and each caption.
 
-    A temperature is updated when its clip or caption is visited, by AdamW without decay (procedure 5, lines 8 and 9;
-    procedure 4, lines 13 to 16). AdamW's t is the number of the visit. The public code uses epochs instead of visits:
-    both betas are 0 in epoch 0; after that, t is the epoch + 1.
+    The loss is the mean of tau_i (log(epsilon + g_i) + rho). A temperature is updated by AdamW without weight decay
+    when its clip or caption is visited (procedure 5, lines 8 and 9; procedure 4, lines 13 to 16). AdamW's step t is the
+    number of the visit. The public code counts epochs instead of visits: both betas are 0 in epoch 0; in later epochs,
+    t is the epoch + 1.
     """
 
     def __init__(self, settings: Loss, *, inputs: Inputs, dataset: DatasetSize | None, world: World) -> None:
         state = (settings.number("temperature"), 0.0, 0.0, 0.0)[: _NUM_COLUMNS[settings.convention] - 1]
-        super().__init__(settings, inputs=inputs, dataset=dataset, world=world, further_state=state)
+        super().__init__(settings, inputs=inputs, dataset=dataset, world=world, extra_state=state)
 
     def temperatures(self, state_BC: torch.Tensor) -> torch.Tensor:
-        """Return the temperature that each row stores."""
+        """Return the temperature stored in each row."""
         return state_BC[:, _TEMPERATURE]
 
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the temperature of each sample (equations 6, 7); 1 in the gradient of the public code."""
-        return temperature_B, torch.ones_like(temperature_B) if self._is_code else temperature_B
+        """Return the temperature of each sample (equations 6 and 7). The public code uses 1 in the gradient."""
+        return temperature_B, torch.ones_like(temperature_B) if self._follows_code else temperature_B
 
-    def further_values(
+    def extra_values(
         self, rows_bB: torch.Tensor, scale_b: torch.Tensor, log_sum_b: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return the mean similarity [b] with the negatives, weighted as in g."""
+        """Return each row's mean similarity with its negatives, [b], weighted as in g."""
         return (softmax_means(rows_bB, scale_b, log_sum_b),)
 
-    def moved_state(self, side: Side, estimate: Estimate, step: Step) -> torch.Tensor:
-        """Return new averages, and temperatures after a step along equation 9; both are averaged over equal IDs."""
-        (mean_B,) = estimate.further_B
-        inside_B = (estimate.log_g_B - estimate.log_inner_B).exp() * (mean_B - estimate.pair_B) / side.temperature_B
+    def next_state(self, modality: Modality, estimate: Estimate, step: Step) -> torch.Tensor:
+        """Return the updated averages, and the temperatures after a step along the gradient in equation 9.
+
+        Averages and gradients are means over the occurrences of an ID.
+        """
+        (mean_B,) = estimate.extra_B
+        inside_B = (estimate.log_g_B - estimate.log_inner_B).exp() * (mean_B - estimate.pair_B) / modality.temperature_B
         gradient_B = estimate.log_inner_B + self.rho - inside_B
-        gradient_B = gradient_B.clamp(-_MAX_GRADIENT, _MAX_GRADIENT) if self._is_code else gradient_B / side.num_all
-        gradient_B = group_means(gradient_B, side.group_B)
-        state_BC = side.state_BC.clone()
+        gradient_B = (
+            gradient_B.clamp(-_MAX_GRADIENT, _MAX_GRADIENT) if self._follows_code else gradient_B / modality.num_all
+        )
+        gradient_B = group_means(gradient_B, modality.group_B)
+        state_BC = modality.state_BC.clone()
         state_BC[:, 0] = estimate.log_u_B
-        count_B, beta1, beta2 = self._count(side, state_BC, step)
-        state_BC[:, _MEAN] = beta1 * side.state_BC[:, _MEAN] + (1 - beta1) * gradient_B
-        state_BC[:, _SQUARE] = beta2 * side.state_BC[:, _SQUARE] + (1 - beta2) * gradient_B**2
+        count_B, beta1, beta2 = self._adam_steps(modality, state_BC, step)
+        state_BC[:, _MEAN] = beta1 * modality.state_BC[:, _MEAN] + (1 - beta1) * gradient_B
+        state_BC[:, _SQUARE] = beta2 * modality.state_BC[:, _SQUARE] + (1 - beta2) * gradient_B**2
         mean_grad_B = state_BC[:, _MEAN] / (1 - beta1**count_B)
         square_B = state_BC[:, _SQUARE] / (1 - beta2**count_B)
-        rate = self._settings.own_temperature_lr
+        rate = self._settings.effective_temperature_lr
         assert rate is not None
-        highest = _MAX_TEMPERATURE if self._is_code else None
-        state_BC[:, _TEMPERATURE] = (side.temperature_B - rate * mean_grad_B / (square_B.sqrt() + _EPS)).clamp(
+        highest = _MAX_TEMPERATURE if self._follows_code else None
+        state_BC[:, _TEMPERATURE] = (modality.temperature_B - rate * mean_grad_B / (square_B.sqrt() + _EPS)).clamp(
             self._settings.min_temperature, highest
         )
         return state_BC
 
-    def _count(self, side: Side, state_BC: torch.Tensor, step: Step) -> tuple[torch.Tensor, float, float]:
-        """Return t + 1 of procedure 4 for each of B samples, and the betas. Visits are counted in `state_BC`."""
-        if not self._is_code:
-            state_BC[:, _VISITS] = side.state_BC[:, _VISITS] + 1
+    def _adam_steps(self, modality: Modality, state_BC: torch.Tensor, step: Step) -> tuple[torch.Tensor, float, float]:
+        """Return AdamW's t + 1 (procedure 4) for each sample, [B], and the two betas. Count visits in `state_BC`."""
+        if not self._follows_code:
+            state_BC[:, _VISITS] = modality.state_BC[:, _VISITS] + 1
             return state_BC[:, _VISITS], _BETA1, _BETA2
         epoch = math.floor(step.epoch)
-        count_B = torch.full_like(side.temperature_B, epoch + 1)
+        count_B = torch.full_like(modality.temperature_B, epoch + 1)
         return (count_B, _BETA1, _BETA2) if epoch else (count_B, 0.0, 0.0)

@@ -1,11 +1,11 @@
 """Contrastive losses without per-sample state: InfoNCE, MBCL (FastCLIP), SigLIP and max-margin.
 
-The function `info_nce` is the reference implementation of InfoNCE, which is differentiated by autograd. Training uses
-the classes, which compute gradients in closed form, block by block, and do not store the logits and probabilities that
-autograd would keep. The closed forms take half of the CPU time (docs/losses.md).
+The function `info_nce` is the reference implementation of InfoNCE, which autograd differentiates. Training uses the
+classes. They compute gradients in closed form, block by block, without the logits and probabilities that autograd would
+store, and take half of the CPU time (docs/losses.md).
 
-b: number of pairs on this rank. B: number of pairs in the global batch, which contains the pairs of all ranks. E:
-embedding width. R: number of rows in a block.
+Shape suffixes: b pairs on this rank, B pairs in the global batch, which contains the pairs of all ranks, E embedding
+width, R rows in a block.
 """
 
 import math
@@ -31,23 +31,23 @@ from clipmill.train.losses.contrastive import (
 )
 from clipmill.train.losses.settings import Loss
 
-_INITIAL_BIAS = -10.0  # Zhai et al. 2023: few pairs are positive, so a low bias keeps the first gradients small
+_INITIAL_BIAS = -10.0  # value of Zhai et al. 2023: most pairs are negative, so a low bias keeps first gradients small
 
 
 def info_nce(pairs: Pairs, settings: Loss) -> torch.Tensor:
     """Return InfoNCE, the loss of CLIP (van den Oord et al. 2018, eq. 4; Radford et al. 2021, figure 3).
 
-    InfoNCE is the mean of two cross-entropies: the cross-entropy of each clip's caption among all captions in the
-    global batch, and the cross-entropy of each caption's clip among all clips. The class `InfoNCE` has the same value
-    and gradients (tests/train/losses/test_closed_forms.py).
+    InfoNCE is the mean of two cross-entropies: of each clip's caption among all captions in the global batch, and of
+    each caption's clip among all clips. The class `InfoNCE` computes the same value and gradients
+    (tests/train/losses/test_closed_forms.py).
 
     If a batch contains two equal captions, each caption is a negative for the clip of the other caption, as in CLIP.
-    The loss is then lowest if both captions have the same probability. This raises the value of the loss, but does not
-    change the ranking of different captions. Retrieval metrics count equal captions as one caption
+    The loss is then lowest if both captions have the same probability. This raises the minimum of the loss, but does
+    not affect how different captions are ranked. Retrieval metrics count equal captions as one caption
     (clipmill.train.tasks.dual_encoder.metrics).
 
     Returns:
-        Mean loss of this rank's pairs (scalar).
+        Mean loss over this rank's pairs (scalar).
     """
     clip_logits_bB = pairs.scale * pairs.video_bE @ pairs.text_BE.T
     caption_logits_bB = pairs.scale * pairs.text_bE @ pairs.video_BE.T
@@ -59,10 +59,10 @@ def info_nce(pairs: Pairs, settings: Loss) -> torch.Tensor:
 class InfoNCE(ContrastiveObjective):
     """InfoNCE and MBCL, with gradients in closed form.
 
-    The gradient is dL/ds_ij = (p_ij + q_ij - 2 [i = j]) / (2 B temperature), where p is the softmax of the similarities
-    of clip i over all captions, and q is the softmax of the similarities of caption j over all clips. The first pass
-    over the similarities computes the logarithms of the softmax denominators, which are B numbers for p and B numbers
-    for q. The second pass computes the gradients.
+    The gradient of InfoNCE is dL/ds_ij = (p_ij + q_ij - 2 [i = j]) / (2 B temperature), where p_ij is the softmax of
+    clip i's similarities over all captions, and q_ij is the softmax of caption j's similarities over all clips. The
+    first pass over the similarities computes the logarithms of the softmax denominators, B each for p and q. The second
+    pass computes the gradients.
 
     MBCL (FastCLIP, section 3) divides by B - 1 inside the logarithms, and adds the two cross-entropies instead of
     averaging them: MBCL / 2 + log(B - 1) = InfoNCE. FastCLIP's code computes half of MBCL.
@@ -76,9 +76,12 @@ class InfoNCE(ContrastiveObjective):
         scale = self.logit_scale.to(similarities.pair_b.dtype).exp()
         scale_b, scale_B = scale.expand(len(similarities.pair_b)), scale.expand(num_pairs)
         pair_B, clip_log_sum_B, caption_log_sum_B = similarities.gather(
-            similarities.pair_b, log_sums(similarities.clips_bB, scale_b), log_sums(similarities.captions_bB, scale_b)
+            similarities.pair_b,
+            log_sums(similarities.video_to_text_bB, scale_b),
+            log_sums(similarities.text_to_video_bB, scale_b),
         )
-        # The gradient of a positive pair needs sums over negatives only. A softmax denominator also includes the pair.
+        # `log_sums` covers only negatives, as the gradients of positive pairs require. A softmax denominator also
+        # includes the positive pair.
         clip_denominator_B = torch.logaddexp(clip_log_sum_B, scale * pair_B)
         caption_denominator_B = torch.logaddexp(caption_log_sum_B, scale * pair_B)
         loss = factor * (clip_denominator_B + caption_denominator_B - 2 * scale * pair_B).mean()
@@ -90,14 +93,16 @@ class InfoNCE(ContrastiveObjective):
             clips_3B=torch.stack([scale_B, log_factor - clip_denominator_B, clip_log_sum_B]),
             captions_3B=torch.stack([scale_B, log_factor - caption_denominator_B, caption_log_sum_B]),
         )
-        own_grads = {"logit_scale": similarities.scale_gradient(video_grad_bE)}
-        return Contrast(loss=loss, video_grad_bE=video_grad_bE, text_grad_bE=text_grad_bE, own_grads=own_grads)
+        parameter_grads = {"logit_scale": similarities.log_scale_gradient(video_grad_bE)}
+        return Contrast(
+            loss=loss, video_grad_bE=video_grad_bE, text_grad_bE=text_grad_bE, parameter_grads=parameter_grads
+        )
 
 
 class SigLIP(ContrastiveObjective):
     """SigLIP, the pairwise sigmoid loss (Zhai et al. 2023, algorithm 1), with gradients in closed form.
 
-    The loss is -1/B sum_ij log sigmoid(z_ij (t s_ij + b)), where z is 1 for positive pairs and -1 for negatives.
+    The loss is -1/B sum_ij log sigmoid(z_ij (t s_ij + b)), where z_ij is 1 for positive pairs and -1 for negatives.
 
     Attributes:
         logit_bias: Bias b (scalar).
@@ -117,8 +122,8 @@ class SigLIP(ContrastiveObjective):
         dtype, num_pairs = similarities.pair_b.dtype, similarities.num_pairs
         scale, bias = self.logit_scale.to(dtype).exp(), self.logit_bias.to(dtype)
         negative_loss, negative_sum = torch.zeros_like(bias), torch.zeros_like(bias)
-        for rows in blocks(similarities.clips_bB):
-            logits_RB = similarities.clips_bB[rows] * scale + bias
+        for rows in blocks(similarities.video_to_text_bB):
+            logits_RB = similarities.video_to_text_bB[rows] * scale + bias
             negative_loss += functional.softplus(logits_RB).sum()
             negative_sum += logits_RB.sigmoid_().sum()
         (pair_B,) = similarities.gather(similarities.pair_b)
@@ -136,8 +141,8 @@ class SigLIP(ContrastiveObjective):
             loss=(negative_loss + functional.softplus(-(scale * pair_B + bias)).sum()) / num_pairs,
             video_grad_bE=video_grad_bE,
             text_grad_bE=text_grad_bE,
-            own_grads={
-                "logit_scale": similarities.scale_gradient(video_grad_bE),
+            parameter_grads={
+                "logit_scale": similarities.log_scale_gradient(video_grad_bE),
                 "logit_bias": (negative_sum - miss_B.sum()) / num_pairs,
             },
             metrics={"bias": bias.detach().clone()},
@@ -145,30 +150,33 @@ class SigLIP(ContrastiveObjective):
 
 
 class MaxMargin(ContrastiveObjective):
-    """Max-margin loss for multi-instance retrieval on EPIC-Kitchens, used by LaViLa and AVION for fine-tuning.
+    """Max-margin loss, which LaViLa and AVION use to fine-tune for multi-instance retrieval on EPIC-KITCHENS-100.
 
     The loss is the mean of the 2 B (B - 1) terms max(0, m + s_ij - s_ii) and max(0, m + s_ji - s_ii) for all i != j.
-    The margin m of AVION is a constant. The adaptive margin of LaViLa is `margin` times the relevancy of the pair.
+    AVION's margin m is constant. LaViLa's adaptive margin is `margin` times the relevancy of the positive pair.
     """
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
         """Return the loss of the global batch and its gradients.
 
         For a negative, dL/ds_ij is the number of margins that s_ij violates, divided by 2 B (B - 1).
+
+        Raises:
+            UserError: The margin is adaptive, but the captions have no relevancy.
         """
         margin_b = torch.full_like(similarities.pair_b, self._settings.number("margin"))
         if self._settings.use_relevancy:
             if "relevancy" not in batch:
                 raise UserError(
-                    "--loss.use-relevancy needs captions with a relevancy, but these captions have none",
+                    "--loss.use-relevancy needs the relevancy of each caption, but these captions have none",
                     hint="use captions from a source with relevancies, or omit --loss.use-relevancy",
                     flags=("--loss.use-relevancy",),
                 )
             margin_b = margin_b * batch["relevancy"].to(similarities.pair_b)
-        # Highest similarity that a negative can have without adding to the loss.
+        # Highest similarity at which a negative does not contribute to the loss.
         limit_b = similarities.pair_b - margin_b
-        excess_and_count_2b = _violations(similarities.clips_bB, limit_b)
-        excess_and_count_2b = excess_and_count_2b + _violations(similarities.captions_bB, limit_b)
+        excess_and_count_2b = _violations(similarities.video_to_text_bB, limit_b)
+        excess_and_count_2b = excess_and_count_2b + _violations(similarities.text_to_video_bB, limit_b)
         limit_B, excess_B, count_B = similarities.gather(limit_b, *excess_and_count_2b)
         num_terms = 2 * similarities.num_pairs * (similarities.num_pairs - 1)
 
@@ -182,7 +190,7 @@ class MaxMargin(ContrastiveObjective):
 
 
 def _violations(similarity_bB: torch.Tensor, limit_b: torch.Tensor) -> torch.Tensor:
-    """Return two values per row, [2, b]: the sum by which similarities exceed the limit, and how many exceed it."""
+    """Return two values per row, [2, b]: the sum of the excesses over the limit, and their number."""
     parts = []
     for rows in blocks(similarity_bB):
         excess_RB = (similarity_bB[rows] - limit_b[rows, None]).clamp_(min=0)

@@ -1,7 +1,7 @@
-"""Contrastive losses for `--loss.kind`, and their settings, `--loss.*`.
+"""Contrastive losses for `--loss.kind`, and the settings `--loss.*`.
 
-`LOSSES` has one row per loss, for clipmill's losses and the losses from installed packages. A row states which settings
-the loss uses, and their defaults.
+`LOSSES` has one row per loss, for clipmill's losses and for losses from installed packages. A row lists the settings
+that the loss uses, with their defaults.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,14 +18,16 @@ from clipmill.train.config.fields import FIRST_RUN, Choice, Published
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
-    """Loss, and the facts about it that the command line needs.
+    """A loss, with the information that the command line needs.
 
     Attributes:
         name: Value of `--loss.kind`.
-        loss: Function of `Pairs` and settings, whose gradients autograd computes; or a ContrastiveObjective, for
-            gradients in closed form or for state. A string "module:name" is imported when a run needs it.
-        settings: `--loss.*` settings that this loss uses but others may not, with their published defaults. None means
-            off by default. All losses use `convention`, `min_temperature` and `epsilon`.
+        loss: Function of `Pairs` and settings, which autograd differentiates; or a subclass of ContrastiveObjective,
+            for gradients in closed form or for per-sample state. A string "module:name" is imported when a run needs
+            it.
+        settings: Settings `--loss.*` that this loss uses but other losses may not, with their published defaults. None
+            means that the setting is off by default. `convention`, `min_temperature` and `epsilon` are not listed,
+            because they are accepted with every loss.
     """
 
     name: str
@@ -34,11 +36,11 @@ class LossSpec:
 
     @property
     def is_global(self) -> bool:
-        """True if the loss keeps state for each clip and caption of the training set."""
+        """True if the loss keeps state for each clip and each caption of the training set."""
         return "gamma" in self.settings
 
     def load(self) -> Any:
-        """Return the function or class in `loss`, importing it if necessary."""
+        """Return the function or class of the loss. A string is imported."""
         return import_object(self.loss) if isinstance(self.loss, str) else self.loss
 
 
@@ -49,32 +51,33 @@ def _row(name: str, loss: str, **settings: float | str | bool | None) -> LossSpe
 _TRAINED = {"freeze_temperature": False, "temperature_lr": None}
 _CONSTANT = {"gamma_schedule": "constant", "gamma_epochs": None}
 _COSINE = {"gamma_schedule": "cosine", "gamma_epochs": None}
-_ONE, _EACH = "global_losses:OneTemperature", "global_losses:SampleTemperature"
-# SigLIP has no temperature_lr, because its bias would learn at that rate too. FastCLIP's values: appendix B, medium.
+_SHARED, _PER_SAMPLE = "global_losses:SharedTemperature", "global_losses:SampleTemperature"
+# SigLIP has no temperature_lr, because the rate would also apply to its bias. The defaults of the global losses are the
+# medium-scale values in FastCLIP's appendix B.
 _ROWS = (
     _row("infonce", "in_batch:InfoNCE", temperature=0.07, **_TRAINED),
     _row("siglip", "in_batch:SigLIP", temperature=0.1, freeze_temperature=False),
     _row("max-margin", "in_batch:MaxMargin", margin=0.2, use_relevancy=False),
     _row("mbcl", "in_batch:InfoNCE", temperature=0.07, **_TRAINED),
-    _row("sogclr", _ONE, temperature=0.03, gamma=0.6, **_CONSTANT),
-    _row("isogclr", _EACH, temperature=0.03, gamma=0.6, temperature_lr=1e-2, rho=9.0, **_CONSTANT),
-    _row("fastclip-v0", _ONE, temperature=0.03, gamma=0.2, temperature_lr=None, **_COSINE),
-    _row("fastclip-v1", _ONE, temperature=0.03, gamma=0.2, **_COSINE),
-    _row("fastclip-v2", _EACH, temperature=0.03, gamma=0.2, temperature_lr=1e-2, rho=7.0, **_COSINE),
-    _row("fastclip-v3", _ONE, temperature=0.07, gamma=0.2, temperature_lr=2e-4, rho=6.5, **_COSINE),
+    _row("sogclr", _SHARED, temperature=0.03, gamma=0.6, **_CONSTANT),
+    _row("isogclr", _PER_SAMPLE, temperature=0.03, gamma=0.6, temperature_lr=1e-2, rho=9.0, **_CONSTANT),
+    _row("fastclip-v0", _SHARED, temperature=0.03, gamma=0.2, temperature_lr=None, **_COSINE),
+    _row("fastclip-v1", _SHARED, temperature=0.03, gamma=0.2, **_COSINE),
+    _row("fastclip-v2", _PER_SAMPLE, temperature=0.03, gamma=0.2, temperature_lr=1e-2, rho=7.0, **_COSINE),
+    _row("fastclip-v3", _SHARED, temperature=0.07, gamma=0.2, temperature_lr=2e-4, rho=6.5, **_COSINE),
 )
 
 
-def _fault(spec: LossSpec) -> str:
+def _find_fault(spec: LossSpec) -> str:
     unknown = sorted(set(spec.settings) - set(SETTINGS))
     return f"has settings that --loss does not have: {', '.join(unknown)}" if unknown else ""
 
 
-LOSSES = Parts("loss", group="losses", kind=LossSpec, builtin={spec.name: spec for spec in _ROWS}, fault=_fault)
+LOSSES = Parts("loss", group="losses", kind=LossSpec, builtin={spec.name: spec for spec in _ROWS}, fault=_find_fault)
 # Settings that only some losses use.
 SETTINGS = tuple(dict.fromkeys(name for spec in _ROWS for name in spec.settings))
 
-# Published settings by preset: `--preset NAME --loss.kind KIND` uses the row of KIND. Wei et al. 2024.
+# Published settings by preset (Wei et al. 2024). `--preset NAME --loss.kind KIND` uses the row of KIND.
 _TABLE_8 = "FastCLIP, table 8 and appendix B"
 _TABLES_8_9 = "FastCLIP, tables 8 and 9 and appendix B"
 _TEMPERATURE = "FastCLIP, appendix B, temperature"
@@ -92,7 +95,7 @@ def _cosine(gamma: float, *, epochs: int) -> dict[str, Any]:
     return {"gamma": gamma, "gamma_schedule": "cosine", "gamma_epochs": epochs}
 
 
-# Table 3 lists different combinations only for v2.
+# Rows of the presets. FastCLIP's table 3 lists different combinations only for v2.
 _MBCL = _published_row("FastCLIP, appendix B, scaling performance")
 _MEDIUM = {
     "mbcl": _MBCL,
@@ -139,7 +142,7 @@ GammaSchedule = Literal["constant", "cosine"]
 
 _KINDS = f"Contrastive loss (docs/losses.md): {', '.join(LOSSES)}"
 _POSITIVE, _PORTION = Range(above=0), Range(above=0, most=1)
-ADAPTIVE_MARGIN = 0.4  # LaViLa's value; it is scaled by the relevancy of each caption
+ADAPTIVE_MARGIN = 0.4  # LaViLa's margin for a caption with relevancy 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,37 +156,39 @@ class Loss(Choice):
 
     kind: Annotated[str, FIRST_RUN, Parameter(help=_KINDS)] = "infonce"
     convention: Convention = "fast_clip"
-    """Gradients of the FastCLIP losses where the paper and its public code differ. The published hyperparameters
-    are for the code."""
+    """Source of the gradients of the FastCLIP losses, which differ between the paper and its public code. The
+    published hyperparameters are for the code."""
     temperature: Annotated[float | None, _POSITIVE] = None
     """Initial temperature. Default: the published value of the loss."""
     freeze_temperature: Annotated[bool, Parameter(negative="")] = False
-    """Keep the temperature at its initial value (infonce, siglip, mbcl)."""
+    """Do not train the temperature (infonce, siglip, mbcl)."""
     min_temperature: Annotated[float, _PORTION] = 0.01
     """Lower bound of a trained temperature."""
     temperature_lr: Annotated[float | None, _POSITIVE] = None
     """Learning rate of the temperature, scaled with the batch size like --lr (--optimizer.lr-batch). Default: the
-    published value of the loss, else the model's rate."""
+    published value of the loss or, if there is none, the model's learning rate."""
     rho: Annotated[float | None, Range(least=0)] = None
-    """Weight of the temperature in the robust losses (isogclr, fastclip-v2, fastclip-v3). Default: as published."""
+    """Weight of the temperature in the robust losses (isogclr, fastclip-v2, fastclip-v3). Default: the published value
+    of the loss."""
     gamma: Annotated[float | None, _PORTION] = None
     """Weight of the new value in the moving averages of the global losses; with the cosine schedule, the final
-    weight. Default: as published."""
+    weight. Default: the published value of the loss."""
     gamma_schedule: GammaSchedule | None = None
-    """Schedule of gamma, by epoch. cosine: from 1 down to --loss.gamma. Default: as published."""
+    """Schedule of gamma over epochs. cosine: from 1 down to --loss.gamma. Default: the published schedule of the
+    loss."""
     gamma_epochs: Annotated[int | None, Range(least=1)] = None
-    """Number of epochs of the cosine schedule. Default: half of the run."""
+    """Number of epochs of the cosine schedule. Default: half of the run's epochs."""
     epsilon: Annotated[float, FRACTION] = 1e-14
     """Constant added to the moving averages of the global losses before the logarithm."""
     margin: Annotated[float | None, Range(least=0)] = None
-    """Minimum difference between the similarities of a pair and of its negatives (max-margin). Default: 0.2, or
-    0.4 with --loss.use-relevancy."""
+    """Minimum difference between the similarity of a pair and the similarities of its negatives (max-margin). Default:
+    0.2, or 0.4 with --loss.use-relevancy."""
     use_relevancy: Annotated[bool, Parameter(negative="")] = False
     """Multiply the margin by the relevancy of the caption, as LaViLa does (max-margin)."""
 
     @classmethod
     def hyperparameters(cls) -> dict[str, Mapping[str, float | str | bool | None]]:
-        """Return the settings of each loss with their published defaults."""
+        """Return the published defaults of each loss's settings."""
         return {spec.name: spec.settings for spec in LOSSES.list_usable()}
 
     def rules(self) -> Iterator[UserError]:
@@ -205,23 +210,23 @@ class Loss(Choice):
         return LOSSES[self.kind]
 
     def number(self, name: str) -> float:
-        """Return the effective `temperature`, `rho`, `gamma` or `margin`: the set value, or the loss's default."""
+        """Return the effective value of `temperature`, `rho`, `gamma` or `margin`: as set, or the loss's default."""
         value: float | None = getattr(self, name)
         if value is None and name == "margin" and self.use_relevancy:
             return ADAPTIVE_MARGIN
         return cast(float, self.spec.settings[name] if value is None else value)
 
     @property
-    def own_temperature_lr(self) -> float | None:
-        """Learning rate of the temperature; None if it equals the model's rate."""
+    def effective_temperature_lr(self) -> float | None:
+        """Learning rate of the temperature, as set or the loss's default; None for the model's learning rate."""
         return cast(float | None, self.temperature_lr or self.spec.settings.get("temperature_lr"))
 
     def with_scaled_lr(self, scale: float) -> "Loss":
-        """Return settings whose `own_temperature_lr` is scaled like the model's rate (FastCLIP, appendix B)."""
-        lr = self.own_temperature_lr
+        """Return settings whose `effective_temperature_lr` is multiplied by `scale` (FastCLIP, appendix B)."""
+        lr = self.effective_temperature_lr
         return self if lr is None or scale == 1 else replace(self, temperature_lr=lr * scale)
 
     @property
     def effective_gamma_schedule(self) -> GammaSchedule:
-        """Schedule in the settings, or the default of the loss."""
+        """Schedule of gamma, as set or the loss's default."""
         return cast(GammaSchedule, self.gamma_schedule or self.spec.settings["gamma_schedule"])

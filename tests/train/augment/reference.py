@@ -1,9 +1,11 @@
 """What the fused pass must equal: the same steps one after the other, in float64, as plainly as can be."""
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from clipmill.train.augment.draws import Draw
+from clipmill.train.augment.model_input import Draw
+from clipmill.train.augment.rand_augment import Triple, apply_operations
 
 Array = NDArray[np.float64]
 WEIGHTS = np.array([0.299, 0.587, 0.114])
@@ -87,3 +89,10 @@ def blur_picture(picture: Array, sigma_px: float, radius: int = 6) -> Array:
 
 def normalise(rgb: Array, mean: object, std: object) -> Array:
     return np.moveaxis((rgb - np.array(mean)) / np.array(std), -1, 0)
+
+
+def apply_operation(clip_TCHW: torch.Tensor, name: str, strength: float, *, fill: Triple) -> torch.Tensor:
+    """Apply one operation of RandAugment to a uint8 clip."""
+    clip_PHW = clip_TCHW.transpose(0, 1).flatten(0, 1)
+    [changed_PHW] = apply_operations(clip_PHW[None], [[(name, strength)]], fill=fill)
+    return changed_PHW.unflatten(0, (-1, len(clip_TCHW))).transpose(0, 1)

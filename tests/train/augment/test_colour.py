@@ -12,7 +12,7 @@ from av.container import InputContainer
 from av.video.reformatter import ColorRange, Colorspace
 
 from clipmill.train.augment.colour import COLOUR_KINDS, colour_kind, rgb_matrices
-from clipmill.train.augment.pictures import to_rgb_uint8
+from clipmill.train.augment.model_input import to_rgb_uint8
 from tests.train.augment.planes import Bytes, planes_of_frame, planes_of_rgb, random_planes
 from tests.train.tiny_data import encode_chunk
 

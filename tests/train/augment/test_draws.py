@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.augment.draws import MAX_SIGMA_PX, MIN_SIGMA_PX, Draw, draw
+from clipmill.train.augment.model_input import MAX_SIGMA_PX, MIN_SIGMA_PX, Draw, draw_parameters
 from clipmill.train.config.clips import Augment
 
 SETTINGS = Augment(flip=0.5, brightness=0.4, contrast=0.3, saturation=1.5, hue=0.1, blur=0.25, rand_ops=2, erase=1.0)
@@ -17,14 +17,14 @@ def values(drawn: Draw) -> np.ndarray:
 
 def test_a_draw_depends_on_the_seed_and_the_position_alone() -> None:
     positions = np.array([10**12, 3, 77, 4])
-    together = values(draw(positions, SETTINGS, seed=5))
-    alone = np.concatenate([values(draw(positions[[i]], SETTINGS, seed=5)) for i in range(4)])
+    together = values(draw_parameters(positions, SETTINGS, seed=5))
+    alone = np.concatenate([values(draw_parameters(positions[[i]], SETTINGS, seed=5)) for i in range(4)])
     np.testing.assert_array_equal(together, alone)
-    assert (values(draw(positions, SETTINGS, seed=6)) != together).any(axis=1).all()
+    assert (values(draw_parameters(positions, SETTINGS, seed=6)) != together).any(axis=1).all()
 
 
 def test_draws_have_the_ranges_and_the_shares_that_were_asked_for() -> None:
-    drawn = draw(np.arange(100_000), SETTINGS, seed=0)
+    drawn = draw_parameters(np.arange(100_000), SETTINGS, seed=0)
     for name, low, high in (
         ("brightness", 0.6, 1.4),
         ("contrast", 0.7, 1.3),
@@ -43,17 +43,21 @@ def test_draws_have_the_ranges_and_the_shares_that_were_asked_for() -> None:
 
 def test_what_is_drawn_for_one_change_says_nothing_about_another() -> None:
     positions = np.arange(100_000)
-    drawn = draw(positions, SETTINGS, seed=0)
+    drawn = draw_parameters(positions, SETTINGS, seed=0)
     # A tall box is narrow.
     single = replace(drawn, box=drawn.box[:, 2:])
-    sequences = [*values(single).T, drawn.brightness[np.r_[1:100_000, 0]], draw(positions, SETTINGS, seed=1).brightness]
+    sequences = [
+        *values(single).T,
+        drawn.brightness[np.r_[1:100_000, 0]],
+        draw_parameters(positions, SETTINGS, seed=1).brightness,
+    ]
     correlations = np.corrcoef(np.stack(sequences)) - np.eye(len(sequences))
     # Sigma is 0 where there is no blur, and with nothing else has it to do.
     assert np.abs(correlations).max() < 0.02
 
 
 def test_nothing_is_changed_by_default() -> None:
-    drawn = draw(np.arange(1000), Augment(), seed=0)
+    drawn = draw_parameters(np.arange(1000), Augment(), seed=0)
     assert not drawn.flip.any() and not drawn.hue.any() and not drawn.blur_sigma_px.any()
     assert not drawn.operation.size and not drawn.box.any()
     assert (drawn.brightness == 1).all() and (drawn.contrast == 1).all() and (drawn.saturation == 1).all()

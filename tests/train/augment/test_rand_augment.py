@@ -12,11 +12,11 @@ from PIL import Image, ImageEnhance, ImageOps
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms.v2 import functional  # type: ignore[import-untyped]
 
-from clipmill.train.augment.draws import OPERATIONS, draw
-from clipmill.train.augment.pictures import to_model_input, to_rgb_uint8
-from clipmill.train.augment.rand_augment import change, rand_augment_clips
-from clipmill.train.config.clips import Augment
+from clipmill.train.augment.model_input import draw_parameters, to_model_input, to_rgb_uint8
+from clipmill.train.augment.rand_augment import rand_augment_clips
+from clipmill.train.config.clips import OPERATIONS, Augment
 from tests.train.augment.planes import random_planes
+from tests.train.augment.reference import apply_operation
 
 SIZE_PX = 32
 FILL = (0.485, 0.456, 0.406)
@@ -38,7 +38,7 @@ def smooth_clip() -> Pictures:
 
 def change_clip(clip: Pictures, name: str, strength: float) -> Pictures:
     tensor = torch.from_numpy(clip).permute(0, 3, 1, 2)
-    return change(tensor, name, strength, fill=FILL).permute(0, 2, 3, 1).numpy()
+    return apply_operation(tensor, name, strength, fill=FILL).permute(0, 2, 3, 1).numpy()
 
 
 def by_pil(clip: Pictures, operation: Callable[[Image.Image], Image.Image]) -> Pictures:
@@ -117,7 +117,7 @@ def test_weak_operations_change_little_and_strong_ones_much() -> None:
 
 
 def test_operations_are_drawn_evenly_done_by_half_and_as_strong_as_asked_for() -> None:
-    drawn = draw(np.arange(50_000), VIDEOMAE, seed=0)
+    drawn = draw_parameters(np.arange(50_000), VIDEOMAE, seed=0)
     assert drawn.operation.shape == (50_000, 4)
     done = drawn.operation >= 0
     assert done.mean() == pytest.approx(0.5, abs=0.005)
@@ -128,7 +128,7 @@ def test_operations_are_drawn_evenly_done_by_half_and_as_strong_as_asked_for() -
     within = np.abs(sizes - 7) < 0.5
     assert within.mean() == pytest.approx(math.erf(2**-0.5), abs=0.005)  # a normal distribution's
     assert (drawn.strength > 0).mean() == pytest.approx(0.5, abs=0.005)
-    strongest = draw(np.arange(1000), Augment(rand_ops=1, rand_magnitude=10, rand_std=5), seed=0).strength
+    strongest = draw_parameters(np.arange(1000), Augment(rand_ops=1, rand_magnitude=10, rand_std=5), seed=0).strength
     assert np.abs(strongest).max() == 1.0
 
 
@@ -137,17 +137,17 @@ def test_a_clip_is_what_its_operations_make_of_its_bytes_whatever_its_batch() ->
     positions, std = np.arange(8), (0.229, 0.224, 0.225)
 
     def augment_rows(rows: list[int]) -> torch.Tensor:
-        drawn = draw(positions[rows], VIDEOMAE, seed=1)
+        drawn = draw_parameters(positions[rows], VIDEOMAE, seed=1)
         return to_model_input(planes[rows], colour[rows], size_px=SIZE_PX, mean=FILL, std=std, draw=drawn)
 
     whole = augment_rows(list(range(8)))
     torch.testing.assert_close(augment_rows([5, 2]), whole[[5, 2]], rtol=0, atol=0)
-    drawn = draw(positions, VIDEOMAE, seed=1)
+    drawn = draw_parameters(positions, VIDEOMAE, seed=1)
     expected = to_rgb_uint8(planes, colour, size_px=SIZE_PX).permute(0, 1, 4, 2, 3)
     for number, clip in enumerate(expected):
         for operation, strength in zip(drawn.operation[number], drawn.strength[number], strict=True):
             if operation >= 0:
-                clip = change(clip, OPERATIONS[operation], strength, fill=FILL)
+                clip = apply_operation(clip, OPERATIONS[operation], strength, fill=FILL)
         back = whole[number] * torch.tensor(std)[:, None, None, None] + torch.tensor(FILL)[:, None, None, None]
         # What no operation touches keeps its fractions.
         tolerance = 1e-3 if (drawn.operation[number] >= 0).any() else 0.501
@@ -168,7 +168,8 @@ def test_a_clip_of_a_batch_takes_few_operators(batch: int, most: int) -> None:
     video = torch.zeros(batch, 3, 2, 16, 16)
     with Operators():
         for seed in range(8):
-            rand_augment_clips(video, draw(np.arange(batch), VIDEOMAE, seed=seed), mean=FILL, std=FILL)
+            drawn = draw_parameters(np.arange(batch), VIDEOMAE, seed=seed)
+            rand_augment_clips(video, drawn.operation, drawn.strength, mean=FILL, std=FILL)
     assert count / 8 <= most * batch
 
 
@@ -179,8 +180,8 @@ def test_clips_of_a_batch_are_those_of_torchvision_one_by_one(settings: Augment)
         (0.229, 0.224, 0.225),
     )
     video[3], video[4] = 0.3, (2 * video[4]).round() / 2  # of one value, and of few
-    drawn, changed = draw(np.arange(24), settings, seed=3), video.clone()
-    rand_augment_clips(changed, drawn, mean=FILL, std=std)
+    drawn, changed = draw_parameters(np.arange(24), settings, seed=3), video.clone()
+    rand_augment_clips(changed, drawn.operation, drawn.strength, mean=FILL, std=std)
     mean_C11, std_C11 = (torch.tensor(values)[:, None, None] for values in (FILL, std))
     for number in np.flatnonzero((drawn.operation >= 0).any(axis=1)):
         clip_TCHW = (video[number].transpose(0, 1) * std_C11 + mean_C11).mul(255).round().clamp(0, 255).to(torch.uint8)
@@ -227,11 +228,11 @@ def by_torchvision(clip_TCHW: torch.Tensor, name: str, strength: float) -> torch
 def test_clips_that_are_changed_together_are_changed_as_each_by_itself() -> None:
     generator = torch.Generator().manual_seed(0)
     video = torch.randn(24, 3, 2, 16, 16, generator=generator)
-    drawn = draw(np.arange(24), Augment(rand_ops=4), seed=5)
+    drawn = draw_parameters(np.arange(24), Augment(rand_ops=4), seed=5)
     together = video.clone()
-    rand_augment_clips(together, drawn, mean=FILL, std=FILL)
+    rand_augment_clips(together, drawn.operation, drawn.strength, mean=FILL, std=FILL)
     for number in range(24):
         row_clip = video[number : number + 1].clone()
-        rows = {name: value[number : number + 1] for name, value in vars(drawn).items()}
-        rand_augment_clips(row_clip, type(drawn)(**rows), mean=FILL, std=FILL)
+        row = slice(number, number + 1)
+        rand_augment_clips(row_clip, drawn.operation[row], drawn.strength[row], mean=FILL, std=FILL)
         assert torch.equal(row_clip[0], together[number]), number

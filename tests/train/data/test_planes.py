@@ -10,7 +10,7 @@ from torch.nn.functional import avg_pool2d, interpolate
 from torchvision.transforms.functional import crop, resize
 
 from clipmill.train.augment.colour import COLOUR_KINDS
-from clipmill.train.augment.pictures import to_rgb_uint8
+from clipmill.train.augment.model_input import to_rgb_uint8
 from clipmill.train.data.clip_frames import (
     ClipBuilder,
     ClipShape,

@@ -89,7 +89,7 @@ def test_a_loss_of_the_set_is_its_formula_over_steps(kind: str, convention: Conv
         numbers = objective.backward(model, batch_of(number), Step(number=number + 1, epoch=number + 0.9))
         gamma = inner_rate(
             number,
-            least=settings.number("gamma"),
+            minimum=settings.number("gamma"),
             schedule="constant" if kind in ("sogclr", "isogclr") else "cosine",
             num_epochs=NUM_EPOCHS // 2,
             convention=convention,
@@ -107,7 +107,7 @@ def test_a_loss_of_the_set_is_its_formula_over_steps(kind: str, convention: Conv
             rho=rho,
             epsilon=epsilon,
             sizes=(NUM_CLIPS, NUM_CAPTIONS),
-            lr=settings.own_temperature_lr or 0.0,
+            lr=settings.effective_temperature_lr or 0.0,
             epoch=number,
         )
         assert numbers["loss"] == pytest.approx(expected.loss, rel=1e-8)

@@ -73,11 +73,13 @@ def test_a_bad_pair_at_the_least_temperature_does_no_harm(kind: str) -> None:
 
 @pytest.mark.parametrize("convention", ["paper", "fast_clip"])
 def test_the_inner_rate_falls_along_a_cosine_epoch_by_epoch(convention: Convention) -> None:
-    rates = [inner_rate(epoch, least=0.2, schedule="cosine", num_epochs=4, convention=convention) for epoch in range(7)]
+    rates = [
+        inner_rate(epoch, minimum=0.2, schedule="cosine", num_epochs=4, convention=convention) for epoch in range(7)
+    ]
     expected = [0.5 * (1 + math.cos(math.pi * epoch / 4)) * 0.8 + 0.2 for epoch in range(4)] + [0.2] * 3
     assert rates == pytest.approx(expected)
     constant = [
-        inner_rate(epoch, least=0.6, schedule="constant", num_epochs=4, convention=convention) for epoch in (0, 1)
+        inner_rate(epoch, minimum=0.6, schedule="constant", num_epochs=4, convention=convention) for epoch in (0, 1)
     ]
     assert constant == [1.0 if convention == "fast_clip" else 0.6, 0.6]
 

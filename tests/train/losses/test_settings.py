@@ -55,8 +55,8 @@ def test_all_mistakes_are_named_at_once() -> None:
 
 def test_numbers_that_are_left_out_are_the_published_ones() -> None:
     assert Loss(kind="fastclip-v3").number("temperature") == 0.07
-    assert Loss(kind="fastclip-v3").own_temperature_lr == 2e-4
-    assert Loss(kind="infonce").own_temperature_lr is None
+    assert Loss(kind="fastclip-v3").effective_temperature_lr == 2e-4
+    assert Loss(kind="infonce").effective_temperature_lr is None
     assert Loss(kind="sogclr").effective_gamma_schedule == "constant"
     assert Loss(kind="fastclip-v1").effective_gamma_schedule == "cosine"
     assert Loss(kind="max-margin").number("margin") == 0.2
@@ -82,8 +82,8 @@ def test_every_kind_has_its_loss_and_no_other_name_has_one() -> None:
 @pytest.mark.parametrize(
     ("name", "ids", "message"),
     [
-        ("clip_id", [0, 1, 2, 3, 4, 7], "clip ids 7 are out of range: the loss has state for 7 clips, with ids 0 to 6"),
-        ("caption_id", [0, 1, -3, 3, 4, 99], "caption ids -3, 99"),
+        ("clip_id", [0, 1, 2, 3, 4, 7], "clip IDs 7 are out of range: the loss has state for 7 clips, with IDs 0 to 6"),
+        ("caption_id", [0, 1, -3, 3, 4, 99], "caption IDs -3, 99"),
     ],
 )
 def test_ids_out_of_range_are_named(kind: Any, name: str, ids: list[int], message: str) -> None:
@@ -102,7 +102,7 @@ def test_a_batch_without_relevancy_or_clip_ids_is_refused() -> None:
     del batch["relevancy"], batch["clip_id"]  # type: ignore[typeddict-item]
     with pytest.raises(UserError, match="relevancy"):
         objective_of(Loss(kind="max-margin", use_relevancy=True), table=True).backward(Table(6), batch, Step(number=1))
-    with pytest.raises(UserError, match="fastclip-v3 needs clips with ids"):
+    with pytest.raises(UserError, match="fastclip-v3 needs clip IDs"):
         objective_of(settings_of("fastclip-v3"), table=True).backward(Table(6), batch, Step(number=1))
 
 
@@ -178,7 +178,7 @@ def test_state_of_another_set_is_refused() -> None:
 def test_the_temperatures_rate_is_scaled_with_the_batch_as_the_models_is() -> None:
     """FastCLIP, appendix B: both rates in proportion to the batch size; other losses have no rate of their own."""
     scale = OptimizerSettings(lr_batch=1024).lr_scale(512)
-    assert Loss(kind="fastclip-v3").with_scaled_lr(scale).own_temperature_lr == 1e-4
+    assert Loss(kind="fastclip-v3").with_scaled_lr(scale).effective_temperature_lr == 1e-4
     assert objective_of(Loss(kind="fastclip-v3", temperature_lr=4e-4).with_scaled_lr(scale)).learning_rate(1.0) == 2e-4
     for kind in ("infonce", "fastclip-v0", "fastclip-v1", "max-margin"):
         assert Loss(kind=kind).with_scaled_lr(scale) == Loss(kind=kind)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from clipmill.train.augment.pictures import to_model_input
+from clipmill.train.augment.model_input import to_model_input
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.clip_frames import Views

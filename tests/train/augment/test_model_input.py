@@ -7,8 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torchvision.transforms.v2 import functional as torchvision_functional  # type: ignore[import-untyped]
 
-from clipmill.train.augment.draws import Draw, draw
-from clipmill.train.augment.pictures import colour_map, to_model_input
+from clipmill.train.augment.model_input import Draw, colour_map, draw_parameters, to_model_input
 from clipmill.train.config.clips import Augment
 from tests.train.augment import reference
 from tests.train.augment.planes import Bytes, mild_planes, random_planes
@@ -22,7 +21,7 @@ TOLERANCE = 1 / 255
 
 
 def nothing(num_clips: int) -> Draw:
-    return draw(np.arange(num_clips), Augment(), seed=0)
+    return draw_parameters(np.arange(num_clips), Augment(), seed=0)
 
 
 def with_one(name: str, value: float) -> Draw:
@@ -51,7 +50,7 @@ def run(
 def test_one_pass_equals_the_steps_one_by_one(make: Callable[[int, int, int], Bytes]) -> None:
     planes = make(12, NUM_FRAMES, SIZE_PX)
     kinds = np.tile(KINDS, 2)
-    drawn = draw(np.arange(12), STRONG, seed=1)
+    drawn = draw_parameters(np.arange(12), STRONG, seed=1)
     assert 0 < drawn.flip.sum() < 12 and 0 < (drawn.blur_sigma_px > 0).sum() < 12
     output_clips = run(planes, kinds, drawn, mean=MEAN, std=STD)
     plain = run(planes, kinds, mean=MEAN, std=STD)
@@ -64,7 +63,7 @@ def test_one_pass_equals_the_steps_one_by_one(make: Callable[[int, int, int], By
 
 def test_a_clip_does_not_depend_on_its_neighbours() -> None:
     planes = random_planes(6, NUM_FRAMES, SIZE_PX)
-    drawn = draw(np.arange(6), STRONG, seed=2)
+    drawn = draw_parameters(np.arange(6), STRONG, seed=2)
     together = run(planes, KINDS, drawn)
     for number in range(6):
         chosen = np.array([number])
@@ -122,7 +121,7 @@ def test_hue_keeps_grey_and_turns_as_torchvision_does() -> None:
 
 def test_results_stay_between_black_and_white() -> None:
     planes = random_planes(6, NUM_FRAMES, SIZE_PX)
-    converted = run(planes, KINDS, draw(np.arange(6), STRONG, seed=3), mean=MEAN, std=STD)
+    converted = run(planes, KINDS, draw_parameters(np.arange(6), STRONG, seed=3), mean=MEAN, std=STD)
     for number in range(3):
         low, high = -MEAN[number] / STD[number], (1 - MEAN[number]) / STD[number]
         assert converted[:, number].min() >= low - 1e-6 and converted[:, number].max() <= high + 1e-6
@@ -130,7 +129,7 @@ def test_results_stay_between_black_and_white() -> None:
 
 def test_another_type_is_the_rounded_result() -> None:
     video, colour = torch.from_numpy(random_planes(6, NUM_FRAMES, SIZE_PX)), torch.from_numpy(KINDS)
-    drawn = draw(np.arange(6), STRONG, seed=3)
+    drawn = draw_parameters(np.arange(6), STRONG, seed=3)
     full, short = (
         to_model_input(video, colour, size_px=SIZE_PX, mean=MEAN, std=STD, draw=drawn, dtype=dtype)
         for dtype in (torch.float32, torch.bfloat16)
