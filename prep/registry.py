@@ -8,7 +8,7 @@ from clipmill.shards.columns import CAPTIONS, COLUMN_NAME, LATENTS, SCORES, TEXT
 SUMMARIES = {
     VIDEO: "Encode the videos of the manifest as chunks, and write them to WebDataset shards.",
     LATENTS: "Encode frames of the chunks with a VAE, and write the latents to shards.",
-    TEXT: "Encode each unique caption of the manifest once: with a CLIP text tower of open_clip, or with a T5.",
+    TEXT: "Encode each unique caption of the manifest once, with a CLIP text tower from open_clip or a T5 encoder.",
     SCORES: "Score the chunks: motion, sharpness, brightness, black and frozen shares, bars, cuts, speech, perceptual "
     "hash.",
     CAPTIONS: "Caption the chunks with a vision-language model, either a local one or a server with OpenAI's API.",

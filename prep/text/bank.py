@@ -1,9 +1,9 @@
-"""The bank: a temporary store of text embeddings or sequences that are computed but not yet in a shard.
+"""The bank of a run of `text`: a temporary store for text embeddings or sequences that are not in a shard yet.
 
-During a run, the bank is the folder `<variant>/bank/`. A block is an Arrow file with digests and rows, named after the
-hash of its content. The next run can therefore verify and reuse the blocks of a killed run, even if it divides the work
-differently. Embeddings in committed shards of the variant are copied to the bank instead of being computed again.
-Workers encode all other texts in blocks.
+The bank is the folder `<variant>/bank/`. It contains blocks, which are Arrow files with digests and rows, named after
+the hash of their content. The next run can therefore verify and reuse the blocks of a killed run, even if it divides
+the work differently. Embeddings in committed shards of the variant are copied to the bank; workers encode the other
+texts in blocks.
 """
 
 import errno
@@ -32,7 +32,7 @@ from clipmill.shards.reader import CommittedShard, Variant
 _BLOCK_BYTES = 1 << 25
 MAX_BLOCK_TEXTS = 2048
 _MAX_BLOCK_SEQUENCES = 64  # 268 MB for 512 tokens of width 4096
-_MAX_BLOCK_CHARS = 1 << 20  # maximum size of a task, because some texts may be very long
+_MAX_BLOCK_CHARS = 1 << 20  # limits the size of a task, because some texts may be very long
 
 
 def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray, lengths: np.ndarray) -> None:
@@ -61,31 +61,31 @@ def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray, lengths: np
 
 
 class Bank:
-    """The bank of a variant, which several parts of a run may share. Damaged blocks are removed.
+    """Bank of a variant. Several parts of a run may share it. Opening or refreshing it removes damaged blocks.
 
     Args:
         folder: Folder of the bank, which may not exist yet.
         width: Embedding dimension.
-        is_alone: True if no other process is writing to the bank.
+        is_only_writer: True if no other process is writing to the bank.
     """
 
-    def __init__(self, folder: Path, *, width: int, is_alone: bool = True) -> None:
+    def __init__(self, folder: Path, *, width: int, is_only_writer: bool = True) -> None:
         self.folder, self._width = folder, width
         self._files: list[Path] = []
-        self._begins = [0]  # offset of each file's block in the list of all digests
+        self._starts = [0]  # index of each block's first digest in `_digests`
         self._digests = np.empty(0, DIGESTS)
         self._order = np.empty(0, np.int32)  # order that sorts the digests
-        if is_alone:
+        if is_only_writer:
             remove_temporaries(self.folder)  # remove files of killed writers
         self.refresh()
 
     def add_not_finite(self, digests: Collection[bytes]) -> None:
-        """Add rows of NaN for texts without an embedding, so that the part that makes the shards knows about them."""
+        """Add a row of NaN for each text without a finite embedding, to inform the part that makes the shards."""
         added = np.frombuffer(b"".join(sorted(digests)), DIGESTS)
         write_block(self.folder, added, np.full((len(added), self._width), np.nan, np.float16), np.ones(len(added)))
 
     def refresh(self) -> None:
-        """Add the blocks that were published since the last call."""
+        """Read the blocks that were published since the last call."""
         refresh(self.folder)
         known = {path.name for path in self._files}
         added = []
@@ -98,14 +98,14 @@ class Bank:
             with map_arrow_file(path) as file:
                 added.append(from_arrow(pa.ipc.open_file(file).read_all()["digest"].combine_chunks()).copy())
             self._files.append(path)
-            self._begins.append(self._begins[-1] + len(added[-1]))
+            self._starts.append(self._starts[-1] + len(added[-1]))
         if added:
             self._digests = np.concatenate([self._digests, *added])
             added.clear()
             self._order = np.argsort(self._digests).astype(np.int32)
 
     def has(self, digests: np.ndarray) -> np.ndarray:
-        """Return which of `digests`, DIGESTS [texts], are in the bank; bool [texts]."""
+        """Return True for each of `digests`, DIGESTS [texts], that is in the bank; bool [texts]."""
         return positions_in(self._digests, digests, order=self._order) >= 0
 
     def find_missing(self, digests: np.ndarray) -> np.ndarray:
@@ -125,23 +125,23 @@ class Bank:
         positions = positions_in(self._digests, digests, order=self._order)
         lengths = np.zeros(len(digests), np.int64)
         stored = np.flatnonzero(positions >= 0)
-        blocks = np.searchsorted(self._begins, positions[stored], side="right") - 1
+        blocks = np.searchsorted(self._starts, positions[stored], side="right") - 1
         parts = []
         for block in np.unique(blocks).tolist():
             in_block = stored[blocks == block]
-            values, lengths[in_block] = self._read(self._files[block], positions[in_block] - self._begins[block])
+            values, lengths[in_block] = self._read(self._files[block], positions[in_block] - self._starts[block])
             parts.append((in_block, values))
-        # Blocks return texts in their own order; the result has the order of `digests`.
+        # The rows were read block by block; arrange them in the order of `digests`.
         embedded = np.empty((int(lengths.sum()), self._width), np.float16)
-        begins = np.cumsum(lengths) - lengths
+        starts = np.cumsum(lengths) - lengths
         for in_block, values in parts:
             part_lengths = lengths[in_block]
-            within = np.arange(len(values)) - np.repeat(np.cumsum(part_lengths) - part_lengths, part_lengths)
-            embedded[np.repeat(begins[in_block], part_lengths) + within] = values
+            row_in_text = np.arange(len(values)) - np.repeat(np.cumsum(part_lengths) - part_lengths, part_lengths)
+            embedded[np.repeat(starts[in_block], part_lengths) + row_in_text] = values
         return embedded, lengths
 
     def remove(self) -> None:
-        """Remove the bank, whose rows are in committed shards or no longer needed."""
+        """Remove the bank, once its rows are in committed shards or no longer needed."""
         if not self.folder.is_dir():
             return
         remove_temporaries(self.folder)
@@ -162,18 +162,23 @@ class Bank:
 
 
 def is_intact_block(path: Path) -> bool:
-    """Return True if the content of a block matches the hash in its name."""
+    """Return True if the content of a block matches the hash in the file name."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32] == path.stem
 
 
 def copy_embeddings(variant_dir: Path, *, missing: np.ndarray, bank_dir: Path, width: int) -> int:
-    """Copy the embeddings of texts with the digests `missing` (ascending) from committed shards to the bank.
+    """Copy embeddings from committed shards to the bank.
 
-    Members with a wrong checksum, and shards with damaged files, are skipped; their texts are computed again.
+    Damaged members and shards are skipped. Their texts are encoded again.
+
+    Args:
+        missing: Digests of the texts to copy, in ascending order, DIGESTS [texts].
+        bank_dir: Folder of the bank.
+        width: Embedding dimension.
 
     Returns:
-        Number of texts copied.
+        Number of copied texts.
     """
     is_missing = np.ones(len(missing), bool)
     digests: list[np.ndarray] = []
@@ -207,7 +212,7 @@ def copy_embeddings(variant_dir: Path, *, missing: np.ndarray, bank_dir: Path, w
 def _missing_rows(
     shard: CommittedShard, *, missing: np.ndarray, is_missing: np.ndarray, width: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield digests, rows and lengths of the missing texts in a shard, one sample after another."""
+    """Yield the digests, rows and lengths of the missing texts in a shard, sample by sample."""
     column = shard.index["text_digest"].combine_chunks()
     offsets, stored = column.offsets.to_numpy(), from_arrow(column.values)
     positions = positions_in(missing, stored)
@@ -219,20 +224,20 @@ def _missing_rows(
         payload = shard.read(sample, MEMBER)
         if zlib.crc32(payload) != checksums[sample].as_py():
             continue
-        begin, end = int(offsets[sample]), int(offsets[sample + 1])
-        lengths = np.array(shard.index["row_tokens"][sample].as_py() or np.ones(end - begin), np.int64)
+        start, end = int(offsets[sample]), int(offsets[sample + 1])
+        lengths = np.array(shard.index["row_tokens"][sample].as_py() or np.ones(end - start), np.int64)
         embedded = np.frombuffer(payload, np.float16, offset=data_offset(payload)).reshape(-1, width)
-        # Another sample may already have provided the same text.
-        sample_positions = positions[begin:end]
+        # The text may have been copied from a different sample already.
+        sample_positions = positions[start:end]
         selected = (sample_positions >= 0) & is_missing[sample_positions]
         if selected.any():
             is_missing[sample_positions[selected]] = False
-            yield stored[begin:end][selected].astype(DIGESTS), embedded[np.repeat(selected, lengths)], lengths[selected]
+            yield stored[start:end][selected].astype(DIGESTS), embedded[np.repeat(selected, lengths)], lengths[selected]
 
 
 @dataclass(frozen=True)
-class TowerUse:
-    """The text tower that workers load, with its options.
+class TextEncoderOptions:
+    """Text encoder that workers load, with its options.
 
     Attributes:
         recipe: Recipe of the plan.
@@ -247,10 +252,10 @@ class TowerUse:
 
 @dataclass(frozen=True)
 class Block:
-    """Texts to encode into the bank; `number` is the position of the block among the blocks of a run."""
+    """Texts to encode into the bank; `number` is the index of the block in the run."""
 
     bank_dir: Path
-    tower: TowerUse
+    encoder: TextEncoderOptions
     texts: tuple[str, ...]
     number: int = 0
 
@@ -260,10 +265,10 @@ class BlockResult:
     """Result of encoding a block.
 
     Attributes:
-        num_encoded: Number of texts encoded.
-        num_cut: Number of encoded texts longer than the tower's context length.
-        not_finite: Digests of texts whose embeddings contain NaN or infinity. The bank lacks them.
-        stopped: (code, reason) if no embedding was stored; otherwise None.
+        num_encoded: Number of encoded texts.
+        num_cut: Number of encoded texts that were truncated to the context length of the encoder.
+        not_finite: Digests of texts whose embeddings contain NaN or infinity. These are not stored in the bank.
+        stopped: Failure code and reason if no embedding was stored; otherwise None.
     """
 
     num_encoded: int = 0
@@ -281,16 +286,16 @@ def encode_block(block: Block) -> BlockResult:
     """Encode the texts of a block and publish their embeddings in the bank."""
     from clipmill.prep.text import t5, tower
 
-    use, settings = block.tower, block.tower.recipe.settings
-    sha256 = use.recipe.values["encoder_sha256"]
-    if use.device == "cpu":
+    options, settings = block.encoder, block.encoder.recipe.settings
+    sha256 = options.recipe.values["encoder_sha256"]
+    if options.device == "cpu":
         tower.use_threads(1)  # there is one worker per core
     try:
         if settings.clip is None:
-            encoder: t5.T5Encoder | tower.Tower = t5.load_t5(settings, sha256=sha256, device=use.device)
+            encoder: t5.T5Encoder | tower.Tower = t5.load_t5(settings, sha256=sha256, device=options.device)
         else:
-            encoder = tower.load_tower(settings.clip, sha256=sha256, device=use.device)
-        encoded = encoder.encode(block.texts, batch=use.batch)
+            encoder = tower.load_tower(settings.clip, sha256=sha256, device=options.device)
+        encoded = encoder.encode(block.texts, batch=options.batch)
         digests, is_finite = digests_of(block.texts), encoded.is_finite
         if is_finite.any():
             rows = encoded.rows[np.repeat(is_finite, encoded.lengths)]
@@ -305,11 +310,16 @@ def encode_block(block: Block) -> BlockResult:
 
 
 def blocks_of(
-    reader: CaptionReader, video_ids: pa.Array, *, missing: np.ndarray, bank_dir: Path, tower: TowerUse
+    reader: CaptionReader, video_ids: pa.Array, *, missing: np.ndarray, bank_dir: Path, encoder: TextEncoderOptions
 ) -> Iterator[Block]:
-    """Yield blocks of the captions of `video_ids` whose digests are in `missing` (ascending); each text occurs once."""
+    """Divide the texts to encode into blocks. Each text is in exactly one block.
+
+    Args:
+        video_ids: IDs of the videos whose captions to encode.
+        missing: Digests of the texts to encode, in ascending order, DIGESTS [texts].
+    """
     is_pending = np.ones(len(missing), bool)
-    max_texts = MAX_BLOCK_TEXTS if tower.recipe.settings.encoder is None else _MAX_BLOCK_SEQUENCES
+    max_texts = MAX_BLOCK_TEXTS if encoder.recipe.settings.encoder is None else _MAX_BLOCK_SEQUENCES
     texts: list[str] = []
     num_chars = num_blocks = 0
     for piece in reader.pieces(video_ids):
@@ -322,7 +332,7 @@ def blocks_of(
             texts.append(text)
             num_chars += len(text)
             if len(texts) == max_texts or num_chars >= _MAX_BLOCK_CHARS:
-                yield Block(bank_dir, tower, tuple(texts), num_blocks)
+                yield Block(bank_dir, encoder, tuple(texts), num_blocks)
                 texts, num_chars, num_blocks = [], 0, num_blocks + 1
     if texts:
-        yield Block(bank_dir, tower, tuple(texts), num_blocks)
+        yield Block(bank_dir, encoder, tuple(texts), num_blocks)

@@ -1,9 +1,9 @@
 """Read the captions of videos in batches, compute the digests of their texts, and check stored texts.
 
-Reading in batches avoids ten million captions as Python objects at once. Digests identify texts in shards, in the bank,
-and across runs. They are kept in a NumPy array of 16-byte strings, which is sorted before a search. Ten million digests
-take 160 MB. When NumPy converts such a string to a Python object, it strips trailing zero bytes; `tobytes` returns all
-bytes.
+Captions are read in batches, so that ten million of them are never Python objects at once. A digest identifies a text
+in shards, in the bank, and across runs. Digests are kept in NumPy arrays of 16-byte strings, which are sorted before a
+search; ten million digests take 160 MB. Use `tobytes` to convert a digest to Python bytes: other conversions of NumPy
+strip trailing zero bytes.
 """
 
 import hashlib
@@ -34,9 +34,10 @@ class CaptionPiece:
     """Captions of the requested videos from one row group of the table.
 
     Attributes:
-        videos: Position of each caption's video among the requested videos, int64 [captions].
-        ids: IDs of captions, int64 [captions].
-        texts: Texts, string [captions].
+        row_group: Index of the row group.
+        videos: Index of each caption's video in the requested videos, int64 [captions].
+        ids: IDs of the captions, int64 [captions].
+        texts: Texts of the captions, string [captions].
     """
 
     row_group: int
@@ -46,12 +47,12 @@ class CaptionPiece:
 
 
 class CaptionReader:
-    """Context manager that reads the captions of the manifest.
+    """Reader of the captions in the manifest, a context manager.
 
-    It keeps reading the same manifest even if a new manifest is written in the meantime.
+    The reader keeps the caption table open, and reads the same table even if a new manifest is written.
 
     Args:
-        where: Conditions on captions and their videos; captions that are not selected are skipped. None for all.
+        where: Conditions on captions and their videos, which select the captions to read; None for all captions.
     """
 
     def __init__(self, data_dir: Path, *, where: Where | None = None) -> None:
@@ -80,7 +81,7 @@ class CaptionReader:
                 table = self._file.read_row_group(group, columns=self._columns, use_threads=False)
             except (OSError, pa.ArrowException) as error:
                 raise UserError(
-                    f"the manifest's captions cannot be read: {error}", hint="run `prep manifest` again"
+                    f"the captions of the manifest cannot be read: {error}", hint="run `prep manifest` again"
                 ) from None
             positions = pc.index_in(table["video_id"].cast(pa.string()), value_set=video_ids)
             kept = pc.is_valid(positions)
@@ -113,7 +114,7 @@ DIGESTS = np.dtype(f"S{DIGEST_BYTES}")
 
 
 def text_digest(text: str) -> bytes:
-    """Return the BLAKE2b-128 digest of the UTF-8 text."""
+    """Return the BLAKE2b-128 digest of a text in UTF-8."""
     return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
 
 
@@ -128,10 +129,10 @@ def from_arrow(array: pa.FixedSizeBinaryArray) -> np.ndarray:
 
 
 def positions_in(stored: np.ndarray, digests: np.ndarray, *, order: np.ndarray | None = None) -> np.ndarray:
-    """Return the position of each of `digests` in the array `stored`, int64; -1 if it is missing.
+    """Return the index of each digest in `stored`, int64; -1 for digests that are not in `stored`.
 
     Args:
-        order: Indices that sort `stored`; None if `stored` is strictly ascending.
+        order: Indices that sort `stored`; None if `stored` is in strictly ascending order.
     """
     if not len(stored):
         return np.full(len(digests), -1, np.int64)
@@ -141,14 +142,14 @@ def positions_in(stored: np.ndarray, digests: np.ndarray, *, order: np.ndarray |
 
 
 def owners_of(digests: np.ndarray, *, num_parts: int) -> np.ndarray:
-    """Return the part of a run, out of `num_parts`, that encodes each text: uint64 [digests], from 0."""
+    """Return the index of the part, from 0 to `num_parts` - 1, that encodes each text; uint64 [digests]."""
     return np.ascontiguousarray(digests).view(np.uint64)[::2] % np.uint64(num_parts)
 
 
 class DigestSet:
-    """A set of digests; duplicates may be added.
+    """Set of digests. Adding a digest again has no effect.
 
-    Digests are partitioned by their leading bits, so sorting needs memory for only one partition at a time.
+    Digests are partitioned by their leading bits, so that sorting needs extra memory for only one partition at a time.
     """
 
     _NUM_PARTS = 16
@@ -167,13 +168,13 @@ class DigestSet:
             self._sort_in()
 
     def pop_sorted(self) -> np.ndarray:
-        """Return all digests in ascending order and without duplicates, and empty the set."""
+        """Return all digests in ascending order, and empty the set."""
         self._sort_in()
         ordered = np.empty(sum(map(len, self._parts)), DIGESTS)
-        begin = 0
+        start = 0
         for number, part in enumerate(self._parts):
-            ordered[begin : begin + len(part)] = part
-            begin += len(part)
+            ordered[start : start + len(part)] = part
+            start += len(part)
             self._parts[number] = part[:0].copy()
         return ordered
 
@@ -185,11 +186,11 @@ class DigestSet:
             self._parts[number] = np.union1d(self._parts[number], added[part_numbers == number])
 
 
-_MAX_LENGTH_ERROR = 0.01  # far more than the rounding of a unit vector to float16
+_MAX_LENGTH_ERROR = 0.01  # far above the error of a unit vector that is rounded to float16
 
 
 def check_text(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
-    """Load the array of a sample, and compare it and the JSON member with the index row."""
+    """Check the array of a sample, and compare the array and the JSON member with the index row."""
     array = load_npy(members[MEMBER])
     is_sequence = bool(row["row_tokens"])
     shape = (sum(row["row_tokens"]) if is_sequence else row["num_rows"], row["width"])

@@ -1,4 +1,4 @@
-"""The column `text`: its flags and its `ColumnSpec`."""
+"""Flags and `ColumnSpec` of the column `text`."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -14,7 +14,7 @@ from clipmill.prep.text.recipe import TEXT, TEXT_RECIPE_SCHEMA, TextSettings, se
 
 @dataclass(frozen=True, kw_only=True)
 class TextRequest(ModelRequest):
-    """Flags of `prep text` that are not settings: the batch size of the text encoder."""
+    """Flags of `prep text` that do not select the text encoder or the captions."""
 
     batch: Annotated[
         int | None,
@@ -33,11 +33,11 @@ COLUMN = ColumnSpec(
     settings=TextSettings,
     schema=TEXT_RECIPE_SCHEMA,
     request="clipmill.prep.text.column:TextRequest",
-    help="""Encode each unique caption of the manifest once: with a CLIP text tower of open_clip, or with a T5.
+    help="""Encode each unique caption of the manifest once, with a CLIP text tower from open_clip or a T5 encoder.
 
-    --clip stores an embedding per text, --encoder t5:NAME a sequence of one vector per token, without padding. Each
-    run encodes only new captions. Only the manifest is needed, no chunks. Another text encoder creates another variant,
-    and the existing one is kept.
+    --clip stores one embedding per text; --encoder t5:NAME stores a sequence, one vector per token, without padding.
+    Each run encodes only new captions. It needs the manifest, but no chunks. A different text encoder creates a new
+    variant, and the existing variant is kept.
 
     Example:
 

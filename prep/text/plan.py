@@ -1,12 +1,11 @@
-"""The plan of the `text` column: the shards to make, and the reasons.
+"""Plan of the column `text`: the shards to make, with reasons, and the layout of the shards.
 
 The plan is a function of the manifest's table of videos, the layout, the recipe and the commits. No captions are read,
-because the row of a video contains the digest of its captions. The plan does not depend on the `video` column, so a
-change of the codec does not affect it.
+because the row of a video contains the digest of its captions. The column `video` does not affect the plan.
 
-The layout assigns videos to shards. It is stored in `<data>/layout/text.parquet`, and all text encoders share it.
-Existing assignments never change. The table has the same schema as the layout of `video` (clipmill.prep.core.tables),
-with one span per video. It contains only videos with captions.
+The layout assigns each video with captions to a shard. It is stored in `<data>/layout/text.parquet`, and all text
+encoders share it. Existing assignments never change. The table has the same schema as the layout of `video`
+(clipmill.prep.core.tables), with one span per video.
 """
 
 import hashlib
@@ -47,20 +46,21 @@ from clipmill.shards.where import Where, parse_where
 LAYOUT_FILE = f"{TEXT}.parquet"
 
 MAX_SHARD_VIDEOS = 4096
-MAX_SHARD_CAPTIONS = 65_536  # about 100 MB; a video with more captions gets a shard of its own
+MAX_SHARD_CAPTIONS = 65_536  # about 100 MB; a video with more captions gets its own shard
 
 
 @dataclass(frozen=True)
 class TextPlan:
-    """All shards of `text` that the manifest requires with one recipe.
+    """Plan of a recipe of `text` for the manifest.
 
     Attributes:
-        where: Conditions on captions; None for all.
-        layout: Layout that assigns every video to a shard; it must be written before the work begins.
-        video_ids: IDs of the videos in the plan; the `rows` of a shard are a range of them.
-        num_captions: Total number of captions of all videos.
-        num_left_out: Number of videos in the manifest without captions, which have no sample.
-        shards: Shards in order of their IDs.
+        layout: Layout that assigns videos to shards. It must be written before shards are made.
+        video_ids: IDs of the planned videos. The `rows` of a shard are a range of indices into this array.
+        num_captions: Total number of captions of the selected videos.
+        num_left_out: Number of videos without captions in the manifest. They get no sample.
+        shards: Planned shards, in the order of their IDs.
+        commits: Commits of the variant, keyed by shard ID.
+        where: Conditions on captions; None for all captions.
     """
 
     recipe: Recipe[TextSettings]
@@ -80,17 +80,17 @@ class TextPlan:
         return len(self.video_ids)
 
     def ids_of(self, shard: ShardPlan) -> pa.Array:
-        """Return the ids of the videos in a shard."""
+        """Return the IDs of the videos in a shard."""
         return self.video_ids[shard.rows.start : shard.rows.stop]
 
 
 def make_text_plan(
     data_dir: Path, recipe: Recipe[TextSettings], *, retry_codes: frozenset[str] = frozenset()
 ) -> TextPlan:
-    """Plan `recipe` for the manifest in `data_dir`.
+    """Plan a recipe for the manifest in `data_dir`.
 
     Args:
-        retry_codes: Failure codes to try again even if nothing changed.
+        retry_codes: Codes of failures to retry even if nothing has changed.
 
     Raises:
         UserError: There is no manifest, the layout is damaged, or there is no caption to encode.
@@ -115,7 +115,8 @@ def make_text_plan(
             )
     if not num_captions.any() and not stored.commits:
         raise UserError(
-            f"the manifest in {data_dir} has no captions", hint="add some: prep manifest folder VIDEOS --captions TABLE"
+            f"the manifest in {data_dir} has no captions",
+            hint="add captions with prep manifest folder VIDEOS --captions TABLE",
         )
     video_ids, splits = as_array(videos["video_id"]), as_array(videos["split"])
     known = stored_or_rebuilt_layout(
@@ -155,7 +156,7 @@ def make_text_plan(
 
 
 def pending_text(data_dir: Path, variant: Variant) -> PendingWork:
-    """Return the remaining work of a variant; none if it is not current, or belongs to a different version."""
+    """Return the remaining work of a variant; no work if the variant is not current or cannot be planned."""
     is_manifest_written = has_manifest(data_dir)
     if not is_manifest_written or current_variant(data_dir, TEXT) != variant.directory.name:
         return PendingWork()
@@ -175,35 +176,36 @@ def _wanted_shards(shard_ids: np.ndarray, videos: pa.Table, *, fingerprint: str)
     """Yield the shards of the planned videos.
 
     Args:
-        shard_ids: Shard id of each video, in ascending order.
+        shard_ids: Shard ID of each video, in ascending order.
         videos: Rows of the manifest, in the order of the plan.
         fingerprint: Fingerprint of the recipe and of the conditions on captions.
     """
     bounds = np.flatnonzero(np.diff(shard_ids, prepend=-1, append=-1)).tolist() if len(shard_ids) else [0]
-    for begin, end in pairwise(bounds):
-        part = videos.slice(begin, end - begin)
+    columns = ("video_id", "captions_sha256", "split")
+    for start, end in pairwise(bounds):
+        shard_videos = videos.slice(start, end - start)
         digest = hashlib.sha256(fingerprint.encode())
-        for line in zip(*(part[name].to_pylist() for name in ("video_id", "captions_sha256", "split")), strict=True):
+        for line in zip(*(shard_videos[name].to_pylist() for name in columns), strict=True):
             digest.update("\0".join(line).encode() + b"\n")
-        split = part["split"][0].as_py()
-        yield WantedShard(int(shard_ids[begin]), split, digest.hexdigest(), end - begin, range(begin, end))
+        split = shard_videos["split"][0].as_py()
+        yield WantedShard(int(shard_ids[start]), split, digest.hexdigest(), end - start, range(start, end))
 
 
 def text_layout_path(data_dir: Path) -> Path:
-    """Return the path of the layout."""
+    """Return the path of the layout of `text`."""
     return data_dir / LAYOUT_FOLDER / LAYOUT_FILE
 
 
 def extend_text_layout(
     layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_captions: np.ndarray
 ) -> pa.Table:
-    """Assign every video that has captions but no shard to new shards, one split after another.
+    """Assign videos with captions that are not in a shard to new shards, split by split.
 
     Args:
         layout: Table with schema clipmill.prep.core.tables.LAYOUT.
-        video_ids: Ids of the videos, in manifest order.
+        video_ids: IDs of the videos, in manifest order.
         splits: Splits of the videos, in the same order.
-        num_captions: Number of captions of each video, int.
+        num_captions: Number of captions of each video, int64 [videos].
 
     Returns:
         Layout with the new rows appended; `layout` itself if there are none.
@@ -215,7 +217,7 @@ def extend_text_layout(
     added = []
     for split in sorted(pc.unique(splits.filter(pa.array(is_new))).to_pylist()):
         split_rows = np.flatnonzero(is_new & np.asarray(pc.equal(splits, split)))
-        # Fill one shard after another.
+        # Fill shard after shard.
         counts = num_captions[split_rows]
         relative_shards = np.empty(len(counts), np.int64)
         shard = num_videos = num_held = 0
@@ -239,9 +241,10 @@ def extend_text_layout(
 def wanted_text_rows(
     layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_captions: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of `layout` whose video is in the manifest, has captions and is in the same split.
+    """Return the rows of `layout` whose video is in the manifest with captions and in the same split.
 
-    The second array contains the row of the video for each of these rows.
+    Returns:
+        Rows of the layout, and the row of the video in the manifest for each of them.
     """
     rows = video_rows_of(layout, video_ids)
     return wanted_spans(layout, video_rows=rows, splits=splits, num_spans=(num_captions > 0).astype(np.int64))

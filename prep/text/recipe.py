@@ -1,4 +1,4 @@
-"""The recipe of the `text` column: the model that encodes the captions.
+"""Settings and recipe of the column `text`: the model that encodes the captions.
 
 A CLIP text tower makes one unit-length embedding per text. A T5 encoder makes a sequence per text: one vector for each
 token, stored without padding.
@@ -32,14 +32,14 @@ TEXT = "text"
 MEMBER = "text.npy"
 BANK_FOLDER = "bank"  # folder in a variant for embeddings that are not in a shard yet
 BLOCK_FILE = re.compile(r"[0-9a-f]{32}\.arrow")
-TEXT_RECIPE_SCHEMA = 2  # increment it when the same settings begin to produce different bytes
+TEXT_RECIPE_SCHEMA = 2  # increment it when the same settings start to produce different bytes
 TINY, T5 = "tiny", "t5:"
 MODEL = Parameter(group=Group("Model", sort_key=1))
 DTYPE = "float16"
 OF_SEQUENCES = ("max_tokens", "precision")  # names of settings that affect only sequences
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
 _MAX_SLUG_CHARS = 80
-_ONE_OF_BOTH = "give --clip MODEL:TAG for embeddings, or --encoder t5:NAME for sequences"
+_ONE_OF_BOTH = "use --clip MODEL:TAG for embeddings, or --encoder t5:NAME for sequences"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,44 +47,46 @@ class TextSettings(Checked):
     """Settings of `prep text` that affect the embeddings."""
 
     clip: Annotated[str | None, MODEL, FIRST_RUN] = None
-    """CLIP text tower: an open_clip model and the tag or file of its weights, as MODEL:TAG or MODEL:FILE; or tiny
-    (small, random weights, for trials)."""
+    """CLIP text tower: an open_clip model and the tag or file of its weights, as MODEL:TAG or MODEL:FILE; or tiny, a
+    small model with random weights for trials."""
 
     encoder: Annotated[str | None, MODEL, FIRST_RUN] = None
-    """Encoder of sequences in place of --clip: t5: and the folder or Hugging Face name of a T5 or umT5, such as
-    t5:google/umt5-xxl."""
+    """Encoder for sequences, used instead of --clip: t5: followed by the folder or Hugging Face name of a T5 or umT5
+    model, such as t5:google/umt5-xxl."""
 
     max_tokens: Annotated[int, MODEL, Range(2, 4096)] = 512
-    """Length of a sequence of --encoder, 2 to 4096; longer texts are truncated."""
+    """Maximum length of a sequence of --encoder in tokens, 2 to 4096. Longer texts are truncated."""
 
     precision: Annotated[Literal["float32", "bfloat16"], MODEL] = "float32"
-    """Precision of the computation of --encoder."""
+    """Data type in which --encoder computes. Vectors are stored as float16."""
 
     where: Annotated[str | None, MODEL, NOT_STORED] = None
     """Condition that selects the captions to encode, such as 'words > 3 and source == "human"'. It is not part of the
-    variant: a run with another condition encodes missing captions, and drops captions that are not selected. Default:
-    all captions."""
+    recipe: a run with a different condition adds the missing captions to the same variant, and removes captions that
+    are no longer selected. Default: all captions."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for two encoders, for a value that is not an encoder, and for an invalid condition."""
+        """Yield an error for two encoders, for a value that is not an encoder, and for an invalid condition."""
         if self.clip is not None and self.encoder is not None:
-            yield UserError("--clip and --encoder are both given", hint=_ONE_OF_BOTH, flags=("--clip", "--encoder"))
+            yield UserError(
+                "--clip and --encoder cannot be used together", hint=_ONE_OF_BOTH, flags=("--clip", "--encoder")
+            )
         if self.encoder is not None and not self.encoder.removeprefix(T5):
             yield UserError(
                 f'--encoder "{self.encoder}" does not name a model',
-                hint="give t5:NAME or t5:FOLDER",
+                hint="use t5:NAME or t5:FOLDER",
                 flags=("--encoder",),
             )
         elif self.encoder is not None and not self.encoder.startswith(T5):
             yield UserError(
-                f'--encoder "{self.encoder}" is not the encoder of a T5',
-                hint="give t5:NAME, or a CLIP with --clip",
+                f'--encoder "{self.encoder}" is not a T5 encoder',
+                hint="use --encoder t5:NAME, or --clip for a CLIP text tower",
                 flags=("--encoder",),
             )
         if self.clip is not None and self.clip != TINY and not all(self.clip.partition(":")[::2]):
             yield UserError(
                 f'--clip "{self.clip}" does not name a text encoder',
-                hint="give MODEL:TAG or MODEL:FILE, for example ViT-B-32:laion2b_s34b_b79k, or tiny",
+                hint="use MODEL:TAG or MODEL:FILE, for example ViT-B-32:laion2b_s34b_b79k, or tiny",
                 flags=("--clip",),
             )
         yield from errors_of(check_where, self.where)
@@ -92,11 +94,11 @@ class TextSettings(Checked):
     def require_encoder(self) -> None:
         """Raise UserError if no encoder is selected."""
         if self.clip is None and self.encoder is None:
-            raise UserError("no text encoder is given", hint=_ONE_OF_BOTH)
+            raise UserError("no text encoder is selected", hint=_ONE_OF_BOTH)
 
     @property
     def model(self) -> str:
-        """Name of the model in open_clip's list of configurations."""
+        """Name of the model in open_clip."""
         return str(self.clip).partition(":")[0].replace("/", "-")
 
     @property
@@ -106,18 +108,18 @@ class TextSettings(Checked):
 
     @property
     def t5(self) -> str:
-        """Folder or name of a T5."""
+        """Folder or Hugging Face name of the T5 model."""
         return str(self.encoder).removeprefix(T5)
 
 
 def text_recipe(settings: TextSettings, *, encoder: str, sha256: str, width: int) -> Recipe[TextSettings]:
-    """Return the recipe for settings on this machine.
+    """Return the recipe that settings produce.
 
     Args:
-        settings: Settings in which local weights have an absolute path.
-        encoder: Name of the encoder: tiny, MODEL:TAG, or MODEL: followed by the file name; or t5: followed by the name.
-        sha256: Hash of the weights file; for tiny, hash of the version of the code that makes it; for a T5, hash of
-            weights, configuration and tokenizer.
+        settings: Settings, in which local weights have an absolute path.
+        encoder: Name of the encoder: tiny, MODEL:TAG, MODEL: followed by a file name, or t5: followed by a name.
+        sha256: SHA-256 (hex) of the weights file; for tiny, of the version of its code; for a T5 model, of weights,
+            configuration and tokenizer.
         width: Embedding dimension.
     """
     sequence_settings = {} if settings.encoder is None else {name: getattr(settings, name) for name in OF_SEQUENCES}
@@ -127,7 +129,12 @@ def text_recipe(settings: TextSettings, *, encoder: str, sha256: str, width: int
 
 
 def settings_of(stored: Mapping[str, Any], weights: str | None) -> TextSettings:
-    """Return the settings in a variant's recipe.json, with the path of local weights."""
+    """Return the settings that reproduce a stored recipe.
+
+    Args:
+        stored: Content of the variant's recipe.json, and the request of its last run.
+        weights: Path of local weights; None for weights from the Hub.
+    """
     encoder = stored["encoder"] if weights is None else f"{stored['encoder'].partition(':')[0]}:{weights}"
     sequence_settings = {name: stored[name] for name in OF_SEQUENCES if name in stored}
     settings: dict[str, Any] = {"encoder" if sequence_settings else "clip": encoder, **sequence_settings}
@@ -135,7 +142,7 @@ def settings_of(stored: Mapping[str, Any], weights: str | None) -> TextSettings:
 
 
 def local_weights(recipe: Recipe[TextSettings]) -> str | None:
-    """Return the absolute path of weights on this machine; None if the weights have a tag or a name on the Hub."""
+    """Return the absolute path of local weights; None for weights with a tag or with a name on the Hub."""
     encoder = str(recipe.settings.clip or recipe.settings.encoder)
     return None if encoder == recipe.values["encoder"] else encoder.partition(":")[2]
 
@@ -150,7 +157,7 @@ def file_sha256(path: Path) -> str:
 
 
 def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Read the header of a safetensors file, and return tensor name -> shape.
+    """Read the header of a safetensors file, and return the shape of each tensor, keyed by name.
 
     Raises:
         UserError: The file is not a safetensors file, or is truncated.
@@ -168,5 +175,5 @@ def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(entry["shape"]) for name, entry in header.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise UserError(
-            f"{path} is not a valid safetensors file: {error}", hint="download it again, or give another file"
+            f"{path} is not a valid safetensors file: {error}", hint="download it again, or use a different file"
         ) from None

@@ -1,7 +1,7 @@
-"""The only interface to transformers: T5 and umT5 encoders, which make a sequence of vectors for a text.
+"""T5 and umT5 encoders, which turn a text into a sequence of vectors. Only this module of `text` imports transformers.
 
-As in clipmill.prep.text.tower, every batch has the same size, and every text is padded to a length that depends only on
-the text. The vectors are therefore bit-identical regardless of the other texts in the batch.
+Every batch has the same size, and every text is padded to a length that depends only on the text, as in `tower.py`. The
+vectors are therefore bit-identical regardless of the other texts in the batch.
 """
 
 import hashlib
@@ -28,26 +28,30 @@ _WANTED = [
     for folder in ("", "text_encoder/", "tokenizer/")
     for file in ("config.json", "model*.safetensors", "model*.safetensors.index.json", *_TOKENIZER_FILES)
 ]
-_SUGGESTION = "give t5: and a folder or model with config.json, safetensors and tokenizer, such as t5:google/umt5-xxl"
+_SUGGESTION = (
+    "use t5: and a model or a folder with config.json, weights in safetensors and a tokenizer, such as "
+    "t5:google/umt5-xxl"
+)
 
 
 def resolve_t5(settings: TextSettings) -> Recipe[TextSettings]:
-    """Find the T5 that the settings select, and return the recipe; download the model if it is not in the cache.
+    """Find the T5 model that the settings select, downloading it if it is not cached, and return the recipe.
 
     Raises:
-        UserError: The model does not exist, is not a T5, or lacks files.
+        UserError: The model does not exist, is not a T5 model, or lacks files.
     """
     model, tokenizer = _folders(settings.t5)
     config = _config(model)
     weights = sorted(model.glob("*.safetensors"))
-    words = [path for name in _TOKENIZER_FILES if (path := tokenizer / name).is_file()]
-    if not weights or not words:
-        raise UserError(f"{model} has no {'weights in safetensors' if not weights else 'tokenizer'}", hint=_SUGGESTION)
+    vocabulary = [path for name in _TOKENIZER_FILES if (path := tokenizer / name).is_file()]
+    if not weights or not vocabulary:
+        missing = "weights in safetensors" if not weights else "a tokenizer"
+        raise UserError(f"{model} lacks {missing}", hint=_SUGGESTION)
     for path in weights:
         safetensors_shapes(path)  # raises if the file is damaged
     # The hash covers all files that affect the vectors.
     digest = hashlib.sha256()
-    for path in (model / "config.json", *weights, *words):
+    for path in (model / "config.json", *weights, *vocabulary):
         digest.update(f"{path.name} {file_sha256(path)}\n".encode())
     folder, name = Path(settings.t5).expanduser(), settings.t5
     if folder.is_dir():
@@ -56,10 +60,13 @@ def resolve_t5(settings: TextSettings) -> Recipe[TextSettings]:
 
 
 class T5Encoder:
-    """A T5 encoder with its tokenizer.
+    """T5 encoder with its tokenizer.
 
     Args:
-        max_tokens: Maximum number of tokens, including the end token. Longer texts are truncated.
+        model: Encoder model of transformers.
+        tokenizer: Tokenizer of the model.
+        max_tokens: Maximum number of tokens per text, including the end token. Longer texts are truncated.
+        device: cuda or cpu.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, max_tokens: int, device: str) -> None:
@@ -67,7 +74,7 @@ class T5Encoder:
         self._max_tokens, self._device = max_tokens, device
 
     def encode(self, texts: Sequence[str], *, batch: int) -> Encoded:
-        """Encode `texts` with a batch size of `batch`."""
+        """Encode texts as sequences, with a batch size of `batch` texts."""
         import torch
 
         tokens = self._tokenizer(list(texts), add_special_tokens=True, truncation=False)["input_ids"]
@@ -79,31 +86,35 @@ class T5Encoder:
         with torch.inference_mode():
             for length in np.unique(padded).tolist():
                 rows = np.flatnonzero(padded == length).tolist()
-                for begin in range(0, len(rows), batch):
-                    part = rows[begin : begin + batch]
-                    vectors.update(zip(part, self._vectors([tokens[row] for row in part], length, batch), strict=True))
+                for start in range(0, len(rows), batch):
+                    batch_rows = rows[start : start + batch]
+                    sequences = self._vectors([tokens[row] for row in batch_rows], length, batch)
+                    vectors.update(zip(batch_rows, sequences, strict=True))
         return Encoded(np.concatenate([vectors[row] for row in range(len(texts))]), lengths, num_cut)
 
-    def _vectors(self, texts: list[list[int]], length: int, batch: int) -> list[np.ndarray]:
+    def _vectors(self, tokens: list[list[int]], length: int, batch: int) -> list[np.ndarray]:
         import torch
 
-        # A smaller batch would use different kernels, with different rounding.
-        filled = texts + [texts[-1]] * (batch - len(texts))
-        ids_BT = torch.tensor([ids + [self._tokenizer.pad_token_id] * (length - len(ids)) for ids in filled])
-        mask_BT = torch.arange(length) < torch.tensor([[len(ids)] for ids in filled])
+        # Fill up the batch: a smaller one would use different kernels, with different rounding.
+        full_batch = tokens + [tokens[-1]] * (batch - len(tokens))
+        ids_BT = torch.tensor([ids + [self._tokenizer.pad_token_id] * (length - len(ids)) for ids in full_batch])
+        mask_BT = torch.arange(length) < torch.tensor([[len(ids)] for ids in full_batch])
         hidden_BTD = self._model(
             input_ids=ids_BT.to(self._device), attention_mask=mask_BT.long().to(self._device)
         ).last_hidden_state
         half = hidden_BTD.half().cpu().numpy()
-        return [half[row, : len(ids)] for row, ids in enumerate(texts)]
+        return [half[row, : len(ids)] for row, ids in enumerate(tokens)]
 
 
 @lru_cache(maxsize=1)
 def load_t5(settings: TextSettings, *, sha256: str, device: str) -> T5Encoder:
-    """Load the model that the settings select, once per process.
+    """Load the T5 model that the settings select. The result is cached.
+
+    Args:
+        sha256: Hash in the recipe of the plan.
 
     Raises:
-        UserError: This machine lacks the model, or its hash is not `sha256`.
+        UserError: The model does not exist on this machine, has a different hash, or cannot be loaded.
     """
     import torch
 
@@ -131,7 +142,7 @@ def load_t5(settings: TextSettings, *, sha256: str, device: str) -> T5Encoder:
 
 
 def _folders(name: str) -> tuple[Path, Path]:
-    """Return the folders of model and tokenizer: subfolders of a pipeline, or twice the folder of the model."""
+    """Return the folders of the model and of its tokenizer, which are subfolders in a pipeline of diffusers."""
     folder = model_folder(name, files=_WANTED, what="", flag=f"--encoder {T5}{name}", hint=_SUGGESTION)
     model, tokenizer = folder / "text_encoder", folder / "tokenizer"
     return (model if model.is_dir() else folder), (tokenizer if tokenizer.is_dir() else folder)
@@ -144,7 +155,9 @@ def _config(folder: Path) -> dict[str, Any]:
         kind = config["model_type"]
         int(config["d_model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not the configuration of a T5: {error}", hint=_SUGGESTION) from None
+        raise UserError(f"{path} is not the configuration of a T5 model: {error}", hint=_SUGGESTION) from None
     if kind not in _CLASSES:
-        raise UserError(f"{path} describes {kind}, not {' or '.join(_CLASSES)}", hint=_SUGGESTION)
+        raise UserError(
+            f"{path} configures a model of type {kind}, which is not {' or '.join(_CLASSES)}", hint=_SUGGESTION
+        )
     return dict(config)

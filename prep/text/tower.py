@@ -1,7 +1,7 @@
-"""The only interface to open_clip and its text towers: find the weights, and encode captions.
+"""Text towers from open_clip: find the weights, and encode captions. Only this module of `text` imports open_clip.
 
 Every batch has the same size, and every text is padded to a length that depends only on the text. Embeddings are
-therefore bit-identical regardless of the other texts in the batch, and of interruptions of the run.
+therefore bit-identical regardless of the other texts in the batch, even if a run is interrupted.
 """
 
 import hashlib
@@ -22,11 +22,11 @@ from clipmill.manifests.hub import hub_if_reachable
 from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.text.recipe import SAFETENSORS, TINY, TextSettings, file_sha256, safetensors_shapes, text_recipe
 
-TINY_WIDTH = 256  # embedding dimension: a row takes 512 bytes
+TINY_WIDTH = 256  # embedding dimension of the tiny model
 _TINY_VERSION = "seeded text tower: width 64, 2 heads, 2 layers, embedding 256, RandomState(0), version 1"
 TINY_SHA256 = hashlib.sha256(_TINY_VERSION.encode()).hexdigest()
 _LENGTH_STEP = 8  # texts are padded to the next multiple of this number of tokens
-_LONG_WORD_CHARS = 64  # words of up to this length are left to the tokenizer, which is as fast and caches words
+_LONG_WORD_CHARS = 64  # words up to this length are passed to the tokenizer, which is fast for them and caches them
 _INSTALL_HINT = "install clipmill[columns]"
 
 
@@ -35,10 +35,10 @@ class Encoded:
     """Embeddings or sequences for some texts.
 
     Attributes:
-        rows: Vectors of all texts, concatenated, float16 [sum of lengths, width]. Rows may be non-finite. Embeddings
-            are normalised to unit length.
+        rows: Vectors of all texts, concatenated, float16 [sum of lengths, width]. Values may be non-finite. Embeddings
+            have unit length.
         lengths: Number of rows of each text, int64 [texts]: 1 for an embedding, the number of tokens for a sequence.
-        num_cut: Number of texts truncated to the encoder's context length.
+        num_cut: Number of texts that were truncated to the context length of the encoder.
     """
 
     rows: np.ndarray
@@ -47,7 +47,7 @@ class Encoded:
 
     @property
     def is_finite(self) -> np.ndarray:
-        """True for each text whose rows are all finite, bool [texts]."""
+        """True for each text whose values are all finite, bool [texts]."""
         return texts_with_all(np.isfinite(self.rows).all(axis=1), self.lengths)
 
 
@@ -64,10 +64,10 @@ def texts_with_all(is_good: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 class Tower:
-    """A text tower with its tokenizer.
+    """Text tower with its tokenizer.
 
     Args:
-        model: An open_clip model; its image tower is removed.
+        model: Model from open_clip, whose image tower is removed.
         tokenizer: Tokenizer of the model.
         device: cuda or cpu.
     """
@@ -89,7 +89,7 @@ class Tower:
         )
 
     def encode(self, texts: Sequence[str], *, batch: int) -> Encoded:
-        """Encode `texts` with a batch size of `batch`."""
+        """Encode texts as embeddings, with a batch size of `batch` texts."""
         import torch
 
         ids, num_cut = self._token_ids(texts)
@@ -101,10 +101,10 @@ class Tower:
         with torch.inference_mode():
             for length in np.unique(lengths).tolist():
                 rows = np.flatnonzero(lengths == length)
-                for begin in range(0, len(rows), batch):
-                    part = rows[begin : begin + batch]
-                    parts.append(self._embed(ids[part, :length], batch=batch))
-                    positions.append(part)
+                for start in range(0, len(rows), batch):
+                    batch_rows = rows[start : start + batch]
+                    parts.append(self._embed(ids[batch_rows, :length], batch=batch))
+                    positions.append(batch_rows)
         order = np.argsort(np.concatenate(positions), kind="stable")
         embedded = np.concatenate(parts)[order]
         return Encoded(embedded, np.ones(len(texts), np.int64), num_cut)
@@ -113,14 +113,14 @@ class Tower:
         import torch
 
         num_texts = len(ids)
-        # A smaller batch would use different kernels, with different rounding.
-        filled = torch.cat([ids, ids[-1:].expand(batch - num_texts, -1)]).to(self._device)
-        features = (self._encode_short(filled) if self._can_shorten else self._model.encode_text(filled)).float()
-        normal = torch.nn.functional.normalize(features, dim=-1)
-        return np.asarray(normal[:num_texts].half().cpu().numpy())
+        # Fill up the batch: a smaller one would use different kernels, with different rounding.
+        ids_BT = torch.cat([ids, ids[-1:].expand(batch - num_texts, -1)]).to(self._device)
+        features_BD = (self._encode_short(ids_BT) if self._can_shorten else self._model.encode_text(ids_BT)).float()
+        unit_BD = torch.nn.functional.normalize(features_BD, dim=-1)
+        return np.asarray(unit_BD[:num_texts].half().cpu().numpy())
 
     def _encode_short(self, ids_BT: Any) -> Any:
-        """Compute `encode_text` of open_clip's CLIP for texts that end within T tokens."""
+        """Compute what `open_clip.CLIP.encode_text` returns, for texts of at most T tokens, the width of `ids_BT`."""
         import torch
 
         model, length = self._model, ids_BT.shape[1]
@@ -133,14 +133,14 @@ class Tower:
         return projection(x_BD) if isinstance(projection, torch.nn.Linear) else x_BD @ projection
 
     def _token_ids(self, texts: Sequence[str]) -> tuple[Any, int]:
-        """Return the tokens of texts, int64 [texts, context length], and the number of truncated texts."""
+        """Tokenize texts; return the token IDs, int64 [texts, context length], and the number of truncated texts."""
         import open_clip
         import torch
 
         length = self._context_length
         if not isinstance(self._tokenizer, open_clip.SimpleTokenizer) or self._tokenizer.reduction_fn is not None:
             ids = self._tokenizer(list(texts), context_length=length)
-            # With a context that is one token longer, the last token is padding unless the text is truncated.
+            # Tokenized for a context that is one token longer, a text ends with padding unless it had to be truncated.
             longer = self._tokenizer([*texts, ""], context_length=length + 1)[:, -1]
             return ids, int((longer[:-1] != longer[-1]).sum())
         tokens_of_texts = [tokens_of(self._tokenizer, text, context_length=length) for text in texts]
@@ -152,10 +152,13 @@ class Tower:
 
 @lru_cache(maxsize=1)
 def load_tower(clip: str, *, sha256: str, device: str) -> Tower:
-    """Load the tower that `clip` selects (see `TextSettings`), once per process.
+    """Load the text tower that `clip` selects (see `TextSettings`). The result is cached.
+
+    Args:
+        sha256: Hash in the recipe of the plan.
 
     Raises:
-        UserError: This machine lacks the weights, or their hash is not `sha256`.
+        UserError: The weights do not exist on this machine, have a different hash, or cannot be loaded.
     """
     settings = TextSettings(clip=clip)
     open_clip = _import_open_clip()
@@ -172,25 +175,25 @@ def load_tower(clip: str, *, sha256: str, device: str) -> Tower:
     except (RuntimeError, OSError, ValueError, KeyError) as error:
         raise UserError(
             f"{path} cannot be loaded as {settings.model}: {first_line(error)}",
-            hint="give weights of this model with --clip",
+            hint="use --clip with weights of this model",
         ) from None
     return Tower(model, open_clip.get_tokenizer(settings.model), device=device)
 
 
 def use_threads(num_threads: int) -> None:
-    """Set the number of CPU threads of torch in this process."""
+    """Set the number of CPU threads that torch uses in this process."""
     import torch
 
     torch.set_num_threads(num_threads)
 
 
 def is_tag(settings: TextSettings) -> bool:
-    """Return True if the weights are selected by an open_clip tag."""
+    """Return True if the settings select the weights by a tag of open_clip."""
     return bool(_import_open_clip().pretrained.is_pretrained_cfg(settings.model, settings.weights))
 
 
 def resolve(settings: TextSettings) -> Recipe[TextSettings]:
-    """Find the weights that the settings select, and return the recipe; download the weights of a tag if necessary.
+    """Find the weights that the settings select, downloading them if necessary, and return the recipe.
 
     Raises:
         UserError: The model, tag or file does not exist, or the file belongs to a different model.
@@ -207,7 +210,7 @@ def resolve(settings: TextSettings) -> Recipe[TextSettings]:
 
 
 def weights_file(settings: TextSettings) -> Path:
-    """Return the weights file that the settings select; download the weights of a tag if they are not in the cache.
+    """Return the path of the weights that the settings select; download weights with a tag if they are not cached.
 
     Raises:
         UserError: The model, tag or file does not exist.
@@ -217,7 +220,7 @@ def weights_file(settings: TextSettings) -> Path:
     if settings.model not in models:
         similar = [name for name in models if name.lower()[:5] == settings.model.lower()[:5]] or models
         raise UserError(
-            f'open_clip has no model "{settings.model}" (required by --clip {settings.clip})',
+            f'--clip {settings.clip}: open_clip has no model "{settings.model}"',
             hint=f"use one of its {len(models)} models, for example {', '.join(similar[:6])}; or tiny",
         )
     config = open_clip.pretrained.get_pretrained_cfg(settings.model, settings.weights)
@@ -228,13 +231,13 @@ def weights_file(settings: TextSettings) -> Path:
         tags = open_clip.list_pretrained_tags_by_model(settings.model)
         raise UserError(
             f'"{settings.weights}" is neither a file nor a tag of {settings.model}',
-            hint=f"give a weights file, or a tag such as {', '.join(tags[:6])}" if tags else "give a weights file",
+            hint=f"use a weights file, or a tag such as {', '.join(tags[:6])}" if tags else "use a weights file",
         )
     if config.get("quick_gelu", False) != open_clip.get_model_config(settings.model).get("quick_gelu", False):
         is_quick = settings.model.endswith("-quickgelu")
         other = settings.model.removesuffix("-quickgelu") if is_quick else f"{settings.model}-quickgelu"
         raise UserError(
-            f"the weights {settings.weights} require another activation function than {settings.model} has",
+            f"the weights {settings.weights} require a different activation function than {settings.model} has",
             hint=f"use {other}:{settings.weights}",
         )
     try:
@@ -248,7 +251,7 @@ def weights_file(settings: TextSettings) -> Path:
 
 
 def check_weights(settings: TextSettings, path: Path) -> int:
-    """Compare the names and shapes of the file's tensors with the model; return the embedding width.
+    """Check that the tensors in a file have the names and shapes of the model; return the embedding dimension.
 
     Raises:
         UserError: The file is not a checkpoint, or belongs to a different model.
@@ -258,28 +261,28 @@ def check_weights(settings: TextSettings, path: Path) -> int:
     open_clip = _import_open_clip()
     width = int(open_clip.get_model_config(settings.model)["embed_dim"])
     if is_tag(settings):
-        return width  # open_clip converts the weights that it lists
-    shapes = _shapes_in(path)
-    logging.disable(logging.WARNING)  # open_clip warns about models without pretrained weights, but this one needs none
+        return width  # open_clip itself converts weights with a tag
+    shapes = _read_shapes(path)
+    logging.disable(logging.WARNING)  # hide the warning that the model has no pretrained weights, which are not needed
     try:
         with torch.device("meta"):
             model = open_clip.create_model(settings.model, load_weights=False, pretrained_text=False, device="meta")
     finally:
         logging.disable(logging.NOTSET)
     for name, tensor in model.state_dict().items():
-        # In older checkpoints, the tensors of the text tower lack the prefix `text.`.
+        # Older checkpoints name the tensors of the text tower without the prefix `text.`.
         shape = shapes.get(name, shapes.get(name.removeprefix("text.")))
         if name.startswith(("visual.", "logit_")) or shape == tuple(tensor.shape):
             continue
         actual = "is missing" if shape is None else f"has shape {list(shape)}"
         raise UserError(
             f"{path} is not a checkpoint of {settings.model}: {name} {actual}, expected {list(tensor.shape)}",
-            hint="give the model that the weights belong to; they must be in open_clip's format",
+            hint="use the model that the weights belong to; the weights must be in open_clip's format",
         )
     return width
 
 
-def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     import torch
 
     if path.suffix == SAFETENSORS:
@@ -290,8 +293,8 @@ def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
         return {name.removeprefix("module."): tuple(tensor.shape) for name, tensor in tensors.items()}
     except Exception as error:  # noqa: BLE001 - a file that is not a checkpoint can fail in any way, in pickle for example
         raise UserError(
-            f"{path} is not a torch checkpoint that can be loaded safely ({type(error).__name__})",
-            hint="give a .safetensors file, or a checkpoint that torch.load(weights_only=True) accepts",
+            f"{path} is not a PyTorch checkpoint that can be loaded safely ({type(error).__name__})",
+            hint="use a .safetensors file, or a checkpoint that torch.load(weights_only=True) accepts",
         ) from None
 
 
@@ -302,7 +305,7 @@ def _tiny_model() -> Any:
     vision = {"layers": 1, "width": 64, "head_width": 64, "patch_size": 32, "image_size": 32}
     text = {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 2}
     model = open_clip.CLIP(embed_dim=TINY_WIDTH, vision_cfg=vision, text_cfg=text)
-    # NumPy guarantees that the numbers from RandomState never change; torch gives no such guarantee.
+    # NumPy guarantees that RandomState always produces the same numbers; torch does not.
     random = np.random.RandomState(0)
     with torch.no_grad():
         for name, tensor in sorted(model.state_dict().items()):
@@ -317,9 +320,9 @@ def _tiny_model() -> Any:
 
 
 def _import_open_clip() -> Any:
-    """Import open_clip without wandb.
+    """Import open_clip, but prevent timm, which open_clip imports, from importing wandb.
 
-    open_clip imports timm, which would import wandb. wandb creates folders in $TMPDIR that outlive a killed worker.
+    wandb creates folders in $TMPDIR, which would remain after a worker is killed.
     """
     modules: dict[str, Any] = sys.modules
     is_imported = "wandb" in modules
@@ -336,21 +339,21 @@ def _import_open_clip() -> Any:
 
 
 class Tokens(NamedTuple):
-    """Tokens of one text, including the start and end tokens."""
+    """Token IDs of one text, including the start and end tokens, and True if the text was truncated."""
 
     ids: list[int]
     is_cut: bool
 
 
 def tokens_of(tokenizer: Any, text: str, *, context_length: int) -> Tokens:
-    """Return the first `context_length` tokens of `text`, equal to the tokens from open_clip's `SimpleTokenizer`.
+    """Return the first `context_length` tokens of a text, as open_clip's `SimpleTokenizer` produces them.
 
-    `SimpleTokenizer` encodes the complete text, although a tower reads only 77 tokens. Its time is quadratic in the
-    length of a word: a word of 100,000 letters takes minutes. This function stops at the first token that the tower
-    does not read, and merges long words with a heap.
+    `SimpleTokenizer` encodes the complete text, although a tower reads only 77 tokens, and takes quadratic time in the
+    length of a word: minutes for a word of 100,000 letters. This function stops at the first token that the tower does
+    not read, and merges the pairs of long words with a heap.
     """
-    begin, end = tokenizer.sot_token_id, tokenizer.eot_token_id
-    ids = [begin]
+    start, end = tokenizer.sot_token_id, tokenizer.eot_token_id
+    ids = [start]
     for word in tokenizer.pat.finditer(tokenizer.clean_fn(text)):
         letters = "".join(tokenizer.byte_encoder[byte] for byte in word.group().encode("utf-8"))
         if len(letters) > _LONG_WORD_CHARS:
@@ -364,9 +367,9 @@ def tokens_of(tokenizer: Any, text: str, *, context_length: int) -> Tokens:
 
 
 def merge_pairs(symbols: list[str], *, ranks: Mapping[tuple[str, str], int]) -> list[str]:
-    """Apply byte-pair encoding (Sennrich et al. 2016) to the symbols of a word, in O(n log n) for n symbols.
+    """Apply byte-pair encoding (Sennrich et al. 2016) to the n symbols of a word in O(n log n) time.
 
-    The pair with the lowest rank is merged everywhere, from left to right, until no remaining pair has a rank.
+    All occurrences of the pair with the lowest rank are merged from left to right, until no pair has a rank.
     """
     successor = [*range(1, len(symbols)), -1]
     predecessor = list(range(-1, len(symbols) - 1))

@@ -1,9 +1,8 @@
-"""The `ColumnWork` of `text`: the functions that its commands call, its reports, and the run of a plan.
+"""`ColumnWork` of the column `text`: the functions that its commands call, its reports, and the run of a plan.
 
-First, the bank is filled: embeddings in committed shards of the variant are copied, and all other texts are encoded
-exactly once. The bank then contains, for every text of the shards to make, an embedding or the reason why there is
-none. All state is in the commits and the bank, so the run can be killed at any time; the next run reuses both. The
-driver makes the shards itself, because this only copies embeddings.
+A run first fills the bank: it copies the embeddings in committed shards of the variant, and encodes every other text
+exactly once. The driver then makes the shards itself from captions and bank, because this only copies data. All state
+is in the commits and the bank, so a run can be killed at any time, and the next run reuses both.
 """
 
 import json
@@ -49,7 +48,7 @@ from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.text.bank import (
     Bank,
     BlockResult,
-    TowerUse,
+    TextEncoderOptions,
     blocks_of,
     copy_embeddings,
     encode_block,
@@ -75,8 +74,8 @@ from clipmill.shards.npy import npy_bytes
 from clipmill.shards.writer import Sample
 
 _BYTES_PER_NUMBER = 2
-_WORKER_GB = 2.5  # measured (benchmarks/README.md): CLIP ViT-B-32, batch of 32 on a CPU: 2.1 GB
-_CPU_BATCH, _GPU_BATCH = 32, 256  # batches are padded to full size, so on a CPU large batches cost more than they save
+_WORKER_GB = 2.5  # CLIP ViT-B-32 with a batch of 32 takes 2.1 GB on a CPU (benchmarks/README.md)
+_CPU_BATCH, _GPU_BATCH = 32, 256  # batches are padded to the full size, which on a CPU makes large batches slower
 
 
 def _plan(data_dir: Path, settings: TextSettings, request: Request) -> TextPlan:
@@ -88,14 +87,14 @@ def _plan(data_dir: Path, settings: TextSettings, request: Request) -> TextPlan:
 
 def _run(plan: TextPlan, settings: TextSettings, request: Request, part_run: PartRun | None) -> Summary:
     gpus_per_worker = request.gpus_per_worker(has_work=any(shard.has_work for shard in plan.shards))
-    use = TowerUse(
+    encoder = TextEncoderOptions(
         plan.recipe,
         batch=request.batch or (_GPU_BATCH if gpus_per_worker and settings.clip is not None else _CPU_BATCH),
         device="cuda" if gpus_per_worker else "cpu",
     )
     engine = request.open_engine(memory_gb=_WORKER_GB, gpus_per_worker=gpus_per_worker)
     return run_text(
-        plan, use, engine, part_run=part_run, lag_limit_s=request.lag_limit_s, request_values=request.recorded_flags
+        plan, encoder, engine, part_run=part_run, lag_limit_s=request.lag_limit_s, request_values=request.recorded_flags
     )
 
 
@@ -139,9 +138,9 @@ def text_summary(summary: Summary, *, list_path: Path) -> Report:
 
 
 def text_report(plan: TextPlan) -> Report:
-    """Return the report of a plan: the work by state and reason.
+    """Return the report of a plan: the shards by state and reason, and the disk use.
 
-    The number of new texts is not reported, because it is unknown until the captions are read.
+    The number of new texts is not reported, because it is unknown until a run reads the captions.
 
     Raises:
         UserError: The table of captions is damaged.
@@ -194,30 +193,30 @@ WORK = ColumnWork(
 
 
 EXTENSIONS = (MEMBER, "json")
-# Numbers of texts read from the bank at a time: an embedding takes a kilobyte, a sequence takes megabytes.
+# Maximum number of texts to read from the bank at a time: an embedding takes a kilobyte, a sequence takes megabytes.
 _MAX_TEXTS, _MAX_SEQUENCES = 1 << 16, 64
 
 
 def run_text(
     plan: TextPlan,
-    tower: TowerUse,
+    encoder: TextEncoderOptions,
     engine: Engine,
     *,
     part_run: PartRun | None = None,
     lag_limit_s: float = 0.0,
     request_values: Mapping[str, str] = MappingProxyType({}),
 ) -> Summary:
-    """Make every shard of the plan that needs work; call it while holding the lock of the column.
+    """Make every shard of the plan that needs work. The caller must hold the lock of the column.
 
-    Parts divide the texts and not the shards, because most shards need texts that other shards also need. The last part
-    makes the shards.
+    Parts divide the texts and not the shards, because most shards share texts with other shards. The last part makes
+    all shards.
 
     Args:
-        tower: Text encoder of the plan's recipe.
+        encoder: Text encoder of the plan's recipe.
         engine: Engine that encodes the texts.
-        part_run: Part whose texts to encode; None for all.
-        lag_limit_s: Time limit in seconds until embeddings that workers report are visible on this machine.
-        request_values: Additional values of the request that the records store, by flag name.
+        part_run: Part whose texts to encode; None for all texts.
+        lag_limit_s: Maximum time in seconds until embeddings from workers are visible on this machine.
+        request_values: Further values of the request to record with the variant, keyed by flag name.
     """
     begin_s = time.monotonic()
     if part_run is not None:
@@ -227,8 +226,8 @@ def run_text(
     write_selection(
         plan.variant_dir, plan.recipe.settings.where, {WEIGHTS: local_weights(plan.recipe), **request_values}
     )
-    is_alone = part_run is None or part_run.is_first
-    bank = Bank(plan.variant_dir / BANK_FOLDER, width=plan.recipe.values["width"], is_alone=is_alone)
+    is_only_writer = part_run is None or part_run.is_first
+    bank = Bank(plan.variant_dir / BANK_FOLDER, width=plan.recipe.values["width"], is_only_writer=is_only_writer)
     if part_run is not None:
         begin_variant(plan.data_dir, TEXT, plan.recipe.variant)
         part_run.begin()
@@ -236,12 +235,12 @@ def run_text(
         with Activity("reading captions"):
             texts = collect_texts(plan, reader)
         part_texts = texts if part_run is None else texts.of_part(part_run.part)
-        filled = fill_bank(bank, part_texts, plan=plan, reader=reader, tower=tower, engine=engine)
+        filled = fill_bank(bank, part_texts, plan=plan, reader=reader, encoder=encoder, engine=engine)
         if lag_limit_s and filled.error is None and filled.num_encoded:
             what = f"embeddings in {bank.folder}"
             wait_until_seen(what, lambda: _is_filled(bank, part_texts, filled.not_finite), limit_s=lag_limit_s)
         if part_run is not None and not _can_make_shards(bank, texts, filled, part_run):
-            # This part has encoded its texts; another part makes the shards.
+            # This part has encoded its texts, and a different part will make the shards.
             files = [commit.files for commit in plan.commits.values() if commit.files is not None]
             summary = Summary(
                 plan.recipe.variant,
@@ -260,7 +259,7 @@ def run_text(
 
 
 def _can_make_shards(bank: Bank, texts: "ShardTexts", filled: "Filled", part_run: PartRun) -> bool:
-    """Return True if this is the last part and the bank has all texts, including texts without an embedding."""
+    """Return True if this is the last part, and the bank contains all texts, including texts without an embedding."""
     if filled.not_finite:
         bank.add_not_finite(filled.not_finite)
     num_parts = part_run.part.count
@@ -276,15 +275,15 @@ def _can_make_shards(bank: Bank, texts: "ShardTexts", filled: "Filled", part_run
 
 
 def _num_encoded(bank: Bank, texts: "ShardTexts", num_parts: int) -> Counter[int]:
-    """Return the number of texts in the bank, as this node sees it, by the part that encodes them."""
+    """Return the number of texts in the bank that this node sees, keyed by the index of the part that encodes them."""
     bank.refresh()
     return Counter(owners_of(texts.digests[bank.has(texts.digests)], num_parts=num_parts).tolist())
 
 
 def _add_texts(summary: Summary, plan: TextPlan, texts: "ShardTexts", filled: "Filled", *, begin_s: float) -> Summary:
-    """Return the summary with counts of texts: its samples are videos, but a run encodes texts."""
+    """Replace the counts in a summary by counts of texts: samples are videos, but a run encodes texts."""
     summary.num_encoded, summary.wall_s = filled.num_encoded, time.monotonic() - begin_s
-    # All other texts come from a shard, or from the bank of a killed run.
+    # All other texts were copied from a shard, or were in the bank of a killed run.
     summary.num_reused = len(texts.digests) - filled.num_encoded
     note = f"note     {count_noun(filled.num_cut, 'text')} truncated to the encoder's context length"
     values = {"num_captions": plan.num_captions, "num_cut": filled.num_cut, "num_left_out": plan.num_left_out}
@@ -293,7 +292,7 @@ def _add_texts(summary: Summary, plan: TextPlan, texts: "ShardTexts", filled: "F
 
 
 class _LocalEngine:
-    """Engine that runs tasks one after another in the driver, since making a shard only copies data from the bank."""
+    """Engine that runs tasks one after another in the driver, because making a shard only copies data."""
 
     def run(
         self,
@@ -308,7 +307,7 @@ class _LocalEngine:
 
 
 def _job(plan: TextPlan, maker: "ShardMaker", request_values: Mapping[str, str]) -> "Job[TextShardTask]":
-    """Return the shards of a plan as a job for the driver."""
+    """Return the job that makes the shards of a plan."""
 
     def task(shard: ShardPlan) -> TextShardTask:
         ids = plan.ids_of(shard)
@@ -332,12 +331,12 @@ def _job(plan: TextPlan, maker: "ShardMaker", request_values: Mapping[str, str])
 
 @dataclass(frozen=True)
 class ShardTexts:
-    """The videos and texts of the shards that need work.
+    """Videos and texts of the shards that need work.
 
     Attributes:
-        video_ids: Ids of the videos in these shards.
-        digests: Digests of their texts, unique and in ascending order.
-        row_groups: Row groups of the table of captions that contain captions of each shard, by shard ID.
+        video_ids: IDs of the videos.
+        digests: Digests of their texts, unique and in ascending order, DIGESTS [texts].
+        row_groups: Row groups of the caption table with captions of a shard, keyed by shard ID.
     """
 
     video_ids: pa.Array
@@ -345,7 +344,7 @@ class ShardTexts:
     row_groups: dict[int, list[int]]
 
     def of_part(self, part: Part) -> "ShardTexts":
-        """Return only the texts of a part."""
+        """Return the same shards with only the texts of a part."""
         owners = owners_of(self.digests, num_parts=part.count)
         return replace(self, digests=self.digests[owners == part.number - 1])
 
@@ -355,10 +354,10 @@ class Filled:
     """Result of filling the bank.
 
     Attributes:
-        num_encoded: Number of texts encoded.
-        num_cut: Number of encoded texts longer than the tower's context length.
-        not_finite: Digests of texts without an embedding.
-        error: Reason why the bank lacks other texts; None if it is complete.
+        num_encoded: Number of encoded texts.
+        num_cut: Number of encoded texts that were truncated to the context length of the encoder.
+        not_finite: Digests of texts without a finite embedding.
+        error: Failure code, and reason why other texts are missing from the bank; None if none is missing.
         refused: Workers that failed the admission check and received no tasks.
     """
 
@@ -370,7 +369,7 @@ class Filled:
 
 
 def collect_texts(plan: TextPlan, reader: CaptionReader) -> ShardTexts:
-    """Read the captions of the shards that need work, and return their digests and row groups."""
+    """Read the captions of the shards that need work, and return the digests and row groups."""
     work = sorted(with_work(plan.shards), key=lambda shard: shard.shard_id)
     video_ids = pa.concat_arrays([plan.video_ids[:0], *(plan.ids_of(shard) for shard in work)])
     if not work:
@@ -391,10 +390,10 @@ def fill_bank(
     *,
     plan: TextPlan,
     reader: CaptionReader,
-    tower: TowerUse,
+    encoder: TextEncoderOptions,
     engine: Engine,
 ) -> Filled:
-    """Fill the bank with the embeddings of texts: copy stored embeddings, and encode all other texts."""
+    """Copy the stored embeddings of texts to the bank, and encode all other texts."""
     num_encoded = num_cut = 0
     not_finite: set[bytes] = set()
     error: tuple[FailureCode, str] | None = None
@@ -406,7 +405,7 @@ def fill_bank(
         missing = bank.find_missing(texts.digests)
     if not len(missing):
         return Filled(0, 0, frozenset(), None)
-    blocks = blocks_of(reader, texts.video_ids, missing=missing, bank_dir=bank.folder, tower=tower)
+    blocks = blocks_of(reader, texts.video_ids, missing=missing, bank_dir=bank.folder, encoder=encoder)
     refused: list[RefusedNode] = []
     encoding = "encoding texts"
     with worker_ticket(plan.variant_dir, package=COLUMN.package) as ticket, Activity(encoding) as now:
@@ -435,7 +434,7 @@ def _is_filled(bank: Bank, texts: ShardTexts, not_finite: frozenset[bytes]) -> b
 
 @dataclass(frozen=True)
 class TextShardTask:
-    """Task to make a shard of the given videos."""
+    """Task that makes one shard, from the videos with `video_ids`."""
 
     variant_dir: Path
     shard_id: int
@@ -446,12 +445,12 @@ class TextShardTask:
 
 @dataclass(frozen=True)
 class ShardMaker:
-    """Maker of shards, which runs in the driver and combines captions with embeddings from the bank.
+    """Maker of shards from captions and from embeddings in the bank. It runs in the driver.
 
     Attributes:
-        row_groups: Row groups of the table of captions that contain captions of each shard, by shard ID.
-        not_finite: Digests of texts that the tower cannot encode.
-        error: Reason why the bank lacks texts, or None.
+        row_groups: Row groups of the caption table with captions of a shard, keyed by shard ID.
+        not_finite: Digests of texts without a finite embedding.
+        error: Failure code, and reason why other texts are missing from the bank; None if none is missing.
     """
 
     plan: TextPlan
@@ -462,7 +461,7 @@ class ShardMaker:
     error: tuple[FailureCode, str] | None
 
     def make(self, task: TextShardTask) -> ShardResult:
-        """Make, publish and commit a shard. The bytes are reproducible."""
+        """Make, publish and commit a shard. Its bytes are reproducible."""
         videos = self._videos(task)
         with begin_shard(
             task,
@@ -480,10 +479,10 @@ class ShardMaker:
                     return stop_result(task, FailureCode.IO_ERROR, message)
                 is_valid = (lengths > 0) & texts_with_all(np.isfinite(embedded).all(axis=1), lengths)
                 if not is_valid.all():
-                    lost = [video.digest(row) for row in np.flatnonzero(lengths == 0).tolist()]
-                    if not self.not_finite.issuperset(lost):
-                        lost_error = (FailureCode.IO_ERROR, "embeddings are missing from the bank")
-                        return stop_result(task, *(self.error or lost_error))
+                    missing = [video.digest(row) for row in np.flatnonzero(lengths == 0).tolist()]
+                    if not self.not_finite.issuperset(missing):
+                        error = (FailureCode.IO_ERROR, "embeddings are missing from the bank")
+                        return stop_result(task, *(self.error or error))
                     invalid_rows = np.flatnonzero(~is_valid)
                     text = video.texts[int(invalid_rows[0])]
                     message = (
@@ -498,15 +497,15 @@ class ShardMaker:
             return shard.commit()
 
     def _read_rows(self, videos: list["_VideoTexts"]) -> Iterator[tuple["_VideoTexts", np.ndarray, np.ndarray]]:
-        """Yield each video with the rows and lengths of its texts; the rows of several videos are read together."""
+        """Yield each video with the rows and lengths of its texts. Rows are read for several videos at a time."""
         max_texts = _MAX_TEXTS if self.plan.recipe.settings.encoder is None else _MAX_SEQUENCES
         for group in _groups(videos, max_texts=max_texts):
             embedded, lengths = self.bank.rows(np.concatenate([video.digests for video in group]))
             text_ends = np.cumsum([len(video.digests) for video in group])
             row_ends = np.concatenate([[0], np.cumsum(lengths)])
             for video, end in zip(group, text_ends.tolist(), strict=True):
-                begin = end - len(video.digests)
-                yield video, embedded[row_ends[begin] : row_ends[end]], lengths[begin:end]
+                start = end - len(video.digests)
+                yield video, embedded[row_ends[start] : row_ends[end]], lengths[start:end]
 
     def _videos(self, task: TextShardTask) -> "list[_VideoTexts]":
         """Read the texts of a shard's videos, in order."""
@@ -520,14 +519,21 @@ class ShardMaker:
         texts = pa.concat_arrays([piece.texts for piece in pieces]).take(pa.array(order))
         bounds = np.searchsorted(videos[order], np.arange(len(task.video_ids) + 1)).tolist()
         return [
-            _VideoTexts.of(video_id.as_py(), ids[begin:end], texts[begin:end].to_pylist())
-            for video_id, begin, end in zip(task.video_ids, bounds[:-1], bounds[1:], strict=True)
+            _VideoTexts.of(video_id.as_py(), ids[start:end], texts[start:end].to_pylist())
+            for video_id, start, end in zip(task.video_ids, bounds[:-1], bounds[1:], strict=True)
         ]
 
 
 @dataclass(frozen=True)
 class _VideoTexts:
-    """The distinct texts of a video in the order of their first captions, and each caption's row by caption ID."""
+    """Unique texts of a video, in the order of their first captions.
+
+    Attributes:
+        texts: Unique texts.
+        digests: Digests of the texts, DIGESTS [texts].
+        caption_ids: IDs of the captions, in ascending order.
+        caption_rows: Index into `texts` for each caption.
+    """
 
     video_id: str
     texts: list[str]
@@ -546,7 +552,13 @@ class _VideoTexts:
         return self.digests[row : row + 1].tobytes()
 
     def sample(self, embedded: np.ndarray, *, split: str, row_tokens: list[int]) -> Sample:
-        """Return the sample for the tar; `embedded` is float16 [texts or tokens, width]."""
+        """Return the sample of the video.
+
+        Args:
+            embedded: Embeddings or sequences of the texts, float16 [texts or tokens, width].
+            split: Split of the shard.
+            row_tokens: Number of tokens of each text; empty for embeddings.
+        """
         description = {
             "video_id": self.video_id,
             "split": split,
@@ -571,7 +583,7 @@ class _VideoTexts:
 
 
 def _groups(videos: list[_VideoTexts], *, max_texts: int) -> Iterator[list[_VideoTexts]]:
-    """Yield the videos in order, in groups of at most `max_texts` texts, or of a single video with more texts."""
+    """Yield the videos in order, in groups of at most `max_texts` texts; a video with more texts is its own group."""
     group: list[_VideoTexts] = []
     num_texts = 0
     for video in videos:

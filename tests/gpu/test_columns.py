@@ -21,7 +21,7 @@ from clipmill.prep.latents.column import COLUMN
 from clipmill.prep.latents.recipe import LatentsSettings, Precision
 from clipmill.prep.latents.vae import Device
 from clipmill.prep.latents.worker import EncoderOptions
-from clipmill.prep.text.bank import TowerUse
+from clipmill.prep.text.bank import TextEncoderOptions
 from clipmill.prep.text.plan import make_text_plan
 from clipmill.prep.text.recipe import TextSettings
 from clipmill.prep.text.t5 import resolve_t5
@@ -58,7 +58,7 @@ def make_latents(
 def make_text(data_dir: Path, *, device: Device, recipe: TextSettings = TextSettings(clip="tiny")) -> None:  # noqa: B008 - frozen
     with writing(data_dir, column=TEXT):
         resolved = resolve_text(recipe) if recipe.encoder is None else resolve_t5(recipe)
-        use = TowerUse(resolved, batch=32, device=device)
+        use = TextEncoderOptions(resolved, batch=32, device=device)
         summary = run_text(make_text_plan(data_dir, resolved), use, Here())
     assert not summary.failures and summary.gave_up is None
 

@@ -14,7 +14,7 @@ from clipmill.manifests.store import read_captions
 from clipmill.manifests.write import write_manifest
 from clipmill.prep.core.run import Summary
 from clipmill.prep.engines import Check, Outcome, R, T
-from clipmill.prep.text.bank import Block, TowerUse
+from clipmill.prep.text.bank import Block, TextEncoderOptions
 from clipmill.prep.text.plan import TextPlan, make_text_plan
 from clipmill.prep.text.recipe import TextSettings
 from clipmill.prep.text.tower import resolve
@@ -81,7 +81,7 @@ def plan_of(data: Path, clip: str = "tiny") -> TextPlan:
 def encode(data: Path, clip: str = "tiny", *, engine: Encoding | None = None, batch: int = 8) -> Summary:
     """`prep text` on the CPU."""
     plan = plan_of(data, clip)
-    use = TowerUse(plan.recipe, batch=batch, device="cpu")
+    use = TextEncoderOptions(plan.recipe, batch=batch, device="cpu")
     return run_text(plan, use, engine or Encoding())
 
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from clipmill.prep.core.run import Summary
-from clipmill.prep.text.bank import TowerUse
+from clipmill.prep.text.bank import TextEncoderOptions
 from clipmill.prep.text.plan import make_text_plan
 from clipmill.prep.text.recipe import TextSettings
 from clipmill.prep.text.t5 import resolve_t5
@@ -31,5 +31,5 @@ def saved_t5(folder: Path, kind: str = "UMT5") -> Path:
 def encode(data: Path, model: Path, engine: Encoding | None = None) -> Summary:
     recipe = TextSettings(encoder=f"t5:{model}", max_tokens=20)
     plan = make_text_plan(data, resolve_t5(recipe))
-    use = TowerUse(plan.recipe, batch=3, device="cpu")
+    use = TextEncoderOptions(plan.recipe, batch=3, device="cpu")
     return run_text(plan, use, engine or Encoding())

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.core.plan import ShardState
 from clipmill.prep.engines import Check, Outcome, R, T
-from clipmill.prep.text.bank import Block, TowerUse
+from clipmill.prep.text.bank import Block, TextEncoderOptions
 from clipmill.prep.text.column import COLUMN
 from clipmill.prep.text.plan import make_text_plan
 from clipmill.prep.text.recipe import TextSettings, local_weights, text_recipe
@@ -59,7 +59,7 @@ def test_a_manifest_without_captions_makes_no_variant(prep: Command, tmp_path: P
         ("ViT-Q-32:openai", 'error: open_clip has no model "ViT-Q-32"'),
         ("ViT-B-32:no_such_tag", 'error: "no_such_tag" is neither a file nor a tag of ViT-B-32'),
         ("ViT-B-32:/nowhere/clip.pt", 'error: "/nowhere/clip.pt" is neither a file nor a tag'),
-        ("ViT-B-32:openai", "error: the weights openai require another activation function than ViT-B-32 has"),
+        ("ViT-B-32:openai", "error: the weights openai require a different activation function than ViT-B-32 has"),
     ],
 )
 def test_a_tower_that_is_not_there_is_named(prep: Command, data: Path, clip: str, message: str) -> None:
@@ -78,7 +78,7 @@ def test_files_that_are_no_weights_of_the_model_are_named(
     state = load_file(checkpoints.safetensors)
     save_file({name: value for name, value in state.items() if "ln_final" not in name}, other)
     for path, message in (
-        (text_file, "is not a torch checkpoint that can be loaded safely"),
+        (text_file, "is not a PyTorch checkpoint that can be loaded safely"),
         (cut, "is not a valid safetensors file: truncated at "),
         (other, f"is not a checkpoint of {checkpoints.model}: "),
     ):
@@ -185,7 +185,7 @@ def test_a_lost_worker_costs_the_shards_that_need_its_texts_until_the_next_run(
     encode(data)
     write_captions(data, {**CAPTIONS, "short": ["newer", "new"], "other": ["newest"]}, splits=SPLITS)
     plan = plan_of(data)
-    use = TowerUse(plan.recipe, batch=8, device="cpu")
+    use = TextEncoderOptions(plan.recipe, batch=8, device="cpu")
     summary = run_text(plan, use, Losing("new"))
     # The whole shard was given up: neither of its videos is as it should be.
     assert {(failure.code, failure.video_id) for failure in summary.failures} == {

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from clipmill.prep.core.parts import Part, PartRun, writing_part
 from clipmill.prep.core.run import Summary
-from clipmill.prep.text.bank import TowerUse
+from clipmill.prep.text.bank import TextEncoderOptions
 from clipmill.prep.text.recipe import TEXT
 from clipmill.prep.text.work import run_text
 from clipmill.shards.commit_table import read_commits
@@ -22,7 +22,7 @@ def encode_part(data: Path, part: str, clip: str = "tiny", *, engine: Encoding) 
     """`prep text --part` on the CPU."""
     with writing_part(data, Part.parse(part), column=TEXT) as run:
         plan = plan_of(data, clip)
-        use = TowerUse(plan.recipe, batch=8, device="cpu")
+        use = TextEncoderOptions(plan.recipe, batch=8, device="cpu")
         return run_text(plan, use, engine, part_run=run), run
 
 

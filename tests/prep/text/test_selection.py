@@ -7,7 +7,7 @@ import pytest
 from clipmill.manifests.errors import UserError
 from clipmill.prep.core.run import Summary
 from clipmill.prep.core.variants import stored_request
-from clipmill.prep.text.bank import TowerUse
+from clipmill.prep.text.bank import TextEncoderOptions
 from clipmill.prep.text.column import COLUMN
 from clipmill.prep.text.plan import make_text_plan, pending_text
 from clipmill.prep.text.recipe import TextSettings
@@ -27,7 +27,7 @@ def data(tmp_path: Path) -> Path:
 
 def encode(data: Path, where: str | None, engine: Encoding) -> Summary:
     plan = make_text_plan(data, resolve(TextSettings(clip="tiny", where=where)))
-    return run_text(plan, TowerUse(plan.recipe, batch=8, device="cpu"), engine)
+    return run_text(plan, TextEncoderOptions(plan.recipe, batch=8, device="cpu"), engine)
 
 
 def stored_texts(data: Path) -> dict[str, list[str]]:

@@ -110,9 +110,9 @@ def test_a_sample_is_compared_with_its_lengths(data: Path, model: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ((), "no text encoder is given"),
-        (("--clip", "tiny", "--encoder", "t5:x"), "both given"),
-        (("--encoder", "bert:x"), "is not the encoder of a T5"),
+        ((), "no text encoder is selected"),
+        (("--clip", "tiny", "--encoder", "t5:x"), "cannot be used together"),
+        (("--encoder", "bert:x"), "is not a T5 encoder"),
         (("--encoder", "t5:/nowhere"), "the folder /nowhere (requested by --encoder t5:/nowhere) does not exist"),
         (("--encoder", "t5:/nowhere", "--max-tokens", 1), "--max-tokens is 1"),
     ],
