@@ -35,8 +35,7 @@ from clipmill.train.config.training import ParallelSettings, Schedule
 from clipmill.train.data.batch import Batch
 from clipmill.train.distributed.launch import open_world
 from clipmill.train.distributed.pipeline import Pipeline, partition
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.captioner import Captioner, Gpt2, Gpt2Size
 from clipmill.train.models.timesformer import TimeSformer

@@ -19,8 +19,7 @@ from torch import nn
 from benchmarks.report import parser_for, print_report
 from benchmarks.timing import seconds_of
 from clipmill.train.data.batch import Batch
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.losses.contrastive import DatasetSize, build_contrast
 from clipmill.train.losses.settings import LOSSES, Loss
 

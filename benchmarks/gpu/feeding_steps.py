@@ -27,8 +27,7 @@ from clipmill.train.config.clips import Augment, ClipSettings
 from clipmill.train.config.files import Provenance
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.device.precision import open_precision
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.models.attention import open_attention
 from clipmill.train.optim.optimizer import make_optimizer
 from clipmill.train.registry import find_task

@@ -11,7 +11,7 @@ STORIES: tuple[tuple[str, str], ...] = (
     (r"run the same command again|failures are listed in|to repair, run", "the message says how to go on"),
     (r"not finite|the … is … at step", "[the loss is not finite](troubleshooting.md#the-loss-is-not-finite)"),
     (r"\branks? |\branks\b", "[several processes](troubleshooting.md#several-processes)"),
-    (r"captions found are empty|nothing is learned", "check the captions, the loss, and what is frozen"),
+    (r"captions found are empty|learns nothing", "check the captions, the loss, and what is frozen"),
     (r"another process", "wait until it has finished, or stop it"),
     (r"no such folder|is a file, not a folder", "give the folder of the videos"),
     (r"requested by …\) does not exist|^timm:", "check the name: a folder, or a model that its library knows"),

@@ -83,7 +83,7 @@ def mistake_of_one_node(case: Case) -> str:
     """Node 1 ends before it meets the other one, which says whom it waits for."""
     launches = case.launch(0, max_restarts=0), case.launch(1, "--nonsense", max_restarts=0)
     assert launches[1].end() == 1
-    waited_s = case.wait_for_said(0, "rank 0 of 2 waits for the other ranks to start")
+    waited_s = case.wait_for_said(0, "rank 0 of 2 is waiting for the other ranks to start")
     launches[0].process.terminate()
     return f"rank 0 said that it waits after {waited_s:.0f} s"
 

@@ -16,8 +16,7 @@ from clipmill.train.data.order import LoaderState
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.data.workers import ThreadedReader
 from clipmill.train.device.transfer import Scalar
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.engine.loop import train
 from clipmill.train.losses.objective import Objective
 from clipmill.train.run.folder import RunFolder, create_run, read_lines

@@ -111,7 +111,7 @@ def test_a_finished_run_resumes_to_nothing_and_refuses_other_settings(
     assert train("dual-encoder", "--out", finished_run, "--resume") == 0
     assert (finished_run / "metrics.jsonl").read_bytes() == before
     checkpoint = finished_run / "checkpoints" / "step_000008"
-    assert f"resumes at step 8 of 8 from {checkpoint}\n" in capsys.readouterr().out
+    assert f"resuming at step 8 of 8 from {checkpoint}\n" in capsys.readouterr().out
     assert train("dual-encoder", "--out", finished_run, "--resume", "--lr", 0.5) == 2
     error, hint = two_lines(capsys)
     assert "--lr is 0.5" in error and "has 0.001" in error and "--init.weights OLD --out NEW" in hint

@@ -20,8 +20,7 @@ from clipmill.train.data.batch import Batch, Sample
 from clipmill.train.data.loader import SampleRequest, TrainingSet
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.device.transfer import LateMetrics, Scalar, StepGuard
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.engine.state import State
 from clipmill.train.losses.objective import Objective
 from clipmill.train.run.checkpoint import all_checkpoints

@@ -14,8 +14,7 @@ from clipmill.train.config.evaluation import EvaluationSettings
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.loader import TrainingSet
 from clipmill.train.device.transfer import Scalar
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.engine.metrics import not_finite
 from clipmill.train.losses.objective import Objective
 from clipmill.train.run.checkpoint import all_checkpoints

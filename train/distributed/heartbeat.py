@@ -1,11 +1,11 @@
 """Heartbeats between ranks, so that no rank waits long for a lost rank.
 
-A collective waits for all ranks. On GPUs, where no connection breaks, it waits ten minutes or more. Therefore a thread
-of every rank updates a counter every few seconds. It exits the process if another rank has been silent for too long, or
-has reported that it failed.
+A collective waits for all ranks. On GPUs, where a lost rank does not break a connection, it waits for ten minutes or
+longer. Therefore, a thread of every rank updates a counter every few seconds. The thread ends its process if another
+rank has been silent for too long, or has reported a failure.
 
-The counters are in a store that torchrun or rank 0 hosts. If that process freezes or its machine is lost, a store call
-never returns. Therefore a second thread measures how long the first thread's calls take.
+The counters are in a store that torchrun or rank 0 hosts. If that process freezes or its machine is lost, calls to the
+store never return. Therefore, a second thread measures how long the calls of the first thread take.
 """
 
 import os
@@ -23,14 +23,19 @@ from clipmill.train.distributed.world import World
 BEAT_S = 5.0
 SILENT_S = 40.0
 _TICK_S = 1.0
-# A failing rank also breaks connections. The other ranks have this much time to notice that on their own.
+# A rank that fails also breaks connections, so its peers have this much time to raise their own errors.
 _GRACE_S = 10.0
 _LEFT, _FAILED = "left", "failed: "
 _MAX_REASON = 300  # maximum length of a reason, in characters
 
 
 class Heartbeat:
-    """Sender of heartbeats, from its creation (once the ranks have agreed on the name of their attempt) until `end`."""
+    """Sender of heartbeats, from its creation until `end`.
+
+    Args:
+        host, port: Address of the store.
+        attempt: Name of this attempt of the launch, on which the ranks have agreed.
+    """
 
     def __init__(self, world: World, *, host: str, port: int, attempt: str) -> None:
         self._world = world
@@ -38,7 +43,7 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
         if world.size == 1:
             return
-        # A separate connection, because the process group's connection may be waiting for a response.
+        # Use a separate connection, because the connection of the process group may be waiting for a response.
         store = dist.TCPStore(
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=SILENT_S / 2)
         )
@@ -51,7 +56,7 @@ class Heartbeat:
         threading.Thread(target=self._time_calls, name="heartbeat-timer", daemon=True).start()
 
     def end(self, *, error: BaseException | None = None) -> None:
-        """Tell the other ranks that this rank is done, or why it failed."""
+        """Tell the other ranks that this rank has finished, or why it failed."""
         if self._thread is None:
             return
         self._is_over.set()
@@ -59,7 +64,7 @@ class Heartbeat:
         is_stuck = self._thread.is_alive()
         self._thread = None
         if is_stuck:
-            return  # the thread waits in a store call, which blocks further calls
+            return  # the thread waits in a call to the store, which blocks further calls
         try:
             reason = _LEFT
             if error is not None:
@@ -98,17 +103,17 @@ class Heartbeat:
         if reason is None or self._is_over.is_set():
             return
         sys.stderr.write(
-            f"failed: {reason}; rank {self._world.rank} stops too, resume from the latest checkpoint with --resume\n"
+            f"failed: {reason}; rank {self._world.rank} stops too; resume from the latest checkpoint with --resume\n"
         )
         sys.stderr.flush()
-        # The main thread is blocked in a collective.
+        # The main thread is blocked in a collective, so it cannot end the process.
         os._exit(EXIT_FAILED_WORK)
 
 
 class _RunningClock:
-    """Clock that counts the seconds in which this process runs.
+    """Clock that stands still while this process is suspended (Ctrl-Z, SIGSTOP).
 
-    While the process is suspended (Ctrl-Z, SIGSTOP), the silence of other ranks does not count.
+    Otherwise, the other ranks would seem to have been silent during the suspension.
     """
 
     def __init__(self) -> None:
@@ -116,14 +121,14 @@ class _RunningClock:
         self._ticked_s = monotonic()
 
     def tick(self) -> None:
-        """Advance by the time since the last tick, limited to two ticks, because a longer gap means a suspension."""
+        """Advance by the time since the last call, by at most two ticks: a longer gap indicates a suspension."""
         now_s = monotonic()
         self.now_s += min(now_s - self._ticked_s, 2 * _TICK_S)
         self._ticked_s = now_s
 
 
 class Watch:
-    """The last known state of the other ranks. Times are arguments, so that tests can choose them."""
+    """Last known state of the other ranks. Times are arguments, so that tests can choose them."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -157,4 +162,4 @@ class Watch:
 
 
 def _unanswered_text() -> str:
-    return f"the machine of rank 0 has not answered for {SILENT_S:g} s, or its process is suspended"
+    return f"the machine of rank 0 has not responded for {SILENT_S:g} s, or its process is suspended"

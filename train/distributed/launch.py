@@ -1,7 +1,7 @@
-"""The process group under torchrun: ranks check that all were started in the same way, join it, and leave it.
+"""Join and leave the process group under torchrun, and check that all ranks were started in the same way.
 
-Ranks with different arguments or data would hang or abort in the first collective, or silently continue with different
-learning rates.
+Ranks that were started with different arguments or data would hang or abort in the first collective, or silently train
+with different learning rates.
 """
 
 import json
@@ -20,33 +20,33 @@ import torch.distributed as dist
 from clipmill.manifests.errors import FailedWork, UserError, first_line
 from clipmill.train.distributed.world import World
 
-# The start of a rank: values that must be the same on all ranks, by flag or by the name of another property.
+# Start of a rank: values that must be the same on all ranks, keyed by flag or by the name of another property.
 Start = Mapping[str, object]
 COMMAND = "command"
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _MAX_SHOWN = 6
 _POLL_S = 0.02
-_JOIN_TIMEOUT = timedelta(minutes=10)  # torchrun's default; a machine may first have to load everything over a network
+_JOIN_TIMEOUT = timedelta(minutes=10)  # torchrun's default; a machine may first have to load all code over a network
 _TIMEOUT = timedelta(minutes=30)  # torch's default for a process group; heartbeats detect a lost rank earlier
 _REMIND_S = 60.0
-# Rank 0 may host the store. It then leaves last, but waits at most this long, because other ranks may have exited.
+# If rank 0 hosts the store, it leaves last. It waits for at most this time, because other ranks may have exited.
 _LEAVE_TIMEOUT = timedelta(seconds=10)
-# Fragments of the errors that gloo and NCCL raise after another process, or the connection to it, was lost.
+# Fragments of the errors that gloo and NCCL raise when another process or the connection to it is lost.
 _LOST = ("closed by peer", "connection reset", "connection refused", "broken pipe", "timed out", "nccl", "gloo")
 
 
 @contextmanager
 def open_world(*, device_type: str, start: Start | None = None, hint: str = "") -> Iterator[World]:
-    """Join torchrun's process group; without a launcher, yield a world of size 1.
+    """Join the process group of torchrun within the block. Without a launcher, yield a world of size 1.
 
     Args:
-        start: Start of this rank. Ranks compare their starts before any other communication.
-        hint: Hint for the error that is raised if the starts differ.
+        start: Start of this rank. The ranks compare their starts before any other communication.
+        hint: Hint of the error if the starts differ.
 
     Raises:
         UserError: The environment is incomplete, this machine has fewer GPUs than processes, or the ranks were started
-            differently.
+            in different ways.
         FailedWork: Another rank was lost.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -57,11 +57,11 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
         num_gpus = torch.cuda.device_count()
         if world.local_rank >= num_gpus:
             raise UserError(
-                f"process {world.local_rank} of this machine has no GPU: there are {num_gpus}",
+                f"process {world.local_rank} of this machine has no GPU: the machine has {num_gpus}",
                 hint=f"launch with --nproc-per-node {num_gpus}, or train with --device cpu",
             )
         torch.cuda.set_device(world.local_rank)
-    # torchrun hosts the store; under other launchers, rank 0 does.
+    # torchrun hosts the store. Under other launchers, rank 0 hosts it.
     try:
         with _remind_of_wait(world, lambda: "the other ranks"):
             store, _, _ = next(dist.rendezvous("env://", timeout=_JOIN_TIMEOUT))
@@ -83,7 +83,7 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
         store.set_timeout(_TIMEOUT)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
         yield world
-        # No rank leaves before all are done, because one of the processes may host the store.
+        # No rank leaves before all have finished, because one of the processes may host the store.
         world.gather(torch.zeros(1))
         heartbeat.end()
         dist.destroy_process_group()
@@ -96,7 +96,7 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
             "its last messages are above or in its own log; resume from the latest checkpoint with --resume"
         ) from error
     except BaseException as error:
-        # The process group is not destroyed, because that may block on ranks that wait for this rank.
+        # Do not destroy the process group: that could block, because other ranks wait for this rank.
         heartbeat.end(error=error)
         raise
 
@@ -105,7 +105,7 @@ def _read_environment() -> World:
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:
         raise UserError(
-            f"RANK is set, and {', '.join(missing)} is not" if len(missing) == 1 else f"not set: {', '.join(missing)}",
+            f"RANK is set, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not",
             hint="launch with torchrun, which sets all of them; or unset RANK and WORLD_SIZE for one process",
         )
     numbers = {}
@@ -113,25 +113,26 @@ def _read_environment() -> World:
         try:
             numbers[name] = int(os.environ[name])
         except ValueError:
-            raise UserError(f"{name} is {os.environ[name]!r}", hint="launch with torchrun, which sets it") from None
+            error = f"the environment variable {name} is {os.environ[name]!r}, which is not a number"
+            raise UserError(error, hint="launch with torchrun, which sets it") from None
     return World(rank=numbers["RANK"], size=numbers["WORLD_SIZE"], local_rank=numbers["LOCAL_RANK"])
 
 
 def name_attempt(store: dist.Store, world: World) -> str:
-    """Agree on a new name for this attempt of the launch. All ranks call it.
+    """Agree on a new name for this attempt of the launch. All ranks must call this function.
 
     torchrun restarts processes but keeps its store, which may still contain addresses of ranks that no longer exist.
-    (The restart count cannot serve as a name, because each machine has its own count.) Each rank sends a request with a
-    random key, to which no earlier process can have responded. Rank 0 responds until all ranks have acknowledged the
-    name, or raises FailedWork after a timeout.
+    (The number of restarts cannot serve as a name, because each machine counts its own restarts.) Each rank sends a
+    request with a random key, to which no earlier process can have responded. Rank 0 responds until all ranks have
+    acknowledged the name, or raises FailedWork after a timeout.
     """
     key = secrets.token_hex(8)  # on rank 0, this is the name of the attempt
     if not world.is_first:
         store.set(f"asks/{world.rank}", key)
-        answer = f"answer/{key}"
+        response = f"answer/{key}"
         with _remind_of_wait(world, lambda: "rank 0"):
-            store.wait([answer], _JOIN_TIMEOUT)
-        name = str(store.get(answer).decode())
+            store.wait([response], _JOIN_TIMEOUT)
+        name = str(store.get(response).decode())
         store.set(f"knows/{name}/{world.rank}", "")
         return name
     missing, response_keys = set(range(1, world.size)), dict[int, str]()
@@ -156,16 +157,16 @@ def name_attempt(store: dist.Store, world: World) -> str:
 
 @contextmanager
 def _remind_of_wait(world: World, describe_missing: Callable[[], str]) -> Iterator[None]:
-    """Print on every machine, once a minute, which ranks this rank is waiting for.
+    """Print once a minute, on every machine, which ranks this rank is waiting for within the block.
 
-    A rank that fails before it joins, for example because of a wrong flag, cannot tell the other ranks.
+    A rank that fails before it joins, for example because of an invalid flag, cannot tell the other ranks.
     """
     is_over = threading.Event()
 
     def remind() -> None:
         while not is_over.wait(_REMIND_S):
             sys.stderr.write(
-                f"rank {world.rank} of {world.size} waits for {describe_missing()} to start; see their logs\n"
+                f"rank {world.rank} of {world.size} is waiting for {describe_missing()} to start; see their logs\n"
             )
             sys.stderr.flush()
 
@@ -178,7 +179,12 @@ def _remind_of_wait(world: World, describe_missing: Callable[[], str]) -> Iterat
 
 
 def require_same_start(start: Start, *, store: dist.Store, world: World, hint: str) -> None:
-    """Compare the starts of all ranks through the store. If they differ, every rank raises the same UserError."""
+    """Compare the starts of all ranks through the store.
+
+    Raises:
+        UserError: The starts differ. All ranks raise the same error.
+        FailedWork: Another rank did not start in time.
+    """
     store = dist.PrefixStore("start", store)
     try:
         store.set(str(world.rank), json.dumps(start))
@@ -202,12 +208,12 @@ def require_same_start(start: Start, *, store: dist.Store, world: World, hint: s
 
 
 def difference(ranks: Sequence[Start]) -> str | None:
-    """Describe the values that differ between ranks; None if there are none."""
+    """Describe the values that differ between ranks; None if all values are equal."""
     names = list(dict.fromkeys(name for start in ranks for name in start))
     values = {name: [_value_text(start, name) for start in ranks] for name in names}
     differing = {name: rank_values for name, rank_values in values.items() if len(set(rank_values)) > 1}
     if COMMAND in differing:
-        # Other commands have other flags; listing these differences would not help.
+        # Different commands have different flags, so a list of these would not help.
         differing = {COMMAND: differing[COMMAND]}
     if not differing:
         return None
@@ -216,8 +222,8 @@ def difference(ranks: Sequence[Start]) -> str | None:
         ranks_by_value: dict[str, list[int]] = {}
         for rank, value in enumerate(rank_values):
             ranks_by_value.setdefault(value, []).append(rank)
-        places = " and ".join(f"{value} on {_name_ranks(numbers)}" for value, numbers in ranks_by_value.items())
-        parts.append(f"{name} is {places}")
+        shown = " and ".join(f"{value} on {_name_ranks(numbers)}" for value, numbers in ranks_by_value.items())
+        parts.append(f"{name} is {shown}")
     more = f"; and {len(parts) - _MAX_SHOWN} more" if len(parts) > _MAX_SHOWN else ""
     return "; ".join(parts[:_MAX_SHOWN]) + more
 

@@ -1,4 +1,4 @@
-"""Data parallelism: replicated (DDP, ZeRO-1) or sharded (FSDP2) models; tables whose rows are distributed over ranks.
+"""Data parallelism: replicated (DDP, ZeRO-1) or sharded (FSDP2) models, and tables whose rows are sharded over ranks.
 
 strategy   weights      gradients    optimizer state
 ddp        replicated   replicated   replicated
@@ -33,15 +33,15 @@ def wrap_model(
     device: torch.device,
     products: torch.dtype | None,
 ) -> nn.Module:
-    """Wrap `model` for forward and backward passes. The parameters of `model` remain in use.
+    """Wrap `model` for forward and backward passes. The wrapper uses the parameters of `model`.
 
-    After a backward pass in `sync_gradients(..., True)`, the gradients are averaged over ranks. With FSDP, `model`
-    itself is modified, and its parameters become DTensors.
+    After a backward pass within `sync_gradients(..., True)`, the gradients are averaged over the ranks. With FSDP,
+    `model` itself is modified, and its parameters become DTensors.
 
     Args:
-        units: Submodules that FSDP gathers separately.
-        products: Dtype of the matrix products, in which FSDP gathers weights; None for the dtype of the weights.
-            Gradients are reduced in the dtype of the weights.
+        units: Submodules that FSDP gathers one at a time.
+        products: Dtype of matrix products, to which FSDP casts weights before it gathers them; None for the dtype of
+            the weights. Gradients are reduced in the dtype of the weights.
     """
     if world.size == 1:
         return model
@@ -55,18 +55,18 @@ def wrap_model(
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         return model
-    # `exchange_buffers` synchronises buffers once per step for every strategy; DDP would do so in each forward pass.
+    # `exchange_buffers` synchronises buffers once per step for every strategy. DDP would do so in each forward pass.
     devices = [device] if device.type == "cuda" else None
     return Replicated(model, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
 class Replicated(DistributedDataParallel):
-    """DDP with the same buckets in every step of every process.
+    """DDP that uses the same buckets in every step of every process.
 
-    The order in which ranks sum an element depends on its position in a bucket. DDP itself lays out new buckets after
-    the first backward pass of a process. A resumed run would then sum the gradients of its next step in a different
-    order than an uninterrupted run. This class lays out the buckets once, before the first step, from the last
-    parameter to the first, because models define modules in the order in which they use them.
+    The order in which the ranks sum an element depends on its position in a bucket. DDP changes its buckets after the
+    first backward pass of a process, so a resumed run would sum the gradients of its next step in a different order
+    than an uninterrupted run. This class fills the buckets only once, before the first step, from the last parameter to
+    the first, because models define modules in the order in which they use them.
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
@@ -84,7 +84,7 @@ class Replicated(DistributedDataParallel):
 
 @contextmanager
 def sync_gradients(model: nn.Module, is_last: bool) -> Iterator[None]:
-    """Context for the passes of a wrapped model: reduce the gradients if these passes are the last of the step."""
+    """Context for the forward and backward pass of a wrapped model. The gradients are reduced if `is_last` is True."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
         yield
@@ -95,7 +95,7 @@ def sync_gradients(model: nn.Module, is_last: bool) -> Iterator[None]:
 
 @contextmanager
 def unshard(model: nn.Module) -> Iterator[None]:
-    """Context in which every rank has all weights of `model`, so that forward passes need no communication."""
+    """Context in which every rank holds all weights of `model`, so that forward passes do not communicate."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         yield
@@ -108,12 +108,12 @@ def unshard(model: nn.Module) -> Iterator[None]:
     finally:
         for unit in units:
             unit.reshard()
-            # Restore fully_shard's setting: the backward pass begins with the root, which therefore stays gathered.
+            # Restore the setting of fully_shard: the root stays gathered, because the backward pass begins with it.
             unit.set_reshard_after_forward(unit is not model, recurse=False)
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
-    """Average gradients over ranks after the backward pass of a model whose wrapper does not average them."""
+    """Average gradients over the ranks, after the backward pass of a module without a wrapper that averages them."""
     if world.size == 1:
         return
     for bucket in buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
@@ -123,11 +123,11 @@ def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
 
 
 def exchange_buffers(model: nn.Module, world: World) -> None:
-    """Send the buffers that a step has changed on rank 0 to all ranks, so that they equal the buffers in a checkpoint.
+    """Copy the buffers that a step has changed from rank 0 to all ranks, so that all equal those in a checkpoint.
 
-    As with DDP, batch norms normalise with the statistics of the rank's microbatch. The running statistics of rank 0
-    are used for all ranks, for two reasons. Copies are exact and can be repeated, so neither an evaluation nor a
-    checkpoint changes the run. And every kind of buffer can be copied, but not every kind can be averaged.
+    As with DDP, a batch norm normalises with the statistics of the rank's microbatch. All ranks take the running
+    statistics of rank 0, for two reasons: copies are exact and can be repeated, so that neither an evaluation nor a
+    checkpoint changes the run; and every buffer can be copied, but not every buffer can be averaged.
     """
     if world.size > 1:
         _send(list(changing_buffers(model).values()), world, source=0)
@@ -135,7 +135,7 @@ def exchange_buffers(model: nn.Module, world: World) -> None:
 
 @torch.no_grad()
 def _send(tensors: Sequence[torch.Tensor], world: World, *, source: int) -> None:
-    """Copy tensors from rank `source` into the tensors of all other ranks."""
+    """Copy the tensors of rank `source` into the tensors of all other ranks."""
     for bucket in buckets(sorted(tensors, key=lambda tensor: str(tensor.dtype))):
         flat = torch.cat([tensor.flatten() for tensor in bucket])
         dist.broadcast(flat, group=world.group, group_src=source)
@@ -145,18 +145,18 @@ def _send(tensors: Sequence[torch.Tensor], world: World, *, source: int) -> None
 
 
 class ZeroOptimizer:
-    """ZeRO-1 (Rajbhandari et al. 2020, section 5.1): optimizer state sharded over ranks by complete parameters.
+    """ZeRO-1 (Rajbhandari et al. 2020, section 5.1): shard the state of an optimizer over ranks by complete parameters.
 
-    Each rank updates its own parameters and sends them to the other ranks. Because parameters are not divided, every
-    optimizer gives results that are bit-identical to the results of a single process.
+    Each rank updates its own parameters and sends them to the other ranks. Because parameters are not divided, the
+    results of every optimizer are bit-identical to the results of a single process.
 
     Args:
-        optimizer: Optimizer of all parameters, without state. It is restricted to the parameters of this rank.
+        optimizer: Optimizer of all parameters, without state. The parameters of other ranks are removed from it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, world: World) -> None:
         self._optimizer, self._world = optimizer, world
-        parameters: list[nn.Parameter] = [each for group in optimizer.param_groups for each in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         owners = divide([parameter.numel() for parameter in parameters], world.size)
         self._parameters_by_rank: list[list[nn.Parameter]] = [[] for _ in range(world.size)]
         for parameter, owner in zip(parameters, owners, strict=True):
@@ -172,7 +172,7 @@ class ZeroOptimizer:
 
 
 def divide(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Assign items to ranks by size: the largest item first, each to the rank with the smallest load so far."""
+    """Return a rank for each item: from the largest item to the smallest, the rank with the smallest load so far."""
     loads = [0] * num_ranks
     ranks = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -186,7 +186,7 @@ _BUCKET_BYTES = 64 << 20
 
 
 def buckets(tensors: Sequence[AnyTensor]) -> list[list[AnyTensor]]:
-    """Group consecutive tensors of the same dtype into buckets for communication, small enough to be copied."""
+    """Group consecutive tensors of the same dtype into buckets for communication, which are small enough to copy."""
     groups: list[list[AnyTensor]] = []
     size_bytes = 0
     for tensor in tensors:
@@ -200,28 +200,30 @@ def buckets(tensors: Sequence[AnyTensor]) -> list[list[AnyTensor]]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local part of a DTensor, which shares its memory; return plain tensors unchanged."""
+    """Return the local part of a DTensor, with shared memory, or a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def norms(parts: Sequence[torch.Tensor], *, like: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the Euclidean norms of N complete tensors as float64 [N], with one collective per kind of sharding.
+    """Return the Euclidean norms of N complete tensors as float64 [N], equal on every rank.
+
+    One collective is needed for each kind of sharding.
 
     Args:
         parts: Local part of each tensor.
-        like: Tensors with the same sharding, which are equal on every rank.
+        like: Tensors that are sharded like the complete tensors.
     """
     squares_N = torch.stack([norm.double() for norm in torch._foreach_norm(list(parts))]) ** 2
     sharded: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[int]] = {}
     for index, tensor in enumerate(like):
         if isinstance(tensor, DTensor):
-            # Sums over local parts are partial for shards, but complete for replicas.
+            # The sum over a shard is partial; the sum over a replica is complete.
             sums = tuple(Replicate() if placement.is_replicate() else Partial() for placement in tensor.placements)
             sharded.setdefault((tensor.device_mesh, sums), []).append(index)
     for (mesh, placements), members in sharded.items():
         indices = send(torch.tensor(members), squares_N.device)
-        # Meshes of one rank and replicated tensors need no communication.
+        # There is no communication for meshes of one rank and for replicated tensors.
         squares_N[indices] = DTensor.from_local(squares_N[indices], mesh, placements, run_check=False).full_tensor()
     return squares_N.sqrt()
 
@@ -234,13 +236,13 @@ def reshard(model: nn.Module) -> None:
 
 
 class ShardedRows(nn.Module):
-    """A table [num_rows, C] whose rows are sharded over ranks, with the layout of DTensor's Shard(0).
+    """Table [num_rows, C] whose rows are sharded over ranks, with the layout of DTensor's Shard(0).
 
-    In `state_dict`, it is one tensor `rows`. With several ranks it is a DTensor, which torch.distributed.checkpoint can
-    load into a world of a different size.
+    The table is the tensor `rows` in `state_dict`: a DTensor if there are several ranks, so that
+    torch.distributed.checkpoint can load it into a world of a different size.
 
     Args:
-        start: Initial value of each row, C numbers.
+        start: Initial values of each row, C numbers.
     """
 
     rows: torch.Tensor
@@ -253,19 +255,22 @@ class ShardedRows(nn.Module):
         part = -(-num_rows // world.size)
         self._first = min(num_rows, world.rank * part)
         self._num_local = min(num_rows, self._first + part) - self._first
-        # An additional row stands for rows of other ranks, so that shapes do not depend on which rows are local.
+        # An additional row stands for all rows of other ranks, so that shapes do not depend on which rows are local.
         self.register_buffer("rows", torch.tensor(start).repeat(self._num_local + 1, 1))
         self.register_state_dict_post_hook(_put_all_rows)
         self.register_load_state_dict_pre_hook(_take_local_rows)
 
     def read(self, ids_B: torch.Tensor) -> torch.Tensor:
-        """Return the rows [B, C] of `ids_B`. All ranks must call it with the same IDs."""
+        """Return the rows [B, C] with the given IDs. All ranks must call this method with the same IDs."""
         index_B = self._local_indices(ids_B)
         is_local_B1 = (index_B < self._num_local)[:, None]
         return self._world.sum(torch.where(is_local_B1, self.rows[index_B], 0))
 
     def write(self, ids_B: torch.Tensor, values_BC: torch.Tensor) -> None:
-        """Set rows. All ranks must call it with the same values, which must be equal for repeated IDs."""
+        """Set the rows with the given IDs. All ranks must call this method with the same IDs and values.
+
+        Repeated IDs must have equal values.
+        """
         self.rows[self._local_indices(ids_B)] = values_BC.to(self.rows.dtype)
 
     def _local_indices(self, ids_B: torch.Tensor) -> torch.Tensor:
@@ -273,7 +278,7 @@ class ShardedRows(nn.Module):
         return torch.where((index_B >= 0) & (index_B < self._num_local), index_B, self._num_local)
 
     def all_rows(self) -> torch.Tensor:
-        """Return all rows [num_rows, C], which share memory with the local rows; a DTensor with several ranks."""
+        """Return all rows [num_rows, C], with shared memory; a DTensor if there are several ranks."""
         local_rows = self.rows[: self._num_local]
         if self._world.size == 1:
             return local_rows
@@ -289,7 +294,7 @@ class ShardedRows(nn.Module):
         )
 
     def with_spare(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return a buffer with `rows` (all rows, or this rank's part) and the additional row."""
+        """Return a buffer with this rank's part of `rows` and the additional row."""
         local_rows = rows.to_local() if isinstance(rows, DTensor) else rows
         if not isinstance(rows, DTensor) and len(rows) == self._shape[0]:
             local_rows = rows[self._first : self._first + self._num_local]

@@ -1,8 +1,8 @@
 """Pipeline parallelism: a model is divided into stages, one on each rank of a replica.
 
 `partition` assigns layers to stages, `Pipeline` trains a stage, and `run_along` calls the stages in turn for evaluation
-and decoding. Stages exchange a tensor with one row per sample, [R, ...], and optionally a tensor with one row per text,
-[R * K, L, ...].
+and decoding. Each stage sends the next one a tensor with one row per sample, [R, ...], and optionally a tensor with one
+row per text, [R * K, L, ...].
 
 Shape suffixes: B samples of a replica, R samples of a microbatch, K texts of a sample, L tokens of a text.
 """
@@ -23,8 +23,7 @@ from clipmill.manifests.formatting import count_noun
 from clipmill.train.config.training import COUNTS_RULE, TYPE_RULE, ParallelSettings, check_rule
 from clipmill.train.device.transfer import keep_buffers
 from clipmill.train.distributed.parallel import average_gradients
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -35,13 +34,15 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineBatch:
-    """A batch for a pipeline. All stages of a replica have the same batch, but only the first needs the inputs.
+    """Batch for a pipeline, the same on all stages of a replica.
 
     Attributes:
-        inputs: Function that returns the first stage's input for a slice of samples. Only the first stage calls it.
-        tokens_BKL: Inputs of the decoder, int64.
-        targets_BKL: Targets for the last stage's output, int64.
-        loss: Function that takes an output and its targets and returns a loss, a summand of the batch's loss.
+        inputs: Function that takes a slice of samples and returns the input of the first stage. Only the first stage
+            calls it.
+        tokens_BKL: Input of the decoder, int64.
+        targets_BKL: Targets for the output of the last stage, int64.
+        loss: Function that takes the output for a microbatch and its targets, and returns the microbatch's summand of
+            the loss of the batch.
     """
 
     inputs: Callable[[slice], torch.Tensor]
@@ -51,11 +52,11 @@ class PipelineBatch:
 
 
 class Pipeline(nn.Module):
-    """This rank's stage of a model.
+    """Stage of a model on this rank.
 
     Args:
-        part: Layers of this stage. They are called with the previous stage's output (in the first stage, with the
-            inputs) and `tokens`. Parameters with the same name on several stages are tied.
+        part: Layers of this stage. They are called with `tokens` and with the output of the previous stage; in the
+            first stage, with the inputs. Parameters with the same name on several stages are tied.
 
     Attributes:
         repeated: Parameters of this stage that are tied to parameters of an earlier stage.
@@ -67,7 +68,7 @@ class Pipeline(nn.Module):
         self._settings, self._world, self._device = settings, world, device
         parameters = dict(part.named_parameters())
         names_by_stage = world.stages.gather_objects(sorted(parameters))
-        # Other stages that have the same parameter, by parameter name.
+        # Other stages that have a parameter of this stage, by name of the parameter.
         self._others: dict[str, list[int]] = {}
         for name in sorted(parameters):
             if others := [
@@ -81,10 +82,10 @@ class Pipeline(nn.Module):
         self._schedule: tuple[tuple[int, ...], PipelineScheduleSingle] | None = None
 
     def backward(self, batch: PipelineBatch, step: Step) -> torch.Tensor:
-        """Accumulate the gradients of the batch's loss, averaged over replicas, in this stage's parameters.
+        """Compute the gradients of the loss of a batch, averaged over replicas, and add them to this stage's gradients.
 
         Returns:
-            The replica's part of the loss, equal on all stages.
+            Part of the loss that this replica computed, equal on all stages.
         """
         num_samples = len(batch.tokens_BKL)
         size = step.microbatch or num_samples
@@ -93,11 +94,11 @@ class Pipeline(nn.Module):
         def loss_of(output: torch.Tensor, targets_RKL: torch.Tensor) -> torch.Tensor:
             loss = batch.loss(output, targets_RKL)
             losses.append(loss.detach())
-            # A summand of the batch's loss, scaled because gradients are averaged over replicas.
+            # Gradients are averaged over replicas, but the losses of the replicas are summands of the batch's loss.
             return step.scale(loss * step.world.size)
 
         stages = self._world.stages
-        # Row numbers stand for samples, so that inputs are prepared one microbatch at a time.
+        # Pass row numbers in place of samples, so that inputs are prepared one microbatch at a time.
         rows = torch.arange(num_samples)
         arguments: dict[str, Any] = {"tokens": batch.tokens_BKL}
         if not stages.is_first:
@@ -114,8 +115,8 @@ class Pipeline(nn.Module):
         return stages.sum(total)
 
     def _schedule_for(self, batch: PipelineBatch, *, size: int) -> "PipelineScheduleSingle":
-        """Return the schedule for this microbatch size and text length. The last schedule is reused."""
-        # This import is slow, and a single process does not need it.
+        """Return the schedule for a batch and microbatch of this size. The last schedule is reused if it fits."""
+        # Import late: the import is slow, and a single process does not need it.
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
         num_samples, num_texts, num_tokens = batch.tokens_BKL.shape
@@ -127,7 +128,7 @@ class Pipeline(nn.Module):
         stages = self._world.stages
         is_last = stages.rank == stages.size - 1
         inputs = _resize_boundary(self._boundaries[0], size, num_texts, num_tokens, num_of_samples=1)
-        # All outputs of the last stage have one row per text; some versions of torch check the shapes.
+        # All outputs of the last stage have one row per text. Some versions of torch check these shapes.
         outputs = _resize_boundary(self._boundaries[1], size, num_texts, num_tokens, num_of_samples=0 if is_last else 1)
         stage = PipelineStage(
             self._running,
@@ -144,7 +145,7 @@ class Pipeline(nn.Module):
         return schedule
 
     def _measure_boundaries(self, batch: PipelineBatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Determine shapes and dtypes of inputs and outputs by running all stages on one sample with one token."""
+        """Determine shapes and dtypes of this stage's inputs and outputs, by a run on one sample with one token."""
         stages = self._world.stages
         stage_inputs: list[torch.Tensor] = []
         stage_outputs: list[torch.Tensor] = []
@@ -158,7 +159,7 @@ class Pipeline(nn.Module):
 
     @torch.no_grad()
     def _sum_repeated(self) -> None:
-        """Sum the gradients of tied parameters, with the same bits on all stages."""
+        """Sum the gradients of tied parameters. The sums are bit-identical on all stages."""
         stages = self._world.stages
         parameters = dict(self.part.named_parameters())
         for name, others in self._others.items():
@@ -178,11 +179,11 @@ class Pipeline(nn.Module):
 
 
 def check_microbatches(num_samples: int, *, size: int, settings: ParallelSettings) -> None:
-    """Raise a UserError if microbatches of `size` do not divide a replica's samples, or if there are too few."""
+    """Raise a UserError if the samples of a replica cannot be divided into enough microbatches of `size`."""
     if num_samples % size:
         raise UserError(
-            f"--microbatch is {size}, and a pipeline's share of --batch is {count_noun(num_samples, 'sample')}",
-            hint="microbatches of a pipeline must have equal sizes: use a divisor of its share",
+            f"--microbatch {size} does not divide the {count_noun(num_samples, 'sample')} of a pipeline in a batch",
+            hint="use a divisor of that number: the microbatches of a pipeline must have equal sizes",
             flags=("--microbatch", "--batch"),
         )
     num_parts = num_samples // size
@@ -193,15 +194,15 @@ def check_microbatches(num_samples: int, *, size: int, settings: ParallelSetting
             divisor = next(number for number in range(max_size, 0, -1) if num_samples % number == 0)
             hint = f"use --microbatch {divisor}"
         raise UserError(
-            f"a pipeline of {settings.stages} stages needs as many microbatches, and its share of --batch, "
-            f"{num_samples} samples, makes {num_parts} with --microbatch {size}",
-            hint=f"{hint}, or --parallel.schedule gpipe, which is then idle for most of the time",
+            f"a pipeline of {settings.stages} stages needs at least {settings.stages} microbatches, but --microbatch "
+            f"{size} divides its {num_samples} samples per batch into only {num_parts}",
+            hint=f"{hint}, or --parallel.schedule gpipe, whose stages are then idle most of the time",
             flags=("--batch", "--microbatch"),
         )
 
 
 class _Running(nn.Module):
-    """Layers of a stage for a schedule, which passes row numbers of samples in place of inputs."""
+    """Layers of a stage, as a schedule calls them: with the row numbers of samples in place of inputs."""
 
     def __init__(self, part: nn.Module, *, is_first: bool) -> None:
         super().__init__()
@@ -227,14 +228,14 @@ class _Running(nn.Module):
         if self._is_first:
             rows = inputs[0]
         assert rows is not None
-        begin = int(rows[0])
-        with self._step.seed_generators(begin // self._size), self._step.autocast():
+        start = int(rows[0])
+        with self._step.seed_generators(start // self._size), self._step.autocast():
             if self._is_first:
-                inputs = (self._batch.inputs(slice(begin, begin + len(rows))),)
+                inputs = (self._batch.inputs(slice(start, start + len(rows))),)
             return self.part(*inputs, tokens=tokens)
 
     def loss_of(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a microbatch of the current batch."""
+        """Return the loss of a microbatch."""
         assert self.loss is not None
         return self.loss(output, targets)
 
@@ -248,7 +249,7 @@ class _Running(nn.Module):
         with keep_buffers(self.part), torch.enable_grad(), self._step.autocast():
             if self._is_first:
                 inputs = [batch.inputs(slice(0, 1))]
-            # `forward` is called directly, so that hooks do not count this call.
+            # Call `forward` directly, so that hooks do not count this call.
             out = self.part.forward(*inputs, tokens=tokens_111)
         return [
             torch.empty_like(output, device="meta").requires_grad_(output.requires_grad)
@@ -259,7 +260,7 @@ class _Running(nn.Module):
 def _resize_boundary(
     boundary: Sequence[torch.Tensor], size: int, num_texts: int, num_tokens: int, *, num_of_samples: int
 ) -> tuple[torch.Tensor, ...]:
-    """Resize measured tensors: the first `num_of_samples` have one row per sample, the others one row per text."""
+    """Resize measured tensors. The first `num_of_samples` have one row per sample, the others one row per text."""
     shapes = [(size, *tensor.shape[1:]) for tensor in boundary[:num_of_samples]]
     shapes += [(size * num_texts, num_tokens, *tensor.shape[2:]) for tensor in boundary[num_of_samples:]]
     return tuple(
@@ -270,7 +271,7 @@ def _resize_boundary(
 
 @contextmanager
 def _unwrap_errors() -> Iterator[None]:
-    """Raise errors from a stage's layers without the wrapper that torch.distributed.pipelining adds."""
+    """Raise the errors of a stage's layers without the exception in which torch.distributed.pipelining wraps them."""
     try:
         yield
     except RuntimeError as error:
@@ -288,20 +289,20 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Kind of a layer (such as `block`) and its number of parameters, on which partition rules depend."""
+    """Kind of a layer, such as `block`, and its number of parameters. The partition rules depend on them."""
 
     kind: str
     num_parameters: int
 
 
 def partition(layers: Sequence[LayerCost], *, num_stages: int, rule: str) -> list[range]:
-    """Assign consecutive layers to stages; each stage gets at least one.
+    """Assign consecutive layers to stages. Each stage gets at least one layer.
 
     Args:
         rule: `parameters` minimises the number of parameters of the largest stage. `uniform` distributes the layers
-            evenly, with the remainder on the first stages. `type:KIND` distributes the layers of a kind evenly; other
-            layers join the stage of the layer before them (at the start, the first stage). `5,9` lists the number of
-            layers of each stage.
+            evenly; the first stages get the remainder. `type:KIND` distributes the layers of a kind evenly; every other
+            layer joins the stage of the layer before it, or the first stage. `5,9` lists the numbers of layers of the
+            stages.
 
     Raises:
         UserError: There are fewer layers (of this kind) than stages, or the listed numbers do not fit.
@@ -309,7 +310,7 @@ def partition(layers: Sequence[LayerCost], *, num_stages: int, rule: str) -> lis
     check_rule(rule)
     if num_stages > len(layers):
         raise UserError(
-            f"--parallel.stages is {num_stages}, and the model has {len(layers)} layers to cut between",
+            f"--parallel.stages is {num_stages}, but the model has only {count_noun(len(layers), 'layer')}",
             hint=f"use {len(layers)} stages or fewer",
             flags=("--parallel.stages",),
         )
@@ -317,8 +318,9 @@ def partition(layers: Sequence[LayerCost], *, num_stages: int, rule: str) -> lis
         counts = [int(part) for part in rule.split(",")]
         if len(counts) != num_stages or sum(counts) != len(layers) or 0 in counts:
             raise UserError(
-                f"--parallel.partition is {rule}: {sum(counts)} layers on {len(counts)} stages",
-                hint=f"name the layers of each of {num_stages} stages, 1 or more each and {len(layers)} in all",
+                f"--parallel.partition {rule} puts {sum(counts)} layers on {len(counts)} stages, but the model has "
+                f"{len(layers)} layers, and --parallel.stages is {num_stages}",
+                hint=f"list {num_stages} numbers of layers, each at least 1, whose sum is {len(layers)}",
                 flags=("--parallel.partition",),
             )
         return _ranges([sum(counts[:stage]) for stage in range(num_stages + 1)])
@@ -330,8 +332,8 @@ def partition(layers: Sequence[LayerCost], *, num_stages: int, rule: str) -> lis
         if len(chosen) < num_stages:
             kinds = ", ".join(sorted({layer.kind for layer in layers}))
             raise UserError(
-                f"--parallel.partition is {rule!r}, and {len(chosen)} layers of that kind are fewer than "
-                f"{num_stages} stages",
+                f"--parallel.partition is {rule!r}, but the model has only {count_noun(len(chosen), 'layer')} of this "
+                f"kind for {num_stages} stages",
                 hint=f"use fewer --parallel.stages, or another kind: {kinds}",
                 flags=("--parallel.partition",),
             )
@@ -355,7 +357,7 @@ def _balanced_ranges(costs: list[int], *, num_stages: int) -> list[range]:
     starts, stage_cost = [0], 0
     for number, cost in enumerate(costs):
         stages_left, layers_left = num_stages - len(starts), len(costs) - number
-        # Near the end, assign one layer per stage if stages would otherwise get no layer.
+        # Near the end, start a new stage at each layer if later stages would otherwise get no layer.
         if number > starts[-1] and stages_left and (stage_cost + cost > low or layers_left == stages_left):
             starts.append(number)
             stage_cost = 0
@@ -372,14 +374,17 @@ def _num_stages(costs: list[int], max_cost: int) -> int:
 
 
 def _ranges(starts: list[int]) -> list[range]:
-    return [range(begin, end) for begin, end in itertools.pairwise(starts)]
+    return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
 def run_along(stages: World, run: Callable[[Tensors], Tensors], *, first: int = 0, device: torch.device) -> Tensors:
-    """Call `run` on the ranks of a pipeline in turn, from rank `first`, with the previous rank's result (() at first).
+    """Call `run` on the ranks of a pipeline in turn, each with the result of the previous rank.
+
+    Args:
+        first: First rank that calls `run`, with an empty tuple.
 
     Returns:
-        The result on this rank; () on ranks before `first`.
+        The result on this rank; an empty tuple on ranks before `first`.
     """
     if stages.rank < first:
         return ()
@@ -394,7 +399,7 @@ def run_along(stages: World, run: Callable[[Tensors], Tensors], *, first: int = 
 
 
 def broadcast_from_last(stages: World, tensor: torch.Tensor | None, *, device: torch.device) -> torch.Tensor:
-    """Broadcast the last rank's tensor. The other ranks pass None."""
+    """Broadcast the tensor of the last rank. The other ranks pass None."""
     if stages.size == 1:
         assert tensor is not None
         return tensor
@@ -420,7 +425,7 @@ def _receive_tensors(stages: World, *, device: torch.device) -> Tensors:
 
 
 def _header(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Encode dtype, number of dimensions and shape of a tensor, on the CPU so that no GPU waits; zeros for None."""
+    """Encode dtype, number of dimensions and shape of a tensor; zeros for None. On the CPU, so that no GPU waits."""
     header = torch.zeros(2 + _MAX_DIMENSIONS, dtype=torch.int64)
     if tensor is not None:
         numbers = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]

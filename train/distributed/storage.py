@@ -1,7 +1,7 @@
-"""Complete or sharded tensors on disk through torch.distributed.checkpoint, for any number of ranks.
+"""Write and read complete or sharded tensors with torch.distributed.checkpoint, on any number of ranks.
 
-torch plans which rank writes and reads which part. The parts are plain bytes. A JSON table lists their locations,
-so reading a checkpoint cannot execute code.
+torch plans which rank writes and reads which part. The parts are stored as plain bytes, and a JSON table lists their
+locations, so that reading a checkpoint cannot execute code.
 """
 
 import io
@@ -33,7 +33,7 @@ from torch.futures import Future
 
 from clipmill.train.distributed.world import World
 
-# torch warns if there is no process group, but a single process needs none.
+# torch warns if there is no process group, but a single process does not need one.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 Table = dict[str, Any]
@@ -43,20 +43,20 @@ class Storage:
     """Writer for the tensors of checkpoints. All ranks must call its methods in the same order."""
 
     def __init__(self, world: World) -> None:
-        # A separate group, because checkpoints are written while training uses its own collectives.
+        # Use a separate group, because a thread writes checkpoints while training runs its own collectives.
         self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if world.size > 1 else None
-        # No pinned or shared memory, so that no resource outlives the copies. DefaultStager can be used only once.
+        # Use neither pinned nor shared memory, which would outlive the copies. DefaultStager could be used only once.
         self._stager = StateDictStager(pin_memory=False, share_memory=False)
 
     def stage(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy tensors to the CPU, reusing the memory of the previous call."""
+        """Copy tensors to the CPU, into the memory of the previous copies."""
         return cast(dict[str, torch.Tensor], self._stager.stage(dict(tensors)))
 
     def write(self, file: Path, tensors: Mapping[str, torch.Tensor]) -> Table:
-        """Write this rank's parts of `tensors` into a file. Replicated tensors are written only once.
+        """Write this rank's parts of `tensors` into a file. Only one rank writes a replicated tensor.
 
         Returns:
-            The table of all pieces and their files, the same on all ranks.
+            Table of all pieces and their files, equal on all ranks.
 
         Raises:
             OSError: This rank could not write its parts.
@@ -74,7 +74,11 @@ class Storage:
         return _table(metadata)
 
     def agree(self, error: Exception | None) -> None:
-        """Raise this rank's error, or FailedElsewhere if another rank has failed. All ranks must call it."""
+        """Raise the error of this rank, or FailedElsewhere if another rank has failed. All ranks must call this method.
+
+        Args:
+            error: Error of this rank, if any.
+        """
         failed = self.gather(error is not None)
         if error is not None:
             raise error
@@ -82,7 +86,7 @@ class Storage:
             raise FailedElsewhere(f"rank {failed.index(True)} could not write its parts")
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather plain values from all ranks. The writing thread may call it during training."""
+        """Gather plain values from all ranks. The checkpoint thread may call this method during training."""
         if self._group is None:
             return [value]
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
@@ -98,7 +102,7 @@ def read_into(
     world: World,
     open_part: Callable[[Path], BinaryIO],
 ) -> None:
-    """Load stored tensors into the memory of `tensors`. All ranks must call it.
+    """Load stored tensors into the memory of `tensors`. All ranks must call this function.
 
     Args:
         tensors: Tensors with the stored names and sizes.
@@ -120,7 +124,11 @@ def read_into(
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype with a name from the table; ValueError if torch has none."""
+    """Return the torch dtype with a name from the table.
+
+    Raises:
+        ValueError: torch has no dtype with this name.
+    """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype")
@@ -128,16 +136,16 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 class FailedElsewhere(Exception):
-    """Error on the ranks that wrote their parts while another rank failed. The message identifies that rank."""
+    """Error on the ranks that wrote their parts while another rank failed. The message contains the failed rank."""
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writer of tensors into one file. With it, `dcp.save` returns the location of each tensor.
+    """Writer that stores the tensors of a rank in one file, and reports their locations.
 
     torch's own writer stores each tensor as an archive, which takes longer than a step of a small model.
 
     Attributes:
-        error: Reason why this rank could not write. It is not raised, because other ranks wait for this rank.
+        error: Error of this rank. It is not raised at once, because the other ranks wait for this rank.
     """
 
     def __init__(self, file: Path) -> None:
@@ -152,13 +160,13 @@ class _Writer(dcp.FileSystemWriter):
             with self._file.open("wb") as file:
                 for item in plan.items:
                     tensor = cast(torch.Tensor, planner.resolve_data(item))
-                    begin, content = file.tell(), _bytes_of(tensor.detach().cpu().contiguous())
+                    offset, content = file.tell(), _bytes_of(tensor.detach().cpu().contiguous())
                     file.write(content)
-                    location = _StorageInfo(self._file.name, begin, len(content))
+                    location = _StorageInfo(self._file.name, offset, len(content))
                     results.append(WriteResult(item.index, size_in_bytes=len(content), storage_data=location))
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:  # the error from a write does not contain the path
+        except OSError as error:  # the error of a write does not contain the path
             self.error = OSError(error.errno, error.strerror, str(self._file))
         future.set_result([] if self.error else results)
         return future
@@ -171,16 +179,16 @@ class _Writer(dcp.FileSystemWriter):
 
 @dataclass(frozen=True)
 class _Piece:
-    """Location of a part of a tensor in a file, with its dtype and sizes."""
+    """Location of a part of a tensor: file and offset in bytes, with the dtype and shape of the part."""
 
     file: str
-    begin: int
+    offset: int
     dtype: torch.dtype
     sizes: torch.Size
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reader for files that `_Writer` wrote. It finds tensors through a table of plain values."""
+    """Reader of files from `_Writer`, which takes the locations of tensors from the table."""
 
     def __init__(self, folder: Path, table: Table, open_part: Callable[[Path], BinaryIO]) -> None:
         super().__init__(str(folder))
@@ -191,7 +199,7 @@ class _Reader(dcp.FileSystemReader):
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         pieces: dict[MetadataIndex, _Piece] = self.storage_data
-        # Read file by file, because a file that is fetched from a bucket takes disk space while it is open.
+        # Read one file at a time, because a file that is fetched from a bucket takes disk space while it is open.
         items = sorted(plan.items, key=lambda item: pieces[item.storage_index].file)
         for name, file_items in groupby(items, key=lambda item: pieces[item.storage_index].file):
             with self._open_part(self._folder / name) as file:
@@ -209,14 +217,14 @@ class _Reader(dcp.FileSystemReader):
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU, in this machine's byte order."""
+    """Return the memory of a contiguous tensor on the CPU, in the byte order of this machine."""
     return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
 
 
 def _read(piece: _Piece, file: BinaryIO) -> torch.Tensor:
     tensor = torch.empty(piece.sizes, dtype=piece.dtype)
     content = _bytes_of(tensor)
-    file.seek(piece.begin)
+    file.seek(piece.offset)
     if (num_bytes := cast(io.BufferedReader, file).readinto(content)) != len(content):
         raise ValueError(f"{piece.file} ends after {num_bytes} of the {len(content)} bytes of a tensor")
     return tensor
@@ -226,7 +234,7 @@ def _table(metadata: Metadata) -> Table:
     table: Table = {}
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise TypeError(f"{name} is not a tensor: only tensors are stored here, and all other values in JSON")
+            raise TypeError(f"{name} is not a tensor: other values are stored as JSON")
         dtype = str(entry.properties.dtype).removeprefix("torch.")
         pieces = []
         for chunk in entry.chunks:

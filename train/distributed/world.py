@@ -1,15 +1,16 @@
-"""The ranks of a run and their collectives. No other module calls torch.distributed's collectives.
+"""The ranks of a run and their collectives, and the step that they take together.
 
 Without a launcher, the world has size 1, and every collective returns its input. The backend depends on the device of a
-tensor: gloo for CPUs, NCCL for GPUs. Pipelines are worlds within the world. Example with 6 ranks and 2 stages:
+tensor: gloo for CPUs, NCCL for GPUs. A world with pipelines contains smaller worlds. Example with 6 ranks and 2 stages:
 
     rank      0  1  2  3  4  5
-    replica   0  0  1  1  2  2    the ranks of a replica hold one copy of the model and get the same samples: `stages`
-    stage     0  1  0  1  0  1    the ranks of a stage hold the same layers and share the batch: `replicas`
+    replica   0  0  1  1  2  2    `stages`: the ranks of a replica, which hold one copy of the model and get one batch
+    stage     0  1  0  1  0  1    `replicas`: the ranks of a stage, which hold the same layers and divide the batch
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -24,14 +25,14 @@ Outcome = TypeVar("Outcome")
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The rank of this process among the ranks of a group.
+    """Rank of this process in a group of ranks, with the collectives of the group.
 
     Attributes:
         rank: Rank, from 0 to size - 1.
         size: Number of ranks.
-        local_rank: Rank within this machine, which is the index of its GPU.
-        group: Process group; None for all launched ranks.
-        across, along: `replicas` and `stages` of a world with pipelines.
+        local_rank: Index of the process on its machine, which is also the index of its GPU.
+        group: Process group; None for the group of all ranks.
+        across, along: `replicas` and `stages` of a world with pipelines; None without pipelines.
     """
 
     rank: int = 0
@@ -43,21 +44,21 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """True if this is rank 0, which writes the files that only one rank writes."""
+        """True for rank 0, which writes the files that only one rank may write."""
         return self.rank == 0
 
     @property
     def replicas(self) -> "World":
-        """Ranks with this stage, one per replica. They share batches and average gradients."""
+        """Ranks with the same stage as this rank, one per replica. They divide batches and average gradients."""
         return self.across or self
 
     @property
     def stages(self) -> "World":
-        """Ranks of this replica, one per stage; without pipelines, only this rank."""
+        """Ranks of the same replica as this rank, one per stage; without pipelines, only this rank."""
         return self.along or World()
 
     def cut(self, num_stages: int) -> "World":
-        """Divide the ranks into pipelines of `num_stages` ranks. All ranks must call it.
+        """Divide the ranks into pipelines of `num_stages` ranks. All ranks must call this method.
 
         Raises:
             UserError: The number of ranks is not a multiple of `num_stages`.
@@ -67,7 +68,7 @@ class World:
         if self.size % num_stages:
             processes = count_noun(self.size, "process", "processes")
             raise UserError(
-                f"--parallel.stages is {num_stages}, and {processes} cannot be divided into pipelines of that length",
+                f"--parallel.stages is {num_stages}, but {processes} cannot be divided into pipelines of this length",
                 hint=f"launch a multiple of {num_stages} processes, as torchrun --nproc-per-node {num_stages} does",
                 flags=("--parallel.stages",),
             )
@@ -82,18 +83,22 @@ class World:
         return replace(self, across=across, along=along)
 
     def share(self, batch: int) -> int:
-        """Return this rank's number of samples in a batch; UserError if the ranks cannot have equal shares."""
+        """Return the number of samples that each rank gets of a batch.
+
+        Raises:
+            UserError: The batch cannot be divided equally.
+        """
         if batch % self.size:
             nearest = max(self.size, batch - batch % self.size)
             raise UserError(
-                f"--batch is {batch}, and {self.size} processes cannot have equal shares of it",
-                hint=f"--batch counts the samples of all processes: use --batch {nearest}, or another --nproc-per-node",
+                f"--batch {batch} is not a multiple of the number of processes, {self.size}",
+                hint=f"use --batch {nearest}, or another --nproc-per-node: --batch counts the samples of all processes",
                 flags=("--batch",),
             )
         return batch // self.size
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Gather N rows from each rank as [size * N, ...] in rank order, without gradients."""
+        """Gather N rows from each rank into [size * N, ...], in rank order, without gradients."""
         rows = rows.detach().contiguous()
         if self.size == 1:
             return rows
@@ -109,7 +114,7 @@ class World:
         return summed
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sum size * N rows over ranks and return this rank's N rows, in rank order, without gradients."""
+        """Sum size * N rows over the ranks, and return the N rows of this rank (in rank order), without gradients."""
         rows = rows.detach().contiguous()
         if self.size == 1:
             return rows
@@ -118,7 +123,7 @@ class World:
         return local_rows
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Gather plain values from all ranks, in rank order."""
+        """Gather plain values (not tensors) from all ranks, in rank order."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
@@ -126,9 +131,9 @@ class World:
         return gathered
 
     def each(self, work: Callable[[], Outcome]) -> Outcome:
-        """Call `work` on every rank, and return this rank's result.
+        """Call `work` on every rank, and return the result on this rank.
 
-        If any rank fails, all ranks raise the error of the lowest failed rank.
+        If a rank raises a ClipmillError, all ranks raise the error of the lowest rank that failed.
         """
         if self.size == 1:
             return work()
@@ -162,7 +167,7 @@ class World:
 
 
 def joined_world() -> World:
-    """Return the world of the joined process group, else the world that a launcher defined, else a single rank."""
+    """Return the world of the process group, if there is one, or of the launcher's variables, or a single rank."""
     if dist.is_available() and dist.is_initialized():
         return World(rank=dist.get_rank(), size=dist.get_world_size())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -175,7 +180,7 @@ def _group(ranks: range) -> dist.ProcessGroup:
 
 
 def gather_uneven(rows: torch.Tensor, world: World) -> torch.Tensor:
-    """Gather different numbers of rows (padded for the collective) in rank order. A rank may have no rows."""
+    """Gather a different number of rows from each rank, in rank order. A rank may have no rows."""
     shapes = world.gather(torch.tensor([rows.shape], device=rows.device)).cpu()
     num_rows, width = shapes[:, 0].tolist(), shapes[:, 1:].amax(dim=0).tolist()
     longest = max(num_rows)
@@ -184,3 +189,55 @@ def gather_uneven(rows: torch.Tensor, world: World) -> torch.Tensor:
         padded[: len(rows)] = rows
     parts = world.gather(padded).split(longest) if longest else [padded]
     return torch.cat([part[:num] for part, num in zip(parts, num_rows, strict=False)])
+
+
+ONE_PROCESS = World()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Optimizer step of one rank, as an objective sees it.
+
+    Attributes:
+        number: Number of the step, from 1.
+        epoch: Number of epochs before this step, including fractions; 0 for an endless training set.
+        world: Ranks that divide the batch.
+        seed: Seed of the run.
+        microbatch: Number of samples per forward pass on this rank; None for all samples of the rank.
+        autocast: Function that returns a context in which the model computes with the precision of the run.
+        scale: Function that scales a loss before its backward pass, for fp16.
+        synced: Function that takes True for the last microbatch of the step, and returns the context for the forward
+            and backward pass of a microbatch. The context of the last microbatch synchronises the gradients.
+    """
+
+    number: int
+    epoch: float = 0.0
+    world: World = ONE_PROCESS
+    seed: int = 0
+    microbatch: int | None = None
+    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+    scale: Callable[[torch.Tensor], torch.Tensor] = torch.as_tensor
+    synced: Callable[[bool], AbstractContextManager[bool | None]] = nullcontext
+
+    @contextmanager
+    def seed_generators(self, part: int) -> Iterator[None]:
+        """Seed torch's generators for microbatch `part`, from the seed of the run, step, rank, part and pipeline stage.
+
+        A microbatch can therefore be recomputed with the same dropout, and checkpoints need no generator states.
+        """
+        # The first stage draws the same random numbers as a single process.
+        stage = (self.world.stages.rank,) if self.world.stages.rank else ()
+        torch.manual_seed(seed_of(self.seed, self.number, self.world.rank, part, *stage))
+        yield
+
+
+def seed_of(*numbers: int) -> int:
+    """Combine integers into a seed."""
+    mixed = 0
+    for number in numbers:
+        # SplitMix64's finalizer (Steele, Lea, Flood 2014).
+        mixed = (mixed + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        mixed ^= mixed >> 31
+    return mixed

@@ -1,1 +1,1 @@
-"""The training loop and its parts: state, synchronisation of ranks, failures, metrics, throughput."""
+"""The training loop and its parts: state, agreement between ranks, failed samples, metrics, throughput."""

@@ -1,17 +1,17 @@
-"""Samples that could not be loaded: counted over all ranks, listed in failures.jsonl, limited by --max-failures.
+"""Count the samples that could not be loaded on any rank, list them in failures.jsonl, and enforce --max-failures.
 
-The life cycle of a failed sample ("why was this sample skipped?"):
+The life of a failed sample ("why was this sample skipped?"):
 
-1. Reading or decoding raises `SampleFailed` with a reason code (clipmill.train.data.outcomes). The loader turns it into
-   a `FailedSample` that is returned with the next batch; following samples fill up that batch.
+1. Reading or decoding raises `SampleFailed` with a reason code (clipmill.train.data.outcomes). The loader turns the
+   exception into a `FailedSample` that it returns with the next batch. The next samples in order fill up that batch.
 2. Before each step, `FailureLog.next_batch` gathers the failures of all ranks. The first rank appends them to
    failures.jsonl: position in the order of samples, chunk, reason, detail.
-3. Once more than --max-failures samples have failed, all ranks raise `FailedWork`, which ends the run. A loader whose
-   own failures exceed the budget stops with `TooManyFailures`, which is caught here and counted like other failures.
-4. A resumed run drops the lines of samples that come after its checkpoint, and visits these samples again. The results
-   page lists the remaining failures.
+3. Once more than --max-failures samples have failed, all ranks raise `FailedWork`, which ends the run. If the failures
+   of one loader exceed the limit, the loader raises `TooManyFailures`; its failures are counted like all others.
+4. A resumed run removes the lines of samples after its checkpoint, and loads these samples again. The results page
+   lists the remaining failures.
 
-The same exchange tells all ranks whether one of them must stop, so that either all ranks take a step or none does.
+The same exchange tells every rank whether a rank must stop, so that either all ranks take a step or none does.
 """
 
 import sys
@@ -34,11 +34,12 @@ from clipmill.train.run.folder import RunFolder, append_lines, keep_lines
 
 @dataclass(frozen=True)
 class SyncedBatch:
-    """This rank's batch, with facts that all ranks share. Only the first stage of a pipeline has the frames.
+    """Batch of this rank, with values that are equal on all ranks.
 
     Attributes:
-        stops: True if a rank was told to stop, so this step is not taken.
-        waited_s: Longest time that any rank waited for its batch.
+        loaded: Batch of this rank. In a pipeline, only the first stage has the frames.
+        stops: True if a rank was told to stop. In that case, no rank takes the step.
+        waited_s: Longest time that a rank waited for its batch, in seconds.
     """
 
     loaded: LoadedBatch
@@ -50,8 +51,8 @@ class FailureLog:
     """Log of the failed samples of all ranks.
 
     Args:
-        cursor: Position in the order of samples where the run starts or continues; later failures in the file are
-            dropped.
+        cursor: Position in the order of samples at which the run starts or continues. Failures after this position are
+            removed from the file.
     """
 
     def __init__(self, run: RunFolder, *, world: World, max_failures: int, cursor: Cursor) -> None:
@@ -76,14 +77,14 @@ class FailureLog:
         return self._max_failures - self.num_failed
 
     def next_batch(self, batches: Generator[LoadedBatch, None, None], *, stops: bool) -> SyncedBatch:
-        """Return the next batch once every rank has one; all ranks call this method before each step.
+        """Return the next batch once every rank has a batch. All ranks must call this method before each step.
 
         Args:
             stops: True if this rank was told to stop.
 
         Raises:
             FailedWork: Too many samples failed.
-            ClipmillError: The loader of a rank raised this error; all ranks raise it.
+            ClipmillError: Error of the loader on one of the ranks; all ranks raise it.
         """
         began_s = time.perf_counter()
         loaded, error = None, None
@@ -97,7 +98,7 @@ class FailureLog:
         except ClipmillError as loader_error:
             error = loader_error
         waited_s = time.perf_counter() - began_s
-        # Four numbers per step; objects are exchanged only if something failed.
+        # The ranks exchange four numbers per step. They exchange objects only after a failure.
         counts_14 = torch.tensor([[len(failed), float(stops), float(error is not None), waited_s]], dtype=torch.float64)
         all_R4 = self._world.gather(counts_14)
         num_failed, num_stops, num_errors, _ = all_R4.sum(dim=0).tolist()
@@ -106,7 +107,7 @@ class FailureLog:
         if num_errors:
             raise next(rank_error for rank_error in self._world.gather_objects(error) if rank_error is not None)
         loaded = broadcast_batch(loaded, self._world.stages)
-        assert loaded is not None  # otherwise _record or the error above has been raised
+        assert loaded is not None  # otherwise an error has been raised above
         return SyncedBatch(loaded, stops=num_stops > 0, waited_s=all_R4[:, 3].max().item())
 
     def _record(self, failed: list[FailedSample]) -> None:
@@ -128,10 +129,10 @@ class FailureLog:
 
 
 def _remedy(failed: list[FailedSample]) -> str:
-    """Return what to do about missing and damaged shards; empty if the last sample failed for another reason."""
+    """Return what to do about a missing or damaged shard; empty if the last sample failed for another reason."""
     if failed[-1].reason not in ("shard_unreadable", "checksum"):
         return ""
-    return "; prep verify lists missing and damaged shards, and the commands that rebuild them"
+    return "; prep verify lists missing and damaged shards and the commands that rebuild them"
 
 
 # Fraction of GPU memory reserved for cuBLAS, NCCL and fragmentation.
@@ -140,10 +141,10 @@ _SPARE = 0.1
 
 @contextmanager
 def explain_out_of_memory(settings: TrainingSettings, world: World, *, device: torch.device) -> Iterator[None]:
-    """Turn an out-of-memory error within the block into a UserError that states which batch would probably fit.
+    """Turn an out-of-memory error within the block into a UserError that proposes a batch size that probably fits.
 
     Raises:
-        UserError: Raised instead of torch.OutOfMemoryError, or the RuntimeError of the CPU allocator.
+        UserError: torch raised OutOfMemoryError, or its CPU allocator raised a RuntimeError.
     """
     if device.type != "cuda":
         try:
@@ -172,7 +173,7 @@ def explain_out_of_memory(settings: TrainingSettings, world: World, *, device: t
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the GPU memory (bytes) that other processes leave to this process, at most its memory fraction."""
+    """Return the GPU memory (bytes) that this process can use: not taken by others, and within its memory fraction."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     limit_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
     return min(limit_bytes, free_bytes + torch.cuda.memory_reserved(device))
@@ -181,12 +182,15 @@ def available_bytes(device: torch.device) -> int:
 def too_large(
     *, batch: int, share: int, at_once: int, before_bytes: int, peak_bytes: int, total_bytes: int
 ) -> UserError:
-    """Return the error for a step that needs more than `total_bytes`, the memory that this process can use.
+    """Return the error for a step that needs more memory than this process can use.
 
     Args:
-        batch: Number of samples of a step on all ranks; `share` are on this rank, `at_once` are in a microbatch.
-        before_bytes: Bytes allocated when the step began: weights, optimizer state, buffers.
-        peak_bytes: Bytes allocated when memory ran out, a lower bound on the memory that the step needs.
+        batch: Number of samples per step, over all ranks.
+        share: Number of these samples on this rank.
+        at_once: Number of samples in a microbatch.
+        before_bytes: Bytes allocated before the step: weights, optimizer state, buffers.
+        peak_bytes: Bytes allocated when memory ran out; the step needs at least that much.
+        total_bytes: Bytes that this process can use.
     """
     fits = largest_fit(at_once, before_bytes=before_bytes, peak_bytes=peak_bytes, total_bytes=total_bytes)
     message = (
@@ -207,10 +211,10 @@ def too_large(
 
 
 def largest_fit(at_once: int, *, before_bytes: int, peak_bytes: int, total_bytes: int) -> int | None:
-    """Return the largest power of two of samples that probably fits after `at_once` did not; None if none fits.
+    """Return the largest power of two of samples that probably fits if `at_once` samples did not; None if none fits.
 
-    A sample needs at least (peak - before) / at_once: the peak is where memory ran out, not the need of a complete
-    step. The result is therefore at most half of `at_once`.
+    A sample needs at least (peak - before) / at_once bytes. It may need more, because the peak is measured when memory
+    runs out, not after a complete step. The result is therefore at most half of `at_once`.
     """
     if at_once < 2:
         return None

@@ -1,14 +1,14 @@
-"""Training loop of all tasks. The task provides the model, objective and evaluation (clipmill.train.engine.task).
+"""Training loop of all tasks. A task provides the model, objective and evaluation (clipmill.train.engine.task).
 
 `train` sets up a run, and then repeats: load a batch, call `run_step` (forward, backward, clip, step), log, evaluate,
 and save.
 
-All ranks run the loop in lockstep. Before each step, the ranks exchange whether they have a batch and whether they must
-stop. An error or signal on one rank therefore ends the loop on all ranks (clipmill.train.engine.failures).
+All ranks run the loop in lockstep. Before each step, every rank tells the others whether it has a batch and whether it
+must stop. An error or signal on one rank therefore ends the loop on all ranks (clipmill.train.engine.failures).
 
-The metrics of a step are read after the next step has been started (clipmill.train.device.transfer), or immediately
-if a checkpoint or an evaluation follows. If a loss or gradient norm is not finite, the run ends, and no later step is
-saved. The run also ends if none of the first steps has gradients.
+The loop reads the metrics of a step after it has started the next step (clipmill.train.device.transfer), or immediately
+if an evaluation or a checkpoint follows. If a loss or gradient norm is not finite, the run ends, and no later step is
+saved. The run also ends if all gradients of the first steps are zero.
 """
 
 import shlex
@@ -32,8 +32,7 @@ from clipmill.train.data.outcomes import LoadedBatch
 from clipmill.train.data.prefetch import prefetch
 from clipmill.train.device.transfer import DeviceEvent, LateMetrics, Scalar, StepGuard
 from clipmill.train.distributed.parallel import average_gradients, exchange_buffers, sync_gradients
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.engine.failures import FailureLog, explain_out_of_memory
 from clipmill.train.engine.metrics import (
     BatchIds,
@@ -71,18 +70,18 @@ def train(
         The trained model.
 
     Raises:
-        FailedWork: The loss or the weights are not finite, too many samples failed, or a checkpoint could not be
-            written.
+        FailedWork: The loss or the weights are not finite, all gradients are zero, too many samples failed, or a
+            checkpoint could not be written.
         Stopped: SIGTERM was received; the state has been saved.
-        UserError: The checkpoint does not fit the run, a batch is larger than the sample set, or memory is exhausted.
+        UserError: The checkpoint does not fit the run, a batch is larger than the training set, or memory ran out.
     """
     check_batch(settings, samples)
-    # The loop uses settings in steps. Checkpoints store the settings as the user specified them, possibly in epochs.
+    # The loop uses numbers of steps. Checkpoints store the settings as the user specified them, possibly in epochs.
     step_settings = convert_epochs(settings, epoch_steps(settings, samples))
     state = new_state(task, samples, settings, world=world, device=device)
 
-    # Create the writer before looking up the latest checkpoint, because the writer publishes a complete checkpoint that
-    # a killed process left under a temporary name.
+    # Create the writer before looking up the latest checkpoint: a killed process may have left a complete checkpoint
+    # under a temporary name, which the writer publishes.
     writer = CheckpointWriter(
         run.checkpoints,
         world=world,
@@ -91,12 +90,12 @@ def train(
         lower_is_better=settings.best_is_lowest,
     )
     saved_step: int | None = None
-    # Exchange the step, not the path: the local folder of a run in a bucket has a different path on each rank.
+    # Broadcast the step, not the path: each rank has a different local folder for a run in a bucket.
     if (latest := world.first(lambda: max(all_checkpoints(run.checkpoints), default=None))) is not None:
         path = run.checkpoints / checkpoint_name(latest)
         state.restore(path, samples, settings, task=task, world=world)
         saved_step = state.step
-        progress.say(f"resumes at step {state.step} of {settings.steps} from {path}")
+        progress.say(f"resuming at step {state.step} of {settings.steps} from {path}")
         writer.prune()
 
     failures = FailureLog(run, world=world, max_failures=settings.max_failures, cursor=state.cursor)
@@ -107,7 +106,7 @@ def train(
     log = MetricsLog(trackers, throughput, run=run, world=world, num_samples=settings.batch, num_steps=settings.steps)
     guard = StepGuard(device)
     consumption = Consumption(run, world=world, device=device)
-    folders = getattr(samples, "folders", None)  # for the metrics: number of samples from each data folder
+    folders = getattr(samples, "folders", None)  # counts the samples from each data folder, for the metrics
     # Pipeline stages exchange batches on the CPU, so only the frames are prefetched to the device.
     batches = prefetch(
         samples.batches(max_failures=failures.num_left), device, names=PICTURES if world.stages.size > 1 else TENSORS
@@ -129,7 +128,7 @@ def train(
         writer.save(tensors, facts, write_extras=write_run_files)
         saved_step = state.step
 
-    # However the loop ends, join the threads of the loader and the writer, and log the last metrics.
+    # Whether or not the loop succeeds, join the threads of the loader and the writer, and log the last metrics.
     with (
         resume_hint(run, command=settings.command),
         closing(trackers),
@@ -139,14 +138,14 @@ def train(
         StopSignal().handle() as stop,
     ):
         while state.step < settings.steps:
-            # Next batch. If one rank has no batch, no rank takes the step, because collectives would wait forever.
+            # Get the next batch. If a rank has no batch, no rank takes the step, because collectives would never end.
             began = log.end or DeviceEvent(device)
             try:
                 synced = failures.next_batch(batches, stops=stop.is_received)
             except ClipmillError:
-                log.settle()  # all ranks raise here; first report a non-finite loss of the previous step
+                log.settle()  # a non-finite loss of the previous step is reported first, on all ranks
                 if state.step:
-                    save({})  # the weights are valid, because only loading the data failed
+                    save({})  # the weights are valid: only the loading of data failed
                     writer.wait()
                 raise
             if synced.stops:
@@ -180,7 +179,7 @@ def train(
                 )
             )
 
-            # Evaluate and save. First read the metrics of this step, which show that the weights are finite.
+            # Evaluate and save, but first read the metrics of this step, which show whether the weights are finite.
             is_last = state.step == settings.steps
             every = num_steps(step_settings.evaluate.every)
             is_evaluated = bool(every) and (state.step % every == 0 or is_last)
@@ -193,7 +192,7 @@ def train(
                     try:
                         evaluation, batch_metrics = _evaluate(task, state, settings, world=world)
                     except StorageRefused:
-                        if world.size == 1:  # with several ranks, others may still be evaluating
+                        if world.size == 1:  # if there are several ranks, the others may still be evaluating
                             log.settle()
                             save({})
                             writer.wait()
@@ -215,18 +214,18 @@ def run_step(
     throughput: Throughput,
     guard: StepGuard,
 ) -> dict[str, Scalar]:
-    """Take one optimizer step, and return its metrics. The device may not have computed the metrics yet."""
+    """Take an optimizer step, and return its metrics, which the device may still be computing."""
     lr = set_learning_rates(state.optimizer, step.number, settings, objective=state.objective)
     state.model.zero_grad(set_to_none=True)
     state.objective.zero_grad(set_to_none=True)
 
-    # Forward and backward, microbatch by microbatch. The wrapper of the model averages the gradients of the model over
-    # the ranks during the last backward pass. The objective has no wrapper, so its gradients are averaged here.
+    # Forward and backward, microbatch by microbatch. During the last backward pass, the wrapper of the model averages
+    # the gradients of the model over the ranks. The objective has no wrapper, so its gradients are averaged here.
     with throughput.count_flops(state.counted_module) if throughput.flops_per_step is None else nullcontext():
         metrics = state.objective.backward(state.trained, loaded.batch, step)
     average_gradients(list(state.objective.parameters()), step.world)
 
-    # Clip the gradients by their norm over all ranks and stages. The same multiplication unscales fp16 gradients.
+    # Clip the gradients by their norm over all ranks and stages, and unscale fp16 gradients in the same operation.
     loss_scale, skips = state.precision.loss_scale, state.precision.skips_steps
     grad_norm = clip_gradients(
         state.parameters(),
@@ -236,7 +235,7 @@ def run_step(
         repeated=[] if state.pipeline is None else state.pipeline.repeated,
     )
 
-    # Take the step if the loss and the norm are finite. The device decides this, so the host does not wait for them.
+    # Take the step if the loss and the norm are finite. The device decides this, so that the host need not wait.
     state.precision.accepts(grad_norm)
     take_step(state.optimizer, guard.allow(metrics["loss"], grad_norm, skips=skips), skips=skips)
     if state.zero is not None:
@@ -254,7 +253,7 @@ def run_step(
 
 
 def next_step(state: State, samples: TrainingSet, settings: TrainingSettings, *, world: World) -> Step:
-    """Return the description of the next step that is passed to the objective."""
+    """Return the description of the next step, for the objective."""
     return Step(
         number=state.step + 1,
         epoch=_epoch(state, samples, settings),
@@ -268,9 +267,9 @@ def next_step(state: State, samples: TrainingSet, settings: TrainingSettings, *,
 
 
 def _epoch(state: State, samples: TrainingSet, settings: TrainingSettings) -> float:
-    """Return the number of epochs completed so far, including fractions; 0 for an endless sample set."""
-    # The position of the cursor is unsuitable: the failures of other ranks that it includes depend on where the run was
-    # resumed.
+    """Return the number of completed epochs, including fractions; 0 for an endless training set."""
+    # Do not use the position of the cursor: it counts failed samples of other ranks, and how many of them it counts
+    # depends on where the run was resumed.
     visits = samples.visits_per_epoch
     return state.step * settings.batch / visits if visits else 0.0
 
@@ -281,7 +280,7 @@ def _evaluate(
     """Evaluate the current model.
 
     Returns:
-        Scalar metrics, and metrics with one value per batch, each keyed by name.
+        Scalar metrics, and metrics with one value per batch, both keyed by name.
     """
     with state.evaluation_model() as model, state.precision.autocast():
         metrics = task.evaluate(model, world.replicas)
@@ -290,17 +289,17 @@ def _evaluate(
     if settings.best is not None and settings.best not in evaluation:
         raise UserError(
             f"--best {settings.best} is not a metric of the evaluation",
-            hint=f"use one of its metrics: {', '.join(evaluation)}",
+            hint=f"use one of: {', '.join(evaluation)}",
             flags=("--best",),
         )
     return evaluation, batch_metrics
 
 
 def check_batch(settings: TrainingSettings, samples: TrainingSet) -> None:
-    """Check that a batch is not larger than the sample set, so that no batch contains a sample twice.
+    """Check that a batch is not larger than the training set, so that no batch contains a sample twice.
 
     Raises:
-        UserError: The batch is larger than the sample set.
+        UserError: The batch is larger than the training set.
     """
     if samples.num_samples is not None and settings.batch > samples.num_samples:
         raise UserError(
@@ -311,19 +310,19 @@ def check_batch(settings: TrainingSettings, samples: TrainingSet) -> None:
 
 
 def describe_epochs(settings: TrainingSettings, samples: TrainingSet) -> Iterator[str]:
-    """Yield a description of an epoch if any setting is specified in epochs.
+    """Yield a description of an epoch if a setting is in epochs, for the log.
 
     Raises:
-        UserError: A setting is specified in epochs, but the length of an epoch is unknown.
+        UserError: A setting is in epochs, but the length of an epoch is unknown.
     """
     steps = epoch_steps(settings, samples)
     if converted := epoch_remarks(settings, steps):
         unit = "sample" if samples.visits_per_epoch == samples.num_samples else "caption"
-        yield f"an epoch is {steps:,.1f} steps, which show every {unit} once; {', '.join(converted)}"
+        yield f"an epoch has {steps:,.1f} steps, which visit every {unit} once; {', '.join(converted)}"
 
 
 def epoch_steps(settings: TrainingSettings, samples: TrainingSet) -> float | None:
-    """Return the number of steps in an epoch; None if the number is unknown, as for a stream."""
+    """Return the number of steps in an epoch; None if it is unknown, as for a stream."""
     visits = samples.visits_per_epoch
     return None if visits is None else visits / settings.batch
 
@@ -332,9 +331,9 @@ def epoch_steps(settings: TrainingSettings, samples: TrainingSet) -> float | Non
 
 
 class StopSignal:
-    """Handler that records a received SIGTERM, so that the loop can stop between steps.
+    """Handler that records SIGTERM, so that the loop can stop between steps.
 
-    The ranks exchange `is_received` before each step (clipmill.train.engine.failures). Once one rank has received the
+    The ranks exchange `is_received` before each step (clipmill.train.engine.failures). Once a rank has received the
     signal, all ranks save a checkpoint and stop.
 
     Attributes:
@@ -345,9 +344,9 @@ class StopSignal:
 
     @contextmanager
     def handle(self) -> Iterator["StopSignal"]:
-        """Handle SIGTERM within the block: the signal sets `is_received` instead of ending the process."""
+        """Handle SIGTERM within the block: the signal sets `is_received` and does not end the process."""
         if threading.current_thread() is not threading.main_thread():
-            yield self  # Python sets signal handlers only in the main thread
+            yield self  # only the main thread can set signal handlers
             return
 
         def remember(_: int, __: FrameType | None) -> None:
@@ -362,7 +361,7 @@ class StopSignal:
 
 @contextmanager
 def resume_hint(run: RunFolder, *, command: str) -> Iterator[None]:
-    """Add the command that resumes the run to the message of a KeyboardInterrupt (Ctrl-C) within the block."""
+    """Add the command that resumes the run to a KeyboardInterrupt (Ctrl-C) within the block, as its message."""
     try:
         yield
     except KeyboardInterrupt as interrupt:

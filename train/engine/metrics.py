@@ -1,4 +1,4 @@
-"""Metrics of training steps: throughput, checks for non-finite values, a log that is one step late, and GPU hours."""
+"""Metrics of training steps: throughput, checks for non-finite values, the log (one step late), and GPU hours."""
 
 import math
 import re
@@ -18,14 +18,13 @@ from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.publish import publish_json
 from clipmill.train.device.transfer import DeviceEvent, LateMetrics, keep_buffers
 from clipmill.train.distributed.parallel import local_part
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.run.tracking import Trackers
 
-# A backward pass computes two matrix products for each matrix product of the forward pass.
+# For each matrix product of the forward pass, the backward pass computes two.
 _FORWARD_AND_BACKWARD = 3
-# torch 2.11 has no formula for attention on a CPU; the formula is the same as on a GPU.
+# torch 2.11 has no FLOP formula for attention on a CPU. Use the formula for a GPU, which is the same.
 flop_registry.setdefault(
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     flop_registry[torch.ops.aten._scaled_dot_product_flash_attention],
@@ -48,14 +47,14 @@ class Throughput:
 
     @contextmanager
     def count_flops(self, model: nn.Module) -> Iterator[None]:
-        """Count the FLOPs of the step that runs within the block.
+        """Count the FLOPs of the step within the block; later steps are assumed to cost the same.
 
-        Only forward passes with gradients are counted, so that recomputed activations count once, as MFU is defined.
-        Later steps are assumed to cost the same. A model with frozen parameters is not counted, because the cost of
-        its backward pass relative to the forward pass is unknown.
+        Only forward passes with gradients are counted, so that recomputed activations count once, as in the definition
+        of MFU. The FLOPs of a model with frozen parameters are not counted, because the relative cost of its backward
+        pass is unknown.
 
-        Counting makes compiled blocks run in eager mode, which rounds differently from later steps. A model with
-        compiled blocks is therefore counted in an additional forward pass that leaves generators and buffers
+        While FLOPs are counted, compiled blocks run in eager mode, which rounds differently. For a model with compiled
+        blocks, the FLOPs are therefore counted in an additional forward pass that leaves generators and buffers
         unchanged.
         """
         if not all(parameter.requires_grad for parameter in model.parameters()):
@@ -88,10 +87,15 @@ class Throughput:
         self.flops_per_step = _FORWARD_AND_BACKWARD * counter.num_flops
 
     def metrics(self, *, step_s: float, waited_s: float, num_samples: int) -> dict[str, float]:
-        """Return metrics of a step that took `step_s`, including `waited_s` for data, for `num_samples` on all ranks.
+        """Return the metrics of a step, for metrics.jsonl.
 
         `gpu_memory_gb` is the peak of allocated memory since the run began, in 10^9 bytes. `mfu` is omitted if the
-        GPU's peak FLOP/s are unknown.
+        peak FLOP/s of the GPU are unknown.
+
+        Args:
+            step_s: Time of the step in seconds, including `waited_s`.
+            waited_s: Time that the step waited for data, in seconds.
+            num_samples: Number of samples in the step, over all ranks.
         """
         metrics = {
             "samples_per_s": num_samples / step_s,
@@ -109,10 +113,10 @@ class Throughput:
 
 
 class FlopCounter(TorchDispatchMode):
-    """FLOPs of the operations in the block by torch's formulas: matrix products, convolutions, attention.
+    """Counter of the FLOPs in a block, by torch's formulas for matrix products, convolutions and attention.
 
     Attributes:
-        num_flops: Sum so far.
+        num_flops: Number of FLOPs so far.
     """
 
     def __init__(self) -> None:
@@ -122,7 +126,7 @@ class FlopCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func._overloadpacket
         if packet not in flop_registry:
-            with self:  # in inference mode, even a linear layer is not decomposed yet
+            with self:  # in inference mode, even a linear layer has not been decomposed yet
                 parts = func.decompose(*args, **(kwargs or {}))
             if parts is not NotImplemented:
                 return parts
@@ -132,7 +136,7 @@ class FlopCounter(TorchDispatchMode):
         elif packet in flop_registry:
             self.num_flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
         elif str(packet) == "xformers_flash.flash_fwd":
-            # xformers wraps torch's kernel in an operator that has no formula and takes one more argument.
+            # The operator of xformers, which wraps torch's kernel, has no formula and takes one more argument.
             query, key, value, starts_q, starts_k, _, longest_q, longest_k = args[:8]
             formula = flop_registry[torch.ops.aten._flash_attention_forward]
             self.num_flops += formula(query, key, value, starts_q, starts_k, longest_q, longest_k)
@@ -148,16 +152,19 @@ def efficient_flops(
     *others: Any,
     **options: Any,
 ) -> int:
-    """Return the FLOPs of xformers' kernel for inputs [B, M, H, K]; torch's formula takes [B, H, M, K]."""
+    """Return the FLOPs of the memory-efficient kernel of xformers, with inputs [B, M, H, K].
+
+    torch's formula for inputs without sequence bounds takes [B, H, M, K].
+    """
     if cu_seqlens_q is not None:
         formula = flop_registry[torch.ops.aten._efficient_attention_forward]
         return int(formula(query, key, value, bias, cu_seqlens_q, *others, **options))
     return int(sdpa_flop_count(*(x.transpose(1, 2).shape for x in (query, key, value))))
 
 
-# Peak TFLOP/s of GPUs, which are 100 % of model FLOP/s utilisation (MFU): dense bf16 or fp16 matrix products with
-# float32 accumulation at boost clock, from NVIDIA's data sheets and architecture white papers, which mostly print
-# twice this figure, for sparse matrices. A name must match complete words; the longest matching name applies.
+# Peak TFLOP/s of GPUs, at which model FLOP/s utilisation (MFU) is 100 %: dense bf16 or fp16 matrix products with
+# float32 accumulation at boost clock, from NVIDIA's data sheets and architecture white papers. Most of these state the
+# figure for sparse matrices, which is twice as high. A name must match complete words; the longest match applies.
 _TFLOPS = {
     "B200": 2250.0,
     "GB200": 2500.0,
@@ -191,12 +198,12 @@ _TFLOPS = {
     "T4": 65.0,
 }
 _WITHOUT_TF32 = ("V100", "V100-PCIE", "V100S-PCIE", "T4")
-# MIG slices, and GPUs whose name contains a name in the table although their speed differs.
+# MIG slices, and GPUs that are slower or faster than the GPU in the table whose name their name contains.
 _NOT_IN_TABLE = re.compile(r"\bMIG\b|\b(Laptop|Max-Q|Mobile)\b|\bRTX \d+ (D|Ti|SUPER)\b")
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of a GPU in bf16, fp16 or tf32, by its name in torch; None if it is not in the table."""
+    """Return the peak FLOP/s of a GPU in bf16, fp16 or tf32; None if its name (in torch) is not in the table."""
     names = [name for name in _TFLOPS if re.search(rf"(?<![\w-]){re.escape(name)}\b", device_name)]
     if not names or _NOT_IN_TABLE.search(device_name) or precision not in ("bf16", "fp16", "tf32"):
         return None
@@ -207,19 +214,19 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     return _TFLOPS[name] * 1e12
 
 
-# A run with a non-finite loss, gradient or state ends before anything is saved; so does a run without gradients.
+# Checks that end a run before a checkpoint is saved: a loss, gradient or state is not finite, or gradients are zero.
 
-_MAX_LISTED = 3  # maximum number of tensors named in a message
-_NUM_IDLE = 10  # number of first steps without gradients that ends a run; a trained model may have such steps later
+_MAX_LISTED = 3  # maximum number of tensors in a message
+_NUM_IDLE = 10  # the run ends if this many first steps have zero gradients; later, a trained model may have such steps
 
 
 @dataclass(frozen=True)
 class BatchIds:
-    """Identifiers of a rank's samples in a step, for error messages; without frames, which would fill a GPU.
+    """Identifiers of a rank's samples in a step, for error reports. Keeping the frames would fill the GPU.
 
     Attributes:
         keys: Keys of the chunks, as in the batch.
-        caption_id: Caption ids, int64 [B] on the CPU; None for batches without captions.
+        caption_id: Caption IDs, int64 [B] on the CPU; None for batches without captions.
     """
 
     keys: Sequence[str]
@@ -227,7 +234,12 @@ class BatchIds:
 
 
 def require_finite(what: str, value: float, batch: BatchIds, *, step: Step, world: World, run: RunFolder) -> None:
-    """End the run on all ranks if a value that they share is not finite; list all ranks' samples in bad_batch.json.
+    """Raise an error on all ranks if a value that they share is not finite.
+
+    Before that, rank 0 writes the keys of all samples in the step to bad_batch.json.
+
+    Args:
+        what: Name of the value, for the message.
 
     Raises:
         FailedWork: The value is NaN or infinite.
@@ -245,10 +257,10 @@ def require_finite(what: str, value: float, batch: BatchIds, *, step: Step, worl
 
 
 def require_finite_state(tensors: Mapping[str, torch.Tensor], *, step: int, world: World, run: RunFolder) -> None:
-    """Reject a state from which no run could continue; all ranks call this function before they save a checkpoint.
+    """Check that a run could continue from a state. All ranks must call this function before they save a checkpoint.
 
     Raises:
-        FailedWork: A tensor contains NaN or infinity; all ranks raise this error.
+        FailedWork: A tensor contains NaN or infinity. The error is raised on all ranks.
     """
     if (names := not_finite(tensors, world=world)) is not None:
         raise FailedWork(
@@ -258,10 +270,10 @@ def require_finite_state(tensors: Mapping[str, torch.Tensor], *, step: int, worl
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor], *, world: World) -> str | None:
-    """Return a short list of the tensors that contain NaN or infinity; None if all are finite. All ranks call it.
+    """Return the first names of tensors that contain NaN or infinity; None if all are finite.
 
-    Each rank checks its shards without copying them, and waits for the device once. Some losses store logarithms that
-    are -inf until a sample is first seen, so only NaN and +inf count in their state.
+    All ranks must call this function. Each rank checks its shards without copying them, and waits for the device once.
+    Some losses store logarithms that are -inf until a sample is first visited, so -inf is allowed in their state.
 
     Args:
         tensors: Tensors by their names in checkpoints, complete or sharded.
@@ -287,15 +299,15 @@ def not_finite(tensors: Mapping[str, torch.Tensor], *, world: World) -> str | No
 
 @dataclass(frozen=True, kw_only=True)
 class PendingStep:
-    """A step whose metrics the device may not have computed yet.
+    """Step whose metrics the device may still be computing.
 
     Attributes:
-        metrics: `loss`, `grad_norm` and further metrics for metrics.jsonl, without throughput and evaluation.
-        began: Event at the end of the previous step on the device; for a first step, at its start on the host.
-        waited_s: Time that the host waited for the batch.
+        metrics: `loss`, `grad_norm` and other metrics for metrics.jsonl, without throughput and evaluation.
+        began: Event at the end of the previous step on the device. For the first step, event at its start on the host.
+        waited_s: Time that the host waited for the batch, in seconds.
         num_failed: Number of samples that have failed so far.
         batch: Samples of this rank.
-        skips: True if the gradient norm may be infinite, because such a step is skipped (fp16).
+        skips: True if the gradient norm may be infinite, because the optimizer skips such a step (fp16).
         sources: Number of samples so far from each data folder of a mixture, including failed samples.
     """
 
@@ -310,10 +322,10 @@ class PendingStep:
 
 
 class MetricsLog:
-    """Log of metrics that holds a pending step until its metrics arrive. All ranks call its methods in the same order.
+    """Log of metrics that is one step late, because the device may still compute a step while the host starts the next.
 
-    It is one step late: the device may still compute a step when the host begins the next one. The log waits for the
-    metrics, checks that they are finite, and passes them to the trackers, each step once and in order.
+    The log holds the pending step, waits for its metrics, checks that they are finite, and passes them to the trackers.
+    Every step is logged once, and in order. All ranks must call the methods in the same order.
 
     Args:
         num_samples: Number of samples per step, over all ranks.
@@ -342,16 +354,16 @@ class MetricsLog:
         return None if self._pending is None else self._pending.metrics.end
 
     def add(self, pending: PendingStep) -> None:
-        """Hold a step; the previous one must have been settled."""
+        """Hold a step. The previous step must have been settled."""
         assert self._pending is None
         self._pending = pending
 
     def check(self) -> None:
-        """Wait for the pending step before it is evaluated: its line is then logged with the evaluation, or not at all.
+        """Check the pending step before an evaluation. If the evaluation then fails, the step is not logged.
 
         Raises:
-            FailedWork: The loss or the norm of the gradients is not finite, or all gradients of the first steps are 0;
-                all ranks raise this error.
+            FailedWork: The loss or the norm of the gradients is not finite, or all gradients of the first steps are 0.
+                The error is raised on all ranks.
         """
         self._check()
         self._is_evaluated = True
@@ -371,7 +383,7 @@ class MetricsLog:
         self._learns |= bool(metrics["grad_norm"])
         if not self._learns and pending.step.number == self._idle_until:
             raise FailedWork(
-                f"nothing is learned: the loss is {metrics['loss']:.4f}, and the gradients of the first "
+                f"the model learns nothing: the loss is {metrics['loss']:.4f}, and the gradients of the first "
                 f"{count_noun(self._idle_until, 'step')} are exactly 0. Either there is nothing to predict (captions "
                 "without tokens, a single class, a margin that all pairs satisfy), or all parameters that affect the "
                 "loss are frozen"
@@ -380,14 +392,14 @@ class MetricsLog:
     def settle(
         self, evaluation: Mapping[str, float] | None = None, batch_metrics: Mapping[str, list[float]] | None = None
     ) -> None:
-        """Wait for the pending step, if there is one, and log its line.
+        """Wait for the pending step, if there is one, and log it.
 
         Args:
             evaluation: Metrics of an evaluation after the step.
-            batch_metrics: Metrics of each of its batches.
+            batch_metrics: Metrics of the evaluation with one value per batch.
 
         Raises:
-            FailedWork: See `check`; in that case, the line is not written.
+            FailedWork: The same errors as in `check`. The step is then not logged.
         """
         self._check()
         pending, self._pending = self._pending, None
@@ -397,7 +409,7 @@ class MetricsLog:
             self._trackers.log(self._line(pending, evaluation or {}) | more)
 
     def close(self) -> None:
-        """Log a pending step with finite metrics when the run ends for another reason; without communication."""
+        """Log the pending step if its metrics are finite, without communication. Call this however the run ends."""
         pending, self._pending = self._pending, None
         if pending is None or self._is_evaluated:
             return
@@ -423,18 +435,18 @@ class MetricsLog:
         return {**line, **speed, **evaluation, **sources, "num_failed": pending.num_failed}
 
 
-# GPU hours and energy of a run, recorded in its run.json; runs without a GPU record nothing.
+# GPU hours and energy of a run, recorded in its run.json. Runs without a GPU record nothing.
 #
-# At each checkpoint, all ranks add up their consumption since the run was started or resumed. Consumption between the
-# last checkpoint and a kill is not recorded. Energy covers only the GPUs, as counted by NVIDIA's driver (NVML), and is
-# omitted unless it is counted for every GPU of the run.
+# At each checkpoint, all ranks add up their consumption since the run was started or resumed. The consumption between
+# the last checkpoint and a kill is not recorded. Energy is measured by NVIDIA's driver (NVML) and covers only the GPUs.
+# It is omitted unless the driver measures it for every GPU of the run.
 
 FACT = "consumption"
 _JOULES_PER_KWH = 3.6e6
 
 
 class Consumption:
-    """Consumption of a run: `gpu_hours`, and `gpu_kwh` if it is known. All ranks call the methods."""
+    """Consumption of a run: `gpu_hours`, and `gpu_kwh` if it is known. All ranks must call the methods."""
 
     def __init__(self, run: RunFolder, *, world: World, device: torch.device) -> None:
         self._run, self._world, self._device = run, world, device
@@ -442,7 +454,7 @@ class Consumption:
         self._began_s, self._began_j = time.monotonic(), _energy_j(device)
 
     def measure(self) -> Callable[[], None]:
-        """Return a function with which rank 0 writes the current sums over all ranks to run.json."""
+        """Return a function that writes the current sums over all ranks to run.json. Only rank 0 calls it."""
         if self._device.type != "cuda":
             return lambda: None
         now_j = _energy_j(self._device)
@@ -456,7 +468,7 @@ class Consumption:
 
 
 def _energy_j(device: torch.device) -> float | None:
-    """Return the energy that a GPU has used since its driver was loaded (J); None if the device does not count it."""
+    """Return the energy (J) that a GPU has used since its driver was loaded; None if the driver does not measure it."""
     if device.type != "cuda":
         return None
     import pynvml
@@ -475,5 +487,5 @@ def _energy_j(device: torch.device) -> float | None:
 
 
 def consumption_entry(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the `consumption` entry of run.json for a resumed run; {} if it has none."""
+    """Return the `consumption` entry of a run.json, which a resumed run keeps; {} if there is no such entry."""
     return {FACT: facts[FACT]} if FACT in facts else {}

@@ -1,6 +1,7 @@
-"""Check that all ranks run the same command, settings and versions on the same data.
+"""Check that all ranks run the same command with the same settings, versions and data.
 
-Paths to data may differ between machines: their content is compared. The flags in MACHINE_FLAGS may differ too.
+Paths to data may differ between machines, so the content of the data is compared. The flags in MACHINE_FLAGS may differ
+too.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from clipmill.train.distributed.launch import COMMAND, Start, difference
 from clipmill.train.distributed.world import World
 from clipmill.train.run.environment import versions
 
-# Flags for the location of the data and the reading speed; they do not affect the trained weights.
+# Flags for the location of the data and the speed of reading, which do not affect the trained weights.
 MACHINE_FLAGS = frozenset({"shards", "cache", "cache_size", "workers", "batches_ahead"})
 SAME_LAUNCH = (
     "start every rank with the same command and flags, and the same versions of clipmill and torch; only "
@@ -29,11 +30,11 @@ SAME_LAUNCH = (
 
 
 class NamedSamples(TrainingSet, Protocol):
-    """A training set that knows the variant of its data."""
+    """Training set that reports the variant of its data."""
 
     @property
     def variant_name(self) -> str:
-        """Variants of the columns that the samples are read from."""
+        """Names of the variants that the samples are read from."""
         ...
 
 
@@ -41,18 +42,18 @@ Samples = TypeVar("Samples", bound=NamedSamples)
 
 
 def launch_facts(settings: TrainingSettings, *, resume: object) -> Start:
-    """Return this rank's command, versions and settings, in the form in which ranks are compared."""
+    """Return the command, versions and settings of this rank, for a comparison with the other ranks."""
     values = flatten(
         {name: value for name, value in plain_values(asdict(settings)).items() if name not in MACHINE_FLAGS}
     )
-    # Paths may differ here too.
+    # The paths of the evaluated data may differ too.
     evaluated = [f"{data.name}: split {data.split}, {data.protocol}" for data in settings.evaluate.evaluated_data()]
     values["evaluate.shards"] = evaluated if settings.evaluate.shards else []
     installed = versions()
     return {
         COMMAND: f"train {settings.command}",
         "clipmill": installed["clipmill"],
-        # Patch releases may differ.
+        # Patch releases of torch may differ.
         "torch": ".".join(installed["torch"].split(".")[:2]),
         **{f"--{name.replace('_', '-')}": value for name, value in flatten({**values, "resume": resume}).items()},
     }
@@ -64,10 +65,10 @@ def open_consistent(
     """Open the training set on every rank, and check that all ranks have the same data.
 
     Args:
-        columns: Columns of the shard set that the samples are read from.
+        columns: Columns of the data folder that the samples are read from.
 
     Raises:
-        UserError: The data differ, or a rank cannot open its data; all ranks raise the same error.
+        UserError: The data differ, or a rank cannot open its data. All ranks raise the same error.
     """
     samples = world.each(open_samples)
     if world.size == 1:
@@ -83,7 +84,7 @@ def open_consistent(
 
 
 def _content(samples: NamedSamples, settings: TrainingSettings, *, columns: tuple[str, ...]) -> Start:
-    """Return facts that identify the data on which a rank trains and evaluates."""
+    """Return values that identify the data on which a rank trains and evaluates."""
     content: dict[str, object] = {}
     folders = settings.folders
     named_folders = dict(zip([f" of {name}" for name in folder_names(folders)], folders, strict=True))

@@ -1,4 +1,4 @@
-"""Training state: everything that changes from step to step, saved to checkpoints and restored from them."""
+"""Training state: everything that changes from step to step. It is saved to checkpoints and restored from them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,14 +36,14 @@ class State:
 
     Attributes:
         model: Model that the task built. With FSDP, the parameters of the model are DTensors.
-        trained: Module that a training step calls: the model or its wrapper (clipmill.train.distributed.parallel,
-            clipmill.train.distributed.pipeline).
+        trained: Module that a training step calls: the model, or its wrapper from clipmill.train.distributed.parallel
+            or clipmill.train.distributed.pipeline.
         objective: Objective that computes the loss.
         optimizer: Optimizer of the parameters that this rank updates.
         zero: Object that broadcasts the parameters updated by this rank's optimizer; None unless the strategy is zero1.
         precision: Autocast and loss scaling of the run.
         ema: Exponential moving average of the weights; None if the run does not use EMA.
-        pipeline: The module `trained` if the model is split into pipeline stages; None otherwise.
+        pipeline: The same object as `trained` if the model is split into pipeline stages; None otherwise.
         base: Frozen weights that checkpoints omit; None if checkpoints contain all weights.
         step: Number of completed steps.
         cursor: Position in the sample order after the last batch of this rank.
@@ -67,14 +67,14 @@ class State:
 
     @property
     def counted_module(self) -> nn.Module:
-        """Module whose calls are counted to measure the FLOPs of a step."""
+        """Module whose calls determine the FLOPs of a step."""
         return self.trained if self.pipeline is None else self.model
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors of the state, keyed by their names in checkpoints. The tensors are not copied."""
         tensors = _weights(self.model, "model.") | _weights(self.objective, "objective.")
         for name in self.base.tensors if self.base else ():
-            tensors.pop(f"model.{name}", None)  # a frozen weight may belong to a different pipeline stage
+            tensors.pop(f"model.{name}", None)  # other pipeline stages may hold this frozen weight
         if self.ema is not None:
             tensors |= {f"ema.{name}": average for name, average in self.ema.state_dict().items()}
         for name, parameter in self._optimized_parameters().items():
@@ -91,7 +91,7 @@ class State:
         world: World,
         metrics: dict[str, float],
     ) -> CheckpointMetadata:
-        """Return the metadata of a checkpoint: the state that is not stored as tensors, and the evaluation metrics.
+        """Return the metadata of a checkpoint: the state that is not in tensors, and the metrics of the evaluation.
 
         All ranks must call this method.
 
@@ -107,7 +107,7 @@ class State:
         return CheckpointMetadata(
             task=task.name,
             step=self.step,
-            # All pipeline stages of a replica have the same cursor, so gathering over replicas is sufficient.
+            # All pipeline stages of a replica have the same cursor, so gather the cursors of the replicas only.
             loader=world.replicas.gather_objects(loader),
             settings=weight_settings(settings),
             precision=self.precision.state_dict(),
@@ -124,7 +124,7 @@ class State:
 
         Raises:
             UserError: The checkpoint cannot be read, contains values that are not finite, or belongs to a different
-                task, model or sample set, or to different settings.
+                task, model or training set, or to different settings.
         """
         facts = read_metadata(path, world=world)
         if facts.task != task.name:
@@ -139,7 +139,7 @@ class State:
         moments = self._optimizer_tensors(table)
         flat = {f"optimizer.{name}.{key}": tensor for name, state in moments.items() for key, tensor in state.items()}
         fill(path, table, weights | flat, world=world)
-        # The optimizer numbers its parameters in the order of its groups.
+        # The state dict of an optimizer numbers the parameters in the order of its groups.
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         optimized = self._optimized_parameters()
@@ -152,7 +152,7 @@ class State:
                 hint=removal_hint(path),
             )
         if self.base is not None:
-            # Use the absolute path in the checkpoint: the run may have been resumed from a different working directory.
+            # Use the absolute path in the checkpoint: the run may be resumed from a different working directory.
             self.base = replace(self.base, weights=facts.base["weights"])
         self.precision.load_state_dict(facts.precision)
         self.step = facts.step
@@ -161,7 +161,7 @@ class State:
 
     @contextmanager
     def evaluation_model(self) -> Iterator[nn.Module]:
-        """Yield the model in evaluation mode, unsharded on every rank, with the EMA weights if the run uses EMA."""
+        """Yield the model in evaluation mode, unsharded on every rank. If the run uses EMA, it has the EMA weights."""
         with ExitStack() as stack:
             if self.ema is not None:
                 stack.enter_context(self.ema.swap_in(self.model))
@@ -191,7 +191,7 @@ class State:
         for name, parameter in self._optimized_parameters().items():
             for key in keys.get(name, []):
                 entry = table[f"optimizer.{name}.{key}"]
-                # A tensor with the shape of its parameter is sharded like the parameter. The step count is on the CPU.
+                # A tensor with the shape of the parameter is sharded like the parameter. The step count is on the CPU.
                 is_like = key != "step" and entry["size"] == list(parameter.shape)
                 dtype = dtype_of(entry["dtype"])
                 value = torch.zeros_like(parameter, dtype=dtype) if is_like else torch.zeros(entry["size"], dtype=dtype)
@@ -253,7 +253,7 @@ def _weights(module: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
 
 
 def _gather_stages(tensors: dict[str, torch.Tensor], stages: World) -> dict[str, torch.Tensor]:
-    """Return the tensors of all pipeline stages; with several stages, as tensors on the meta device."""
+    """Return the tensors of all pipeline stages; if there are several stages, as tensors on the meta device."""
     if stages.size == 1:
         return tensors
     sizes = {name: list(tensor.shape) for name, tensor in tensors.items()}

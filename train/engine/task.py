@@ -1,7 +1,7 @@
-"""The interface between the training loop and a task.
+"""Interface between the training loop and the tasks.
 
-A task owns its samples, model, objective and evaluation. The loop owns the rest: steps, optimizer, ranks, logging,
-checkpoints, resuming.
+A task provides its samples, model, objective and evaluations. The loop does everything else: steps, optimizer, ranks,
+logging, checkpoints and resuming.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from clipmill.train.weights.loading import LoadedWeights
 
     class EvaluatedSet(NamedSamples, EvaluatedClips, Protocol):
-        """The samples of an evaluation in the loop."""
+        """Samples of an evaluation during training."""
 
 
 class Task(Protocol):
-    """A training task as the loop sees it.
+    """Training task, as the loop uses it.
 
     Attributes:
         name: Name on the command line.
-        columns: Columns of the shard set that the samples are read from.
+        columns: Columns of the data folder that the samples are read from.
     """
 
     name: str
@@ -58,11 +58,11 @@ class Task(Protocol):
         ...
 
     def build_model(self, samples: Any) -> nn.Module:
-        """Return a new model for `samples`, a set of this task; torch's default generator initialises the weights."""
+        """Return a new model for samples of this task. torch's default generator initialises the weights."""
         ...
 
     def build_objective(self, samples: Any, world: World) -> Objective:
-        """Return the objective. Its per-sample state covers all of `samples` and is sharded over the ranks."""
+        """Return the objective. If it stores values for each sample of `samples`, they are sharded over the ranks."""
         ...
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -70,10 +70,11 @@ class Task(Protocol):
         ...
 
     def evaluate(self, model: nn.Module, world: World) -> Mapping[str, float | list[float]]:
-        """Return the metrics of the evaluations in the loop, equal on all ranks; {} if there are no evaluations.
+        """Evaluate a model during training, and return metrics that are equal on all ranks; {} without evaluations.
 
         There is one evaluation for each entry of `settings.evaluated_data()`; its metrics are named `<name>/<metric>`.
-        A list contains one value per batch, such as the loss; lists are logged, but --best cannot select them.
+        A list contains one value per batch, such as the loss. Lists are logged, but --best cannot select them.
+
         All ranks call this method at the same step, with the model in evaluation mode and without gradients. Forward
         passes must not communicate, because their number may differ between ranks.
         """
@@ -81,28 +82,32 @@ class Task(Protocol):
 
 
 class StartableTask(Task, Protocol):
-    """A task that the commands can start: its model can be initialised from weights, and run.json describes it."""
+    """Task that the commands can start: its model can be initialised from weights, and run.json describes it."""
 
     def training_set(self, world: World) -> NamedSamples:
         """Return this rank's part of the training samples."""
         ...
 
     def start_from(self, source: Source, samples: Any, *, say: Say) -> "LoadedWeights":
-        """Make `build_model` initialise models from these weights; raise a UserError if they do not fit."""
+        """Let `build_model` initialise models from these weights.
+
+        Raises:
+            UserError: The weights do not fit the model.
+        """
         ...
 
     def facts(self) -> dict[str, Any]:
-        """Return entries of run.json about this task, once its training set is open."""
+        """Return the entries of run.json about this task. The training set must be open."""
         ...
 
     def files(self) -> dict[str, bytes]:
-        """Return files ({path: content}) to store next to run.json; with them, the weights can be used without data."""
+        """Return files ({path: content}) to store next to run.json, so that the weights can be used without data."""
         ...
 
 
 @runtime_checkable
 class PipelineTask(Protocol):
-    """A task whose model is a flat list of layers and whose objective can run a `distributed.pipeline.Pipeline`."""
+    """Task whose model is a flat list of layers, and whose objective can train a `distributed.pipeline.Pipeline`."""
 
     def build_model(self, samples: Any) -> nn.Module: ...
 
@@ -111,15 +116,15 @@ class PipelineTask(Protocol):
         ...
 
     def part(self, model: Any, layers: range) -> nn.Module:
-        """Move the given layers of the model into a new module and return it; parameters keep their names."""
+        """Move the given layers of the model into a new module, and return this module. Parameters keep their names."""
         ...
 
 
 def check_stages(task: Task, samples: Any, settings: TrainingSettings, *, world: World) -> None:
-    """Check, on the meta device, that the task's model can be cut into --parallel.stages stages.
+    """Check on the meta device that the model of a task can be cut into --parallel.stages stages.
 
     Raises:
-        UserError: The task's models cannot be cut into stages, or not into that many, or the microbatches do not fit.
+        UserError: The model cannot be cut into stages, or not into this many, or the microbatches do not fit.
     """
     parallel = settings.parallel
     if parallel.stages == 1:
@@ -141,10 +146,10 @@ def check_stages(task: Task, samples: Any, settings: TrainingSettings, *, world:
 
 
 def take_stage(task: object, model: nn.Module, parallel: ParallelSettings, *, stages: World) -> nn.Module:
-    """Return the layers of a model that belong to this rank's stage; the entire model if there is only one stage.
+    """Return the layers of a model that belong to the stage of this rank; the complete model if there is one stage.
 
     Raises:
-        UserError: The model cannot be cut into that many stages.
+        UserError: The model cannot be cut into this many stages.
     """
     if stages.size == 1:
         return model
@@ -155,7 +160,7 @@ def take_stage(task: object, model: nn.Module, parallel: ParallelSettings, *, st
     return task.part(model, layers_of_stages[stages.rank])
 
 
-# Parts of pretrained models that a video tower does not use: prefix of the tensor names, description.
+# Parts of pretrained models that a video tower does not use: descriptions by prefix of the tensor names.
 UNUSED_PARTS = {
     "text.": "the text tower",
     "head.": "a classifier's last layer (head)",
@@ -171,16 +176,17 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class ClipTask(Generic[Settings, Samples, Model]):
-    """Base class of the tasks that train a video tower on clips.
+    """Base class of tasks that train a video tower on clips.
 
-    It holds settings, device and initial weights, and prepares the model input; a subclass adds samples, model and
-    objective. Tasks outside clipmill may derive from it too, but the loop requires only `StartableTask`.
+    It holds the settings, device and initial weights, and prepares the input of the model. A subclass adds samples,
+    model and objective. Tasks outside of clipmill may derive from this class too, but the loop requires only
+    `StartableTask`.
 
     Args:
-        shape: Shape of the model, if it is known from existing weights; `build_model` then needs no samples.
+        shape: Shape of the model, if existing weights determine it; `build_model` then needs no samples.
 
     Attributes:
-        base: Frozen weights that checkpoints omit; set by `start_from` in a run with adapters, else None.
+        base: Frozen weights that checkpoints omit. `start_from` sets them in a run with adapters; otherwise None.
     """
 
     def __init__(
@@ -198,7 +204,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         self._evaluations: dict[str, dict[str, Any]] = {}
 
     def with_data(self, shards: str | None) -> Self:
-        """Return the task, with its classes or tokens, on the data of an evaluation in the loop.
+        """Return a copy of the task, with its classes or tokenizer, for the data of an evaluation during training.
 
         Args:
             shards: Data of the evaluation; None for the data of the run.
@@ -207,7 +213,10 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return self._copy_with(replace(settings, where=settings.evaluate.where, share=1.0))
 
     def open_mixture(self, open_folder: Callable[[Self], Opened]) -> "Opened | MixedSamples":
-        """Open the training set of a data folder; for several folders, their mixture, with a copy of the task for each.
+        """Open the training set of the data folder, or a mixture of the training sets of several data folders.
+
+        Args:
+            open_folder: Function that opens one data folder with a copy of this task.
 
         Raises:
             UserError: See `open_mixed`.
@@ -222,10 +231,11 @@ class ClipTask(Generic[Settings, Samples, Model]):
     def note_evaluation(
         self, evaluated: EvaluatedData, samples: "EvaluatedSet", *, means_of: tuple[int, str] | None = None, **more: str
     ) -> None:
-        """Record the data of an evaluation in the loop, for run.json and the results page.
+        """Record the data of an evaluation during training, for run.json and the results page.
 
         Args:
-            means_of: Number of the items that metrics are averaged over, and a noun for them, if they are not clips.
+            means_of: Number of items that the metrics are averaged over, and a noun for these items; None for clips.
+            more: Additional entries about the evaluation.
         """
         from clipmill.train.data.held_out import held_out_facts
 
@@ -242,11 +252,11 @@ class ClipTask(Generic[Settings, Samples, Model]):
         }
 
     def new_model(self, samples: Samples) -> Model:
-        """Return a model with new weights for the clips in `samples`."""
+        """Return a model with random weights for the clips in `samples`."""
         raise NotImplementedError
 
     def fit_weights(self, model: Model, source: Source, *, say: Say) -> "LoadedWeights":
-        """Fit weights to a model on the meta device."""
+        """Fit initial weights to a model on the meta device."""
         from clipmill.train.weights.loading import fit_to
 
         return fit_to(model, source, allow=self._settings.init.allow, say=say)
@@ -258,7 +268,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return fit_to(model, source, say=say)
 
     def start_from(self, source: Source, samples: Samples, *, say: Say) -> "LoadedWeights":
-        """Make `build_model` initialise models from these weights.
+        """Let `build_model` initialise models from these weights.
 
         Raises:
             UserError: The weights do not fit the model; see `clipmill.train.weights.loading.fit_to`.
@@ -288,7 +298,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return base_of(source, self._settings.init, names=names, scale=self._settings.lora.scale)
 
     def build_model(self, samples: Samples) -> Model:
-        """Return a model for the clips in `samples`, with the weights passed to `start_from`, if any."""
+        """Return a model for the clips in `samples`, with the weights that were passed to `start_from`, if any."""
         model = self.new_model(samples)
         if self._start is not None:
             from clipmill.train.weights.loading import copy_into
@@ -302,8 +312,8 @@ class ClipTask(Generic[Settings, Samples, Model]):
     def tune(self, model: Model) -> Model:
         """Freeze parts of a new model and add adapters, as the settings specify.
 
-        In a tower with adapters, tensors that the initial weights lack (a new projection, a temporal embedding for
-        image weights) are trained too.
+        In a tower with adapters, the tensors that the initial weights lack are trained too, such as a new projection,
+        or a temporal embedding if the weights are from an image model.
         """
         freeze(model, map(frozen_part, self._settings.freeze))
         for tower in adapted_towers(self._settings):
@@ -328,7 +338,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
                 parameter.requires_grad_(True)
 
     def towers_of_start(self) -> Sequence[Tower]:
-        """Return the towers with adapters; --init.weights must contain their weights."""
+        """Return the towers with adapters, whose weights --init.weights must contain."""
         return adapted_towers(self._settings)
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -342,7 +352,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return [*settings.freeze, *adapted]
 
     def facts(self) -> dict[str, Any]:
-        """Return entries of run.json: the evaluations in the loop, by name."""
+        """Return the entry of run.json about the evaluations during training, by name; {} without evaluations."""
         return {"evaluations": self._evaluations} if self._evaluations else {}
 
     def files(self) -> dict[str, bytes]:
@@ -350,12 +360,12 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return {}
 
     def pixels(self, batch: Batch, rows: slice, *, mean: Rgb, std: Rgb, is_training: bool) -> torch.Tensor:
-        """Return normalised clips [B, C, T, H, W] for a slice of a batch, augmented in training.
+        """Return normalised clips [B, C, T, H, W] for a slice of a batch; in training, they are augmented.
 
-        Clips from several cameras have shape [B, V, C, T, H, W], and all views of a clip are augmented alike.
+        Clips from several cameras have shape [B, V, C, T, H, W]. All views of a clip are augmented in the same way.
 
         Args:
-            mean, std: Per-channel values; --init.pixel-mean and --init.pixel-std override them.
+            mean, std: Mean and standard deviation per channel, unless --init.pixel-mean and --init.pixel-std are set.
         """
         settings, init = self._settings, self._settings.init
         positions = batch["position"][rows].numpy() if is_training else None
@@ -375,7 +385,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
 
 
 def without_parts(source: Source, parts: Mapping[str, str], *, model: str, say: Say) -> Source:
-    """Return the weights without the parts that a model does not have, and print which parts are unused.
+    """Remove the weights of parts that a model does not have, and print which parts are not used.
 
     Args:
         parts: Descriptions of parts, by prefix of their tensor names.
@@ -400,7 +410,7 @@ def outline(task: Task, samples: Any) -> nn.Module | None:
 
 
 def describe_parameters(task: Task, model: nn.Module | None) -> dict[str, str]:
-    """Return the entry of run.json about the parameters: their number and the frozen parts; {} without an outline."""
+    """Return the entry of run.json about the parameters: their number and the frozen parts; {} if `model` is None."""
     if model is None or not isinstance(task, ClipTask):
         return {}
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]

@@ -1,4 +1,4 @@
-"""Open a trained run: its latest checkpoint, and the device, precision and attention to run its model with."""
+"""Open a trained run: its latest checkpoint, and the device, precision and attention backend for its model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,11 +27,11 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRun(Generic[Settings]):
-    """Trained weights from a run or another source, and the device, precision and attention for their model.
+    """Trained weights from a run or another source, with the device, precision and attention backend for their model.
 
     Attributes:
         run: Run folder; None for weights from another source.
-        facts: Content of the run's run.json; {} for weights from another project.
+        facts: Content of the run's run.json; {} for weights from another source.
         settings: Settings of the model, with the requested overrides.
         step: Step of the checkpoint; None for weights from another source.
         weights: Description of the weights (EMA or not) and of the precision.
@@ -49,9 +49,9 @@ class TrainedRun(Generic[Settings]):
     load: Callable[[nn.Module], None]
 
     def fill(self, model: Model) -> Model:
-        """Load the weights (EMA weights if the run has them) into a model; return it on the device, in evaluation mode.
+        """Load the weights into a model, and return the model on the device, in evaluation mode.
 
-        Adapters are merged into the weights, except in a language model.
+        If the run has EMA weights, they are loaded. Adapters are merged into the weights, except in a language model.
 
         Raises:
             UserError: The weights are damaged, or do not fit the model.
@@ -63,11 +63,11 @@ class TrainedRun(Generic[Settings]):
 
 
 def open_trained_run(run: RunFolder, settings: Settings, *, checkpoint: Path | None = None) -> TrainedRun[Settings]:
-    """Open `checkpoint`, or the latest checkpoint of a run, without data or a model.
+    """Open a checkpoint of a run, by default the latest one. No data are opened, and no model is built.
 
     Raises:
-        UserError: There is no checkpoint, it is damaged, it was trained with other settings, or this
-            machine lacks what they require.
+        UserError: There is no checkpoint, the checkpoint is damaged or was trained with other settings, or this machine
+            lacks what the settings require.
     """
     checkpoint = checkpoint or run.require_checkpoint()
     facts = read_metadata(checkpoint)
@@ -120,13 +120,13 @@ def prepare_run(
     """Return the weights with the device, precision and attention that the settings specify.
 
     Args:
-        facts, weights: See `TrainedRun`; `weights` does not yet state the precision.
+        facts, weights: See `TrainedRun`. The function appends the precision to `weights`.
 
     Raises:
         UserError: This machine lacks what the settings require.
     """
     device = choose_device(settings.device)
-    # The backend that the run was trained with, if the training was on a GPU too.
+    # Prefer the backend that the run was trained with, if it can be used on this device.
     previous = previous_backend(facts, device_type=device.type) if is_chosen(settings, device=device) else None
     precision = open_precision(settings.precision, device_type=device.type)
     return TrainedRun(

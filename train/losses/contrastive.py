@@ -33,8 +33,7 @@ from torch import nn
 
 from clipmill.train.data.batch import Batch
 from clipmill.train.device.transfer import Scalar, keep_buffers
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.losses.objective import Objective
 from clipmill.train.losses.settings import LOSSES, Loss
 

@@ -22,8 +22,7 @@ from clipmill.train.config.training import NEW_RUN
 from clipmill.train.data.batch import Batch
 from clipmill.train.device.transfer import Scalar, send
 from clipmill.train.distributed.parallel import ShardedRows
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.losses.contrastive import (
     Contrast,
     ContrastiveObjective,

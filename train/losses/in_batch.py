@@ -16,8 +16,7 @@ from torch.nn import functional
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.data.batch import Batch
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.losses.contrastive import (
     Contrast,
     ContrastiveObjective,

@@ -7,7 +7,7 @@ from torch import nn
 
 from clipmill.train.data.batch import Batch
 from clipmill.train.device.transfer import Scalar
-from clipmill.train.distributed.step import Step
+from clipmill.train.distributed.world import Step
 
 
 class Objective(nn.Module):

@@ -68,7 +68,7 @@ def test_checkpoints_evaluations_and_warmup_are_in_epochs_of_every_caption_once(
 def test_the_log_says_what_an_epoch_is(data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ("caption", "--shards", data_dir, "--out", tmp_path / "run", *TINY, "--warmup-steps", 0)
     assert train(*line, "--checkpoint-every", "2ep", "--steps", 1) == 0
-    expected = "an epoch is 4.0 steps, which show every caption once; --checkpoint-every 2ep = 8 steps"
+    expected = "an epoch has 4.0 steps, which visit every caption once; --checkpoint-every 2ep = 8 steps"
     assert expected in capsys.readouterr().out
     assert train(*line, "--checkpoint-every", "ep") == 2
     assert "--checkpoint-every is ep" in error_of(capsys)

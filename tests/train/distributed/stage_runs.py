@@ -21,8 +21,7 @@ from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.device.transfer import Scalar
 from clipmill.train.distributed.launch import open_world
 from clipmill.train.distributed.pipeline import LayerCost, Pipeline
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.engine.loop import train
 from clipmill.train.losses.objective import Objective
 from clipmill.train.models.attention import attend_with_sdpa

@@ -49,9 +49,9 @@ def test_ranks_say_whom_they_wait_for(monkeypatch: pytest.MonkeyPatch, capfd: py
         for rank in (1, 0, 2)
     ]
     waiting[0].start()
-    message = _said_with("rank 1 of 3 waits for rank 0 to start", capfd)
+    message = _said_with("rank 1 of 3 is waiting for rank 0 to start", capfd)
     waiting[1].start()
-    message += _said_with("rank 0 of 3 waits for rank 2 to start; see their logs", capfd)
+    message += _said_with("rank 0 of 3 is waiting for rank 2 to start; see their logs", capfd)
     waiting[2].start()
     for thread in waiting:
         thread.join(60)

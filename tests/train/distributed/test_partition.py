@@ -55,9 +55,9 @@ def test_each_rule_cuts_as_it_says(rule: str, num_stages: int, lengths: list[int
 @pytest.mark.parametrize(
     ("rule", "num_stages", "message"),
     [
-        ("uniform", 11, "the model has 10 layers"),
-        ("type:block", 7, "6 layers of that kind"),
-        ("type:bloc", 2, "0 layers of that kind"),
+        ("uniform", 11, "the model has only 10 layers"),
+        ("type:block", 7, "only 6 layers of this kind"),
+        ("type:bloc", 2, "only 0 layers of this kind"),
         ("2,7", 2, "9 layers on 2 stages"),
         ("0,10", 2, "10 layers on 2 stages"),
         ("5,5", 3, "10 layers on 2 stages"),

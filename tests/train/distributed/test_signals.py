@@ -81,7 +81,7 @@ def test_a_frozen_rank_0_is_noticed_though_it_keeps_the_store(columns: Path, tmp
     try:
         status, error = second.end(within_s=60)
         assert status == 1, error
-        assert "failed: the machine of rank 0 has not answered for 2 s, or its process is suspended" in error
+        assert "failed: the machine of rank 0 has not responded for 2 s, or its process is suspended" in error
         assert error.count("failed: ") == 1 and "rank 1 stops too" in error and "--resume" in error
         assert "Traceback" not in error
     finally:

@@ -207,9 +207,9 @@ def test_cuts_that_cannot_be_are_refused() -> None:
 def test_microbatches_that_do_not_divide_a_share_are_refused() -> None:
     three = ParallelSettings(stages=3)
     check_microbatches(12, size=4, settings=three)
-    with pytest.raises(UserError, match="--microbatch is 5, and a pipeline's share of --batch is 12 samples"):
+    with pytest.raises(UserError, match="--microbatch 5 does not divide the 12 samples of a pipeline in a batch"):
         check_microbatches(12, size=5, settings=three)
-    with pytest.raises(UserError, match="makes 2 with --microbatch 6") as caught:
+    with pytest.raises(UserError, match="--microbatch 6 divides its 12 samples per batch into only 2") as caught:
         check_microbatches(12, size=6, settings=three)
     assert caught.value.hint is not None and "use --microbatch 4" in caught.value.hint
     check_microbatches(12, size=12, settings=ParallelSettings(stages=3, schedule="gpipe"))

@@ -11,7 +11,7 @@ from clipmill.train.distributed.world import World
 
 def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
     assert World(size=4).share(64) == 16
-    with pytest.raises(UserError, match="--batch is 10, and 4 processes cannot have equal shares of it") as caught:
+    with pytest.raises(UserError, match="--batch 10 is not a multiple of the number of processes, 4") as caught:
         World(size=4).share(10)
     assert caught.value.hint is not None and "--batch 8" in caught.value.hint
 
@@ -28,7 +28,8 @@ def test_an_environment_that_is_half_there_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WORLD_SIZE", "two")
     for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UserError, match="not set: LOCAL_RANK, MASTER_ADDR, MASTER_PORT"), open_world(device_type="cpu"):
+    missing = "RANK is set, but LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not"
+    with pytest.raises(UserError, match=missing), open_world(device_type="cpu"):
         pass
     for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
@@ -59,7 +60,7 @@ def test_a_store_that_does_not_answer_is_given_up() -> None:
     assert watch.reason_to_stop(None, now_s=SILENT_S - 1) is None
     assert watch.reason_to_stop({0: "2", 1: "2"}, now_s=SILENT_S) is None
     reason = watch.reason_to_stop(None, now_s=2 * SILENT_S + 1)
-    assert reason is not None and "the machine of rank 0 has not answered" in reason
+    assert reason is not None and "the machine of rank 0 has not responded" in reason
 
 
 def test_state_is_divided_evenly_and_alike_on_all_ranks() -> None:

@@ -12,8 +12,7 @@ from torch import nn
 
 from clipmill.train.config.model import frozen_part
 from clipmill.train.data.batch import Batch
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.engine.metrics import Throughput
 from clipmill.train.losses.contrastive import build_contrast
 from clipmill.train.losses.settings import Loss

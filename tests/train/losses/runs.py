@@ -8,8 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from clipmill.train.bench.communication import FeatureExchange
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.losses.contrastive import ContrastiveObjective, Similarities
 from clipmill.train.losses.settings import Convention, Loss
 from tests.plugins import installed_here

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from clipmill.train.data.batch import Batch
-from clipmill.train.distributed.step import Step
+from clipmill.train.distributed.world import Step
 from clipmill.train.losses.contrastive import split
 from clipmill.train.losses.settings import Convention
 from tests.train.losses.pairs import CASES, Towers, batch_of, objective_of, settings_of

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from clipmill.train.distributed.step import Step
+from clipmill.train.distributed.world import Step
 from clipmill.train.losses.global_losses import GlobalContrast, inner_rate
 from clipmill.train.losses.settings import LOSSES, Convention
 from tests.train.losses.naive import Memory, Moments, adamw_without_decay, global_step, in_batch_loss

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from clipmill.train.distributed.step import Step
+from clipmill.train.distributed.world import Step
 from clipmill.train.losses.settings import Convention, Loss
 from tests.train.losses.pairs import CASES, Table, batch_of, objective_of
 

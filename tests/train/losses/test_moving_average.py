@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from clipmill.train.distributed.step import Step
+from clipmill.train.distributed.world import Step
 from clipmill.train.losses.global_losses import UNSEEN, average_logs, group_means, groups, inner_rate, log_group_means
 from clipmill.train.losses.settings import Convention
 from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of

@@ -11,8 +11,7 @@ from clipmill_example import decoupled
 from torch.nn import functional
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.losses.contrastive import AutogradObjective, Pairs
 from clipmill.train.losses.in_batch import info_nce
 from clipmill.train.losses.settings import LOSSES, Loss, LossSpec

@@ -6,7 +6,7 @@ import open_clip.loss
 import pytest
 import torch
 
-from clipmill.train.distributed.step import Step
+from clipmill.train.distributed.world import Step
 from clipmill.train.losses.settings import Loss
 from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of
 

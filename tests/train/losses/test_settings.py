@@ -9,8 +9,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.config.fields import unknown_parts
 from clipmill.train.config.training import OptimizerSettings
 from clipmill.train.device.transfer import Scalar
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.losses.contrastive import DatasetSize, build_contrast
 from clipmill.train.losses.global_losses import GlobalContrast
 from clipmill.train.losses.settings import LOSSES, Convention, Loss

@@ -10,8 +10,7 @@ import torch
 
 from clipmill.train.config.model import frozen_part
 from clipmill.train.data.batch import Batch
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.losses.contrastive import build_contrast
 from clipmill.train.losses.settings import Loss
 from clipmill.train.models.attention import attend_with_sdpa

@@ -31,8 +31,7 @@ from clipmill.train.data.producers.captioned_clips import open_captioned_clips
 from clipmill.train.data.query import loader_settings, open_folder
 from clipmill.train.device.transfer import Scalar, send
 from clipmill.train.distributed.pipeline import LayerCost, Pipeline, PipelineBatch
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.engine.task import ClipTask
 from clipmill.train.evaluation.identity import normalisation_of
 from clipmill.train.evaluation.runner import every_for, split_metrics

@@ -28,8 +28,7 @@ from clipmill.train.data.frame_sampling import spread_frames, window_frames
 from clipmill.train.data.query import DataQuery, loader_settings, open_samples, picture_size, read_classes_of
 from clipmill.train.device.random import Positions, draw_uniform
 from clipmill.train.device.transfer import Scalar
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.engine.task import UNUSED_PARTS, ClipTask, without_parts
 from clipmill.train.evaluation.runner import every_for, split_metrics
 from clipmill.train.losses.objective import Objective, backward_microbatches

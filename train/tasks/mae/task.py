@@ -33,8 +33,7 @@ from clipmill.train.data.frame_sampling import window_frames
 from clipmill.train.data.query import LATENT_PATCH, DataQuery, loader_settings, open_samples, picture_size
 from clipmill.train.device.random import device_uniform, draw_uniform
 from clipmill.train.device.transfer import Scalar, constant_tensor, send
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.engine.task import ClipTask
 from clipmill.train.evaluation.probing import LoopProbe
 from clipmill.train.losses.objective import Objective, backward_microbatches

@@ -17,8 +17,7 @@ from clipmill.train.data.query import clip_shape, loader_settings, open_folder
 from clipmill.train.data.samples import Samples
 from clipmill.train.device.random import draw_uniform
 from clipmill.train.device.transfer import Scalar
-from clipmill.train.distributed.step import Step
-from clipmill.train.distributed.world import World
+from clipmill.train.distributed.world import Step, World
 from clipmill.train.evaluation.runner import OpenedRun, Score, every_for
 from clipmill.train.losses.objective import Objective
 from clipmill.train.models.attention import AttentionBackend

@@ -9,7 +9,7 @@ import torch
 
 from clipmill.train.config.model import Towers
 from clipmill.train.data.batch import Batch
-from clipmill.train.distributed.step import Step
+from clipmill.train.distributed.world import Step
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.tasks.caption.decoding import generate_captions
 from clipmill.train.tasks.caption.language import LanguageCaptioner, open_language
