@@ -32,14 +32,7 @@ from clipmill.shards.commit_table import (
     write_contents,
 )
 from clipmill.shards.dataset import set_current_variant, variant_dir
-from clipmill.shards.format import (
-    COMMIT_TABLE_FILE,
-    COMMITS_FOLDER,
-    RECIPE_FILE,
-    VIDEO_FIELDS,
-    ShardName,
-    folder_of,
-)
+from clipmill.shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, RECIPE_FILE, VIDEO_FIELDS, ShardName, folder_of
 from clipmill.shards.index import index_bytes, index_schema
 from clipmill.shards.merged_table import CHUNKS_FILE, write_merged_table
 

@@ -1,14 +1,15 @@
-"""The captions of a manifest in memory-mapped files, in the order in which training needs them.
+"""Write and read the files that training maps into memory: the captions of a manifest by video and time.
 
     caption_spans.arrow   one row per span, ordered by (video, begin_s, end_s), with the captions of the span: a list of
                           (source, row, caption_id), ordered by source and row; all spans of a video are in one batch
     caption_texts.arrow   the texts in the order of captions.parquet, uncompressed
 
-If captions have splits (schema.OPTIONAL_CAPTIONS), each caption also has the number of its split, or -1 for the split
-of its video. `video` and `row` are row numbers in videos.parquet and captions.parquet; `source` is the number of the
-source in the order of `source_order`. Every write of the manifest derives both files from its tables, and publishes
-them together (clipmill.manifests.write). Labels and likelihoods are only in captions.parquet. Every rank maps the
-files; only the rank that computes the sample table verifies them.
+`video` and `row` are row indices in videos.parquet and captions.parquet, and `source` is an index into the sources in
+the order of `source_order`. If captions have splits (schema.OPTIONAL_CAPTIONS), the list also contains the index of
+each caption's split, or -1 for the split of the video. Labels and likelihoods are only in captions.parquet.
+
+Each write of the manifest derives both files from the tables, and publishes them together with the tables
+(clipmill.manifests.write). Each rank maps the files, but only the rank that computes the sample table verifies them.
 """
 
 import json
@@ -40,25 +41,26 @@ from clipmill.manifests.store import (
     table_path,
 )
 
-_METADATA_KEY = b"clipmill_captions"  # schema metadata of the spans: names of the sources, digest of the texts
-_BATCH = 1 << 20  # number of captions per batch; more only if a single video has more
-_READ = 1 << 21  # number of captions read at a time; for each block, the IDs of all videos are hashed
+_METADATA_KEY = b"clipmill_captions"  # schema metadata of the spans: names of sources and splits, digest of the texts
+_BATCH = 1 << 20  # number of captions per batch, unless a single video has more
+_READ = 1 << 21  # number of captions that are read at once; large, because each read hashes the IDs of all videos
 _TEXTS = 1 << 18  # number of texts per batch
 _NewArray = Callable[[int, Any], NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class SpanBlock:
-    """The spans of consecutive videos, without gaps; zero-copy views of the file.
+    """Block of spans with their captions, as zero-copy views of the file. It has all spans of its videos.
 
     Attributes:
-        video: int32 [S], row of the video, in ascending order.
-        begin_s, end_s: float64 [S].
-        counts: int32 [S], number of captions of each span.
-        source: int16 [C], number of the source. The captions of a span follow the captions of the previous span.
+        video: int32 [S], row of the video, ascending.
+        begin_s, end_s: float64 [S], span in seconds.
+        counts: int32 [S], number of captions of each span. The captions of all spans are concatenated in [C].
+        source: int16 [C], index into `CaptionSpans.sources`.
         row: int32 [C], row in captions.parquet.
         caption_id: int64 [C].
-        split: int8 [C], index into `CaptionSpans.splits`, -1 for the video's split; None if no caption has a split.
+        split: int8 [C], index into `CaptionSpans.splits`, or -1 for the split of the video; None if no caption has a
+            split.
     """
 
     video: NDArray[np.int32]
@@ -70,17 +72,17 @@ class SpanBlock:
     caption_id: NDArray[np.int64]
     split: NDArray[np.int8] | None = None
 
-    def of_videos(self, videos: "SplitVideos") -> "SpanBlock | None":
-        """Return the captions of a split, with row numbers among its videos; None if no caption is in the split."""
+    def select_videos(self, videos: "SplitVideos") -> "SpanBlock | None":
+        """Return the captions of a split, with video rows among the videos of the split; None if there are none."""
         video, counts = videos.row[self.video], self.counts
         is_kept = video >= 0
-        if is_kept.all() and videos.is_of_split is None:
+        if is_kept.all() and videos.is_in_split is None:
             return replace(self, video=video)
         if not is_kept.any():
             return None
         is_kept_caption = np.repeat(is_kept, counts)
-        if videos.is_of_split is not None:
-            is_in_split = np.repeat(videos.is_of_split[self.video], counts)
+        if videos.is_in_split is not None:
+            is_in_split = np.repeat(videos.is_in_split[self.video], counts)
             if self.split is not None:
                 is_in_split = np.where(self.split < 0, is_in_split, self.split == videos.number)
             is_kept_caption &= is_in_split
@@ -92,35 +94,35 @@ class SpanBlock:
         return SpanBlock(video[is_kept], self.begin_s[is_kept], self.end_s[is_kept], counts[is_kept], **captions)
 
     def each_caption(self) -> "SpanBlock":
-        """Return the captions with a separate span for each caption."""
+        """Return the block with the span repeated for each of its captions, so that each span has one caption."""
         spans = {name: np.repeat(getattr(self, name), self.counts) for name in ("video", "begin_s", "end_s")}
         return replace(self, **spans, counts=np.ones(len(self.source), np.int32))
 
 
 @dataclass(frozen=True)
 class SplitVideos:
-    """The videos of a split, and information about which of their captions belong to the split.
+    """Videos of a split, with the information that is necessary to select their captions.
 
     Attributes:
         row: int32 [videos of the manifest], row of each video among the videos of the split; -1 for other videos.
-        is_of_split: bool [videos of the manifest], True for a video that itself belongs to the split. Its captions
-            without a split then belong to the split, too. None if no caption has a split.
+        is_in_split: bool [videos of the manifest], True for videos that are in the split themselves, so that their
+            captions without a split are in it as well. None if no caption has a split.
         number: Index of the split in `CaptionSpans.splits`; -2 if no caption has this split.
     """
 
     row: NDArray[np.int32]
-    is_of_split: NDArray[np.bool_] | None = None
+    is_in_split: NDArray[np.bool_] | None = None
     number: int = -2
 
 
 class CaptionSpans:
-    """The captions of a table, or of the files stored with a manifest.
+    """Captions by video and time, from a table or from the files of a manifest.
 
     Args:
         spans, texts: Contents of the two files.
 
     Attributes:
-        mark: Identity of the files, which identifies the inputs of arrays computed from these captions.
+        mark: Identity of the files, with which a cache of arrays that are derived from the captions is validated.
     """
 
     mark: tuple[object, ...] = ()
@@ -129,45 +131,50 @@ class CaptionSpans:
         self._spans, self._texts = spans, texts
 
     def verify(self) -> None:
-        """Read both files; raise DamagedManifest if one does not match its checksum."""
+        """Read both files, and raise DamagedManifest if a file does not match its checksum."""
 
     @classmethod
-    def of_table(cls, captions: pa.Table, video_ids: pa.Array) -> "CaptionSpans":
-        """Build the captions from a table with the columns of captions.parquet; `video_ids` as in videos.parquet."""
+    def from_table(cls, captions: pa.Table, video_ids: pa.Array) -> "CaptionSpans":
+        """Build an instance from a table with the columns of captions.parquet.
+
+        Args:
+            video_ids: IDs of the videos in the order of videos.parquet.
+        """
         spans, texts = pa.BufferOutputStream(), pa.BufferOutputStream()
         write_caption_spans(captions, video_ids, spans=spans, texts=texts)
         return cls(spans.getvalue(), texts.getvalue())
 
     @cached_property
     def texts(self) -> pa.ChunkedArray:
-        """Text of each row."""
+        """Text of each caption, in the order of captions.parquet."""
         return pa.ipc.open_file(self._texts).read_all()["text"]
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of the sources by number."""
-        return tuple(self._facts["sources"])
+        """Names of the sources, in the order of `source_order`."""
+        return tuple(self._metadata["sources"])
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Names of the captions' splits by number; empty if every caption belongs to the split of its video."""
-        return tuple(self._facts.get("splits", ()))
+        """Names of the captions' splits; empty if every caption belongs to the split of its video."""
+        return tuple(self._metadata.get("splits", ()))
 
     @property
     def texts_sha256(self) -> str:
-        """`TextDigest` of all texts."""
-        return str(self._facts["texts_sha256"])
+        """Digest of all texts (`TextDigest`), as hexadecimal digits."""
+        return str(self._metadata["texts_sha256"])
 
     @cached_property
-    def _facts(self) -> dict[str, Any]:
-        facts: dict[str, Any] = json.loads(pa.ipc.open_file(self._spans).schema.metadata[_METADATA_KEY])
-        return facts
+    def _metadata(self) -> dict[str, Any]:
+        metadata: dict[str, Any] = json.loads(pa.ipc.open_file(self._spans).schema.metadata[_METADATA_KEY])
+        return metadata
 
     def blocks(self, videos: SplitVideos | None = None) -> Iterator[SpanBlock]:
-        """Yield the spans in order.
+        """Yield the spans in blocks, in the order of the file.
 
         Args:
-            videos: Split whose captions are yielded; None for all captions, with row numbers among all videos.
+            videos: Videos of a split. Only the captions of this split are yielded, with video rows among its videos.
+                None yields all captions, with video rows in videos.parquet.
         """
         reader = pa.ipc.open_file(self._spans)
         for number in range(reader.num_record_batches):
@@ -177,19 +184,22 @@ class CaptionSpans:
             fields = {name: captions.values.field(name).to_numpy() for name in names}
             columns = {name: batch[name].to_numpy() for name in ("video", "begin_s", "end_s")}
             block = SpanBlock(**columns, counts=np.diff(captions.offsets.to_numpy()), **fields)
-            selected = block if videos is None else block.of_videos(videos)
+            selected = block if videos is None else block.select_videos(videos)
             if selected is not None:
                 yield selected
 
 
-def is_of_model(source: str) -> bool:
-    """Return True for a source of model captions, such as `captioner@1f2e3d4c`; training uses them only on request."""
+def is_model_source(source: str) -> bool:
+    """Return True if a model wrote the captions of a source, such as `captioner@1f2e3d4c`.
+
+    Training uses such captions only on request.
+    """
     return "@" in source
 
 
 def source_order(name: str) -> tuple[bool, str]:
-    """Return the sort key of a source. Sources are sorted by name, with models last."""
-    return is_of_model(name), name
+    """Return the sort key of a source. Sources are sorted by name, with sources of models last."""
+    return is_model_source(name), name
 
 
 def write_caption_spans(
@@ -204,12 +214,11 @@ def write_caption_spans(
     """Write both files for a table of captions.
 
     Args:
-        captions: Table, or a Parquet file opened with video_id and source as dictionaries.
-        video_ids: IDs in the order of videos.parquet.
-        spans, texts: Path or Arrow stream of each file.
-        metadata: Metadata of the schemas of both files.
-        scratch_folder: Folder for unnamed temporary files with the columns, which take 30 bytes per caption; None keeps
-            them in memory.
+        captions: Table, or a Parquet file that was opened with dictionary encoding of video_id and source.
+        video_ids: IDs of the videos in the order of videos.parquet.
+        spans, texts: Path or Arrow output stream for each file.
+        metadata: Additional schema metadata for both files.
+        scratch_folder: Folder for unnamed temporary files, which take 30 bytes per caption. None uses memory instead.
 
     Raises:
         ValueError: A caption refers to a video that is not in `video_ids`.
@@ -219,7 +228,7 @@ def write_caption_spans(
         if scratch_folder is None:
             return np.empty(count, kind)
         with TemporaryFile(dir=scratch_folder) as file:
-            # Space is reserved, because writing to a mapped file on a full disk would kill the process.
+            # The space is reserved, because a write to a mapped file on a full disk would kill the process.
             os.posix_fallocate(file.fileno(), 0, max(count, 1) * np.dtype(kind).itemsize)
             return np.frombuffer(mmap.mmap(file.fileno(), 0), kind, count=count)
 
@@ -231,8 +240,8 @@ def write_caption_spans(
                 digest.add(batch["text"])
                 writer.write_batch(pa.record_batch([batch["text"]], schema=schema))
     texts_sha256 = digest.hexdigest()
-    columns, facts = _read_columns(captions, video_ids, new_array=new_array)
-    content = json.dumps({**facts, "texts_sha256": texts_sha256}).encode()
+    columns, names = _read_columns(captions, video_ids, new_array=new_array)
+    content = json.dumps({**names, "texts_sha256": texts_sha256}).encode()
     item = pa.struct([("source", pa.int16()), ("row", pa.int32()), ("caption_id", pa.int64())])
     if "split" in columns:
         item = pa.struct([*item, ("split", pa.int8())])
@@ -240,24 +249,28 @@ def write_caption_spans(
     fields = [pa.field(name, kind, nullable=False) for name, kind in kinds]
     schema = pa.schema(fields, metadata={**(metadata or {}), _METADATA_KEY: content})
     with pa.ipc.new_file(spans, schema) as writer:
-        for rows in _rows_of_batches(columns["video"], num_videos=len(video_ids)):
+        for rows in _batch_rows(columns["video"], num_videos=len(video_ids)):
             batch = {name: array[rows] for name, array in columns.items()}
             order = np.lexsort((batch["source"], batch["end_s"], batch["begin_s"], batch["video"]))
             batch = {name: array[order] for name, array in batch.items()}
             keys = (batch[name] for name in ("video", "begin_s", "end_s"))
             is_new = np.any([np.r_[True, key[1:] != key[:-1]] for key in keys], axis=0)
-            begins = np.flatnonzero(is_new)
+            starts = np.flatnonzero(is_new)
             batch["row"] = rows[order]
-            lists = pa.StructArray.from_arrays([pa.array(batch[field.name]) for field in item], fields=list(item))
-            first = pa.array(np.append(begins, len(rows)).astype(np.int32))
-            arrays = [pa.array(batch[name][begins]) for name in ("video", "begin_s", "end_s")]
-            writer.write_batch(pa.record_batch([*arrays, pa.ListArray.from_arrays(first, lists)], schema=schema))
+            items = pa.StructArray.from_arrays([pa.array(batch[field.name]) for field in item], fields=list(item))
+            offsets = pa.array(np.append(starts, len(rows)).astype(np.int32))
+            arrays = [pa.array(batch[name][starts]) for name in ("video", "begin_s", "end_s")]
+            writer.write_batch(pa.record_batch([*arrays, pa.ListArray.from_arrays(offsets, items)], schema=schema))
 
 
 def _read_columns(
     captions: pa.Table | pq.ParquetFile, video_ids: pa.Array, *, new_array: _NewArray
 ) -> tuple[dict[str, NDArray[Any]], dict[str, list[str]]]:
-    """Read the columns that the spans are built from, by row, and the names of the sources and the captions' splits."""
+    """Read the columns from which the spans are built.
+
+    Returns:
+        The columns in the order of captions.parquet, and the names of the sources and of the captions' splits.
+    """
     is_table = isinstance(captions, pa.Table)
     num_rows = captions.num_rows if is_table else captions.metadata.num_rows
     kinds = {"video": np.int32, "begin_s": np.float64, "end_s": np.float64, "caption_id": np.int64, "source": np.int16}
@@ -266,11 +279,11 @@ def _read_columns(
     columns = {name: new_array(num_rows, kind) for name, kind in {**kinds, **split_kind}.items()}
     codes: dict[str, int] = {}
     splits: dict[str, int] = {}
-    begin = 0
+    num_read = 0
     input_names = ["video_id", "begin_s", "end_s", "caption_id", "source", *split_kind]
     for table in caption_blocks(captions, input_names, num_rows=_READ):
-        part = slice(begin, begin + len(table))
-        begin += len(table)
+        part = slice(num_read, num_read + len(table))
+        num_read += len(table)
         for name in ("begin_s", "end_s", "caption_id"):
             columns[name][part] = table[name].to_numpy()
         arrays = (table[name].combine_chunks() for name in ("video_id", "source"))
@@ -288,22 +301,28 @@ def _read_columns(
     sources = sorted(codes, key=source_order)
     number = np.empty(len(sources), np.int16)
     number[[codes[name] for name in sources]] = np.arange(len(sources))
-    for begin in range(0, num_rows, _READ):
-        part = slice(begin, begin + _READ)
+    for start in range(0, num_rows, _READ):
+        part = slice(start, start + _READ)
         columns["source"][part] = number[columns["source"][part]]
     return columns, {"sources": sources, **({"splits": list(splits)} if splits else {})}
 
 
-def _rows_of_batches(video: NDArray[np.int32], *, num_videos: int) -> Iterator[NDArray[np.int32]]:
-    """Yield the captions of consecutive videos, about `_BATCH` at a time, as ascending rows."""
+def _batch_rows(video: NDArray[np.int32], *, num_videos: int) -> Iterator[NDArray[np.int32]]:
+    """Yield the rows of the captions in each batch, ascending.
+
+    A batch has the captions of consecutive videos, about `_BATCH` captions in all.
+
+    Args:
+        video: int32 [N], row of each caption's video.
+    """
     counts = np.zeros(num_videos, np.int64)
-    parts = [slice(begin, begin + _READ) for begin in range(0, len(video), _READ)]
+    parts = [slice(start, start + _READ) for start in range(0, len(video), _READ)]
     for part in parts:
         counts += np.bincount(video[part], minlength=num_videos)
     batch_of_video = ((np.cumsum(counts) - counts) // _BATCH).astype(np.uint16)  # NumPy sorts 16-bit integers by radix
     ends = np.cumsum(np.bincount(batch_of_video, weights=counts)).astype(np.int64)
-    begins = np.r_[0, ends][:-1]
-    order, next_free = np.empty(len(video), np.int32), begins.copy()
+    starts = np.r_[0, ends][:-1]
+    order, next_free = np.empty(len(video), np.int32), starts.copy()
     for part in parts:
         batch = batch_of_video[video[part]]
         rows, first = part.start + np.argsort(batch, kind="stable"), 0
@@ -311,13 +330,13 @@ def _rows_of_batches(video: NDArray[np.int32], *, num_videos: int) -> Iterator[N
             order[next_free[number] : next_free[number] + count] = rows[first : first + count]
             next_free[number] += count
             first += count
-    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-        if end > begin:
-            yield order[begin:end]
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        if end > start:
+            yield order[start:end]
 
 
 class StoredCaptions(CaptionSpans):
-    """A snapshot of the captions of a manifest. Only `verify` checks the content of the files.
+    """Snapshot of the captions of a manifest. The content of the files is not checked until `verify` is called.
 
     Args:
         paths: Paths of the files MAPPED_FILES.
@@ -339,14 +358,14 @@ class StoredCaptions(CaptionSpans):
         for path, entry, buffer in zip(self._paths, self._entries, self._buffers, strict=True):
             if zlib.crc32(buffer) != entry["crc32"]:
                 raise DamagedManifest(path, "its checksum does not match manifest.json")
-            buffer.madvise(mmap.MADV_DONTNEED)  # otherwise these pages would count towards the memory of this process
+            buffer.madvise(mmap.MADV_DONTNEED)  # otherwise, these pages would count as memory of this process
 
 
 def open_stored_captions(data_dir: Path) -> StoredCaptions:
-    """Map the captions of the current manifest. They do not change if the manifest is replaced later.
+    """Map the captions of the current manifest, which stay the same if the manifest is replaced later.
 
     Raises:
-        UserError: There is no manifest, or a file is missing or has the wrong length.
+        UserError: The manifest is missing, or one of its files is missing or has the wrong size.
     """
 
     def read(manifest: dict[str, Any]) -> StoredCaptions:
@@ -358,10 +377,10 @@ def open_stored_captions(data_dir: Path) -> StoredCaptions:
 
 
 def split_videos(captions: CaptionSpans, data_dir: Path, split: str, *, video_ids: pa.Array) -> SplitVideos:
-    """Find the videos of a split, and which of their captions belong to it.
+    """Find the rows of the videos of a split in the current manifest.
 
     Args:
-        video_ids: Videos of the split (clipmill.manifests.divided_videos.find_split_videos).
+        video_ids: IDs of the videos of the split (clipmill.manifests.divided_videos.find_split_videos).
 
     Raises:
         UserError: `video_ids` are not the videos of the split, because the manifest was replaced in the meantime.
@@ -369,14 +388,14 @@ def split_videos(captions: CaptionSpans, data_dir: Path, split: str, *, video_id
     videos = read_videos(data_dir, columns=["video_id", "split"])
     is_in_split, expected_ids = pc.equal(videos["split"], split), pa.chunked_array([video_ids])
     is_member = is_in_split
-    # If the IDs differ, captions of videos from other splits belong to the split.
-    if not (is_alike := videos["video_id"].filter(is_member).equals(expected_ids)):
+    # If the IDs differ, some captions of videos from other splits belong to the split.
+    if not (has_same_videos := videos["video_id"].filter(is_member).equals(expected_ids)):
         is_member = pc.or_(is_in_split, pc.is_in(videos["video_id"], value_set=video_ids))
         if not videos["video_id"].filter(is_member).equals(expected_ids):
             raise UserError(f"the manifest of {data_dir} was replaced while it was read", hint="run the command again")
     is_member = is_member.to_numpy()
     row = np.where(is_member, np.cumsum(is_member) - 1, -1).astype(np.int32)
-    if is_alike and not captions.splits:
+    if has_same_videos and not captions.splits:
         return SplitVideos(row)
     number = captions.splits.index(split) if split in captions.splits else -2
     return SplitVideos(row, is_in_split.to_numpy(), number)

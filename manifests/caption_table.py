@@ -1,12 +1,13 @@
-"""Caption tables: a streaming writer for captions.parquet, digests of captions, and tables of model captions.
+"""Write tables of captions: captions.parquet, digests of each video's captions, and files of pseudo-captions.
 
-The writer merges the captions of a dataset with the captions of other datasets, in the order of their IDs. Each video
-has a digest of its captions, so that a plan can detect changed captions.
+captions.parquet is written as a stream that merges the captions of one dataset with the captions of other datasets, in
+the order of their IDs. A plan compares the digests to detect changed captions.
 
-`train caption-chunks` and `prep captions` write pseudo-captions to a Parquet file, which `prep manifest captions` reads
-as a source of captions. The schema metadata of the file has a JSON object under METADATA_KEY: `kind`, `weights`,
-`weights_sha256` (null if unknown), `video_variant`, `settings`, and other keys that depend on the command. The source
-of a caption is `<name>@<8 hexadecimal digits>`. Captions with the same name but different digits replace it.
+Pseudo-captions are captions that a model wrote. `train caption-chunks` and `prep captions` write them to a Parquet
+file, which `prep manifest captions` reads as a further source. The schema metadata of the file contains a JSON object
+under METADATA_KEY: `kind`, `weights`, `weights_sha256` (null if unknown), `video_variant`, `settings`, and keys that
+depend on the command. The source of a pseudo-caption is `<name>@<8 hexadecimal digits>`, where the digits are the
+version of the model. A new version replaces all captions of the earlier version.
 """
 
 import hashlib
@@ -26,22 +27,22 @@ from clipmill.manifests.publish import publish_atomically
 from clipmill.manifests.schema import CAPTIONS, OPTIONAL_CAPTIONS
 
 LABEL_PREFIX = "label_"
-_PLAIN_COLUMNS = frozenset({"caption_id", "begin_s", "end_s", "text", "likelihood"})  # not dictionary-encoded
-# Row groups have a fixed size, so that equal tables yield identical bytes.
-ROWS_PER_GROUP = 131_072
-# Function of the columns caption_id, video_id and source (dictionary-encoded) that returns a bool mask of rows.
+_PLAIN_COLUMNS = frozenset({"caption_id", "begin_s", "end_s", "text", "likelihood"})  # without dictionary encoding
+ROWS_PER_GROUP = 131_072  # fixed, so that equal tables yield identical bytes
+# Function that takes a table with the columns caption_id, video_id and source (the last two dictionary-encoded) and
+# returns a mask of the selected rows, bool[N].
 Selection = Callable[[pa.Table], np.ndarray]
 
 
 @dataclass(frozen=True)
 class CaptionChange:
-    """A change to a manifest's captions.
+    """Difference between the captions of two consecutive manifests.
 
     Attributes:
-        added: New captions, in the format that `write_manifest` takes.
-        ids: IDs of `added`, int64[N].
-        next_id: First ID that was never used.
-        keep: Function that selects the previous captions to keep; None removes all.
+        added: New captions, with the columns that `write_manifest` takes.
+        ids: IDs of the new captions, int64[N].
+        next_id: First ID that was never assigned to a caption.
+        keep: Function that selects the previous captions to keep. None keeps no captions.
         keep_labels: Keep the label columns of the previous captions.
     """
 
@@ -55,24 +56,27 @@ class CaptionChange:
 def write_caption_table(
     path: Path, change: CaptionChange, *, old_path: Path | None, metadata: dict[bytes, bytes]
 ) -> None:
-    """Publish the kept captions of `old_path` and the added captions as `path`, ordered by ID.
+    """Write the captions that are kept and the new captions to the file `path` atomically, ordered by ID.
 
     Args:
-        old_path: Previous table; None if there is none.
+        old_path: Path of the previous table of captions, if there is one.
+        metadata: Metadata of the schema.
 
     Raises:
-        UserError: A label column already exists with a different type.
+        UserError: The previous table has a label column with the same name but a different type.
     """
     captions, keep = change.added, change.keep
     kept: Iterator[pa.Table] = iter(())
     optional = _optional_columns(captions)
     if old_path is not None and keep is not None:
-        kept = kept_batches(old_path, keep)
-        if uncertain := set(OPTIONAL_CAPTIONS.names).intersection(pq.read_schema(old_path).names) - optional:
-            columns = ["caption_id", "video_id", "source", *sorted(uncertain)]
-            for table in kept_batches(old_path, keep, columns=columns):
+        kept = selected_batches(old_path, keep)
+        # An optional column of the previous table stays only if a caption that is kept has a value.
+        if candidates := set(OPTIONAL_CAPTIONS.names).intersection(pq.read_schema(old_path).names) - optional:
+            columns = ["caption_id", "video_id", "source", *sorted(candidates)]
+            for table in selected_batches(old_path, keep, columns=columns):
                 optional |= _optional_columns(table)
-    # The output has CAPTIONS, the optional columns that have values, and all labels, without dictionaries.
+    # The schema has the columns of CAPTIONS, optional columns with at least one value, and all labels. No type in it is
+    # a dictionary.
     labelled_path = old_path if change.keep_labels else None
     labels = {field.name: field for field in captions.schema if field.name.startswith(LABEL_PREFIX)}
     labels = {name: field.with_type(_plain_type(field.type)) for name, field in labels.items()}
@@ -103,8 +107,8 @@ def write_caption_table(
 def take_rows(table: pa.Table, rows: np.ndarray) -> pa.Table:
     """Take rows (int64[N], N >= 1) from a table in the given order, and return them as one chunk.
 
-    Arrow's own `take` concatenates all chunks of a string column on each call. This function concatenates only the
-    chunks that contain the rows.
+    `pa.Table.take` would concatenate all chunks of a string column on each call. This function concatenates only the
+    range of rows from the first to the last.
     """
     first, last = int(rows.min()), int(rows.max())
     part = table.slice(first, last + 1 - first).combine_chunks()
@@ -113,11 +117,11 @@ def take_rows(table: pa.Table, rows: np.ndarray) -> pa.Table:
     return part.take(pa.array(rows - first))
 
 
-def kept_batches(path: Path, keep: Selection, *, columns: list[str] | None = None) -> Iterator[pa.Table]:
-    """Yield the captions of a table that `keep` selects, in non-empty batches.
+def selected_batches(path: Path, keep: Selection, *, columns: list[str] | None = None) -> Iterator[pa.Table]:
+    """Yield the captions of a Parquet file that `keep` selects, in batches. No batch is empty.
 
     Args:
-        columns: Columns to read, including caption_id, video_id and source. Default: all columns.
+        columns: Names of the columns to read, which must include caption_id, video_id and source. Default: all columns.
     """
     with pq.ParquetFile(path, read_dictionary=["video_id", "source"], pre_buffer=False) as file:
         for batch in file.iter_batches(batch_size=ROWS_PER_GROUP, columns=columns):
@@ -128,9 +132,10 @@ def kept_batches(path: Path, keep: Selection, *, columns: list[str] | None = Non
 
 
 def caption_blocks(captions: pa.Table | pq.ParquetFile, columns: Sequence[str], *, num_rows: int) -> Iterator[pa.Table]:
-    """Yield `columns` of all captions in order, in blocks of at least `num_rows` rows, except for the last block.
+    """Yield columns of all captions in the order of the rows, in blocks of about `num_rows` rows.
 
-    Blocks of a file consist of complete row groups. Dictionaries are unified in each block.
+    A block of a file consists of complete row groups, and has at least `num_rows` rows, except for the last block. The
+    chunks of a dictionary-encoded column share one dictionary in each block.
     """
     if isinstance(captions, pa.Table):
         for begin in range(0, captions.num_rows, num_rows):
@@ -147,7 +152,7 @@ def caption_blocks(captions: pa.Table | pq.ParquetFile, columns: Sequence[str], 
 
 
 def _optional_columns(captions: pa.Table) -> set[str]:
-    """Return the names in OPTIONAL_CAPTIONS for which at least one caption has a value."""
+    """Return the names of the columns of OPTIONAL_CAPTIONS that have at least one value."""
     names = set(OPTIONAL_CAPTIONS.names).intersection(captions.column_names)
     return {name for name in names if captions[name].null_count < captions.num_rows}
 
@@ -159,30 +164,30 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
 def _merge_rows(
     kept: Iterator[pa.Table], *, captions: pa.Table, ids: np.ndarray, schema: pa.Schema
 ) -> Iterator[pa.Table]:
-    """Merge the kept and the new captions by ID; yield tables with the given schema."""
+    """Merge the captions that are kept with the new captions, and yield tables in the order of the IDs."""
     order = np.argsort(ids)
-    ids_in_order = ids[order]
-    done = 0
+    sorted_ids = ids[order]
+    num_done = 0  # number of new captions that have been yielded
 
     def new_rows(end: int) -> Iterator[pa.Table]:
-        for begin in range(done, end, ROWS_PER_GROUP):
-            rows = order[begin : min(begin + ROWS_PER_GROUP, end)]
+        for start in range(num_done, end, ROWS_PER_GROUP):
+            rows = order[start : min(start + ROWS_PER_GROUP, end)]
             part = take_rows(captions, rows).append_column("caption_id", pa.array(ids[rows]))
-            yield in_schema(part, schema)
+            yield cast_to_schema(part, schema)
 
     for table in kept:
-        table = in_schema(table, schema)
+        table = cast_to_schema(table, schema)
         last_id = table["caption_id"][-1].as_py()
-        end = int(np.searchsorted(ids_in_order, last_id))
-        if end > done:
+        end = int(np.searchsorted(sorted_ids, last_id))
+        if end > num_done:
             table = pa.concat_tables([table, *new_rows(end)]).sort_by("caption_id")
-            done = end
+            num_done = end
         yield table
     yield from new_rows(len(order))
 
 
-def in_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the columns of a schema, cast to its types; missing columns are null."""
+def cast_to_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return the columns of a table that are in a schema, cast to the types of the schema. Missing columns are null."""
     columns = [
         table[field.name].cast(field.type) if field.name in table.column_names else pa.nulls(len(table), field.type)
         for field in schema
@@ -191,7 +196,7 @@ def in_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def _regroup_rows(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """Divide rows into tables of exactly ROWS_PER_GROUP rows; the last table may be shorter."""
+    """Regroup consecutive tables into tables of exactly ROWS_PER_GROUP rows. The last table may be shorter."""
     pending: list[pa.Table] = []
     num_pending = 0
     for table in tables:
@@ -199,10 +204,10 @@ def _regroup_rows(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
         num_pending += table.num_rows
         if num_pending >= ROWS_PER_GROUP:
             joined = pa.concat_tables(pending)
-            full = num_pending // ROWS_PER_GROUP * ROWS_PER_GROUP
-            for begin in range(0, full, ROWS_PER_GROUP):
-                yield joined.slice(begin, ROWS_PER_GROUP).combine_chunks()
-            pending, num_pending = [joined.slice(full)], num_pending - full
+            num_rows = num_pending // ROWS_PER_GROUP * ROWS_PER_GROUP
+            for start in range(0, num_rows, ROWS_PER_GROUP):
+                yield joined.slice(start, ROWS_PER_GROUP).combine_chunks()
+            pending, num_pending = [joined.slice(num_rows)], num_pending - num_rows
     if num_pending:
         yield pa.concat_tables(pending).combine_chunks()
 
@@ -213,79 +218,76 @@ _ROWS_AT_ONCE = 131_072
 def captions_sha256(
     captions: pa.Table, *, caption_ids: np.ndarray, video_rows: np.ndarray, num_videos: int
 ) -> list[str]:
-    """Compute a digest of each video's captions (IDs, times, texts, sources, labels), sorted by start, end and ID.
+    """Compute the SHA-256 of each video's captions (IDs, times, texts, sources, labels), sorted by start, end and ID.
 
-    Columns of OPTIONAL_CAPTIONS are included only for videos that have a value; other digests do not depend on them.
+    A column of OPTIONAL_CAPTIONS affects only the digests of videos for which the column has a value.
 
     Args:
-        captions: All caption columns except caption_id, N rows.
+        captions: All columns of the captions except caption_id, N rows.
         caption_ids: ID of each caption, int64[N].
-        video_rows: int[N], index of each caption's video, in [0, num_videos).
+        video_rows: Index of each caption's video, int[N], in [0, num_videos).
 
     Returns:
-        num_videos hex digests; a video without captions has the digest of empty input.
+        One digest per video, as hexadecimal digits. The digest of a video without captions is the hash of no bytes.
     """
     order = np.lexsort((caption_ids, captions["end_s"].to_numpy(), captions["begin_s"].to_numpy(), video_rows))
     bounds = np.searchsorted(video_rows[order], np.arange(num_videos + 1))
     digests = [hashlib.sha256(b"").hexdigest()] * num_videos
     columns = captions.drop_columns(["video_id"])
     optional_names = [name for name in OPTIONAL_CAPTIONS.names if name in columns.column_names]
-    # Ranges of videos with about _ROWS_AT_ONCE captions each; the first video of a range has captions.
-    windows: list[tuple[int, int]] = []
+    # Ranges of videos that have about _ROWS_AT_ONCE captions together. The first video of each range has captions.
+    ranges: list[tuple[int, int]] = []
     first = 0
     while first < num_videos and bounds[first] < bounds[-1]:
         first = int(np.searchsorted(bounds, bounds[first], side="right")) - 1
         last = int(np.searchsorted(bounds, bounds[first] + _ROWS_AT_ONCE, side="right")) - 1
         last = min(max(last, first + 1), num_videos)
-        windows.append((first, last))
+        ranges.append((first, last))
         first = last
-    for first, last in windows:
+    for first, last in ranges:
         rows = order[bounds[first] : bounds[last]]
         part = take_rows(columns, rows).combine_chunks()
         optional = [_optional_streams(name, part[name].chunk(0)) for name in optional_names]
-        streams = [_Stream.of_numbers(caption_ids[rows])]
+        streams = [_Stream.from_numbers(caption_ids[rows])]
         for name in part.drop_columns(optional_names).column_names:
             streams += _streams(part[name].chunk(0))
-        local = bounds[first : last + 1] - bounds[first]
-        for video in np.flatnonzero(np.diff(local)):
-            begin, end = int(local[video]), int(local[video + 1])
-            sha256 = hashlib.sha256((end - begin).to_bytes(8, "little"))
+        part_bounds = bounds[first : last + 1] - bounds[first]
+        for video in np.flatnonzero(np.diff(part_bounds)):
+            start, end = int(part_bounds[video]), int(part_bounds[video + 1])
+            sha256 = hashlib.sha256((end - start).to_bytes(8, "little"))
             for stream in streams:
-                sha256.update(stream.rows(begin, end))
+                sha256.update(stream.rows(start, end))
             for name, has_value, values in optional:
-                if has_value[begin:end].any():
+                if has_value[start:end].any():
                     sha256.update(name)
                     for stream in values:
-                        sha256.update(stream.rows(begin, end))
+                        sha256.update(stream.rows(start, end))
             digests[first + int(video)] = sha256.hexdigest()
     return digests
 
 
 class TextDigest:
-    """SHA-256 of a sequence of texts.
-
-    The digest does not depend on the division into blocks, and different sequences have different digests.
-    """
+    """SHA-256 of a sequence of strings, which does not depend on how the sequence is divided into blocks."""
 
     def __init__(self) -> None:
         self._lengths, self._bytes = hashlib.sha256(), hashlib.sha256()
 
     def add(self, texts: pa.StringArray) -> None:
-        """Add the next block of texts."""
+        """Add the next block of strings."""
         lengths, content = _streams(texts)[-2:]
         self._lengths.update(lengths.rows(0, len(texts)))
         self._bytes.update(content.rows(0, len(texts)))
 
     def hexdigest(self) -> str:
-        """Return the digest of all texts added so far."""
+        """Return the digest of all strings that have been added."""
         return hashlib.sha256(self._lengths.digest() + self._bytes.digest()).hexdigest()
 
 
 @dataclass(frozen=True)
 class _Stream:
-    """The bytes of a column's rows, in order.
+    """Bytes of the rows of a column.
 
-    Rows a to b are data[offsets[a]:offsets[b]]; without offsets, each row has `row_bytes` bytes.
+    Rows a to b are data[offsets[a]:offsets[b]]. If `offsets` is None, each row has `row_bytes` bytes.
     """
 
     data: memoryview
@@ -293,46 +295,46 @@ class _Stream:
     row_bytes: int = 0
 
     @staticmethod
-    def of_numbers(values: np.ndarray) -> "_Stream":
+    def from_numbers(values: np.ndarray) -> "_Stream":
         values = np.ascontiguousarray(values)
         return _Stream(values.view(np.uint8).data, row_bytes=values.itemsize)
 
-    def rows(self, begin: int, end: int) -> memoryview:
+    def rows(self, start: int, end: int) -> memoryview:
         if self.offsets is None:
-            return self.data[begin * self.row_bytes : end * self.row_bytes]
-        return self.data[int(self.offsets[begin]) : int(self.offsets[end])]
+            return self.data[start * self.row_bytes : end * self.row_bytes]
+        return self.data[int(self.offsets[start]) : int(self.offsets[end])]
 
 
 def _streams(array: pa.Array) -> list[_Stream]:
-    """Return a column as streams. Lengths precede bytes, so that different columns yield different streams."""
+    """Return the streams of a column. Lengths precede the values, so that different columns have different streams."""
     if pa.types.is_dictionary(array.type):
         array = array.cast(array.type.value_type)
     streams = []
     if array.null_count:
-        streams.append(_Stream.of_numbers(array.is_null().to_numpy(zero_copy_only=False)))
+        streams.append(_Stream.from_numbers(array.is_null().to_numpy(zero_copy_only=False)))
     if pa.types.is_list(array.type):
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
         values = np.ascontiguousarray(array.flatten().to_numpy(zero_copy_only=False))
         offsets = np.concatenate(([0], np.cumsum(lengths))) * values.itemsize
-        return [*streams, _Stream.of_numbers(lengths), _Stream(values.view(np.uint8).data, offsets=offsets)]
+        return [*streams, _Stream.from_numbers(lengths), _Stream(values.view(np.uint8).data, offsets=offsets)]
     if pa.types.is_string(array.type):
         array = pc.fill_null(array, "")
         _, offset_buffer, data = array.buffers()
         offsets = np.frombuffer(offset_buffer, np.int32)[array.offset : array.offset + len(array) + 1]
         return [
             *streams,
-            _Stream.of_numbers(np.diff(offsets)),
+            _Stream.from_numbers(np.diff(offsets)),
             _Stream(memoryview(data if data is not None else b""), offsets=offsets),
         ]
-    return [*streams, _Stream.of_numbers(pc.fill_null(array, 0).to_numpy(zero_copy_only=False))]
+    return [*streams, _Stream.from_numbers(pc.fill_null(array, 0).to_numpy(zero_copy_only=False))]
 
 
 def _optional_streams(name: str, array: pa.Array) -> tuple[bytes, np.ndarray, list[_Stream]]:
-    """Return an optional column for digests: its mark, the rows with a value (bool [rows]), and its streams."""
+    """Return an optional column for digests: a prefix, a mask of the rows with a value (bool[N]), and the streams."""
     has_value = array.is_valid().to_numpy(zero_copy_only=False)
-    mark = b"" if name == "likelihood" else name.encode()  # likelihoods were part of digests before columns had marks
+    prefix = b"" if name == "likelihood" else name.encode()  # digests with a likelihood are older than the prefixes
     values = array.fill_null("" if pa.types.is_string(array.type) else 0)
-    return mark, has_value, [_Stream.of_numbers(has_value), *_streams(values)]
+    return prefix, has_value, [_Stream.from_numbers(has_value), *_streams(values)]
 
 
 PSEUDO_CAPTIONS = "pseudo-captions"  # value of `kind`
@@ -351,7 +353,11 @@ SCHEMA = pa.schema(
 
 
 def write_pseudo_captions(path: Path, tables: Iterable[pa.Table], *, record: Mapping[str, Any]) -> None:
-    """Publish `tables` (SCHEMA) as a file, with one or more row groups per table, and the metadata `record`."""
+    """Write tables of SCHEMA to a Parquet file atomically, with at least one row group for each table.
+
+    Args:
+        record: JSON object for the schema metadata.
+    """
     schema = SCHEMA.with_metadata({METADATA_KEY: json.dumps(record, sort_keys=True).encode()})
     with publish_atomically(path) as temporary, pq.ParquetWriter(temporary, schema, write_page_checksum=True) as writer:
         for rows in tables:

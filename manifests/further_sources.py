@@ -1,8 +1,8 @@
-"""Further sources of captions, which `prep manifest captions` adds to videos of any dataset.
+"""Further sources of captions, which `prep manifest captions` adds to the videos of any dataset.
 
-Each source has a record in manifest.json: the kind of its table, the number of its captions, and the metadata of the
-models that wrote them. A dataset never uses the name of a further source, so the source of a caption shows whether the
-caption comes from a dataset or from a further source.
+manifest.json has a record of each further source: the kind of the table, the number of captions, and the metadata of
+the models that wrote them. A dataset must not use the name of a further source. Therefore, the source of a caption
+shows whether the caption comes from a dataset or from a further source.
 """
 
 import hashlib
@@ -17,44 +17,50 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from clipmill.manifests.caption_table import ROWS_PER_GROUP, Selection, captions_sha256, in_schema, kept_batches
+from clipmill.manifests.caption_table import (
+    ROWS_PER_GROUP,
+    Selection,
+    captions_sha256,
+    cast_to_schema,
+    selected_batches,
+)
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import quote_value
-from clipmill.manifests.previous import PreviousManifest, rows_of
+from clipmill.manifests.previous import PreviousManifest, find_rows
 from clipmill.manifests.schema import CAPTIONS, OPTIONAL_CAPTIONS, OWN_DIGEST
 
-# Allowed characters of source names: the syntax of `--captions.sources` uses `=`, `,` and shell patterns.
+# Characters that are allowed in the name of a source. The syntax of `--captions.sources` uses `=`, `,` and patterns.
 SOURCE_CHARS = "letters, digits, '.', '-' and '_'"
 _NAME = re.compile(r"[\w.-]+")
 _VERSION = re.compile(r"(?P<name>.+)@[0-9a-f]{8}", re.DOTALL)
 
 
 def source_name(source: str) -> str:
-    """Return the name of a source without the version of its model: `narrator` for `narrator@1f2e3d4c`."""
+    """Return the name of a source without the version of the model: `narrator` for `narrator@1f2e3d4c`."""
     match = _VERSION.fullmatch(source)
     return match["name"] if match else source
 
 
 def is_source_name(source: str) -> bool:
-    """Return True if captions can be added under the name `source`. Names with a model version are not allowed."""
+    """Return True if `source` is a valid name for a source, without the version of a model."""
     return _NAME.fullmatch(source) is not None
 
 
 def source_fault(source: str) -> str | None:
-    """Return the reason why a source, with or without a model version, is invalid; None if it is valid."""
+    """Return the reason why a source, with or without the version of a model, is invalid; None if it is valid."""
     if is_source_name(source_name(source)):
         return None
     return f"source is {quote_value(source)}, expected {SOURCE_CHARS}"
 
 
-def of_sources(names: Iterable[str]) -> Selection:
-    """Select the captions whose source is in `names`."""
+def select_sources(names: Iterable[str]) -> Selection:
+    """Return a function that selects the captions whose source is in `names`."""
     values = pa.chunked_array([pa.array(list(names), pa.string())])
-    return lambda table: rows_of(table["source"], values) >= 0
+    return lambda table: find_rows(table["source"], values) >= 0
 
 
 def source_counts(file: pq.ParquetFile) -> dict[str, int]:
-    """Count the captions of each source in a Parquet file, opened with `source` as a dictionary or as strings."""
+    """Count the captions of each source in an open Parquet file, with or without dictionary encoding of `source`."""
     counts: Counter[str] = Counter()
     for batch in file.iter_batches(columns=["source"], batch_size=ROWS_PER_GROUP):
         for entry in pc.value_counts(batch["source"]).to_pylist():
@@ -62,7 +68,7 @@ def source_counts(file: pq.ParquetFile) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def require_own_sources(captions: pa.Table, further: Mapping[str, Any], *, dataset: str) -> None:
+def reject_further_sources(captions: pa.Table, further: Mapping[str, Any], *, dataset: str) -> None:
     """Raise UserError if captions of a dataset use the name of a further source."""
     names = pc.unique(captions["source"]).to_pylist() if further else []
     for name in names:
@@ -76,11 +82,11 @@ def require_own_sources(captions: pa.Table, further: Mapping[str, Any], *, datas
 
 @dataclass(frozen=True)
 class FurtherCaptions:
-    """The captions of all further sources of a manifest.
+    """Captions of all further sources of a manifest.
 
     Attributes:
-        captions: Table of schema.CAPTIONS with a likelihood, ordered by ID.
-        records: Record of each source by name, without the number of captions.
+        captions: Table of schema.CAPTIONS and the likelihood, ordered by caption ID.
+        records: Record of each source by name. The stored number of captions is not used.
     """
 
     captions: pa.Table
@@ -88,51 +94,57 @@ class FurtherCaptions:
 
     @staticmethod
     def read(old: PreviousManifest) -> "FurtherCaptions":
-        """Read the further captions of an existing manifest."""
+        """Read the captions of all further sources from the previous manifest."""
         tables = [pa.table({name: [] for name in _SCHEMA.names}, schema=_SCHEMA)]
         if old.captions_path is not None and old.further:
             names = set(pq.read_schema(old.captions_path).names)
             columns = [name for name in _SCHEMA.names if name in names]
-            for table in kept_batches(old.captions_path, of_sources(old.further), columns=columns):
-                tables.append(in_schema(table, _SCHEMA))
+            for table in selected_batches(old.captions_path, select_sources(old.further), columns=columns):
+                tables.append(cast_to_schema(table, _SCHEMA))
         return FurtherCaptions(pa.concat_tables(tables).unify_dictionaries(), dict(old.further))
 
     def __len__(self) -> int:
         return self.captions.num_rows
 
-    def of_videos(self, video_ids: pa.ChunkedArray) -> "FurtherCaptions":
-        """Return the captions of the given videos."""
+    def select_videos(self, video_ids: pa.ChunkedArray) -> "FurtherCaptions":
+        """Return only the captions of the given videos."""
         if not len(self):
             return self
-        return self._select_rows(rows_of(self.captions["video_id"], video_ids) >= 0)
+        return self._select_rows(find_rows(self.captions["video_id"], video_ids) >= 0)
 
-    def without(self, sources: Iterable[str]) -> "FurtherCaptions":
-        """Return these captions except the captions of `sources`."""
-        return self._select_rows(~of_sources(sources)(self.captions)) if len(self) else self
+    def drop_sources(self, sources: Iterable[str]) -> "FurtherCaptions":
+        """Return the captions without the captions of `sources`."""
+        return self._select_rows(~select_sources(sources)(self.captions)) if len(self) else self
 
-    def with_source(self, captions: pa.Table, *, ids: np.ndarray, records: Mapping[str, Any]) -> "FurtherCaptions":
-        """Return these captions with `captions` appended, whose IDs are `ids`."""
-        new_captions = in_schema(captions.append_column("caption_id", pa.array(ids)), _SCHEMA)
+    def append_captions(self, captions: pa.Table, *, ids: np.ndarray, records: Mapping[str, Any]) -> "FurtherCaptions":
+        """Return the captions together with new captions.
+
+        Args:
+            captions: New captions, without IDs.
+            ids: IDs of the new captions, int64[N].
+            records: Records of the sources of the new captions.
+        """
+        new_captions = cast_to_schema(captions.append_column("caption_id", pa.array(ids)), _SCHEMA)
         joined = pa.concat_tables([self.captions, new_captions]).unify_dictionaries()
         return FurtherCaptions(joined, {**self.records, **records})
 
-    def stored_records(self) -> dict[str, Any]:
-        """Return the records for manifest.json: the sources that have captions, with their numbers of captions."""
+    def nonempty_records(self) -> dict[str, Any]:
+        """Return the records of the sources that have captions, with the number of captions, for manifest.json."""
         counts = {entry["values"]: entry["counts"] for entry in pc.value_counts(self.captions["source"]).to_pylist()}
         return {
             name: {**record, "num_captions": counts[name]} for name, record in self.records.items() if name in counts
         }
 
     def select(self, table: pa.Table) -> np.ndarray:
-        """Return a mask of the rows of `table` whose ID is among these captions; there must be at least one caption."""
+        """Return a mask of the rows of `table` whose caption ID is in these captions, which must not be empty."""
         ids, table_ids = self.captions["caption_id"].to_numpy(), table["caption_id"].to_numpy()
         return np.asarray(ids[np.minimum(np.searchsorted(ids, table_ids), len(ids) - 1)] == table_ids)
 
-    def added_to(self, videos: pa.Table) -> pa.Table:
-        """Add these captions to the counts and digests of `videos`, and return the new table.
+    def add_to_videos(self, videos: pa.Table) -> pa.Table:
+        """Return `videos` with these captions included in the number of captions and the digest of each video.
 
         Args:
-            videos: Table of schema.VIDEOS and schema.OWN_DIGEST whose counts include only captions from datasets.
+            videos: Table of schema.VIDEOS and schema.OWN_DIGEST in which only captions from datasets are included.
         """
         if not len(self):
             return videos
@@ -153,8 +165,8 @@ class FurtherCaptions:
         ]
         return _with_counts(videos, counts, digests=joint_digests, dataset_digests=own_digests)
 
-    def removed_from(self, videos: pa.Table) -> pa.Table:
-        """Inverse of `added_to`."""
+    def subtract_from_videos(self, videos: pa.Table) -> pa.Table:
+        """Return `videos` without these captions, the inverse of `add_to_videos`."""
         if not len(self):
             return videos
         _, counts = self._rows_and_counts(videos)
@@ -162,7 +174,7 @@ class FurtherCaptions:
         return _with_counts(videos, -counts, digests=digests, dataset_digests=[None] * videos.num_rows)
 
     def _rows_and_counts(self, videos: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-        rows = rows_of(self.captions["video_id"], videos["video_id"])
+        rows = find_rows(self.captions["video_id"], videos["video_id"])
         return rows, np.bincount(rows[rows >= 0], minlength=videos.num_rows).astype(np.int32)
 
     def _select_rows(self, mask: np.ndarray) -> "FurtherCaptions":

@@ -1,12 +1,12 @@
-"""The manifest before a write: its order of videos, other datasets and caption IDs. Merging of a dataset into it.
+"""Read the manifest before a write, and merge a dataset into it: videos keep their rows, and captions keep their IDs.
 
-Only a complete manifest is used. If its files are damaged, a write may only restore exactly the same tables, because
-other caption IDs would silently change the meaning of every shard that refers to captions.
+Only a complete manifest is used. If files of the manifest are damaged, a write is allowed only if it restores exactly
+the same tables, because different caption IDs would silently change the meaning of all shards that refer to captions.
 
 A caption is identified by (video_id, begin_s, end_s, text, source). If several captions are equal, the n-th new caption
-is matched with the n-th old caption. Rows are compared by a 128-bit hash, so that millions of captions are matched by
+is matched with the n-th old caption. Captions are compared by 128-bit hashes: millions of captions are matched by
 sorting integers, and the old texts need not stay in memory. The hash is multilinear with random weights (Carter &
-Wegman 1979, two independent 64-bit lanes); it is valid for one run and never stored.
+Wegman 1979, two independent 64-bit lanes). It is never stored.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from clipmill.manifests.adapters.annotations import Reason
-from clipmill.manifests.caption_table import Selection, kept_batches
+from clipmill.manifests.caption_table import Selection, selected_batches
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.schema import CAPTIONS, OWN_DIGEST, REJECTED, VIDEOS
 from clipmill.manifests.store import (
@@ -34,19 +34,22 @@ from clipmill.manifests.store import (
     table_path,
 )
 
-FURTHER_KEY = "further_sources"  # key of manifest.json; missing without further sources
+FURTHER_KEY = "further_sources"  # key in manifest.json, which is missing if there are no further sources
 
 
 @dataclass(frozen=True)
 class PreviousManifest:
-    """The state before a write.
+    """Content of the manifest before a write. It is empty if the manifest is missing or damaged.
 
     Attributes:
         videos: Table of schema.VIDEOS and schema.OWN_DIGEST.
-        captions_path: Path of the verified caption table; None if there is no manifest.
-        further: Record of each further source of captions by name (clipmill.manifests.further_sources).
-        damage: Reason why the tables of an existing manifest cannot be read; the tables are then empty.
-        fingerprint: Fingerprint of the damaged manifest, if known.
+        rejected: Table of schema.REJECTED.
+        captions_path: Path of the verified table of captions; None if the manifest is missing or damaged.
+        next_caption_id: First ID that was never assigned to a caption.
+        datasets: Record of each dataset, by name.
+        further: Record of each further source of captions, by name (clipmill.manifests.further_sources).
+        damage: Reason why an existing manifest cannot be read; None if it can be read.
+        fingerprint: Fingerprint of a damaged manifest, if known.
     """
 
     videos: pa.Table = field(default_factory=VIDEOS.append(OWN_DIGEST).empty_table)
@@ -62,23 +65,23 @@ class PreviousManifest:
         """Raise UserError if the manifest is damaged and a write with this fingerprint would not restore it."""
         if self.damage is None or fingerprint == self.fingerprint:
             return
-        others = f" ({', '.join(self.datasets)})" if self.datasets else ""
+        steps = f" ({', '.join(self.datasets)})" if self.datasets else ""
         if self.further:
-            others += f", then `prep manifest captions` for the added sources ({', '.join(self.further)}),"
+            steps += f", then `prep manifest captions` for the added sources ({', '.join(self.further)}),"
         raise UserError(
             f"{self.damage}; this command cannot restore the manifest, because caption IDs would change",
             hint=f"restore {self.damage.path.parent} from a backup, or remove it and run `prep manifest` again "
-            f"for each dataset{others} in the same order",
+            f"for each dataset{steps} in the same order",
         )
 
 
 def read_previous(
     folder: Path, manifest: Mapping[str, Any] | None, *, damage: DamagedManifest | None = None
 ) -> PreviousManifest:
-    """Read the state before a write to the manifest in `folder`.
+    """Read the tables of the manifest in `folder` before a write.
 
     Args:
-        manifest: Content of manifest.json, or None if it is missing or damaged.
+        manifest: Content of manifest.json, or None if the file is missing or damaged.
         damage: Reason why manifest.json cannot be read.
     """
     if manifest is None:
@@ -115,15 +118,18 @@ def read_previous(
 def stable_ids(
     previous: PreviousManifest, captions: pa.Table, *, is_replaced: Selection | None
 ) -> tuple[np.ndarray, int]:
-    """Return IDs int64[N] for `captions`, and the next free ID. A caption that equals a replaced caption keeps its ID.
+    """Assign IDs to new captions. A caption that equals one of the replaced captions keeps the ID of that caption.
 
     Args:
-        is_replaced: Function that selects the captions to replace; None to replace none.
+        is_replaced: Function that selects the previous captions to replace. None replaces no captions.
+
+    Returns:
+        The IDs of `captions`, int64[N], and the first ID that is still free.
     """
     hashes = caption_hashes(captions)
     old_hashes, old_ids = [np.empty((0, 2), np.uint64)], [np.empty(0, np.int64)]
     if previous.captions_path is not None and is_replaced is not None:
-        for table in kept_batches(previous.captions_path, is_replaced, columns=CAPTIONS.names):
+        for table in selected_batches(previous.captions_path, is_replaced, columns=CAPTIONS.names):
             old_hashes.append(caption_hashes(table))
             old_ids.append(table["caption_id"].to_numpy())
     ids, next_id = assign_ids(
@@ -136,7 +142,7 @@ def stable_ids(
 
 
 def _common_fingerprint(folder: Path) -> str | None:
-    """Return the fingerprint that all three tables share, or None if they are not from the same write."""
+    """Return the fingerprint in all three tables, or None if they cannot be read or are from different writes."""
     fingerprints = set()
     for name in TABLE_FILES:
         try:
@@ -147,19 +153,22 @@ def _common_fingerprint(folder: Path) -> str | None:
     return fingerprint.decode("ascii", "replace") if fingerprint is not None else None
 
 
-def without_taken_ids(
+def reject_taken_ids(
     dataset: str, videos: pa.Table, captions: pa.Table, rejected: pa.Table, *, taken_ids: pa.ChunkedArray
 ) -> tuple[pa.Table, pa.Table, pa.Table]:
-    """Remove the videos whose IDs are in `taken_ids`, and add rejected rows for them.
+    """Move the videos whose IDs belong to other datasets to the rejected rows, and drop the captions of these videos.
+
+    Args:
+        taken_ids: IDs of the videos of other datasets.
 
     Returns:
-        Tables of videos, captions and rejected rows.
+        The remaining videos, the remaining captions, and all rejected rows.
     """
     is_taken = pc.is_in(videos["video_id"], value_set=taken_ids.combine_chunks())
     if not pc.any(is_taken).as_py():
         return videos, captions, rejected
     removed, videos = videos.filter(is_taken), videos.filter(pc.invert(is_taken))
-    owner = rows_of(captions["video_id"], removed["video_id"])
+    owner = find_rows(captions["video_id"], removed["video_id"])
     num_lost = np.bincount(owner[owner >= 0], minlength=removed.num_rows)
     rows = pa.table(
         {
@@ -175,8 +184,8 @@ def without_taken_ids(
     return videos, captions.filter(pa.array(owner < 0)), pa.concat_tables([rejected, rows])
 
 
-def rows_of(column: pa.ChunkedArray, values: pa.ChunkedArray) -> np.ndarray:
-    """Return the row in `values` of each element of a dictionary-encoded column, int32[N]; -1 if it is missing."""
+def find_rows(column: pa.ChunkedArray, values: pa.ChunkedArray) -> np.ndarray:
+    """Find each element of a dictionary-encoded column in `values`; return row indices int32[N], -1 if missing."""
     column = column.unify_dictionaries()
     if column.num_chunks == 0:
         return np.empty(0, np.int32)
@@ -186,7 +195,7 @@ def rows_of(column: pa.ChunkedArray, values: pa.ChunkedArray) -> np.ndarray:
 
 
 def video_table(dataset: str, videos: pa.Table, *, num_captions: np.ndarray, digests: list[str]) -> pa.Table:
-    """Build the rows of one dataset: schema.VIDEOS and schema.OWN_DIGEST."""
+    """Build the table of one dataset's videos, with the columns of schema.VIDEOS and schema.OWN_DIGEST."""
     columns = {name: videos[name] for name in ("video_id", "source_id", "path", "split")}
     columns["dataset"] = pa.array([dataset] * videos.num_rows, pa.string())
     columns["num_captions"] = pa.array(num_captions.astype(np.int32))
@@ -195,8 +204,8 @@ def video_table(dataset: str, videos: pa.Table, *, num_captions: np.ndarray, dig
     return pa.table(columns, schema=VIDEOS.append(OWN_DIGEST))
 
 
-def num_other_splits(old: pa.Table, new: pa.Table) -> int:
-    """Count the videos that are in both tables, but have different splits."""
+def count_changed_splits(old: pa.Table, new: pa.Table) -> int:
+    """Count the videos that are in both tables, but in different splits."""
     rows = pc.index_in(new["video_id"].combine_chunks(), value_set=old["video_id"].combine_chunks())
     is_known = pc.is_valid(rows)
     old_splits = old["split"].combine_chunks().take(rows.filter(is_known))
@@ -204,7 +213,7 @@ def num_other_splits(old: pa.Table, new: pa.Table) -> int:
 
 
 def replace_dataset(old: pa.Table, new: pa.Table, *, dataset: str) -> pa.Table:
-    """Replace the videos of `dataset` in `old` with `new`. Known videos keep their rows; new videos are appended."""
+    """Replace the videos of `dataset` by `new`. Videos that are in both tables keep their rows; others are appended."""
     position = pc.index_in(new["video_id"], value_set=old["video_id"].combine_chunks()).to_numpy(zero_copy_only=False)
     position = np.where(np.isnan(position.astype(float)), old.num_rows + np.arange(new.num_rows), position)
     is_other = pc.not_equal(old["dataset"], dataset)
@@ -214,7 +223,7 @@ def replace_dataset(old: pa.Table, new: pa.Table, *, dataset: str) -> pa.Table:
 
 
 def tables_fingerprint(*tables: pa.Table) -> str:
-    """Hash tables of strings and integers. The hash identifies the files of one write."""
+    """Return the SHA-256 of tables of strings and integers as hexadecimal digits, which identifies a write."""
     sha256 = hashlib.sha256()
     for table in tables:
         for batch in table.to_batches(max_chunksize=65_536):
@@ -227,11 +236,11 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _LANES = 2
 _LANE_STEPS = (_GOLDEN, np.uint64(0xD1B54A32D192ED03))
 _ROWS_AT_ONCE = 32_768
-_PARTS = 16
+_PARTS = 16  # a power of two
 
 
 def caption_hashes(captions: pa.Table) -> np.ndarray:
-    """Hash captions to uint64[N, 2].
+    """Return hashes of captions, uint64[N, 2].
 
     Args:
         captions: Columns video_id, source (dictionary-encoded), begin_s, end_s, text.
@@ -247,7 +256,7 @@ def caption_hashes(captions: pa.Table) -> np.ndarray:
                 value_hashes[name] = _hash_strings(batch[name].dictionary)
             _mix(part, value_hashes[name][batch[name].indices.to_numpy()])
         for name in ("begin_s", "end_s"):
-            # Adding 0.0 converts -0.0 to 0.0.
+            # The sum converts -0.0 to 0.0.
             _mix(part, (batch[name].to_numpy() + 0.0).view(np.uint64)[:, None])
         hashes[begin : begin + len(part)] = part
         begin += len(part)
@@ -257,14 +266,20 @@ def caption_hashes(captions: pa.Table) -> np.ndarray:
 def assign_ids(
     hashes: np.ndarray, *, old_hashes: np.ndarray, old_ids: np.ndarray, next_id: int
 ) -> tuple[np.ndarray, int]:
-    """Assign an ID to each caption in `hashes`: the ID of the matching old caption, or the next free ID in row order.
+    """Assign an ID to each caption: the ID of the old caption with the same hash, otherwise the next free ID.
+
+    Args:
+        hashes: Hashes of the captions, uint64[N, 2].
+        old_hashes: Hashes of the old captions, uint64[M, 2].
+        old_ids: IDs of the old captions, int64[M].
+        next_id: First free ID. New captions get consecutive IDs in the order of their rows.
 
     Returns:
-        IDs int64[N], and the next free ID after them.
+        The IDs, int64[N], and the first ID that is still free.
     """
     ids = np.full(len(hashes), -1, np.int64)
     if len(old_ids):
-        # Captions are matched in parts, so that sorting needs only a fraction of the memory.
+        # Captions are matched in parts by hash value, so that sorting needs only a fraction of the memory.
         part, old_part = _parts(hashes), _parts(old_hashes)
         for number in range(_PARTS):
             rows, old_rows = np.flatnonzero(part == number), np.flatnonzero(old_part == number)
@@ -280,7 +295,7 @@ def _parts(hashes: np.ndarray) -> np.ndarray:
 
 
 def _match(hashes: np.ndarray, old_hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row indices of equal captions in both arrays."""
+    """Return the rows of matching captions: in `hashes`, and in `old_hashes`."""
     if not len(old_hashes):
         return np.empty(0, np.int64), np.empty(0, np.int64)
     keys, old_keys = _rank_keys(hashes), _rank_keys(old_hashes)
@@ -288,12 +303,15 @@ def _match(hashes: np.ndarray, old_hashes: np.ndarray) -> tuple[np.ndarray, np.n
     keys, old_keys = keys[order], old_keys[old_order]
     position = np.minimum(np.searchsorted(old_keys, keys), len(old_keys) - 1)
     rows, old_rows = order, old_order[position]
-    same = (old_keys[position] == keys) & (old_hashes[old_rows, 1] == hashes[rows, 1])
-    return rows[same], old_rows[same]
+    is_equal = (old_keys[position] == keys) & (old_hashes[old_rows, 1] == hashes[rows, 1])
+    return rows[is_equal], old_rows[is_equal]
 
 
 def _rank_keys(hashes: np.ndarray) -> np.ndarray:
-    """Return keys uint64[N] that differ for equal rows: the first lane plus the number of preceding equal rows."""
+    """Return keys uint64[N] that tell equal captions apart.
+
+    A key is the first lane of the hash, plus a multiple of the number of equal captions in earlier rows.
+    """
     keys = hashes[:, 0].copy()
     order = np.argsort(keys)
     in_order = keys[order]
@@ -314,7 +332,7 @@ def _rank_keys(hashes: np.ndarray) -> np.ndarray:
 
 
 def _mix(hashes: np.ndarray, values: np.ndarray) -> None:
-    """Mix values uint64[N, 1 or 2] into hashes uint64[N, 2] in place, with the finalizer of SplitMix64."""
+    """Mix values, uint64[N, 1 or 2], into hashes, uint64[N, 2], in place with the finalizer of SplitMix64."""
     hashes ^= values
     for lane in range(_LANES):
         column = hashes[:, lane]
@@ -327,7 +345,7 @@ def _mix(hashes: np.ndarray, values: np.ndarray) -> None:
 
 
 def _hash_strings(strings: pa.Array) -> np.ndarray:
-    """Hash strings to uint64[N, 2]."""
+    """Return hashes of strings, uint64[N, 2]."""
     _, offset_buffer, data_buffer = strings.buffers()
     hashes = np.zeros((len(strings), _LANES), np.uint64)
     if data_buffer is None or offset_buffer is None:
@@ -340,7 +358,7 @@ def _hash_strings(strings: pa.Array) -> np.ndarray:
     data = np.frombuffer(data_buffer, np.uint8)[offsets[0] : offsets[-1]]
     starts = (offsets[:-1] - offsets[0])[nonempty]
     position = np.arange(len(data)) - np.repeat(starts, lengths[nonempty])
-    # Adding one makes zero bytes affect the hash, so that strings of different lengths differ.
+    # The added 1 makes zero bytes count, so that strings that differ only in trailing zero bytes have different hashes.
     symbols = data.astype(np.uint64) + np.uint64(1)
     for lane in range(_LANES):
         weights = np.random.PCG64(lane).random_raw(int(lengths.max()))
@@ -348,25 +366,25 @@ def _hash_strings(strings: pa.Array) -> np.ndarray:
     return hashes
 
 
-_SPACE = r"[\s\p{Z}]+"
+_WHITESPACE = r"[\s\p{Z}]+"
 
 
 def is_unlikely(captions: pa.Table, *, min_likelihood: float) -> np.ndarray:
-    """Return True for captions with a likelihood below `min_likelihood`, bool[N]; False without a likelihood."""
-    # The bound is float32, like the column, so that a caption with exactly this likelihood is not below it.
+    """Return bool[N], True for captions with a likelihood below `min_likelihood`; False if there is no likelihood."""
+    # The bound is float32 like the column, so that a caption with exactly this likelihood is not below the bound.
     unlikely = pc.less(captions["likelihood"], pa.scalar(min_likelihood, pa.float32()))
     return np.asarray(unlikely.fill_null(False).to_numpy())
 
 
 def is_duplicate(captions: pa.Table) -> np.ndarray:
-    """Return True for captions that repeat another caption of the same clip and source, bool[N].
+    """Return bool[N], True for captions that repeat another caption with the same span and source.
 
-    Texts are compared without regard to case and whitespace. Among equal captions, the most likely caption is not a
-    duplicate; if several are equally likely, the first of them.
+    Texts are compared without regard to case and whitespace. Of equal captions, all are duplicates except for the one
+    with the highest likelihood. If several have this likelihood, the first of them is not a duplicate.
     """
     if not captions.num_rows:
         return np.zeros(0, bool)
-    texts = pc.replace_substring_regex(captions["text"], _SPACE, " ")
+    texts = pc.replace_substring_regex(captions["text"], _WHITESPACE, " ")
     texts = pc.utf8_lower(pc.utf8_trim_whitespace(texts))
     hashes = caption_hashes(captions.set_column(captions.column_names.index("text"), "text", texts))
     likelihood = captions["likelihood"].fill_null(-np.inf).to_numpy()

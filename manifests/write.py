@@ -1,4 +1,4 @@
-"""Write the manifest: replace the rows of a dataset, or the captions from further sources.
+"""Write the manifest: replace the rows of one dataset, or the captions of further sources.
 
 Every write ends with `publish_manifest`, which publishes all tables at once.
 """
@@ -20,22 +20,22 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, quote_value
 from clipmill.manifests.further_sources import (
     FurtherCaptions,
-    of_sources,
-    require_own_sources,
+    reject_further_sources,
+    select_sources,
     source_counts,
     source_name,
 )
 from clipmill.manifests.previous import (
     FURTHER_KEY,
     PreviousManifest,
-    num_other_splits,
+    count_changed_splits,
+    find_rows,
     read_previous,
+    reject_taken_ids,
     replace_dataset,
-    rows_of,
     stable_ids,
     tables_fingerprint,
     video_table,
-    without_taken_ids,
 )
 from clipmill.manifests.publish import publish_atomically, publish_checked_json
 from clipmill.manifests.schema import MANIFEST_FILE, MANIFEST_FORMAT, OWN_DIGEST, REJECTED
@@ -58,23 +58,22 @@ from clipmill.manifests.store import (
     staged_path,
 )
 
-# Value of `dataset` for rejected rows of further captions. Only the rows of the last command are kept.
+# Value of `dataset` for the rejected rows of further captions, of which only the rows of the last command are kept.
 FURTHER = "further captions"
-_MAX_REMOVED = 1 / 3  # fraction of a dataset's videos; removing more is probably a mistake
-_MAX_NAMED = 3  # number of videos listed in a message
+_MAX_REMOVED_FRACTION = 1 / 3  # of a dataset's videos; a write that removes more is probably a mistake
+_MAX_LISTED = 3  # maximum number of videos listed in a message
 
 
 @dataclass(frozen=True)
 class WriteResult:
-    """The result of writing a dataset to the manifest.
+    """Result of writing a dataset to the manifest. Videos and captions of other datasets are not counted.
 
     Attributes:
-        num_captions_lost: Number of captions without a video.
-        num_rejected: Number of rejected files and rows by reason.
-        num_files_rejected: Number of rejected files; the other rejections are rows of files.
-        num_captions_removed: Number of captions of the dataset that were removed from the manifest.
-        num_videos_removed: Number of videos of the dataset that were removed from the manifest.
-        num_splits_changed: Number of videos of the dataset that had a different split in the manifest.
+        folder: Folder of the manifest.
+        num_captions_lost: Number of captions that were lost because their videos are missing.
+        num_rejected: Number of rejected files and rows, by reason.
+        num_files_rejected: Number of rejected files, without rejected rows of files.
+        num_splits_changed: Number of videos whose split differs from their split in the previous manifest.
         num_further_kept: Number of captions from further sources in the manifest.
         num_further_removed: Number of captions from further sources that were removed with their videos.
         splits: Numbers of videos and captions of the dataset, by split.
@@ -107,39 +106,40 @@ def write_manifest(
     num_captions_lost: int = 0,
     may_remove: bool = True,
 ) -> WriteResult:
-    """Replace the rows of `dataset` in the manifest; other datasets are unchanged.
+    """Replace the rows of one dataset in the manifest. Other datasets do not change.
 
-    Known videos keep their rows, and new videos are appended. Known captions keep their IDs. Captions from further
-    sources are kept as long as their videos. A video whose ID belongs to another dataset is rejected with its captions.
+    Videos that are already in the manifest keep their rows, and new videos are appended. Captions that are already in
+    the manifest keep their IDs. Captions from further sources are removed only together with their videos. A video is
+    rejected with its captions if a different dataset has a video with the same ID.
 
     Args:
-        videos: Columns video_id, source_id, path, split, one row per video (the other columns are computed here).
-        captions: Columns video_id, begin_s, end_s, text, source, optional and label_ columns (IDs are
-            assigned here).
+        videos: Columns video_id, source_id, path, split, one row per video. The other columns are computed here.
+        captions: Columns video_id, begin_s, end_s, text, source, and any optional and label_ columns. IDs are assigned
+            here.
         rejected: Table of schema.REJECTED.
-        num_captions_lost: Number of captions that the adapter could not use, because they have no video.
-        may_remove: Allow more than a third of the dataset's videos to be removed.
+        num_captions_lost: Number of captions that the adapter could not use, because their videos are missing.
+        may_remove: Allow the removal of more than a third of the dataset's videos.
 
     Raises:
-        UserError: The previous manifest is damaged, captions use the name of a further source or labels of a different
-            type, or too many videos would be removed.
+        UserError: The previous manifest is damaged, captions use the name of a further source, labels have a different
+            type than in the manifest, or too many videos would be removed.
     """
     folder = manifest_dir(data_dir)
     folder.mkdir(parents=True, exist_ok=True)
     old = previous_manifest(data_dir)
-    require_own_sources(captions, old.further, dataset=dataset)
+    reject_further_sources(captions, old.further, dataset=dataset)
     is_other = pc.not_equal(old.videos["dataset"], dataset)
     other_ids, own_ids = (old.videos.filter(mask)["video_id"] for mask in (is_other, pc.invert(is_other)))
     rejected = REJECTED.empty_table() if rejected is None else rejected
     num_input_captions = captions.num_rows
-    videos, captions, rejected = without_taken_ids(dataset, videos, captions, rejected, taken_ids=other_ids)
+    videos, captions, rejected = reject_taken_ids(dataset, videos, captions, rejected, taken_ids=other_ids)
     num_captions_lost += num_input_captions - captions.num_rows
 
-    video_rows = rows_of(captions["video_id"], videos["video_id"])
+    video_rows = find_rows(captions["video_id"], videos["video_id"])
     if (video_rows < 0).any():
         raise ValueError("captions refer to a video that is not in the table of videos")
     ids, next_id = stable_ids(
-        old, captions, is_replaced=(lambda table: rows_of(table["video_id"], own_ids) >= 0) if len(own_ids) else None
+        old, captions, is_replaced=(lambda table: find_rows(table["video_id"], own_ids) >= 0) if len(own_ids) else None
     )
     new = video_table(
         dataset,
@@ -148,11 +148,11 @@ def write_manifest(
         digests=captions_sha256(captions, caption_ids=ids, video_rows=video_rows, num_videos=videos.num_rows),
     )
     all_further = FurtherCaptions.read(old)
-    further = all_further.of_videos(pa.chunked_array([*other_ids.chunks, *new["video_id"].chunks], pa.string()))
+    further = all_further.select_videos(pa.chunked_array([*other_ids.chunks, *new["video_id"].chunks], pa.string()))
     removed = own_ids.filter(pc.invert(pc.is_in(own_ids, value_set=videos["video_id"].combine_chunks())))
-    if not may_remove and len(removed) > _MAX_REMOVED * len(own_ids):
+    if not may_remove and len(removed) > _MAX_REMOVED_FRACTION * len(own_ids):
         raise _removal_error(removed.to_pylist(), len(own_ids), dataset, num_further=len(all_further) - len(further))
-    all_videos = replace_dataset(old.videos, further.added_to(new), dataset=dataset)
+    all_videos = replace_dataset(old.videos, further.add_to_videos(new), dataset=dataset)
     other_rejected = old.rejected.filter(pc.not_equal(old.rejected["dataset"], dataset))
     reasons = {entry["values"]: entry["counts"] for entry in pc.value_counts(rejected["reason"]).to_pylist()}
     entry = {
@@ -163,7 +163,7 @@ def write_manifest(
     }
 
     def keep(table: pa.Table) -> np.ndarray:
-        is_kept = rows_of(table["video_id"], other_ids) >= 0
+        is_kept = find_rows(table["video_id"], other_ids) >= 0
         return is_kept | further.select(table) if len(further) else is_kept
 
     publish_manifest(
@@ -180,12 +180,12 @@ def write_manifest(
                 keep_labels=len(other_ids) > 0,
             ),
             datasets={**old.datasets, dataset: entry},
-            further=further.stored_records(),
+            further=further.nonempty_records(),
         ),
     )
     # Count the videos and the captions by split.
-    coded = videos["split"].combine_chunks().dictionary_encode()
-    codes, names = coded.indices.to_numpy(), coded.dictionary.to_pylist()
+    split_array = videos["split"].combine_chunks().dictionary_encode()
+    codes, names = split_array.indices.to_numpy(), split_array.dictionary.to_pylist()
     caption_codes = codes[video_rows]
     if "split" in captions.column_names:
         split = captions["split"].combine_chunks()
@@ -208,7 +208,7 @@ def write_manifest(
         num_files_rejected=rejected["row"].null_count,
         num_videos_added=videos.num_rows - num_kept,
         num_videos_removed=len(removed),
-        num_splits_changed=num_other_splits(old.videos, new),
+        num_splits_changed=count_changed_splits(old.videos, new),
         num_captions_added=num_added,
         num_captions_removed=max(0, num_before - (captions.num_rows - num_added)),
         num_further_kept=len(further),
@@ -219,18 +219,18 @@ def write_manifest(
 
 def _removal_error(removed: list[str], num_before: int, dataset: str, *, num_further: int) -> UserError:
     """Return the error for a write that would remove too many videos."""
-    more = f", and {len(removed) - _MAX_NAMED:,} more" if len(removed) > _MAX_NAMED else ""
+    more = f", and {len(removed) - _MAX_LISTED:,} more" if len(removed) > _MAX_LISTED else ""
     captions = f", with {count_noun(num_further, 'caption')} from added sources" if num_further else ""
     return UserError(
         f"{len(removed):,} of {num_before:,} videos of dataset {dataset} would be removed from the manifest{captions}: "
-        f"{', '.join(removed[:_MAX_NAMED])}{more}",
+        f"{', '.join(removed[:_MAX_LISTED])}{more}",
         hint="the manifest was not changed; check that the folder and the tables are correct. If the videos were "
         "removed or renamed on purpose, add --yes; their chunks stay on disk until prep gc",
     )
 
 
 def previous_manifest(data_dir: Path) -> PreviousManifest:
-    """Return the state of a data folder's manifest before a write."""
+    """Read the manifest of a data folder, which may be missing or damaged, before a write."""
     folder = manifest_dir(data_dir)
     if not (folder / MANIFEST_FILE).exists():
         return read_previous(folder, None)
@@ -242,12 +242,12 @@ def previous_manifest(data_dir: Path) -> PreviousManifest:
 
 @dataclass(frozen=True)
 class NewManifest:
-    """A manifest that replaces the previous one.
+    """Content of a manifest that replaces the previous manifest.
 
     Attributes:
         videos: Table of schema.VIDEOS and schema.OWN_DIGEST.
         rejected: Table of schema.REJECTED.
-        captions: Change to the captions of the previous manifest.
+        captions: Difference from the captions of the previous manifest.
         datasets, further: Records of the datasets and of the further sources, by name.
     """
 
@@ -262,7 +262,8 @@ def publish_manifest(folder: Path, old: PreviousManifest, new: NewManifest) -> N
     """Publish a manifest in `folder`.
 
     Raises:
-        UserError: The previous manifest is damaged and `new` differs from it, or labels have a different type.
+        UserError: The previous manifest is damaged and `new` would not restore it, or labels have a different type than
+            in the previous manifest.
     """
     videos, rejected = new.videos, new.rejected
     if videos[OWN_DIGEST.name].null_count == videos.num_rows:
@@ -304,14 +305,14 @@ def publish_manifest(folder: Path, old: PreviousManifest, new: NewManifest) -> N
 
 @dataclass(frozen=True)
 class FurtherResult:
-    """The result of a write of further captions.
+    """Result of adding captions of further sources.
 
     Attributes:
         folder: Folder of the manifest.
-        num_captions: Number of captions by source.
-        num_added: Number of captions that were not in the manifest, by source.
-        num_removed: Number of earlier captions that are not in the new tables, by source.
-        num_stale: Number of captions that were replaced, by earlier version of a source.
+        num_captions: Number of captions in the new tables, by source.
+        num_added: Number of captions that were not in the manifest before, by source.
+        num_removed: Number of previous captions that are not in the new tables, by source.
+        num_stale: Number of captions of earlier versions of a source that were replaced, by version.
     """
 
     folder: Path
@@ -324,14 +325,15 @@ class FurtherResult:
 def write_further_captions(
     data_dir: Path, captions: pa.Table, rejected: pa.Table, *, records: Mapping[str, Mapping[str, Any]]
 ) -> FurtherResult:
-    """Add captions to videos in the manifest. They replace captions from the same sources and their earlier versions.
+    """Add captions of further sources to videos in the manifest.
 
-    Captions that were in the manifest keep their IDs; all other captions of the manifest are unchanged.
+    The captions replace all captions of the same sources, and of earlier versions of these sources. Captions that are
+    already in the manifest keep their IDs. Captions of other sources do not change.
 
     Args:
-        captions: Columns video_id, begin_s, end_s, text, source and likelihood (IDs are assigned here).
+        captions: Columns video_id, begin_s, end_s, text, source and likelihood. IDs are assigned here.
         rejected: Table of schema.REJECTED.
-        records: Record {"kind", "models"} of each source in `captions`, by name.
+        records: Record {"kind", "models"} of each source in `captions`, by name of the source.
 
     Raises:
         UserError: There is no manifest, it is damaged, or the name of a source is already in use.
@@ -352,10 +354,10 @@ def write_further_captions(
             )
     versions: dict[tuple[str, str], str] = {}
     for source, record in records.items():
-        other = versions.setdefault((source_name(source), str(record["kind"])), source)
-        if other != source:
+        version = versions.setdefault((source_name(source), str(record["kind"])), source)
+        if version != source:
             raise UserError(
-                f"the tables have captions from two versions of a model: {other} and {source}",
+                f"the tables have captions from two versions of a model: {version} and {source}",
                 hint="pass only the tables of the newer version, or set a different name with --source",
             )
     kinds = {source_name(source): record["kind"] for source, record in records.items()}
@@ -379,12 +381,12 @@ def write_further_captions(
 
 
 def remove_further_sources(data_dir: Path, names: Collection[str]) -> dict[str, int]:
-    """Remove the captions of further sources; return the number of removed captions by source.
+    """Remove the captions of further sources, and return the number of removed captions by source.
 
-    All other captions of the manifest are unchanged. If the tables are added again, the captions get new IDs.
+    Captions of other sources do not change. If the same tables are added again later, their captions get new IDs.
 
     Args:
-        names: Names of sources; a name without a model version selects all versions.
+        names: Names of sources. A name without a model version selects all versions.
 
     Raises:
         UserError: There is no manifest, it is damaged, or a further source does not exist.
@@ -424,23 +426,23 @@ def _publish(
     records: Mapping[str, Mapping[str, Any]],
     replaced: Collection[str],
 ) -> np.ndarray:
-    """Replace the captions of the sources `replaced` with new captions; return the new IDs, int64[N]."""
-    is_replaced = of_sources(replaced)
+    """Replace the captions of the sources `replaced`, and return the IDs of the new captions, int64[N]."""
+    is_replaced = select_sources(replaced)
     ids, next_id = stable_ids(old, captions, is_replaced=is_replaced if replaced else None)
     further = FurtherCaptions.read(old)
-    new_further = further.without(replaced).with_source(captions, ids=ids, records=records)
-    if (rows_of(captions["video_id"], old.videos["video_id"]) < 0).any():
+    new_further = further.drop_sources(replaced).append_captions(captions, ids=ids, records=records)
+    if (find_rows(captions["video_id"], old.videos["video_id"]) < 0).any():
         raise ValueError("captions refer to a video that is not in the manifest")
     other_rejected = old.rejected.filter(pc.not_equal(old.rejected["dataset"], FURTHER))
     publish_manifest(
         manifest_dir(data_dir),
         old,
         NewManifest(
-            videos=new_further.added_to(further.removed_from(old.videos)),
+            videos=new_further.add_to_videos(further.subtract_from_videos(old.videos)),
             rejected=pa.concat_tables([other_rejected, rejected.cast(REJECTED)]),
             captions=CaptionChange(captions, ids, next_id, keep=lambda table: ~is_replaced(table), keep_labels=True),
             datasets=old.datasets,
-            further=new_further.stored_records(),
+            further=new_further.nonempty_records(),
         ),
     )
     return ids

@@ -376,7 +376,7 @@ def _look_alikes(data_dir: Path) -> tuple[pa.Table, NDArray[np.integer], list[st
     split = videos["split"].take(rows)
     if (divided := read_divided_videos(data_dir)) is not None:
         middle_us = _middles_us(data_dir, table, is_needed=np.isin(rows.to_numpy(), divided.video))
-        numbers = divided.numbers_at(video=rows.to_numpy(), at_us=middle_us)
+        numbers = divided.find_splits(video=rows.to_numpy(), at_us=middle_us)
         split = pc.coalesce(pa.array(divided.splits).take(pa.array(numbers, mask=numbers < 0)), split)
     present = set(split.unique().to_pylist())
     names = [*(name for name in _FIRST if name in present), *sorted(present.difference(_FIRST))]

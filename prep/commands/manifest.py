@@ -522,7 +522,7 @@ def _further_lines(
     written: "FurtherResult", values: dict[str, Any], *, rejected: "Sequence[FailureEntry]", num_files_rejected: int
 ) -> Iterator[str]:
     from clipmill.manifests.adapters.annotations import Reason
-    from clipmill.manifests.caption_spans import is_of_model
+    from clipmill.manifests.caption_spans import is_model_source
     from clipmill.manifests.further_sources import source_name
     from clipmill.prep.commands.manifest_text import ADVICE, rejected_lines
 
@@ -535,7 +535,7 @@ def _further_lines(
         yield f"stale: {count_noun(count, 'caption')} of {on_one_line(name)}, an earlier version, replaced"
     for name, variants in values["other_variants"].items():
         yield f"note: {on_one_line(name)} describes chunks of {', '.join(variants)}, which is not the current variant"
-    if models := [name for name in written.num_captions if is_of_model(name)]:
+    if models := [name for name in written.num_captions if is_model_source(name)]:
         names = ", ".join(f"{source_name(name)}@*=1" for name in models)
         yield f"note: training uses captions of models only if --captions.sources names them, such as human=1,{names}"
     yield from (f"note: {on_one_line(note)}" for note in values["notes"])

@@ -52,7 +52,7 @@ def lost_times(
     for split in dict.fromkeys(chunk_splits.tolist()):
         in_split = chunk_splits == split
         lengths_us = (end_us - begin_us)[in_split]
-        parts = divided.parts_of(split, video=video[in_split], begin_us=begin_us[in_split], end_us=end_us[in_split])
+        parts = divided.split_parts(split, video=video[in_split], begin_us=begin_us[in_split], end_us=end_us[in_split])
         kept_us = np.bincount(parts.span, weights=parts.end_us - parts.begin_us, minlength=len(lengths_us))
         lost_us = lengths_us - kept_us.astype(np.int64)
         if lost_us.any():

@@ -39,7 +39,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from clipmill.manifests.divided_videos import is_of_splits, members_of, names_of_splits, read_divided_videos
+from clipmill.manifests.divided_videos import is_in_splits, read_divided_videos, split_mask, split_names
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.publish import parse_json
@@ -112,11 +112,11 @@ class Segments:
     def __iter__(self) -> Iterator[Segment]:
         """Yield the segments, ordered by video and time."""
         videos, divided = read_videos(self._data_dir), read_divided_videos(self._data_dir)
-        video_ids, is_member = videos["video_id"].combine_chunks(), members_of(self._split, videos, divided)
+        video_ids, is_member = videos["video_id"].combine_chunks(), split_mask(self._split, videos, divided)
         video_row, start_ms = self.latents.video_rows(video_ids), self.latents.numbers("start_ms")
         samples = np.flatnonzero((video_row >= 0) & is_member[video_row])
         if not len(samples):
-            splits = ", ".join(sorted(names_of_splits(videos, divided)))
+            splits = ", ".join(sorted(split_names(videos, divided)))
             raise UserError(f"no latents of split {self._split!r}", hint=f"splits of the manifest: {splits}")
         table, frames = self.latents.rows.table, int(self.recipe["latent_frames"])
         seconds = frames / (table["fps_num"][0].as_py() / table["fps_den"][0].as_py())
@@ -204,7 +204,7 @@ class Segments:
     @cached_property
     def _captions(self) -> dict[str, list[tuple[int, float, float, str]]]:
         table = read_captions(self._data_dir)
-        table = table.filter(pa.array(is_of_splits(table, read_videos(self._data_dir), [self._split])))
+        table = table.filter(pa.array(is_in_splits(table, read_videos(self._data_dir), [self._split])))
         names = ("video_id", "caption_id", "begin_s", "end_s", "text")
         captions: dict[str, list[tuple[int, float, float, str]]] = {}
         for video_id, *caption in zip(*(table[name].to_pylist() for name in names), strict=True):

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.caption_spans import SplitVideos, open_stored_captions
-from clipmill.manifests.divided_videos import members_of, names_of_splits, read_divided_videos
+from clipmill.manifests.divided_videos import read_divided_videos, split_mask, split_names
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import parse_length
 from clipmill.manifests.store import read_videos
@@ -102,11 +102,11 @@ class _Segments:
 
 def _find_segments(data_dir: Path, latents: ColumnArrays, text: ColumnArrays, flags: ZarrFlags) -> _Segments:
     videos, divided = read_videos(data_dir), read_divided_videos(data_dir)
-    video_ids, is_member = videos["video_id"].combine_chunks(), members_of(flags.split, videos, divided)
+    video_ids, is_member = videos["video_id"].combine_chunks(), split_mask(flags.split, videos, divided)
     video_row = latents.video_rows(video_ids)
     samples = np.flatnonzero((video_row >= 0) & is_member[video_row])
     if not len(samples):
-        splits = ", ".join(sorted(names_of_splits(videos, divided)))
+        splits = ", ".join(sorted(split_names(videos, divided)))
         raise UserError(f"no latents of split {flags.split!r}", hint=f"splits of the manifest: {splits}")
     samples = samples[np.lexsort((latents.numbers("start_ms")[samples], video_row[samples]))]
     num_frames, shape = _segment_shape(latents, samples, flags.segment)

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from clipmill.manifests.caption_spans import is_of_model
+from clipmill.manifests.caption_spans import is_model_source
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, on_one_line, size_text
 from clipmill.manifests.storage.mirrors import mirror_of
@@ -480,7 +480,7 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
         for source in sources[:_MAX_LISTED]:
             by = f", by {', '.join(source.weights)}" if source.weights else ""
             lines.append(f"{_INDENT}{on_one_line(f'{source.name}: {source.num_captions:,}{by}')}")
-            if is_of_model(source.name):
+            if is_model_source(source.name):
                 lines.append(f"{_INDENT}  used in training only if --captions.sources lists it")
             if source.stale_because is not None:
                 lines.append(f"{_INDENT}  stale: {on_one_line(source.stale_because)}")

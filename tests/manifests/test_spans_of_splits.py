@@ -136,13 +136,13 @@ def test_every_second_belongs_to_one_split(tmp_path: Path, seed: int) -> None:
         ]
         shown = divided.shows_only(split, video=row, begin_us=begin_us, end_us=begin_us + US // 2)
         assert shown.tolist() == expected
-        parts = divided.parts_of(split, video=row, begin_us=begin_us, end_us=begin_us + US // 2)
+        parts = divided.split_parts(split, video=row, begin_us=begin_us, end_us=begin_us + US // 2)
         assert parts.span.tolist() == np.flatnonzero(expected).tolist()
         # Long spans lose as much as their half seconds, and single ones, which are too short.
         marks = ["".join(map(str, video.astype(int))) for video in np.split(np.array(expected), len(names))]
         num_kept = sum(len(run) for video in marks for run in video.split("0") if len(run) > 1)
         whole = np.full(len(names), 40 * US)
-        long = divided.parts_of(split, video=np.arange(len(names)), begin_us=np.zeros_like(whole), end_us=whole)
+        long = divided.split_parts(split, video=np.arange(len(names)), begin_us=np.zeros_like(whole), end_us=whole)
         assert (long.end_us - long.begin_us).sum() == num_kept * US // 2
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from clipmill.manifests.divided_videos import names_of_splits, read_divided_videos
+from clipmill.manifests.divided_videos import read_divided_videos, split_names
 from clipmill.manifests.errors import Stopped, UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
@@ -293,7 +293,7 @@ def _next_command(spec: TaskSpec, settings: ClipSettings) -> str | None:
         return None
     try:
         folder = open_folder(settings.with_data(settings.folders[0]), reason="splits are in a manifest", column=None)
-        splits = names_of_splits(read_videos(folder.path), read_divided_videos(folder.path))
+        splits = split_names(read_videos(folder.path), read_divided_videos(folder.path))
     except UserError:
         return None
     split = evaluation.settings().split

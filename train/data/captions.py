@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from clipmill.manifests.caption_spans import is_of_model, source_order
+from clipmill.manifests.caption_spans import is_model_source, source_order
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.train.config.clips import parse_weights
@@ -79,7 +79,7 @@ class Sources:
 
 def asking_for(names: Sequence[str]) -> str:
     """Return a value for `--captions.sources` that weights these sources equally, for any model fingerprint."""
-    pairs = dict.fromkeys(f"{name.partition('@')[0]}@*=1" if is_of_model(name) else f"{name}=1" for name in names)
+    pairs = dict.fromkeys(f"{name.partition('@')[0]}@*=1" if is_model_source(name) else f"{name}=1" for name in names)
     return ",".join(pairs)
 
 
@@ -97,7 +97,7 @@ def choose_sources(names: list[str], *, weights: str | None, elsewhere: Collecti
         UserError: A name or pattern does not match any source, or the split has no captions from the selected sources.
     """
     remaining = sorted(names, key=source_order)
-    by_people = [name for name in remaining if not is_of_model(name)]
+    by_people = [name for name in remaining if not is_model_source(name)]
     if weights is None and remaining and not by_people:
         raise UserError(
             f"all captions of this split are from models ({', '.join(remaining)}), which are used only if selected",

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.adapters.annotations import header_cells, read_csv, text_lines
-from clipmill.manifests.divided_videos import is_of_splits
+from clipmill.manifests.divided_videos import is_in_splits
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, on_one_line
 from clipmill.manifests.store import read_captions, read_videos
@@ -75,7 +75,7 @@ def read_classes(*data_dirs: Path, label: str, splits: Collection[str], also: Co
     class_names = set(also)
     for data_dir in data_dirs:
         captions, videos = read_captions(data_dir), read_videos(data_dir)
-        is_selected = pa.array(is_of_splits(captions, videos, splits))
+        is_selected = pa.array(is_in_splits(captions, videos, splits))
         source = f" of {data_dir}" if len(data_dirs) > 1 else ""
         names = class_names_of(captions, label=label, of=source).filter(is_selected)
         class_names.update(pc.unique(names.drop_null()).to_pylist())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from clipmill.manifests.divided_videos import names_of_splits, read_divided_videos
+from clipmill.manifests.divided_videos import read_divided_videos, split_names
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.plugins import import_object
 from clipmill.manifests.store import read_videos
@@ -234,7 +234,7 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
                 address, f"but {kind.missing_reasons.get('labels', 'they have no labels')}", kind=kind
             )
     if splits is None:
-        folder_splits = (names_of_splits(read_videos(folder), read_divided_videos(folder)) for folder in folders)
+        folder_splits = (split_names(read_videos(folder), read_divided_videos(folder)) for folder in folders)
         splits = set[str]().union(*folder_splits) or {TARS_SPLIT}
     return read_classes(*folders, label=label, splits=splits, also=names)
 

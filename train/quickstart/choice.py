@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from clipmill.manifests.caption_spans import is_of_model
+from clipmill.manifests.caption_spans import is_model_source
 from clipmill.manifests.divided_videos import DividedVideos, read_divided_videos
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, duration_text, size_text
@@ -167,7 +167,7 @@ def describe(data: Survey) -> list[str]:
         f"split {name}: {count_noun(split.num_videos, 'video')}, {count_noun(split.num_chunks, 'chunk')}, "
         + f"{duration_text(3600 * split.hours)}, "
         + (count_noun(split.num_captions, "caption") if split.num_captions else "no captions")
-        + (" of models" if split.sources and all(map(is_of_model, split.sources)) else "")
+        + (" of models" if split.sources and all(map(is_model_source, split.sources)) else "")
         + (f"; {count_noun(split.num_without, 'video')} without chunks" if split.num_without else "")
         for name, split in data.splits.items()
     ]
@@ -248,7 +248,7 @@ def _splits(
         begin_us, end_us = table.start_ms * 1000, table.end_us
         for code, name in enumerate(names):
             rows = np.flatnonzero(is_divided | (chunk_code == code))
-            parts = divided.parts_of(name, video=video[rows], begin_us=begin_us[rows], end_us=end_us[rows])
+            parts = divided.split_parts(name, video=video[rows], begin_us=begin_us[rows], end_us=end_us[rows])
             seconds = (parts.end_us - parts.begin_us) / 1e6
             parts_of_splits.append((video[rows][parts.span], np.full(len(seconds), code), seconds))
         video, chunk_code, seconds = (np.concatenate(arrays) for arrays in zip(*parts_of_splits, strict=True))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from clipmill.manifests.caption_spans import is_of_model
+from clipmill.manifests.caption_spans import is_model_source
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.formatting import count_noun, duration_text, size_text
 from clipmill.manifests.progress import Activity
@@ -349,7 +349,7 @@ def propose(request: Request, surveys: Sequence[Survey], examined: Examined) -> 
         changes["init"] = replace(settings.init, weights=request.weights)
     sources = sorted({name for data in surveys for name in data.splits[split].sources})
     captions = getattr(settings, "captions", None)
-    if captions is not None and sources and all(map(is_of_model, sources)):
+    if captions is not None and sources and all(map(is_model_source, sources)):
         changes["captions"] = replace(captions, sources=asking_for(sources))
     if choice.first_run_of(task.value).needs_label:
         changes["label"] = choice.choose_label(surveys, requested=request.label)

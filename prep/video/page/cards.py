@@ -27,7 +27,7 @@ import av
 import av.error
 from av.video.frame import VideoFrame
 
-from clipmill.manifests.caption_spans import is_of_model
+from clipmill.manifests.caption_spans import is_model_source
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import clock, size_text
 from clipmill.manifests.keys import safe_video_id
@@ -348,7 +348,7 @@ def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: Cli
                 text=str(caption["text"]),
                 begin_s=float(caption["begin_s"]),
                 end_s=None if caption["end_s"] is None else float(caption["end_s"]),
-                is_from_model=is_of_model(str(caption.get("source"))),
+                is_from_model=is_model_source(str(caption.get("source"))),
             )
             for caption in description["captions"]
         )

@@ -25,18 +25,7 @@ from clipmill.prep.engines.ray import IsolatedEngine, RayEngine, import_ray, run
 from tests.conftest import ROOT
 from tests.prep.engines.conftest import HEAD
 from tests.prep.engines.nodes import add_node_with, may_mount
-from tests.prep.running import (
-    Ran,
-    chunk,
-    contents,
-    manifest,
-    messages,
-    prep,
-    prep_here,
-    processes,
-    start,
-    wait_until,
-)
+from tests.prep.running import Ran, chunk, contents, manifest, messages, prep, prep_here, processes, start, wait_until
 
 SETTINGS = ("--len", "500ms", "--preset", "veryslow")
 

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.caption_spans import CaptionSpans
-from clipmill.manifests.divided_videos import DividedVideos, find_split_videos, is_of_splits
+from clipmill.manifests.divided_videos import DividedVideos, find_split_videos, is_in_splits
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.store import num_captions_of, read_captions, read_videos
@@ -446,7 +446,7 @@ def label_segments(
     """
     table = read_captions(data_dir)
     video_row = rows_of(table["video_id"], video_ids)
-    is_of_split = is_of_splits(table, read_videos(data_dir), [split])
+    is_of_split = is_in_splits(table, read_videos(data_dir), [split])
     labelled = labelled_rows(table, is_of_split=is_of_split, classes=classes)
     selected = selection.of_captions(table)
     begin_s, end_s = (table[name].to_numpy()[labelled.row] for name in ("begin_s", "end_s"))

@@ -69,7 +69,7 @@ def open_captioned_clips(
     spans = (
         open_stored_captions(data_dir)
         if table is None
-        else CaptionSpans.of_table(table, read_videos(data_dir, columns=["video_id"])["video_id"].combine_chunks())
+        else CaptionSpans.from_table(table, read_videos(data_dir, columns=["video_id"])["video_id"].combine_chunks())
     )
 
     def make() -> SampleTable:

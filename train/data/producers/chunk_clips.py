@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from clipmill.manifests.divided_videos import is_of_splits
+from clipmill.manifests.divided_videos import is_in_splits
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.store import num_captions_of, read_captions, read_videos
@@ -135,7 +135,7 @@ def parts_of_split(chunk_set: ChunkSet, chunks: NDArray[np.int64]) -> ChunkParts
     start_us, end_us = table.start_ms[chunks] * 1000, table.end_us_of(chunks)
     if divided is None:
         return ChunkParts(chunks, start_us, end_us)
-    parts = divided.parts_of(chunk_set.split, video=table.video_row[chunks], begin_us=start_us, end_us=end_us)
+    parts = divided.split_parts(chunk_set.split, video=table.video_row[chunks], begin_us=start_us, end_us=end_us)
     chunk, begin_us = chunks[parts.span], parts.begin_us.copy()
     for number in np.flatnonzero(begin_us > start_us[parts.span]).tolist():
         # If the frame on screen at the start of a part appeared earlier, it belongs to another split.
@@ -238,7 +238,7 @@ def _make_label_table(
     data_dir: Path, chunks: ChunkSet, classes: Sequence[ClassList], *, split: str, captions: pa.Table | None
 ) -> SampleTable:
     captions, selection = read_captions(data_dir) if captions is None else captions, chunks.selection
-    is_of_split = is_of_splits(captions, read_videos(data_dir), [split])
+    is_of_split = is_in_splits(captions, read_videos(data_dir), [split])
     labelled = labelled_rows(captions, is_of_split=is_of_split, classes=classes)
     rows, selected = labelled.row, selection.of_captions(captions)
     times = {name: captions[name].to_numpy()[rows] for name in ("begin_s", "end_s")}
