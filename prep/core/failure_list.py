@@ -1,4 +1,4 @@
-"""Lists of failures: the complete list in a variant's folder, and short lists for text and `--json` output."""
+"""Lists of failures: the complete list in the folder of a variant, and short lists for reports."""
 
 import json
 import os
@@ -22,13 +22,19 @@ from clipmill.shards.commits import Failure
 
 FAILURES_FILE = "failures.jsonl"
 MAX_ENTRIES = 5
-_CUES = (".srt", ".vtt")  # suffixes of subtitle files, whose entries are called cues and numbered from 1
+_SUBTITLE_SUFFIXES = (".srt", ".vtt")  # the entries of subtitle files are called cues
 _MAX_REREAD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class FailureEntry:
-    """One failure: the name of what failed, the failure code and the message."""
+    """Failure in a report.
+
+    Attributes:
+        name: Key, ID, path or location of what failed.
+        code: Failure code, or reason why a row was rejected.
+        message: Message for the user.
+    """
 
     name: str
     code: str
@@ -36,7 +42,7 @@ class FailureEntry:
 
 
 def write_failures(path: Path, failures: Sequence[Failure]) -> None:
-    """Publish the list of failures as JSON Lines; remove the file if there are none."""
+    """Publish a list of failures as JSON Lines. If there are none, remove the file."""
     if failures:
         publish_bytes(path, "".join(json.dumps(asdict(failure)) + "\n" for failure in failures).encode())
     else:
@@ -44,7 +50,7 @@ def write_failures(path: Path, failures: Sequence[Failure]) -> None:
 
 
 def read_failures(path: Path) -> list[Failure]:
-    """Return the failures that the last run listed; an empty list if the file is missing or damaged."""
+    """Read the list of failures that the last run wrote; return an empty list if the file is missing or damaged."""
     try:
         return [Failure(**json.loads(line)) for line in read_record(path).splitlines()]
     except (OSError, ValueError, TypeError):
@@ -52,17 +58,17 @@ def read_failures(path: Path) -> list[Failure]:
 
 
 def shard_name(shard_id: int) -> str:
-    """Return the name that identifies a complete shard in a failure, in place of a video id."""
+    """Return the name of a shard. The failure of a complete shard has this name in place of a video ID."""
     return f"shard {shard_id:06d}"
 
 
 def codes_line(failures: Iterable[Failure]) -> str:
-    """Return the number of failures by code, most frequent first, such as "10 x source_unreadable, 1 x timeout"."""
+    """Return the number of failures of each code as text, such as "10 x source_unreadable, 1 x timeout"."""
     return ", ".join(f"{count} x {code}" for code, count in Counter(failure.code for failure in failures).most_common())
 
 
 def first_failures(failures: Iterable[Failure]) -> list[FailureEntry]:
-    """Return the first few failures; a chunk is identified by its key, a complete video by its id."""
+    """Return the first few failures, each with the key of the sample, or with the video ID for a complete video."""
     return first_few(
         FailureEntry(failure.key or failure.video_id, failure.code, failure.message) for failure in failures
     )
@@ -71,11 +77,11 @@ def first_failures(failures: Iterable[Failure]) -> list[FailureEntry]:
 def failure_lines(
     failures: Sequence[Failure], *, list_path: Path | None, retry_command: Sequence[str] = ("prep", "retry")
 ) -> list[str]:
-    """Return lines with the number of failures by code, hints, and the first few failures; empty without failures.
+    """Return lines with the number of failures of each code, hints, and the first few failures.
 
     Args:
         list_path: Path of the complete list of failures; None if there is no such file.
-        retry_command: Arguments of the command that retries the failures of the column.
+        retry_command: Command that retries the failures of the column, as a list of arguments.
     """
     lines = []
     for code, count in Counter(failure.code for failure in failures).most_common():
@@ -89,8 +95,8 @@ def lost_source_lines(codes: Mapping[str, int], *, is_indexed: bool) -> list[str
     """Return a line for each failure code of sources that were readable in an earlier run.
 
     Args:
-        codes: Number of sources by failure code.
-        is_indexed: True if the packets of chunks are in the sources, and not in tars.
+        codes: Number of sources, keyed by failure code.
+        is_indexed: True if the packets of the chunks are in the sources and not in tars (`prep index`).
     """
     effect = "their chunks cannot be read" if is_indexed else "existing chunks are kept"
     lines = []
@@ -102,7 +108,7 @@ def lost_source_lines(codes: Mapping[str, int], *, is_indexed: bool) -> list[str
 
 
 def failure_values(failures: Sequence[Failure], *, list_path: Path) -> dict[str, Any]:
-    """Return the JSON values for `failure_lines`: failures by code, the first few, and the path of the full list."""
+    """Return the content of `failure_lines` as JSON values."""
     return {
         "failures": dict(Counter(failure.code for failure in failures).most_common()),
         "first_failures": entry_values(first_failures(failures)),
@@ -111,12 +117,12 @@ def failure_values(failures: Sequence[Failure], *, list_path: Path) -> dict[str,
 
 
 def note_lines(notes: Mapping[str, Sequence[str]], *, num_all: int, indent: int) -> list[str]:
-    """Return a line for each note about an unexpected property of a video; empty without notes.
+    """Return a line for each note about an unexpected property of a video.
 
     Args:
-        notes: Notes on the first few videos, by video id.
-        num_all: Number of videos with notes.
-        indent: Width of the column of labels.
+        notes: Notes on the first few videos, keyed by video ID.
+        num_all: Total number of videos with notes.
+        indent: Width of the column of labels, in characters.
     """
     lines = [on_one_line(f"{video}: {note}") for video, video_notes in notes.items() for note in video_notes]
     if num_all > len(notes):
@@ -125,10 +131,11 @@ def note_lines(notes: Mapping[str, Sequence[str]], *, num_all: int, indent: int)
 
 
 def first_rejected(rejected: pa.Table, *, dataset: str | None = None) -> list[FailureEntry]:
-    """Return the first few rows of a table with schema REJECTED, identified by file, location and value.
+    """Return the first few rejected rows and files, each with its location.
 
     Args:
-        dataset: Name of the dataset whose rows to include; None for all.
+        rejected: Table with schema REJECTED.
+        dataset: Name of the dataset whose rows to include; None for all datasets.
     """
     if dataset is not None:
         rejected = rejected.filter(pc.equal(rejected["dataset"], dataset))
@@ -144,7 +151,7 @@ def first_rejected(rejected: pa.Table, *, dataset: str | None = None) -> list[Fa
     lines: dict[tuple[str, int], int] = {}
     for file, file_rows in numbers.items():
         with suppress(OSError, UserError):
-            if Path(file).stat().st_size <= _MAX_REREAD_BYTES:  # reading a larger table again would take too long
+            if Path(file).stat().st_size <= _MAX_REREAD_BYTES:  # reading larger tables again would take too long
                 lines |= {(file, row): line for row, line in line_numbers(Path(file), file_rows).items()}
     return first_few(
         FailureEntry(_location(row, line=lines.get((row["file"], row["row"]))), row["reason"], row["detail"])
@@ -153,7 +160,7 @@ def first_rejected(rejected: pa.Table, *, dataset: str | None = None) -> list[Fa
 
 
 def first_few(entries: Iterable[FailureEntry]) -> list[FailureEntry]:
-    """Return up to MAX_ENTRIES failures: the first failure of each code, then the second failure of each code, etc."""
+    """Return up to MAX_ENTRIES failures: the first failure of each code, then the second of each code, and so on."""
     by_code: dict[str, list[FailureEntry]] = {}
     for entry in entries:
         same_code = by_code.setdefault(entry.code, [])
@@ -164,7 +171,13 @@ def first_few(entries: Iterable[FailureEntry]) -> list[FailureEntry]:
 
 
 def entry_lines(entries: Sequence[FailureEntry], *, num_all: int, list_path: Path | None, indent: str) -> Iterator[str]:
-    """Yield one line per failure, then the number of other failures and the file that lists all of them."""
+    """Yield a line for each entry, and a line with the number of other failures and the path of the complete list.
+
+    Args:
+        num_all: Total number of failures.
+        list_path: Path of the complete list; None if there is no such file.
+        indent: Spaces before each line.
+    """
     for entry in entries:
         yield f"{indent}{on_one_line(f'{entry.name}: {entry.code}: {entry.message}')}"
     parts = [f"and {num_all - len(entries):,} more"] if num_all > len(entries) else []
@@ -175,15 +188,15 @@ def entry_lines(entries: Sequence[FailureEntry], *, num_all: int, list_path: Pat
 
 
 def entry_values(entries: Sequence[FailureEntry]) -> list[dict[str, Any]]:
-    """Return the failures as JSON values."""
+    """Return entries as JSON values."""
     return [asdict(entry) for entry in entries]
 
 
 def _location(row: dict[str, Any], *, line: int | None) -> str:
-    """Return the location and value of a rejected row, such as `captions.csv, line 5: clip.mp4`, or a rejected file.
+    """Return the location of a rejected row, such as `captions.csv, line 5: clip.mp4`, or the path of a rejected file.
 
     Args:
-        line: Line number, from 1; None if it is unknown.
+        line: Line number, from 1; None if unknown.
     """
     file, source_id = Path(row["file"]), row["source_id"]
     if row["row"] is None and (source_id is None or file.stem == Path(source_id).name):
@@ -192,5 +205,5 @@ def _location(row: dict[str, Any], *, line: int | None) -> str:
     if line is not None:
         location += f", line {line}"
     elif row["row"] is not None:
-        location += f", {'cue' if file.suffix.lower() in _CUES else 'entry'} {row['row'] + 1}"
+        location += f", {'cue' if file.suffix.lower() in _SUBTITLE_SUFFIXES else 'entry'} {row['row'] + 1}"
     return location if source_id is None else f"{location}: {source_id}"

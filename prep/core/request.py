@@ -1,6 +1,6 @@
-"""Flags that the commands of all columns share: `Request` defines them, and the request of a column may add flags.
+"""Flags that the commands of all columns share, as the dataclass `Request`. A column may add flags in a subclass.
 
-A request is passed on as one object, from the command line to the column's work. `model_folder` resolves the value of a
+The command line passes the request as one object to the functions of the column. `model_folder` resolves the value of a
 flag that selects a model.
 """
 
@@ -31,7 +31,7 @@ EXECUTION = Parameter(group=Group("Execution", sort_key=8))
 
 
 def _data_folder(_type: Any, tokens: Sequence[Token]) -> Path:
-    """Convert --data: a local path, or the URL of a folder in a bucket, for which a local copy is created."""
+    """Convert --data to a local path: the path itself, or the working copy of a data folder in a bucket."""
     value = tokens[0].value
     if not is_remote(value):
         require_not_mistyped(value)
@@ -48,7 +48,7 @@ Data = Annotated[
         name="--data",
         env_var=DATA_VARIABLE,
         converter=_data_folder,
-        help="Data folder: a path, or a folder in a bucket such as s3://BUCKET/data.",
+        help="Data folder: a path, or the URL of a folder in a bucket, such as s3://BUCKET/data.",
     ),
 ]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON.")]
@@ -57,14 +57,14 @@ EngineName = Annotated[
     EXECUTION,
     FIRST_RUN,
     Parameter(
-        help="Execution engine; default: processes, or ray with --address or RAY_ADDRESS. processes: worker processes "
-        "on this machine; ray: a Ray cluster, or Ray on this machine."
+        help="Execution engine. processes: worker processes on this machine; ray: a Ray cluster, or Ray on this "
+        "machine. Default: processes; with --address or RAY_ADDRESS, ray."
     ),
 ]
 Address = Annotated[
     str | None,
     EXECUTION,
-    Parameter(help="Address of an existing Ray cluster: auto or host:port. Default: RAY_ADDRESS, if it is set."),
+    Parameter(help="Address of a running Ray cluster: auto or HOST:PORT. Default: RAY_ADDRESS, if it is set."),
 ]
 Workers = Annotated[
     int | None,
@@ -76,15 +76,18 @@ Workers = Annotated[
 MaxFailures = Annotated[
     str,
     EXECUTION,
-    Parameter(help="Number or percentage of videos that may fail before the command exits with 1, such as 10 or 1%."),
+    Parameter(
+        help="Maximum number or percentage of videos that may fail, such as 10 or 1%. If more videos fail, the exit "
+        "code is 1."
+    ),
 ]
 ScratchSize = Annotated[
     str | None,
     EXECUTION,
     Parameter(
         env_var="CLIPMILL_SCRATCH_SIZE",
-        help="Maximum total size of the copies of remote videos on a node, in its $TMPDIR, such as 200GB. Default: "
-        "80 % of the free space.",
+        help="Maximum total size of the copies of remote videos in TMPDIR on each node, such as 200GB. Default: 80 % "
+        "of the free space.",
     ),
 ]
 PartOf = Annotated[
@@ -92,8 +95,9 @@ PartOf = Annotated[
     EXECUTION,
     Parameter(
         name="--part",
-        allow_leading_hyphen=True,  # so that Part.parse explains the error of -1/2
-        help="Part of the shards to make, such as 3/16, for commands on several nodes (a SLURM array). Default: all.",
+        allow_leading_hyphen=True,  # so that Part.parse explains what is wrong with -1/2
+        help="Part of the shards to make, such as 3/16 for part 3 of 16, if commands on several nodes share the work "
+        "(a SLURM array). Default: all shards.",
     ),
 ]
 ModelWorkers = Annotated[
@@ -108,8 +112,8 @@ NumGpus = Annotated[
     EXECUTION,
     Range(least=0),
     Parameter(
-        help="GPUs per worker, such as 1 or 0.5; 0: run on the CPU. Default: 1 if this machine, or the Ray cluster at "
-        "--address, has a GPU, else 0."
+        help="Number of GPUs per worker, such as 1 or 0.5. With 0, the model runs on the CPU. Default: 1 if this "
+        "machine, or the Ray cluster at --address, has a GPU; otherwise 0."
     ),
 ]
 _HIDDEN = Parameter(parse=False)
@@ -121,15 +125,14 @@ class Request(Checked):
 
     Attributes:
         execution: Settings of the Ray engine.
-        monitoring: Metrics and log.
+        monitoring: Flags for metrics and the log.
         part: Value of `--part`, or None.
         num_gpus: Number of GPUs per worker; None for the default.
         batch: Batch size of the model; None for the default.
-        scratch_size: Maximum size of the copies of remote videos on a node, such as 200GB; None for most of the free
-            space.
+        scratch_size: Maximum size of the copies of remote videos on a node, such as 200GB; None for the default.
         trial: Number of samples to make for the estimate of a plan.
-        retry_codes: Failure codes to try again even if nothing changed.
-        only_variant: Name of the variant that the settings must produce, or None.
+        retry_codes: Codes of failures to retry even if nothing has changed.
+        only_variant: Name of the variant that the recipe must produce, or None.
         part_run: Part that this command runs (`clipmill.prep.core.parts.PartRun`), or None.
     """
 
@@ -140,13 +143,13 @@ class Request(Checked):
     monitoring: Annotated[Monitoring, Parameter(name="*")] = Monitoring()  # noqa: RUF009 - frozen
     workers: Workers = None
     max_failures: MaxFailures = "0"
-    # These fields are flags only in subclasses that declare them again.
+    # The next fields are flags only in subclasses that declare them again.
     part: Annotated[str | None, _HIDDEN] = None
     num_gpus: Annotated[float | None, _HIDDEN] = None
     batch: Annotated[int | None, _HIDDEN] = None
     scratch_size: Annotated[str | None, _HIDDEN] = None
     json: Json = False
-    # These fields are set by the program, not by flags.
+    # The next fields are set by the program, not by flags.
     trial: Annotated[int, _HIDDEN] = 0
     retry_codes: Annotated[frozenset[str], _HIDDEN] = frozenset()
     only_variant: Annotated[str | None, _HIDDEN] = None
@@ -163,23 +166,23 @@ class Request(Checked):
 
     @property
     def cluster(self) -> str | None:
-        """Address of the Ray cluster that does the work; None for this machine."""
+        """Address of the Ray cluster to run on; None for this machine."""
         from clipmill.prep.engines.choice import cluster_address
 
         return None if self.engine == "processes" else cluster_address(self.address)
 
     @property
     def engine_name(self) -> str:
-        """Value of `engine`, or its default."""
+        """Value of `engine`, or the default engine."""
         return self.engine or ("processes" if self.address is None and self.cluster is None else "ray")
 
     @property
     def recorded_flags(self) -> dict[str, str]:
-        """Flags to record with a run: flags that a retry uses again and that differ from their defaults."""
+        """Flags to record with a run: flags that `prep retry` uses again and that differ from their defaults."""
         default = type(self)()
         values = {name: getattr(self, name) for name in marked_fields(type(self), KEPT)}
         flags = {name: str(value) for name, value in values.items() if value != getattr(default, name)}
-        # The engine is recorded unless it is the default engine.
+        # Record the engine unless it is the default engine.
         if self.address is not None:
             flags["address"] = self.address
         elif self.engine is not None and self.engine != replace(self, engine=None).engine_name:
@@ -188,25 +191,29 @@ class Request(Checked):
 
     @property
     def lag_limit_s(self) -> float:
-        """Time that files of workers on other nodes may take to become visible on this node, in seconds."""
+        """Maximum time in seconds until files written on other nodes are visible on this node."""
         from clipmill.prep.core.data_folder import VISIBILITY_LIMIT_S
 
         return VISIBILITY_LIMIT_S if self.cluster is not None else 0.0
 
     def __post_init__(self) -> None:
-        """Do nothing: `check` runs the checks. Some depend on the environment, but default requests exist at import."""
+        """Skip the checks, which `check` runs: some depend on the environment, but defaults are created at import."""
 
     def check(self) -> None:
-        """Raise a UserError that lists all flags with an invalid value, and flags that contradict each other."""
+        """Check the flags.
+
+        Raises:
+            UserError: Flags have invalid values or contradict each other. The error lists all of them.
+        """
         raise_mistakes(mistakes(self))
 
     def rules(self) -> Iterator[UserError]:
-        """Yield an error for an invalid size, for an invalid cluster address, and for contradictory flags."""
+        """Yield an error for each invalid size or cluster address, and for flags that contradict each other."""
         yield from errors_of(lambda: self.scratch_bytes)
         if self.address is not None and not _CLUSTER.fullmatch(self.address):
             yield UserError(
                 f'--address "{self.address}" is not the address of a Ray cluster',
-                hint="give auto, or host:port such as 10.0.0.1:6379",
+                hint="use auto, or HOST:PORT such as 10.0.0.1:6379",
                 flags=("--address",),
             )
         elif self.address is not None and self.engine == "processes":
@@ -218,26 +225,29 @@ class Request(Checked):
         elif self.address is None and self.cluster is not None and not _CLUSTER.fullmatch(self.cluster):
             yield UserError(
                 f'RAY_ADDRESS "{self.cluster}" is not the address of a Ray cluster',
-                hint="set it to auto or host:port such as 10.0.0.1:6379, or give --engine processes",
+                hint="set it to auto or HOST:PORT such as 10.0.0.1:6379, or use --engine processes",
             )
         if (changed := self.execution.changed_flags) and self.engine_name != "ray":
             flags = ", ".join(changed)
             yield UserError(
                 f"{flags} requires --engine ray",
-                hint=f"give --engine ray or --address, or omit {flags}",
+                hint=f"use --engine ray or --address, or omit {flags}",
                 flags=(*changed, "--engine"),
             )
-        # Ray already divides the work among the nodes, so parts would divide it twice.
+        # Ray already distributes the work over the nodes.
         if self.cluster is not None and self.part is not None:
             source = "RAY_ADDRESS=" if self.address is None else "--address "
             yield UserError(
-                f"--part {self.part} has no effect with {source}{self.cluster}: Ray divides the work itself",
-                hint="omit --part to use all nodes of the cluster, or give --engine processes without --address",
+                f"--part {self.part} cannot be used with {source}{self.cluster}: Ray distributes the work itself",
+                hint="omit --part to use all nodes of the cluster, or use --engine processes without --address",
                 flags=("--part",),
             )
 
     def gpus_per_worker(self, *, has_work: bool) -> float:
-        """Return `num_gpus`, or its default; 0.0 without work, because detecting GPUs takes seconds.
+        """Return the number of GPUs per worker: `num_gpus`, or its default.
+
+        Args:
+            has_work: False if nothing is to be made. Then 0.0 is returned, because detecting GPUs takes seconds.
 
         Raises:
             UserError: No cluster is running at the address.
@@ -250,7 +260,8 @@ class Request(Checked):
         """Return the engine that the flags select.
 
         Args:
-            memory_gb: Memory to reserve for a worker on a cluster, in GB, unless a flag sets it.
+            memory_gb: Memory to reserve for a worker on a cluster in GB, unless a flag sets it.
+            gpus_per_worker: Number of GPUs per worker.
 
         Raises:
             UserError: There are fewer GPUs than one worker needs.
@@ -267,33 +278,33 @@ class Request(Checked):
         )
 
     def require_variant(self, variant: str, *, command: str) -> None:
-        """Check that the recipe of the variant to continue still produces that variant.
+        """Check that the settings still produce the variant to retry, `only_variant`.
 
         Args:
-            variant: Variant that the recipe produces now.
+            variant: Name of the variant that the settings produce now.
             command: Command line that makes this variant.
 
         Raises:
-            UserError: The recipe produces a different variant, because the weights, the libraries or the current
+            UserError: The settings produce a different variant, because the model weights, the libraries or the current
                 variant of `video` have changed.
         """
         if self.only_variant is not None and variant != self.only_variant:
             raise UserError(
                 f"cannot continue variant {self.only_variant}: its model weights, libraries or chunks have changed",
-                hint=f"create a new variant: {command}",
+                hint=f"run {command} to create a new variant",
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartRequest(Request):
-    """The flags of a column that several commands can make together, each a part of it."""
+    """Flags of a column whose shards can be divided among several commands (`--part`)."""
 
     part: PartOf = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest(PartRequest):
-    """The flags of a column that is computed by a model; each worker loads a replica of the model."""
+    """Flags of a column that a model computes. Each worker loads a replica of the model."""
 
     workers: ModelWorkers = None
     num_gpus: NumGpus = None
@@ -301,10 +312,10 @@ class ModelRequest(PartRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest(Checked):
-    """The flags of `prep plan NAME` that are not settings of the column.
+    """Flags of `prep plan NAME` that are not settings of the column.
 
     Attributes:
-        explain: Chunk key or video id whose state to explain, in place of the plan; None to report the plan.
+        explain: Chunk key or video ID whose state to explain; None to report the plan.
         trial: Number of samples to make for the estimate.
     """
 
@@ -316,16 +327,17 @@ class PlanRequest(Checked):
 
 
 def model_folder(name: str, *, files: Sequence[str], what: str, flag: str, hint: str) -> Path:
-    """Return the folder of a model: a folder on this machine, absolute, or a model on the Hub, downloaded once.
+    """Return the absolute path of a model's folder: a local folder, or a model downloaded from the Hugging Face Hub.
 
     Args:
+        name: Path of a local folder, or name of a model on the Hub, such as google/umt5-xxl.
         files: Glob patterns of the files to download.
         what: Noun for the model in messages, such as "VAE"; "" for none.
-        flag: Flag that requests the model, with its value if the value is not `name`.
-        hint: Hint for the error.
+        flag: Flag that selects the model, for messages; with its value if that differs from `name`.
+        hint: Hint of the errors.
 
     Raises:
-        UserError: The folder does not exist, and neither the Hub nor its cache has the model.
+        UserError: The folder does not exist, or the model is not in the cache and cannot be downloaded.
     """
     from clipmill.manifests.hub import hub_if_reachable
 
@@ -342,7 +354,7 @@ def model_folder(name: str, *, files: Sequence[str], what: str, flag: str, hint:
     try:
         with hub_if_reachable():
             return Path(snapshot_download(name, allow_patterns=list(files)))
-    # The exceptions for network, cache and server errors all derive from these.
+    # All exceptions for network, cache and server errors derive from these classes.
     except (OSError, HFValidationError, ValueError) as error:
         the = f"the {what} " if what else ""
         raise UserError(

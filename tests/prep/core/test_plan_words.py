@@ -92,4 +92,4 @@ def test_every_failure_has_words_and_advice() -> None:
 
 def test_a_value_that_is_not_finite_need_not_come_from_a_model() -> None:
     meaning, advice = EXPLANATIONS[FailureCode.NOT_FINITE]
-    assert meaning == "a value is NaN or infinite" and "if a model made the value" in advice
+    assert meaning == "a value is NaN or infinite" and "if the value comes from a model" in advice

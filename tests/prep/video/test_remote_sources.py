@@ -205,7 +205,7 @@ def test_sources_that_a_server_refuses_are_not_blamed_and_are_tried_again(
 
     faults.set(Fault("error", method="GET", path=r"a\.mkv", status=403, code="AccessDenied"))  # listed, and not read
     stdout = prep_here(*command, status=1).stdout
-    assert "1 x access_refused: the server refuses access" in stdout and "not a readable video" not in stdout
+    assert "1 x access_refused: the server denies access" in stdout and "not a readable video" not in stdout
     faults.set()
     assert chunk(data, *LEN)["num_encoded"] == 5, "without being asked for"
 
