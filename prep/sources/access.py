@@ -1,4 +1,4 @@
-"""Access to a source, which is a local file or an object: open it, compute its fingerprint, and convert its errors."""
+"""Access to a source, which is a local file or a remote object: open it, fingerprint it, and convert its errors."""
 
 import errno
 import hashlib
@@ -69,25 +69,25 @@ class OpenSource:
     Attributes:
         size_bytes: Size of the source when it was opened.
         file: Content of the source.
-        for_libav: Argument for libav: the path of a local file, or a Python file for an object.
+        libav_input: Argument for libav: the path of a local file, or a Python file for an object.
     """
 
     size_bytes: int
     file: "SourceBytes"
-    for_libav: "str | RemoteFile"
+    libav_input: "str | RemoteFile"
 
 
 @contextmanager
-def open_source(place: "Location", *, on_read: Callable[[], None] = lambda: None) -> Iterator[OpenSource]:
+def open_source(location: "Location", *, on_read: Callable[[], None] = lambda: None) -> Iterator[OpenSource]:
     """Open a source: a local path, or the URL of an object, which is read in ranges.
 
     Args:
-        on_read: Function to call for every range that is read from an object, as a heartbeat.
+        on_read: Function to call after every range that is read from an object, as a heartbeat.
 
     Raises:
         SourceFailure: source_missing, source_unreadable, access_refused or io_error.
     """
-    path = os.fspath(place)
+    path = os.fspath(location)
     if is_remote(path):
         from clipmill.prep.sources.remote import RemoteFile
 
@@ -95,14 +95,14 @@ def open_source(place: "Location", *, on_read: Callable[[], None] = lambda: None
         try:
             yield OpenSource(file.size_bytes, file, file)
         except SourceFailure:
-            if file.failure is not None:  # libav took the failed read for the end of the file, or for damage
+            if file.failure is not None:  # libav mistook the failed read for the end of the file, or for damage
                 raise file.failure from None
             raise
         if file.failure is not None:
             raise file.failure
         return
     try:
-        state = os.stat(path)  # noqa: PTH116 - a place is not always a Path
+        state = os.stat(path)  # noqa: PTH116 - a location is not always a Path
         if not stat.S_ISREG(state.st_mode):  # opening a named pipe would block until something writes to it
             raise SourceFailure(FailureCode.SOURCE_UNREADABLE, "not a regular file")
         local = open(path, "rb")  # noqa: PTH123, SIM115 - closed below
@@ -112,7 +112,7 @@ def open_source(place: "Location", *, on_read: Callable[[], None] = lambda: None
         yield OpenSource(state.st_size, local, f"file:{path}")
 
 
-def source_fingerprint(place: "Location") -> str:
+def source_fingerprint(location: "Location") -> str:
     """Return the SHA-256 (hex) over a source's size and its first and last MiB.
 
     Computing it is cheap even for hours of video, and it does not depend on the source's name and storage.
@@ -120,7 +120,7 @@ def source_fingerprint(place: "Location") -> str:
     Raises:
         SourceFailure: source_missing, source_unreadable or io_error.
     """
-    with open_source(place) as source:
+    with open_source(location) as source:
         return fingerprint_of(source)
 
 
@@ -140,14 +140,14 @@ def fingerprint_of(source: OpenSource) -> str:
 
 
 def access_failure(error: OSError | ValueError) -> SourceFailure:
-    """Return the failure for an error raised while looking up or opening a source."""
+    """Return the failure for an error that was raised while a source was looked up or opened."""
     if isinstance(error, ValueError) or error.errno in (errno.ENOENT, errno.ENOTDIR):
         return SourceFailure(FailureCode.SOURCE_MISSING, "no such file", is_lasting=False)
     code = FailureCode.IO_ERROR if error.errno == errno.EIO else FailureCode.SOURCE_UNREADABLE
     return SourceFailure(code, error.strerror or str(error), is_lasting=False)
 
 
-def current_fingerprint(place: "Location") -> str:
+def current_fingerprint(location: "Location") -> str:
     """Return `source_fingerprint`, with a timeout of `STAT_LIMIT_S`.
 
     Raises:
@@ -157,7 +157,7 @@ def current_fingerprint(place: "Location") -> str:
 
     def read() -> None:
         try:
-            results.put(source_fingerprint(place))
+            results.put(source_fingerprint(location))
         except SourceFailure as failure:
             results.put(failure)
 
@@ -174,7 +174,12 @@ def current_fingerprint(place: "Location") -> str:
 
 @contextmanager
 def as_failure(code: FailureCode, what: str) -> Iterator[None]:
-    """Convert the errors that libav raises inside the block to a failure with code `code`."""
+    """Convert errors that libav raises inside the block to a SourceFailure.
+
+    Args:
+        code: Code of the failure.
+        what: Action that failed, with which the message begins.
+    """
     import av.error
 
     try:
@@ -188,5 +193,5 @@ def as_failure(code: FailureCode, what: str) -> Iterator[None]:
         is_lasting = error.errno not in _MACHINE_ERRORS
         message = f"{what}: {error.strerror or error}"
         raise SourceFailure(code, message, is_lasting=is_lasting) from None
-    except (ValueError, ArithmeticError) as error:  # times or sizes that PyAV cannot represent
+    except (ValueError, ArithmeticError) as error:  # PyAV cannot represent a time or size
         raise SourceFailure(code, f"{what}: {type(error).__name__}: {error}") from None

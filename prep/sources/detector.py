@@ -1,4 +1,4 @@
-"""Settings of PySceneDetect's shot detectors. PySceneDetect and OpenCV are loaded only when frames are compared."""
+"""Settings of PySceneDetect's shot detectors. PySceneDetect and OpenCV are imported only when frames are compared."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,10 +15,11 @@ PICTURE_PX = 256  # maximum longer side of the compared pictures, as in PySceneD
 
 @dataclass(frozen=True, kw_only=True)
 class Detector:
-    """Settings of a detector.
+    """Settings of a shot detector.
 
     Attributes:
-        threshold: Threshold of the detector's measure; a change above it is a cut.
+        name: Name of the detector.
+        threshold: Change between frames above which the detector reports a cut, in the detector's own unit.
         min_scene_frames: Minimum number of frames between two cuts.
         fps: Frame rate of the compared frames, which is the rate of the chunks.
     """
@@ -52,6 +53,6 @@ def scenedetect_version() -> str:
 
 
 def version_mismatch(version: str) -> str | None:
-    """Return the reason why this machine must not detect shots with PySceneDetect `version`; None if it may."""
+    """Return the reason why this machine must not detect shots for a plan with PySceneDetect `version`, or None."""
     installed = scenedetect_version()
-    return None if installed == version else f"PySceneDetect {installed} differs from {version} of this command"
+    return None if installed == version else f"PySceneDetect is {installed}, but the plan requires {version}"

@@ -2,9 +2,9 @@
 
 The index of an MP4 file lists the position of every packet, so truncation is detected without reading the file. Other
 containers are demuxed completely, without decoding, because a plan needs information that only the packets contain: the
-exact end of the last frame, timestamps that start again, changes of shape, and damage. The duration in a header is
-rounded, may belong to a different track, or is missing, so chunks planned from it could be missing or nonexistent. In
-both cases, one frame is decoded to get the actual resolution and rotation.
+exact end of the last frame, timestamps that restart, changes of shape, and damage. The duration in a header is not
+enough: it is rounded, may belong to a different track, or is missing, so a plan based on it could omit chunks or
+contain nonexistent ones. For all containers, one frame is decoded to get the actual resolution and rotation.
 
 Files are opened only with an allowlist of demuxers and through the file protocol. A playlist or concat script that is
 disguised as a video is rejected, so it cannot make libav read other files. Objects are read in ranges
@@ -31,7 +31,7 @@ from clipmill.shards.timeline.reading import has_index, indexed_timeline, read_t
 from clipmill.shards.timeline.truncation import missing_index, truncation
 
 
-def probe(place: Location, *, on_read: Callable[[], None] = lambda: None) -> SourceFacts:
+def probe(location: Location, *, on_read: Callable[[], None] = lambda: None) -> SourceFacts:
     """Probe one source.
 
     Args:
@@ -41,7 +41,7 @@ def probe(place: Location, *, on_read: Callable[[], None] = lambda: None) -> Sou
         SourceFailure: source_missing, source_unreadable, source_truncated, no_video, zero_duration, bad_timestamps,
             decode_errors, io_error or out_of_memory.
     """
-    with open_source(place, on_read=on_read) as source:
+    with open_source(location, on_read=on_read) as source:
         fingerprint, size_bytes, file = fingerprint_of(source), source.size_bytes, cast("IO[bytes]", source.file)
         if size_bytes == 0:
             raise SourceFailure(FailureCode.SOURCE_UNREADABLE, "the file is empty")
@@ -54,7 +54,7 @@ def probe(place: Location, *, on_read: Callable[[], None] = lambda: None) -> Sou
             if stream is None:
                 kinds: list[str] = sorted({stream.type for stream in container.streams})
                 raise SourceFailure(FailureCode.NO_VIDEO, f"no video stream (streams: {', '.join(kinds) or 'none'})")
-            look = _look_at(container, stream)
+            track = _read_track(container, stream)
             timeline = None
             if is_indexed:
                 with as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"):
@@ -69,10 +69,10 @@ def probe(place: Location, *, on_read: Callable[[], None] = lambda: None) -> Sou
                 timeline, _ = read_timeline(container, file=file, on_packet=lambda packet: on_read())
         if timeline.cut:
             raise SourceFailure(FailureCode.SOURCE_TRUNCATED, timeline.cut)
-        if timeline.track != look.track:  # the first track has a single frame
+        if timeline.track != track.index:  # the first track has only one frame
             with open_video(source) as container:
-                look = _look_at(container, track_of(container, timeline.track))
-        picture = look.picture
+                track = _read_track(container, track_of(container, timeline.track))
+        picture = track.picture
         timeline = replace(timeline, shape=picture.shape, transfer=picture.transfer, primaries=picture.primaries)
         timeline = replace(timeline, is_indexed=is_indexed)
         return SourceFacts(
@@ -82,7 +82,7 @@ def probe(place: Location, *, on_read: Callable[[], None] = lambda: None) -> Sou
             fps=float(timeline.rate),
             width=picture.width,
             height=picture.height,
-            codec=look.codec,
+            codec=track.codec,
             key_gap_s=float(timeline.key_gap),
             num_audio=num_audio,
             timeline=timeline.to_json(),
@@ -100,7 +100,7 @@ def open_video(source: OpenSource) -> Iterator[InputContainer]:
     try:
         with as_failure(FailureCode.SOURCE_UNREADABLE, "not a supported video container"):
             source.file.seek(0)
-            container = open_container(cast("str | IO[bytes]", source.for_libav))
+            container = open_container(cast("str | IO[bytes]", source.libav_input))
     except SourceFailure as failure:
         if failure.code != FailureCode.SOURCE_UNREADABLE:
             raise
@@ -113,15 +113,15 @@ def open_video(source: OpenSource) -> Iterator[InputContainer]:
 
 
 @dataclass(frozen=True)
-class _Look:
-    """Properties read from the first frame and the header of a video track."""
+class _Track:
+    """Properties of a video track, read from its first frame and its header."""
 
-    track: int
+    index: int
     picture: Picture
     codec: str
 
 
-def _look_at(container: InputContainer, stream: VideoStream) -> _Look:
+def _read_track(container: InputContainer, stream: VideoStream) -> _Track:
     with as_failure(FailureCode.DECODE_ERRORS, "no frame can be decoded"):
         picture = first_picture(container, stream)
-    return _Look(stream.index, picture, stream.codec_context.codec.canonical_name)
+    return _Track(stream.index, picture, stream.codec_context.codec.canonical_name)

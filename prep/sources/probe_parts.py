@@ -1,12 +1,13 @@
-"""Divide the probing of sources among the parts of a run (`--part K/N`), in shares of the sources.
+"""Divide the probing of sources among the parts of a run (`--part K/N`).
 
-Share s of S contains the sources whose row in the manifest modulo S is s. A part claims a share
+The sources are divided into shares: share s of S contains every source whose row in the manifest modulo S is s. A part
+claims a share
 (`PartRun.claim_share`), reads its new and changed sources, and stores their probes in
 `<data>/.probes/<s>-of-<S>.parquet`, at intervals and at the end. If a part dies, another part claims its share and
 continues from this file. The part that plans adds all shares to `probes.parquet`.
 
-A share is only a cache: as in `probes.parquet`, a row is used only if path, size and modification time match the
-source. A late, outdated or missing file costs time, but never changes a plan.
+The file of a share is only a cache: as in `probes.parquet`, a row is used only if path, size and modification time
+match the source. A late, outdated or missing file costs time, but never changes a plan.
 """
 
 import math
@@ -24,7 +25,7 @@ from clipmill.manifests.locks import folder_lock
 from clipmill.manifests.storage.mirrors import refresh
 from clipmill.prep.core.data_folder import PROBES_FILE
 from clipmill.prep.core.tables import read_table_file, write_table_file
-from clipmill.prep.sources.probe_tasks import MAX_BYTES, MAX_SOURCES
+from clipmill.prep.sources.probe_processes import MAX_BYTES, MAX_SOURCES
 from clipmill.prep.sources.table import PROBES, SHARES_FOLDER, FileStates, Probing, add_shares, read_probes
 
 if TYPE_CHECKING:
@@ -34,10 +35,10 @@ _SHARES_PER_PART = 8  # small shares: a killed part loses little, and parts of u
 
 
 def num_shares(states: FileStates, *, num_parts: int) -> int:
-    """Return the number of shares, a function of the sizes of the files, so that it is the same in all parts."""
+    """Return the number of shares. It depends only on the files, so that it is the same in all parts."""
     num_sources, num_bytes = len(states.size_bytes), int(states.size_bytes.clip(0).sum())
-    useful = max(math.ceil(num_sources / MAX_SOURCES), math.ceil(num_bytes / MAX_BYTES), 1)
-    return max(1, min(useful, num_sources, _SHARES_PER_PART * num_parts))
+    num_tasks = max(math.ceil(num_sources / MAX_SOURCES), math.ceil(num_bytes / MAX_BYTES), 1)
+    return max(1, min(num_tasks, num_sources, _SHARES_PER_PART * num_parts))
 
 
 def probe_in_parts(
@@ -52,18 +53,17 @@ def probe_in_parts(
 ) -> bool:
     """Read shares of the files until no share is left, and store their probes. The caller can plan afterwards.
 
-    Returns:
-        is_first: True if no other part has planned. Then this part has the turn, and must add the shares to the stored
-            probes.
-
     Args:
         known: Earlier probes (PROBES) of the files to read, if any.
         todo: Rows of the files to read, int64 [N].
+
+    Returns:
+        True if no other part has planned yet. The caller must then add the shares to the stored probes.
     """
     count = num_shares(states, num_parts=part_run.part.count)
     folder, share_of = data_dir / SHARES_FOLDER, todo % count
     unfinished = {int(share): paths.take(pa.array(todo[share_of == share])) for share in np.unique(share_of)}
-    seen: dict[Path, tuple[int, int]] = {}
+    last_states: dict[Path, tuple[int, int]] = {}
 
     def file_of(share: int) -> Path:
         return folder / f"{share}-of-{count}.parquet"
@@ -72,15 +72,15 @@ def probe_in_parts(
         """Return True if the file exists and has changed since the last call."""
         with suppress(FileNotFoundError):
             state = path.stat()
-            before, seen[path] = seen.get(path), (state.st_size, state.st_mtime_ns)
-            return before != seen[path]
+            previous, last_states[path] = last_states.get(path), (state.st_size, state.st_mtime_ns)
+            return previous != last_states[path]
         return False
 
     def find_unfinished() -> list[int]:
         """Return the shares with sources whose probes are neither in the share's file nor in `probes.parquet`."""
-        with folder_lock(data_dir):  # taking the lock also refreshes the table in a bucket
+        with folder_lock(data_dir):  # this also refreshes the table if the data folder is in a bucket
             refresh(folder)
-        if unfinished and has_changed(data_dir / PROBES_FILE):  # another part has planned, and may have ended already
+        if unfinished and has_changed(data_dir / PROBES_FILE):  # another part has planned, and may already have ended
             table = read_probes(data_dir, columns=["path", "size_bytes", "mtime_ns", "code"])
             table = table.filter(pc.is_in(table["path"], value_set=paths.take(pa.array(todo))))
             _, is_hit = probing.match(paths.take(pa.array(todo)), states.take(todo), table)
@@ -100,10 +100,10 @@ def probe_in_parts(
         rows, save = todo[share_of == share], partial(write_table_file, file_of(share))
         share_paths, file_states = paths.take(pa.array(rows)), states.take(rows)
         folder.mkdir(exist_ok=True)
-        former = add_shares(known, [file_of(share)])
-        former_rows, is_hit = probing.match(share_paths, file_states, former)
-        show = partial(lambda before, number, _: probing.on_progress(before + number, len(todo)), num_done)
-        save(replace(probing, on_progress=show).probe(share_paths, file_states, former, former_rows, is_hit, save=save))
+        stored = add_shares(known, [file_of(share)])
+        stored_rows, is_hit = probing.match(share_paths, file_states, stored)
+        show = partial(lambda offset, number, _: probing.on_progress(offset + number, len(todo)), num_done)
+        save(replace(probing, on_progress=show).probe(share_paths, file_states, stored, stored_rows, is_hit, save=save))
         unfinished.pop(share, None)  # never claim a share twice, even if its file is not visible here yet
         num_done += len(rows)
     return part_run.is_first

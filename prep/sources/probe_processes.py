@@ -1,14 +1,19 @@
 """Probe many sources in separate processes, so that a problem with one source does not affect the others.
 
-A hostile or damaged file can make its reader crash or use all memory, and a dead mount can block it forever. A reader
-without a heartbeat for `SILENCE_LIMIT_S` is killed, and its current source fails with a timeout. If a reader ends
-without being killed by this module, its source may not be the cause, because memory may have been short. This source is
-read again after all others, when no other reader runs. It fails only if its reader ends twice more. A new reader
-continues with the next sources. A process that even SIGKILL cannot end (blocked inside the kernel) is abandoned.
+A hostile or damaged file can make its reader process crash or use all memory, and a dead mount can block it forever. A
+reader without a heartbeat for `SILENCE_LIMIT_S` is killed, and its current source fails with a timeout. If a reader
+ends for any other reason, its source may not be the cause, because memory may have been short. The source is read again
+after all others, when no other reader runs, and fails only if its reader ends twice more. A new reader continues with
+the next sources. A process that even SIGKILL cannot end (blocked inside the kernel) is abandoned.
 
 `serve` runs in the reader. It reads paths as lines of JSON strings, and writes lines of JSON objects: heartbeats (the
-first one when it has started) and, as the last line for each path, an object with `facts` or `failure`. It imports only
-libav, which takes 0.1 s.
+first one when it has started) and, as the last line for each path, an object with `facts` or `failure`. A reader
+imports little besides libav, so it starts within 0.1 s.
+
+On a cluster, `probe_on_workers` divides the sources into tasks, and each worker has a few readers of its own. A result
+from a worker is used only if it describes a file of the expected size. A failure may be caused by the worker's machine,
+which may lack a mount, credentials or memory, or have a different file at the path. Therefore this process probes the
+sources without a usable result again.
 """
 
 import json
@@ -18,100 +23,109 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from multiprocessing.connection import wait
+from pathlib import PurePath
 from typing import Any
 
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.engines import CRASH_SIGNALS, die_with_parent, exit_reason
+from clipmill.prep.engines import CRASH_SIGNALS, MachineFault, Outcome, RefusedNode, die_with_parent, exit_reason
 from clipmill.prep.sources.access import SourceFacts
 
 SILENCE_LIMIT_S = 60.0  # longer than the kernel lets a lease block an `open` (45 s)
 MEMORY_LIMIT_BYTES = 4 << 30  # address space: enough for a 16k frame and its reference frames
 _HEARTBEAT, _HEARTBEAT_S = b"{}\n", 1.0
 _QUEUE_LENGTH = 4  # number of sources queued at a reader, so that it never waits for its next source
-_SPAWN_DELAY_S = 0.1  # delay before a further reader is started while all readers are busy
+_SPAWN_DELAY_S = 0.1  # delay before another reader is started while all readers are busy
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from clipmill.prep.sources.probe_processes import serve; serve()"
 
 
 def probe_each(
-    paths: Sequence[str], *, max_processes: int, kept: "list[Reader] | None" = None
+    paths: Sequence[str], *, max_processes: int, pool: "list[Reader] | None" = None
 ) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
     """Probe every path; yield (index in `paths`, result) in order of completion.
 
     Args:
         max_processes: Maximum number of readers. Fewer are started if results arrive quickly.
-        kept: Idle readers from earlier calls, which are used first. At the end, the list contains the idle readers.
+        pool: Idle readers from earlier calls, which are used first. Readers that are idle at the end stay in this list.
             None to end all readers.
     """
     suspects = []
-    for number, outcome in _probe_side_by_side(paths, max_processes=max_processes, kept=kept):
-        if isinstance(outcome, _ReaderEnded):
-            suspects.append(number)
+    for index, result in _probe_once(paths, max_processes=max_processes, pool=pool):
+        if isinstance(result, _ReaderExit):
+            suspects.append(index)
         else:
-            yield number, outcome
-    for number in suspects:
+            yield index, result
+    for index in suspects:
         for _ in range(2):
-            ((_, outcome),) = _probe_side_by_side([paths[number]], max_processes=1)
-            if not isinstance(outcome, _ReaderEnded):
+            ((_, result),) = _probe_once([paths[index]], max_processes=1)
+            if not isinstance(result, _ReaderExit):
                 break
-        yield number, outcome
+        yield index, result
 
 
-def _probe_side_by_side(
-    paths: Sequence[str], *, max_processes: int, kept: "list[Reader] | None" = None
+def _probe_once(
+    paths: Sequence[str], *, max_processes: int, pool: "list[Reader] | None" = None
 ) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
     """Probe every path, as `probe_each` does, but read no source twice."""
-    waiting, retries = iter(enumerate(paths)), deque[tuple[int, str]]()
-    readers = [] if kept is None else kept
-    num_answered = 0
+    sources, retries = iter(enumerate(paths)), deque[tuple[int, str]]()
+    readers = [] if pool is None else pool
+    num_done = 0
     try:
         while True:
             # Near the end, distribute the sources one at a time, because sources that are queued at a hanging reader
             # must wait until the reader is killed.
-            ahead = min(_QUEUE_LENGTH, 1 + (len(paths) - num_answered) // (_QUEUE_LENGTH * max_processes))
+            length = min(_QUEUE_LENGTH, 1 + (len(paths) - num_done) // (_QUEUE_LENGTH * max_processes))
             for reader in readers:
-                while len(reader.given) < ahead and (question := _next(retries, waiting)) is not None:
-                    reader.give(*question)
-            busy = [reader for reader in readers if reader.given]
+                while len(reader.queue) < length and (source := _next_source(retries, sources)) is not None:
+                    reader.enqueue(*source)
+            busy = [reader for reader in readers if reader.queue]
             if not busy:
-                question = _next(retries, waiting)
-                if question is None:
+                source = _next_source(retries, sources)
+                if source is None:
                     return
                 readers.append(Reader())
-                readers[-1].give(*question)
+                readers[-1].enqueue(*source)
                 continue
             ready = wait([reader.descriptor for reader in busy], timeout=_SPAWN_DELAY_S)
             # Starting a reader takes longer than reading most sources.
             is_slow = not ready and all(reader.has_started for reader in busy)
-            if is_slow and len(busy) < max_processes and (question := _next(retries, waiting)) is not None:
+            if is_slow and len(busy) < max_processes and (source := _next_source(retries, sources)) is not None:
                 readers.append(Reader())
-                readers[-1].give(*question)
+                readers[-1].enqueue(*source)
             for reader in busy:
-                for answer in reader.outcomes(is_ready=reader.descriptor in ready):
-                    num_answered += 1
-                    yield answer
+                for result in reader.results(is_ready=reader.descriptor in ready):
+                    num_done += 1
+                    yield result
                 if not reader.is_alive:
                     readers.remove(reader)
-                    retries.extend(reader.given)
+                    retries.extend(reader.queue)
     finally:
-        for reader in [reader for reader in readers if kept is None or reader.given]:
+        for reader in [reader for reader in readers if pool is None or reader.queue]:
             reader.end()
             readers.remove(reader)
 
 
-def _next(retries: deque[tuple[int, str]], waiting: Iterator[tuple[int, str]]) -> tuple[int, str] | None:
-    return retries.popleft() if retries else next(waiting, None)
+def _next_source(retries: deque[tuple[int, str]], sources: Iterator[tuple[int, str]]) -> tuple[int, str] | None:
+    return retries.popleft() if retries else next(sources, None)
 
 
-class _ReaderEnded(SourceFailure):
-    """The reader of a source ended without a result."""
+class _ReaderExit(SourceFailure):
+    """Failure of a source whose reader ended without a result."""
 
 
 class Reader:
-    """A process that probes one source after another."""
+    """Process that probes one source after another.
+
+    Attributes:
+        descriptor: File descriptor that becomes readable when results arrive.
+        queue: Index and path of each source without a result; the first source is being read.
+        is_alive: False once the process has ended.
+        has_started: True once the process has sent its first heartbeat.
+    """
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -119,50 +133,50 @@ class Reader:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,  # read after the process has exited; it writes nothing before
-            process_group=0,  # Ctrl-C is handled by the driver
+            process_group=0,  # the driver handles Ctrl-C
         )
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._questions, self._answers = self._process.stdin, self._process.stdout
-        self.descriptor = self._answers.fileno()
-        self._unread = b""
-        self._last_answer_s = 0.0
-        self.given: deque[tuple[int, str]] = deque()  # sources without a result; the first one is being read
+        self._input, self._output = self._process.stdin, self._process.stdout
+        self.descriptor = self._output.fileno()
+        self._unparsed = b""
+        self._last_output_s = 0.0
+        self.queue: deque[tuple[int, str]] = deque()
         self.is_alive, self.has_started = True, False
 
-    def give(self, number: int, path: str) -> None:
-        """Queue the source `path` after earlier sources."""
-        if not self.given:
-            self._last_answer_s = time.monotonic()
-        self.given.append((number, path))
+    def enqueue(self, index: int, path: str) -> None:
+        """Send a source to the process, which probes it after all earlier sources."""
+        if not self.queue:
+            self._last_output_s = time.monotonic()
+        self.queue.append((index, path))
         with suppress(BrokenPipeError):  # the exit of the process is detected when its results are read
-            self._questions.write(json.dumps(path).encode() + b"\n")
-            self._questions.flush()
+            self._input.write(json.dumps(path).encode() + b"\n")
+            self._input.flush()
 
-    def outcomes(self, *, is_ready: bool) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
+    def results(self, *, is_ready: bool) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
         """Yield the results that arrived since the last call; `is_ready` is True if there is data to read."""
         if not is_ready:
-            if time.monotonic() - self._last_answer_s > SILENCE_LIMIT_S:
+            if time.monotonic() - self._last_output_s > SILENCE_LIMIT_S:
                 self.end()
                 message = f"opening or reading timed out after {SILENCE_LIMIT_S:.0f} s without data"
-                yield self._settle(SourceFailure(FailureCode.TIMEOUT, message, is_lasting=False))
+                yield self._finish_source(SourceFailure(FailureCode.TIMEOUT, message, is_lasting=False))
             return
         piece = os.read(self.descriptor, 1 << 16)
         if not piece:
-            yield self._settle(self._end_failure())
+            yield self._finish_source(self._exit_failure())
             return
-        self._last_answer_s, self.has_started = time.monotonic(), True
-        *lines, self._unread = (self._unread + piece).split(b"\n")
-        for answer in map(json.loads, lines):
-            if "facts" in answer:
-                yield self._settle(SourceFacts(**answer["facts"]))
-            elif answer:  # an empty object is a heartbeat
-                code, message, is_lasting = answer["failure"]
-                yield self._settle(SourceFailure(FailureCode(code), message, is_lasting=is_lasting))
+        self._last_output_s, self.has_started = time.monotonic(), True
+        *lines, self._unparsed = (self._unparsed + piece).split(b"\n")
+        for values in map(json.loads, lines):
+            if "facts" in values:
+                yield self._finish_source(SourceFacts(**values["facts"]))
+            elif values:  # an empty object is a heartbeat
+                code, message, is_lasting = values["failure"]
+                yield self._finish_source(SourceFailure(FailureCode(code), message, is_lasting=is_lasting))
 
-    def _settle(self, outcome: SourceFacts | SourceFailure) -> tuple[int, SourceFacts | SourceFailure]:
-        return self.given.popleft()[0], outcome
+    def _finish_source(self, result: SourceFacts | SourceFailure) -> tuple[int, SourceFacts | SourceFailure]:
+        return self.queue.popleft()[0], result
 
-    def _end_failure(self) -> _ReaderEnded:
+    def _exit_failure(self) -> _ReaderExit:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1.0)
         status, stderr = self._process.returncode, b""
@@ -171,9 +185,9 @@ class Reader:
         self.end()
         is_crash = status is None or status >= 0 or -status in CRASH_SIGNALS
         last_line = (stderr.decode("utf-8", "replace").strip().splitlines() or [""])[-1]
-        return _ReaderEnded(
+        return _ReaderExit(
             FailureCode.PROBE_FAILED if is_crash else FailureCode.WORKER_LOST,
-            f"the process that read it ended with {exit_reason(status)}, twice while nothing else ran"
+            f"the process that read it ended with {exit_reason(status)}, twice while no other source was read"
             + (f": {last_line}" if last_line else ""),
             is_lasting=False,
         )
@@ -185,36 +199,121 @@ class Reader:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1.0)
         with suppress(BrokenPipeError):
-            self._questions.close()
-        self._answers.close()
+            self._input.close()
+        self._output.close()
         assert self._process.stderr is not None
         self._process.stderr.close()
 
 
 def serve() -> None:
-    """Main function of the reader: probe the paths on standard input until it is closed."""
-    from clipmill.prep.sources.probe import probe  # not in the process that starts readers
+    """Probe the paths on standard input until it is closed. This is the main function of a reader."""
+    from clipmill.prep.sources.probe import probe  # the process that starts readers does not load libav
 
     die_with_parent()
-    # Limit memory: a file may claim frames of any size, and then the reader must fail rather than the machine.
+    # Limit memory: a file may claim frames of any size, and the reader must fail before the machine does.
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = MEMORY_LIMIT_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_LIMIT_BYTES)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # keep other output separate from the results
-    shown_s = 0.0
+    output = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # keep all other output separate from the results
+    last_output_s = 0.0
 
-    def show_life() -> None:
-        nonlocal shown_s
-        if time.monotonic() - shown_s > _HEARTBEAT_S:
-            shown_s = time.monotonic()
-            answers.write(_HEARTBEAT)
+    def send_heartbeat() -> None:
+        nonlocal last_output_s
+        if time.monotonic() - last_output_s > _HEARTBEAT_S:
+            last_output_s = time.monotonic()
+            output.write(_HEARTBEAT)
 
-    answers.write(_HEARTBEAT)
+    output.write(_HEARTBEAT)
     for line in sys.stdin.buffer:
-        shown_s = time.monotonic()
+        last_output_s = time.monotonic()
         try:
-            answer: dict[str, Any] = {"facts": asdict(probe(json.loads(line), on_read=show_life))}
+            values: dict[str, Any] = {"facts": asdict(probe(json.loads(line), on_read=send_heartbeat))}
         except SourceFailure as failure:
-            answer = {"failure": [str(failure.code), failure.message, failure.is_lasting]}
-        answers.write(json.dumps(answer).encode() + b"\n")
+            values = {"failure": [str(failure.code), failure.message, failure.is_lasting]}
+        output.write(json.dumps(values).encode() + b"\n")
+
+
+MAX_SOURCES = 64  # maximum number of sources per task; each task costs the driver a few milliseconds
+MAX_BYTES = 1 << 30  # maximum size of a task with several sources; reading this much takes seconds
+# Readers wait for disks and buckets most of the time. Four readers fit in the memory that a worker of `video` reserves.
+_READERS_PER_WORKER = 4
+_readers: list[Reader] = []  # readers that a worker keeps between tasks; they end when the worker ends
+
+
+@dataclass(frozen=True)
+class ProbeTask:
+    """Sources that a worker probes: their indices in the list of all sources, and their paths or URLs."""
+
+    indices: range
+    paths: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the task in the engine's list of tasks."""
+        return f"probe {PurePath(self.paths[0]).name}"
+
+
+@dataclass(frozen=True)
+class Probed:
+    """Results of a task, in the order of its paths."""
+
+    results: tuple[SourceFacts | SourceFailure, ...]
+
+    @property
+    def machine_fault(self) -> MachineFault | None:
+        """Failure that the worker's machine may have caused, if every source failed."""
+        failures = [result for result in self.results if isinstance(result, SourceFailure)]
+        faults = (MachineFault(f"{failure.code}: {failure.message}") for failure in failures if not failure.is_lasting)
+        return next(faults, None) if len(failures) == len(self.results) else None
+
+
+Run = Callable[[Sequence[ProbeTask]], Iterator[Outcome[ProbeTask, Probed] | RefusedNode | None]]
+
+
+def probe_on_workers(
+    paths: Sequence[str], sizes: Sequence[int], *, run: Run, max_processes: int
+) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
+    """Probe every path in the workers of an engine; yield (index in `paths`, result) in order of completion.
+
+    Args:
+        sizes: Size of each source in bytes, as this process sees it.
+        run: Function that applies `probe_group` to tasks in the workers of an engine, and yields its outcomes.
+        max_processes: Maximum number of readers in this process, which probes the sources itself if they fit in one
+            task.
+    """
+    from clipmill.prep.core.progress import warn_refused
+
+    tasks, remaining = divide(paths, sizes), list[int]()
+    if len(tasks) == 1:
+        yield from probe_each(paths, max_processes=max_processes)
+        return
+    for outcome in run(tasks):
+        if isinstance(outcome, RefusedNode):
+            warn_refused(outcome)
+        elif outcome is not None:
+            results = () if outcome.result is None else outcome.result.results  # None if the workers were lost
+            for index, result in zip_longest(outcome.task.indices, results):
+                if isinstance(result, SourceFacts) and result.size_bytes == sizes[index]:
+                    yield index, result
+                else:
+                    remaining.append(index)
+    outcomes = probe_each([paths[index] for index in remaining], max_processes=max_processes)
+    yield from ((remaining[number], result) for number, result in outcomes)
+
+
+def divide(paths: Sequence[str], sizes: Sequence[int]) -> list[ProbeTask]:
+    """Divide sources into tasks of at most MAX_SOURCES and MAX_BYTES. A larger source gets its own task."""
+    tasks, begin, num_bytes = list[ProbeTask](), 0, 0
+    for index, size_bytes in enumerate(sizes):
+        if index > begin and (index - begin == MAX_SOURCES or num_bytes + size_bytes > MAX_BYTES):
+            tasks.append(ProbeTask(range(begin, index), tuple(paths[begin:index])))
+            begin, num_bytes = index, 0
+        num_bytes += size_bytes
+    return [*tasks, ProbeTask(range(begin, len(paths)), tuple(paths[begin:]))]
+
+
+def probe_group(task: ProbeTask) -> Probed:
+    """Probe the sources of a task, in a worker."""
+    results = dict(probe_each(task.paths, max_processes=_READERS_PER_WORKER, pool=_readers))
+    return Probed(tuple(results[index] for index in range(len(task.paths))))

@@ -1,7 +1,7 @@
-"""Sources in object storage and on web servers: get their states, and read them in ranges.
+"""Sources in object storage and on web servers: request their states, and read them in ranges.
 
-A source is read through a `RemoteFile`, with the same results as a local file: fingerprint, probe and shots. libav
-reads it through Python, and never opens a connection itself. Only the encoder needs a local copy
+A source is read through a `RemoteFile`, with the same fingerprint, probe and shots as a local file. libav reads through
+this Python file, and never opens a connection itself. Only the encoder needs a local copy
 (`clipmill.prep.video.staging`).
 """
 
@@ -25,21 +25,22 @@ from clipmill.manifests.storage.urls import is_web, mask_secrets, split_url
 from clipmill.prep.core.failures import REFUSALS, FailureCode, SourceFailure, refusal_code
 
 _MIB = 1 << 20
-_FIRST_BYTES = 256 << 10  # size of a read at a new position; doubled while reading continues from there
+_FIRST_BYTES = 256 << 10  # size of a read at a new position; the size doubles while reading continues from there
 _MAX_BYTES = 8 * _MIB  # maximum size of a read
-_KEPT_BYTES = 24 * _MIB  # maximum total size of the blocks that a file caches
+_CACHE_BYTES = 24 * _MIB  # maximum total size of the blocks that a file caches
 _SMALL_BYTES = 2 * _MIB  # maximum size of a file that is read in one request
 _NUM_REQUESTS = 32  # number of parallel requests for the states of single objects
-_LISTED_PER_KEY = 10  # number of objects per source after which a listing is given up
+# A listing is abandoned after this many objects per source, but not before a minimum number of objects.
+_LISTED_PER_KEY = 10
 _LISTED_AT_LEAST = 2000
-_MAX_FAILED = 64  # number of consecutive requests without a response after which all others fail without a request
+_MAX_FAILED = 64  # after this many consecutive requests without a response, no further requests are sent
 _NS = 1_000_000_000
 
 _State = tuple[int, int] | SourceFailure  # result of `object_state`, or the failure
 
 
 def objects_of(url: str) -> tuple[Objects, str]:
-    """Return the bucket or host of a URL, opened once in this process, and the key.
+    """Return the bucket or web host of a URL, which is opened once per process, and the key of the object.
 
     Raises:
         UserError: The URL is not supported.
@@ -55,7 +56,7 @@ def _open_bucket(root: str, _process: int) -> Objects:
 
 @contextmanager
 def as_source_failure() -> Iterator[None]:
-    """Convert errors of object storage to failures of a source, which may not occur at the next attempt."""
+    """Convert errors of object storage to temporary failures of a source."""
     try:
         yield
     except FileNotFoundError:
@@ -70,15 +71,15 @@ def as_source_failure() -> Iterator[None]:
         if "Range request not supported" in message:
             message = "the web server does not support range requests"
             raise SourceFailure(FailureCode.SOURCE_UNREADABLE, message, is_lasting=False) from None
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        code = FailureCode.DISK_FULL if full else FailureCode.IO_ERROR
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        code = FailureCode.DISK_FULL if is_full else FailureCode.IO_ERROR
         raise SourceFailure(code, message, is_lasting=False) from None
 
 
 def object_state(info: ObjectInfo) -> tuple[int, int]:
     """Return (size in bytes, time of the last write in ns). At least one of them changes if the content changes.
 
-    Object storage reports the time in whole seconds. The nanoseconds are a digest of the etag, so that an object that
+    Object storage reports the time in whole seconds. The nanoseconds are a digest of the ETag, so that an object that
     is replaced twice within a second counts as changed.
     """
     digest = int.from_bytes(hashlib.sha256(info.etag.strip('"').encode()).digest()[:8], "big") % _NS
@@ -86,19 +87,19 @@ def object_state(info: ObjectInfo) -> tuple[int, int]:
 
 
 def source_state(objects: Objects, key: str) -> tuple[int, int]:
-    """Return the `object_state` of a source; raise the errors of `Objects`."""
+    """Return the `object_state` of a source. Errors are raised as by `Objects`."""
     try:
         return object_state(objects.info(key))
     except FileNotFoundError:
-        objects.read_range(key, 0, 1)  # raises an error that distinguishes a missing bucket from a missing object
+        objects.read_range(key, 0, 1)  # this error distinguishes a missing bucket from a missing object
         raise
 
 
 def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
-    """Yield (row, state or failure) of all `urls`, in any order.
+    """Yield the row of each URL and its state or failure, in any order.
 
-    The states of sources in a bucket come from a listing of their common folder, with a thousand objects per request.
-    Each source that the listing lacks, and each source on a web server, takes a separate request.
+    For sources in a bucket, their common folder is listed, with a thousand objects per request. Each source that is not
+    in the listing, and each source on a web server, takes a separate request.
 
     Raises:
         UserError: A bucket does not exist, it refuses the credentials, or a server refuses all sources.
@@ -129,7 +130,7 @@ def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
 def _list_states(objects: Objects, keys: set[str]) -> Iterator[tuple[str, _State]]:
     """Yield (key, state) for the `keys` in a listing of their common folder; nothing if listing is not allowed.
 
-    If the server does not respond, all keys get this failure.
+    If the server does not respond, every key gets this failure.
 
     Raises:
         UserError: The bucket does not exist, or it refuses the credentials.
@@ -154,31 +155,31 @@ def _list_states(objects: Objects, keys: set[str]) -> Iterator[tuple[str, _State
 class _StateReader:
     """Callable that requests the state of an object.
 
-    If a server does not respond to many consecutive requests, no further requests are sent, because each of a million
-    objects would take many seconds.
+    After many consecutive requests without a response, no further requests are sent, because each of a million objects
+    would take many seconds to time out.
     """
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._num_failed = 0  # number of consecutive failures
-        self._last: SourceFailure | None = None
+        self._last_failure: SourceFailure | None = None
 
     def __call__(self, key: str) -> _State:
-        if self._last is not None and self._num_failed >= _MAX_FAILED:
-            return self._last
+        if self._last_failure is not None and self._num_failed >= _MAX_FAILED:
+            return self._last_failure
         try:
             with as_source_failure():
                 state = object_state(self._objects.info(key))
         except SourceFailure as failure:
             is_broken = failure.code == FailureCode.IO_ERROR
-            self._num_failed, self._last = (self._num_failed + 1, failure) if is_broken else (0, None)
+            self._num_failed, self._last_failure = (self._num_failed + 1, failure) if is_broken else (0, None)
             return failure
         self._num_failed = 0
         return state
 
 
 class RemoteFile(io.RawIOBase):
-    """An object as a seekable file for reading. Recently read blocks are cached.
+    """Seekable, read-only file over an object. Recently read blocks are cached.
 
     A read at a new position requests 256 KiB. If reading continues there, the request size doubles up to 8 MiB.
     Therefore neither reading the index at the end of a long video nor demuxing the complete video takes many requests.
@@ -218,7 +219,7 @@ class RemoteFile(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        """Return `size` bytes from the position; fewer only at the end of the object."""
+        """Return `size` bytes from the current position; fewer only at the end of the object."""
         end = self.size_bytes if size < 0 else min(self._position + size, self.size_bytes)
         parts = []
         while self._position < end:
@@ -230,7 +231,10 @@ class RemoteFile(io.RawIOBase):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _block(self, end: int) -> tuple[int, bytes]:
-        """Return (begin, content) of the block with the byte at the position; a new block is read up to `end`."""
+        """Return the offset and the content of the block that contains the current position.
+
+        A block that is not cached is read up to `end`, if it does not exceed the maximum size.
+        """
         at = self._position
         for begin, content in self._blocks.items():
             if begin <= at < begin + len(content):
@@ -253,6 +257,6 @@ class RemoteFile(io.RawIOBase):
         self._on_read()
         self._next_begin = at + num_bytes
         self._blocks[at] = content
-        while sum(map(len, self._blocks.values())) > _KEPT_BYTES:
+        while sum(map(len, self._blocks.values())) > _CACHE_BYTES:
             self._blocks.popitem(last=False)
         return at, content

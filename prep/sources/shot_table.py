@@ -1,10 +1,9 @@
 """Detect the shots of all sources, and store them in `<data>/shots.parquet`, so that no source is searched twice.
 
-A row is identified by the content of a source (its fingerprint), by its length, and by a detector with its settings. If
-any of them changes, the source is searched again. If a source is removed from the manifest, its rows are kept, because
-the source may return. Rows of detectors that no variant uses are removed when the table is next written. Failures that
-are caused by the file are also stored; sources with failures that the machine may have caused are searched again in
-every run.
+A row is identified by the fingerprint and length of a source, and by the detector with its settings. If any of these
+changes, the source is searched again. If a source is removed from the manifest, its rows are kept, because the source
+may return. Rows of detectors that no variant uses are removed when the table is next written. Failures that the file
+caused are also stored. Sources with failures that the machine may have caused are searched again in every run.
 """
 
 import sys
@@ -33,8 +32,8 @@ _SAVING_SHARE = 0.05  # maximum fraction of a run's time for saving; frequent sa
 SHOTS = pa.schema(
     [
         pa.field("detector", pa.string(), nullable=False),  # Detector.key
-        pa.field("fingerprint", pa.string(), nullable=False),  # of the source
-        pa.field("num_frames", pa.int64(), nullable=False),  # on the grid of the detector
+        pa.field("fingerprint", pa.string(), nullable=False),  # fingerprint of the source
+        pa.field("num_frames", pa.int64(), nullable=False),  # length of the video at the detector's frame rate
         pa.field(
             "cuts", pa.list_(pa.field("element", pa.int32()))
         ),  # first frame of every shot except the first; null after a failure
@@ -48,7 +47,7 @@ def read_shots(data_dir: Path) -> pa.Table:
     """Return the stored shots (schema SHOTS); empty if they are missing or damaged.
 
     Raises:
-        OSError: The file exists but cannot be read now. Discarding it would repeat hours of work.
+        OSError: The file exists but cannot be read now. It must not be discarded, because it took hours to compute.
     """
     path = data_dir / SHOTS_FILE
     try:
@@ -56,7 +55,7 @@ def read_shots(data_dir: Path) -> pa.Table:
     except FileNotFoundError:
         pass
     except ValueError as error:
-        sys.stderr.write(f"warning: {path} is damaged: {error}; shots have to be detected again\n")
+        sys.stderr.write(f"warning: {path} is damaged: {error}; the shots will be detected again\n")
     return SHOTS.empty_table()
 
 
@@ -66,7 +65,7 @@ def shot_rows(shots: pa.Table, *, key: str, fingerprints: pa.Array, num_frames: 
     Args:
         key: Key of the detector.
         fingerprints: Fingerprints of the sources; null if there is none.
-        num_frames: Number of frames of each video on the detector's grid, int64 [videos].
+        num_frames: Number of frames of each video at the detector's frame rate, int64 [videos].
     """
     rows = np.flatnonzero(np.asarray(pc.equal(shots["detector"], key)))
     known = as_array(shots["fingerprint"]).take(pa.array(rows))
@@ -81,10 +80,10 @@ def shot_rows(shots: pa.Table, *, key: str, fingerprints: pa.Array, num_frames: 
 
 @dataclass(frozen=True)
 class ShotTask:
-    """A source to search.
+    """A source whose shots a worker detects.
 
     Attributes:
-        num_frames: Number of frames on the detector's grid.
+        num_frames: Number of frames at the detector's frame rate.
         timeline: Timeline of the source (`clipmill.shards.timeline.model.Timeline.to_json`).
     """
 
@@ -96,11 +95,11 @@ class ShotTask:
 
 
 @dataclass(frozen=True)
-class FoundShots:
-    """The cuts of a source, or the reason why the search failed."""
+class ShotResult:
+    """The cuts of a source, or the reason why the detection failed."""
 
     cuts: tuple[int, ...] = ()
-    failure: tuple[FailureCode, str, bool] | None = None  # code, message, True if it is lasting
+    failure: tuple[FailureCode, str, bool] | None = None  # code, message, True if the failure is lasting
     cpu_s: float = 0.0
 
     @property
@@ -111,8 +110,8 @@ class FoundShots:
         return MachineFault(f"{self.failure[0]}: {self.failure[1]}")
 
 
-def find_shots(task: ShotTask) -> FoundShots:
-    """Detect the shots of a source, in a worker."""
+def find_shots(task: ShotTask) -> ShotResult:
+    """Detect the shots of a source. This function runs in a worker."""
     from clipmill.prep.sources.shots import detect_cuts
     from clipmill.shards.timeline.model import Timeline
 
@@ -125,8 +124,8 @@ def find_shots(task: ShotTask) -> FoundShots:
         timeline = Timeline.from_json(task.timeline)
         cuts = detect_cuts(task.path, timeline=timeline, num_frames=task.num_frames, detector=task.detector)
     except SourceFailure as failure:
-        return FoundShots(failure=(failure.code, failure.message, failure.is_lasting), cpu_s=cpu_s() - begin_s)
-    return FoundShots(tuple(cuts), cpu_s=cpu_s() - begin_s)
+        return ShotResult(failure=(failure.code, failure.message, failure.is_lasting), cpu_s=cpu_s() - begin_s)
+    return ShotResult(tuple(cuts), cpu_s=cpu_s() - begin_s)
 
 
 @dataclass(frozen=True)
@@ -157,14 +156,14 @@ def detect_shots(
     check: Check,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Detection:
-    """Detect the shots of sources in parallel, and store them as they are found.
+    """Detect the shots of sources in parallel, and store the results as they arrive.
 
     The caller must hold the lock of `video`.
 
     Args:
-        tasks: Sources to search, each once.
+        tasks: Sources to search, without duplicates.
         shots: Stored shots.
-        key: Key of the detector of all tasks.
+        key: Key of the detector that all tasks use.
         used_detectors: Keys of the detectors in use. Rows of other detectors are removed.
         check: Function to call in every worker before its first task.
         on_progress: Function to call with (number of sources searched, number of sources to search).
@@ -183,7 +182,7 @@ def detect_shots(
         nonlocal saved_s, saving_s
         started_s = time.monotonic()
         table = _join_rows(kept, stored)
-        # Sort the table, so that it does not depend on the order in which sources were finished.
+        # Sort the table, so that it does not depend on the order in which the sources finished.
         table = table.sort_by([("detector", "ascending"), ("fingerprint", "ascending")]).combine_chunks()
         with folder_lock(data_dir):
             remove_temporaries(data_dir, matches=lambda target: target == SHOTS_FILE)
@@ -200,7 +199,7 @@ def detect_shots(
                 warn_refused(outcome)
             elif outcome is not None:
                 task = outcome.task
-                result = outcome.result or FoundShots(
+                result = outcome.result or ShotResult(
                     failure=(loss_code(crashed=outcome.crashed), outcome.lost or "", False)
                 )
                 row = {"detector": key, "fingerprint": task.fingerprint, "num_frames": task.num_frames}
@@ -222,22 +221,23 @@ def detect_shots(
 
 def _search_sources(
     engine: Engine, tasks: list[ShotTask], *, check: Check
-) -> Iterator[Outcome[ShotTask, FoundShots] | RefusedNode | None]:
+) -> Iterator[Outcome[ShotTask, ShotResult] | RefusedNode | None]:
     """Run `find_shots`; search the sources of lost workers again, one at a time, after all other sources.
 
-    Without the shots of a source, its chunks are unknown, and a later run would assign them to different shards.
+    The repetition matters: without its shots, the chunks of a source are unknown, and a later run would assign them to
+    different shards.
     """
     lost = []
-    for outcome in engine.run(find_shots, tasks, check=check, name=_name):
+    for outcome in engine.run(find_shots, tasks, check=check, name=_task_name):
         if isinstance(outcome, Outcome) and outcome.lost is not None:
             lost.append(outcome.task)
         else:
             yield outcome
     for task in lost:
-        yield from engine.run(find_shots, [task], check=check, name=_name)
+        yield from engine.run(find_shots, [task], check=check, name=_task_name)
 
 
-def _name(task: ShotTask) -> str:
+def _task_name(task: ShotTask) -> str:
     return f"shots {Path(task.path).name}"
 
 

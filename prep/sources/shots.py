@@ -1,8 +1,8 @@
 """Detect the shots of a source: PySceneDetect compares all frames of the output grid at low resolution.
 
-Cuts are numbers of output frames. Output frame `n` shows the last source frame whose time, rounded to the grid, is at
-most `n`; before the first source frame, it shows the first source frame. This is the rule of ffmpeg's fps filter, which
-is used to encode the chunks.
+A cut is the index of an output frame. Output frame `n` shows the last source frame whose time, rounded to output
+frames, is at most `n`; before the first source frame, it shows the first source frame. This is the rule of ffmpeg's fps
+filter, which encodes the chunks.
 """
 
 from collections.abc import Iterator
@@ -22,18 +22,18 @@ from clipmill.shards.timeline.model import Timeline, track_of
 from clipmill.shards.timeline.pictures import shown_frames
 from clipmill.shards.timeline.reading import read_timeline
 
-# Scaling is bit-exact, so that all machines compare the same pixels.
+# Bit-exact scaling, so that all machines compare the same pixels.
 _SCALER = Interpolation.AREA | Interpolation.ACCURATE_RND | Interpolation.BITEXACT
 
 
-def detect_cuts(place: Location, *, timeline: Timeline, num_frames: int, detector: Detector) -> list[int]:
-    """Return the first frame of each shot except the first shot, ascending, each from 1 to `num_frames` - 1.
+def detect_cuts(location: Location, *, timeline: Timeline, num_frames: int, detector: Detector) -> list[int]:
+    """Return the first frame of each shot except the first shot, in ascending order, from 1 to `num_frames` - 1.
 
-    Damaged frames are skipped here, because the encoder pass that contains them reports them.
+    Damaged frames are skipped, because the encoder pass that contains them reports them.
 
     Args:
         timeline: Timeline of the source.
-        num_frames: Number of frames of the video on the grid of the detector's frame rate.
+        num_frames: Number of frames of the video at the detector's frame rate.
 
     Raises:
         SourceFailure: source_unreadable, source_truncated, no_video, decode_errors or out_of_memory.
@@ -42,13 +42,13 @@ def detect_cuts(place: Location, *, timeline: Timeline, num_frames: int, detecto
 
     scenes, cuts = detector.open(), set[int]()
     number = 0
-    for pictures_BGR, count in _output_pictures(place, timeline, num_frames=num_frames, fps=detector.fps):
+    for picture_BGR, count in _output_pictures(location, timeline, num_frames=num_frames, fps=detector.fps):
         for _ in range(count):
-            at = FrameTimecode(number, detector.fps)
-            cuts.update(cut.frame_num for cut in scenes.process_frame(at, pictures_BGR))
+            time = FrameTimecode(number, detector.fps)
+            cuts.update(cut.frame_num for cut in scenes.process_frame(time, picture_BGR))
             number += 1
     if not number:
-        raise SourceFailure(FailureCode.DECODE_ERRORS, "no frame can be decoded for the detection of shots")
+        raise SourceFailure(FailureCode.DECODE_ERRORS, "no frame can be decoded to detect shots")
     cuts.update(cut.frame_num for cut in scenes.post_process(FrameTimecode(number - 1, detector.fps)))
     return sorted(cut for cut in cuts if 0 < cut < num_frames)
 
@@ -61,10 +61,10 @@ def output_number(time_s: Fraction, *, fps: Fraction) -> int:
 
 
 def _output_pictures(
-    place: Location, timeline: Timeline, *, num_frames: int, fps: Fraction
+    location: Location, timeline: Timeline, *, num_frames: int, fps: Fraction
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield (picture, number of output frames that show it): uint8 [H, W, 3], BGR; `num_frames` frames in total."""
-    with open_source(place) as source:
+    """Yield each picture, uint8 [H, W, 3], BGR, and the number of output frames that show it, `num_frames` in total."""
+    with open_source(location) as source:
         packets = None
         if not timeline.is_continuous:
             with (
@@ -77,29 +77,29 @@ def _output_pictures(
             as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"),
         ):
             track_of(container, timeline.track).codec_context.thread_count = 1  # videos are decoded in parallel
-            pictures = _Pictures()
-            held, next_number = None, 0
+            scaler = _Scaler()
+            last_frame, next_number = None, 0
             for time_s, frame in shown_frames(container, timeline, packets, skips_damage=True):
                 number = min(output_number(time_s, fps=fps), num_frames)
-                if held is not None and number > next_number:
-                    yield pictures.of(held), number - next_number
+                if last_frame is not None and number > next_number:
+                    yield scaler.scale(last_frame), number - next_number
                     next_number = number
-                held = frame
+                last_frame = frame
                 if next_number == num_frames:
                     return
-            if held is not None and next_number < num_frames:
-                yield pictures.of(held), num_frames - next_number
+            if last_frame is not None and next_number < num_frames:
+                yield scaler.scale(last_frame), num_frames - next_number
 
 
-class _Pictures:
-    """Scaler for the frames of a video; all pictures get the resolution of the first."""
+class _Scaler:
+    """Scaler for the frames of a video. All pictures get the resolution of the first picture."""
 
     def __init__(self) -> None:
         self._scaler = VideoReformatter()  # reuses its tables for all frames
         self._size: dict[str, int] = {}
 
-    def of(self, frame: VideoFrame) -> np.ndarray:
-        """Return a frame as uint8 [H, W, 3], BGR.
+    def scale(self, frame: VideoFrame) -> np.ndarray:
+        """Scale a frame and return it as uint8 [H, W, 3], BGR.
 
         Raises:
             SourceFailure: decode_errors or out_of_memory.

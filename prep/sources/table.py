@@ -1,12 +1,12 @@
 """Probe all sources of a manifest, and store the results in `<data>/probes.parquet`; unchanged files are probed once.
 
-A file counts as unchanged if its path, size and modification time are the same. Failures that are caused by the file
-are also stored. Files with failures that the machine may have caused (permissions, a mount, a timeout) are probed again
-in every run. If a source becomes unreadable, the properties from its last successful probe are kept beside the failure.
-Chunks made from the source are kept too, although the file may no longer exist.
+A file counts as unchanged if its path, size and modification time are the same. Failures that the file caused are also
+stored. Files with failures that the machine may have caused (permissions, a mount, a timeout) are probed again in every
+run. If a source becomes unreadable, the properties from its last successful probe are kept beside the failure. Chunks
+made from the source are kept too, although the file may no longer exist.
 
-Source files may be on a mount that does not respond. A thread that is blocked inside the kernel cannot be ended, so
-each check has a timeout. After the timeout, the thread is abandoned, and another thread continues with its remaining
+Source files may be on a mount that does not respond. A thread that is blocked inside the kernel cannot be ended.
+Therefore each check has a timeout, after which the thread is abandoned and another thread continues with its remaining
 files. Abandoned threads do not delay the exit of the program.
 """
 
@@ -36,14 +36,14 @@ from clipmill.prep.sources.access import STAT_LIMIT_S, access_failure
 
 if TYPE_CHECKING:
     from clipmill.prep.sources.access import SourceFacts
-    from clipmill.prep.sources.probe_tasks import Run
+    from clipmill.prep.sources.probe_processes import Run
 
 _SHORT_LIMIT_S = 1.0  # timeout in a folder in which a file timed out, because a dead mount may have thousands of files
-_SLICE = 4096
-_TICK_S = 0.5
+_SLICE_FILES = 4096
+_TICK_S = 0.5  # interval at which threads are checked for timeouts
 NO_FILE = -1
 _SHARE = re.compile(r"\d+-of-\d+\.parquet", re.ASCII)
-SHARES_FOLDER = ".probes"  # of the data folder: probes of the parts of a run, until one of them adds them to the others
+SHARES_FOLDER = ".probes"  # subfolder of the data folder with probes of parts that are not yet in `probes.parquet`
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class FileStates:
         size_bytes: Int64 [files]; NO_FILE if the file could not be checked.
         mtime_ns: Modification time, int64 [files]; 0 if the file could not be checked. For an object, it also depends
             on the etag (`clipmill.prep.sources.remote.object_state`).
-        failures: Row -> reason why the file could not be checked.
+        failures: Reasons why files could not be checked, by row.
     """
 
     size_bytes: np.ndarray
@@ -62,7 +62,7 @@ class FileStates:
     failures: dict[int, SourceFailure]
 
     def take(self, rows: np.ndarray) -> "FileStates":
-        """Return the states of the files in the given rows, int64 [N], in this order."""
+        """Return the states of the files in `rows`, int64 [N], in this order."""
         failures = {number: self.failures[row] for number, row in enumerate(rows.tolist()) if row in self.failures}
         return FileStates(self.size_bytes[rows], self.mtime_ns[rows], failures)
 
@@ -86,45 +86,45 @@ def stat_files(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
             states.failures[row] = state
         else:
             states.size_bytes[row], states.mtime_ns[row] = state
-    here = np.flatnonzero(~is_url)
-    local = _stat_local(paths.take(pa.array(here)), num_threads=num_threads)
-    states.size_bytes[here], states.mtime_ns[here] = local.size_bytes, local.mtime_ns
-    states.failures.update({int(here[row]): failure for row, failure in local.failures.items()})
+    local_rows = np.flatnonzero(~is_url)
+    local = _stat_local(paths.take(pa.array(local_rows)), num_threads=num_threads)
+    states.size_bytes[local_rows], states.mtime_ns[local_rows] = local.size_bytes, local.mtime_ns
+    states.failures.update({int(local_rows[row]): failure for row, failure in local.failures.items()})
     return states
 
 
 def _stat_local(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
     states = FileStates(np.full(len(paths), NO_FILE, np.int64), np.zeros(len(paths), np.int64), {})
     waiting: SimpleQueue[_Slice] = SimpleQueue()
-    ended: SimpleQueue[_Slice] = SimpleQueue()
-    begins = range(0, len(paths), _SLICE)
+    finished: SimpleQueue[_Slice] = SimpleQueue()
+    begins = range(0, len(paths), _SLICE_FILES)
     for begin in begins:
-        waiting.put(_Slice(begin, paths.slice(begin, _SLICE)))
-    working: set[_Slice] = set()
+        waiting.put(_Slice(begin, paths.slice(begin, _SLICE_FILES)))
+    active: set[_Slice] = set()
     slow_folders: set[str] = set()
     for _ in range(min(num_threads, len(begins))):
-        Thread(target=_check_slices, args=(waiting, working, ended), daemon=True).start()
-    num_left = len(begins)
-    while num_left:
+        Thread(target=_check_slices, args=(waiting, active, finished), daemon=True).start()
+    num_unfinished = len(begins)
+    while num_unfinished:
         try:
-            done = ended.get(timeout=_TICK_S)
+            done = finished.get(timeout=_TICK_S)
             if done.is_abandoned:
                 continue
         except Empty:
-            stuck = next((piece for piece in list(working) if piece.is_overdue(slow_folders)), None)
+            stuck = next((piece for piece in list(active) if piece.is_overdue(slow_folders)), None)
             if stuck is None:
                 continue
             done = stuck
             rest = done.abandon()
-            slow_folders.add(os.path.dirname(rest.given[0].as_py()))  # noqa: PTH120 - as in `is_overdue`
+            slow_folders.add(os.path.dirname(rest.column[0].as_py()))  # noqa: PTH120 - as in `is_overdue`
             states.failures[rest.begin] = SourceFailure(
                 FailureCode.TIMEOUT, "the file system does not respond", is_lasting=False
             )
-            waiting.put(_Slice(rest.begin + 1, rest.given.slice(1)))
-            num_left += 1
-            Thread(target=_check_slices, args=(waiting, working, ended), daemon=True).start()
-        num_left -= 1
-        working.discard(done)
+            waiting.put(_Slice(rest.begin + 1, rest.column.slice(1)))
+            num_unfinished += 1
+            Thread(target=_check_slices, args=(waiting, active, finished), daemon=True).start()
+        num_unfinished -= 1
+        active.discard(done)
         part = slice(done.begin, done.begin + done.num_done)
         states.size_bytes[part], states.mtime_ns[part] = np.array(done.numbers).reshape(-1, 2).T
         states.failures.update({done.begin + row: failure for row, failure in done.failures.items()})
@@ -136,13 +136,16 @@ class _Slice:
     """A slice of the paths, starting at row `begin`, with the results so far.
 
     Attributes:
+        column: Paths of the slice.
         paths: Paths as strings, set only while they are being checked, to save memory.
         numbers: Size and modification time of each checked file, in a flat array, which takes less memory than pairs.
-        failures: Failure of each file that could not be checked, by the number of the file in the slice.
+        failures: Failures of files that could not be checked, by position in the slice.
+        since_s: Time at which the check of the current file began.
+        is_abandoned: True if the thread that checks the slice is blocked and has been abandoned.
     """
 
     begin: int
-    given: pa.ChunkedArray
+    column: pa.ChunkedArray
     paths: list[str] = field(default_factory=list)
     numbers: "array[int]" = field(default_factory=lambda: array("q"))
     failures: dict[int, SourceFailure] = field(default_factory=dict)
@@ -151,7 +154,7 @@ class _Slice:
 
     def stat_all(self) -> None:
         add = self.numbers.append  # `abandon` assigns a new array
-        self.paths = self.given.to_pylist()
+        self.paths = self.column.to_pylist()
         for path in self.paths:
             self.since_s = time.monotonic()
             try:
@@ -181,30 +184,30 @@ class _Slice:
         """Abandon the thread that is blocked on a path; return this path and all later paths as a new slice."""
         self.is_abandoned = True
         self.numbers = self.numbers[: 2 * self.num_done]
-        return _Slice(self.begin + self.num_done, self.given.slice(self.num_done))
+        return _Slice(self.begin + self.num_done, self.column.slice(self.num_done))
 
 
-def _check_slices(waiting: "SimpleQueue[_Slice]", working: set[_Slice], ended: "SimpleQueue[_Slice]") -> None:
-    """Check slices, in a thread, until the queue is empty. A thread whose slice was abandoned ends."""
+def _check_slices(waiting: "SimpleQueue[_Slice]", active: set[_Slice], finished: "SimpleQueue[_Slice]") -> None:
+    """Check slices until the queue is empty. This function runs in a thread, and ends if its slice was abandoned."""
     while True:
         try:
             piece = waiting.get_nowait()
         except Empty:
             return
         piece.since_s = time.monotonic()
-        working.add(piece)
+        active.add(piece)
         piece.stat_all()
-        ended.put(piece)
+        finished.put(piece)
         if piece.is_abandoned:
             return
 
 
 _SAVE_INTERVAL_S = 30.0
 _MAX_SAVING = 0.03  # maximum fraction of the time for saving, which takes longer the more probes there are
-_FRESH_AT_ONCE = 4096  # maximum number of probes held as Python objects
-_MAX_REFUSED = 100  # number of consecutive sources with refused access after which no further source is requested
+_MAX_RECORDS = 4096  # maximum number of probes held as Python objects
+_MAX_REFUSED = 100  # after this many consecutive sources with refused access, no further sources are requested
 _NEVER = -1  # impossible modification time, so that the next run does not reuse the row
-# Increment this when probes begin to accept files that they used to reject: older failures are then probed again.
+# Increment this number when probes begin to accept files that they used to reject, so that those are probed again.
 _RULES = {b"probe_rules": b"3"}
 
 PROBES = pa.schema(
@@ -235,11 +238,12 @@ def read_probes(
     """Return the stored probes (schema PROBES); empty if they are missing or damaged. No source is read.
 
     Args:
-        paths: Paths of the manifest, returned in place of an equal column of paths, which saves memory.
+        paths: Paths of the manifest. If the stored paths are equal, the result contains this array, to save memory.
         columns: Names of the columns to return; None for all.
 
     Raises:
-        OSError: The file exists but cannot be read now. Discarding it would lose properties of vanished sources.
+        OSError: The file exists but cannot be read now. It must not be discarded, because it may contain properties of
+            vanished sources.
     """
     try:
         expected = None if paths is None else {"path": paths}
@@ -249,9 +253,9 @@ def read_probes(
 
 
 def add_shares(known: pa.Table, files: Iterable[Path]) -> pa.Table:
-    """Return probes, preceded by the results of parts that were not added yet (`probe_parts.py`).
+    """Return the probes, preceded by results of parts that have not been added yet (`probe_parts.py`).
 
-    If a path has several rows, the first one counts. A failure from a part does not replace a row, because the row may
+    If a path has several rows, the first row counts. A failure from a part does not replace a row, because the row may
     contain the properties of a source that has vanished since.
 
     Args:
@@ -260,12 +264,12 @@ def add_shares(known: pa.Table, files: Iterable[Path]) -> pa.Table:
     for path in files:
         try:
             share = read_table_file(path, schema=PROBES)
-        except (FileNotFoundError, ValueError):  # damaged, or from a different version: its sources are read again
+        except (FileNotFoundError, ValueError):  # missing, damaged or from another version: its sources are read again
             continue
         if share.schema.metadata == PROBES.metadata:
-            # The table of probes may be large, so do not copy or hash it.
-            former = known["path"].filter(pc.is_in(known["path"], value_set=share["path"]))
-            is_new = pc.invert(pc.is_in(share["path"], value_set=former))
+            # The table of probes may be large, so it is neither copied nor hashed.
+            known_paths = known["path"].filter(pc.is_in(known["path"], value_set=share["path"]))
+            is_new = pc.invert(pc.is_in(share["path"], value_set=known_paths))
             share = share.filter(pc.or_(is_new, pc.is_null(share["code"])))
             known = pa.concat_tables([share.replace_schema_metadata(known.schema.metadata), known])
     return known
@@ -278,7 +282,7 @@ def share_files(data_dir: Path) -> list[Path]:
 
 
 def remove_shares(data_dir: Path) -> None:
-    """Remove the probes of parts and temporary files of killed parts; keep the folder if it contains other files."""
+    """Remove the probes of parts and the temporary files of killed parts; keep the folder if it has other files."""
     if (folder := data_dir / SHARES_FOLDER).is_dir():
         remove(*share_files(data_dir), *temporaries_in(folder))
         with suppress(OSError):
@@ -286,7 +290,7 @@ def remove_shares(data_dir: Path) -> None:
 
 
 def probes_of(paths: pa.ChunkedArray, probes: pa.Table) -> tuple[pa.Table, np.ndarray]:
-    """Return the probes of the `paths` that have been probed, in this order, and a mask of these paths, bool[N]."""
+    """Return the probes of all `paths` that have been probed, in this order, and a mask of them, bool [N]."""
     if probes["path"].equals(paths):
         return probes, np.ones(len(paths), bool)
     rows = _rows_of(paths, known=probes["path"])
@@ -307,7 +311,7 @@ def probe_sources(
 
     Args:
         num_workers: Number of threads that check the files, and maximum number of local processes that read them.
-        retry_failed: Also probe files that failed before, even if they are unchanged.
+        retry_failed: True to probe failed files again even if they are unchanged.
         run: Function that runs tasks in the workers of a cluster (`probe_on_workers`); None to read all files on this
             machine.
         divide: Function that reads the files together with other processes (`probe_in_parts`) before this process reads
@@ -325,7 +329,7 @@ def probe_sources(
     adds_shares = True
     if divide is not None:
         if len(todo := np.flatnonzero(~is_hit)):
-            # All probes are read again below, and must not be in memory twice.
+            # Keep only these probes: all probes are read again below, and must not be in memory twice.
             stored = known = known.take(pa.array(rows[todo][rows[todo] >= 0]))
         adds_shares = divide(data_dir, paths, states, known, todo=todo, probing=probing)
         if len(todo) or not adds_shares:  # another part may have stored the probes in the meantime
@@ -335,9 +339,9 @@ def probe_sources(
     is_stored = known is stored and known["path"].equals(paths) and known.schema.metadata == PROBES.metadata
     if is_hit.all() and is_stored:
         return known
-    table = probing.probe(paths, states, known, rows, is_hit, save=lambda probes: _write_cache(data_dir, probes))
+    table = probing.probe(paths, states, known, rows, is_hit, save=lambda probes: _write_probes(data_dir, probes))
     if not table.equals(stored, check_metadata=True):
-        _write_cache(data_dir, table)
+        _write_probes(data_dir, table)
     if adds_shares:
         remove_shares(data_dir)
     return table
@@ -345,7 +349,7 @@ def probe_sources(
 
 @dataclass(frozen=True)
 class Probing:
-    """Source reader with the settings of `probe_sources`, which documents them."""
+    """Probing of sources with the settings of `probe_sources`, which describes the fields."""
 
     num_workers: int
     retry_failed: bool
@@ -353,7 +357,7 @@ class Probing:
     on_progress: Callable[[int, int], None]
 
     def match(self, paths: pa.ChunkedArray, states: FileStates, known: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-        """Return the row of each path in `known`, or -1, int64 [N], and True for each row that is reused, bool [N]."""
+        """Return the row of each path in `known`, int64 [N], -1 if missing, and the mask of reusable rows, bool [N]."""
         rows = _rows_of(paths, known=known["path"])
         is_hit = rows >= 0
         is_hit[is_hit] &= np.asarray(known["size_bytes"])[rows[is_hit]] == states.size_bytes[is_hit]
@@ -372,37 +376,37 @@ class Probing:
         *,
         save: Callable[[pa.Table], None],
     ) -> pa.Table:
-        """Read the files that are not known, and return the probes of all `paths`, as `probe_sources` does.
+        """Read the files without a reusable row, and return the probes of all `paths`, as `probe_sources` does.
 
         Args:
             rows, is_hit: Result of `match`.
             save: Function that stores the probes known so far; called at intervals, and before an error is raised.
         """
-        fresh = _Fresh(known)
+        records = _ProbeTable(known)
         source = np.where(is_hit, rows, -1)
 
         def present_rows() -> pa.Table:
             """Return the rows known so far, in the order of `paths`; omit files that have not been probed yet."""
-            return fresh.table().take(pa.array(source[source >= 0])).combine_chunks()
+            return records.table().take(pa.array(source[source >= 0])).combine_chunks()
 
         todo = np.flatnonzero(~is_hit)
         next_save_s, num_refused = time.monotonic() + _SAVE_INTERVAL_S, 0
-        outcomes = _outcomes(paths, todo.tolist(), states, num_workers=self.num_workers, run=self.run)
+        outcomes = _probe_rows(paths, todo.tolist(), states, num_workers=self.num_workers, run=self.run)
         for number, (row, outcome) in enumerate(outcomes, 1):
             old = known.slice(rows[row], 1).to_pylist()[0] if rows[row] >= 0 else {}
             state = {"size_bytes": int(states.size_bytes[row]), "mtime_ns": int(states.mtime_ns[row])}
             record = {"path": paths[row].as_py(), **state}
             if isinstance(outcome, SourceFailure):
-                # The next run probes the file again if its failure may be temporary.
+                # If the failure may be temporary, the next run probes the file again.
                 is_known_gone = outcome.code == FailureCode.SOURCE_MISSING and record["size_bytes"] == NO_FILE
                 is_kept = outcome.is_lasting or is_known_gone
                 failure = {"code": str(outcome.code), "message": outcome.message}
                 record = old | record | failure | ({} if is_kept else {"mtime_ns": _NEVER})
             else:
                 record = asdict(outcome) | record
-            source[row] = fresh.append(record)
+            source[row] = records.append(record)
             self.on_progress(number, len(todo))
-            refused = record.get("code") if row not in states.failures else None  # listed, but it cannot be read
+            refused = record.get("code") if row not in states.failures else None  # the file is listed, but unreadable
             num_refused = num_refused + 1 if refused in REFUSALS else 0
             if num_refused == _MAX_REFUSED or refused == FailureCode.STORAGE_REFUSED:
                 save(present_rows())
@@ -417,28 +421,28 @@ class Probing:
         return present_rows()
 
 
-def failed_sources(probes: pa.Table, *, only_passing: bool) -> np.ndarray:
+def failed_sources(probes: pa.Table, *, only_temporary: bool) -> np.ndarray:
     """Return the rows of failed probes, int64.
 
     Args:
-        only_passing: True to omit failures that are caused by the file, which is read again only after it has changed.
+        only_temporary: True to omit failures that the file caused. Such a file is read again only after it has changed.
     """
     is_failed = np.asarray(pc.is_valid(probes["code"]))
-    return np.flatnonzero(is_failed & (np.asarray(probes["mtime_ns"]) == _NEVER) if only_passing else is_failed)
+    return np.flatnonzero(is_failed & (np.asarray(probes["mtime_ns"]) == _NEVER) if only_temporary else is_failed)
 
 
 def num_to_read(probes: pa.Table) -> int:
-    """Return the number of failed sources that a plan would read again: failures may be temporary, files may change.
+    """Return the number of failed sources that a plan would read again: temporary failures, and changed files.
 
     Local files are checked again. Sources in buckets are not, because that would cost requests.
     """
-    passing = failed_sources(probes, only_passing=True)
-    lasting = np.setdiff1d(failed_sources(probes, only_passing=False), passing)
-    return len(passing) + len(_changed_files(probes, lasting, num_threads=1))
+    temporary = failed_sources(probes, only_temporary=True)
+    lasting = np.setdiff1d(failed_sources(probes, only_temporary=False), temporary)
+    return len(temporary) + len(_changed_files(probes, lasting, num_threads=1))
 
 
-def with_changed_files(probes: pa.Table, *, num_threads: int) -> pa.Table:
-    """Add a failure for each readable file that is now missing or has changed, and return the probes."""
+def add_changed_files(probes: pa.Table, *, num_threads: int) -> pa.Table:
+    """Return the probes with a failure for each readable file that is now missing or has changed."""
     changed = _changed_files(probes, np.flatnonzero(pc.is_null(probes["code"])), num_threads=num_threads)
     if not changed:
         return probes
@@ -461,33 +465,33 @@ def _changed_files(probes: pa.Table, rows: np.ndarray, *, num_threads: int) -> d
     return {int(rows[number]): states.failures.get(int(number), changed) for number in np.flatnonzero(is_changed)}
 
 
-class _Fresh:
-    """Table of probes that starts with the known probes and grows by the probes of this run."""
+class _ProbeTable:
+    """Table of probes that starts with the known probes, and grows by the probes of this run."""
 
     def __init__(self, known: pa.Table) -> None:
         self._parts = [known.cast(PROBES)]
-        self._waiting: list[dict[str, Any]] = []
+        self._records: list[dict[str, Any]] = []
         self._num_rows = len(known)
 
     def append(self, record: dict[str, Any]) -> int:
         """Add a row of PROBES and return its number."""
-        if len(self._waiting) == _FRESH_AT_ONCE:
+        if len(self._records) == _MAX_RECORDS:
             self.table()
-        self._waiting.append(record)
+        self._records.append(record)
         self._num_rows += 1
         return self._num_rows - 1
 
     def table(self) -> pa.Table:
         """Return all rows."""
-        self._parts.append(pa.Table.from_pylist(self._waiting, schema=PROBES))
-        self._waiting = []
+        self._parts.append(pa.Table.from_pylist(self._records, schema=PROBES))
+        self._records = []
         return pa.concat_tables(self._parts)
 
 
-def _outcomes(
+def _probe_rows(
     paths: pa.ChunkedArray, todo: list[int], states: FileStates, *, num_workers: int, run: "Run | None"
 ) -> "Iterator[tuple[int, SourceFacts | SourceFailure]]":
-    """Yield the result for each row in `todo`, first the failures of files that could not be checked."""
+    """Yield the result of each row in `todo`, beginning with the files that could not be checked."""
     failures = states.failures
     yield from ((row, failures[row]) for row in todo if row in failures)
     readable = [row for row in todo if row not in failures]
@@ -500,7 +504,7 @@ def _outcomes(
 
         outcomes = probe_each(source_paths, max_processes=num_workers)
     else:
-        from clipmill.prep.sources.probe_tasks import probe_on_workers
+        from clipmill.prep.sources.probe_processes import probe_on_workers
 
         sizes = states.size_bytes[readable].tolist()
         outcomes = probe_on_workers(source_paths, sizes, run=run, max_processes=num_workers)
@@ -509,13 +513,13 @@ def _outcomes(
 
 def _rows_of(paths: pa.ChunkedArray, *, known: pa.ChunkedArray) -> np.ndarray:
     """Return the row of each path in `known`, int64; -1 if it is missing."""
-    if known.equals(paths):  # usual case: a lookup table of a million paths would take 200 MB
+    if known.equals(paths):  # the usual case, without a lookup table, which takes 200 MB for a million paths
         return np.arange(len(paths))
     return np.asarray(pc.fill_null(pc.index_in(paths, value_set=known), -1)).astype(np.int64)
 
 
-def _write_cache(data_dir: Path, table: pa.Table) -> None:
-    # `prep plan` also writes this file, without the lock of a column.
+def _write_probes(data_dir: Path, table: pa.Table) -> None:
+    # Lock the folder, because `prep plan` also writes this file, without the lock of a column.
     with folder_lock(data_dir):
         remove_temporaries(data_dir, matches=lambda target: target == PROBES_FILE)
         write_table_file(data_dir / PROBES_FILE, table)

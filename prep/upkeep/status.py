@@ -42,7 +42,7 @@ from clipmill.prep.core.tables import DamagedLayout, variants_of
 from clipmill.prep.core.variants import WHERE, lost_samples, read_selection, stored_request
 from clipmill.prep.core.work import work_of
 from clipmill.prep.registry import column_named, columns
-from clipmill.prep.sources.table import num_to_read, probes_of, read_probes, with_changed_files
+from clipmill.prep.sources.table import add_changed_files, num_to_read, probes_of, read_probes
 from clipmill.prep.upkeep.caption_sources import CaptionSource, captions_beyond, read_caption_sources
 from clipmill.prep.upkeep.garbage import late_files
 from clipmill.shards.columns import VIDEO, command_for, is_indexed
@@ -312,7 +312,7 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
     ids = videos["video_id"] if is_known.all() else videos["video_id"].filter(pa.array(is_known))
     probes = probes.append_column("video_id", ids)
     if reads_sources := is_indexed(current_variant(data_dir, VIDEO)):
-        probes = with_changed_files(probes, num_threads=NUM_CHECK_THREADS)
+        probes = add_changed_files(probes, num_threads=NUM_CHECK_THREADS)
     ends_s = np.full(len(videos), np.inf)
     ends_s[is_known] = pc.fill_null(probes["end_s"], np.inf).to_numpy()
     # Only usable videos have an end time. Their fingerprints are not read: ten million take a gigabyte of memory.

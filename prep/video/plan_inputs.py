@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from clipmill.prep.core.parts import PartRun
     from clipmill.prep.core.run import Job
     from clipmill.prep.engines import Engine, Outcome, RefusedNode
-    from clipmill.prep.sources.probe_tasks import Probed, ProbeTask
+    from clipmill.prep.sources.probe_processes import Probed, ProbeTask
     from clipmill.prep.sources.shot_table import Detection
     from clipmill.prep.video.worker import ShardTask
 
@@ -140,7 +140,7 @@ def make_plan(
             divide=divide,
             on_progress=now.counter(looking),
         )
-    failed = failed_sources(probes, only_passing=not retry_codes)
+    failed = failed_sources(probes, only_temporary=not retry_codes)
     read_again = frozenset(videos.ids.take(pa.array(failed)).to_pylist())
     probes = probes.drop_columns(["path", "mtime_ns"])  # they take half a gigabyte for ten million videos
     shots = _stored_shots(data_dir, recipe)
@@ -160,7 +160,7 @@ def _stored_shots(data_dir: Path, recipe: ResolvedRecipe) -> pa.Table | None:
 def _run_probes(
     data_dir: Path, recipe: ResolvedRecipe, engine: "Engine", tasks: "Sequence[ProbeTask]"
 ) -> "Iterator[Outcome[ProbeTask, Probed] | RefusedNode | None]":
-    from clipmill.prep.sources.probe_tasks import probe_group
+    from clipmill.prep.sources.probe_processes import probe_group
 
     folder = variant_dir(data_dir, VIDEO, recipe.variant)
     make_variant(folder, dict(recipe.values))  # creates the folder for the ticket of the workers

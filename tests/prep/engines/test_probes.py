@@ -14,8 +14,8 @@ import pytest
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.prep.engines import Check
 from clipmill.prep.engines.processes import ProcessEngine
-from clipmill.prep.sources import probe_tasks
-from clipmill.prep.sources.probe_tasks import Run, divide, probe_group
+from clipmill.prep.sources import probe_processes
+from clipmill.prep.sources.probe_processes import Run, divide, probe_group
 from clipmill.prep.sources.table import probe_sources
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from tests.prep.sources.test_readers import end_waiting, leasable, lease, readers
@@ -37,7 +37,7 @@ def worker_readers() -> list[int]:
 @pytest.fixture
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tasks of two sources, so that few sources are many tasks."""
-    monkeypatch.setattr(probe_tasks, "MAX_SOURCES", 2)
+    monkeypatch.setattr(probe_processes, "MAX_SOURCES", 2)
 
 
 @pytest.mark.usefixtures("small_tasks")
@@ -91,10 +91,10 @@ def test_a_source_whose_reader_is_killed_in_a_worker_is_read_by_the_command(
 
 
 def test_tasks_hold_every_source_once_and_no_more_than_fits() -> None:
-    big = probe_tasks.MAX_BYTES
+    big = probe_processes.MAX_BYTES
     sizes = [1] * 130 + [big // 2, big // 2, 3 * big, 1, big]
     tasks = divide([str(size) for size in sizes], sizes)
-    assert [list(task.numbers) for task in tasks] == [
+    assert [list(task.indices) for task in tasks] == [
         list(range(64)),
         list(range(64, 128)),
         [128, 129, 130],
