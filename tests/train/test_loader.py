@@ -13,7 +13,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.loader import Loader, LoaderSettings, SampleRequest
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures
-from clipmill.train.data.workers import ThreadedReader, in_order
+from clipmill.train.data.workers import ThreadedReader, map_in_order
 
 
 class Numbers(ThreadedReader):
@@ -230,7 +230,7 @@ def test_a_caller_that_takes_groups_is_woken_when_a_group_is_there() -> None:
         others_done.release()
         return number
 
-    results = in_order(work, range(12), num_threads=2, num_ahead=8, stuck_after_s=60, num_together=4)
+    results = map_in_order(work, range(12), num_threads=2, num_ahead=8, stuck_after_s=60, num_together=4)
     caller = threading.Thread(target=lambda: taken.extend(result for _, result in results))
     caller.start()
     for _ in range(7):  # all that may be begun but the one that is held back

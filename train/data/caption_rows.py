@@ -1,8 +1,8 @@
-"""Table of captioned clips: the captions of a split, grouped into clips.
+"""Usable captions of a split, and the table of captioned clips into which they are grouped.
 
-Captions are ordered by video and time (clipmill.manifests.caption_spans). The code searches spans instead of captions,
-and does not copy texts. The resulting arrays are allocated with `scratch`, so that tens of millions of captions take
-little memory.
+Captions are ordered by video and time (clipmill.manifests.caption_spans). Equal spans of several captions are searched
+only once, and texts are not copied. The resulting arrays are allocated with `scratch`, so that tens of millions of
+captions take little memory.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from clipmill.train.data.captions import (
     CaptionChoice,
     RowCaptions,
     Sources,
-    choice_of,
+    choice_from_runs,
     choose_sources,
     runs_of,
     same_text,
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UsableCaptions:
-    """The usable captions. Each array has one entry per caption.
+    """Captions that can be shown. Each array has one entry per usable caption.
 
     Attributes:
-        caption: Index in the arrays passed to `usable_captions`.
-        begin_us, end_us: Span to show, microseconds.
+        caption: Index of the caption in the arrays that were passed to `usable_captions`.
+        begin_us, end_us: Span to show in the video, microseconds.
         first_chunk, last_chunk: First and last chunk of the span, as rows of the chunk table.
         num_unusable: Number of captions that cannot be shown, by reason.
         num_shortened: Number of captions that end after the last chunk of their video, and are cut at its end.
@@ -60,7 +60,7 @@ class UsableCaptions:
     num_shortened: int
 
     def remarks(self) -> list[str]:
-        """Return remarks on excluded captions, by reason, and on shortened captions."""
+        """Return remarks on unusable captions, by reason, and on shortened captions."""
         return remarks_of(self.num_unusable, self.num_shortened)
 
 
@@ -75,17 +75,20 @@ def usable_captions(
     is_of_split: NDArray[np.bool_] | None = None,
     counts: NDArray[np.integer] | None = None,
 ) -> UsableCaptions:
-    """Find the span and the chunks of each caption. An `end_s` of inf means the end of the video.
+    """Find the span and the chunks of each caption, and omit captions that cannot be shown.
 
-    A caption is usable if all chunks of its span are present. If it ends after the last chunk of its video, it is cut
-    at the end of that chunk.
+    A caption is usable if all chunks of its span exist. If it ends after the last chunk of its video, it is cut at the
+    end of this chunk.
 
     Args:
+        video_row: Row of each caption's video.
+        begin_s, end_s: Span of each caption in its video, seconds. An `end_s` of inf means the end of the video.
+        chunks: Table of chunks.
         selected: Mask of the captions to use; None for all.
-        selected_chunks: Mask of the chunks to use; None for all. A caption is usable only if all its chunks are
+        selected_chunks: Mask of the chunks to use; None for all. A caption is usable only if all chunks of its span are
             selected.
         is_of_split: Mask of the captions that do not overlap other splits; None for all.
-        counts: Number of captions that each entry represents; None if each represents one caption.
+        counts: Number of captions that each entry of the arrays represents; None if each represents one caption.
     """
     search = ChunkSearch(chunks)
     remaining = np.arange(len(video_row))
@@ -99,7 +102,7 @@ def usable_captions(
             num_unusable[reason] = count(bad)
         return remaining[~bad]
 
-    # Negated comparison, so that NaN counts as empty.
+    # The comparison is negated, so that NaN counts as empty.
     remaining = drop("empty_span", ~(end_s > begin_s) | ~np.isfinite(begin_s))
     if is_of_split is not None:
         remaining = drop("other_split", ~is_of_split[remaining])
@@ -113,7 +116,7 @@ def usable_captions(
     begin_us, stated_end_us = to_whole_us(begin_s[remaining]), to_whole_us(end_s[remaining])
     video_end_us = search.end_us[last_of_video[remaining]]
     full_end_us = np.where(np.isinf(end_s[remaining]), video_end_us, stated_end_us)
-    # Times less than a microsecond apart may round to the same value. The span is then made one microsecond long.
+    # Times less than a microsecond apart may round to the same value. Make such spans one microsecond long.
     full_end_us = np.maximum(full_end_us, begin_us + 1)
     starts_too_late = begin_us >= video_end_us
     remaining = drop("begins_after_the_last_chunk", starts_too_late)
@@ -152,7 +155,7 @@ def usable_captions(
 
 @dataclass(frozen=True)
 class Spans:
-    """Clips in the order of videos and time. Each array has one entry per clip, whose index is the clip_id.
+    """Spans of clips, ordered by video and time. Each array has one entry per clip, and its index is the clip ID.
 
     Attributes:
         begin_us, end_us: Span in the video, microseconds.
@@ -180,13 +183,13 @@ def spans_at(usable: UsableCaptions, indices: NDArray[np.int64]) -> Spans:
 
 @dataclass(frozen=True)
 class SplitCaptions:
-    """Number, sources and highest ID of the captions of a split, counted before they are grouped into clips.
+    """Facts about all captions of a split, which are needed before the captions are grouped into clips.
 
     Attributes:
         videos: Videos of the split, which select its captions.
         sources: Caption sources in use.
-        rank_of_code: Rank in `sources` of each source of the manifest, int16; -1 for omitted sources.
-        num_by_code: Number of captions of the split for each source of the manifest, int64.
+        rank_of_code: Rank in `sources` of each source of the manifest, by its code, int16; -1 for omitted sources.
+        num_by_code: Number of captions of the split from each source of the manifest, by its code, int64.
         max_id: Highest caption ID.
     """
 
@@ -198,7 +201,7 @@ class SplitCaptions:
 
     @property
     def num_captions(self) -> int:
-        """Number of captions."""
+        """Number of captions of the split."""
         return int(self.num_by_code.sum())
 
     @property
@@ -213,7 +216,7 @@ def captions_of_split(
     """Count the captions of a split by source, and select the sources to use.
 
     Args:
-        video_ids: Videos of the split.
+        video_ids: IDs of the videos of the split.
         weights: See `choose_sources`.
     """
     videos = split_videos(spans, data_dir, split, video_ids=video_ids)
@@ -222,7 +225,7 @@ def captions_of_split(
         count += np.bincount(block.source, minlength=len(count))
         max_id = max(max_id, int(block.caption_id.max(initial=-1)))
     used_codes = np.flatnonzero(count)  # all captions from other sources belong to other splits
-    sources = choose_sources([spans.sources[code] for code in used_codes], weights=weights, elsewhere=spans.sources)
+    sources = choose_sources([spans.sources[code] for code in used_codes], weights=weights, all_sources=spans.sources)
     rank_of_code = np.full(len(count), -1, np.int16)
     rank_of_code[used_codes] = sources.rank
     return SplitCaptions(videos, sources, rank_of_code, count, max_id)
@@ -242,11 +245,11 @@ def make_clip_table(
     """Group the usable captions of a split into clips.
 
     Args:
-        spans: Captions of the videos of `data_dir`.
+        spans: Spans of all captions of the videos.
         weights: Value of `--captions.sources`; see `choose_sources`.
         stored_text: Stored embeddings; captions without an embedding are omitted. None to use all captions.
-        each_caption: True to make a clip for each caption, instead of one for each span.
-        table: Captions as a table; None for the captions of the manifest.
+        each_caption: True to make a clip for each caption instead of each span.
+        table: Table of captions; None for the captions of the manifest.
 
     Raises:
         UserError: The split has no captions, or none is selected.
@@ -255,7 +258,7 @@ def make_clip_table(
     if not split_captions.num_captions:
         raise no_captions(data_dir, split)
     selected = chunks.selection.of_captions(table)
-    chunks.require_same_manifest()  # rows and selected rows must come from the same manifest
+    chunks.require_same_manifest()  # all rows must refer to the same manifest
     groups = ClipGroups(
         split_captions.sources,
         num_captions=split_captions.num_captions,
@@ -305,7 +308,7 @@ def make_clip_table(
     remarks = [num_used]
     if len(sources.names) > 1 or weights is not None:
         remarks.append(sources.describe(captions.rank_counts))
-    remarks.append(sources.describe_excluded(split_captions.num_other_sources))
+    remarks.append(sources.describe_omitted(split_captions.num_other_sources))
     if num_not_embedded:
         remarks.append(f"{num_not_embedded:,} without embedding")
     remarks += remarks_of({why: num_unusable[why] for why in get_args(Unusable) if num_unusable[why]}, num_shortened)
@@ -324,20 +327,20 @@ def make_clip_table(
 
 
 class NoCaptions(UserError):
-    """A split has no captions."""
+    """The split has no captions."""
 
 
 def no_captions(data_dir: Path, split: str) -> NoCaptions:
     """Return the error for a split without captions."""
     return NoCaptions(
         f"the manifest of {data_dir} has no captions of split {split!r}",
-        hint="run prep manifest with annotations that have captions of this split",
+        hint="run prep manifest with annotations that contain captions of this split",
         flags=("--split",),
     )
 
 
 def used_texts(texts: pa.ChunkedArray, is_used: NDArray[np.bool_]) -> tuple[str, str | None]:
-    """Return the `TextDigest` of the texts in use, and the text itself if all texts are equal."""
+    """Return the `TextDigest` of the texts in use, and their common text; None if the texts differ."""
     digest, begin, same = TextDigest(), 0, set[str | None]()
     for chunk in texts.chunks:
         used = chunk.filter(pa.array(is_used[begin : begin + len(chunk)]))
@@ -350,13 +353,14 @@ def used_texts(texts: pa.ChunkedArray, is_used: NDArray[np.bool_]) -> tuple[str,
 
 @dataclass(frozen=True)
 class ClipCaptions:
-    """Clips and their captions: 24 bytes per clip, 8 to 28 per caption.
+    """Clips and their captions. They take 24 bytes per clip and 8 to 28 bytes per caption.
 
     Attributes:
-        choice: Choice among the captions of a clip, as indices of the next two arrays.
-        rows: Row of each caption's text, [P], grouped by clip, then by source.
+        spans: Spans of the clips.
+        choice: Entries of the captions of each clip, as indices of `rows` and `caption_ids`.
+        rows: Row of each caption's text, [P], grouped by clip and source.
         caption_ids: ID of each caption, [P].
-        rank_counts: Number of captions for each source, int64.
+        rank_counts: Number of captions from each source in use, by rank, int64.
     """
 
     spans: Spans
@@ -368,7 +372,12 @@ class ClipCaptions:
 
 @dataclass(frozen=True)
 class Clips:
-    """Clips ordered by video and time, and the clip, source rank, text row and ID of each of their captions."""
+    """Clips ordered by video and time, and their captions.
+
+    Attributes:
+        spans: Spans of the clips.
+        clip, rank, row, caption_id: Clip, source rank, text row and ID of each caption.
+    """
 
     spans: Spans
     clip: NDArray[np.int64]
@@ -378,18 +387,18 @@ class Clips:
 
 
 def clips_of(usable: UsableCaptions, block: SpanBlock, rank: NDArray[np.int16], *, each_caption: bool = False) -> Clips:
-    """Group captions into clips: all captions whose spans are equal in microseconds become one clip.
+    """Group captions into clips: all captions whose spans are equal to the microsecond form one clip.
 
     Args:
         usable: Usable spans of `block`.
-        rank: Rank of the source of each caption, [captions]; captions with -1 are omitted.
+        rank: Rank of each caption's source, int16 [captions]; captions with rank -1 are omitted.
         each_caption: True to make a clip for each caption instead; `block` then has one span per caption.
     """
     # The first chunk identifies the video.
     keys: tuple[NDArray[np.integer], ...] = (usable.end_us, usable.begin_us, usable.first_chunk)
     if each_caption:
         keys = (block.row[usable.caption], *keys)
-    order = None if _ascend(keys) else np.lexsort(keys)
+    order = None if _are_sorted(keys) else np.lexsort(keys)
     spans = usable.caption
     if order is not None:
         spans, keys = spans[order], tuple(key[order] for key in keys)
@@ -408,8 +417,8 @@ def clips_of(usable: UsableCaptions, block: SpanBlock, rank: NDArray[np.int16], 
         clip, rank_of_caption, row, caption_id, span_index = (
             array[is_used] for array in (clip, rank_of_caption, row, caption_id, span_index)
         )
-    # Sort again if spans rounded to equal values, or if the sources have a different order.
-    if not _ascend((row, rank_of_caption, clip)):
+    # Sort again, if necessary: spans may have become equal by rounding, and the order of the sources may differ.
+    if not _are_sorted((row, rank_of_caption, clip)):
         by_clip = np.lexsort((row, rank_of_caption, clip))
         clip, rank_of_caption, row, caption_id, span_index = (
             array[by_clip] for array in (clip, rank_of_caption, row, caption_id, span_index)
@@ -421,8 +430,8 @@ def clips_of(usable: UsableCaptions, block: SpanBlock, rank: NDArray[np.int16], 
     return Clips(spans_of_clips, np.cumsum(is_first) - 1, rank_of_caption, row, caption_id)
 
 
-def _ascend(keys: tuple[NDArray[Any], ...]) -> bool:
-    """Return True if rows are already in the order of `np.lexsort(keys)`."""
+def _are_sorted(keys: tuple[NDArray[Any], ...]) -> bool:
+    """Return True if the rows are already in the order of `np.lexsort(keys)`."""
     num_pairs = max(0, len(keys[0]) - 1)
     is_less, is_same = np.zeros(num_pairs, bool), np.ones(num_pairs, bool)
     for key in keys[::-1]:
@@ -432,10 +441,12 @@ def _ascend(keys: tuple[NDArray[Any], ...]) -> bool:
 
 
 class ClipGroups:
-    """Collection of clips that are added in blocks of videos.
+    """Collector of the clips of a split, which are added in blocks of videos.
 
     Args:
+        sources: Caption sources in use.
         num_captions: Maximum number of captions.
+        num_chunks: Number of chunks.
         max_id: Highest caption ID.
     """
 
@@ -450,7 +461,7 @@ class ClipGroups:
         self._rank_counts = np.zeros(len(sources.names), np.int64)
 
     def add(self, part: Clips, *, first_chunk: int = 0) -> None:
-        """Add the clips of a block whose chunk rows count from `first_chunk`."""
+        """Add the clips of a block. `first_chunk` is the row of the block's first chunk in the chunk table."""
         for name, rows in self._spans.items():
             rows.add(getattr(part.spans, name) + (first_chunk if name.endswith("part") else 0))
         runs = runs_of(part.clip, part.rank, num_clips=len(part.spans))
@@ -462,9 +473,9 @@ class ClipGroups:
         self._rank_counts += np.bincount(part.rank, minlength=len(self._rank_counts))
 
     def join(self) -> ClipCaptions:
-        """Join the blocks."""
+        """Return the clips of all blocks."""
         self._first_entry.add(np.array([len(self._rows)]))
-        choice = choice_of(
+        choice = choice_from_runs(
             self._first_entry.array,
             rank=self._rank.array,
             num_runs=self._num_runs.array,

@@ -1,11 +1,10 @@
-"""`Captions`: the caption that a sample shows, as tokens, as a string or as an embedding.
+"""`Captions`: chooses the caption of a sample, and adds it as tokens, as text or as an embedding.
 
-Training shows one caption at a time: it draws a source by weight, then one of the clip's captions from that source with
-equal probability. The draw is a pure function of (seed, position). An evaluation shows the first caption of the first
-source.
+In training, a source is drawn by weight, and then one of the clip's captions from this source with equal probability.
+The draw is a pure function of (seed, position). An evaluation uses the first caption of the first source.
 
-All captions of a clip are consecutive entries of an array, ordered by source. A run consists of a clip's entries from
-one source.
+All captions of a clip are consecutive entries of an array, ordered by source. A run consists of the entries of a clip
+from one source.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -33,25 +32,25 @@ if TYPE_CHECKING:
 
 
 _BLOCK = 1 << 16  # number of captions whose texts are read at a time
-_MAX_TOKENIZED = 20_000
+_MAX_TOKENIZED = 20_000  # maximum number of captions that `describe_truncation` tokenizes
 
 
 class Annotations(Protocol):
-    """Source of the sample entries other than frames and keys, such as captions or labels."""
+    """Annotations that are added to the frames of samples, such as captions or labels."""
 
     def add(self, sample: Sample, request: "SampleRequest") -> None:
-        """Add the entries to a sample; `request.sample` is the row of the table."""
+        """Add the entries to a sample, whose row in the table is `request.sample`."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The caption sources in use.
+    """Caption sources in use.
 
     Attributes:
         names: Names in order of priority.
         weights: Sampling weights, float64 [names], all positive.
-        rank: Index in `names` for each source code of the manifest, int16; -1 for excluded sources.
-        not_asked_for: Model sources that are excluded because the user did not select them.
+        rank: Index in `names` of each source, by its code in the manifest, int16; -1 for omitted sources.
+        not_asked_for: Model sources that are omitted because the user did not select them.
     """
 
     names: tuple[str, ...]
@@ -60,38 +59,39 @@ class Sources:
     not_asked_for: tuple[str, ...] = ()
 
     def describe(self, num_captions: NDArray[np.int64]) -> str:
-        """Return the source names with their weights and numbers of captions, as text."""
-        each = zip(self.names, self.weights.tolist(), num_captions.tolist(), strict=True)
-        parts = (f"{name} = {weight:g} ({count_noun(number, 'caption')})" for name, weight, number in each)
+        """Return a remark with the name, weight and number of captions of each source."""
+        sources = zip(self.names, self.weights.tolist(), num_captions.tolist(), strict=True)
+        parts = (f"{name} = {weight:g} ({count_noun(number, 'caption')})" for name, weight, number in sources)
         return f"sources {', '.join(parts)}"
 
-    def describe_excluded(self, num_captions: int) -> str:
-        """Report the number of excluded captions, and the sources that would include them; '' if there are none."""
+    def describe_omitted(self, num_captions: int) -> str:
+        """Return a remark on the omitted captions, and how to include them; '' if `num_captions` is 0."""
         if not num_captions:
             return ""
         if not self.not_asked_for:
             return f"{count_noun(num_captions, 'caption')} of other sources left out"
         return (
             f"{count_noun(num_captions, 'caption')} of models left out ({', '.join(self.not_asked_for)}); the sources "
-            f'"{asking_for([*self.names, *self.not_asked_for])}" include them'
+            f'"{equal_weights([*self.names, *self.not_asked_for])}" include them'
         )
 
 
-def asking_for(names: Sequence[str]) -> str:
-    """Return a value for `--captions.sources` that weights these sources equally, for any model fingerprint."""
+def equal_weights(names: Sequence[str]) -> str:
+    """Return a value for `--captions.sources` that weights these sources equally, whatever the model fingerprints."""
     pairs = dict.fromkeys(f"{name.partition('@')[0]}@*=1" if is_model_source(name) else f"{name}=1" for name in names)
     return ",".join(pairs)
 
 
-def choose_sources(names: list[str], *, weights: str | None, elsewhere: Collection[str] = ()) -> Sources:
-    """Select sources among `names`, the sources of a split.
+def choose_sources(names: list[str], *, weights: str | None, all_sources: Collection[str] = ()) -> Sources:
+    """Select caption sources of a split.
 
     Args:
+        names: Names of the sources of the split.
         weights: Value of `--captions.sources`: names or shell patterns with weights. A source gets the weight of the
-            first pattern that matches it. If None, every source has weight 1, in alphabetical order, except model
+            first pattern that matches it. None for weight 1 for every source in alphabetical order, except model
             sources (`captioner@1f2e3d4c`), which are used only if `weights` lists them.
-        elsewhere: Sources of other splits, such as pseudo-captions of training videos in an evaluation. `weights` may
-            also list these sources, if the split has captions from at least one of the listed sources.
+        all_sources: Names of the sources of all splits. `weights` may list sources of other splits, such as
+            pseudo-captions of training videos in an evaluation, if the split has captions from another listed source.
 
     Raises:
         UserError: A name or pattern does not match any source, or the split has no captions from the selected sources.
@@ -101,18 +101,18 @@ def choose_sources(names: list[str], *, weights: str | None, elsewhere: Collecti
     if weights is None and remaining and not by_people:
         raise UserError(
             f"all captions of this split are from models ({', '.join(remaining)}), which are used only if selected",
-            hint=f'select them: --captions.sources "{asking_for(remaining)}"',
+            hint=f'select them: --captions.sources "{equal_weights(remaining)}"',
         )
     not_asked_for = tuple(remaining[len(by_people) :]) if weights is None else ()
     pairs = [(name, 1.0) for name in by_people] if weights is None else list(parse_weights(weights).items())
     chosen: list[tuple[str, float]] = []
     for pattern, weight in pairs:
-        # A full source name selects only that source, even if it could also be read as a pattern.
+        # A complete name selects only the source of this name, even if it could also be read as a pattern.
         matching = [name for name in names if name == pattern or (pattern not in names and fnmatchcase(name, pattern))]
-        if not matching and not any(name == pattern or fnmatchcase(name, pattern) for name in elsewhere):
+        if not matching and not any(name == pattern or fnmatchcase(name, pattern) for name in all_sources):
             raise UserError(
                 f"no caption of this manifest has the source {pattern!r} (requested by --captions.sources)",
-                hint=f"available sources: {', '.join(sorted(names)) or 'none'}",
+                hint=f"use sources of this split: {', '.join(sorted(names)) or 'there are none'}",
                 flags=("--captions.sources",),
             )
         matching = [name for name in remaining if name in matching]
@@ -121,7 +121,7 @@ def choose_sources(names: list[str], *, weights: str | None, elsewhere: Collecti
     if names and not chosen:
         raise UserError(
             f"--captions.sources is {weights!r}, but this split has no captions from these sources",
-            hint=f"sources of this split: {', '.join(sorted(names))}",
+            hint=f"use sources of this split: {', '.join(sorted(names))}",
             flags=("--captions.sources",),
         )
     rank = np.full(len(names), -1, np.int16)
@@ -132,12 +132,12 @@ def choose_sources(names: list[str], *, weights: str | None, elsewhere: Collecti
 
 @dataclass(frozen=True)
 class CaptionChoice:
-    """Captions of each clip, as runs of entries, and the draw among them.
+    """Entries of the captions of each clip, and random choices among them. R runs, N clips.
 
     Attributes:
-        first_entry: First entry of each run, [R + 1].
-        first_run: First run of each clip, [N + 1]; None if every clip has one run.
-        before: Sum of the weights of all runs before each run, float64 [R + 1]; None if every clip has one run.
+        first_entry: First entry of each run, and the number of entries, int [R + 1].
+        first_run: First run of each clip, and the number of runs, int [N + 1]; None if every clip has one run.
+        before: Sum of the weights of all preceding runs, float64 [R + 1]; None if every clip has one run.
     """
 
     first_entry: NDArray[Any]
@@ -150,18 +150,18 @@ class CaptionChoice:
         return len(self.first_entry if self.first_run is None else self.first_run) - 1
 
     def first(self, clips: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the entry of each clip's first caption from its first source."""
+        """Return the entry of the first caption of each clip."""
         runs = clips if self.first_run is None else self.first_run[clips]
         return self.first_entry[runs].astype(np.int64)
 
     def draw(self, clips: NDArray[np.int64], *, position: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """Draw a caption for each clip, given its `position` in the sample order; return the entries."""
+        """Draw a caption for each clip; return the entries. `position` is the clip's position in the order."""
         runs = clips
         if self.first_run is not None and self.before is not None:
             low, high = self.first_run[clips], self.first_run[clips + 1]
             fraction = draw_uniform(position, 1, seed=seed, purpose="source")[:, 0]
             point = self.before[low] + fraction * (self.before[high] - self.before[low])
-            # Clip the runs, because rounding may lead slightly past the last run of the clip.
+            # Limit the result to the runs of the clip, because rounding may exceed the last run.
             runs = np.clip(np.searchsorted(self.before, point, side="right") - 1, low, high - 1)
         begin, end = self.first_entry[runs].astype(np.int64), self.first_entry[runs + 1].astype(np.int64)
         return begin + integers_below(end - begin, position, seed=seed, purpose="caption")
@@ -169,7 +169,7 @@ class CaptionChoice:
     def draw_one(self, clip: int, *, position: int, seed: int) -> int:
         """Draw a caption for one clip; return its entry."""
         entries = self.entries(clip)
-        if len(entries) == 1:  # a shortcut, because this method is called for every sample
+        if len(entries) == 1:  # shortcut, because this method is called for every sample
             return entries[0]
         return int(self.draw(np.array([clip]), position=np.array([position]), seed=seed)[0])
 
@@ -180,7 +180,7 @@ class CaptionChoice:
 
     @property
     def clip_of_entry(self) -> NDArray[np.int64]:
-        """Clip of each entry."""
+        """Clip to which each entry belongs."""
         bounds = self.first_entry if self.first_run is None else self.first_entry[self.first_run]
         return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
 
@@ -197,12 +197,12 @@ class CaptionChoice:
 
 @dataclass(frozen=True)
 class Runs:
-    """The entries of consecutive clips, divided into runs by source.
+    """Runs of the entries of consecutive clips. R runs, N clips.
 
     Attributes:
-        first_entry: First entry of each run, [R].
+        first_entry: First entry of each run, int64 [R].
         rank: Rank of each run's source, int16 [R].
-        num_runs: Number of runs of each clip, [N].
+        num_runs: Number of runs of each clip, int64 [N].
     """
 
     first_entry: NDArray[np.int64]
@@ -211,15 +211,21 @@ class Runs:
 
 
 def runs_of(clip: NDArray[np.int64], rank: NDArray[np.int16], *, num_clips: int) -> Runs:
-    """Return the runs for entries with these clips and source ranks. Entries must be sorted by clip, then by rank."""
+    """Divide entries into runs, given the clip and source rank of each entry. They must be sorted by clip and rank."""
     starts = np.flatnonzero(np.r_[len(clip) > 0, (clip[1:] != clip[:-1]) | (rank[1:] != rank[:-1])])
     return Runs(starts, rank[starts], np.bincount(clip[starts], minlength=num_clips))
 
 
-def choice_of(
+def choice_from_runs(
     first_entry: NDArray[Any], *, rank: NDArray[np.int16], num_runs: NDArray[Any], weights: NDArray[np.float64]
 ) -> CaptionChoice:
-    """Make the choice from the runs of all clips: the fields of `Runs`, and the number of entries."""
+    """Return the choice for the runs of all clips.
+
+    Args:
+        first_entry: First entry of each run, and the number of entries, [R + 1].
+        rank, num_runs: See `Runs`.
+        weights: Weight of each source, by rank.
+    """
     if len(rank) == len(num_runs):
         return CaptionChoice(first_entry, None, None)
     first_run = scratch(len(num_runs) + 1, index_type(len(rank)))
@@ -231,26 +237,29 @@ def choice_of(
     return CaptionChoice(first_entry, first_run, before)
 
 
-def caption_choice(
+def choice_from_entries(
     clip: NDArray[np.int64], rank: NDArray[np.int16], *, num_clips: int, weights: NDArray[np.float64]
 ) -> CaptionChoice:
-    """Make the choice from the clip and the source rank of each entry. Entries must be sorted by clip, then by rank."""
+    """Return the choice for entries with these clips and source ranks. They must be sorted by clip and rank."""
     runs = runs_of(clip, rank, num_clips=num_clips)
     first_entry = smallest_integers(np.append(runs.first_entry, len(clip)))
-    return choice_of(first_entry, rank=runs.rank, num_runs=runs.num_runs, weights=weights)
+    return choice_from_runs(first_entry, rank=runs.rank, num_runs=runs.num_runs, weights=weights)
 
 
 def smallest_integers(numbers: NDArray[np.int64]) -> NDArray[Any]:
-    """Convert non-negative integers to int32 if all of them fit."""
+    """Convert non-negative integers to int32 if all of them fit into it."""
     fits = not len(numbers) or int(numbers.max()) <= np.iinfo(np.int32).max
     return numbers.astype(np.int32) if fits else numbers
 
 
-def describe_cut(texts: pa.ChunkedArray, rows: NDArray[np.integer], tokenize: "Tokenize") -> str:
-    """Report how many texts at `rows` fill the tokenizer's context and may therefore be cut; '' if there are none.
+def describe_truncation(texts: pa.ChunkedArray, rows: NDArray[np.integer], tokenize: "Tokenize") -> str:
+    """Return a remark on the texts that fill the tokenizer's context and may therefore be cut; '' if no text does.
 
-    A token has at least one byte, and a word has at least one token, so only a few texts have to be tokenized. If there
-    are more than 20,000 of them, an evenly spaced sample is tokenized.
+    A token has at least one byte, and a word has at least one token, so only a few texts have to be tokenized. If these
+    are more than 20,000, only an evenly spaced sample is tokenized.
+
+    Args:
+        rows: Rows of the texts to check.
     """
     empty = tokenize("")
     context, padding = len(empty), empty[-1]
@@ -270,9 +279,9 @@ def describe_cut(texts: pa.ChunkedArray, rows: NDArray[np.integer], tokenize: "T
 
 
 def same_text(texts: pa.ChunkedArray, rows: NDArray[np.integer] | None = None) -> str | None:
-    """Return the text that all `rows` (ascending; None for all) have in common; None if the texts differ."""
+    """Return the text that all rows have in common; None if the texts differ. `rows` are ascending; None for all."""
     first, begin = texts[0 if rows is None else int(rows[0])], 0
-    for chunk in texts.chunks:  # in most sets, texts already differ in the first chunk
+    for chunk in texts.chunks:  # in most data sets, texts already differ in the first chunk
         is_same = pc.equal(chunk, first).to_numpy(zero_copy_only=False)
         low, high = (0, 0) if rows is None else np.searchsorted(rows, (begin, begin + len(chunk)))
         if not (is_same if rows is None else is_same[rows[low:high] - begin]).all():
@@ -283,18 +292,19 @@ def same_text(texts: pa.ChunkedArray, rows: NDArray[np.integer] | None = None) -
 
 @dataclass(frozen=True, kw_only=True)
 class RowCaptions:
-    """The captions of a table's rows.
+    """Captions of the rows of a table. C captions, P entries.
 
     Attributes:
-        choice: Choice of an entry, by the weights of caption sources.
+        choice: Entries of the captions of each row.
         sources: Caption sources in use.
         texts_sha256: SHA-256 digest of the texts.
-        same_text: Text of all captions if they are the same; otherwise None.
-        caption_id: IDs of the captions in the manifest, int [C].
-        text_row: Rows of the texts in the stored captions, int32 [C].
-        caption: Index of each entry in the arrays [C], int32 [P]; None if entries and captions are identical.
-        place: Locations of stored embeddings, int64 [C] (clipmill.train.data.mapped_tars); None without embeddings.
-        num_tokens: Lengths of stored sequences, int32 [C]; None if embeddings are single vectors.
+        same_text: Text of all captions if they have the same text; otherwise None.
+        caption_id: ID of each caption in the manifest, int [C].
+        text_row: Row of each caption in the stored texts, int32 [C].
+        caption: Caption of each entry, as an index of the arrays [C], int32 [P]; None if entries are captions.
+        place: Location of each caption's stored embedding, int64 [C] (clipmill.train.data.mapped_tars); None without
+            embeddings.
+        num_tokens: Length of each caption's stored sequence, int32 [C]; None if embeddings are single vectors.
     """
 
     choice: CaptionChoice
@@ -308,11 +318,11 @@ class RowCaptions:
     same_text: str | None = None
 
     @classmethod
-    def of_one_each(cls, text_row: NDArray[np.int32], *, texts: "pa.ChunkedArray", texts_sha256: str) -> "RowCaptions":
-        """Return the captions for rows that have a single caption each. Their IDs are the row numbers.
+    def one_per_row(cls, text_row: NDArray[np.int32], *, texts: "pa.ChunkedArray", texts_sha256: str) -> "RowCaptions":
+        """Return the captions of rows with one caption each. The IDs of the captions are the numbers of the rows.
 
         Args:
-            text_row: Rows of the texts, ascending.
+            text_row: Row of each caption in `texts`, ascending.
         """
         count = len(text_row)
         return cls(
@@ -329,13 +339,13 @@ class RowCaptions:
         """Number of captions of all rows."""
         return int(self.choice.first_entry[-1])
 
-    def of_entries(self, entries: Any) -> Any:
-        """Return the index or indices of `entries` (an index or an array) in the arrays [C]."""
+    def captions_at(self, entries: Any) -> Any:
+        """Return the caption of an entry, or the captions of an array of entries, as indices of the arrays [C]."""
         return entries if self.caption is None else self.caption[entries]
 
 
 class CaptionDraw(Protocol):
-    """A draw that does not use the weights of sources (clipmill.train.data.relevancy.RelevantCaptions).
+    """Random choice of captions without source weights (clipmill.train.data.relevancy.RelevantCaptions).
 
     Attributes:
         sha256: SHA-256 digest of everything that affects the draw.
@@ -348,14 +358,14 @@ class CaptionDraw(Protocol):
 
 
 class Captions:
-    """The captions of the rows of a table. Thread-safe.
+    """Annotations that choose a caption for each sample and add it. All methods are thread-safe.
 
     Args:
-        rows: Captions of each row.
-        texts: Stored texts of the manifest.
-        tokenize: Tokenizer of captions; None to add captions as text.
-        stored_text: Embeddings that samples get instead of captions; None to use captions.
-        relevant: Draw of captions by relevancy; None to draw only from the captions of the clip.
+        rows: Captions of the rows of the table.
+        texts: Stored texts of the captions of the manifest.
+        tokenize: Function that tokenizes captions; None for captions as text.
+        stored_text: Embeddings that replace captions; None for captions.
+        relevant: Random choice by relevancy; None to choose among the captions of the clip by source weights.
     """
 
     def __init__(
@@ -372,11 +382,11 @@ class Captions:
 
     @property
     def num_entries(self) -> int:
-        """Number of captions of all clips."""
+        """Number of entries: captions of all clips."""
         return self.rows.num_entries
 
     def visits_per_epoch(self, num_samples: int) -> float:
-        """Return the number of samples per epoch of training."""
+        """Return the number of samples in an epoch of training."""
         return num_samples
 
     def add(self, sample: Sample, request: "SampleRequest") -> None:
@@ -400,7 +410,7 @@ class Captions:
 
     def caption_id(self, entry: int) -> int:
         """Return the ID of an entry's caption in the manifest."""
-        return int(self.rows.caption_id[self.rows.of_entries(entry)])
+        return int(self.rows.caption_id[self.rows.captions_at(entry)])
 
     def text(self, row: int) -> str:
         """Return the text of the caption that an evaluation shows for a row."""
@@ -411,12 +421,12 @@ class Captions:
         return self.texts(np.array([entry]))[0]
 
     def texts(self, entries: NDArray[np.int64]) -> list[str]:
-        """Return the texts of the captions of these entries."""
-        return self.texts_at(self.rows.text_row[self.rows.of_entries(entries)])
+        """Return the texts of the captions at these entries."""
+        return self.texts_at(self.rows.text_row[self.rows.captions_at(entries)])
 
     def texts_at(self, text_rows: NDArray[np.integer]) -> list[str]:
-        """Return the texts at these rows of the stored captions."""
-        # Arrow's own `take` would first concatenate all chunks.
+        """Return the texts at these rows of the stored texts."""
+        # Arrow's `take` would first concatenate all chunks.
         return [str(self.stored_texts[row].as_py()) for row in text_rows.tolist()]
 
     def texts_of(self, row: int) -> list[str]:
@@ -429,26 +439,26 @@ class Captions:
             yield from self.texts(np.arange(begin, min(begin + _BLOCK, self.num_entries)))
 
     def first_entry(self, row: int) -> int:
-        """Return the entry of the caption that an evaluation shows for a row."""
+        """Return the entry of the caption that an evaluation uses for a row."""
         return int(self.rows.choice.first(np.array([row]))[0])
 
     def require_different_texts(self, *, split: str) -> None:
-        """Raise a UserError if all captions have the same text, so that a model could not tell clips apart."""
+        """Raise a UserError if all captions have the same text, because a model could not learn from them."""
         if self.rows.same_text is not None:
             raise UserError(
-                f"all {len(self.rows.caption_id):,} captions of split {split!r} are {self.rows.same_text!r:.60}: there "
-                "is nothing to tell apart",
+                f"all {len(self.rows.caption_id):,} captions of split {split!r} are {self.rows.same_text!r:.60}, so "
+                "they do not distinguish clips",
                 hint="use data whose captions differ; for a data folder, run prep manifest with other annotations",
             )
 
     def describe(self) -> list[str]:
-        """Report how many captions the tokenizer cuts, for the log."""
+        """Return a remark for the log on the captions that the tokenizer may cut."""
         return (
             []
             if self.tokenize is None
-            else [describe_cut(self.stored_texts, np.sort(self.rows.text_row), self.tokenize)]
+            else [describe_truncation(self.stored_texts, np.sort(self.rows.text_row), self.tokenize)]
         )
 
     def facts(self) -> tuple[Any, ...]:
-        """Return the values that affect the samples, for their fingerprint."""
+        """Return values for the fingerprint of the samples."""
         return () if self._relevant is None else (self._relevant.sha256,)

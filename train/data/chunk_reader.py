@@ -32,7 +32,7 @@ from clipmill.train.data.data_folder import ChunkSearch, ChunkTable, chunk_table
 from clipmill.train.data.frame_sampling import US_PER_S, to_seconds
 from clipmill.train.data.outcomes import FailedSample, SampleFailed, list_failures
 from clipmill.train.data.producers.chunk_clips import parts_of_split
-from clipmill.train.data.workers import Stuck, in_order
+from clipmill.train.data.workers import StuckResult, map_in_order
 
 if TYPE_CHECKING:
     import av
@@ -92,7 +92,7 @@ class Chunks:
 
     def __iter__(self) -> Generator[Chunk, None, None]:
         process = os.getpid()
-        loaded = in_order(
+        loaded = map_in_order(
             self._load,
             range(len(self)),
             num_threads=self._workers,
@@ -104,7 +104,7 @@ class Chunks:
                 yield outcome
                 require_process(process, what="chunks")
                 continue
-            if isinstance(outcome, Stuck):
+            if isinstance(outcome, StuckResult):
                 key = self._chunks.key(int(self._parts.chunk[number]))
                 outcome = FailedSample(number, key, "stuck", str(outcome))
             list_failures(self.failures, [outcome], max_failures=self._max_failures)

@@ -157,10 +157,10 @@ class ChunkSet:
         self.num_rows: int = self._variant.num_samples
         opened = open_shared(
             lambda: _open_chunks(self._variant, data_dir, split=split),
-            of=self.depends_on,
+            depends_on=self.depends_on,
             num_rows=self.num_rows,
             types=(_OpenedChunks, ChunkTable, DividedVideos),
-            column="chunks",
+            prefix="chunks",
         )
         self.video_ids: pa.Array = opened.video_ids
         self.table: ChunkTable = opened.table
@@ -522,7 +522,7 @@ class ClipReader(ThreadedReader):
         request = replace(request, sample=request.sample // self._repeats) if self._repeats > 1 else request
         row = request.sample
         first, last = int(self._first_chunk[row]), int(self._last_chunk[row])
-        key, rng = self.chunks.key(first), request.generator("frames", num_alike=self._num_same_frames)
+        key, rng = self.chunks.key(first), request.generator("frames", num_repeats=self._num_same_frames)
         begin_us, end_us, num_views = int(self._begin_us[row]), int(self._end_us[row]), self._shape.views.num_clips
         try:
             chunks = [self.chunks.times(chunk) for chunk in range(first, last + 1)]

@@ -1,10 +1,10 @@
-"""Classes of clips, from the label columns of captions, and files with class names.
+"""Classes of clips, which come from the label columns of captions, and files with the names of classes.
 
-The classes come from all captions of the training and evaluation splits, even if their videos are missing. An
-action of EPIC-KITCHENS-100 is a string "verb:noun" of two class numbers, and actions are sorted as strings: "0:10"
-comes before "0:2". Other classes are sorted as numbers if all are numbers, otherwise as strings.
+The classes of a label are collected from all captions of the training and evaluation splits, even from captions whose
+videos are missing. An action of EPIC-KITCHENS-100 is a string "verb:noun" of two class numbers, and actions are sorted
+as strings: "0:10" comes before "0:2". Other classes are sorted as numbers if all are numbers, otherwise as strings.
 
-Suffixes: R rows of the captions, L labels.
+Suffixes: R rows of the table of captions, L labels.
 """
 
 import re
@@ -33,11 +33,11 @@ _PAIR = re.compile(r"-?\d+:-?\d+")
 
 @dataclass(frozen=True)
 class ClassList:
-    """The classes of a label, in order.
+    """Classes of a label, in the order of their numbers.
 
     Attributes:
         label: Name of the label, as in the settings.
-        names: Name of each class; "verb:noun" for an action.
+        names: Names of the classes; "verb:noun" for actions.
     """
 
     label: str
@@ -48,7 +48,7 @@ class ClassList:
 
     @property
     def parts(self) -> dict[str, NDArray[np.int64]]:
-        """Verb and noun of each action; empty for other labels, and for actions with names of another form."""
+        """Verb class and noun class of each action; empty for other labels, and if a name is not "verb:noun"."""
         if self.label != ACTION or not all(map(_PAIR.fullmatch, self.names)):
             return {}
         pairs = np.array([name.split(":") for name in self.names], np.int64).reshape(-1, 2)
@@ -59,31 +59,32 @@ class ClassList:
         return {"label": self.label, "names": list(self.names)}
 
     def describe(self, label: NDArray[np.int64]) -> str:
-        """Report how many of the classes occur in samples with these labels (-1: none)."""
+        """Return a remark on how many of the classes occur in `label`, the class numbers of samples (-1 for none)."""
         return f"{len(np.unique(label[label >= 0])):,} of {count_noun(len(self), 'class', 'classes')} ({self.label})"
 
 
-def read_classes(*data_dirs: Path, label: str, splits: Collection[str], also: Collection[str] = ()) -> ClassList:
-    """Return the union of the classes in these splits of one or more data folders.
+def read_classes(*data_dirs: Path, label: str, splits: Collection[str], more_names: Collection[str] = ()) -> ClassList:
+    """Return all classes of a label in these splits of one or more data folders.
 
     Args:
-        also: Names of classes of other data.
+        more_names: Names of classes from other data, which are added.
 
     Raises:
         UserError: The captions of a folder do not have the label, or there are fewer than two classes.
     """
-    class_names = set(also)
+    class_names = set(more_names)
     for data_dir in data_dirs:
         captions, videos = read_captions(data_dir), read_videos(data_dir)
         is_selected = pa.array(is_in_splits(captions, videos, splits))
         source = f" of {data_dir}" if len(data_dirs) > 1 else ""
-        names = class_names_of(captions, label=label, of=source).filter(is_selected)
+        names = class_names_of(captions, label=label, source=source).filter(is_selected)
         class_names.update(pc.unique(names.drop_null()).to_pylist())
     if len(class_names) < 2:
         values = f"only the value {min(class_names)!r}" if class_names else "no value"
         raise UserError(
-            f"the data of split {' and '.join(sorted(set(splits)))} have {values} of {label!r}: nothing to tell apart",
-            hint="use a dataset with labels (see docs/classification.md), or another --label",
+            f"the data of split {' and '.join(sorted(set(splits)))} have {values} of {label!r}, and a classifier needs "
+            "at least two",
+            hint="use a dataset with labels (docs/classification.md), or a different --label",
             flags=("--label",),
         )
     are_numbers = all(name.removeprefix("-").isdecimal() for name in class_names)
@@ -91,35 +92,35 @@ def read_classes(*data_dirs: Path, label: str, splits: Collection[str], also: Co
 
 
 def class_labels(schema: pa.Schema) -> tuple[str, ...]:
-    """Return the labels that are usable as classes: labels that are not lists, and `action` for verbs and nouns."""
+    """Return the labels that can be used as classes: labels that are not lists, and `action` for verbs and nouns."""
     columns = [field.name for field in schema if field.name.startswith(_PREFIX) and not pa.types.is_nested(field.type)]
     action = [ACTION] if _has_pairs(schema) else []
     return (*(name.removeprefix(_PREFIX) for name in columns), *action)
 
 
 def _has_pairs(schema: pa.Schema) -> bool:
-    """Return True if captions have class numbers of verbs and nouns, as in EPIC-KITCHENS-100, and no label `action`."""
+    """Return True if actions are pairs: captions have class numbers of verbs and nouns, but no label `action`."""
     are_numbers = all(name in schema.names and pa.types.is_integer(schema.field(name).type) for name in (_VERB, _NOUN))
     return are_numbers and f"{_PREFIX}{ACTION}" not in schema.names
 
 
 def proposed_label(labels: Sequence[str]) -> str:
-    """Return the label to propose: `action`, for which verbs and nouns are also scored; otherwise the first label."""
+    """Return the label to propose: `action` if possible, because verbs and nouns are then scored too; or the first."""
     return ACTION if ACTION in labels else labels[0]
 
 
 def list_labels(labels: Sequence[str]) -> str:
-    """List labels, with a proposal, for hints."""
+    """Return a list of labels with a proposal, as text for a hint."""
     if not labels:
         return "none; see docs/classification.md for datasets with labels"
     return f"{', '.join(labels)}; for example --label {proposed_label(labels)}"
 
 
-def class_names_of(captions: pa.Table, *, label: str, of: str = "") -> pa.ChunkedArray:
+def class_names_of(captions: pa.Table, *, label: str, source: str = "") -> pa.ChunkedArray:
     """Return the name of each caption's class; null for captions without a class.
 
     Args:
-        of: Suffix that identifies the source of the captions in the error message: " of FOLDER".
+        source: Suffix that identifies the captions in the error message, such as " of FOLDER".
 
     Raises:
         UserError: The label does not exist, or a caption may have several values for it.
@@ -129,36 +130,36 @@ def class_names_of(captions: pa.Table, *, label: str, of: str = "") -> pa.Chunke
     for name in columns:
         if name not in captions.column_names:
             raise UserError(
-                f"the captions{of} have no column {name} (asked for as label {label!r})",
-                hint=f"available labels: {list_labels(class_labels(captions.schema))}",
+                f"the captions{source} have no column {name}, which label {label!r} needs",
+                hint=f"use an available label: {list_labels(class_labels(captions.schema))}",
                 flags=("--label",),
             )
         if pa.types.is_nested(captions[name].type):
             raise UserError(
-                f"captions can have several {label}, which cannot be a class",
-                hint=f"available labels: {list_labels(class_labels(captions.schema))}",
+                f"a caption can have several values of {label!r}, so they cannot be classes",
+                hint=f"use an available label: {list_labels(class_labels(captions.schema))}",
             )
     texts = [captions[name].cast(pa.string()) for name in columns]
     return pc.binary_join_element_wise(*texts, ":") if is_pair else texts[0]
 
 
 def class_numbers_of(names: pa.ChunkedArray, classes: ClassList) -> NDArray[np.int64]:
-    """Return the class number of each name, int64; -1 if the name is null or unknown."""
+    """Return the class number of each name, int64; -1 for null and for unknown names."""
     numbers = pc.index_in(names, value_set=pa.array(classes.names))
     return pc.fill_null(numbers, -1).to_numpy().astype(np.int64)
 
 
 @dataclass(frozen=True)
 class LabelledRows:
-    """The captions of a split that have at least one of the labels.
+    """Captions of a split whose class is in at least one class list.
 
     Attributes:
-        row: Rows in the table of captions, ascending, int64 [R].
-        label: Class number in each class list, int64 [R, L]; -1 if the caption has no class from the list.
+        row: Rows of the captions in the table, ascending, int64 [R].
+        label: Class number in each class list, int64 [R, L]; -1 if the list does not contain the caption's class.
         num_captions: Number of captions of the split, with or without labels.
         num_unlabelled: Number of captions without any of the labels.
-        num_other_classes: Number of captions with labels, but without any of the classes.
-        other_classes: Some names of other classes and of the classes, if no caption has any of the classes; otherwise
+        num_other_classes: Number of captions with a label whose class is in none of the lists.
+        other_classes: Suffix for a remark with some names of classes, if no caption has a class in a list; otherwise
             ''.
     """
 
@@ -170,7 +171,7 @@ class LabelledRows:
     other_classes: str = ""
 
     def remarks(self) -> list[str]:
-        """Return remarks on excluded captions, by reason."""
+        """Return remarks on omitted captions, by reason."""
         counts = {
             f"{self.num_unlabelled:,} without label": self.num_unlabelled,
             f"{self.num_other_classes:,} of other classes{self.other_classes}": self.num_other_classes,
@@ -179,10 +180,13 @@ class LabelledRows:
 
 
 def labelled_rows(captions: pa.Table, *, is_of_split: NDArray[np.bool_], classes: Sequence[ClassList]) -> LabelledRows:
-    """Find the labelled captions of a split and number their classes.
+    """Return the labelled captions of a split, with the numbers of their classes.
+
+    Args:
+        is_of_split: Mask of the captions that belong to the split.
 
     Raises:
-        UserError: The captions lack a label, or may have several values for it.
+        UserError: The captions lack a label, or a caption can have several values for it.
     """
     rows = np.flatnonzero(is_of_split)
     label_RL = np.empty((len(rows), len(classes)), np.int64)
@@ -213,14 +217,14 @@ def _some_names(names: Sequence[str]) -> str:
 
 Names = tuple[tuple[str, ...], ...]
 _TABLE, _UNUSED = ("id", "key"), ("instances", "category")
-_FORMS = "give EPIC_100_verb_classes.csv as it was published (id,key,instances,category), or one class name per line"
-# A first line of several words that include one of these words is a header, not a class name.
+_FORMAT_HINT = "use the published EPIC_100_verb_classes.csv (id,key,instances,category), or one class name per line"
+# If the first line has several words, and one of them is in this set, it is a header and not a class name.
 _HEADER_WORDS = frozenset({"id", "key", "name", "label", "class", "category", "index", "class_id", "class_name"})
 _WORD = re.compile(r"\w+")
 
 
 def read_class_file(path: Path) -> Names:
-    """Return the names of each class, which may have several.
+    """Return the names of each class from a file with one class per line. A class may have several names.
 
     Raises:
         UserError: The file cannot be read, is empty, is a table with other columns, or contains a name twice.
@@ -232,26 +236,32 @@ def read_class_file(path: Path) -> Names:
     if set(_TABLE) <= set(header) <= {*_TABLE, *_UNUSED}:
         classes = _names_of_table(path)
     elif path.suffix.lower() == ".csv" or is_header:
-        raise UserError(f"{path} begins with the line {on_one_line(lines[0]) if lines else ''!r}", hint=_FORMS)
+        first_line = on_one_line(lines[0]) if lines else ""
+        raise UserError(f"{path} is not a list of classes: it begins with the line {first_line!r}", hint=_FORMAT_HINT)
     else:
         classes = tuple(tuple(name.strip() for name in line.split("|") if name.strip()) for line in lines)
     names = [name for names_of_class in classes for name in names_of_class]
     if not all(classes) or not names:
-        raise UserError(f"{path} has a line without a name", hint="one class per line, its names separated by |")
+        raise UserError(f"{path} has a line without a name", hint="write one class per line, with | between its names")
     if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"{path} has {twice!r} twice", hint="a name belongs to one class")
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"{path} contains {repeated!r} twice", hint="use each name for only one class")
     return classes
 
 
 def require_names(classes: NDArray[np.integer], names: Sequence[object], *, path: Path, label: str) -> None:
-    """Raise a UserError if a label's class number has no name, because the file is incomplete or for another label."""
+    """Raise a UserError if a class number has no name, because a file is incomplete or belongs to another label.
+
+    Args:
+        classes: Class numbers of the label.
+        names: Names from the file at `path`, in the order of class numbers.
+    """
     largest = int(classes.max(initial=-1))
     if largest >= len(names):
         raise UserError(
-            f"{path} names {count_noun(len(names), 'class', 'classes')}, numbered from 0, and the captions "
+            f"{path} names {count_noun(len(names), 'class', 'classes')}, numbered from 0, but the captions "
             f"have {label} {largest}",
-            hint="give the names of all classes of this label, in the order of their numbers",
+            hint="use a file with all classes of this label, in the order of their numbers",
         )
 
 
@@ -260,13 +270,13 @@ def _names_of_table(path: Path) -> Names:
     for row in read_csv(path, required=_TABLE):
         number = row.values.get("id", "").strip()
         if row.fault is not None or not re.fullmatch(r"\d{1,9}", number) or int(number) in key_of:
-            fault = row.fault or f"id is {number!r}, expected a number that no other row has"
-            raise UserError(f"{path}, row {row.number}: {fault}", hint="give the file as it was published")
+            fault = row.fault or f"id is {number!r}, not a unique number"
+            raise UserError(f"{path}, row {row.number}: {fault}", hint="use the published file")
         key_of[int(number)] = row.values["key"].strip()
     missing = next((number for number in range(len(key_of)) if number not in key_of), None)
     if missing is not None:
         raise UserError(
-            f"{path} has {count_noun(len(key_of), 'row')}, and none with id {missing}",
-            hint="give the file as it was published",
+            f"{path} has {count_noun(len(key_of), 'row')}, but none with id {missing}",
+            hint="use the published file",
         )
     return tuple((key_of[number],) if key_of[number] else () for number in range(len(key_of)))

@@ -304,10 +304,10 @@ class Selection:
             mark = selection_mark(chunk_where.text, data_dir, tars=tars)
             self.chunks = open_shared(
                 lambda: selected_chunks(chunk_where, data_dir, **chunks._asdict()),
-                of=("selection", depends_on, *mark),
+                depends_on=("selection", depends_on, *mark),
                 num_rows=self._num_chunks,
                 types=(),
-                column="selection",
+                prefix="selection",
             )
             self._require(chunk_where, int(self.chunks.sum()), self._num_chunks, "chunk")
 

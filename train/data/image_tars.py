@@ -31,7 +31,7 @@ from clipmill.shards.tars import LocalTars
 from clipmill.train.data.clip_frames import ClipShape
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.node_cache import choose_folder, open_shared
-from clipmill.train.data.outcomes import LeftOut
+from clipmill.train.data.outcomes import OmittedItems
 from clipmill.train.data.remote import copy_name, held_copy, local_copy, open_cache
 from clipmill.train.data.tar_samples import (
     MAX_TEXT_BYTES,
@@ -43,7 +43,7 @@ from clipmill.train.data.tar_samples import (
     expand,
     samples_of,
 )
-from clipmill.train.data.workers import Stuck, in_order
+from clipmill.train.data.workers import StuckResult, map_in_order
 
 # A sample's image is its first member in this order of extensions, which open_clip also uses.
 EXTENSIONS = ("jpg", "png", "jpeg", "webp")
@@ -63,7 +63,7 @@ class TarIndex:
         keys: Key of each sample.
         captions, classes: Caption and class of each sample; '' if missing.
         offset, size: Offset and size of each image in the tar, in bytes, int64 [R].
-        left_out: Samples without a readable image: reason, number of samples, and key of the first sample (`LeftOut`).
+        left_out: Samples without a readable image, by reason (`OmittedItems.as_list`).
         first_video: Key of the first sample that has a video; '' if there is none.
         damage: Reason why the tar cannot be read to its end; '' if it is intact.
         order_sha256, content_sha256: SHA-256 hashes of keys and sizes, and of captions and classes.
@@ -106,11 +106,11 @@ class ImageTars:
         self.indexes: list[TarIndex] = []
         with Activity(f"looking for the images in {count_noun(len(tars), 'tar')}") as activity:
             add = activity.adder(len(tars), unit="tar")
-            done = in_order(
+            done = map_in_order(
                 self._index, tars, num_threads=_NUM_AT_ONCE, num_ahead=2 * _NUM_AT_ONCE, stuck_after_s=_INDEX_TIMEOUT_S
             )
             for tar, index in done:
-                if isinstance(index, Stuck):
+                if isinstance(index, StuckResult):
                     raise UserError(f"{tar}: {index}", hint="check whether its storage answers")
                 self.indexes.append(index)
                 add(1)
@@ -166,10 +166,10 @@ class ImageTars:
 
             return open_shared(
                 make,
-                of=("images", self._label, version, size_bytes),
+                depends_on=("images", self._label, version, size_bytes),
                 num_rows=size_bytes // _BYTES_PER_ROW,
                 types=(TarIndex,),
-                column="images",
+                prefix="images",
             )
         except OSError as error:
             raise UserError(f"{tar} cannot be read: {error}", hint="repair it, or omit it") from error
@@ -197,7 +197,7 @@ def index_tar(tar: str, path: Path, *, label: str = LABEL) -> TarIndex:
     captions: list[str] = []
     classes: list[str] = []
     locations: list[tuple[int, int]] = []
-    left_out = LeftOut()
+    left_out = OmittedItems()
     first_video, damage = "", ""
     for sample in samples_of(tar, path, limits=_LIMITS):
         if isinstance(sample, Unreadable):

@@ -1,12 +1,12 @@
-"""`Loader`: batches of samples for one rank, with a fixed order, reported failures, and exact resumption.
+"""`Loader`: batches of samples for one rank, in a reproducible order, with reported failures and exact resumption.
 
-The loader accesses rows only by index. Rows belong to a `SampleTable` (clipmill.train.data.samples), and a reader turns
-rows into samples: threads decode clips and images (clipmill.train.data.workers), latents are copied from mapped files,
-and a stream is read sequentially.
+The loader knows samples only by their indices. They are rows of a `SampleTable` (clipmill.train.data.samples), and a
+reader turns rows into samples: threads decode clips and images (clipmill.train.data.workers), latents are copied from
+mapped files, and a stream is read sequentially.
 
-Training follows the endless order of clipmill.train.data.order; its state is a cursor in this order. If a sample fails,
-it is reported with the batch, and the next sample in order replaces it. Therefore the same failures result in the same
-batches (clipmill.train.data.outcomes).
+Training follows the endless order of clipmill.train.data.order, and the loader's state is a cursor in this order. If a
+sample fails, the failure is reported with the batch, and the next sample in order takes its place, so the same failures
+always result in the same batches (clipmill.train.data.outcomes).
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -24,25 +24,31 @@ from clipmill.train.data.order import SEPARATOR, Cursor, LoaderState, SampleOrde
 from clipmill.train.data.outcomes import BatchBuilder, LoadedBatch
 from clipmill.train.device.random import Positions, generator
 
-# Number of positions that are computed at a time. The first blocks are small, so that the first batch is ready early.
+# Numbers of positions in a block: the first blocks are small, so that the first batch is ready early.
 _FIRST_BLOCK, _GROWTH, _BLOCK = 64, 8, 4096
 
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """A sample to load for one position of the order. Without a seed, as in evaluation, it has no random choices."""
+    """Request for the sample at a position of the order.
+
+    Attributes:
+        sample: Index of the sample.
+        position: Position in the order.
+        seed: Seed of random choices; None in an evaluation, which makes none.
+    """
 
     sample: int
     position: int
     seed: int | None
 
-    def generator(self, purpose: str, *, num_alike: int = 1) -> np.random.Generator | None:
-        """Return the generator of random draws for a purpose; None in an evaluation.
+    def generator(self, purpose: str, *, num_repeats: int = 1) -> np.random.Generator | None:
+        """Return the random number generator for a purpose; None in an evaluation.
 
         Args:
-            num_alike: Number of consecutive positions that draw the same numbers.
+            num_repeats: Number of consecutive positions that draw the same numbers.
         """
-        first = self.position - self.position % num_alike
+        first = self.position - self.position % num_repeats
         return None if self.seed is None else generator(first, seed=self.seed, purpose=purpose)
 
 
@@ -50,9 +56,9 @@ class Block(NamedTuple):
     """Samples to load, in order.
 
     Attributes:
-        samples: Indices of the samples, int64 [N]; -1 for an empty position in the order.
-        positions: Positions in the order, int64 [N]; in an evaluation, the indices of the samples.
-        seed: Seed of random draws; None in an evaluation.
+        samples: Indices of the samples, int64 [N]; -1 for an empty position of the order.
+        positions: Positions in the order, int64 [N]; in an evaluation, the same as `samples`.
+        seed: Seed of random choices; None in an evaluation.
     """
 
     samples: NDArray[np.int64]
@@ -66,11 +72,15 @@ class LoaderSettings:
 
     Attributes:
         batch: Number of samples in this rank's batch.
+        num_threads: Number of threads that load samples.
         num_ahead: Maximum number of samples that are loaded, or being loaded, ahead of the caller.
+        seed: Seed of the order and of random choices.
         group: Number of consecutive samples that are loaded together.
-        stuck_after_s: Time after which a sample that is still being loaded counts as failed, seconds.
-        pin: Put batches into pinned memory, for copies to a GPU.
-        can_keep: Never overwrite a batch in use. Otherwise, each batch overwrites the second batch before it.
+        rank, num_ranks: Index of this rank, and number of ranks.
+        stuck_after_s: Time limit for loading a sample, seconds. A sample that takes longer has failed.
+        pin: True to store batches in pinned memory, for copies to a GPU.
+        can_keep: True to never overwrite a batch in use. Otherwise, a batch is overwritten by the second batch after
+            it.
     """
 
     batch: int = 32
@@ -90,12 +100,12 @@ class LoaderSettings:
 
     @property
     def share(self) -> Share:
-        """The positions of this rank."""
+        """Positions of this rank."""
         return Share(self.rank, self.num_ranks, self.group)
 
 
 class Rows(Protocol):
-    """Properties of the samples that a `Loader` needs, in addition to a reader."""
+    """Properties of a set of samples that a `Loader` needs."""
 
     @property
     def fingerprint(self) -> str:
@@ -106,21 +116,21 @@ class Rows(Protocol):
         """Number of samples; None if unknown, as in a stream."""
 
     def describe(self) -> str:
-        """Return a line for the log: the content of the set, and omitted samples with reasons."""
+        """Return a line for the log: contents of the set, and omitted samples with reasons."""
 
 
 class Reader(Protocol):
     """Reader that turns rows into samples."""
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[Any]:
-        """Return the samples or failures of the blocks, in order, loaded ahead; None for an empty position."""
+        """Return the samples or failures of the blocks, in order; None for an empty position. Samples load ahead."""
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[Any]], Batch]:
-        """Return the function that collates samples into batches, for one iteration."""
+        """Return a function that collates samples into batches. Each iteration uses a new function."""
 
 
 class TrainingSet(Protocol):
-    """Batches of samples, with the interface that the training loop and evaluations use."""
+    """Set of samples with the interface that the training loop and evaluations use."""
 
     @property
     def fingerprint(self) -> str:
@@ -132,19 +142,19 @@ class TrainingSet(Protocol):
 
     @property
     def visits_per_epoch(self) -> float | None:
-        """Number of samples per epoch of training; None if unknown."""
+        """Number of samples in an epoch of training; None if unknown."""
 
     def describe(self) -> str:
-        """Return a line for the log: content of the set, and omitted samples with reasons."""
+        """Return a line for the log: contents of the set, and omitted samples with reasons."""
 
     def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
         """Yield endless batches in training order; raise TooManyFailures after more than `max_failures` failures."""
 
     def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
-        """Yield this rank's share of every `every`-th sample, once, in order. The last batch may be smaller."""
+        """Yield batches of this rank's share of samples 0, `every`, 2 * `every`, ...; the last batch may be smaller."""
 
     def load_state_dict(self, *states: LoaderState) -> None:
-        """Resume `batches` from the states of all ranks; raise UserError if they do not match the set."""
+        """Resume `batches` from the states of all ranks; raise UserError if they belong to a different set."""
 
 
 class Order(Protocol):
@@ -155,18 +165,18 @@ class Order(Protocol):
 
 
 class Loader:
-    """Batches of a table's samples, made by a reader.
+    """Loader of batches for training and evaluation.
 
     Args:
-        rows: Properties of the samples.
+        rows: Set of samples.
         reader: Reader of the samples.
-        loading: Settings for batches, and this rank's share.
-        order: Training order. By default, the order is shuffled by the seed, or the order of arrival if the number of
-            samples is unknown.
+        loading: Settings for loading and batching.
+        order: Training order. Default: an order that is shuffled with the seed, or the order of arrival if the number
+            of samples is unknown.
 
     Attributes:
-        reader, loading: Arguments of these names.
-        cursor: Position up to which batches have been used.
+        reader, loading: See the arguments of the same names.
+        cursor: Positions of the order that have been used.
     """
 
     def __init__(self, rows: Rows, reader: Reader, loading: LoaderSettings, *, order: Order | None = None) -> None:
@@ -177,7 +187,7 @@ class Loader:
         self._order = order
 
     def batches(self, *, position: int | None = None, max_failures: int = 100) -> Generator[LoadedBatch, None, None]:
-        """Yield endless batches in training order, from `position` on; by default from the cursor.
+        """Yield endless batches in training order, starting at `position`, or at the cursor if it is None.
 
         Raises:
             TooManyFailures: More than `max_failures` samples failed.
@@ -191,10 +201,13 @@ class Loader:
             yield builder.take(self.cursor)
 
     def evaluation_batches(self, *, every: int = 1, begin: int = 0) -> Iterator[LoadedBatch]:
-        """Yield this rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty.
+        """Yield batches of this rank's share of every `every`-th sample, in order. The last batch may be smaller.
+
+        The last batch may even be empty, if samples have failed since the previous batch.
 
         Args:
-            begin: Position to start at: 0, or the position of the cursor after a batch.
+            every: Step between samples.
+            begin: First position: 0, or the position of the cursor after a batch.
         """
         builder, num_samples = self._builder(None), self._rows.num_samples
         first, step = begin + self.loading.rank * every, self.loading.num_ranks * every
@@ -206,52 +219,52 @@ class Loader:
             yield builder.take(Cursor(begin + builder.num_taken * step if num_samples is None else num_samples))
 
     def outcomes(self, samples: Iterable[int]) -> Iterator[Any]:
-        """Return each of `samples` as in an evaluation, or its failure, in order. Samples are loaded ahead."""
+        """Return samples as in an evaluation, or their failures, in the given order. Samples are loaded ahead."""
         return self.reader.outcomes(_evaluation_blocks(samples), self.loading)
 
     def state_dict(self) -> LoaderState:
-        """Return the state after the batches used so far. It is identical on all ranks unless a sample has failed."""
+        """Return the state after the last batch. It is the same on all ranks unless a sample has failed."""
         position, ahead = self.cursor
         return LoaderState(position=position, ahead=list(ahead), seed=self.loading.seed, samples=self._rows.fingerprint)
 
     def load_state_dict(self, *states: LoaderState) -> None:
-        """Resume from the states of all ranks, even if the batch size or the number of ranks has changed.
+        """Resume from the states of all ranks. The batch size and the number of ranks may differ.
 
-        A single state is enough if no sample had failed, or if there was only one rank.
+        A single state is enough if no sample had failed or if there was only one rank.
 
         Raises:
-            UserError: The states belong to a different sample set or seed, or to different steps.
+            UserError: The states belong to a different set of samples or seed, or were saved after different steps.
         """
         order, _, content = self._rows.fingerprint.partition(SEPARATOR)
         for state in states:
             old_order, _, old_content = state["samples"].partition(SEPARATOR)
             if old_order == order and old_content != content:
                 raise UserError(
-                    "the captions differ in text or source from the captions of the state; here are "
+                    "texts or sources of captions have changed since the state was saved; the data are now: "
                     f"{self._rows.describe()}",
                     hint=f"resume with the original captions, or {NEW_RUN}",
                 )
             if old_order != order or state["seed"] != self.loading.seed:
                 raise UserError(
                     "the loader's state belongs to other samples: the data, their selection or their mixture have "
-                    f"changed; here are {self._rows.describe()}"
+                    f"changed; the data are now: {self._rows.describe()}"
                     if old_order != order
-                    else f"the loader's state has seed {state['seed']}, and this loader has seed {self.loading.seed}",
-                    hint="resume with the data (of a mixture, the same folders in the same order), split, --where, "
-                    f"segment and seed that the run was started with, or {NEW_RUN}",
+                    else f"the loader's state has seed {state['seed']}, but this loader has seed {self.loading.seed}",
+                    hint="resume with the data (for a mixture, the same folders in the same order), split, --where, "
+                    f"segment and seed with which the run was started, or {NEW_RUN}",
                 )
         try:
             self.cursor = merge_cursors([Cursor(state["position"], tuple(state["ahead"])) for state in states])
         except ValueError as error:
             raise UserError(
-                f"the loader's states are of different steps: {error}", hint="give the states of one step"
+                f"the loader's states were saved after different steps: {error}", hint="pass the states of one step"
             ) from error
 
     def _builder(self, max_failures: int | None) -> BatchBuilder:
         return BatchBuilder(self.loading.batch, self.reader.collate(self.loading), max_failures=max_failures)
 
     def _training_blocks(self, begin: Cursor) -> Iterator[Block]:
-        """Yield this rank's positions from `begin` on, with their samples."""
+        """Yield this rank's positions and their samples, starting at a cursor."""
         taken, size, share = 0, _FIRST_BLOCK, self.loading.share
         while True:
             positions = begin.positions(taken, size, share)
@@ -267,6 +280,6 @@ def _evaluation_blocks(samples: Iterable[int]) -> Iterator[Block]:
             numbers = np.arange(part.start, part.stop, part.step)
             yield Block(numbers, numbers, None)
         return
-    for sample in samples:  # one at a time, because their number may be unknown
+    for sample in samples:  # one sample per block, because the iterable may be endless
         number = np.array([sample])
         yield Block(number, number, None)

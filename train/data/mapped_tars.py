@@ -41,7 +41,7 @@ from clipmill.shards.opening import Damaged, DamagedIndex, open_regular
 from clipmill.shards.reader import Variant
 from clipmill.train.data.outcomes import Reason
 from clipmill.train.data.remote import RemoteTars, cache_unusable, is_local
-from clipmill.train.data.workers import Stuck
+from clipmill.train.data.workers import StuckResult
 
 _UNKNOWN, _GOOD = 0, 1
 
@@ -239,7 +239,7 @@ class VerifiedMembers:
             problem = Problem("shard_unreadable", f"{self._where(number)} cannot be read: {error.strerror or error}")
         return self._record(member, problem)
 
-    def give_up(self, member: int, stuck: Stuck) -> Problem:
+    def give_up(self, member: int, stuck: StuckResult) -> Problem:
         """Record that a member was not loaded in time. Later requests for it fail at once instead of waiting."""
         number, _ = self._tars.locate(self._payload(member).place)
         return self._record(member, Problem("stuck", f"{self._where(number)} were not read within {stuck.after_s:g} s"))

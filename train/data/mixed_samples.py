@@ -415,7 +415,7 @@ class MixedReader(ThreadedReader):
         folder, number = self._locate(sample)
         return str(self._readers[folder].key(number))
 
-    def place(self, sample: int) -> str:
+    def folder_suffix(self, sample: int) -> str:
         """Return the data folder of a sample, as a suffix for messages."""
         return f" (data folder {self._addresses[self._locate(sample)[0]]})"
 

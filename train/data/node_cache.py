@@ -1,13 +1,13 @@
-"""Arrays that all ranks of a machine share: one rank computes them and writes a file, and all ranks map the file.
+"""Cache for results that all ranks of a machine share: one rank computes a result and writes a file, all ranks map it.
 
-Opening a set of millions of samples sorts and searches arrays with as many rows. If every rank did this, time and
-memory use would multiply. Therefore the first rank computes the result under a lock, and publishes it in the `--cache`
-folder or the user's cache folder. The other ranks, and later runs on the same data, map the result. A result's name is
-a hash of everything that affects it: commits, manifest, split, settings, and the format. A result is an Arrow file with
-a checksum; a damaged file is rebuilt.
+Millions of samples cannot be opened without sorting and searching arrays of as many rows. If every rank did this, the
+machine would need a multiple of the time and memory. Therefore the first rank computes the result under a lock, and
+publishes it in the `--cache` folder or the user's cache folder. The other ranks, and later runs on the same data, map
+the file. Its name contains a hash of everything that affects the result: commits, manifest, split, settings, and the
+format version. The file is an Arrow file with a checksum, and is rebuilt if it is damaged.
 
-Small sets are computed by every rank, without a file. If the folder is not writable, every rank also computes large
-sets, with a warning on standard error. The folder holds at most `_MAX_BYTES`; the least recently used results are
+Small results are computed by every rank, without a file. If the folder is not writable, every rank also computes large
+results, with a warning on standard error. The folder holds at most `_MAX_BYTES`; the least recently used files are
 removed first.
 """
 
@@ -37,10 +37,10 @@ from clipmill.manifests.publish import publish_atomically
 from clipmill.manifests.storage.cache import evict, files_in
 
 FOLDER = "opened"
-MIN_ROWS = 200_000  # minimum size of a shared set; smaller sets take less than a second, and a few megabytes
-SCRATCH_BYTES = 32 << 20  # minimum size of an array in a file; smaller arrays are cheaper in memory
-_MAX_BYTES = 64 << 30
-_FORMAT = 4  # version; increment it whenever any `compute` returns different results for the same data
+MIN_ROWS = 200_000  # minimum size of a shared result; smaller results take less than a second and a few megabytes
+SCRATCH_BYTES = 32 << 20  # minimum size of an array that is backed by a file; smaller arrays are cheaper in memory
+_MAX_BYTES = 64 << 30  # maximum size of the folder
+_FORMAT = 4  # format version; increment it if any `compute` function returns different results for the same data
 _STRUCTURE = b"clipmill_structure"
 _CHECKSUM_BYTES = 4
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -49,31 +49,36 @@ _chosen: Path | None = None
 
 
 def choose_folder(folder: Path | None) -> None:
-    """Set the cache folder of this process (`--cache`); None keeps the current choice, by default the user's cache."""
+    """Set the cache folder of this process (`--cache`); None keeps the current folder, initially the user's cache."""
     global _chosen
     _chosen = folder or _chosen
 
 
 def open_shared(
-    compute: Callable[[], _T], *, of: Sequence[object], num_rows: int, types: Sequence[type], column: str = "set"
+    compute: Callable[[], _T],
+    *,
+    depends_on: Sequence[object],
+    num_rows: int,
+    types: Sequence[type],
+    prefix: str = "set",
 ) -> _T:
-    """Return the result of `compute`; if it has many rows, its arrays are mapped read-only.
+    """Return the result of `compute`. If it has many rows, it comes from the cache, with read-only mapped arrays.
 
     Args:
-        compute: Function that returns frozen dataclasses, tuples, lists, dicts with names, numbers, strings and
-            fractions, NumPy arrays, and Arrow string arrays without nulls.
-        of: Everything that affects the result, in a form whose `repr` identifies it.
+        compute: Function whose result consists of frozen dataclasses, tuples, lists, dicts with string keys, numbers,
+            strings, fractions, NumPy arrays, and Arrow string arrays without nulls.
+        depends_on: Values whose `repr` identifies everything that affects the result.
         num_rows: Approximate number of rows of the result.
-        types: Dataclasses in the result.
-        column: Prefix of the file name.
+        types: Dataclasses that the result contains.
+        prefix: Prefix of the file name.
     """
     if num_rows < MIN_ROWS:
         return compute()
-    key = hashlib.sha256(repr([_FORMAT, *of]).encode()).hexdigest()[:32]
+    key = hashlib.sha256(repr([_FORMAT, *depends_on]).encode()).hexdigest()[:32]
     by_name = {kind.__name__: kind for kind in types}
     with ExitStack() as held:
         try:
-            path = _folder() / f"{column}-{key}"
+            path = _folder() / f"{prefix}-{key}"
             held.enter_context(hold_lock(path.with_name(f".{key}.lock")))
             opened = _open(path, by_name)
         except OSError as error:
@@ -85,8 +90,8 @@ def open_shared(
         try:
             with publish_atomically(path) as temporary:
                 _write(computed, temporary)
-            _mark_of(path).write_text(_state(path))  # the checksum was computed from the written bytes
-            # Remove the least recently used results. A process that maps a result can still use it.
+            _mark_of(path).write_text(_state(path))  # no check is needed: the checksum was computed from these bytes
+            # Remove the least recently used files. A process that maps a removed file can still use it.
             files = files_in(path.parent)
             results = {file: state for file, state in files.items() if file != path and not file.name.startswith(".")}
             evict(results, excess_bytes=sum(state.st_size for state in files.values()) - _MAX_BYTES, are_locked=False)
@@ -96,7 +101,7 @@ def open_shared(
         if opened is None:
             return computed
         del computed
-        # Return the memory of the computation to the system; Arrow and the C library would otherwise keep it.
+        # Return the memory of the computation to the system, because Arrow and the C library would keep it.
         pa.default_memory_pool().release_unused()
         with suppress(AttributeError, OSError):  # only glibc has this function
             ctypes.CDLL(None).malloc_trim(0)
@@ -110,7 +115,7 @@ def _warn(error: OSError) -> None:
 def scratch(count: int, kind: Any) -> NDArray[Any]:
     """Return an uninitialised array. A large array is backed by an unnamed temporary file instead of memory.
 
-    Code that computes shared arrays collects its rows in such arrays, whose pages the kernel can write to disk.
+    Functions that compute large results collect rows in such arrays, because the kernel can write their pages to disk.
     """
     size_bytes = count * np.dtype(kind).itemsize
     if size_bytes < SCRATCH_BYTES:
@@ -130,7 +135,7 @@ def index_type(count: int) -> type[np.int32 | np.int64]:
 
 
 class Rows:
-    """Array in `scratch` memory to which values can be appended, at most `limit` of them."""
+    """Array from `scratch` to which up to `limit` values can be appended."""
 
     def __init__(self, limit: int, kind: Any) -> None:
         self._array, self._count = scratch(limit, kind), 0
@@ -204,12 +209,12 @@ def _encode_parts(parts: Iterable[tuple[Any, Any]], name: str, columns: dict[str
 
 
 def _open(path: Path, types: dict[str, type]) -> Any:
-    """Map the result in a file; return None if the file is missing or damaged. Damage is reported."""
+    """Map the result in a file; return None if the file is missing or, with a warning, if it is damaged."""
     try:
         with map_arrow_file(path) as mapped:
             content = mapped.read_buffer()
         end = max(content.size - _CHECKSUM_BYTES, 0)
-        # The checksum is verified once after each boot of the machine and after each change of the file.
+        # Verify the checksum only once after each boot of the machine and after each change of the file.
         mark, every_byte = _mark_of(path), memoryview(content)
         is_verified = mark.exists() and mark.read_text() == _state(path)
         if not is_verified and zlib.crc32(every_byte[:end]) != int.from_bytes(every_byte[end:], "little"):
@@ -222,18 +227,18 @@ def _open(path: Path, types: dict[str, type]) -> Any:
     except FileNotFoundError:
         return None
     except (pa.ArrowInvalid, ValueError):
-        sys.stderr.write(f"warning: {path} is damaged, and is rebuilt\n")
+        sys.stderr.write(f"warning: {path} is damaged and will be rebuilt\n")
         return None
     return _decode(json.loads(reader.schema.metadata[_STRUCTURE]), batch, types)
 
 
 def _mark_of(path: Path) -> Path:
-    """Return the path of the file that records the state of `path` at its last verification."""
+    """Return the path of the file that records the state of `path` at the last verification."""
     return path.with_name(f".{path.name}.verified")
 
 
 def _state(path: Path) -> str:
-    """Return the machine's boot ID, and the inode, size and time of a file; a change of content changes one of them."""
+    """Return a text that changes with the content of a file or a reboot: boot ID, inode, size, modification time."""
     state = path.stat()
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else str(time.monotonic_ns())
     return f"{boot} {state.st_ino} {state.st_size} {state.st_mtime_ns}"

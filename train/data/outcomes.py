@@ -1,14 +1,14 @@
-"""Outcomes of loading a sample: a sample for a batch, or a failure with the key of the sample and a reason.
+"""Outcomes of loading a sample: the sample, or a failure with the sample's key and a reason; and their batches.
 
-Life cycle of a failed sample, which answers the question "Why was this sample skipped?":
+The life cycle of a failed sample answers the question "Why was this sample skipped?":
 
 1. Reading, verifying or decoding raises `SampleFailed` with the chunk's key, a reason and a detail.
 2. The reader returns a `FailedSample`. It does the same for a sample that is not ready in time ("stuck").
-3. The next sample in order fills the batch, and `LoadedBatch.failed` contains the failure. If there are more failures
-   than `max_failures`, `TooManyFailures` is raised instead.
+3. The next sample in order takes its place in the batch, and `LoadedBatch.failed` contains the failure. If there are
+   more than `max_failures` failures, `TooManyFailures` is raised instead.
 4. `clipmill.train.engine.failures.FailureLog` collects the failures of all ranks, appends them to failures.jsonl in the
-   run folder, and ends the run if there are more than --max-failures. Evaluations during training report failures as
-   `num_failed`, result files as `failed`.
+   run folder, and ends the run if there are more than --max-failures. Evaluations during training report the number of
+   failures as `num_failed`, and result files list them as `failed`.
 
 Reasons:
 
@@ -21,9 +21,9 @@ Reasons:
     empty_span        no frame of the file lies in the span of the caption (streams only)
     stuck             reading or decoding took longer than the time limit
 
-Captions that can never be shown, because their span is empty or their chunk is missing, do not count as failures: they
-are excluded when the sample set is opened (clipmill.train.data.caption_rows), and the first line of the log counts them
-by reason.
+Captions that can never be shown, because their span is empty or their chunk is missing, are not failures: they are
+omitted when the data are opened (clipmill.train.data.caption_rows), and the first line of the log counts them by
+reason.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,8 +58,8 @@ Unusable = Literal[
 ]
 _MAX_NAMED = 3  # maximum number of keys in a message
 
-# Description that follows the number 1, and description that follows any other number.
-_WORDS: dict[Unusable, tuple[str, str]] = {
+# Descriptions in remarks: after the number 1, and after any other number.
+_DESCRIPTIONS: dict[Unusable, tuple[str, str]] = {
     "empty_span": ("with an empty span", "with an empty span"),
     "other_split": ("shows seconds of another split", "show seconds of other splits"),
     "video_without_chunks": ("of a video without chunks", "of videos without chunks"),
@@ -70,39 +70,39 @@ _WORDS: dict[Unusable, tuple[str, str]] = {
 
 
 def remarks_of(num_unusable: Mapping[Unusable, int], num_shortened: int) -> list[str]:
-    """Return remarks on excluded captions, by reason, and on shortened captions."""
-    parts = [f"{count:,} {_WORDS[reason][count != 1]}" for reason, count in num_unusable.items()]
+    """Return remarks on omitted captions, by reason, and on shortened captions."""
+    parts = [f"{count:,} {_DESCRIPTIONS[reason][count != 1]}" for reason, count in num_unusable.items()]
     return [*parts, f"{num_shortened:,} shortened to the end of the video"] if num_shortened else parts
 
 
-class LeftOut:
-    """Omitted samples, counted by reason, with the key of the first sample."""
+class OmittedItems:
+    """Counter of omitted items, by reason, with the key of the first item for each reason."""
 
     def __init__(self) -> None:
         self._counts: dict[str, tuple[int, str]] = {}
 
     def add(self, reason: str, key: str, *, count: int = 1) -> None:
-        """Add samples. `reason` follows a number in messages, as in `3 without an image`."""
+        """Count items. `reason` follows the count in messages, as in "3 without an image"."""
         previous, first = self._counts.get(reason, (0, key))
         self._counts[reason] = previous + count, first
 
     def as_list(self) -> list[tuple[str, int, str]]:
-        """List the reasons, each with its number of samples and the key of the first sample."""
+        """Return each reason with its number of items and the key of the first item."""
         return [(reason, *count) for reason, count in self._counts.items()]
 
     def describe(self) -> list[str]:
-        """Return a remark for the log on each reason."""
+        """Return a remark for the log for each reason."""
         return [f"{count:,} {reason} (the first: {first})" for reason, (count, first) in self._counts.items()]
 
 
 @dataclass(frozen=True)
 class FailedSample:
-    """A failed sample, as recorded in a line of failures.jsonl.
+    """Failed sample, as recorded in a line of failures.jsonl.
 
     Attributes:
-        position: Position in the sample order.
-        key: Key of the faulty chunk, or of the sample in its tar.
-        reason: Reason of the failure.
+        position: Position in the order of samples.
+        key: Key of the chunk that failed, or of the sample in its tar.
+        reason: Reason for the failure.
         detail: Description of the failure.
     """
 
@@ -113,7 +113,7 @@ class FailedSample:
 
 
 class SampleFailed(ClipmillError):
-    """Error for a sample that could not be read or decoded. See `FailedSample` for the arguments."""
+    """A sample could not be read or decoded. See `FailedSample` for the arguments."""
 
     def __init__(self, key: str, *, reason: Reason, detail: str) -> None:
         super().__init__(f"{key}: {detail}")
@@ -124,8 +124,8 @@ class SampleFailed(ClipmillError):
         return FailedSample(position, self.key, self.reason, self.detail)
 
 
-def name_repeated(keys: Sequence[str]) -> str:
-    """Return a text about repeated keys, to append to the number of failures; empty if all keys are different."""
+def describe_repeats(keys: Sequence[str]) -> str:
+    """Return a suffix for a message that names chunks that failed repeatedly; empty if all keys are different."""
     if len(distinct := list(dict.fromkeys(keys))) == len(keys):
         return ""
     names = ", ".join([*distinct[:_MAX_NAMED], *(["..."] if len(distinct) > _MAX_NAMED else [])])
@@ -133,7 +133,7 @@ def name_repeated(keys: Sequence[str]) -> str:
 
 
 class TooManyFailures(ClipmillError):
-    """Error for more failures than allowed.
+    """There are more failures than allowed.
 
     Args:
         failed: Failures since the last batch, including the failure that exceeds the limit.
@@ -145,7 +145,7 @@ class TooManyFailures(ClipmillError):
 
 
 class FailureBudget:
-    """Counter of failures that keeps the failures since the last batch.
+    """Counter of failures, with a limit. It also holds the failures since the last batch.
 
     Args:
         max_failures: Maximum number of failures; None for no limit.
@@ -156,7 +156,7 @@ class FailureBudget:
         self._since_batch: list[FailedSample] = []
 
     def add(self, failure: FailedSample) -> None:
-        """Record a failure; raise TooManyFailures above the limit."""
+        """Record a failure; raise TooManyFailures if the limit is exceeded."""
         self._since_batch.append(failure)
         self._num_failures += 1
         if self._max_failures is not None and self._num_failures > self._max_failures:
@@ -166,7 +166,7 @@ class FailureBudget:
         return len(self._since_batch)
 
     def take(self) -> tuple[FailedSample, ...]:
-        """Return the failures since the last batch, and forget them."""
+        """Return the failures since the last batch, and clear them."""
         if not self._since_batch:
             return ()
         failed, self._since_batch = tuple(self._since_batch), []
@@ -174,18 +174,18 @@ class FailureBudget:
 
 
 def list_failures(failures: list[FailedSample], failed: Sequence[FailedSample], *, max_failures: int) -> None:
-    """Append failures to the list for the user's program; raise FailedWork if there are more than `max_failures`."""
+    """Append failures to a list that a user's program reads; raise FailedWork if there are more than `max_failures`."""
     failures += failed
     if failed and len(failures) > max_failures:
         raise FailedWork(
-            f"{len(failures)} failed, more than max_failures={max_failures}"
-            f"{name_repeated([failure.key for failure in failures])}; "
+            f"{count_noun(len(failures), 'failure')}, more than max_failures={max_failures}"
+            f"{describe_repeats([failure.key for failure in failures])}; "
             f"the last one: {failed[-1].key}: {failed[-1].detail}; all are in `failures`"
         )
 
 
-class LoadedBatch(NamedTuple):  # creating a dataclass takes twice as long, which matters for batches of one sample
-    """A batch, the samples that failed before it was full, and the cursor after it."""
+class LoadedBatch(NamedTuple):  # a dataclass takes twice as long to create, which matters for batches of one sample
+    """A batch, the samples that failed before the batch was full, and the cursor after the batch."""
 
     batch: Batch
     failed: tuple[FailedSample, ...]
@@ -196,14 +196,16 @@ _NO_SAMPLES = frozenset({FailedSample, NoneType})
 
 
 class BatchBuilder:
-    """Collector that turns loaded samples into batches.
+    """Builder of batches from loaded samples.
 
     Args:
+        batch: Number of samples in a batch.
         collate: Function that collates samples into a batch, as `BatchRing.collate` does.
+        max_failures: See `FailureBudget`.
 
     Attributes:
         num_batches: Number of batches so far, including the current batch.
-        num_taken: Number of outcomes that `fill` has taken so far.
+        num_taken: Number of outcomes that `fill` has used so far.
     """
 
     def __init__(self, batch: int, collate: Callable[[Sequence[Any]], Batch], *, max_failures: int | None) -> None:
@@ -213,10 +215,10 @@ class BatchBuilder:
         self.num_batches, self.num_taken = 1, 0
 
     def fill(self, outcomes: Iterator[Any]) -> bool:
-        """Add outcomes until the batch is full; return False if there are not enough outcomes."""
+        """Add outcomes until the batch is full; return False if the outcomes end before."""
         while missing := self._batch - len(self._samples):
-            # Take several outcomes at a time: if samples are only copied, taking them one by one would double the time
-            # of a batch.
+            # Take several outcomes at a time: for latents, which are only copied, taking them one by one would double
+            # the time per batch.
             taken = list(islice(outcomes, missing))
             if not taken:
                 return False
@@ -229,7 +231,7 @@ class BatchBuilder:
         return True
 
     def add(self, outcome: Any) -> bool:
-        """Add a sample, a failure, or nothing for an empty position; return True once the batch is full."""
+        """Add a sample or a failure; ignore None (an empty position). Return True if the batch is now full."""
         if isinstance(outcome, FailedSample):
             self._failures.add(outcome)
         elif outcome is not None:
@@ -239,7 +241,7 @@ class BatchBuilder:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is neither a sample nor a failure since the last batch."""
+        """True if neither a sample nor a failure has been added since the last batch."""
         return not (self._samples or self._failures)
 
     def take(self, cursor: Cursor) -> LoadedBatch:

@@ -236,7 +236,7 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
     if splits is None:
         folder_splits = (split_names(read_videos(folder), read_divided_videos(folder)) for folder in folders)
         splits = set[str]().union(*folder_splits) or {TARS_SPLIT}
-    return read_classes(*folders, label=label, splits=splits, also=names)
+    return read_classes(*folders, label=label, splits=splits, more_names=names)
 
 
 def picture_size(samples: Any, settings: ClipSettings) -> tuple[VideoViTSize, int]:

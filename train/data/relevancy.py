@@ -1,15 +1,15 @@
-"""Relevancy of M sentences for N clips, as in EPIC-KITCHENS-100's multi-instance retrieval, and captions drawn by it.
+"""Relevancy of sentences for clips, as in EPIC-KITCHENS-100's multi-instance retrieval, and captions drawn by it.
 
     relevancy = ((1 if the verb classes are equal, otherwise 0) + IoU of the sets of noun classes) / 2
 
-(Damen et al. 2022, after Wray et al. 2019). As float64, the matrix of EK-100's training split, 67,217 x 15,989, takes
-8.6 GB. However, a row depends only on its clip's classes, so most rows and columns occur many times, and there are only
-a few different values. Only distinct rows and columns are stored, with one byte per entry, and each value is stored
-once. Nothing is rounded.
+(Damen et al. 2022, after Wray et al. 2019). As float64, the matrix of EK-100's training split, 67,217 x 15,989, would
+take 8.6 GB. However, a row depends only on the classes of its clip, so most rows and columns occur many times, and
+there are only a few different values. Therefore only distinct rows and columns are stored, with one byte per entry that
+is an index of the list of values. Nothing is rounded.
 
-In training for multi-instance retrieval, a clip is shown with any sentence of the split whose relevancy for the clip is
-above a threshold (0.1 in the paper's evaluation code), with equal probability. A sentence is a distinct text. It has
-the classes of its first caption, by ID. The clip's own sentence can always be drawn, with relevancy 1.
+Training for multi-instance retrieval shows a clip with any sentence of the split whose relevancy for the clip is above
+a threshold (0.1 in the paper's evaluation code), with equal probability. A sentence is a distinct text, with the
+classes of the first caption (by ID) that has this text. The clip's own sentence can always be drawn, with relevancy 1.
 
 Shape suffixes: N clips, M sentences, R distinct rows, C distinct columns, V distinct values, K noun classes.
 """
@@ -30,24 +30,24 @@ from clipmill.train.device.random import integers_below
 if TYPE_CHECKING:
     from clipmill.train.data.captions import RowCaptions
 
-MAX_VALUES = 256
-# Label columns, with tests of their types.
+MAX_VALUES = 256  # maximum number of different values of a matrix, because an index is stored in one byte
+# Label columns, with functions that check their types.
 LABELS = {"label_verb": pa.types.is_integer, "label_nouns": pa.types.is_list}
 _BLOCK_ROWS = 256
 
 
 class NoRelevancy(ValueError):
-    """Error for values that are not relevancies: some are outside [0, 1], or there are too many different values."""
+    """The values are not relevancies: a value is outside [0, 1], or there are too many different values."""
 
 
 @dataclass(frozen=True)
 class Relevancy:
-    """A matrix [N, M] with few distinct values.
+    """Compressed matrix [N, M] of the relevancy of sentences for clips.
 
     Attributes:
         values_V: Distinct values, ascending, float64.
-        codes_RC: Indices of the values, uint8.
-        row_of_N, column_of_M: Distinct row of each clip and distinct column of each sentence, int32.
+        codes_RC: Distinct rows and columns of the matrix, as indices of the values, uint8.
+        row_of_N, column_of_M: Row of each clip and column of each sentence in `codes_RC`, int32.
     """
 
     values_V: NDArray[np.float64]
@@ -67,19 +67,19 @@ class Relevancy:
 
     def rows(self, clips: NDArray[np.int64] | slice) -> NDArray[np.float64]:
         """Return the rows of these clips, float64 [n, M]."""
-        # Select rows first, so that only the result is in memory.
+        # Select the rows first, so that no larger array than the result is made.
         return self.values_V[self.codes_RC[self.row_of_N[clips]][:, self.column_of_M]]
 
     def at(self, clips: NDArray[np.int64], sentences: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the relevancy of pairs, float64, with the same shape as both arrays."""
+        """Return the relevancy of pairs of a clip and a sentence, float64, in the common shape of both arrays."""
         return self.values_V[self.codes_RC[self.row_of_N[clips], self.column_of_M[sentences]]]
 
     def take(self, clips: NDArray[np.int64], sentences: NDArray[np.int64]) -> "Relevancy":
-        """Return the matrix of these clips and sentences, in this order."""
+        """Return the matrix of only these clips and sentences, in this order."""
         return Relevancy(self.values_V, self.codes_RC, self.row_of_N[clips], self.column_of_M[sentences])
 
     def transpose(self) -> "Relevancy":
-        """Return the transposed matrix, of clips for sentences."""
+        """Return the transposed matrix: the relevancy of clips for sentences."""
         return Relevancy(self.values_V, np.ascontiguousarray(self.codes_RC.T), self.column_of_M, self.row_of_N)
 
 
@@ -89,14 +89,14 @@ class Actions:
 
     Attributes:
         verb_N: Verb class, int64.
-        nouns_NK: Set of noun classes, bool.
+        nouns_NK: Mask of the noun classes, bool.
     """
 
     verb_N: NDArray[np.int64]
     nouns_NK: NDArray[np.bool_]
 
-    def without_repeats(self) -> tuple["Actions", NDArray[np.int32]]:
-        """Return the distinct rows of classes, and the index of each caption's row among them."""
+    def distinct_rows(self) -> tuple["Actions", NDArray[np.int32]]:
+        """Return the distinct combinations of classes, and the index of each caption's combination, int32 [N]."""
         bits = np.packbits(self.nouns_NK, axis=1)
         rows = np.concatenate([self.verb_N.astype("<i8")[:, None].view(np.uint8), bits], axis=1)
         _, first, index = np.unique(rows, axis=0, return_index=True, return_inverse=True)
@@ -105,11 +105,11 @@ class Actions:
 
 def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
     """Return the relevancy of sentences for clips. If neither the clip nor the sentence has nouns, the IoU is 0."""
-    clips, row_of_N = clips.without_repeats()
-    sentences, column_of_M = sentences.without_repeats()
+    clips, row_of_N = clips.distinct_rows()
+    sentences, column_of_M = sentences.distinct_rows()
     num_clip, num_sentence = clips.nouns_NK.sum(1), sentences.nouns_NK.sum(1)
     size = int(num_clip.max(initial=0) + num_sentence.max(initial=0)) + 1
-    # Each value follows from one of a few triples: verbs are equal (0 or 1), number of shared nouns, size of the union.
+    # Each value is determined by a triple: 1 if the verbs are equal, the number of shared nouns, the size of the union.
     shared, union = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
     iou = np.divide(shared, union, out=np.zeros(union.shape), where=union > 0)
     value_of_triple = np.stack([iou / 2, (1 + iou) / 2]).reshape(-1)
@@ -131,7 +131,7 @@ def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
 
 
 def compress_matrix(matrix_NM: NDArray[np.floating] | NDArray[np.integer]) -> Relevancy:
-    """Compress a matrix, which may be memory-mapped, a few rows at a time.
+    """Compress a matrix a few rows at a time; it may be memory-mapped.
 
     Raises:
         NoRelevancy: A value is NaN or outside [0, 1], or there are more than 256 different values.
@@ -163,7 +163,7 @@ def _distinct_rows(
     row_of: list[int] = []
     for part in parts:
         for row in np.ascontiguousarray(part):
-            # Hashing a row takes a tenth of the time of looking up its values, and most rows have occurred before.
+            # Most rows have occurred before, and hashing a row takes a tenth of the time of looking up its values.
             digest = hashlib.blake2b(row, digest_size=16).digest()
             number = number_of.setdefault(digest, len(rows))
             if number == len(rows):
@@ -179,7 +179,7 @@ def _encode_row(
     """Add the new values of a row to `values_V`; return all values, and the row as indices of values."""
     new = np.setdiff1d(row, values_V)
     if len(new) and not (new[0] >= 0 and new[-1] <= 1):  # NaN is sorted last
-        raise NoRelevancy(f"it has {new[0] if new[0] < 0 else new[-1]}, and a relevancy is between 0 and 1")
+        raise NoRelevancy(f"it has {new[0] if new[0] < 0 else new[-1]}, but a relevancy is between 0 and 1")
     values_V = np.concatenate([values_V, new])
     _require_few(values_V)
     order = np.argsort(values_V)
@@ -188,26 +188,26 @@ def _encode_row(
 
 def _require_few(values_V: NDArray[np.float64]) -> None:
     if len(values_V) > MAX_VALUES:
-        raise NoRelevancy(f"it has more than {MAX_VALUES} different values, and shares of few classes are few")
+        raise NoRelevancy(f"it has more than {MAX_VALUES} different values, but relevancies have only a few")
 
 
 class RelevantCaptions:
-    """Draw of captions by relevancy, for each of N clips (clipmill.train.data.captions.CaptionDraw).
+    """Random choice of captions by relevancy (clipmill.train.data.captions.CaptionDraw).
 
     Args:
-        rows: The captions of each clip.
-        captions: All captions of the manifest, with their labels; `rows.text_row` are rows of this table.
+        rows: Captions of each clip.
+        captions: Table of all captions, with their labels. `rows.text_row` contains rows of this table.
         min_relevancy: Relevancy above which a sentence can be drawn.
 
     Attributes:
         sha256: SHA-256 digest of the labels in use.
 
     Raises:
-        UserError: Some captions have no classes.
+        UserError: A caption has no verb class or no noun classes.
     """
 
     def __init__(self, rows: "RowCaptions", captions: pa.Table, *, min_relevancy: float) -> None:
-        # Entry of each caption, ordered by ID.
+        # Entries of the captions, ordered by caption ID.
         self._entry: NDArray[np.int64] = np.argsort(rows.text_row, kind="stable")
         labels = [name for name in LABELS if name in captions.column_names]
         captions = captions.select(["text", *labels]).take(pa.array(rows.text_row[self._entry]))
@@ -219,7 +219,7 @@ class RelevantCaptions:
         coded = captions["text"].combine_chunks().dictionary_encode()
         sentence = coded.indices.to_numpy().astype(np.int64)
         _, self._caption_of_sentence = np.unique(sentence, return_index=True)
-        self._own = sentence[own_caption]
+        self._own_sentence = sentence[own_caption]
         self._min = min_relevancy
         self._relevancy: Relevancy = relevancy_of_classes(
             *(
@@ -229,14 +229,14 @@ class RelevantCaptions:
         )
 
     def draw(self, clip: int, *, position: int, seed: int) -> tuple[int, float]:
-        """Draw an entry; return the entry and its relevancy. This is a pure function of (clip, position, seed)."""
-        # Find the sentences that may be shown with the clip, as entries of their captions.
+        """Draw a caption; return its entry and relevancy. The result is a pure function of (clip, position, seed)."""
+        # Find the sentences that can be shown with the clip, and the entries of their captions.
         values_M = self._relevancy.rows(np.array([clip]))[0]
-        values_M[self._own[clip]] = 1.0
+        values_M[self._own_sentence[clip]] = 1.0
         chosen = np.flatnonzero(values_M > self._min)
         entries, values = self._entry[self._caption_of_sentence[chosen]], values_M[chosen]
-        bound, at = np.array([len(entries)]), np.array([position])
-        number = int(integers_below(bound, at, seed=seed, purpose="relevant caption")[0])
+        bound, positions = np.array([len(entries)]), np.array([position])
+        number = int(integers_below(bound, positions, seed=seed, purpose="relevant caption")[0])
         return int(entries[number]), float(values[number])
 
 
@@ -254,7 +254,7 @@ def _actions(captions: pa.Table) -> Actions:
         num_missing = captions[name].null_count if _is_class(captions.schema, name) else captions.num_rows
         if num_missing:
             raise UserError(
-                f"{num_missing:,} of {captions.num_rows:,} captions have no {name}, and --captions.min-relevancy "
+                f"{num_missing:,} of {captions.num_rows:,} captions have no {name}, but --captions.min-relevancy "
                 "needs their classes",
                 hint="omit the flag, or use a dataset with verb and noun classes: prep manifest epic-kitchens",
                 flags=("--captions.min-relevancy",),

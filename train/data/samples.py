@@ -82,7 +82,7 @@ def open_table(
         depends_on: Values that identify everything that affects the table.
         num_rows: Approximate number of rows.
     """
-    return open_shared(make, of=(name, *depends_on), num_rows=num_rows, types=_TYPES, column=name)
+    return open_shared(make, depends_on=(name, *depends_on), num_rows=num_rows, types=_TYPES, prefix=name)
 
 
 def open_fingerprint(
@@ -104,10 +104,10 @@ def open_fingerprint(
     """
     return open_shared(
         lambda: fingerprint_of(table, facts, parts()),
-        of=("fingerprint", *depends_on, *facts),
+        depends_on=("fingerprint", *depends_on, *facts),
         num_rows=num_rows,
         types=(),
-        column="fingerprint",
+        prefix="fingerprint",
     )
 
 

@@ -224,10 +224,10 @@ class StoredText:
         self.depends_on: tuple[object, ...] = variant_state(variant.directory, variant.commits)
         self._members, self._rows = open_shared(
             lambda: self._read(variant),
-            of=(TEXT, self.depends_on, *videos),
+            depends_on=(TEXT, self.depends_on, *videos),
             num_rows=variant.num_samples + num_captions_of(data_dir),
             types=(TextMembers, TextRows),
-            column=TEXT,
+            prefix=TEXT,
         )
         self._verified = self._members.verify_in(self._tars)
 

@@ -32,7 +32,7 @@ from clipmill.shards.opening import DamagedTar
 from clipmill.train.data.frame_sampling import US_PER_S, to_us
 from clipmill.train.data.remote import held_copy, open_cache
 from clipmill.train.data.tar_members import Member, members_of
-from clipmill.train.data.workers import Stuck, in_order
+from clipmill.train.data.workers import StuckResult, map_in_order
 from clipmill.train.device.random import generator
 
 MAX_SAMPLE_BYTES = 1 << 30
@@ -380,14 +380,14 @@ def items_in(tars: Iterable[str], *, cache: Path | None, cache_size: str | None 
         except OSError as error:
             return error
 
-    fetched = in_order(fetch, tars, num_threads=1, num_ahead=2, stuck_after_s=_FETCH_TIMEOUT_S)
+    fetched = map_in_order(fetch, tars, num_threads=1, num_ahead=2, stuck_after_s=_FETCH_TIMEOUT_S)
     for tar, outcome in fetched:
         if isinstance(outcome, Path):
             yield from _items_of(tar, outcome)
         elif isinstance(outcome, CachedFile):
             with outcome:
                 yield from _items_of(tar, outcome.path)
-        elif isinstance(outcome, Stuck):
+        elif isinstance(outcome, StuckResult):
             yield Unreadable(tar, str(outcome))
         else:
             yield Unreadable(tar, f"the tar cannot be read: {outcome}")

@@ -36,7 +36,7 @@ from clipmill.train.data.outcomes import FailedSample, SampleFailed
 from clipmill.train.data.query import TARS_SPLIT, DataQuery
 from clipmill.train.data.samples import BatchedSamples
 from clipmill.train.data.tar_samples import StreamedClip, Unreadable, WithoutVideo, expand, items_in, shuffle_items
-from clipmill.train.data.workers import Stuck, in_order
+from clipmill.train.data.workers import StuckResult, map_in_order
 from clipmill.train.models.text import Tokenize
 
 _AHEAD_BYTES = 1 << 30  # total size of files that wait to be decoded, or are being decoded
@@ -169,7 +169,7 @@ class StreamReader:
         Raises:
             UserError: The tars have no clips or, in training, fewer clips than a batch.
         """
-        loaded = in_order(
+        loaded = map_in_order(
             self._load,
             self._work(blocks, batch=loading.batch),
             num_threads=loading.num_threads,
@@ -184,7 +184,7 @@ class StreamReader:
                 if work.request.seed is None:
                     # Drop the bytes of the file, because later only the key, caption and span are needed.
                     self.shown[work.request.position] = replace(work.item, content=b"")
-            if isinstance(outcome, Stuck):
+            if isinstance(outcome, StuckResult):
                 outcome = FailedSample(work.request.position, work.item.key, "stuck", str(outcome))
             yield outcome
 

@@ -1,8 +1,8 @@
-"""Worker threads that return results in the order of the work items, and `ThreadedReader`, whose samples they load.
+"""Worker threads with results in the order of the work items, and `ThreadedReader`, which loads samples with them.
 
-Threads are used instead of processes: decoding, checksums and resizing release the interpreter lock, and nothing has to
-be copied between processes. All threads are daemon threads, so that a thread that is blocked in a decoder or on a dead
-file system does not prevent the program from exiting.
+Threads are used instead of processes, because decoding, checksums and resizing release the interpreter lock, and
+nothing has to be copied between processes. All threads are daemon threads, so that a thread that is blocked in a
+decoder or by a file system does not prevent the program from exiting.
 """
 
 import math
@@ -32,13 +32,13 @@ _JOIN_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Stuck:
-    """Placeholder for a result that was not ready in time. Its string is the detail of the failure."""
+class StuckResult:
+    """Placeholder for a result that was not ready in time. Its string is used as the detail of the failure."""
 
     after_s: float
 
     def __str__(self) -> str:
-        return f"it was not ready after {self.after_s:g} s and is no longer waited for"
+        return f"it was not ready after {self.after_s:g} s"
 
 
 @dataclass
@@ -79,13 +79,13 @@ class _Pool(Generic[_Item, _Result]):
         return task
 
     def abandon(self, tasks: "Iterable[_Task[_Item, _Result]]") -> None:
-        """Stop waiting for `tasks`, and replace the thread of each task with a new thread."""
+        """Give up tasks, and replace the thread of each task with a new thread."""
         for task in tasks:
             task.abandoned.set()
             self.add_thread()
 
     def close(self, waiting: "Iterable[_Task[_Item, _Result]]") -> None:
-        """Stop the threads. The method waits for blocked threads only up to a time limit."""
+        """Stop the threads, and wait for them up to a time limit, because a thread may be blocked."""
         for task in waiting:
             task.abandoned.set()
         for _ in self._threads:
@@ -110,7 +110,7 @@ class _Pool(Generic[_Item, _Result]):
                 return  # another thread has replaced this thread
 
 
-def in_order(
+def map_in_order(
     work: Callable[[_Item], _Result],
     items: Iterable[_Item],
     *,
@@ -120,19 +120,22 @@ def in_order(
     size_of: Callable[[_Item], int] = lambda item: 0,
     max_bytes: int = 0,
     num_together: int = 1,
-) -> Generator[tuple[_Item, _Result | Stuck], None, None]:
-    """Yield (item, work(item)) in the order of `items`; threads run at most `num_ahead` items ahead of the caller.
+) -> Generator[tuple[_Item, _Result | StuckResult], None, None]:
+    """Yield (item, work(item)) in the order of `items`. Threads work at most `num_ahead` items ahead of the caller.
 
     Args:
-        stuck_after_s: Time after which an item yields `Stuck` instead of its result, seconds. The thread cannot be
-            stopped, so it is abandoned, and a new thread replaces it.
+        work: Function that threads call with an item.
+        items: Work items. The iterable is advanced in the caller's thread.
+        stuck_after_s: Time limit for an item, seconds. If it is exceeded, `StuckResult` is yielded instead of the
+            result. The thread cannot be stopped, so a new thread replaces it.
         size_of: Function that returns the size of an item in bytes.
-        max_bytes: Maximum total size of the items ahead of the caller, unless a single item is larger; 0 for no limit.
+        max_bytes: Maximum total size of the items ahead of the caller, except that one larger item is allowed; 0 for no
+            limit.
         num_together: Number of results that the caller uses together. A waiting caller is woken when the last of them
             is ready, not for each result, because every wake-up takes the interpreter lock from the threads.
 
     Raises:
-        Exception: The error that `work` raised for an item, after the results of earlier items.
+        Exception: `work` raised this error for an item. All results of earlier items have been yielded.
     """
     pool = _Pool(work, num_threads=num_threads)
     waiting: deque[_Task[_Item, _Result]] = deque()
@@ -140,19 +143,19 @@ def in_order(
 
     def wait_for(task: _Task[_Item, _Result]) -> None:
         while not (task.done.wait(min(_POLL_S, stuck_after_s)) or task.abandoned.is_set()):
-            # Check all running tasks, because this task may still be queued while other tasks block all threads.
+            # Check all running tasks, because this task may be queued while other tasks block all threads.
             pool.abandon([other for other in waiting if other.is_late(stuck_after_s)])
 
-    def first_result() -> tuple[_Item, _Result | Stuck]:
+    def first_result() -> tuple[_Item, _Result | StuckResult]:
         task = waiting[0]
         if not task.done.is_set():
-            # Also wait for the first task, because it may take longer than the last one.
+            # Wait for the first task too, because it may take longer than the last one.
             wait_for(waiting[min(num_together, len(waiting)) - 1])
             wait_for(task)
         nonlocal held_bytes
         waiting.popleft()
         held_bytes -= size_of(task.item)
-        return task.item, Stuck(stuck_after_s) if task.abandoned.is_set() else task.outcome()
+        return task.item, StuckResult(stuck_after_s) if task.abandoned.is_set() else task.outcome()
 
     try:
         for item in items:
@@ -169,16 +172,16 @@ def in_order(
 
 
 Outcome = Sample | FailedSample
-_Group = list[SampleRequest | None]  # requests that are loaded together; None for an empty position of the order
+_Group = list[SampleRequest | None]  # requests that are loaded together; None for an empty position
 
 
 @dataclass(frozen=True)
 class ReadAhead:
-    """Functions that load samples in two steps.
+    """Functions that load samples in two steps: reading bytes, and turning them into samples.
 
     Attributes:
-        read: Function that reads a group of requests; it does not raise for samples that cannot be read.
-        load: Function that takes the result of `read` and returns the same as `ThreadedReader.load`.
+        read: Function that reads the bytes for a group of requests. It does not raise if a sample cannot be read.
+        load: Function that takes the result of `read`, and returns what `ThreadedReader.load` returns.
         num_threads: Number of threads that read.
     """
 
@@ -188,14 +191,14 @@ class ReadAhead:
 
 
 class ThreadedReader(ABC):
-    """Base class of readers whose samples are loaded by threads (clipmill.train.data.loader.Reader).
+    """Base class of readers that load samples with threads (clipmill.train.data.loader.Reader).
 
-    Consecutive requests are loaded in groups, so that samples of one chunk may share its decoding. Samples of remote
-    data are loaded in two steps with separate threads, because most reading threads wait for the network.
+    Consecutive requests are loaded in groups, so that samples of the same chunk can share its decoding. Samples of
+    remote data are loaded in two steps by separate threads, because a reading thread mostly waits for the network.
 
     Attributes:
         mixture: Import path of the reader for a mixture of such samples from several data folders.
-        decoder: Decoder of chunks, which the readers of a mixture share; None without chunks.
+        decoder: Decoder of chunks, which all readers of a mixture share; None for samples that are not in chunks.
     """
 
     mixture: ClassVar[str] = "clipmill.train.data.mixed_samples:MixedReader"
@@ -203,23 +206,23 @@ class ThreadedReader(ABC):
 
     @property
     def ahead(self) -> ReadAhead | None:
-        """Functions that read samples ahead of loading; None if `load` also reads them."""
+        """Functions that load samples in two steps; None if `load` does both steps."""
         return None
 
     @abstractmethod
     def load(self, requests: Sequence[SampleRequest]) -> list[Outcome]:
-        """Load the samples of a group of requests, in order. Requests of a group may share work."""
+        """Load the samples of a group of requests, in order. Requests of a group can share work."""
 
     @abstractmethod
     def key(self, sample: int) -> str:
-        """Return the name of a sample in failures."""
+        """Return the name of a sample, which identifies it in failures."""
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the start and end of rows in their videos, microseconds: by default 0, for samples without time."""
+        """Return the start and end of rows in their videos, microseconds; by default 0, for samples without time."""
         return np.zeros_like(rows), np.zeros_like(rows)
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the video number of each row; by default, each row is a separate video."""
+        """Return the number of each row's video; by default the row itself, as if each row were a separate video."""
         return rows
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
@@ -238,15 +241,15 @@ class ThreadedReader(ABC):
         return list(video[:num_frames])
 
     def deviations(self) -> list[str]:
-        """Return deviations from the settings, with their counts, as text; none by default."""
+        """Return remarks on samples that deviate from the settings, with their numbers; by default none."""
         return []
 
-    def place(self, sample: int) -> str:
-        """Return the data folder of a sample, as a suffix for a failure's detail; empty if there is only one folder."""
+    def folder_suffix(self, sample: int) -> str:
+        """Return a suffix for a failure's detail that names the sample's data folder; empty outside mixtures."""
         return ""
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[Sample]], Batch]:
-        """Return the function that collates samples into batches, for one iteration."""
+        """Return a function that collates samples into batches. Each iteration uses a new function."""
         return BatchRing(loading.batch, pin=loading.pin, can_keep=loading.can_keep).collate
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[Outcome | None]:
@@ -254,24 +257,24 @@ class ThreadedReader(ABC):
         ahead = self.ahead
         num_ahead = max(1, loading.num_ahead // loading.group)
 
-        def load(item: tuple[_Group, Any]) -> list[Outcome] | Stuck:
+        def load(item: tuple[_Group, Any]) -> list[Outcome] | StuckResult:
             group, read = item
-            if isinstance(read, Stuck):
+            if isinstance(read, StuckResult):
                 return read
             return self.load(_requests_in(group)) if ahead is None else ahead.load(read)
 
         with closing(_read(_groups(blocks, loading.group), ahead, loading)) as items:
-            loaded = in_order(
+            loaded = map_in_order(
                 load,
                 items,
                 num_threads=loading.num_threads,
                 num_ahead=num_ahead,
                 stuck_after_s=loading.stuck_after_s,
-                # No work is submitted while the caller sleeps, so keep at least two queued items for each thread.
+                # No items are submitted while the caller sleeps, so leave at least two queued items for each thread.
                 num_together=max(1, min(loading.batch // loading.group, num_ahead - 2 * loading.num_threads)),
             )
             for (group, _), outcomes in loaded:
-                if isinstance(outcomes, Stuck):
+                if isinstance(outcomes, StuckResult):
                     outcomes = [
                         FailedSample(request.position, self.key(request.sample), "stuck", str(outcomes))
                         for request in _requests_in(group)
@@ -280,18 +283,18 @@ class ThreadedReader(ABC):
                 for request in group:
                     outcome = None if request is None else next(remaining)
                     if isinstance(outcome, FailedSample) and request is not None:
-                        outcome = replace(outcome, detail=f"{outcome.detail}{self.place(request.sample)}")
+                        outcome = replace(outcome, detail=f"{outcome.detail}{self.folder_suffix(request.sample)}")
                     yield outcome
 
 
 def _groups(blocks: Iterator[Block], group: int) -> Iterator[_Group]:
-    """Yield the requests of the blocks: groups of the order in training, single requests in an evaluation."""
+    """Yield the requests of the blocks in groups: the groups of the order in training, one request in an evaluation."""
     requests = (
         (position, None if sample < 0 else SampleRequest(sample, position, block.seed))
         for block in blocks
         for sample, position in zip(block.samples.tolist(), block.positions.tolist(), strict=True)
     )
-    # A run that is resumed within a group first loads the rest of the group.
+    # A run that is resumed in the middle of a group first loads the rest of the group.
     for _, members in groupby(
         requests, lambda pair: -1 - pair[0] if pair[1] is not None and pair[1].seed is None else pair[0] // group
     ):
@@ -301,12 +304,12 @@ def _groups(blocks: Iterator[Block], group: int) -> Iterator[_Group]:
 def _read(
     groups: Iterator[_Group], ahead: ReadAhead | None, loading: LoaderSettings
 ) -> Generator[tuple[_Group, Any], None, None]:
-    """Yield each group with the result of reading it, or with `Stuck`."""
+    """Yield each group, with the bytes that were read for it or `StuckResult`; with None if `load` reads them."""
     if ahead is None:
         yield from ((group, None) for group in groups)
         return
     read, num_threads = ahead.read, ahead.num_threads
-    yield from in_order(
+    yield from map_in_order(
         lambda group: read(_requests_in(group)),
         groups,
         num_threads=num_threads,

@@ -26,7 +26,7 @@ from clipmill.manifests.errors import ClipmillError, FailedWork, UserError
 from clipmill.manifests.formatting import count_noun, size_text
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.data.order import Cursor
-from clipmill.train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures, name_repeated
+from clipmill.train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures, describe_repeats
 from clipmill.train.data.prefetch import broadcast_batch
 from clipmill.train.distributed.world import World
 from clipmill.train.run.folder import RunFolder, append_lines, keep_lines
@@ -118,7 +118,7 @@ class FailureLog:
         if self.num_failed > self._max_failures:
             raise FailedWork(
                 f"{count_noun(self.num_failed, 'sample')} failed, more than --max-failures {self._max_failures}"
-                f"{name_repeated(self._keys)}; the last one: {last}; all are listed in {self._path}{_remedy(failed)}"
+                f"{describe_repeats(self._keys)}; the last one: {last}; all are listed in {self._path}{_remedy(failed)}"
             )
         if self._world.is_first and not self._is_told:
             self._is_told = True

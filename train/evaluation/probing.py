@@ -221,7 +221,7 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
         known = class_labels(read_captions(open_labelled_folder(settings, column=None).path).schema)
         raise UserError(
             "--label is missing",
-            hint=f"available labels: {list_labels(known)}",
+            hint=f"use an available label: {list_labels(known)}",
             flags=("--label",),
         )
     device = trained.device

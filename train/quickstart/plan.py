@@ -27,7 +27,7 @@ from clipmill.train.bench.steps import Opened, Steps, Taken, open_to_measure, ta
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import convert_epochs
 from clipmill.train.config.files import load_settings, preset_path, presets_of
-from clipmill.train.data.captions import asking_for
+from clipmill.train.data.captions import equal_weights
 from clipmill.train.data.held_out import HeldOut, look_alikes_of
 from clipmill.train.distributed.world import World
 from clipmill.train.doctor.commands import judge, wrap_words
@@ -350,7 +350,7 @@ def propose(request: Request, surveys: Sequence[Survey], examined: Examined) -> 
     sources = sorted({name for data in surveys for name in data.splits[split].sources})
     captions = getattr(settings, "captions", None)
     if captions is not None and sources and all(map(is_model_source, sources)):
-        changes["captions"] = replace(captions, sources=asking_for(sources))
+        changes["captions"] = replace(captions, sources=equal_weights(sources))
     if choice.first_run_of(task.value).needs_label:
         changes["label"] = choice.choose_label(surveys, requested=request.label)
     elif request.label is not None:

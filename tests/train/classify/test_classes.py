@@ -84,7 +84,7 @@ def test_labels_that_can_be_classes_are_listed_and_actions_proposed(data_dir: Pa
     assert labels == ("class", "mood", "noun", "verb", "action") and proposed_label(labels) == "action"
     with pytest.raises(UserError) as refused:
         read_classes(data_dir, label="nouns", splits=("train",))
-    assert refused.value.hint == "available labels: class, mood, noun, verb, action; for example --label action"
+    assert refused.value.hint == "use an available label: class, mood, noun, verb, action; for example --label action"
 
 
 def test_numbers_of_verbs_nouns_and_actions_get_the_names_of_class_files(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_numbers_of_verbs_nouns_and_actions_get_the_names_of_class_files(tmp_pat
     assert names_of_numbers(ClassList("verb", ("0", "1")), [verbs])["verb"] == {"0": "take", "1": "wash"}
     for classes, files, message in (
         (actions, [verbs], "--classes lists 1 file, but action needs 2"),
-        (ClassList("noun", ("0", "3")), [nouns], "names 3 classes, numbered from 0, and the captions have noun 3"),
+        (ClassList("noun", ("0", "3")), [nouns], "names 3 classes, numbered from 0, but the captions have noun 3"),
         (ClassList("class", ("sing", "dance")), [nouns], "classes of the label 'class' are not numbers"),
     ):
         with pytest.raises(UserError, match=message):

@@ -10,7 +10,7 @@ from clipmill.manifests.caption_spans import SpanBlock
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.clips import CaptionSettings, parse_weights
 from clipmill.train.data.caption_rows import UsableCaptions, clips_of
-from clipmill.train.data.captions import CaptionChoice, caption_choice, choose_sources, describe_cut
+from clipmill.train.data.captions import CaptionChoice, choice_from_entries, choose_sources, describe_truncation
 from clipmill.train.models.text import load_tokenizer
 
 NUM_DRAWS = 60_000
@@ -21,7 +21,7 @@ def choice_of(ranks: list[list[int]], weights: list[float]) -> CaptionChoice:
     """From the ranks of each clip's captions."""
     clip = np.repeat(np.arange(len(ranks)), [len(clip_ranks) for clip_ranks in ranks])
     rank = np.array([rank_of_caption for clip_ranks in ranks for rank_of_caption in sorted(clip_ranks)], np.int16)
-    return caption_choice(clip, rank, num_clips=len(ranks), weights=np.array(weights))
+    return choice_from_entries(clip, rank, num_clips=len(ranks), weights=np.array(weights))
 
 
 def shares(choice: CaptionChoice, clip: int, *, num_places: int) -> np.ndarray:
@@ -87,7 +87,7 @@ def test_captions_of_models_are_used_only_if_they_are_named() -> None:
     names = ["a@1f2e3d4c", "human", "asr"]
     by_default = choose_sources(names, weights=None)
     assert by_default.names == ("asr", "human") and by_default.rank.tolist() == [-1, 1, 0]
-    assert by_default.describe_excluded(5) == (
+    assert by_default.describe_omitted(5) == (
         '5 captions of models left out (a@1f2e3d4c); the sources "asr=1,human=1,a@*=1" include them'
     )
     asked = choose_sources(names, weights="asr=1,human=1,a@*=1")
@@ -98,13 +98,13 @@ def test_captions_of_models_are_used_only_if_they_are_named() -> None:
 
 
 def test_sources_of_other_splits_may_be_wanted_beside_those_of_the_split() -> None:
-    chosen = choose_sources(["human"], weights="run@*=2,human=1", elsewhere=["human", "run@1f2e3d4c"])
+    chosen = choose_sources(["human"], weights="run@*=2,human=1", all_sources=["human", "run@1f2e3d4c"])
     assert chosen.names == ("human",) and chosen.rank.tolist() == [0]
     with pytest.raises(UserError, match="this split has no captions from these sources") as caught:
-        choose_sources(["human"], weights="run@*=2", elsewhere=["human", "run@1f2e3d4c"])
-    assert caught.value.hint == "sources of this split: human"
+        choose_sources(["human"], weights="run@*=2", all_sources=["human", "run@1f2e3d4c"])
+    assert caught.value.hint == "use sources of this split: human"
     with pytest.raises(UserError, match=r"has the source 'other@\*'"):
-        choose_sources(["human"], weights="other@*=2,human=1", elsewhere=["human", "run@1f2e3d4c"])
+        choose_sources(["human"], weights="other@*=2,human=1", all_sources=["human", "run@1f2e3d4c"])
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_captions_of_one_span_are_one_clip(rows: list[tuple[int, int, int, int]]
 def test_one_clip_alone_is_drawn_as_among_many() -> None:
     clip, rank = np.array([0, 1, 1, 2, 2, 2]), np.array([0, 0, 1, 1, 1, 1], np.int16)
     for ranks in (rank, np.zeros(6, np.int16)):
-        choice = caption_choice(clip, ranks, num_clips=3, weights=np.array([1.0, 2.0]))
+        choice = choice_from_entries(clip, ranks, num_clips=3, weights=np.array([1.0, 2.0]))
         clips, positions = np.arange(60) % 3, np.arange(60)
         together = choice.draw(clips, position=positions, seed=4).tolist()
         alone = [
@@ -166,12 +166,12 @@ def test_captions_that_fill_the_context_are_counted() -> None:
     full = sum(bool(tokenize(texts[row])[-1]) for row in rows)
     chunks = pa.chunked_array([texts[:7], texts[7:]])
     assert 0 < full < len(rows)
-    assert describe_cut(chunks, rows, tokenize) == f"{full} of 77 tokens or more, cut to 77"
-    assert describe_cut(chunks, rows[:5], tokenize) == ""
+    assert describe_truncation(chunks, rows, tokenize) == f"{full} of 77 tokens or more, cut to 77"
+    assert describe_truncation(chunks, rows[:5], tokenize) == ""
 
 
 def test_of_very_many_long_captions_some_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clipmill.train.data.captions._MAX_TOKENIZED", 10)
     texts = ["word " * 80, "a rather long caption of few words " * 2 + "and some more of them to be looked at"] * 50
-    description = describe_cut(pa.chunked_array([texts]), np.arange(100), load_tokenizer())
+    description = describe_truncation(pa.chunked_array([texts]), np.arange(100), load_tokenizer())
     assert description.startswith("about ") and description.endswith(" of 77 tokens or more, cut to 77")

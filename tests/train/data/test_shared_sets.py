@@ -179,7 +179,7 @@ def test_a_mixture_of_shared_sets_copies_the_bytes_of_each(
 
 
 def open_held(compute: Callable[[], Any], of: object = 0) -> Any:
-    return node_cache.open_shared(compute, of=[of], num_rows=1, types=())
+    return node_cache.open_shared(compute, depends_on=[of], num_rows=1, types=())
 
 
 @pytest.mark.usefixtures("shared_by_all")
@@ -219,7 +219,7 @@ def test_a_flipped_bit_is_noticed_and_the_table_made_again(
         content[len(content) * number // 10 + 3] ^= 1 << number % 8
         path.write_bytes(content)
         assert first_batches(OPEN["captions"](videos)) == expected
-        assert f"{path} is damaged, and is rebuilt" in capsys.readouterr().err
+        assert f"{path} is damaged and will be rebuilt" in capsys.readouterr().err
         assert path.read_bytes() == whole
     assert first_batches(OPEN["captions"](videos)) == expected and not capsys.readouterr().err
 

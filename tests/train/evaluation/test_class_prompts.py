@@ -71,7 +71,7 @@ def test_numbers_are_lines_of_a_class_file(tmp_path: Path) -> None:
     )
     assert prompts.names == (("take", "pick up"), ("open",), ("wash",), ("cut",), ("mix",), ("pour",))
     assert prompts.class_of_N.tolist() == [0, 2, 0, 5, 1] and prompts.num_without == 0
-    with pytest.raises(UserError, match="names 3 classes, numbered from 0, and the captions have label_verb 5"):
+    with pytest.raises(UserError, match="names 3 classes, numbered from 0, but the captions have label_verb 5"):
         open_prompts(data_dir, classes=lines(tmp_path / "short.txt", "take", "open", "wash"))
 
 
@@ -91,12 +91,16 @@ def test_the_table_of_epic_kitchens_names_classes_by_their_id(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
-        ("v.csv", ("verb_id,class_key,verbs", "0,take,[]"), "v.csv begins with the line 'verb_id,class_key,verbs'"),
+        (
+            "v.csv",
+            ("verb_id,class_key,verbs", "0,take,[]"),
+            "v.csv is not a list of classes: it begins with the line",
+        ),
         ("v.csv", ("id,key,frames", "0,take,3"), "begins with the line 'id,key,frames'"),
         ("v.csv", ("take", "wash"), "begins with the line 'take'"),
         ("v.txt", ("id,name", "0,take"), "begins with the line 'id,name'"),
-        ("v.csv", ("id,key", "0,take", "2,wash"), "has 2 rows, and none with id 1"),
-        ("v.csv", ("id,key", "0,take", "0,wash"), "row 1: id is '0', expected a number that no other row has"),
+        ("v.csv", ("id,key", "0,take", "2,wash"), "has 2 rows, but none with id 1"),
+        ("v.csv", ("id,key", "0,take", "0,wash"), "row 1: id is '0', not a unique number"),
         ("v.csv", ("id,key", "0,take,retrieve"), "row 0: 3 cells, expected 2"),
     ],
 )

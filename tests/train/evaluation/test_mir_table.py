@@ -131,7 +131,7 @@ def test_columns_in_another_order_are_noticed(kitchen: Path, tmp_path: Path) -> 
         (np.ones((9668, 3)), r"9,668 clips x 3 sentences, but split 'test' has 6 x 5"),
         (RELEVANCY.T, r"5 clips x 6 sentences, but split 'test' has 6 x 5"),
         (RELEVANCY[0], r"of shape \(5,\)"),
-        (2 * RELEVANCY, r"it has 2\.0, and a relevancy is between 0 and 1"),
+        (2 * RELEVANCY, r"it has 2\.0, but a relevancy is between 0 and 1"),
     ],
 )
 def test_what_is_not_of_this_split_is_named(

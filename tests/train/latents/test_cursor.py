@@ -32,5 +32,5 @@ def test_states_of_different_steps_do_not_belong_together(written_data: Written)
     states = [running.state_dict()]
     next(running.batches())
     states.append(running.state_dict())
-    with pytest.raises(UserError, match="are of different steps"):
+    with pytest.raises(UserError, match="were saved after different steps"):
         loader(written_data).load_state_dict(*states)

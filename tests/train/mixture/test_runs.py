@@ -77,7 +77,7 @@ def test_a_run_goes_on_with_its_weights_and_folders_only(
     assert train("dual-encoder", "--resume", "--out", finished_run, "--mix", "1,1") == 2
     assert "--mix is 1,1" in two_lines(capsys)[0]
     assert train("dual-encoder", "--resume", "--out", finished_run, *shards(far, near)) == 2
-    assert "here are mixture of 2 data folders" in two_lines(capsys)[0]
+    assert "the data are now: mixture of 2 data folders" in two_lines(capsys)[0]
     assert train("dual-encoder", "--resume", "auto", "--out", finished_run, *shards(near), *BEST) == 2
     assert f"--shards lists 1 data folder, but the run in {finished_run} has 2: {near}, {far}" in two_lines(capsys)[0]
 

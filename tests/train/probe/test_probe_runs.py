@@ -119,12 +119,12 @@ def test_towers_of_every_task_are_probed(moving: Path, tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("flags", "message", "hint"),
     [
-        (("--label", "mood"), "the captions have no column label_mood", "available labels: class, noun, verb"),
+        (("--label", "mood"), "the captions have no column label_mood", "use an available label: class, noun, verb"),
         (("--label", "verb", "--split", "train"), "every clip would find itself", "two splits"),
         (("--label", "verb", "--neighbours", 37), "37 neighbours are to vote, but split 'train' has", "36 or fewer"),
         (("--label", "verb", "--split", "test"), "no videos of split 'test'", ""),
         (("--label", "verb", "--label", "verb"), "--label has a repeated value: verb, verb", "use each value once"),
-        ((), "--label is missing", "available labels: class, noun, verb"),
+        ((), "--label is missing", "use an available label: class, noun, verb"),
         (("--label", "verb", "--neighbours", 0), "error: --neighbours is 0", "from 1 to 10,000"),
     ],
 )

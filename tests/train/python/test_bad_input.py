@@ -58,7 +58,7 @@ def test_states_of_another_split_seed_or_order_are_refused(data_dir: Path) -> No
         state = clips.state_dict()
     for changes, words in (
         ({"split": "val"}, "belongs to other samples"),
-        ({"seed": 1}, "state has seed 0, and this loader has seed 1"),
+        ({"seed": 1}, "state has seed 0, but this loader has seed 1"),
         ({"shuffle": False}, "shuffle=True"),
     ):
         with open_batches(data_dir, **changes) as clips, pytest.raises(UserError, match=words) as caught:

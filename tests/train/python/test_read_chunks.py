@@ -45,7 +45,7 @@ def test_a_damaged_chunk_is_named_and_the_others_are_read(data_dir: Path, tmp_pa
     chunks = read_chunks(data_copy, split="val")
     assert [chunk.key for chunk in chunks] == ["d_000000000", "d_000004000"]
     assert [(failure.key, failure.reason) for failure in chunks.failures] == [("d_000002000", "checksum")]
-    with pytest.raises(FailedWork, match="1 failed, more than max_failures=0; the last one: d_000002000"):
+    with pytest.raises(FailedWork, match="1 failure, more than max_failures=0; the last one: d_000002000"):
         list(read_chunks(data_copy, split="val", max_failures=0))
 
 

@@ -24,7 +24,7 @@ from clipmill.train.data.loader import Block, LoaderSettings
 from clipmill.train.data.mapped_tars import Part, Problem, VerifiedMembers
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.data.samples import Samples, SampleTable
-from clipmill.train.data.workers import Stuck, in_order
+from clipmill.train.data.workers import StuckResult, map_in_order
 
 if TYPE_CHECKING:
     import torch
@@ -123,7 +123,7 @@ class SegmentReader:
         def load(run: tuple[int, int]) -> list[_Loaded]:
             return self._load(chunk[run[0]], segments[slice(*run)])
 
-        outcomes = in_order(
+        outcomes = map_in_order(
             load,
             [run for run, has_to_wait in zip(runs, waits, strict=True) if has_to_wait],
             num_threads=max(self._tars.num_readers, loading.num_threads),
@@ -136,7 +136,11 @@ class SegmentReader:
             for run, has_to_wait in zip(runs, waits, strict=True):
                 run_chunk, rows = chunk[run[0]], requests.rows[slice(*run)]
                 loaded = next(outcomes)[1] if has_to_wait else load(run)
-                parts = [self._latents.give_up(run_chunk, loaded)] * len(rows) if isinstance(loaded, Stuck) else loaded
+                parts = (
+                    [self._latents.give_up(run_chunk, loaded)] * len(rows)
+                    if isinstance(loaded, StuckResult)
+                    else loaded
+                )
                 for row, part in zip(rows, parts, strict=True):
                     if isinstance(part, Problem):
                         position = int(requests.columns["position"][row])
@@ -336,7 +340,7 @@ class LatentReader:
             captions = self.captions.rows
             choice, seed = captions.choice, block.seed
             entry = choice.first(rows) if seed is None else choice.draw(rows, position=block.positions, seed=seed)
-            caption = captions.of_entries(entry)
+            caption = captions.captions_at(entry)
             columns["caption_id"] = captions.caption_id[caption].astype(np.int64)
             if captions.place is None:
                 columns["text_row"] = captions.text_row[caption].astype(np.int64)

@@ -20,7 +20,7 @@ from clipmill.manifests.store import num_captions_of, read_captions, read_videos
 from clipmill.shards.columns import TEXT
 from clipmill.shards.reader import Variant
 from clipmill.train.data.caption_rows import SplitCaptions, captions_of_split, used_texts
-from clipmill.train.data.captions import RowCaptions, caption_choice, same_text, smallest_integers
+from clipmill.train.data.captions import RowCaptions, choice_from_entries, same_text, smallest_integers
 from clipmill.train.data.chunks import evenly_of_each, require_same_manifest
 from clipmill.train.data.classes import ClassList, labelled_rows
 from clipmill.train.data.data_folder import Selection, rows_of
@@ -81,10 +81,10 @@ def read_text(
 
     return open_shared(
         read,
-        of=("text of latents", *depends_on),
+        depends_on=("text of latents", *depends_on),
         num_rows=text.num_samples + num_captions_of(data_dir),
         types=(TextMembers, TextRows),
-        column=TEXT,
+        prefix=TEXT,
     )
 
 
@@ -291,7 +291,7 @@ def pair_captions(
         is_kept = np.zeros(len(segments), bool)
         is_kept[segment] = True
         pair_caption = pair_caption[np.repeat(is_kept, counts)]
-    choice = caption_choice(
+    choice = choice_from_entries(
         np.repeat(np.arange(len(segment)), counts[segment]),
         rank[pair_caption],
         num_clips=len(segment),
@@ -311,7 +311,7 @@ def pair_captions(
     num_asked_for = of_split.num_captions - of_split.num_other_sources
     remarks = {
         f"{count_noun(len(segments) - len(shown), 'segment')} without captions left out": len(segments) - len(shown),
-        of_split.sources.describe_excluded(of_split.num_other_sources): of_split.num_other_sources,
+        of_split.sources.describe_omitted(of_split.num_other_sources): of_split.num_other_sources,
         f"{count_noun(num_asked_for - num_embedded, 'caption')} without embedding": num_asked_for - num_embedded,
         f"{count_noun(num_embedded - num_selected, 'caption')} not selected": num_embedded - num_selected,
         f"{count_noun(num_selected - len(order), 'caption')} outside of all segments": num_selected - len(order),

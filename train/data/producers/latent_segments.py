@@ -81,10 +81,10 @@ def open_latent_segments(
     split_mark = (query.split, *manifest_mark(data_dir))
     stored = open_shared(
         lambda: read_latents(latents, data_dir, split=query.split, maps=maps),
-        of=(LATENTS, *split_mark, marks[0]),
+        depends_on=(LATENTS, *split_mark, marks[0]),
         num_rows=latents.num_samples,
         types=(StoredLatents, LatentRecords, FrameShape, DividedVideos),
-        column=LATENTS,
+        prefix=LATENTS,
     )
     members, text_rows = (
         (None, None)

@@ -27,7 +27,7 @@ from clipmill.train.data.clip_frames import ClipBuilder, ClipShape, as_yuv420
 from clipmill.train.data.decoders import MAX_PIXELS
 from clipmill.train.data.image_tars import LABEL, ImageQuery, ImageTars, open_tars
 from clipmill.train.data.loader import SampleRequest
-from clipmill.train.data.outcomes import FailedSample, LeftOut, SampleFailed
+from clipmill.train.data.outcomes import FailedSample, OmittedItems, SampleFailed
 from clipmill.train.data.producers.chunk_clips import Labels
 from clipmill.train.data.query import TARS_SPLIT, DataQuery
 from clipmill.train.data.samples import Samples, SampleTable, Source, fingerprint_of
@@ -240,7 +240,7 @@ def _make_table(
         classes: Classes; a sample must have one of them. None for samples without classes.
         needs_captions: True to omit images without a caption.
     """
-    left_out, images = LeftOut(), np.arange(tars.num_images)
+    left_out, images = OmittedItems(), np.arange(tars.num_images)
     for number, index in enumerate(tars.indexes):
         for reason, count, key in index.left_out:
             left_out.add(reason, f"{tars.name(number)}/{key}", count=count)
@@ -260,7 +260,7 @@ def _make_table(
         label, caption_id = class_of_image[images][:, None], np.arange(len(images))
     if texts is not None:
         sha256 = hashlib.sha256("".join(index.content_sha256 for index in tars.indexes).encode()).hexdigest()
-        rows = RowCaptions.of_one_each(images.astype(np.int32), texts=texts, texts_sha256=sha256)
+        rows = RowCaptions.one_per_row(images.astype(np.int32), texts=texts, texts_sha256=sha256)
     first = tars.tars[0] if len(tars.tars) == 1 else f"{len(tars.tars):,} tars"
     remarks = [f"{count_noun(len(images), 'image')} of {first}"]
     if classes is not None and label is not None and len(images):

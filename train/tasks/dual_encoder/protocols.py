@@ -281,7 +281,7 @@ def protocol_captions(data_dir: Path, name: ProtocolName, *, split: str, sources
                 hint="pass egomcq.json to prep manifest ego4d --annotations",
             )
         return captions.filter(pc.equal(captions["source"], EGOMCQ))
-    first = choose_sources(sources_of_split, weights=sources, elsewhere=elsewhere).names[0]
+    first = choose_sources(sources_of_split, weights=sources, all_sources=elsewhere).names[0]
     captions = captions.filter(pc.equal(captions["source"], first))
     if misfit := _find_misfit(captions, name):
         raise UserError(f"split {split!r} of {data_dir} is not for the protocol {name}: {misfit}", hint=_HINT)
