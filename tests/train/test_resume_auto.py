@@ -96,7 +96,7 @@ def test_a_folder_that_holds_something_else_is_not_taken_for_a_run(
     out.mkdir()
     (out / ".tmp-notes.txt").write_text("mine")
     assert train(*line("dual-encoder", moving, out)) == 2
-    assert two_lines(capsys)[0] == f"error: {out} contains other files and no run"
+    assert two_lines(capsys)[0] == f"error: {out} contains other files, but no run"
     assert [path.name for path in out.iterdir()] == [".tmp-notes.txt"]
 
 

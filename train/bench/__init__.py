@@ -1,1 +1,1 @@
-"""`train bench`: profile the input pipeline and training step, and report the bottleneck."""
+"""`train bench`: measure the input pipeline and the training step, and report the bottleneck."""

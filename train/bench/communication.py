@@ -1,7 +1,7 @@
-"""Time of a step on several processes, for `train bench`: computation, communication, and their overlap.
+"""Break down the time of a step on several processes into computation, communication and overlap, for `train bench`.
 
 The method is from FastCLIP (figure 3, tables 15 to 22): torch.profiler records steps of the training loop, and the
-intervals of all events of the same kind are merged. Per step:
+intervals of all events of the same kind are merged. The parts of a step are
 
     compute      time in which an operation computes: on a GPU, kernels except NCCL's kernels and copies; on a CPU,
                  operators of the training thread
@@ -12,8 +12,8 @@ intervals of all events of the same kind are merged. Per step:
     compute + exposed + other = total;  overlap + exposed = communication
 
 Communication lasts from the first byte to the end of a collective on this rank, including the time that an early rank
-waits for the others. The exchange of failures and signals before a step (clipmill.train.engine.failures) is not
-included. Recording slows steps down; `unrecorded_s` is the time of a step without recording.
+waits for the other ranks. The exchange of failures and signals before a step (clipmill.train.engine.failures) is not
+included. Recording makes steps slower; `unrecorded_s` is the time of a step without it.
 """
 
 import os
@@ -34,8 +34,8 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import publish_bytes
 from clipmill.shards.pages.templates import load_template
-from clipmill.train.bench.run import about, facts_of, open_bench
-from clipmill.train.bench.steps import Opened, Steps, enough_samples
+from clipmill.train.bench.run import describe_bench, facts_of, open_bench
+from clipmill.train.bench.steps import OpenedTask, Steps, convert_failures
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.training import Strategy
 from clipmill.train.distributed.world import World
@@ -52,17 +52,18 @@ from clipmill.train.spec import TaskSpec
 
 
 class FeatureExchange(Similarities):
-    """OpenCLIP's exchange for a contrastive loss, the baseline in FastCLIP's tables 15 to 22; only for `train bench`.
+    """OpenCLIP's exchange for a contrastive loss, which is the baseline in FastCLIP's tables 15 to 22.
 
     Embeddings are gathered with their gradients. Each rank computes the losses with its own clips and captions as
-    anchors, and thus gradients of the embeddings of all ranks, which REDUCE_SCATTER sums: 2 B E numbers. The exchange
-    in training (clipmill.train.losses.contrastive) sends only a few numbers per pair. Loss and gradients are equal.
+    anchors, and obtains gradients of the embeddings of all ranks, which REDUCE_SCATTER sums: 2 B E numbers. The
+    exchange in training (clipmill.train.losses.contrastive) sends only a few numbers per pair. Both exchanges give the
+    same loss and gradients.
     """
 
     def gradients(
         self, weights: Weights, *, clips_KB: torch.Tensor, captions_KB: torch.Tensor, pair_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute `Similarities.gradients` without `pair_B` and values from pairs of other ranks."""
+        """Compute the gradients of the base class with the pairs of this rank only, and sum them over the ranks."""
         width = self.video_bE.shape[1]
         videos, texts = slice(0, width), slice(width, None)
         grad_B2E = torch.zeros_like(self.pairs_B2E)
@@ -70,25 +71,25 @@ class FeatureExchange(Similarities):
         with exact_products(self.pair_b.device):
             for rows_bB, values_KB, columns, opposite in sides:
                 for rows in blocks(rows_bB):
-                    among_all = slice(self.local_rows.start + rows.start, self.local_rows.start + rows.stop)
-                    weight_RB = weights(rows_bB[rows], values_KB[:, among_all, None])
-                    if not len(values_KB):  # W itself; each side uses half of it
+                    global_rows = slice(self.local_rows.start + rows.start, self.local_rows.start + rows.stop)
+                    weight_RB = weights(rows_bB[rows], values_KB[:, global_rows, None])
+                    if not len(values_KB):  # `weights` returns W, and each side uses half of it
                         weight_RB.div_(2)
-                    weight_RB[:, among_all].diagonal().copy_(pair_B[among_all] / 2)
-                    grad_B2E[among_all, columns].addmm_(weight_RB, self.pairs_B2E[:, opposite])
-                    grad_B2E[:, opposite].addmm_(weight_RB.T, self.pairs_B2E[among_all, columns])
+                    weight_RB[:, global_rows].diagonal().copy_(pair_B[global_rows] / 2)
+                    grad_B2E[global_rows, columns].addmm_(weight_RB, self.pairs_B2E[:, opposite])
+                    grad_B2E[:, opposite].addmm_(weight_RB.T, self.pairs_B2E[global_rows, columns])
         grad_b2E = self.world.reduce_scatter(grad_B2E).mul_(self.world.size)
         return grad_b2E[:, videos], grad_b2E[:, texts]
 
 
 _STEP = "clipmill::step"
-_NUM_WARMUP = 3  # DDP orders its buckets after the first backward pass
+_NUM_WARMUP = 3  # number of steps before the measurement
 _MIN_STEPS, _MAX_STEPS = 3, 50
 
 
 @dataclass(frozen=True)
 class Event:
-    """Event in a profile; times are in microseconds, and `thread` is a thread of the host."""
+    """Event in a profile. Times are in microseconds; `thread` is the ID of a host thread."""
 
     name: str
     begin: float
@@ -99,7 +100,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """Parts of the time of a step in seconds, or their means over steps. The module docstring defines the parts."""
+    """Time of a step and of its parts, in seconds. The docstring of the module defines the parts."""
 
     total_s: float
     compute_s: float
@@ -109,7 +110,7 @@ class Breakdown:
 
 
 def breakdowns(events: Sequence[Event]) -> list[Breakdown]:
-    """Break down each step of a profile on one rank."""
+    """Break down each step in the profile of a rank."""
     steps = [event for event in events if event.name == _STEP and not event.is_on_device]
     threads, has_device = {step.thread for step in steps}, any(event.is_on_device for event in events)
     computing, communicating = [], []
@@ -128,10 +129,10 @@ def _break_down_step(step: Event, computing: Sequence[Event], communicating: Seq
     changes = [(step.end, 0, 0)]
     for kind, events in enumerate((computing, communicating)):
         for event in events:
-            begin, end = max(event.begin, step.begin), min(event.end, step.end)
-            if begin < end:
-                changes += [(begin, kind, 1), (end, kind, -1)]
-    # Seconds for each combination of computation and communication.
+            start, end = max(event.begin, step.begin), min(event.end, step.end)
+            if start < end:
+                changes += [(start, kind, 1), (end, kind, -1)]
+    # Seconds with and without computation (first key) and communication (second key).
     seconds, running, now = {(a, b): 0.0 for a in (False, True) for b in (False, True)}, [0, 0], step.begin
     for time, kind, change in sorted(changes):
         seconds[running[0] > 0, running[1] > 0] += (time - now) / 1e6
@@ -158,10 +159,14 @@ def run_breakdown(
     seconds: float,
     world: World,
 ) -> dict[str, Any]:
-    """Break down steps by strategy and exchange; return a JSON-serialisable dict that is equal on all ranks.
+    """Break down steps with each strategy and exchange. Return a JSON-serialisable dict that is equal on all ranks.
+
+    Args:
+        exchanges: Exchanges for a contrastive loss; None for the exchange in training.
+        seconds: Approximate time of each measurement.
 
     Raises:
-        UserError: The data do not exist or are too small (see `run_bench`), or --parallel.stages is above 1.
+        UserError: The data cannot be measured (see `open_bench`), or --parallel.stages is above 1.
         FailedWork: More samples than `settings.max_failures` could not be loaded.
     """
     if settings.parallel.stages > 1:
@@ -171,7 +176,7 @@ def run_breakdown(
             flags=("--parallel.stages",),
         )
     opened, measured = open_bench(spec, settings, world, seconds=seconds), []
-    with enough_samples(opened.settings):
+    with convert_failures(opened.settings):
         for name in strategies:
             changed = replace(
                 opened, settings=replace(opened.settings, parallel=replace(opened.settings.parallel, strategy=name))
@@ -182,14 +187,14 @@ def run_breakdown(
     return {"strategies": measured, **facts_of(opened)}
 
 
-def measure_breakdown(opened: Opened, *, exchange: Exchange | None, seconds: float) -> dict[str, Any]:
+def measure_breakdown(opened: OpenedTask, *, exchange: Exchange | None, seconds: float) -> dict[str, Any]:
     """Break down training steps. All ranks call this function and get the same JSON-serialisable dict.
 
     Args:
         exchange: Exchange for a contrastive loss; None for the exchange in training.
 
     Raises:
-        UserError: The objective has no exchange that can be replaced.
+        UserError: The exchange of this objective cannot be replaced.
     """
     steps, world = Steps(opened), opened.world
     if exchange is not None:
@@ -243,26 +248,26 @@ def measure_breakdown(opened: Opened, *, exchange: Exchange | None, seconds: flo
 def _record_events(device: torch.device) -> Iterator[list[Event]]:
     """Record the events within the block. The list is filled when the block ends."""
     events: list[Event] = []
-    if device.type != "cuda":  # otherwise the profiler's library prints that it starts, stops, and finds no GPU
+    if device.type != "cuda":  # without a GPU, the library of the profiler would print several messages
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities) as recording:
         yield events
     for event in recording.events() or []:
         is_on_device = event.device_type == torch.autograd.DeviceType.CUDA
-        # On the device's timeline, ranges of the host (record_function) repeat the events inside them.
+        # Omit ranges of the host (record_function) on the timeline of the device: they cover the events inside them.
         if not (is_on_device and event.is_user_annotation):
             events.append(Event(event.name, event.time_range.start, event.time_range.end, is_on_device, event.thread))
 
 
-# The printed table, and the page.
+# The table on the console, and the page.
 
 
 _COLUMNS = ("strategy", "total", "compute", "overlap", "exposed", "other", "std of total", "unrecorded")
 _NOTES = (
     "compute: an operation computes; overlap: communication during computation; exposed: communication without "
     "computation; other: neither. compute + exposed + other = total.",
-    "Exchange of a contrastive loss: scalars (FastCLIP, as in training) or features (OpenCLIP).",
+    "Exchange for a contrastive loss: scalars (FastCLIP, as in training) or features (OpenCLIP).",
     "Communication includes waiting for slower processes. Unrecorded: the time of a step without the profiler.",
 )
 
@@ -270,19 +275,19 @@ _NOTES = (
 def print_breakdown(result: dict[str, Any]) -> None:
     """Print the result of `run_breakdown`."""
     console = Console(highlight=False, soft_wrap=True)
-    console.print(about(result), markup=False)
+    console.print(describe_bench(result), markup=False)
     table = Table(_COLUMNS[0], box=None, padding=(0, 2, 0, 0))
     for column in _COLUMNS[1:]:
         table.add_column(column, justify="right")
     for row in _rows(result):
         table.add_row(*row)
     console.print(table)
-    for line in ("Milliseconds per step, means of all processes.", *_NOTES):
+    for line in ("Milliseconds per step, means over all processes.", *_NOTES):
         console.print(line, markup=False)
 
 
 def write_breakdown(result: dict[str, Any], path: Path) -> None:
-    """Write the result of `run_breakdown` as a page, with a bar and a row per strategy."""
+    """Write the result of `run_breakdown` as a page, with a bar and a table row for each strategy and exchange."""
     longest_s = max(strategy["mean"]["total_s"] for strategy in result["strategies"])
     bars = []
     for strategy in result["strategies"]:
@@ -301,7 +306,7 @@ def write_breakdown(result: dict[str, Any], path: Path) -> None:
         bars.append({"strategy": _label(strategy), "total_ms": 1000 * mean["total_s"], "width": width, "parts": parts})
     page = load_template(Path(__file__).with_name("bench.html.j2")).render(
         num_processes=result["strategies"][0]["num_processes"],
-        about=about(result),
+        about=describe_bench(result),
         names=[part["name"] for part in bars[0]["parts"]],
         bars=bars,
         columns=_COLUMNS,

@@ -1,4 +1,4 @@
-"""A complete benchmark of one process: the stages separately, then complete steps; the bottleneck, advice and table."""
+"""Benchmark of one process: rates of the stages, complete steps, the bottleneck, and a report with advice."""
 
 import math
 import os
@@ -18,7 +18,7 @@ from clipmill.train.bench.steps import (
     LOADING,
     READ,
     TOKENS,
-    Opened,
+    OpenedTask,
     measure_stages,
     open_to_measure,
     take_steps,
@@ -35,10 +35,10 @@ from clipmill.train.spec import TaskSpec
 
 
 def run_bench(spec: TaskSpec, settings: ClipSettings, *, seconds: float) -> dict[str, Any]:
-    """Measure every stage for about `seconds`, and find the bottleneck; return a JSON-serialisable dict.
+    """Measure every stage for about `seconds`, and find the bottleneck. Return a JSON-serialisable dict.
 
     Raises:
-        UserError: The data do not exist, or have fewer samples than a batch.
+        UserError: The data cannot be measured (see `open_bench`).
         FailedWork: More samples than `settings.max_failures` could not be loaded.
     """
     opened = open_bench(spec, settings, World(), seconds=seconds)
@@ -49,7 +49,7 @@ def run_bench(spec: TaskSpec, settings: ClipSettings, *, seconds: float) -> dict
     rates, steps = measure_stages(opened, seconds=seconds)
     known = {name: rate for name, rate in rates.stages.items() if rate is not None}
     verdict = judge(known, loader=rates.loader, compute=rates.compute)
-    # Steps wait for data only after the batches that were loaded in advance are used up.
+    # Steps wait for data only once they have used up the batches that were loaded in advance.
     num_ahead = 2 * opened.settings.batches_ahead + 3 if verdict.bound == "data" else 2
     with Activity("measuring complete steps"):
         taken = take_steps(steps, opened, seconds=seconds, at_least=num_ahead)
@@ -71,10 +71,16 @@ def run_bench(spec: TaskSpec, settings: ClipSettings, *, seconds: float) -> dict
     }
 
 
-def open_bench(spec: TaskSpec, settings: ClipSettings, world: World, *, seconds: float) -> Opened:
-    """Open a task to measure it; UserError as for `run_bench`."""
+def open_bench(spec: TaskSpec, settings: ClipSettings, world: World, *, seconds: float) -> OpenedTask:
+    """Open a task for measurements.
+
+    Raises:
+        UserError: `seconds` is not a number above 0, there are several data folders, the data do not exist, or they
+            have fewer samples than a batch.
+    """
     if not (math.isfinite(seconds) and seconds > 0):
-        raise UserError(f"--seconds is {seconds}", hint="use a number above 0", flags=("--seconds",))
+        error = f"--seconds is {seconds}, which is not a time above 0"
+        raise UserError(error, hint="use a number above 0", flags=("--seconds",))
     if len(settings.folders) > 1:
         raise UserError(
             f"train bench measures one data folder, but --shards names {len(settings.folders)}",
@@ -88,8 +94,8 @@ def open_bench(spec: TaskSpec, settings: ClipSettings, world: World, *, seconds:
     return opened
 
 
-def facts_of(opened: Opened) -> dict[str, Any]:
-    """Return the entries of a result that say what was measured, and where."""
+def facts_of(opened: OpenedTask) -> dict[str, Any]:
+    """Return the entries of a result about the data, the machine and the settings."""
     return {
         "data": opened.samples.describe(),
         "variant": opened.samples.variant_name,
@@ -99,7 +105,7 @@ def facts_of(opened: Opened) -> dict[str, Any]:
     }
 
 
-# Conclusions from the rates.
+# Conclusions from the rates
 
 _COMPUTE = (AUGMENT, "model")
 _WHAT = {
@@ -118,11 +124,12 @@ class Verdict:
     """Bottleneck of training.
 
     Attributes:
-        slowest: Slowest stage when the stages run separately.
+        slowest: Slowest stage, if the stages run separately.
         bound: "data" if the loader is slower than augmentation and model together, else "compute".
-        cause: Slowest stage of loading or computing, according to `bound`; "loader" if the stages of loading are
-            unknown.
-        expected_wait_share: Expected fraction of a step spent waiting for data, if loader and model do not share cores.
+        cause: Slowest stage of the loader if `bound` is "data" ("loader" if it has no stages), else slowest stage of
+            the computation.
+        expected_wait_share: Fraction of a step that would be spent waiting for data if loader and model did not share
+            cores.
     """
 
     slowest: str
@@ -132,7 +139,12 @@ class Verdict:
 
 
 def judge(stages: dict[str, float], *, loader: float, compute: float) -> Verdict:
-    """Find the bottleneck from the items per second of each stage, of the loader, and of augmentation and model."""
+    """Find the bottleneck.
+
+    Args:
+        stages: Items per second of each stage.
+        loader, compute: Items per second of the loader, and of augmentation and model together.
+    """
     is_data_bound = loader < compute
     rates = stages if any(name in stages for name in LOADING) else {**stages, "loader": loader}
     candidates = [name for name in rates if (name in _COMPUTE) != is_data_bound]
@@ -156,21 +168,21 @@ def advice(cause: str, settings: ClipSettings, *, cores: int) -> list[str]:
     hints += {
         READ: [
             "a faster disk, or chunks of a lower bitrate",
-            "more --workers, which wait for the disk and not for cores",
+            "more --workers, because they wait for the disk and do not need cores",
         ],
         DECODE: ["chunks that are cheaper to decode: a smaller short side, or every frame a key frame"],
         CROP: ["chunks of a smaller short side, or a smaller --size-px"],
         TOKENS: ["shorter captions"],
         "loader": ["a faster disk, or more --workers"],
         "transfer": ["a smaller --size-px or fewer --num-frames"],
-        AUGMENT: ["lower --augment.blur: blur is the most expensive augmentation"],
-        "model": ["the data keeps up; for more speed use a faster device, a smaller --model or fewer --num-frames"],
+        AUGMENT: ["a lower --augment.blur: blur is the most expensive augmentation"],
+        "model": ["a faster device, a smaller --model or fewer --num-frames; the loader is fast enough"],
     }[cause]
     return hints
 
 
-def about(result: dict[str, Any]) -> str:
-    """Describe what was measured, on one line."""
+def describe_bench(result: dict[str, Any]) -> str:
+    """Describe the data, the machine and the settings of a result on one line."""
     settings = result["settings"]
     return (
         f"{'; '.join(filter(None, [result['data'], result['variant'], result['machine']]))}; batches of "
@@ -185,7 +197,7 @@ def print_report(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, soft_wrap=True)
-    console.print(about(result), markup=False)
+    console.print(describe_bench(result), markup=False)
     table = Table("stage", "what it does", box=None, padding=(0, 2, 0, 0))
     for name in ("items/s", "ms per item"):
         table.add_column(name, justify="right")
@@ -197,8 +209,8 @@ def print_report(result: dict[str, Any]) -> None:
     table.add_row(
         "loader", f"from disk to batches, {count_noun(workers, 'worker')}", *_cells(result["loader_items_per_s"])
     )
-    table.add_row("compute", "augment and model, a batch on the device", *_cells(result["compute_items_per_s"]))
-    table.add_row("step", "loader and compute, overlapping", *_cells(result["step_items_per_s"]))
+    table.add_row("compute", "augment and model, on one batch", *_cells(result["compute_items_per_s"]))
+    table.add_row("step", "loader and compute at the same time", *_cells(result["step_items_per_s"]))
     console.print(table)
     for line in _conclusion(result):
         console.print(line, markup=False)
@@ -211,24 +223,28 @@ def _cells(items_per_s: float | None) -> tuple[str, str]:
 def _conclusion(result: dict[str, Any]) -> list[str]:
     loader, compute, cause = result["loader_items_per_s"], result["compute_items_per_s"], result["cause"]
     lines = [
-        f"slowest stage: {result['slowest']}; {result['bound']}-bound: the loader produces {loader:,.1f} items/s, "
-        f"augment and model process {compute:,.1f}",
-        f"a step takes {1000 * result['step_s']:,.1f} ms; {result['wait_share']:.0%} of it is waiting for data "
+        f"slowest stage: {result['slowest']}; training is {result['bound']}-bound: the loader produces {loader:,.1f} "
+        f"items/s, augment and model process {compute:,.1f}",
+        f"a step takes {1000 * result['step_s']:,.1f} ms, and waits for data {result['wait_share']:.0%} of this time "
         f"(expected: {result['expected_wait_share']:.0%})",
         f"memory: {size_text(result['memory_bytes'])}{' of GPU memory' if result['device'] == 'cuda' else ''}",
     ]
     if result["read_bytes_per_item"] is not None:
-        lines.append(f"{result['read_bytes_per_item'] / 1000:,.0f} kB are read from the disk per sample")
+        lines.append(f"the loader reads {result['read_bytes_per_item'] / 1000:,.0f} kB per sample from the disk")
     if speed := (result["disk"] or {}).get("speed"):
         per_s = size_text(speed["read_bytes_per_s"])
-        lines.append(f"the disk is read at {per_s}/s, 64 KiB in {speed['piece_ms']:.2f} ms")
+        lines.append(
+            f"the disk reads {per_s}/s sequentially, and 64 KiB at a random position in {speed['piece_ms']:.2f} ms"
+        )
     if cause != result["slowest"]:
-        lines.append(f"the bottleneck is {cause}: stages before the model add up in each loader thread")
+        lines.append(
+            f"the bottleneck is {cause}: each loader thread runs its stages in sequence, so their times add up"
+        )
     if result["device"] == "cpu":
-        lines.append("the model shares the cores with decoding, so each is slower than when it runs separately")
+        lines.append("the model and the decoders share the cores, so both are slower than when they run separately")
     lines += [f"what to change ({cause}): {hint}" for hint in result["advice"]]
     if result["num_failed"]:
         lines.append(
-            f"{count_noun(result['num_failed'], 'sample')} could not be loaded; the first: {result['first_failure']}"
+            f"{count_noun(result['num_failed'], 'sample')} could not be loaded, first {result['first_failure']}"
         )
     return lines

@@ -1,4 +1,4 @@
-"""Training steps for the measurements of `train bench` and `train quickstart`, and the rates of their stages."""
+"""Take and time training steps, and measure the rates of their stages, for `train bench` and `train quickstart`."""
 
 import resource
 import threading
@@ -34,12 +34,12 @@ from clipmill.train.spec import TaskSpec
 from clipmill.train.weights.source import Say
 from clipmill.train.weights.sources import fetch_tag, open_weights
 
-_LONGEST_S = 45.0  # maximum time of steps that are taken after `seconds` have passed
+_MAX_S = 45.0  # maximum time of a measurement, unless `seconds` is longer
 
 
 @dataclass(frozen=True)
-class Opened:
-    """Task with its training set, as at the start of a run; `settings` are the effective settings."""
+class OpenedTask:
+    """Task with its training set and effective settings, as at the start of a run."""
 
     task: StartableTask
     samples: NamedSamples
@@ -48,22 +48,24 @@ class Opened:
     device: torch.device
 
     def wait(self) -> None:
-        """Wait for the device."""
+        """Wait until the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
-def open_to_measure(spec: TaskSpec, settings: ClipSettings, *, world: World, device: torch.device, say: Say) -> Opened:
-    """Open a task as `train TASK` does. All ranks call this function.
+def open_to_measure(
+    spec: TaskSpec, settings: ClipSettings, *, world: World, device: torch.device, say: Say
+) -> OpenedTask:
+    """Open a task as `train TASK` does. All ranks must call this function.
 
     Raises:
-        UserError: The data or the weights contradict the task.
+        UserError: The data or the weights do not fit the task.
     """
     products = open_precision(settings.precision, device_type=device.type).matmul_dtype
     attention, _ = choose_attention(settings, device=device, products=products, world=world)
     world.first(lambda: fetch_tag(settings.init, say=say))
     source = open_weights(settings.init, settings.towers)
-    # The run itself prints what the weights change.
+    # Do not print what the weights change in the settings: the run prints it.
     settings = spec.effective_settings(settings, source, say=lambda _: None)
     task = spec.open(settings, attention=attention, device=device)
     with Activity(f"opening {', '.join(settings.folders)}"):
@@ -73,20 +75,20 @@ def open_to_measure(spec: TaskSpec, settings: ClipSettings, *, world: World, dev
     if source is not None:
         task.start_from(source, samples, say=lambda _: None)
     settings = convert_epochs(settings, epoch_steps(settings, samples))
-    return Opened(task, samples, settings, world, device)
+    return OpenedTask(task, samples, settings, world, device)
 
 
 class Steps:
-    """Steps of the training loop, on this rank's batches."""
+    """Steps of the training loop, with the batches of this rank."""
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: OpenedTask) -> None:
         self._opened, device = opened, opened.device
         self.state = new_state(opened.task, opened.samples, opened.settings, world=opened.world, device=device)
         self._throughput = Throughput(device=device, precision=self.state.precision.name)
         self._guard = StepGuard(device)
 
     def batches(self) -> Generator[LoadedBatch, None, None]:
-        """Return batches on the device, in training order from the first batch."""
+        """Return batches on the device, in the order of the training."""
         opened = self._opened
         return prefetch(opened.samples.batches(position=0, max_failures=opened.settings.max_failures), opened.device)
 
@@ -107,17 +109,17 @@ class Steps:
 
     @property
     def state_bytes(self) -> int:
-        """Size of a checkpoint."""
+        """Size of a checkpoint in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.state.tensors().values())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class StepTimes:
     """Measurements of complete steps.
 
     Attributes:
-        first_s: Time of the first step, which compiles, allocates and counts FLOPs.
-        step_times: Seconds of the other steps, except steps whose batches were loaded during the first step.
+        first_s: Time of the first step in seconds; it includes compilation, allocation and the counting of FLOPs.
+        step_times: Time of each other step in seconds, without the steps whose batches were loaded during the first.
         wait_share: Fraction of `step_times` that was spent waiting for data.
         memory_bytes: Peak memory of this process; on a GPU, peak GPU memory.
     """
@@ -129,66 +131,72 @@ class Taken:
 
     @property
     def step_s(self) -> float:
-        """Mean time of a step. Steps take batches from a queue, so the time of a single step is not representative."""
+        """Mean time of a step in seconds. Single steps are not representative, as they take batches from a queue."""
         return sum(self.step_times) / len(self.step_times)
 
 
-def take_steps(steps: Steps, opened: Opened, *, seconds: float, at_least: int = 2) -> Taken:
-    """Take a first step, then as many steps as fit into `seconds`, and at least `at_least` unless they are very slow.
+def take_steps(steps: Steps, opened: OpenedTask, *, seconds: float, at_least: int = 2) -> StepTimes:
+    """Take a first step, and then steps until `seconds` have passed.
+
+    Args:
+        at_least: Minimum number of steps after the first one, unless the steps are very slow.
 
     Raises:
         FailedWork: Too many samples could not be loaded.
     """
     step_times, wait_times = list[float](), list[float]()
-    with enough_samples(opened.settings), closing(steps.batches()) as batches:
+    with convert_failures(opened.settings), closing(steps.batches()) as batches:
         while len(step_times) <= at_least or sum(step_times[1:]) < seconds:
             began_s = time.perf_counter()
             loaded = next(batches)
             wait_times.append(time.perf_counter() - began_s)
             steps.take(loaded)
             step_times.append(time.perf_counter() - began_s)
-            if len(step_times) > 1 and sum(step_times) > max(_LONGEST_S, seconds):
+            if len(step_times) > 1 and sum(step_times) > max(_MAX_S, seconds):
                 break
-    # Steps whose batches were loaded during the first step did not wait; omit them if other steps remain.
+    # Steps whose batches were loaded during the first step did not wait. Omit them if other steps remain.
     num_ahead = 1 + opened.settings.batches_ahead
-    begin = 1 + num_ahead if len(step_times) > 2 * num_ahead + 1 else 1
+    first = 1 + num_ahead if len(step_times) > 2 * num_ahead + 1 else 1
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if opened.device.type == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated(opened.device)
-    return Taken(
+    return StepTimes(
         first_s=step_times[0],
-        step_times=tuple(step_times[begin:]),
-        wait_share=sum(wait_times[begin:]) / sum(step_times[begin:]),
+        step_times=tuple(step_times[first:]),
+        wait_share=sum(wait_times[first:]) / sum(step_times[first:]),
         memory_bytes=peak_bytes,
     )
 
 
 @contextmanager
-def enough_samples(settings: ClipSettings) -> Iterator[None]:
+def convert_failures(settings: ClipSettings) -> Iterator[None]:
     """Convert a TooManyFailures within the block into FailedWork."""
     try:
         yield
     except TooManyFailures as error:
         raise FailedWork(
-            f"too many samples could not be loaded (--max-failures {settings.max_failures}); the last: {error}"
+            f"too many samples could not be loaded (--max-failures {settings.max_failures}); the last one: {error}"
         ) from error
 
 
-# Rates of the stages of a step: the loader's threads, the copy to the device, and the model.
+# Rates of the stages of a step: in the threads of the loader, the copy to the device, and the model.
 #
-# Nothing is built only for measuring: the loader and the steps of a run are used, with a stopwatch around their methods
-# that sums the time of each stage. A loader thread runs its stages in sequence, so the rate of a stage is the rate that
-# all threads would have if they did nothing else.
+# The measurements use the loader and the steps of a run. A stopwatch around their methods sums the time of each stage.
+# A thread of the loader runs its stages in sequence, so the rate of a stage is the rate that all threads would have if
+# they did nothing else.
 
 READ, DECODE, CROP, TOKENS, AUGMENT = "read", "decode", "crop", "tokens", "augment"
 LOADING = (READ, DECODE, CROP, TOKENS)
 
 
 class Stopwatch:
-    """Seconds of each call by stage, while `is_running`. Nested calls count only for the inner stage.
+    """Timer of the calls in each stage, while `is_running`. The time of a nested call counts only for the inner stage.
 
     Args:
         wait: Function that waits for the work that a stage has queued on the device.
+
+    Attributes:
+        times_s: Time of each call in seconds, by stage.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
@@ -197,12 +205,12 @@ class Stopwatch:
         self._wait, self._local = wait, threading.local()
 
     def time_calls(self, stage: str, work: Callable[..., Any], *, is_on_device: bool = False) -> Callable[..., Any]:
-        """Wrap `work` so that its calls count as `stage`."""
+        """Wrap `work` so that the time of its calls counts for `stage`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self.is_running:
                 return work(*args, **kwargs)
-            outside_s, self._local.inside_s = getattr(self._local, "inside_s", 0.0), 0.0
+            outer_s, self._local.nested_s = getattr(self._local, "nested_s", 0.0), 0.0
             if is_on_device:
                 self._wait()
             began_s = time.perf_counter()
@@ -213,13 +221,13 @@ class Stopwatch:
                 return result
             finally:
                 took_s = time.perf_counter() - began_s
-                self.times_s[stage].append(took_s - self._local.inside_s)
-                self._local.inside_s = outside_s + took_s
+                self.times_s[stage].append(took_s - self._local.nested_s)
+                self._local.nested_s = outer_s + took_s
 
         return call
 
     def watch(self, owner: object, method: str, stage: str, *, is_on_device: bool = False) -> None:
-        """Count later calls of an object's method as `stage`, if the object has that method."""
+        """Time later calls of an object's method as `stage`, if the object has this method."""
         if (work := getattr(owner, method, None)) is not None:
             setattr(owner, method, self.time_calls(stage, work, is_on_device=is_on_device))
 
@@ -229,10 +237,10 @@ class Rates:
     """Rates in items per second.
 
     Attributes:
-        stages: Rates by stage; None for a stage that is not needed. Only a loader of pixel clips has stages.
-        loader, compute: Separately measured rates of the loader (disk to batch) and of steps (batch on the device).
-        read_bytes_per_item: Bytes read from the disk; None if the stages of loading are unknown.
-        failed: Details of samples that could not be loaded, by key.
+        stages: Rate of each stage; None for a stage that is not needed. Only a loader of pixel clips has stages.
+        loader, compute: Rates of the loader (from the disk to batches) and of steps on one batch, measured separately.
+        read_bytes_per_item: Bytes that the loader reads per item; None if the loader has no stages.
+        failed: Details of the samples that could not be loaded, by key.
     """
 
     stages: dict[str, float | None]
@@ -242,8 +250,8 @@ class Rates:
     failed: dict[str, str]
 
 
-def measure_stages(opened: Opened, *, seconds: float) -> tuple[Rates, Steps]:
-    """Measure the loader, the copy to the device and steps, for about `seconds` each; also return the steps.
+def measure_stages(opened: OpenedTask, *, seconds: float) -> tuple[Rates, Steps]:
+    """Measure the loader, the copy to the device and the steps, for about `seconds` each. Also return the steps.
 
     Raises:
         FailedWork: Too many samples could not be loaded.
@@ -253,11 +261,11 @@ def measure_stages(opened: Opened, *, seconds: float) -> tuple[Rates, Steps]:
     reader = getattr(opened.samples, "reader", None)
     if isinstance(reader, ClipReader):  # latents and streams have no such stages
         _watch_loading(reader, watch, sizes)
-    # Also stop if every sample has failed a hundred times: such a set has no rate.
+    # Also stop if every sample has failed a hundred times, because such a training set has no rate.
     max_failures = min(settings.max_failures, 100 * (opened.samples.num_samples or 1000))
     batches = opened.samples.batches(position=0, max_failures=max_failures)
     watch.is_running, waits_s = True, list[float]()
-    with Activity("measuring the loader"), enough_samples(settings), closing(batches):
+    with Activity("measuring the loader"), convert_failures(settings), closing(batches):
         while sum(waits_s[1:]) < seconds:  # the first wait includes the start of the threads
             began_s = time.perf_counter()
             loaded = next(batches)
@@ -279,10 +287,10 @@ def measure_stages(opened: Opened, *, seconds: float) -> tuple[Rates, Steps]:
             opened.wait()
 
         is_copied = opened.device.type != "cpu"
-        stages["transfer"] = batch / median(_times(copy, seconds=seconds)) if is_copied else None
+        stages["transfer"] = batch / median(_measure_calls(copy, seconds=seconds)) if is_copied else None
         steps.take(on_device)
         watch.is_running = True
-        steps_s = _times(lambda: steps.take(on_device), seconds=seconds)
+        steps_s = _measure_calls(lambda: steps.take(on_device), seconds=seconds)
         watch.is_running = False
     compute_s, augment_s = median(steps_s), 0.0
     if calls_s := watch.times_s[AUGMENT]:  # one call per microbatch
@@ -300,7 +308,7 @@ def measure_stages(opened: Opened, *, seconds: float) -> tuple[Rates, Steps]:
 
 
 def _watch_loading(reader: ClipReader, watch: Stopwatch, sizes: list[int]) -> None:
-    """Measure the stages of loading clips, and collect the sizes of the parts of chunks that are read."""
+    """Time the stages of a reader of clips, and append the number of bytes of each read to `sizes`."""
     chunks, decoder = reader.chunks, reader.decoder
     read_chunk, decode_each = chunks.read, decoder.decode_each
 
@@ -313,14 +321,14 @@ def _watch_loading(reader: ClipReader, watch: Stopwatch, sizes: list[int]) -> No
         decode_each(content, watch.time_calls(CROP, use))  # each frame is cropped as soon as the decoder outputs it
 
     watch.watch(reader, "plan", READ)
-    setattr(chunks, "read", watch.time_calls(READ, read))  # noqa: B010 - an attribute of only this object
+    setattr(chunks, "read", watch.time_calls(READ, read))  # noqa: B010 - changes only this object, not its class
     setattr(decoder, "decode_each", watch.time_calls(DECODE, decode))  # noqa: B010
     watch.watch(reader, "_make", CROP)
     watch.watch(reader, "annotate", TOKENS)
 
 
-def _times(work: Callable[[], object], *, seconds: float) -> list[float]:
-    """Call `work` until `seconds` have passed; return the seconds of each call."""
+def _measure_calls(work: Callable[[], object], *, seconds: float) -> list[float]:
+    """Call `work` until `seconds` have passed, and return the time of each call in seconds."""
     times = list[float]()
     while sum(times) < seconds:
         began_s = time.perf_counter()

@@ -23,7 +23,7 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.formatting import count_noun, duration_text, size_text
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import TEMPORARY_PREFIX
-from clipmill.train.bench.steps import Opened, Steps, Taken, open_to_measure, take_steps
+from clipmill.train.bench.steps import OpenedTask, Steps, StepTimes, open_to_measure, take_steps
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import convert_epochs
 from clipmill.train.config.files import load_settings, preset_path, presets_of
@@ -68,7 +68,7 @@ class Measured:
     num_samples: int
     data: str
     start_s: float
-    taken: Taken
+    taken: StepTimes
     checkpoint_bytes: int
     checkpoint_s: float
     num_halved: int
@@ -123,7 +123,7 @@ def measure(
     )
 
 
-def _steps(opened: Opened, *, seconds: float) -> tuple[Taken, int, float] | None:
+def _steps(opened: OpenedTask, *, seconds: float) -> tuple[StepTimes, int, float] | None:
     """Take steps, and write a checkpoint; return their measurements, or None if memory is too small."""
     try:
         with Activity(f"trying steps of {count_noun(opened.settings.batch, 'clip')} on the {opened.device.type}"):
@@ -137,7 +137,7 @@ def _steps(opened: Opened, *, seconds: float) -> tuple[Taken, int, float] | None
         raise
 
 
-def _open_task(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, say: Say) -> Opened:
+def _open_task(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, say: Say) -> OpenedTask:
     """Open the task with the largest batch that its samples allow."""
     opened = open_to_measure(spec, settings, world=World(), device=device, say=say)
     num_samples = opened.samples.num_samples or 1
@@ -152,7 +152,7 @@ def _open_task(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, 
     return opened
 
 
-def _checkpoint_s(steps: Steps, opened: Opened) -> float:
+def _checkpoint_s(steps: Steps, opened: OpenedTask) -> float:
     """Write a checkpoint next to the future run, and remove it; return the time in seconds.
 
     If the checkpoint would fill the disk, nothing is written and the time is 0. The plan then has a warning.

@@ -1,14 +1,14 @@
 """A run in a bucket: its lock, the write access of its ranks, and uploads that survive an outage.
 
-Each process has its own local folder, which mirrors the run (`clipmill.train.config.shards.local_folder` mounts it
-by `clipmill.manifests.storage.mounting`), so that all other code works with paths, and nodes share only the bucket:
+Each process has its own local folder, which mirrors the run (`clipmill.train.config.shards.local_folder` mounts it with
+`clipmill.manifests.storage.mounting`). All other code therefore works with paths, and the nodes share only the bucket:
 
-- Rank 0 holds the lock of the run, a lease. The other ranks write only while it does (`share_lock`), so that a node
-  that returns after its lease has expired changes nothing.
-- Small files are written through when they are published. Files that grow line by line are uploaded before a
-  checkpoint gets its record, twice a minute, and at the end (`upload_periodically`).
+- Rank 0 holds the lock of the run, which is a lease. The other ranks write only while rank 0 holds the lock
+  (`share_lock`), so that a node that returns after the lease has expired changes nothing.
+- Small files are uploaded as soon as they are published. Files that grow line by line are uploaded twice a minute,
+  before a checkpoint becomes complete, and at the end (`upload_periodically`).
 - Each rank uploads its parts of a checkpoint, under names that no other attempt of the launch uses. Rank 0 uploads
-  checkpoint.json last: a checkpoint exists once that file exists (`clipmill.train.run.checkpoint_writer`).
+  checkpoint.json last: a checkpoint exists once this file exists (`clipmill.train.run.checkpoint_writer`).
 """
 
 import socket
@@ -28,43 +28,45 @@ from clipmill.train.distributed.world import World
 LOCK = "run.lock"
 PERIOD_S = 30.0  # time between uploads of growing files
 PATIENCE_S = 900.0  # maximum time to retry requests; less than the half hour that ranks wait for each other
-_LOOK_S, _PAUSE_S = 1.0, 5.0
+_POLL_S, _PAUSE_S = 1.0, 5.0
 
 Outcome = TypeVar("Outcome")
 
 
 @contextmanager
 def hold_run(mirror: Mirror, *, wait_s: float) -> Iterator[None]:
-    """Hold the lock of a run; a killed process loses its lock after a minute, or immediately on the same machine.
+    """Hold the lock of a run within the block.
+
+    A killed process loses its lock after a minute, or at once if the next process is on the same machine.
 
     Args:
-        wait_s: Time to wait for a process that still renews its lock.
+        wait_s: Maximum time in seconds to wait for a process that still renews its lock.
 
     Raises:
         LeaseHeld: Another process trains in this run.
     """
-    latest_s = time.monotonic() + wait_s
-    with ExitStack() as held:
+    deadline_s = time.monotonic() + wait_s
+    with ExitStack() as stack:
         while True:
             try:
-                held.enter_context(mirror.column_lock(LOCK, on_wait=_tell_of_lock))
+                stack.enter_context(mirror.column_lock(LOCK, on_wait=_report_wait))
                 break
             except LeaseHeld:
-                if time.monotonic() >= latest_s:
+                if time.monotonic() >= deadline_s:
                     raise
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         yield
 
 
-def _tell_of_lock(holder: str) -> None:
+def _report_wait(holder: str) -> None:
     sys.stderr.write(f"waiting for the lock of {holder}, which ends within {EXPIRY_S:g} s if that process was killed\n")
 
 
 def share_lock(mirror: Mirror, *, world: World) -> None:
-    """Let all ranks write into a run while rank 0 holds its lock; all ranks call it.
+    """Let all ranks write into a run while rank 0 holds its lock. All ranks must call this function.
 
     Raises:
-        UserError: A rank does not find the lock, or cannot write.
+        UserError: A rank does not find the lock, or cannot write. The error is raised on all ranks.
     """
     access = world.first(lambda: mirror.access)
 
@@ -88,12 +90,12 @@ def share_lock(mirror: Mirror, *, world: World) -> None:
 
 @contextmanager
 def upload_periodically(upload: Callable[[], object]) -> Iterator[None]:
-    """Call a function that uploads growing files every `PERIOD_S` within the block, and at its end."""
+    """Call a function that uploads growing files every `PERIOD_S` within the block, and at the end of the block."""
     is_over = threading.Event()
 
     def run_uploads() -> None:
         while not is_over.wait(PERIOD_S):
-            with suppress(OSError, UserError):  # the next upload includes everything
+            with suppress(OSError, UserError):  # the next upload contains everything
                 upload()
 
     thread = threading.Thread(target=run_uploads, name="uploads of growing files", daemon=True)
@@ -102,7 +104,7 @@ def upload_periodically(upload: Callable[[], object]) -> Iterator[None]:
         yield
     except BaseException:
         is_over.set()
-        with suppress(OSError, UserError):  # the error of the block is more important
+        with suppress(OSError, UserError):  # the error in the block is more important
             upload()
         raise
     finally:
@@ -112,12 +114,12 @@ def upload_periodically(upload: Callable[[], object]) -> Iterator[None]:
 
 
 def insist(work: Callable[[], Outcome]) -> Outcome:
-    """Return the result of `work`, which is retried while the bucket does not respond, for at most `PATIENCE_S`."""
-    latest_s = time.monotonic() + PATIENCE_S
+    """Call `work`, and again while the bucket does not respond, for at most `PATIENCE_S`; return the result."""
+    deadline_s = time.monotonic() + PATIENCE_S
     while True:
         try:
             return work()
         except NoResponse:
-            if time.monotonic() > latest_s:
+            if time.monotonic() > deadline_s:
                 raise
         time.sleep(_PAUSE_S)

@@ -1,12 +1,12 @@
-"""Read checkpoints. A checkpoint is one folder, which is either complete or missing.
+"""Read checkpoints. A checkpoint is a folder, which is either complete or missing.
 
     step_000500/
         checkpoint.json   step, position in the data, and metrics; size and checksum of each other file
         tensors.json      name, dtype and shape of each tensor, and the files that contain the pieces of the tensor
         __0_0.bin ...     bytes of the tensors, one file per rank
 
-The name of each tensor begins with `model.`, `ema.`, `objective.` or `optimizer.`. Reading a checkpoint does not
-execute code from it, in contrast to unpickling.
+The name of each tensor begins with `model.`, `ema.`, `objective.` or `optimizer.`. In contrast to unpickling, reading a
+checkpoint does not execute code from it.
 """
 
 import hashlib
@@ -113,7 +113,7 @@ def all_checkpoints(folder: Path) -> dict[int, Path]:
 def _is_uploaded(path: Path) -> bool:
     """Return True if a checkpoint in a bucket has its checkpoint.json and all files that checkpoint.json lists.
 
-    Files may be missing, because a delayed request can write the checkpoint.json of a checkpoint that has been removed.
+    Files may be missing, because a delayed request may write checkpoint.json after the checkpoint has been removed.
     """
     if not (path / METADATA_FILE).is_file():
         return False
@@ -195,7 +195,7 @@ def read_table(path: Path) -> dict[str, Any]:
         for name, entry in table.items():
             pieces = [(piece["offsets"], piece["sizes"]) for piece in entry["pieces"]]
             if not is_tiled(entry["size"], pieces):
-                raise ValueError(f"the pieces of {name} {entry['size']} in {TABLE_FILE} do not make up the tensor")
+                raise ValueError(f"the pieces of {name} {entry['size']} in {TABLE_FILE} overlap or leave gaps")
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise _unreadable_error(path, first_line(error)) from error
     return table
@@ -204,8 +204,8 @@ def read_table(path: Path) -> dict[str, Any]:
 def is_tiled(size: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
     """Return True if pieces cover each element of a tensor exactly once, and nothing outside the tensor.
 
-    A piece is a box. The boxes tile the tensor if and only if their signed corners sum to the signed corners of the
-    tensor. Computing the sum takes O(number of boxes).
+    A piece is a box. The boxes tile the tensor if and only if the sum of their signed corners equals the signed corners
+    of the tensor. The sum takes O(number of boxes) time.
 
     Args:
         size: Shape of the tensor.
@@ -215,8 +215,8 @@ def is_tiled(size: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence
         TypeError: A number is not an integer.
         ValueError: The numbers do not describe a box.
     """
-    whole = ([0] * len(size), size)
-    boxes = [(list(map(index, offsets)), list(map(index, sizes))) for offsets, sizes in (whole, *pieces)]
+    tensor_box = ([0] * len(size), size)
+    boxes = [(list(map(index, offsets)), list(map(index, sizes))) for offsets, sizes in (tensor_box, *pieces)]
     for offsets, sizes in boxes:
         if not len(offsets) == len(sizes) == len(size) <= _MAX_DIMENSIONS or min(sizes, default=0) < 0:
             raise ValueError(f"{sizes} at {offsets} is not a part of a tensor {size}")
@@ -225,7 +225,7 @@ def is_tiled(size: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence
     corners: Counter[tuple[int, ...]] = Counter()
     for number, (offsets, sizes) in enumerate(boxes):
         sign = 1 if number else -1
-        ends = [((begin, 1), (begin + length, -1)) for begin, length in zip(offsets, sizes, strict=True)]
+        ends = [((start, 1), (start + length, -1)) for start, length in zip(offsets, sizes, strict=True)]
         for corner in product(*ends):
             corners[tuple(offset for offset, _ in corner)] += sign * prod(factor for _, factor in corner)
     return not any(corners.values())
@@ -252,7 +252,7 @@ def fill(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tens
 
 
 def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
-    """Load the weights and buffers of a checkpoint on the CPU; if the run used EMA, the averaged weights.
+    """Load the weights and buffers of a checkpoint on the CPU. If the run used EMA, they are the averaged weights.
 
     The checkpoint may have been written by any number of ranks. If the checkpoint has a `base`, the frozen weights are
     not included (clipmill.train.weights.sources.complete_weights).
@@ -385,7 +385,7 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
 
 
 def removal_hint(path: Path) -> str:
-    """Return the hint to remove a checkpoint that cannot be used, which also states what is used instead."""
+    """Return the hint for a checkpoint that cannot be used: to remove it, and what is used instead."""
     step = checkpoint_step(path)
     earlier = [name for number, name in all_checkpoints(path.parent).items() if step is not None and number < step]
     if not earlier:

@@ -206,24 +206,21 @@ def recover(folder: Path) -> None:
 
 
 def superfluous_steps(steps: list[int], *, keep: int, scores: Mapping[int, float]) -> list[int]:
-    """Return the steps whose checkpoints are to be removed.
-
-    The last `keep` steps and the first step with the best score are kept.
+    """Return the steps whose checkpoints can be removed: all but the last `keep`, and the first with the best score.
 
     Args:
         scores: Score of each evaluated step; higher is better.
     """
-    kept = set(sorted(steps)[-keep:])
+    kept_steps = set(sorted(steps)[-keep:])
     if scores:
-        kept.add(max(sorted(scores), key=lambda step: scores[step]))
-    return [step for step in steps if step not in kept]
+        kept_steps.add(max(sorted(scores), key=lambda step: scores[step]))
+    return [step for step in steps if step not in kept_steps]
 
 
 def _publish(temporary: Path, final: Path) -> None:
     """Rename a complete checkpoint to its final name.
 
-    If there is already an intact checkpoint with this name, it is kept, and the new checkpoint of the same step is
-    deleted.
+    If an intact checkpoint with this name exists already, it is kept, and the new checkpoint is deleted.
     """
     sync(temporary)
     if final.exists():
@@ -259,7 +256,7 @@ def _delete(path: Path) -> None:
 
 
 def _describe_error(error: BaseException | None) -> str:
-    # DCP pairs the error of each rank with its traceback.
+    # torch.distributed.checkpoint pairs the error of each rank with a traceback.
     for cause, _ in getattr(error, "failures", {}).values():
         return _describe_error(cause)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -1,6 +1,6 @@
-"""Environment of a run: the machine, versions, and the packages other than clipmill whose parts it was trained with.
+"""Environment of a run: machine, versions, and the packages other than clipmill that provide parts of the run.
 
-The results page and `train doctor` show machine and versions. run.json lists the packages, which a resumed run needs.
+The results page and `train doctor` show machine and versions. run.json lists the packages that a resumed run needs.
 """
 
 import os
@@ -61,18 +61,18 @@ PACKAGES_FACT = "packages"
 
 
 def packages_of(parts: Iterable[NamedPart]) -> dict[str, str]:
-    """Return the packages other than clipmill that provide parts, with their versions, for run.json."""
+    """Return the package and version of each part that does not come from clipmill, for run.json."""
     packages = {f"{part.parts.noun} {part.name}": part.parts.package_of(part.name) for part in parts}
     return {name: package for name, package in packages.items() if package is not None}
 
 
 def require_parts(settings: Checked, run: RunFolder) -> None:
     """Raise a UserError if no installed package provides a part that a run was trained with."""
-    for chosen in named_parts(settings):
-        if chosen.name not in chosen.parts:
-            part = f"{chosen.parts.noun} {chosen.name}"
-            package = run.read_facts().get(PACKAGES_FACT, {}).get(part, "another package")
+    for part in named_parts(settings):
+        if part.name not in part.parts:
+            title = f"{part.parts.noun} {part.name}"
+            package = run.read_facts().get(PACKAGES_FACT, {}).get(title, "another package")
             raise UserError(
-                f"{run.path} was trained with the {part} from {package}, which is not installed",
+                f"{run.path} was trained with the {title} from {package}, which is not installed",
                 hint="install that package; if only a loss is missing, the run can still be evaluated and exported",
             )

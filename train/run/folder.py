@@ -40,7 +40,7 @@ from clipmill.train.config.training import NEW_RUN, RESUME_HINT, TrainingSetting
 
 _MAX_DATA_NAME = 40
 # Fields of a result that identify the evaluated weights and data, and the overridden settings.
-_DECISIVE = ("source", "shards", "variant", "step", "weights", "overrides")
+_IDENTITY = ("source", "shards", "variant", "step", "weights", "overrides")
 _NUM_WORDS_BEFORE_FLAGS = 4  # number of words in `train eval NAME WEIGHTS`
 _NUM_HASH_DIGITS = 8
 
@@ -78,11 +78,11 @@ def result_name(name: str, facts: dict[str, Any]) -> str:
 
 def is_same_evaluation(result: dict[str, Any], other: dict[str, Any]) -> bool:
     """Return True if two results have the same weights, data and flags."""
-    return all(result.get(name) == other.get(name) for name in _DECISIVE) and _flags_of(result) == _flags_of(other)
+    return all(result.get(name) == other.get(name) for name in _IDENTITY) and _flags_of(result) == _flags_of(other)
 
 
 def _flags_of(result: dict[str, Any]) -> list[str]:
-    """Return the flags of a result's command, except the data and the weights, because their paths may be relative."""
+    """Return the flags of a result's command without data and weights, whose paths may be relative."""
     words = shlex.split(str(result.get("command", "")))[_NUM_WORDS_BEFORE_FLAGS:]
     return [word for previous, word in zip(["", *words], words, strict=False) if "--shards" not in (previous, word)]
 
@@ -112,7 +112,7 @@ def suffix_of(differences: Mapping[str, Any]) -> str:
 
 
 COCO_SUFFIX = ".coco.json"
-_LOOK_S = 0.2
+_POLL_S = 0.2
 EVALUATIONS, FORMER = "evaluations", "former"
 # Name of the files that nodes write to check that they share the folder (clipmill.train.run.shared_folder).
 PROBE = "shared"
@@ -265,13 +265,13 @@ def hold_folder(path: Path, *, work: str, wait_s: float = 0.0) -> Iterator[None]
         UserError: Another process still holds the lock after `wait_s`.
     """
     folder = os.open(path, os.O_RDONLY)
-    latest_s = time.monotonic() + wait_s
+    deadline_s = time.monotonic() + wait_s
     try:
         while not lock(folder, waits=False):
-            if time.monotonic() >= latest_s:
+            if time.monotonic() >= deadline_s:
                 hint = "wait until that process ends, or use another --out"
                 raise UserError(f"another process {work} in {path}", hint=hint)
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         yield
     finally:
         os.close(folder)
@@ -298,7 +298,7 @@ def create_run(settings: TrainingSettings, *, comment: str = "") -> RunFolder:
                         f"{run.path} exists already", hint="add --resume auto to continue it, or use another --out"
                     )
                 raise UserError(
-                    f"{run.path} contains other files and no run", hint="use an empty or new folder as --out"
+                    f"{run.path} contains other files, but no run", hint="use an empty or new folder as --out"
                 )
             for path in leftovers:
                 path.unlink()
@@ -344,7 +344,7 @@ def reopen_run(settings: TrainingSettings) -> RunFolder:
 
 
 def require_trained_with(checkpoint: Path, settings: TrainingSettings, *, file: Path) -> None:
-    """Require that settings that affect the weights are the same in a settings file and in a checkpoint.
+    """Check that a settings file and a checkpoint agree in the settings that affect the weights.
 
     Args:
         settings: Content of the settings file.
@@ -412,10 +412,10 @@ def append_lines(path: Path, objects: Iterable[dict[str, Any]]) -> None:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read the JSON objects in a .jsonl file; return [] if the file does not exist.
 
-    An incomplete last line, as a killed process may leave it, is ignored.
+    An incomplete last line, which a killed process may leave, is ignored.
 
     Raises:
-        UserError: A different line is damaged.
+        UserError: Another line is damaged.
     """
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""Metrics of a training run for Prometheus (`--metrics-port`); deploy/grafana.json shows them."""
+"""Metrics of a training run for Prometheus (`--metrics-port`), which the dashboard deploy/grafana.json shows."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from clipmill.train.config.training import TrainingSettings
 
 
 class Meters:
-    """Tracker that sets the metrics of this process from the lines of metrics.jsonl, which cover all ranks."""
+    """Tracker that sets Prometheus metrics from the lines of metrics.jsonl, which cover all ranks."""
 
     def __init__(self, registry: CollectorRegistry, settings: TrainingSettings) -> None:
         def counter(name: str, text: str) -> Counter:

@@ -1,7 +1,8 @@
-"""Work that is divided into parts, which all processes share, and that can be continued after an interruption.
+"""Divide work into parts that several processes share, and continue the work after an interruption.
 
-The division does not depend on the number of processes or on what is finished, and each part is published as a separate
-file. A plan next to the parts describes the work, so that it is never continued with different settings or data.
+The division depends neither on the number of processes nor on the finished parts, and each part is published as a
+separate file. A plan next to the parts describes the work, so that it is never continued with different settings or
+data.
 """
 
 import time
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
 
 PLAN = "plan.json"
 
-_PARTS_TOGETHER = 8  # number of parts of a rank between two synchronisations
-_MAX_FULL = 60  # maximum number of characters of a value that is shown in full; a hash is longer
-_MAX_SHOWN, _LEAD = 32, 8  # number of characters shown of a longer value, and of them before the first difference
+_PARTS_TOGETHER = 8  # number of parts that a rank makes between two synchronisations
+_MAX_FULL = 60  # maximum length of a value that is shown in full, in characters; a hash is longer
+_MAX_SHOWN, _LEAD = 32, 8  # length of the excerpt of a longer value, and number of characters before the difference
 
 
 class PartFile(Protocol):
-    """A share of the work, the rows from `begin` to `end`, published as one file."""
+    """Part of the work: rows from `begin` to `end`, published as one file."""
 
     @property
     def begin(self) -> int:
@@ -41,18 +42,19 @@ class PartFile(Protocol):
         ...
 
     def path(self, folder: Path, /) -> Path:
-        """Return the path of the finished part's file, in the folder of the work."""
+        """Return the path of the file of the finished part, in the folder of the work."""
 
 
 P = TypeVar("P", bound=PartFile)
 
 
 def begin_parts(parts: Path, plan: Mapping[str, Any], *, require_same: Callable[[Mapping[str, Any]], None]) -> None:
-    """Publish the plan of new work, or continue interrupted work; the caller holds the lock.
+    """Publish the plan of new work, or prepare to continue interrupted work. The caller must hold the lock.
 
     Args:
         parts: Folder of the plan.
-        require_same: Function that raises a UserError if a plan describes different work.
+        plan: Description of the requested work.
+        require_same: Function that raises a UserError if the existing plan describes different work.
     """
     path = parts / PLAN
     if path.is_file():
@@ -67,29 +69,29 @@ def begin_parts(parts: Path, plan: Mapping[str, Any], *, require_same: Callable[
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, free: frozenset[str] = frozenset()) -> str:
-    """Describe how requested work differs from other work; empty if it does not differ.
+    """Describe how the plan of requested work differs from an existing plan; empty if the plans are equal.
 
     Args:
         free: Names of entries, such as `weights.source`, that may differ.
     """
-    was, now = flatten(dict(old)), flatten(dict(new))
-    names = [name for name in now if name not in free and was.get(name) != now[name]]
-    return "; ".join("{} was {} and is {}".format(name, *_value_texts(was.get(name), now[name])) for name in names)
+    old, new = flatten(dict(old)), flatten(dict(new))
+    names = [name for name in new if name not in free and old.get(name) != new[name]]
+    return "; ".join("{} was {} and is {}".format(name, *_shorten(old.get(name), new[name])) for name in names)
 
 
-def _value_texts(*values: object) -> list[str]:
-    """Return the values as text; if one of them is long, an excerpt around the first difference."""
+def _shorten(*values: object) -> list[str]:
+    """Format values as text. If a value is long, use an excerpt of each around the first difference."""
     texts = [str(value) for value in values]
     if max(map(len, texts)) <= _MAX_FULL:
         return texts
     first = next((index for index, pair in enumerate(zip_longest(*texts)) if len(set(pair)) > 1), 0)
-    begin = max(0, first - _LEAD)
-    end = begin + _MAX_SHOWN
-    return [f"{'...' if begin else ''}{text[begin:end]}{'...' if len(text) > end else ''}" for text in texts]
+    start = max(0, first - _LEAD)
+    end = start + _MAX_SHOWN
+    return [f"{'...' if start else ''}{text[start:end]}{'...' if len(text) > end else ''}" for text in texts]
 
 
 def missing_parts(parts: Sequence[P], out: Path, *, world: "World", progress: "Progress") -> list[P]:
-    """Return the unfinished parts; rank 0 looks for the files of all parts."""
+    """Return the unfinished parts. Only rank 0 looks for their files, so that all ranks get the same parts."""
     missing = world.first(lambda: [number for number, part in enumerate(parts) if not part.path(out).is_file()])
     if len(missing) < len(parts):
         progress.say(f"resumed: {len(parts) - len(missing)} of {count_noun(len(parts), 'part')} finished")
@@ -97,12 +99,12 @@ def missing_parts(parts: Sequence[P], out: Path, *, world: "World", progress: "P
 
 
 def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: "World", progress: "Progress") -> None:
-    """Make this rank's share of the parts, every `world.size`-th part.
+    """Make every `world.size`-th part on this rank, and show the progress of all ranks.
 
     Args:
-        make: Function that makes and publishes a part, and returns the number of its clips that failed.
+        make: Function that makes and publishes a part, and returns the number of clips that failed.
     """
-    share = parts[world.rank :: world.size]
+    rank_parts = parts[world.rank :: world.size]
     num_failed = num_rows = num_parts = 0
     began_s = time.monotonic()
 
@@ -116,14 +118,15 @@ def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: "World",
         for part in group:
             failed += make(part)
             num_rows, num_parts = num_rows + part.end - part.begin, num_parts + 1
-            # Assume that the other ranks have made as many parts, until they report.
+            # Assume that the other ranks have made the same number of parts, until they report their numbers.
             progress.show(min(num_parts * world.size, len(parts)), status_text(num_failed + failed))
         return failed
 
     progress.begin(0, len(parts))
-    # Ranks that differ in speed wait for each other regularly, as a collective times out after half an hour.
-    for begin in range(0, -(-len(parts) // world.size), _PARTS_TOGETHER):
-        num_failed += sum(world.gather_objects(world.each(partial(make_group, share[begin : begin + _PARTS_TOGETHER]))))
+    # Fast ranks wait for slow ranks after every group of parts, because a collective times out after half an hour.
+    for start in range(0, -(-len(parts) // world.size), _PARTS_TOGETHER):
+        group = rank_parts[start : start + _PARTS_TOGETHER]
+        num_failed += sum(world.gather_objects(world.each(partial(make_group, group))))
         if world.size > 1:
-            progress.show(min((begin + _PARTS_TOGETHER) * world.size, len(parts)), status_text(num_failed))
+            progress.show(min((start + _PARTS_TOGETHER) * world.size, len(parts)), status_text(num_failed))
     progress.close()

@@ -1,9 +1,9 @@
-"""Check that the processes of several nodes share one run folder, and wait until its files are visible to all.
+"""Check that the processes of several nodes share one run folder, and wait until all of them see its files.
 
-All processes write their parts of checkpoints into the folder: with a separate folder on each node, every checkpoint
-would lack the parts of the other nodes. A file is not immediately visible on other nodes, because NFS caches
-attributes of folders for up to 60 s (acdirmax, nfs(5)). Listing a folder makes NFS query the server again, so the
-functions here list the folder while they wait.
+All processes write their parts of checkpoints into the folder. If each node had a separate folder, every checkpoint
+would lack the parts of the other nodes. A new file is not visible on other nodes at once, because NFS caches the
+attributes of folders for up to 60 s (acdirmax, nfs(5)). Listing a folder makes NFS query the server, so the functions
+in this module list the folder while they wait.
 """
 
 import os
@@ -20,18 +20,19 @@ from clipmill.manifests.storage.mirrors import mirror_of, refresh
 from clipmill.train.distributed.world import World
 from clipmill.train.run.folder import PROBE
 
-VISIBLE_S = 75.0  # maximum time until a file is visible on all nodes; more than acdirmax
-_LOOK_S = 0.1
+VISIBLE_S = 75.0  # maximum time until a file is visible on all nodes; longer than acdirmax
+_POLL_S = 0.1
 
 
 def require_shared(folder: Path, *, world: World) -> None:
-    """Check that `folder`, which rank 0 creates, is the same writable folder for all ranks; all ranks call it.
+    """Check that `folder`, which rank 0 creates, is the same writable folder for all ranks. All ranks must call this.
 
     Rank 0 writes a file, the first rank of each other node writes a reply next to it, and rank 0 looks for the replies.
-    If that fails, a new folder is removed. In a bucket, the ranks look for the lock, which rank 0 must already hold.
+    If the check fails, a new folder is removed. In a bucket, the ranks look for the lock, which rank 0 must hold.
 
     Raises:
-        UserError: A rank does not see another rank's file within `VISIBLE_S`, or cannot write; raised on all ranks.
+        UserError: A rank does not see a file of another rank within `VISIBLE_S`, or cannot write. The error is raised
+            on all ranks.
     """
     if world.size == 1:
         return
@@ -41,12 +42,12 @@ def require_shared(folder: Path, *, world: World) -> None:
         share_lock(mirror, world=world)
         return
     name = world.first(_new_name)
-    is_new = world.first(lambda: _begin(folder, name))
+    is_new = world.first(lambda: _create_probe(folder, name))
     names, is_shared = [name], False
     try:
         hosts = world.gather_objects(socket.gethostname())
         reply = _new_name() if world.local_rank == 0 and not world.is_first else None
-        world.each(lambda: _reply(folder, name, reply, world=world, writer=hosts[0]))
+        world.each(lambda: _write_reply(folder, name, reply, world=world, writer=hosts[0]))
         replies = world.gather_objects(reply)
         names += [probe for probe in replies if probe is not None]
         world.first(lambda: _find_replies(folder, replies, hosts))
@@ -57,26 +58,26 @@ def require_shared(folder: Path, *, world: World) -> None:
                 (folder / probe).unlink(missing_ok=True)
             if is_new and not is_shared and not any(folder.iterdir()):
                 folder.rmdir()
-    world.gather_objects(None)  # the files are removed before any rank uses the folder
+    world.gather_objects(None)  # no rank uses the folder before the files have been removed
 
 
 def wait_for_files(folder: Path, *, world: World) -> None:
-    """Wait until every rank sees the files of `folder` as rank 0 sees them; all ranks call it.
+    """Wait until every rank sees the files of `folder` as rank 0 sees them, for at most `VISIBLE_S`.
 
-    It returns after `VISIBLE_S` at the latest; the code that reads a file that is still missing reports it.
+    All ranks must call this function. A file that is still missing is reported by the code that reads it.
     """
     if world.size == 1:
         return
     if mirror_of(folder) is not None:
-        refresh(folder.parent.parent)  # the entire run, as another node may have written since this process started
+        refresh(folder.parent.parent)  # the complete run, because other nodes may have written since this process began
         return
     expected = world.first(lambda: _sizes(folder))
     _wait_until(lambda: _sizes(folder) == expected)
-    world.gather_objects(None)  # no rank continues to read or remove files before every rank has seen them
+    world.gather_objects(None)  # no rank reads or removes files before every rank has seen them
 
 
-def _begin(folder: Path, name: str) -> bool:
-    """Create the folder, and write the probe of rank 0; return True if the folder is new."""
+def _create_probe(folder: Path, name: str) -> bool:
+    """Create the folder and the file of rank 0; return True if the folder is new."""
     try:
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +87,7 @@ def _begin(folder: Path, name: str) -> bool:
     return is_new
 
 
-def _reply(folder: Path, name: str, reply: str | None, *, world: World, writer: str) -> None:
+def _write_reply(folder: Path, name: str, reply: str | None, *, world: World, writer: str) -> None:
     here = f"rank {world.rank} on {socket.gethostname()}"
     if not _wait_until(lambda: name in _sizes(folder)):
         raise UserError(
@@ -102,7 +103,7 @@ def _reply(folder: Path, name: str, reply: str | None, *, world: World, writer: 
     except OSError as error:
         raise UserError(
             f"{here} cannot write into --out {folder}: {error.strerror}",
-            hint="each process writes its part of checkpoints there: make the folder writable on all nodes",
+            hint="make the folder writable on all nodes: each process writes its part of checkpoints there",
             flags=("--out",),
         ) from error
 
@@ -125,7 +126,7 @@ def _new_name() -> str:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Return the sizes of the files in a folder by name; {} if it does not exist."""
+    """Return the sizes of the files in a folder, by name; {} if the folder does not exist."""
     sizes = {}
     try:
         with os.scandir(folder) as entries:
@@ -138,9 +139,9 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _wait_until(condition: Callable[[], bool]) -> bool:
-    latest_s = time.monotonic() + VISIBLE_S
+    deadline_s = time.monotonic() + VISIBLE_S
     while not condition():
-        if time.monotonic() > latest_s:
+        if time.monotonic() > deadline_s:
             return False
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return True

@@ -1,6 +1,6 @@
-"""Experiment tracking behind one interface: metrics.jsonl, the console, TensorBoard, Weights & Biases.
+"""Trackers, which log the metrics of a run: to metrics.jsonl, the console, TensorBoard and Weights & Biases.
 
-`count_batches` shows the progress of an evaluation where a command requests it (`show_batch_counts`).
+`count_batches` shows the progress of an evaluation if the command has called `show_batch_counts`.
 """
 
 import math
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Tracker that shows the steps of a run: on a status line of the terminal, or in a log on standard output.
+    """Tracker that shows the progress of a run: on a status line of the terminal, or as lines on standard output.
 
     Args:
         what: Name of the activity, such as "embedding".
         unit: Singular noun for the counted items.
-        is_quiet: True to show nothing, as on all ranks but the first.
+        is_quiet: Show nothing, as on all ranks except the first.
     """
 
     def __init__(self, what: str = "training", *, unit: str = "step", is_quiet: bool = False) -> None:
@@ -63,7 +63,7 @@ class Progress:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def begin(self, step: int, num_steps: int) -> None:
-        """Start to show progress, before step `step` + 1 of `num_steps`."""
+        """Start to show progress, when `step` of `num_steps` steps are done."""
         self._num_steps = num_steps
         self._begin_s = self._line_s = time.monotonic()
         self._pace = ProgressRate(step)
@@ -73,7 +73,7 @@ class Progress:
             self._activity.__enter__()
 
     def log(self, line: dict[str, Any]) -> None:
-        """Show a line of metrics.jsonl; evaluation metrics are always shown, on a separate line."""
+        """Show a line of metrics.jsonl. Metrics of an evaluation are always shown, on a separate line."""
         self.show(line["step"], describe(line))
         metrics: dict[str, list[str]] = {}
         for key, value in line.items():
@@ -84,7 +84,7 @@ class Progress:
             self.say(f"{line_time(sys.stdout)}{self._unit} {line['step']}/{self._num_steps}  {evaluation}")
 
     def show(self, step: int, text: str) -> None:
-        """Show that `step` steps are done; in a log, only the first, the last, and some at growing intervals."""
+        """Show that `step` steps are done. Without a terminal, show only the first, the last and some other steps."""
         self._pace.add(step)
         if self._activity is not None and is_terminal(sys.stderr):
             done = amount_text(step, self._num_steps, self._unit)
@@ -126,10 +126,10 @@ _ROUNDING = 1e-9  # tolerance for a number of epochs
 
 
 class Tracker(Protocol):
-    """Receiver of the lines of metrics.jsonl, in the order of steps."""
+    """Object that logs the lines of metrics.jsonl, in the order of steps."""
 
     def log(self, line: dict[str, Any]) -> None:
-        """Log the line of a step; keys as in metrics.jsonl, with a slash for metrics of evaluations."""
+        """Log the line of a step, with the keys of metrics.jsonl. Keys of evaluation metrics contain a slash."""
         ...
 
     def close(self) -> None:
@@ -138,10 +138,10 @@ class Tracker(Protocol):
 
 
 class EpochLoss:
-    """Calculator of `epoch_loss`: the mean loss over the steps of an epoch, added to the line of its last step.
+    """Mean loss over the steps of an epoch, which is added to the line of the last step of the epoch as `epoch_loss`.
 
     Args:
-        lines: Lines of the earlier steps, in order, so that the means of a resumed run cover complete epochs too.
+        lines: Lines of the earlier steps, in order, so that the means of a resumed run cover complete epochs.
     """
 
     def __init__(self, lines: Iterable[dict[str, Any]] = ()) -> None:
@@ -150,7 +150,7 @@ class EpochLoss:
             self.complete(line)
 
     def complete(self, line: dict[str, Any]) -> dict[str, Any]:
-        """Return the line of the next step, which ends an epoch if the integer part of its `epoch` has increased."""
+        """Return the line of the next step, with `epoch_loss` if the integer part of its `epoch` has increased."""
         if "epoch" not in line:
             return line
         self._sum, self._num = self._sum + line["loss"], self._num + 1
@@ -178,7 +178,7 @@ class Trackers:
 
 
 class JsonLines:
-    """Writer of metrics.jsonl. It first drops the lines of steps after `step`, because they will be repeated."""
+    """Writer of metrics.jsonl. It first removes the lines after `step`, because these steps will be repeated."""
 
     def __init__(self, run: RunFolder, *, step: int) -> None:
         self._path = run.metrics
@@ -192,11 +192,11 @@ class JsonLines:
 
 
 def open_trackers(settings: TrainingSettings, *, run: RunFolder, progress: Progress, step: int) -> Trackers:
-    """Open the trackers that `settings` select, for the steps after `step`; called on rank 0 only.
+    """Open the trackers that the settings select, for the steps after `step`. Only rank 0 calls this function.
 
-    A resumed run continues its event files and its W&B run and logs each step once.
+    A resumed run continues its event files and its W&B run, and logs each step once.
     """
-    # W&B first: it cannot drop steps, and the last line of metrics.jsonl, which is dropped next, shows its last step.
+    # Open W&B first: it cannot remove steps, and takes its last step from metrics.jsonl before JsonLines shortens it.
     trackers: list[Tracker] = []
     if settings.track.wandb != "off":
         trackers.append(WeightsAndBiases(settings, run=run, step=step))
@@ -216,7 +216,7 @@ _is_counting: ContextVar[bool] = ContextVar("is_counting", default=False)
 
 @contextmanager
 def show_batch_counts() -> Iterator[None]:
-    """Let `count_batches` show its progress within the block, as commands do and training loops do not."""
+    """Let `count_batches` show progress within the block. Commands use this; the training loop does not."""
     token = _is_counting.set(True)
     try:
         yield
@@ -225,7 +225,7 @@ def show_batch_counts() -> Iterator[None]:
 
 
 def count_batches(batches: "Iterable[LoadedBatch]", what: str, *, total: int | None) -> "Iterator[LoadedBatch]":
-    """Yield the batches; within `show_batch_counts`, count their samples and show the progress.
+    """Yield the batches. Within `show_batch_counts`, also count their samples, and show the progress.
 
     Args:
         what: Name of the activity, such as "embedding".
@@ -242,7 +242,7 @@ def count_batches(batches: "Iterable[LoadedBatch]", what: str, *, total: int | N
             add(len(loaded.batch.get("position", ())) + len(loaded.failed))
 
 
-# Charts of a run in TensorBoard and Weights & Biases; what `train eval` adds to the latter.
+# Charts of a run in TensorBoard and Weights & Biases, and the results that `train eval` adds to Weights & Biases.
 
 _WANDB_FILE = "wandb.json"
 _SPEED = frozenset(
@@ -257,11 +257,11 @@ def check_tracking(settings: TrackSettings) -> None:
         (f"--track.wandb {settings.wandb}", "wandb", settings.wandb != "off"),
     ):
         if is_requested and find_spec(module) is None:
-            raise UserError(f"{flag} needs {module}", hint="pip install 'clipmill[track]'", flags=(flag,))
+            raise UserError(f"{flag} needs {module}", hint="run pip install 'clipmill[track]'", flags=(flag,))
 
 
 def tag_metrics(line: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a line by chart name: train/loss, speed/mfu, samples/FOLDER, VAL/METRIC of evaluations."""
+    """Return the metrics of a line by name of the chart: train/loss, speed/mfu, samples/FOLDER, SPLIT/METRIC."""
     metrics = {f"samples/{name}": float(count) for name, count in line.get("sources", {}).items()}
     for key, value in line.items():
         if key == "step" or isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
@@ -272,9 +272,9 @@ def tag_metrics(line: dict[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Event files in RUN/tensorboard, with the settings and the path of the results page as text.
+    """Tracker that writes event files to RUN/tensorboard, with the settings and the path of the results page as text.
 
-    A resumed run adds a file, which purges the steps after `step` from earlier files.
+    A resumed run adds a file. In TensorBoard, this file replaces the steps after `step` in earlier files.
     """
 
     def __init__(self, settings: TrainingSettings, *, run: RunFolder, step: int) -> None:
@@ -288,7 +288,7 @@ class TensorBoard:
     def log(self, line: dict[str, Any]) -> None:
         for tag, value in tag_metrics(line).items():
             self._writer.add_scalar(tag, value, line["step"])
-        # Otherwise a killed run would lose steps that its checkpoint contains.
+        # Without the flush, a killed run would lose steps that its checkpoint contains.
         self._writer.flush()
 
     def close(self) -> None:
@@ -298,9 +298,8 @@ class TensorBoard:
 class WeightsAndBiases:
     """Tracker that logs to one W&B run, online or offline (for `wandb sync`).
 
-    RUN/wandb.json contains the id of that run and the last step sent.
-
-    W&B cannot remove points. Steps that a resumed run repeats have the same metrics and are not sent again.
+    RUN/wandb.json contains the ID of the W&B run and the last step that was sent. W&B cannot remove points, so steps
+    that a resumed run repeats are not sent again; their metrics are the same.
     """
 
     def __init__(self, settings: TrainingSettings, *, run: RunFolder, step: int) -> None:
@@ -325,7 +324,7 @@ class WeightsAndBiases:
             },
             allow_val_change=True,  # a resumed run may change some settings
         )
-        # Runs with different batch sizes are compared by epoch.
+        # Plot these metrics by epoch, so that runs with different batch sizes can be compared.
         for name in ("train/loss", "train/epoch_loss", *(f"{data.name}/*" for data in settings.evaluated_data())):
             self._run.define_metric(name, step_metric="train/epoch")
         self._run.summary["page"] = show_addresses(str(run.page.resolve()))
@@ -342,7 +341,7 @@ class WeightsAndBiases:
 
 
 def _open_wandb(track: TrackSettings, run: RunFolder, *, run_id: str, **more: Any) -> Any:
-    """Open or continue a W&B run of this ID; raise a UserError if W&B cannot be reached."""
+    """Create or continue the W&B run with this ID; raise a UserError if W&B cannot be reached."""
     import wandb
 
     try:
@@ -350,7 +349,7 @@ def _open_wandb(track: TrackSettings, run: RunFolder, *, run_id: str, **more: An
             project=track.project,
             id=run_id,
             dir=run.path,
-            # None: as $WANDB_MODE specifies; by default, online.
+            # None stands for the mode in $WANDB_MODE; by default, online.
             mode="offline" if track.wandb == "offline" else None,
             resume="allow",
             settings=wandb.Settings(silent=True),
@@ -359,13 +358,13 @@ def _open_wandb(track: TrackSettings, run: RunFolder, *, run_id: str, **more: An
     except wandb.errors.Error as error:
         raise UserError(
             f"W&B cannot be reached: {str(error).splitlines()[0]} (requested by --track.wandb online)",
-            hint="wandb login, or --track.wandb offline and wandb sync later",
+            hint="run wandb login; or use --track.wandb offline, and run wandb sync later",
             flags=("--track.wandb",),
         ) from error
 
 
 def add_evaluation(run: RunFolder, track: TrackSettings, result: Mapping[str, Any]) -> None:
-    """Add the numbers of a result of `train eval` to the W&B run of its training, as NAME-SPLIT/METRIC in its summary.
+    """Add the metrics of a result of `train eval` to the summary of the run in W&B, as NAME-SPLIT/METRIC.
 
     Raises:
         UserError: wandb is not installed, or W&B cannot be reached.
@@ -381,7 +380,7 @@ def add_evaluation(run: RunFolder, track: TrackSettings, result: Mapping[str, An
 
 
 def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the names and values of the numbers in a result, without lists, which hold values of single samples."""
+    """Yield the names and values of the numbers in a result. Lists are omitted; they hold values of single samples."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{prefix}{name}/")
@@ -390,7 +389,7 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def run_name(folder: str, settings: TrainingSettings, facts: Mapping[str, Any]) -> str:
-    """Return the name of a W&B run, made of the fields of SpaceTimeGPT's run names that the task has.
+    """Return the name of a W&B run, which consists of the fields of SpaceTimeGPT's run names that the task has.
 
     Example: `vatex_ws16_nc10_ss1.0_enl12_dnl12_dhs768_ehs768_nf8_ps16_lr5e-07_bs16_rs42`, with the number of processes,
     captions per clip, fraction of the videos, layers of encoder and decoder, widths of decoder and encoder, frames,

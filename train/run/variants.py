@@ -1,6 +1,6 @@
-"""Choose the variant of each column that a command reads: by --variant, as a run was trained on, or the current one.
+"""Choose the variant of each column that a command reads: from --variant, from a training run, or the current one.
 
-A run reads the same variants throughout, and so does every command that uses its weights on its data. run.json lists
+A run reads the same variants throughout, and so does every command that uses its weights with its data. run.json lists
 these variants with their recipes.
 """
 
@@ -22,11 +22,11 @@ from clipmill.train.data.variants import Recorded, choose_variants
 from clipmill.train.run.folder import RunFolder, is_run
 
 VARIANTS_FACT = "variants"  # entry of run.json: name and recipe of a variant by column, for each data folder
-EVALUATED_FACT = "evaluated_variants"  # same for the data of --evaluate.shards, by their addresses
+EVALUATED_FACT = "evaluated_variants"  # the same for the data of --evaluate.shards, by address
 
 
 def evaluated_data(settings: ClipSettings) -> list[str]:
-    """Return the data of --evaluate.shards that a run evaluates but does not train on."""
+    """Return the addresses of the data that a run evaluates on but does not train on."""
     addresses = (
         [data.shards for data in settings.evaluated_data() if data.shards is not None]
         if settings.evaluate.every
@@ -37,7 +37,7 @@ def evaluated_data(settings: ClipSettings) -> list[str]:
 
 
 def variants_facts(settings: ClipSettings, *, columns: Sequence[str]) -> dict[str, Any]:
-    """Return the entries of run.json about the variants that a run reads: of its data, and of data it evaluates."""
+    """Return the entries of run.json about the variants that a run reads, for training and for evaluations."""
     evaluated = evaluated_data(settings)
     evaluated_variants = _variants_of(evaluated, settings.evaluate.where, columns=columns, cache=settings.cache)
     return {
@@ -53,7 +53,7 @@ def variants_facts(settings: ClipSettings, *, columns: Sequence[str]) -> dict[st
 def _variants_of(
     folders: Sequence[str], where: str | None, *, columns: Sequence[str], cache: Path | None
 ) -> list[Recorded]:
-    """Return the variants that are read from each data folder; {} for tars."""
+    """Return the current variants of the columns in each data folder that samples are read from; {} for tars."""
     names = [*columns]
     if where is not None:
         from clipmill.shards.where import parse_where
@@ -71,7 +71,7 @@ def _variants_of(
 
 
 def recorded_variants(facts: Mapping[str, Any], settings: ClipSettings) -> dict[Path, dict[str, str]]:
-    """Return the names of the variants that run.json records, by column, for each data folder that a run reads."""
+    """Return the names of the variants in run.json, by data folder and column."""
     folders = dict(zip(settings.folders, facts[VARIANTS_FACT], strict=True)) | dict(facts.get(EVALUATED_FACT, {}))
     return {
         folder_path(address, cache=settings.cache): {column: str(record["name"]) for column, record in variants.items()}
@@ -84,11 +84,11 @@ def recorded_variants(facts: Mapping[str, Any], settings: ClipSettings) -> dict[
 def reading_variants_of_run(
     weights: str | Path, shards: str | None, names: Collection[str] = (), *, say: Callable[[str], object]
 ) -> Iterator[None]:
-    """Read the variants in `names` within the block; else, from a run's own data, the variants of its training.
+    """Read the variants in `names` within the block, or the variants of the training.
 
     Args:
         weights: Run folder, or other weights, which have no data.
-        shards: Data folder to read instead of the run's own; the current variants of other data are read.
+        shards: Data folder to read instead of the data of the run. Its current variants are read.
         names: Names of variants (`--variant`).
         say: Function that prints which variant of the training is missing, and which variant is read instead.
 
@@ -99,7 +99,7 @@ def reading_variants_of_run(
     try:
         values = read_values(run.settings) if is_run(run.path) else {}
     except UserError:
-        values = {}  # opening the run, which comes next, reports what is wrong with its settings
+        values = {}  # the code that opens the run next reports what is wrong with its settings
     shards_of_run, cache = values.get("shards", TrainingSettings.shards), values.get("cache")
     folders = folders_of(shards_of_run if isinstance(shards_of_run, str) else tuple(map(str, shards_of_run)))
     pairs = [
@@ -120,5 +120,5 @@ def reading_variants_of_run(
 
 
 def _verified_recipe(directory: Path) -> dict[str, Any]:
-    """Return the recipe of a variant; {} if it has none. Raises UserError if it is damaged."""
+    """Return the recipe of a variant, or {} if it has no recipe; raises a UserError if the recipe is damaged."""
     return Variant(directory).recipe if (directory / RECIPE_FILE).exists() else {}

@@ -149,7 +149,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     check_tracking(TrackSettings())
     with pytest.raises(UserError, match=r"--track\.tensorboard needs tensorboard") as raised:
         check_tracking(TrackSettings(tensorboard=True))
-    assert raised.value.hint == "pip install 'clipmill[track]'"
+    assert raised.value.hint == "run pip install 'clipmill[track]'"
     with pytest.raises(UserError, match=r"--track\.wandb offline needs wandb"):
         check_tracking(TrackSettings(wandb="offline"))
 
