@@ -40,7 +40,7 @@ import pyarrow as pa
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, size_text
 from clipmill.shards.columns import VIDEO
-from clipmill.shards.disk_speed import ReadSpeed, drop_cache, read_speed
+from clipmill.shards.disk_speed import ReadSpeed, drop_cache, measure_reads
 from clipmill.shards.packets import PacketTable
 from clipmill.shards.reader import CommittedShard, Variant
 
@@ -381,7 +381,7 @@ def disk_speed(column: Column) -> tuple[ReadSpeed, str]:
     """
     for shard in column.sampled:
         drop_cache(shard.tar_path)
-    speed = read_speed([partial(_read, shard, ranges) for shard, ranges in chunk_reads(column.sampled)])
+    speed = measure_reads([partial(_read, shard, ranges) for shard, ranges in chunk_reads(column.sampled)])
     method = f"measured on {count_noun(speed.num_reads, 'chunk')} in random order, one at a time, page cache dropped"
     return speed, method
 
@@ -398,9 +398,11 @@ def bucket_speed(column: Column, *, num_processes: int) -> tuple[ReadSpeed, Read
     reads = list(column.reads)
     Random(0).shuffle(reads)
     num_threads = min(READERS * num_processes, _MAX_THREADS)
-    single = read_speed([partial(_read, shard, ranges[:1]) for shard, ranges in reads[:_NUM_LATENCIES]], seconds=10.0)
+    single = measure_reads(
+        [partial(_read, shard, ranges[:1]) for shard, ranges in reads[:_NUM_LATENCIES]], seconds=10.0
+    )
     clips = [partial(_read, shard, ranges) for shard, ranges in reads]
-    parallel = read_speed(clips, num_threads=num_threads, repeats=True)
+    parallel = measure_reads(clips, num_threads=num_threads, repeats=True)
     method = (
         f"measured from this machine on {count_noun(parallel.num_reads, 'clip')}, {num_threads} at a time; one request "
         f"alone takes {single.read_s * 1000:.0f} ms, 95th percentile {single.slow_read_s * 1000:.0f} ms"

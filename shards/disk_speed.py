@@ -1,7 +1,7 @@
-"""Measure the speed of disks and buckets, for `prep advise`, `train doctor`, `train bench` and `train quickstart`.
+"""Measure the read and write speed of disks and buckets, for `prep advise`, `train doctor` and `train quickstart`.
 
-Reads from the page cache say nothing about a disk, so the pages of a file are dropped first (posix_fadvise).
-Non-blocking reads (RWF_NOWAIT) then show whether the kernel has dropped the pages.
+Reads from the page cache show nothing about the disk, so the pages of a file are dropped first (posix_fadvise).
+Non-blocking reads (RWF_NOWAIT) then show whether the kernel has dropped them.
 """
 
 import math
@@ -17,11 +17,11 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-_BLOCK, _NUM_BLOCKS = 1 << 22, 12
-_PIECE, _NUM_PIECES = 1 << 16, 64
-_FILE_S, _READING_S, _MOST_BYTES = 2.0, 3.0, 4 << 30
+_BLOCK_BYTES, _NUM_BLOCKS = 1 << 22, 12  # sequential reads and writes
+_PIECE_BYTES, _NUM_PIECES = 1 << 16, 64  # random reads
+_FILE_LIMIT_S, _READS_LIMIT_S, _MAX_BYTES = 2.0, 3.0, 4 << 30
 
-Read = Callable[[], int]  # function that reads bytes, and returns their number
+Read = Callable[[], int]  # function that reads bytes and returns their number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,8 @@ class ReadSpeed:
     """Speed of a series of reads.
 
     Attributes:
-        bytes_per_s: Bytes per second, all threads together.
-        read_s, slow_read_s: Median and 95th percentile of the time per read, in seconds.
+        bytes_per_s: Bytes per second of all threads together.
+        read_s, slow_read_s: Median and 95th percentile of the duration of a read in seconds.
         num_reads: Number of reads.
     """
 
@@ -40,48 +40,55 @@ class ReadSpeed:
     num_reads: int
 
 
-def read_speed(
-    reads: Sequence[Read], *, num_threads: int = 1, seconds: float = _READING_S, repeats: bool = False
+def measure_reads(
+    reads: Sequence[Read], *, num_threads: int = 1, seconds: float = _READS_LIMIT_S, repeats: bool = False
 ) -> ReadSpeed:
-    """Measure the speed of `reads`. Threads run them in order until `seconds` have passed, but run at least one.
+    """Call `reads` in order until the time is up, and measure their speed. At least one read is called.
 
     Args:
-        repeats: Start over after the last read.
+        num_threads: Number of threads that call the reads.
+        seconds: Time after which no further read begins, in seconds.
+        repeats: True to begin again with the first read after the last one.
 
     Raises:
         OSError, Damaged: A read failed.
     """
-    lock, taken_s, sizes = threading.Lock(), list[float](), list[int]()
-    num_begun, began_s = 0, time.perf_counter()
+    lock, durations_s, sizes = threading.Lock(), list[float](), list[int]()
+    num_started, start_s = 0, time.perf_counter()
 
-    def read_on() -> None:
-        nonlocal num_begun
+    def call_reads() -> None:
+        nonlocal num_started
         while True:
             with lock:
-                number, num_begun = num_begun, num_begun + 1
-            is_late = time.perf_counter() - began_s > seconds or sum(sizes) > _MOST_BYTES
+                number, num_started = num_started, num_started + 1
+            is_late = time.perf_counter() - start_s > seconds or sum(sizes) > _MAX_BYTES
             if (number and is_late) or (number >= len(reads) and not repeats):
                 return
             begin_s = time.perf_counter()
             size = reads[number % len(reads)]()
-            taken_s.append(time.perf_counter() - begin_s)
+            durations_s.append(time.perf_counter() - begin_s)
             sizes.append(size)
 
     with ThreadPoolExecutor(num_threads) as pool:
-        for future in [pool.submit(read_on) for _ in range(num_threads)]:
+        for future in [pool.submit(call_reads) for _ in range(num_threads)]:
             future.result()
-    # With a single thread, the time between two reads does not count.
-    wall_s, ranked = sum(taken_s) if num_threads == 1 else time.perf_counter() - began_s, sorted(taken_s)
+    # With a single thread, do not count the time between two reads.
+    total_s = sum(durations_s) if num_threads == 1 else time.perf_counter() - start_s
+    sorted_s = sorted(durations_s)
     return ReadSpeed(
-        bytes_per_s=sum(sizes) / wall_s,
-        read_s=median(ranked),
-        slow_read_s=ranked[math.ceil(0.95 * len(ranked)) - 1],
-        num_reads=len(ranked),
+        bytes_per_s=sum(sizes) / total_s,
+        read_s=median(sorted_s),
+        slow_read_s=sorted_s[math.ceil(0.95 * len(sorted_s)) - 1],
+        num_reads=len(sorted_s),
     )
 
 
 def drop_cache(path: Path) -> None:
-    """Ask the kernel to drop a file from the page cache; raises OSError if it cannot be opened."""
+    """Ask the kernel to drop a file from the page cache.
+
+    Raises:
+        OSError: The file cannot be opened.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -95,9 +102,9 @@ class DiskSpeed:
 
     Attributes:
         read_bytes_per_s: Speed of sequential reads.
-        piece_ms: Median time of random reads of 64 KiB, as a data loader reads packets.
-        cached: True if reads came from the page cache; None if the kernel does not report it.
-        write_bytes_per_s: Speed of writes; None if they were not measured.
+        piece_ms: Median duration of a random read of 64 KiB in ms; data loaders read packets in this way.
+        cached: True if the file was still in the page cache; None if the kernel does not report it.
+        write_bytes_per_s: Speed of sequential writes; None if it was not measured.
     """
 
     read_bytes_per_s: float
@@ -106,40 +113,45 @@ class DiskSpeed:
     write_bytes_per_s: float | None = None
 
 
-def speed_of_file(file: int) -> DiskSpeed | None:
-    """Measure a disk by reading up to 48 MB of an open file; takes at most 4 s. Return None if the file is too small.
+def measure_file(file: int) -> DiskSpeed | None:
+    """Measure a disk by reading up to 48 MiB of an open file, in at most 4 s; return None if the file is too small.
+
+    Args:
+        file: Descriptor of the file.
 
     Raises:
         OSError: The file cannot be read.
     """
-    size = min(os.fstat(file).st_size, _NUM_BLOCKS * _BLOCK)
-    if size < 2 * _PIECE:
+    size = min(os.fstat(file).st_size, _NUM_BLOCKS * _BLOCK_BYTES)
+    if size < 2 * _PIECE_BYTES:
         return None
     os.posix_fadvise(file, 0, size, os.POSIX_FADV_DONTNEED)
     cached = _is_cached(file, size)
     os.posix_fadvise(file, 0, size, os.POSIX_FADV_RANDOM)  # disables read-ahead
-    numbers = random.Random(0).sample(range(size // _PIECE), min(_NUM_PIECES, size // _PIECE))
-    pieces = read_speed([partial(_read, file, _PIECE, number * _PIECE) for number in numbers], seconds=_FILE_S)
+    numbers = random.Random(0).sample(range(size // _PIECE_BYTES), min(_NUM_PIECES, size // _PIECE_BYTES))
+    piece_reads = [partial(_read, file, _PIECE_BYTES, number * _PIECE_BYTES) for number in numbers]
+    pieces = measure_reads(piece_reads, seconds=_FILE_LIMIT_S)
     os.posix_fadvise(file, 0, size, os.POSIX_FADV_NORMAL)
     os.posix_fadvise(file, 0, size, os.POSIX_FADV_DONTNEED)
-    blocks = read_speed([partial(_read, file, _BLOCK, begin) for begin in range(0, size, _BLOCK)], seconds=_FILE_S)
+    block_reads = [partial(_read, file, _BLOCK_BYTES, begin) for begin in range(0, size, _BLOCK_BYTES)]
+    blocks = measure_reads(block_reads, seconds=_FILE_LIMIT_S)
     return DiskSpeed(read_bytes_per_s=blocks.bytes_per_s, piece_ms=1000 * pieces.read_s, cached=cached)
 
 
-def speed_of_folder(folder: Path) -> DiskSpeed:
-    """Measure a disk by writing, flushing and reading a temporary file of up to 48 MB; takes at most 6 s.
+def measure_folder(folder: Path) -> DiskSpeed:
+    """Measure a disk by writing, flushing and reading a temporary file of up to 48 MiB, in at most 6 s.
 
     Raises:
         OSError: The folder is not writable.
     """
-    block = random.Random(0).randbytes(_BLOCK)  # zeros might be compressed or not written
+    block = random.Random(0).randbytes(_BLOCK_BYTES)  # a file system might compress zeros, or not store them
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         begin_s, num_bytes = time.perf_counter(), 0
-        while num_bytes < _NUM_BLOCKS * _BLOCK and time.perf_counter() - begin_s < _FILE_S:
+        while num_bytes < _NUM_BLOCKS * _BLOCK_BYTES and time.perf_counter() - begin_s < _FILE_LIMIT_S:
             num_bytes += file.write(block)
         os.fsync(file.fileno())
         write_bytes_per_s = num_bytes / (time.perf_counter() - begin_s)
-        speed = speed_of_file(file.fileno())
+        speed = measure_file(file.fileno())
     assert speed is not None  # at least one block was written
     return DiskSpeed(**{**vars(speed), "write_bytes_per_s": write_bytes_per_s})
 

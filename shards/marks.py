@@ -1,20 +1,20 @@
 """Reader marks: files in a data folder that list the variants in use, so that `prep gc` does not remove them.
 
-    .readers/<16 hex>.lock    mark of one reader: who it is, when it started to read, and its variants
+    .readers/<16 hex>.lock    mark of a reader: the process or run, the time at which it started, and its variants
     .readers/.lock            lock, held by readers that write a mark (shared) and by `prep gc` (exclusive)
 
-A training process calls `read_from` to enable marks in a data folder. It then leaves a mark for each variant that it
-opens (`leave_mark`), touches the mark every `RENEWAL_S` seconds, and removes the mark when the variant is no longer in
-use. If the process dies, its mark expires: immediately if the mark is checked on the same machine, and `EXPIRY_S`
-seconds after the last touch if the mark is checked on a different machine. The age of a mark is the difference between
-two timestamps from the storage (file system or bucket), so it does not depend on the clocks of the machines.
+A training process calls `enable_marks` for a data folder. It then leaves a mark for each variant that it opens
+(`leave_mark`), renews the mark every `RENEWAL_S` seconds, and removes it when the variant is no longer in use. If the
+process dies, its mark expires: immediately for commands on the same machine, and `EXPIRY_S` seconds after the last
+renewal for commands on other machines. The age of a mark is the difference between two timestamps from the storage
+(file system or bucket), so it does not depend on the clocks of the machines.
 
-An unfinished run has a mark that does not depend on a process (`mark_run`). The mark expires when the run is finished
-or its folder is removed. If the mark is checked on a machine without access to the folder, it expires `RUN_EXPIRY_S`
-seconds after the run was last started.
+An unfinished run has a mark that does not depend on a process (`mark_run`). It expires when the run finishes or its
+folder is removed. For commands on a machine without access to this folder, it expires `RUN_EXPIRY_S` seconds after the
+last start of the run.
 
-If a mark cannot be written, the process prints a note and reads without a mark. If a mark cannot be read, all variants
-are kept until the mark is `RUN_EXPIRY_S` seconds old, because its reader may be using any of the variants.
+If a mark cannot be written, the process prints a note and reads without a mark. If a mark cannot be read, its reader
+may be using any variant, so all variants are kept until the mark is `RUN_EXPIRY_S` seconds old.
 """
 
 import atexit
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from clipmill.manifests.storage.objects import Objects
 
 READERS_FOLDER = ".readers"
-TOKEN_FACT = "mark"  # key of the token in run.json that links a run's mark to its folder
+TOKEN_FACT = "mark"  # key in run.json of the token that links the mark of a run to the folder of the run
 RENEWAL_S, EXPIRY_S, RUN_EXPIRY_S = 300.0, 1800.0, 30 * 86_400.0
 _LOCK = ".lock"
 _MARK = re.compile(r"[0-9a-f]{16}\.lock")
@@ -53,46 +53,50 @@ class LocalMarks:
     """Marks in a local data folder. Every user with write access to the data folder can write marks."""
 
     def __init__(self, data_dir: Path) -> None:
-        self.address = os.fspath(data_dir)
+        self.location = os.fspath(data_dir)
         self._data_dir, self._folder = data_dir, data_dir / READERS_FOLDER
 
     def write(self, name: str, content: bytes) -> None:
-        """Write the content of a mark to the file `name`."""
+        """Write a mark.
+
+        Args:
+            name: File name of the mark.
+        """
         with publish_atomically(self._folder / name) as path:
             path.write_bytes(content)
             path.chmod(0o644)  # regardless of the umask, so that another user's `prep gc` can read it
 
     def renew(self, name: str, content: bytes) -> None:
-        """Set the modification time of a mark to the current time, or write the mark again if it was removed."""
+        """Set the modification time of a mark to the current time; write the mark again if it was removed."""
         try:
-            os.utime(self._folder / name)  # pass no time, so that a file server uses its own clock
+            os.utime(self._folder / name)  # without a time, so that a file server uses its own clock
         except FileNotFoundError:
             self.write(name, content)
 
     def remove(self, name: str) -> None:
-        """Remove a mark. The mark may be missing."""
+        """Remove a mark if it exists."""
         (self._folder / name).unlink(missing_ok=True)
 
     def read(self) -> list[tuple[str, bytes, float]]:
         """Read all marks.
 
         Returns:
-            Name, content and modification time of each mark. The content is empty if this user may not read it. The
-            time is in seconds since the epoch, by the storage's clock.
+            File name, content and modification time of each mark. The content is empty if this user may not read it.
+            The time is in seconds since the epoch, from the clock of the storage.
         """
         marks = []
         for path in sorted(self._folder.iterdir()) if self._folder.is_dir() else ():
             with suppress(FileNotFoundError):  # the mark was removed in the meantime
                 if _MARK.fullmatch(path.name):
-                    touched_s = path.stat().st_mtime
+                    modified_s = path.stat().st_mtime
                     try:
-                        marks.append((path.name, path.read_bytes(), touched_s))
+                        marks.append((path.name, path.read_bytes(), modified_s))
                     except (PermissionError, IsADirectoryError):
-                        marks.append((path.name, b"", touched_s))
+                        marks.append((path.name, b"", modified_s))
         return marks
 
     def now_s(self) -> float:
-        """Return the current time of the storage's clock, in seconds since the epoch."""
+        """Return the current time by the clock of the storage, in seconds since the epoch."""
         os.utime(self._folder / _LOCK)
         return (self._folder / _LOCK).stat().st_mtime
 
@@ -101,8 +105,8 @@ class LocalMarks:
         """Lock the marks, so that no reader writes a mark while `prep gc` removes variants.
 
         Args:
-            is_shared: True for readers, and False for `prep gc`.
-            on_wait: Function that is called if the lock is not free.
+            is_shared: True for readers, False for `prep gc`.
+            on_wait: Function that is called if the lock is held by another process.
         """
         with suppress(FileExistsError):
             self._folder.mkdir()
@@ -113,7 +117,7 @@ class LocalMarks:
             descriptor = os.open(path, flags)
         except FileNotFoundError:  # O_CREAT was omitted: it fails for files of other users in folders like /tmp
             descriptor = os.open(path, flags | os.O_CREAT, 0o666)
-            with suppress(PermissionError):  # a different user created the file in the meantime
+            with suppress(PermissionError):  # another user created the file in the meantime
                 os.fchmod(descriptor, self._folder.stat().st_mode & 0o666)
         try:
             if not lock(descriptor, is_shared=is_shared, waits=False):
@@ -125,15 +129,15 @@ class LocalMarks:
 
 
 class BucketMarks:
-    """Marks of a data folder in a bucket. The interface is the same as for `LocalMarks`.
+    """Marks of a data folder in a bucket, with the interface of `LocalMarks`.
 
     Args:
-        objects: Objects of the data folder.
-        leases: Leases that the command holds; the command aborts if it loses a lease.
+        objects: Objects in the data folder.
+        leases: Leases that the command holds. The command aborts if it loses one of them.
     """
 
     def __init__(self, objects: "Objects", leases: "HeldLeases | None" = None) -> None:
-        self.address = objects.address
+        self.location = objects.address
         self._objects, self._leases = objects, leases
 
     def write(self, name: str, content: bytes) -> None:
@@ -164,7 +168,7 @@ class BucketMarks:
 
         if not self._objects.is_writable:
             raise PermissionError("data on a web server are read-only")
-        lease = Lease(self._objects, f"{READERS_FOLDER}/{_LOCK}", what=self.address)
+        lease = Lease(self._objects, f"{READERS_FOLDER}/{_LOCK}", what=self.location)
         lease.wait(on_wait=lambda _: on_wait())
         with (self._leases or HeldLeases(self._objects)).hold(lease):
             yield
@@ -174,7 +178,7 @@ Marks = LocalMarks | BucketMarks
 
 
 def _marks_of(data_dir: Path) -> Marks:
-    """Return access to the marks of a data folder, for a `prep` command that has opened the folder."""
+    """Return the marks of a data folder, for a `prep` command that has opened the folder."""
     if (mirror := mirror_of(data_dir)) is None:
         return LocalMarks(data_dir)
     from clipmill.manifests.storage.working_copy import WorkingCopy
@@ -184,11 +188,11 @@ def _marks_of(data_dir: Path) -> Marks:
 
 
 class _User:
-    """Token that represents one user of a mark. The mark is needed while the token exists."""
+    """Token that represents a user of a mark. The mark is needed as long as the token exists."""
 
 
 class _Mark:
-    """Mark that this process has left, and the users of the mark."""
+    """A mark that this process has left, and its users."""
 
     def __init__(self, marks: Marks, record: Mapping[str, Any], *, name: str = "") -> None:
         self.marks, self.name = marks, f"{name or secrets.token_hex(8)}.lock"
@@ -201,17 +205,17 @@ class _Mark:
             self.marks.remove(self.name)
 
 
-_folders: dict[Path, Marks | None] = {}  # data folders with marks enabled; None if marks cannot be written
-_marks: dict[Path, _Mark] = {}  # marks of this process, keyed by the folder of the variant
-_block_marks: list[list[_Mark]] = []  # marks kept by each active `keep_marks` block, outermost first
+_folders: dict[Path, Marks | None] = {}  # data folders for which marks are enabled; None if marks cannot be written
+_marks: dict[Path, _Mark] = {}  # marks of this process, by folder of the variant
+_block_marks: list[list[_Mark]] = []  # marks that each active `keep_marks` block keeps, outermost block first
 _lock = threading.Lock()
 _renewal: threading.Thread | None = None
 
 
-def read_from(data_dir: Path, objects: "Objects | None" = None) -> None:
-    """Enable marks for the variants of a data folder that this process opens.
+def enable_marks(data_dir: Path, objects: "Objects | None" = None) -> None:
+    """Enable marks for the variants that this process opens in a data folder.
 
-    Marks stay enabled until the outermost `keep_marks` block ends. Only the first process of each node leaves marks.
+    Marks stay enabled until the outermost `keep_marks` block ends. Only the first process on each node leaves marks.
 
     Args:
         data_dir: Data folder, or a local copy of the small files of a remote data folder.
@@ -223,13 +227,13 @@ def read_from(data_dir: Path, objects: "Objects | None" = None) -> None:
 
 
 def leave_mark(directory: Path) -> object | None:
-    """Leave a mark for a variant, if `read_from` was called for its data folder.
+    """Leave a mark for a variant if `enable_marks` was called for its data folder.
 
     Args:
         directory: Folder of the variant.
 
     Returns:
-        Token that the caller must hold while it uses the variant; None if no mark was left.
+        Token that the caller must keep as long as it uses the variant; None if no mark was left.
     """
     global _renewal
     if not _folders or (marks := _folders.get(directory.parent.parent.resolve())) is None:
@@ -252,9 +256,9 @@ def leave_mark(directory: Path) -> object | None:
 
 
 def _write_mark(mark: _Mark) -> bool:
-    """Write a mark, and return True. If the mark cannot be written, print a note and return False."""
+    """Write a mark; return True. If it cannot be written, print a note and return False."""
     marks = mark.marks
-    waiting = f"waiting for prep gc, which removes variants in {marks.address}\n"
+    waiting = f"waiting for prep gc, which is removing variants in {marks.location}\n"
     try:
         with marks.hold(is_shared=True, on_wait=lambda: sys.stderr.write(waiting)):
             marks.write(mark.name, mark.content)
@@ -263,7 +267,7 @@ def _write_mark(mark: _Mark) -> bool:
         reason = getattr(error, "strerror", None) or error
         if (os.environ.get("RANK") or "0") == "0":
             sys.stderr.write(
-                f"note: reader marks cannot be written to {marks.address} ({reason}), so prep gc does not see this "
+                f"note: reader marks cannot be written to {marks.location} ({reason}), so prep gc does not see this "
                 "reader; use prep gc --keep VARIANT to keep its variant\n"
             )
         return False
@@ -272,7 +276,7 @@ def _write_mark(mark: _Mark) -> bool:
 
 @contextmanager
 def keep_marks() -> Iterator[None]:
-    """Keep the marks of all variants that are opened within the block until the block ends."""
+    """Keep the marks of all variants that are opened in the block until the block ends."""
     _block_marks.append([])
     try:
         yield
@@ -287,18 +291,18 @@ def remove_unused_marks(*, renews: bool = False) -> None:
     """Remove the marks of variants that are no longer in use.
 
     Args:
-        renews: True to touch the remaining marks.
+        renews: True to renew the other marks.
     """
     with _lock:
         needed = {mark for block in _block_marks for mark in block}
         unused = [directory for directory, mark in _marks.items() if not (mark.users or mark in needed)]
         removed, renewed = [_marks.pop(directory) for directory in unused], [*_marks.values()] if renews else []
-    # Do not hold the lock here: a bucket may not respond for minutes, but training must continue.
+    # Release the lock first: a bucket may not respond for minutes, but training must continue.
     for mark in renewed:
         with suppress(OSError, UserError):  # the next renewal tries again
             mark.marks.renew(mark.name, mark.content)
         with _lock:
-            removed += [mark] if mark not in _marks.values() else []  # its last user was released in the meantime
+            removed += [mark] if mark not in _marks.values() else []  # the mark became unused in the meantime
     for mark in removed:
         mark.remove()
 
@@ -316,7 +320,7 @@ def _remove_marks() -> None:
 
 
 def _forget_marks() -> None:
-    """Discard the marks of the parent process in a forked process, which must not remove them."""
+    """Forget the marks of the parent process after a fork, so that the child process does not remove them."""
     global _lock, _renewal
     _marks.clear()
     _block_marks.clear()
@@ -328,14 +332,14 @@ os.register_at_fork(after_in_child=_forget_marks)
 
 @contextmanager
 def mark_run(facts: Path, token: str, variants: Mapping[Path, Mapping[str, str]]) -> Iterator[None]:
-    """Mark the variants of a run. The marks are removed only if the block ends without an error: the run is finished.
+    """Mark the variants of a run. The marks are removed if the block ends without an error, which finishes the run.
 
     Args:
         facts: Path of run.json.
         token: Value of the key `TOKEN_FACT` in run.json.
-        variants: Names of the variants, keyed by data folder and then by column.
+        variants: Names of the variants by data folder and column.
     """
-    run = show_addresses(os.fspath(facts.resolve()))  # for a run in a bucket, its URL
+    run = show_addresses(os.fspath(facts.resolve()))  # the URL, if the run is in a bucket
     name = hashlib.sha256(f"{token} {run}".encode()).hexdigest()[:16]
     record = {"run": run, "token": token}
     marks = [
@@ -351,14 +355,13 @@ def mark_run(facts: Path, token: str, variants: Mapping[Path, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Reader:
-    """Process that is reading variants, or run that is not finished.
+    """A process that is reading variants, or an unfinished run.
 
     Attributes:
-        name: Path of the mark, relative to the data folder.
-        text: Description of the reader, including when it started to read.
-        variants: Names of the variants, keyed by column; None if the mark cannot be read. The reader may then be using
-            any variant.
-        is_run: True if the reader is a run rather than a process.
+        name: Path of the mark relative to the data folder.
+        text: Description of the reader, with the time at which it started.
+        variants: Names of the variants by column; None if the mark cannot be read, so any variant may be in use.
+        is_run: True for a run, False for a process.
     """
 
     name: str
@@ -369,55 +372,55 @@ class Reader:
 
 @dataclass(frozen=True)
 class Readers:
-    """Readers of a data folder, according to its marks.
+    """The readers of a data folder, according to its marks.
 
     Attributes:
-        alive: Readers that may still be reading. If the folder is not writable, the ages of the marks are unknown, and
-            no mark expires by its age.
+        active: Readers that may still be reading. If the folder is not writable, the ages of marks are unknown, so no
+            mark expires by its age.
         ended: Readers that ended without removing their marks.
-        now_s: Current time of the storage's clock, in seconds since the epoch; 0 if it is unknown.
+        now_s: Current time by the clock of the storage, in seconds since the epoch; 0 if it is unknown.
     """
 
-    alive: tuple[Reader, ...]
+    active: tuple[Reader, ...]
     ended: tuple[Reader, ...]
     now_s: float
 
-    def of_variant(self, column: str, variant: str) -> list[Reader]:
+    def find(self, column: str, variant: str) -> list[Reader]:
         """Return the readers that may still be reading a variant."""
-        return [reader for reader in self.alive if reader.variants is None or reader.variants.get(column) == variant]
+        return [reader for reader in self.active if reader.variants is None or reader.variants.get(column) == variant]
 
 
-def read_readers(data_dir: Path) -> Readers:
+def list_readers(data_dir: Path) -> Readers:
     """Return the readers of a data folder.
 
     Raises:
         OSError, UserError: The marks cannot be read.
     """
     marks, now_s = _marks_of(data_dir), 0.0
-    alive: list[Reader] = []
+    active: list[Reader] = []
     ended: list[Reader] = []
-    listed = marks.read()
-    if listed:
+    stored_marks = marks.read()
+    if stored_marks:
         with suppress(OSError, UserError):
             now_s = marks.now_s()
-    for name, content, touched_s in listed:
-        path, age_s = f"{READERS_FOLDER}/{name}", now_s - touched_s
-        record = _read_record(content)
+    for name, content, modified_s in stored_marks:
+        path, age_s = f"{READERS_FOLDER}/{name}", now_s - modified_s
+        record = _parse_record(content)
         if record is None:
             text = f"an unknown reader, because {path} cannot be read; remove it if nothing reads the data folder"
-            (ended if age_s > RUN_EXPIRY_S else alive).append(Reader(path, text, None))
+            (ended if age_s > RUN_EXPIRY_S else active).append(Reader(path, text, None))
             continue
         holder, since, run = record.get("holder"), record.get("since"), record.get("run")
         text = f"{holder} since {since}"
         if run is not None:
             text = f"unfinished run {run.rpartition('/')[0]} (last start {since}, {holder})"
         reader = Reader(path, text, record["variants"], is_run=run is not None)
-        (ended if _has_ended(record, age_s=age_s) else alive).append(reader)
-    return Readers(tuple(sorted(alive, key=lambda reader: reader.is_run)), tuple(ended), now_s)
+        (ended if _has_ended(record, age_s=age_s) else active).append(reader)
+    return Readers(tuple(sorted(active, key=lambda reader: reader.is_run)), tuple(ended), now_s)
 
 
-def _read_record(content: bytes) -> dict[str, Any] | None:
-    """Return the record of a mark; None if it is damaged."""
+def _parse_record(content: bytes) -> dict[str, Any] | None:
+    """Return the record in a mark; None if the mark is damaged."""
     try:
         record = json.loads(content)
     except ValueError:
@@ -457,4 +460,4 @@ def exclude_new_readers(data_dir: Path) -> Iterator[Readers]:
     """Yield the readers of a data folder, and block new readers until the block ends."""
     marks, waiting = _marks_of(data_dir), f"waiting for a reader that is opening {data_dir}\n"
     with marks.hold(is_shared=False, on_wait=lambda: sys.stderr.write(waiting)):
-        yield replace(read_readers(data_dir), now_s=marks.now_s())
+        yield replace(list_readers(data_dir), now_s=marks.now_s())

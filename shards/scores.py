@@ -1,25 +1,24 @@
-"""One table with the scores of all chunks; near duplicates among the chunks; leakage between splits.
+"""The merged table of `scores`, with near-duplicate chunks; leakage between splits.
 
-The table is `<data>/scores/<variant>/chunks.arrow`. `prep scores` writes it at the end of a run: an Arrow IPC file with
-one batch, ordered by video (as in the manifest) and start, which readers map into memory. Columns: SCORES_FIELDS
-without `chunk_fingerprint`; `video_id` as a dictionary whose codes ascend; `duplicate_of`, the row of the first chunk
-of an earlier video that looks alike, or -1; `has_look_alike`, true if any chunk of another video looks alike. If the
-scores of a chunk could not be computed, they are null in its row. clipmill.shards.merged_table defines how readers
-recognise a stale or damaged file.
+The table is `<data>/scores/<variant>/chunks.arrow`, which `prep scores` writes at the end of a run. It is an Arrow IPC
+file with one batch, ordered by video (as in the manifest) and start, which readers map into memory. Its columns are
+SCORES_FIELDS without `chunk_fingerprint`; `video_id` is dictionary-encoded, with ascending codes. `duplicate_of` is the
+row of the first look-alike chunk of an earlier video, or -1, and `has_look_alike` is true if a chunk of any other video
+looks alike. If the scores of a chunk could not be computed, they are null. clipmill.shards.merged_table defines how
+readers recognise a stale or damaged file.
 
 Two chunks look alike if their perceptual hashes differ in few bits. If two 64-bit hashes differ in at most 4 bits, they
 agree in at least two of six bands of 10 or 11 bits (pigeonhole principle). For each of the 15 pairs of bands, the
 hashes are sorted by these two bands, and only hashes with equal bands are compared.
 
-An image without content, such as a black frame, a single color or a gradient, never looks like another image
+An image without content, such as a black frame, a single color or a gradient, is never considered a look-alike
 (`is_comparable`). ImageHash's phash compares 64 frequencies with their median, so about half of the bits are set in the
 hash of an image with content. Without content, nearly all frequencies are zero, so almost no bits are set (none for
-black, one for any other color). Hashes with fewer than 24 or more than 40 bits set are omitted. Chunks of the same
+black, one for any other color). Hashes with fewer than 24 or more than 40 set bits are omitted. Chunks of the same
 video are not compared, because chunks in a static shot look alike, but have different captions.
 
-Leakage is computed from this table and the splits of the manifest, for the chunks that look like a chunk of another
-video. If a video has captions of several splits, a chunk belongs to the split of its middle frame, which is also the
-frame that was hashed.
+Leakage is a look-alike of a chunk in a different split. It is computed from this table and the splits in the manifest.
+If a video has captions of several splits, a chunk belongs to the split of its middle frame, which was also hashed.
 """
 
 import shlex
@@ -68,19 +67,22 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Scores:
-    """The merged table of a variant of the column `scores`."""
+    """A variant of the column `scores`, and its merged table."""
 
     table: pa.Table
     variant: Variant
 
 
 def publish_score_table(variant: Variant) -> Path:
-    """Merge the indexes of a variant of `scores` into its table, with near duplicates.
+    """Merge the indexes of a variant of `scores` into a table, find near duplicates, and publish the table.
+
+    Returns:
+        Path of the table.
 
     Raises:
-        UserError: An index is damaged, or holds a NaN.
+        UserError: An index is damaged, or contains a NaN.
     """
-    # The rows of all indexes, and rows of nulls for the chunks that failed.
+    # Collect the rows of all indexes, and rows of nulls for the chunks that failed.
     tables = [_ROWS.empty_table()]
     for shard in variant.shards():
         try:
@@ -92,7 +94,7 @@ def publish_score_table(variant: Variant) -> Path:
             if pa.types.is_floating(field.type) and pc.any(pc.is_nan(table[field.name])).as_py():
                 raise UserError(
                     f"{shard.index_path}: {field.name} is NaN for some chunks",
-                    hint=f"remove {shard.index_path} and run prep {command_for(SCORES)}, which rebuilds that shard",
+                    hint=f"remove {shard.index_path}, and run prep {command_for(SCORES)}, which rebuilds that shard",
                 )
         tables.append(table)
     failed_keys = {failure.key for commit in variant.commits.values() for failure in commit.failures if failure.key}
@@ -100,7 +102,7 @@ def publish_score_table(variant: Variant) -> Path:
     chunks = {"video_id": video_ids, "start_ms": starts_ms}
     nulls = {field.name: pa.nulls(len(failed_keys), field.type) for field in _ROWS if field.name not in chunks}
     rows = pa.concat_tables([*tables, pa.table({**chunks, **nulls}, schema=_ROWS)])
-    # Rows are ordered by video and start, in one chunk; videos that are not in the manifest come last.
+    # Sort the rows by video and start, in one Arrow chunk. Videos that are not in the manifest come last.
     coded = rows["video_id"].dictionary_encode().combine_chunks()
     ids = coded.dictionary
     number = pc.index_in(ids, value_set=read_videos(variant.directory.parent.parent)["video_id"].combine_chunks())
@@ -115,7 +117,14 @@ def publish_score_table(variant: Variant) -> Path:
 
 
 def write_score_table(variant: Variant, rows: pa.Table) -> Path:
-    """Find near duplicates, and write the merged table of `rows`, which must be in order and in one chunk."""
+    """Find near duplicates among rows, and publish the merged table.
+
+    Args:
+        rows: Scores, ordered by video and start, in one Arrow chunk.
+
+    Returns:
+        Path of the table.
+    """
     phash = rows["phash"]
     comparable = np.flatnonzero(pc.is_valid(phash))
     hashes = pc.fill_null(phash, 0).to_numpy()[comparable]
@@ -136,10 +145,10 @@ def open_scores(data_dir: Path, *, columns: Collection[str] | None = None) -> Sc
     """Open the merged table of the current variant of `scores`.
 
     Args:
-        columns: Columns to open and verify; None for all.
+        columns: Columns to read and verify; None for all.
 
     Raises:
-        UserError: There are no scores, they were made from a different variant of `video`, or the table is missing,
+        UserError: There are no scores; they were made from a different variant of `video`; or the table is missing,
             stale or damaged.
     """
     variant = Variant.open(data_dir, column=SCORES).require_complete()
@@ -162,12 +171,12 @@ def require_current_chunks(variant: Variant, data_dir: Path) -> None:
     if source is not None and source != video:
         raise UserError(
             f"the column {column} was made from the chunks of {source}, but the current variant of {VIDEO} is {video}",
-            hint=f"rebuild it with its settings: prep status --data {shlex.quote(str(data_dir))} shows the command",
+            hint=f"rebuild it with its settings: run prep status --data {shlex.quote(str(data_dir))} for the command",
         )
 
 
 def score_table_problem(variant: Variant) -> str | None:
-    """Return the reason why the table of a variant is unusable (missing, stale or damaged); None if it is usable."""
+    """Return the reason why the merged table is unusable (missing, stale or damaged); None if it is usable."""
     path = variant.directory / CHUNKS_FILE
     try:
         table = _read_table(path, columns=None, hint="")
@@ -179,7 +188,7 @@ def score_table_problem(variant: Variant) -> str | None:
 
 
 def _read_table(path: Path, *, columns: Collection[str] | None, hint: str) -> pa.Table:
-    """Read and verify columns of a table.
+    """Read and verify columns of a merged table.
 
     Raises:
         FileNotFoundError: The table does not exist.
@@ -193,92 +202,104 @@ def _read_table(path: Path, *, columns: Collection[str] | None, hint: str) -> pa
         raise UserError(str(error), hint=hint) from error
 
 
-MAX_DISTANCE = 4
-MIN_BITS, MAX_BITS = 24, 40
+MAX_DISTANCE = 4  # maximum number of bits in which the hashes of look-alikes differ
+MIN_BITS, MAX_BITS = 24, 40  # number of set bits in the hash of an image with content
 _BANDS = ((0, 11), (11, 11), (22, 11), (33, 11), (44, 10), (54, 10))  # first bit, number of bits
 _NONE = np.iinfo(np.int64).max
 
 
 def is_comparable(phash: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Return bool [N], True for the hash of an image with content."""
+    """Return True for each hash (uint64 [N]) of an image with content, bool [N]."""
     bits = np.bitwise_count(phash)
     return (bits >= MIN_BITS) & (bits <= MAX_BITS)
 
 
-def pairs_alike(hashes: NDArray[np.uint64]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield blocks of pairs (i, j) of distinct hashes within MAX_DISTANCE. A pair may occur up to 15 times."""
-    for band, other in combinations(_BANDS, 2):
-        key = _bits(hashes, *band) << np.uint32(other[1]) | _bits(hashes, *other)
+def find_close_pairs(hashes: NDArray[np.uint64]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Find the pairs of hashes that differ in at most MAX_DISTANCE bits.
+
+    Args:
+        hashes: Distinct hashes, uint64 [N].
+
+    Yields:
+        Indices (i, j) of the hashes in a block of pairs, int64 [pairs] each. A pair may occur up to 15 times.
+    """
+    for band, other_band in combinations(_BANDS, 2):
+        key = _extract_bits(hashes, *band) << np.uint32(other_band[1]) | _extract_bits(hashes, *other_band)
         order = np.argsort(key, kind="stable")
         key, in_order = key[order], hashes[order]
-        # Number of later hashes with the same key as each hash.
+        # Count the later hashes that have the same key as each hash.
         is_last = np.append(key[1:] != key[:-1], True)
         ends = np.flatnonzero(is_last)
-        num_after = np.repeat(ends, np.diff(ends, prepend=-1)) - np.arange(len(key))
-        begin = np.flatnonzero(num_after)
-        for step in range(1, int(num_after.max(initial=0)) + 1):
-            begin = begin[num_after[begin] >= step]
-            near = begin[np.bitwise_count(in_order[begin] ^ in_order[begin + step]) <= MAX_DISTANCE]
-            if len(near):
-                yield order[near], order[near + step]
+        num_later = np.repeat(ends, np.diff(ends, prepend=-1)) - np.arange(len(key))
+        first = np.flatnonzero(num_later)
+        for step in range(1, int(num_later.max(initial=0)) + 1):
+            first = first[num_later[first] >= step]
+            close = first[np.bitwise_count(in_order[first] ^ in_order[first + step]) <= MAX_DISTANCE]
+            if len(close):
+                yield order[close], order[close + step]
 
 
-def _bits(hashes: NDArray[np.uint64], first: int, count: int) -> NDArray[np.uint32]:
+def _extract_bits(hashes: NDArray[np.uint64], first: int, count: int) -> NDArray[np.uint32]:
     return ((hashes >> np.uint64(first)) & np.uint64((1 << count) - 1)).astype(np.uint32)
 
 
 def first_look_alikes(
     phash: NDArray[np.uint64], *, video: NDArray[np.integer]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Find rows of other videos that look like each row.
+    """Find the look-alikes of each row in other videos.
 
     Args:
-        phash: uint64 [N], hashes of comparable frames.
-        video: [N], video of each frame, in ascending order.
+        phash: Hashes of comparable frames, uint64 [N].
+        video: Index of each frame's video, [N], in ascending order.
 
     Returns:
-        int64 [N], the first row of an earlier video that looks alike, or -1.
-        bool [N], True if any row of another video looks alike.
+        First look-alike row of an earlier video, or -1, int64 [N].
+        True if a row of any other video looks alike, bool [N].
     """
     hashes, first, group = np.unique(phash, return_index=True, return_inverse=True)
     last = np.empty(len(hashes), np.int64)
     last[group] = np.arange(len(phash))  # the last value wins
     nearest_first, nearest_last = first.copy(), last.copy()
-    for left, right in pairs_alike(hashes):
-        for a, b in ((left, right), (right, left)):
-            np.minimum.at(nearest_first, a, first[b])
-            np.maximum.at(nearest_last, a, last[b])
+    for left, right in find_close_pairs(hashes):
+        for hash_row, other_row in ((left, right), (right, left)):
+            np.minimum.at(nearest_first, hash_row, first[other_row])
+            np.maximum.at(nearest_last, hash_row, last[other_row])
     first_alike = nearest_first[group]
-    is_copy = video[first_alike] < video
-    is_alike = is_copy | (video[nearest_last[group]] > video)
-    return np.where(is_copy, first_alike, -1), is_alike
+    is_duplicate = video[first_alike] < video
+    has_look_alike = is_duplicate | (video[nearest_last[group]] > video)
+    return np.where(is_duplicate, first_alike, -1), has_look_alike
 
 
-def first_of_each_part(phash: NDArray[np.uint64], part: NDArray[np.integer], *, num_parts: int) -> NDArray[np.int64]:
-    """Find, for each row, the first row in each part that looks like it: int64 [N, num_parts]; -1 if none does.
+def first_look_alikes_by_part(
+    phash: NDArray[np.uint64], part: NDArray[np.integer], *, num_parts: int
+) -> NDArray[np.int64]:
+    """Find the first look-alike of each row in each part.
 
     Args:
-        phash: uint64 [N], hashes of comparable frames.
-        part: [N], part of each row, 0 to num_parts - 1.
+        phash: Hashes of comparable frames, uint64 [N].
+        part: Part of each row, [N], from 0 to num_parts - 1.
+
+    Returns:
+        Row of the first look-alike, or -1, int64 [N, num_parts].
     """
     hashes, group = np.unique(phash, return_inverse=True)
     first = np.full((len(hashes), num_parts), _NONE)
     np.minimum.at(first, (group, part), np.arange(len(phash)))
     nearest = first.copy()
-    for left, right in pairs_alike(hashes):
+    for left, right in find_close_pairs(hashes):
         np.minimum.at(nearest, left, first[right])
         np.minimum.at(nearest, right, first[left])
     return np.where(nearest == _NONE, -1, nearest)[group]
 
 
-MAX_PAIRS = 1000
-_MAX_SHOWN = 3
-_FIRST = ("train", "val", "test")
+MAX_PAIRS = 1000  # maximum number of pairs to list for each pair of splits
+_MAX_SHOWN = 3  # maximum number of pairs that `prep status` shows
+_FIRST_SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A chunk and the first chunk of another split that looks like it."""
+    """A chunk, and its first look-alike in another split."""
 
     split: str
     key: str
@@ -288,11 +309,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class Leakage:
-    """Pairs of chunks that are in different splits but look alike.
+    """Chunks in different splits that look alike.
 
     Attributes:
-        counts: (split, other split) -> number of chunks of the first split that look like a chunk of the other split;
-            `train` comes second.
+        counts: (split, other split) -> number of chunks in the first split that look like a chunk in the other split.
+            `train` is always the second split.
         pairs: First pairs for each entry of `counts`, at most MAX_PAIRS each.
         unknown_because: Reason why the scores cannot be used; None if they can be used.
     """
@@ -308,7 +329,7 @@ class Leakage:
         return {"unknown_because": self.unknown_because, "counts": counts, "pairs": pairs}
 
     def lines(self) -> list[str]:
-        """Return the lines of `prep status`."""
+        """Return the lines that `prep status` prints."""
         if self.unknown_because is not None:
             return [f"leakage   unknown: {self.unknown_because}"]
         lines = []
@@ -325,7 +346,7 @@ class Leakage:
 
 
 def find_leakage(data_dir: Path) -> Leakage | None:
-    """Find the pairs of look-alikes; return None if the data folder has no scores.
+    """Find look-alikes in different splits; return None if the data folder has no scores.
 
     Raises:
         UserError: A record of the data folder is damaged.
@@ -336,23 +357,22 @@ def find_leakage(data_dir: Path) -> Leakage | None:
         table, part, names = _look_alikes(data_dir)
     except UserError as error:
         return Leakage({}, [], unknown_because=str(error))
-    first = first_of_each_part(table["phash"].to_numpy(), part, num_parts=len(names))
+    first = first_look_alikes_by_part(table["phash"].to_numpy(), part, num_parts=len(names))
     counts: dict[tuple[str, str], int] = {}
     pairs: list[Pair] = []
     for number, name in enumerate(names):
-        for other, other_name in enumerate(names[:number]):
-            leaking = np.flatnonzero((part == number) & (first[:, other] >= 0))
-            if len(leaking):
-                counts[name, other_name] = len(leaking)
-                for row in leaking[:MAX_PAIRS].tolist():
-                    pairs.append(
-                        Pair(name, key_of_row(table, row), other_name, key_of_row(table, int(first[row, other])))
-                    )
+        for other_number, other_name in enumerate(names[:number]):
+            rows = np.flatnonzero((part == number) & (first[:, other_number] >= 0))
+            if len(rows):
+                counts[name, other_name] = len(rows)
+                for row in rows[:MAX_PAIRS].tolist():
+                    other_row = int(first[row, other_number])
+                    pairs.append(Pair(name, key_of_row(table, row), other_name, key_of_row(table, other_row)))
     return Leakage(counts, pairs)
 
 
-def keys_alike(data_dir: Path, *, split: str, other_split: str) -> set[str]:
-    """Return the keys of the chunks of a split that look like a chunk of another split.
+def look_alike_keys(data_dir: Path, *, split: str, other_split: str) -> set[str]:
+    """Return the keys of the chunks in a split that look like a chunk in another split.
 
     Raises:
         UserError: There are no scores, or they cannot be used.
@@ -360,38 +380,48 @@ def keys_alike(data_dir: Path, *, split: str, other_split: str) -> set[str]:
     table, part, names = _look_alikes(data_dir)
     if not {split, other_split} <= set(names):
         return set()
-    first = first_of_each_part(table["phash"].to_numpy(), part, num_parts=len(names))
-    alike = (part == names.index(split)) & (first[:, names.index(other_split)] >= 0)
-    return {key_of_row(table, row) for row in np.flatnonzero(alike).tolist()}
+    first = first_look_alikes_by_part(table["phash"].to_numpy(), part, num_parts=len(names))
+    has_look_alike = (part == names.index(split)) & (first[:, names.index(other_split)] >= 0)
+    return {key_of_row(table, row) for row in np.flatnonzero(has_look_alike).tolist()}
 
 
 def _look_alikes(data_dir: Path) -> tuple[pa.Table, NDArray[np.integer], list[str]]:
-    """Return the chunks that look like a chunk of another video, the index of each chunk's split, and all splits."""
+    """Return the chunks that look like a chunk of another video, and their splits.
+
+    Returns:
+        Rows of the merged table.
+        Index of each row's split in the list of splits, [rows].
+        Names of the splits.
+    """
     table = open_scores(data_dir, columns=["video_id", "start_ms", "phash", "has_look_alike"]).table
     table = table.filter(table["has_look_alike"])
     videos = read_videos(data_dir)
     rows = pc.index_in(table["video_id"].cast(pa.string()), value_set=videos["video_id"].combine_chunks())
-    known = pc.is_valid(rows)
-    table, rows = table.filter(known), rows.filter(known)
+    is_in_manifest = pc.is_valid(rows)
+    table, rows = table.filter(is_in_manifest), rows.filter(is_in_manifest)
     split = videos["split"].take(rows)
     if (divided := read_divided_videos(data_dir)) is not None:
         middle_us = _middles_us(data_dir, table, is_needed=np.isin(rows.to_numpy(), divided.video))
         numbers = divided.find_splits(video=rows.to_numpy(), at_us=middle_us)
         split = pc.coalesce(pa.array(divided.splits).take(pa.array(numbers, mask=numbers < 0)), split)
-    present = set(split.unique().to_pylist())
-    names = [*(name for name in _FIRST if name in present), *sorted(present.difference(_FIRST))]
+    split_names = set(split.unique().to_pylist())
+    names = [*(name for name in _FIRST_SPLITS if name in split_names), *sorted(split_names.difference(_FIRST_SPLITS))]
     return table, np.asarray(pc.index_in(split, value_set=pa.array(names, pa.string()))), names
 
 
 def _middles_us(data_dir: Path, table: pa.Table, *, is_needed: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the middle of each chunk in microseconds, from the current variant of `video`; the start if not needed."""
+    """Return the time of the middle of each chunk in microseconds, from the current variant of `video`, int64 [rows].
+
+    Args:
+        is_needed: False for rows whose middle is not needed, which get the start of the chunk.
+    """
     names = ("start_ms", "num_frames", "fps_num", "fps_den")
     try:
         chunks = read_chunk_rows(Variant.open(data_dir), columns=("video_id", *names)).table
     except (Damaged, OSError) as error:
         raise UserError(str(error), hint=how_to_repair()) from error
-    needed = pc.unique(table["video_id"].filter(pa.array(is_needed)).cast(pa.string()))
-    chunks = chunks.filter(pc.is_in(chunks["video_id"].cast(pa.string()), value_set=needed))
+    video_ids = pc.unique(table["video_id"].filter(pa.array(is_needed)).cast(pa.string()))
+    chunks = chunks.filter(pc.is_in(chunks["video_id"].cast(pa.string()), value_set=video_ids))
     length_s = {
         chunk_key(video_id, start_ms): num_frames * fps_den / fps_num
         for video_id, start_ms, num_frames, fps_num, fps_den in zip(

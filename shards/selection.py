@@ -1,12 +1,12 @@
 """Select the chunks and captions of a data folder with a `--where` expression.
 
-Labels are the columns `label_NAME` of the manifest's captions. They are compared as strings, unless the expression
-compares a label with numbers or conditions: its values are then converted. A label is valid for the time span of its
+Labels are the columns `label_NAME` of the captions in the manifest. They are compared as strings. If the expression
+compares a label with numbers or conditions, its values are converted first. A label is valid for the time span of its
 caption.
 
-A caption with labels is selected by its labels. A caption without labels is selected by the labels of every labelled
-caption that covers its time span, because the manifest stores labels only once if captions with the same times repeat
-them. A chunk is selected by the labels of every labelled caption that it overlaps.
+A caption with labels is selected by its own labels. A caption without labels is selected by the labels of the labelled
+captions that cover its time span: if captions with the same times have the same labels, the manifest stores the labels
+only once. A chunk is selected by the labels of the labelled captions that it overlaps.
 """
 
 import shlex
@@ -40,16 +40,16 @@ _CAPTION_FIELDS = ("text", "source", "likelihood")
 def selected_chunks(
     where: Where, data_dir: Path, *, video_ids: pa.Array, video_row: NDArray[np.integer], start_ms: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Return bool [chunks], True for the chunks that `where` selects.
+    """Return True for each chunk that `where` selects, bool [chunks].
 
     Args:
         where: Conditions on chunks and videos.
         video_ids: Distinct IDs of videos.
-        video_row: [chunks], the video of each chunk, as an index into `video_ids`.
-        start_ms: [chunks], start of each chunk.
+        video_row: Index of each chunk's video in `video_ids`, [chunks].
+        start_ms: Start of each chunk in its video in ms, [chunks].
 
     Raises:
-        UserError: `where` uses a column, such as `scores`, that is missing or lacks some of these chunks.
+        UserError: `where` uses a column, such as `scores`, that is missing or lacks some of the chunks.
     """
     fields = where.columns | ({"duration_s"} if where.labels else set())
     columns = _video_columns(fields, data_dir, video_ids=video_ids, video_row=video_row)
@@ -64,7 +64,7 @@ def selected_chunks(
             raise UserError(
                 f"--where uses {', '.join(sorted(chunk_names))} of chunks, but {count_noun(num_missing, 'chunk')} of "
                 f"{len(rows):,} are not in the current variant of video",
-                hint=f"see prep status --data {shlex.quote(str(data_dir))}",
+                hint=f"run prep status --data {shlex.quote(str(data_dir))}, which shows the next command",
                 flags=("--where",),
             )
         columns |= {name: _take_rows(chunks[name], rows) for name in chunk_names}
@@ -78,7 +78,7 @@ def selected_chunks(
         if len(missing):
             raise UserError(
                 f"--where uses {column}, which {count_noun(len(missing), 'chunk')} of {len(rows):,} lack",
-                hint=f"prep status --data {shlex.quote(str(data_dir))} shows the command that makes them; "
+                hint=f"run prep status --data {shlex.quote(str(data_dir))} for the command that adds them; "
                 f"or leave {column} out of --where",
                 flags=("--where",),
             )
@@ -100,24 +100,28 @@ def _mask_parts(
     part: NDArray[np.int64],
     caption: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
-    """Return bool [parts], True if the conditions hold with the labels of at least one of the part's captions.
+    """Return True for each part of a video that satisfies `where` with the labels of a matching caption, bool [parts].
 
     Args:
-        columns: Other fields of each part.
+        columns: Fields of each part that are not labels.
         labelled: Captions with labels, converted by `label_values`.
-        part: Part of each pair, int64 [pairs]. Every part occurs at least once, even without a labelled caption.
-        caption: Row of the pair's caption in `labelled`, int64 [pairs]; -1 for none.
+        part: Part in each pair of a part and a caption, int64 [pairs]. Every part occurs at least once.
+        caption: Row of the caption in `labelled`, int64 [pairs]; -1 if no caption matches the part.
     """
-    others = pa.table(dict(columns))
-    pairs = others.take(pa.array(part))
+    parts = pa.table(dict(columns))
+    pairs = parts.take(pa.array(part))
     rows = pa.array(caption, mask=caption < 0)
     for name in sorted(where.labels):
         pairs = pairs.append_column(name, labelled[name].take(rows))
-    return np.bincount(part[where.mask(pairs)], minlength=len(others)) > 0
+    return np.bincount(part[where.mask(pairs)], minlength=len(parts)) > 0
 
 
 def stored_rows(data_dir: Path, column: str, names: Collection[str]) -> tuple[pa.Table, frozenset[str]]:
-    """Read `video_id`, `start_ms` and the fields `names` of a column of chunks, and the keys of failed chunks.
+    """Read fields of a column with one sample per chunk.
+
+    Returns:
+        Table with `video_id` (dictionary-encoded), `start_ms` and the fields `names`.
+        Keys of the chunks that failed. For `scores` the set is empty, because failed chunks have rows of nulls.
 
     Raises:
         UserError: The column cannot be read, or was made from a different variant of `video`.
@@ -140,15 +144,15 @@ def selected_captions(
     video_row: NDArray[np.integer],
     labelled: pa.Table | None,
 ) -> NDArray[np.bool_]:
-    """Return bool [rows], True for the captions that `where` selects.
+    """Return True for each caption that `where` selects, bool [rows].
 
     Args:
         where: Conditions on captions and their videos.
-        captions: Captions of the manifest; without a column `likelihood`, all likelihoods are unknown.
-        rows: Row numbers of the captions to select from.
+        captions: Captions of the manifest. Without a column `likelihood`, all likelihoods are unknown.
+        rows: Rows of the captions among which to select.
         video_ids: Distinct IDs of videos.
-        video_row: [rows], the video of each caption, as an index into `video_ids`.
-        labelled: Captions with the labels of `where` (`labelled_captions`).
+        video_row: Index of each caption's video in `video_ids`, [rows].
+        labelled: Captions with the labels that `where` uses (`labelled_captions`); None if it uses no labels.
     """
     columns = _video_columns(where.columns, data_dir, video_ids=video_ids, video_row=video_row)
     for name in where.columns.intersection(_CAPTION_FIELDS):
@@ -158,7 +162,7 @@ def selected_captions(
         return where.mask(pa.table(columns))
 
     values = label_values(captions.take(pa.array(rows)), where.labels)
-    is_labelled = has_labels(values, where.labels)  # such a caption is paired only with itself
+    is_labelled = has_labels(values, where.labels)  # a caption with labels is paired only with itself
     spans = Spans(np.where(is_labelled, -1, video_row), values["begin_s"].to_numpy(), values["end_s"].to_numpy())
     part, caption = match_labels(labelled, spans, video_ids=video_ids, covering=True)
     caption = np.where(is_labelled[part], len(labelled) + part, caption)
@@ -187,7 +191,11 @@ def caption_columns(where: Where | None, schema: pa.Schema) -> list[str]:
 
 
 def empty_selection_error(where: Where, *, what: str) -> UserError:
-    """Return the error for an expression that selects none of `what`."""
+    """Return the error for an expression that selects nothing.
+
+    Args:
+        what: Description of the data among which the expression selects.
+    """
     return UserError(
         f"--where '{where.text}' selects none of {what}",
         hint="use a weaker condition or a larger --share, or leave these data out",
@@ -198,7 +206,7 @@ def empty_selection_error(where: Where, *, what: str) -> UserError:
 def _video_columns(
     fields: Collection[str], data_dir: Path, *, video_ids: pa.Array, video_row: NDArray[np.integer]
 ) -> dict[str, pa.Array | pa.ChunkedArray]:
-    """Return the fields of videos, with a value for each chunk or caption."""
+    """Return fields of videos, with one value for each chunk or caption in `video_row`."""
     codes = pa.array(video_row, pa.int32())
     columns: dict[str, pa.Array | pa.ChunkedArray] = {"video_id": pa.DictionaryArray.from_arrays(codes, video_ids)}
     if names := [name for name in _VIDEO_FIELDS if name in fields]:
@@ -212,7 +220,7 @@ def _video_columns(
 
 
 def _read_rows(variant: Variant, names: Collection[str]) -> pa.Table:
-    """Read `video_id` (a dictionary), `start_ms` and these fields of the chunks of a variant."""
+    """Read `video_id` (dictionary-encoded), `start_ms` and the fields `names` of the chunks of a variant."""
     try:
         rows = read_chunk_rows(variant, columns=["video_id", "start_ms", *names])
     except (Damaged, OSError) as error:
@@ -226,7 +234,14 @@ def _read_rows(variant: Variant, names: Collection[str]) -> pa.Table:
 def find_chunks(
     table: pa.Table, *, video_ids: pa.Array, video_row: NDArray[np.integer], start_ms: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return the row of each chunk in a table with `video_id` (a dictionary) and `start_ms`; -1 if it is missing."""
+    """Return the row of each chunk in a table, int64 [chunks]; -1 if the chunk is missing.
+
+    Args:
+        table: Table with `video_id` (dictionary-encoded) and `start_ms`.
+        video_ids: Distinct IDs of videos.
+        video_row: Index of each chunk's video in `video_ids`, [chunks].
+        start_ms: Start of each chunk in its video in ms, [chunks].
+    """
     if not len(table):
         return np.full(len(video_row), -1)
     coded = table["video_id"].chunk(0)
@@ -243,7 +258,7 @@ def find_chunks(
 
 
 def _take_rows(column: pa.ChunkedArray, rows: NDArray[np.int64]) -> pa.Array | pa.ChunkedArray:
-    # Usually all chunks are requested in order, which needs no copy.
+    # Usually, all chunks are requested in order, so no copy is needed.
     is_complete = len(rows) == len(column) and bool((np.diff(rows) == 1).all())
     return column if is_complete else column.take(pa.array(rows, mask=rows < 0))
 
@@ -252,7 +267,7 @@ _SPAN = ("begin_s", "end_s")
 
 
 class Spans(NamedTuple):
-    """Parts of videos: each part's video (row) and times, float64 [N]."""
+    """Parts of videos: the row of each part's video, and its start and end in seconds, [N] each."""
 
     video_row: NDArray[np.integer]
     begin_s: NDArray[np.float64]
@@ -260,24 +275,29 @@ class Spans(NamedTuple):
 
 
 def read_labelled(data_dir: Path, kinds: Mapping[str, Kind] | None = None) -> pa.Table:
-    """Read the captions that have at least one of the given labels: `video_id`, `begin_s`, `end_s` and these labels.
+    """Read the captions that have at least one of the given labels.
 
     Args:
-        kinds: Names of labels with the kind of their values; None for all labels that are not lists, as strings.
+        kinds: Name of each label, and kind to which its values are converted; None for all labels that are not lists,
+            as strings.
+
+    Returns:
+        Table with `video_id`, `begin_s`, `end_s` and the labels.
 
     Raises:
-        UserError: The captions lack a label, can have several values of it, or have values of a different kind.
+        UserError: The captions do not have a label; a caption can have several values of a label; or a value cannot be
+            converted.
     """
     with open_captions(data_dir) as file:
-        known = label_names(file.schema_arrow)
-        if unknown := sorted(set(kinds or ()).difference(known)):
+        available = label_names(file.schema_arrow)
+        if unknown := sorted(set(kinds or ()).difference(available)):
             problem = "can have several values of" if unknown[0] in file.schema_arrow.names else "have no column"
             raise UserError(
                 f"--where uses {unknown[0]}, but the captions of {data_dir} {problem} {unknown[0]}",
-                hint=f"available labels: {', '.join(known) or 'none'}",
+                hint=f"available labels: {', '.join(available) or 'none'}",
                 flags=("--where",),
             )
-        labels: dict[str, Kind] = dict.fromkeys(known, "text") if kinds is None else dict(sorted(kinds.items()))
+        labels: dict[str, Kind] = dict.fromkeys(available, "text") if kinds is None else dict(sorted(kinds.items()))
         tables = []
         for group in range(file.num_row_groups):
             table = label_values(file.read_row_group(group, columns=["video_id", *_SPAN, *labels]), labels)
@@ -294,7 +314,7 @@ _EXPECTED = {"number": "a number", "condition": "true or false"}
 
 
 def label_values(captions: pa.Table, kinds: Mapping[str, Kind]) -> pa.Table:
-    """Convert the labels in a table of captions to the given kinds; missing labels become null.
+    """Convert the labels in a table of captions to the given kinds. Missing labels become null.
 
     Raises:
         UserError: A value of a label cannot be converted.
@@ -326,7 +346,7 @@ def _is_of_kind(text: str, kind: Kind) -> bool:
 
 
 def has_labels(captions: pa.Table, names: Collection[str]) -> NDArray[np.bool_]:
-    """Return bool [captions], True for each caption that has at least one of the labels `names`."""
+    """Return True for each caption that has at least one of the labels `names`, bool [captions]."""
     has_label = np.zeros(len(captions), bool)
     for name in names:
         has_label |= captions[name].is_valid().to_numpy()
@@ -336,16 +356,17 @@ def has_labels(captions: pa.Table, names: Collection[str]) -> NDArray[np.bool_]:
 def match_labels(
     labelled: pa.Table, spans: Spans, *, video_ids: pa.Array, covering: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find the labelled captions that overlap each part of a video.
+    """Pair parts of videos with the labelled captions that overlap them.
 
     Args:
         labelled: Captions with labels, from `read_labelled`.
+        spans: Parts of videos.
         video_ids: IDs of the videos of `spans`.
-        covering: Use only captions that cover the complete part.
+        covering: True to pair a part only with captions that cover all of it.
 
     Returns:
-        part: int64 [M], each part once per matching caption, or once if no caption matches.
-        caption: int64 [M], row of the caption in `labelled`; -1 for none.
+        Index of the part in each pair, int64 [pairs]. A part without a matching caption is in exactly one pair.
+        Row of the caption in `labelled`, int64 [pairs]; -1 if no caption matches the part.
     """
     video_of_caption = pc.fill_null(pc.index_in(labelled["video_id"].cast(pa.string()), value_set=video_ids), -1)
     begins_s, ends_s = (labelled[name].to_numpy() for name in _SPAN)
@@ -369,6 +390,11 @@ def match_labels(
 
 
 def _order_by_video(video_row: NDArray[np.integer], num_videos: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows ordered by video, and the first position of each video. Rows without a video (-1) are omitted."""
+    """Sort rows by video. Rows without a video (-1) come first, before the first position of any video.
+
+    Returns:
+        Indices that sort the rows, int64 [rows].
+        Position of each video's first row in this order, and the end of the last video, int64 [num_videos + 1].
+    """
     order = np.argsort(video_row, kind="stable")
     return order, np.searchsorted(video_row[order], np.arange(num_videos + 1))

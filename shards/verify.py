@@ -1,7 +1,7 @@
 """Verify shards against their commits, and recover samples from damaged or outdated shards.
 
-`verify_shard` reads every byte. `quick_problems` checks all shards of a variant: it lists the folders, and opens only
-files that have changed. `readable_rows` recovers only samples that are proven to be unchanged.
+`verify_shard` reads every byte of a shard. `quick_problems` checks all shards of a variant: it lists their folders, and
+opens only files that have changed. `readable_rows` recovers only samples that are proven to be intact.
 """
 
 import os
@@ -31,7 +31,7 @@ from clipmill.shards.opening import DamagedCommit, DamagedIndex, scan
 
 
 class Code(StrEnum):
-    """Kinds of problems that a shard can have."""
+    """Codes of the problems that a shard can have."""
 
     TAR_MISSING = "tar_missing"
     TAR_SIZE = "tar_size"
@@ -50,7 +50,7 @@ class Code(StrEnum):
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem with a shard; `key` is the affected sample if the problem concerns a single sample."""
+    """A problem with a shard, or with the sample `key` of the shard."""
 
     shard_id: int
     key: str | None
@@ -70,16 +70,16 @@ class _File:
     other_content: Code
 
 
-def damaged_commit(error: DamagedCommit) -> Problem:
-    """Return the problem for a damaged commit record."""
+def commit_problem(error: DamagedCommit) -> Problem:
+    """Return a damaged commit record as a problem."""
     return Problem(error.shard_id, None, Code.COMMIT_DAMAGED, str(error))
 
 
 def verify_shard(variant_dir: Path, commit: Commit) -> list[Problem]:
-    """Read the complete shard and compare it with its commit; return an empty list if it is intact.
+    """Read a complete shard, and compare it with its commit. Return an empty list if the shard is intact.
 
-    Damage to payloads and headers is reported with the key of the sample. Damage that has no key (to padding, or to a
-    tar whose index is also damaged) is reported for the tar.
+    Damage to payloads and headers is reported with the key of the sample. Damage to padding, and damage to a tar whose
+    index is damaged too, is reported without a key.
     """
     if commit.files is None:
         return []
@@ -95,10 +95,10 @@ def verify_shard(variant_dir: Path, commit: Commit) -> list[Problem]:
 
 
 def quick_check(variant_dir: Path, commit: Commit) -> list[Problem]:
-    """Compare existence and sizes with a few system calls, and read a file only if it is newer than the commit.
+    """Check the existence and sizes of a shard's files, and read files only if they are newer than the commit.
 
-    If a newer file has the correct content (common in copied datasets), the commit record gets the file's modification
-    time, so that the file is read only once.
+    If a newer file has the correct content, which is common in copied datasets, the commit record gets the modification
+    time of the file, so that the file is read only once.
     """
     if commit.files is None:
         return []
@@ -126,7 +126,7 @@ def quick_check(variant_dir: Path, commit: Commit) -> list[Problem]:
     except OSError as error:
         return [Problem(commit.shard_id, None, Code.UNREADABLE, str(error))]
     if not problems and newest_ns > committed_ns:
-        # If this fails because the copy is read-only, the files are read again each time.
+        # If the folder is read-only, this fails, and the files are read again each time.
         with suppress(OSError):
             set_modified_time(record, time_ns=newest_ns)
     return problems
@@ -142,7 +142,7 @@ def _files(files: ShardFiles) -> tuple[_File, _File]:
 
 
 def _check_state(variant_dir: Path, *, shard_id: int, file: _File) -> tuple[Problem | None, int]:
-    """Check existence and size, and return the modification time in ns."""
+    """Return a problem with the existence or size of a file, or None; and the modification time of the file in ns."""
     try:
         size_bytes, changed_ns = file_state(variant_dir / file.name)
     except FileNotFoundError:
@@ -154,7 +154,7 @@ def _check_state(variant_dir: Path, *, shard_id: int, file: _File) -> tuple[Prob
 
 
 def _check_index(variant_dir: Path, *, shard_id: int, files: ShardFiles) -> tuple[list[Problem], pa.Table | None]:
-    """Return the problems of both indexes, and the table of the Arrow index if the file is the committed file."""
+    """Return the problems of both indexes, and the table of the Arrow index if its file matches the commit."""
     index = _files(files)[1]
     path = variant_dir / index.name
     problem, _ = _check_state(variant_dir, shard_id=shard_id, file=index)
@@ -168,8 +168,8 @@ def _check_index(variant_dir: Path, *, shard_id: int, files: ShardFiles) -> tupl
         return [Problem(shard_id, None, Code.INDEX_FORMAT, str(error))], None
     num_keys = len(set(table.column("key").to_pylist()))
     if not num_keys == table.num_rows == files.num_samples:
-        message = f"{path.name} has {count_noun(table.num_rows, 'row')} and {count_noun(num_keys, 'key')}, expected "
-        message += count_noun(files.num_samples, "sample")
+        message = f"{path.name} has {count_noun(table.num_rows, 'row')} and {count_noun(num_keys, 'key')}, "
+        message += f"expected {count_noun(files.num_samples, 'sample')}"
         return [Problem(shard_id, None, Code.INDEX_FORMAT, message)], None
     energon_index = variant_dir / files.energon_index
     with local_copy(energon_index):
@@ -219,7 +219,7 @@ def _check_tar(variant_dir: Path, *, shard_id: int, files: ShardFiles, table: pa
 
 
 def _check_entries(path: Path, *, shard_id: int, table: pa.Table) -> list[Problem]:
-    """Walk through the headers of the tar, and report the first header that does not match the index."""
+    """Compare the headers of a tar with the index, and report the first header that differs."""
     keys = table.column("key").to_pylist()
     names = (f"{key}.{extension}" for key in keys for extension in extensions_of(table))
     offsets, sizes = (member_columns(table, kind).ravel().tolist() for kind in ("offset", "size"))
@@ -244,16 +244,16 @@ def _check_entries(path: Path, *, shard_id: int, table: pa.Table) -> list[Proble
     return [Problem(shard_id, key, Code.TAR_ENTRIES_DIFFER, message)]
 
 
-_NUM_THREADS = 8  # number of threads, because each file on a network disk takes a request
-_MIN_LISTED = 50  # number of shards in a folder from which the folder is listed, instead of looking up each file
+_NUM_THREADS = 8  # on a network disk, looking up a file takes a request
+_MIN_LISTED = 50  # minimum number of shards in a folder for listing the folder instead of looking up each file
 
-States = dict[str, tuple[int, int]]  # mapping from file name to size in bytes and modification time in ns
+States = dict[str, tuple[int, int]]  # file name -> (size in bytes, modification time in ns)
 
 
 def quick_problems(variant_dir: Path, commits: Iterable[Commit]) -> dict[int, list[Problem]]:
-    """Return the problems that `quick_check` finds in the shards of a variant, by shard ID; intact shards are omitted.
+    """Return the problems that `quick_check` finds in the shards of a variant, by shard ID. Intact shards are omitted.
 
-    In addition, a commit record that is newer than the table of commits is read and compared with the commit.
+    In addition, commit records that are newer than the table of commits are read, and compared with the commits.
     """
     folders: dict[str, list[Commit]] = {}
     for commit in commits:
@@ -282,17 +282,17 @@ def quick_problems(variant_dir: Path, commits: Iterable[Commit]) -> dict[int, li
 
 
 def check_record(variant_dir: Path, commit: Commit) -> list[Problem]:
-    """Compare a commit that was read from the table of commits with its record."""
+    """Compare a commit from the table of commits with its record."""
     path = commit_path(variant_dir, commit.shard_id)
     try:
         is_same = read_commit(path) == commit
     except DamagedCommit as error:
-        return [damaged_commit(error)]
+        return [commit_problem(error)]
     except FileNotFoundError:
         return []  # another command has removed the record, or it is reported as missing
     except OSError as error:
         return [Problem(commit.shard_id, None, Code.UNREADABLE, str(error))]
-    return [] if is_same else [damaged_commit(DamagedCommit(path, f"it differs from {COMMIT_TABLE_FILE}"))]
+    return [] if is_same else [commit_problem(DamagedCommit(path, f"it differs from {COMMIT_TABLE_FILE}"))]
 
 
 def _check_commit(variant_dir: Path, commit: Commit, written_ns: int | None) -> list[Problem]:
@@ -305,17 +305,17 @@ def _check_commit(variant_dir: Path, commit: Commit, written_ns: int | None) -> 
 
 
 def _is_unchanged(commit: Commit, *, files: States, records: States, written_ns: int | None) -> bool:
-    """Return True if `quick_check` would find the files of a shard complete, and none newer than its commit."""
+    """Return True if all files of a shard have the correct sizes, and none is newer than the commit."""
     record = records.get(commit_name(commit.shard_id))
     if record is None or (written_ns is not None and record[1] > written_ns):
         return False
-    stored = commit.files
-    if stored is None:
+    shard_files = commit.files
+    if shard_files is None:
         return True
     sizes = (
-        (stored.tar, stored.tar_bytes),
-        (stored.index, stored.index_bytes),
-        (stored.energon_index, 8 * (stored.num_samples + 1)),
+        (shard_files.tar, shard_files.tar_bytes),
+        (shard_files.index, shard_files.index_bytes),
+        (shard_files.energon_index, 8 * (shard_files.num_samples + 1)),
     )
     for name, size_bytes in sizes:
         state = files.get(name.rpartition("/")[2])
@@ -337,12 +337,12 @@ def _states(folder: Path) -> States:
                     continue
                 states[entry.name] = state.st_size, state.st_mtime_ns
     except OSError:
-        pass  # each file is then looked up separately, which reports the problem
+        pass  # look up each file separately, which reports the problem
     return states
 
 
 _INDEX_ENDING = ".index.arrow"
-RowFilter = tuple[str, Collection[str]]  # a string column of the index, and its values in the rows to read
+RowFilter = tuple[str, Collection[str]]  # (string column of the index, values of this column in the rows to read)
 
 
 @dataclass(frozen=True)
@@ -355,14 +355,14 @@ class SalvagedSample:
 
 
 def readable_rows(variant_dir: Path, commit: Commit, *, rows: RowFilter | None = None) -> Iterator[SalvagedSample]:
-    """Yield the intact samples of a shard in order, one in memory at a time.
+    """Yield the intact samples of a shard in order. Only one sample is in memory at a time.
 
-    If the committed index is available, a sample is intact if the CRC-32 of each of its members matches. Without the
-    index, samples are yielded only if the tar has the committed SHA-256. Damage, missing files and read errors reduce
-    the number of samples; they do not raise an exception.
+    If the index is intact, a sample is yielded if the CRC-32 of each of its members matches the index. If the index is
+    lost, samples are yielded only if the tar has the committed SHA-256. Damage, missing files and read errors reduce
+    the number of samples, but raise no exception.
 
     Args:
-        rows: Rows to read; all rows if the index is lost.
+        rows: Selection of rows, which is ignored if the index is lost; None for all rows.
     """
     if commit.files is None:
         return
@@ -379,7 +379,7 @@ def readable_rows(variant_dir: Path, commit: Commit, *, rows: RowFilter | None =
 
 
 def uncommitted_tars(variant_dir: Path, commits: Iterable[Commit]) -> list[Path]:
-    """List the tars of a variant, sorted, that have an index next to them but do not belong to a commit.
+    """Return the sorted tars of a variant that have an index, but do not belong to a commit.
 
     Such tars belong to earlier or lost commits. `prep gc` removes them.
     """
@@ -393,18 +393,18 @@ def uncommitted_tars(variant_dir: Path, commits: Iterable[Commit]) -> list[Path]
     return sorted(uncommitted)
 
 
-def index_of(tar: Path) -> Path:
-    """Return the path of the index next to a tar."""
+def index_path(tar: Path) -> Path:
+    """Return the path of the Arrow index of a tar."""
     return tar.with_suffix(_INDEX_ENDING)
 
 
 def uncommitted_samples(tar: Path, *, rows: RowFilter) -> Iterator[SalvagedSample]:
-    """Yield the samples of a tar from `uncommitted_tars` whose members match the CRC-32 in the tar's index.
+    """Yield the samples of a tar from `uncommitted_tars` whose members match the CRC-32 in the index of the tar.
 
-    No checksum covers the index, so this proves only that `members` are unchanged, not the key.
+    The index itself has no checksum, so this proves only that the members are intact, but not the key.
     """
     with suppress(DamagedIndex, OSError):
-        yield from _read_indexed_samples(tar, table=open_index(index_of(tar)), rows=rows)
+        yield from _read_indexed_samples(tar, table=open_index(index_path(tar)), rows=rows)
 
 
 def _has_sha256(path: Path, *, sha256: str) -> bool:
@@ -415,7 +415,7 @@ def _has_sha256(path: Path, *, sha256: str) -> bool:
 
 
 def _read_indexed_samples(tar: Path, *, table: pa.Table, rows: RowFilter | None) -> Iterator[SalvagedSample]:
-    """Yield the samples of an index whose members have the recorded CRC-32."""
+    """Yield the samples in an index whose members have the CRC-32 in the index."""
     if rows is not None:
         column, values = rows
         table = table.filter(pc.is_in(table[column], value_set=pa.array(sorted(values), pa.string())))
@@ -443,7 +443,7 @@ def _read_indexed_samples(tar: Path, *, table: pa.Table, rows: RowFilter | None)
 
 
 def _read_all_samples(path: Path) -> Iterator[SalvagedSample]:
-    """Yield the samples of an intact tar whose index is lost."""
+    """Yield all samples of an intact tar, without an index."""
     try:
         with tarfile.open(path, "r:") as tar:
             for key, group in groupby(tar, key=lambda info: info.name.partition(".")[0]):

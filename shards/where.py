@@ -1,12 +1,13 @@
-"""`--where`: an SQL expression that selects chunks and captions by their fields; the expression language.
+"""The expression language of `--where`, which selects chunks and captions by their fields.
 
-An expression is a pure function of the fields of one row. It consists of comparisons, `and`, `or`, `not`, `in`,
-`between`, `is null`, `like`, arithmetic, `case`, and the functions in `FUNCTIONS`. DuckDB parses it. Any other node in
-the parse tree is an error, because the text may come from someone else's settings file or checkpoint.
+An expression is an SQL expression whose value depends only on the fields of one row. It consists of comparisons, `and`,
+`or`, `not`, `in`, `between`, `is null`, `like`, arithmetic, `case`, and the functions in `FUNCTIONS`. DuckDB parses it.
+Any other node in the parse tree is an error, because the expression may come from another person's settings file or
+checkpoint.
 
 An unknown (null) condition does not hold, and neither does its negation. A comparison with a literal uses the precision
-of the column: `motion <= 0.2` is true for a stored float32 of 0.2. Arithmetic uses float64; the result of a division by
-zero is unknown. Unlike standard SQL, the language does not convert numbers, strings and conditions into each other.
+of the column: `motion <= 0.2` is true for a stored float32 of 0.2. Arithmetic uses float64, and the result of a
+division by zero is unknown. Unlike standard SQL, the language does not convert between numbers, strings and conditions.
 """
 
 import difflib
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 MAX_CHARS = 10_000
 MAX_DEPTH = 50
-EXAMPLE = "conditions look like: motion > 0.2 and cuts = 0 and not duplicate and source in ('human', 'narrator')"
+EXAMPLE = "write a condition such as: motion > 0.2 and cuts = 0 and not duplicate and source in ('human', 'narrator')"
 FUNCTIONS = (
     *("abs", "ceil", "floor", "round", "least", "greatest"),
     *("lower", "upper", "length", "contains", "starts_with", "ends_with", "regexp_matches", "concat", "md5"),
@@ -53,21 +54,21 @@ _KINDS: dict[str, Kind] = {"VARCHAR": "text", "BOOLEAN": "condition", '"NULL"': 
 _TYPES: dict[Kind, str] = {"number": "double", "text": "varchar", "condition": "boolean"}
 
 _PREFIX, _SUFFIX = "select (\n", "\n)"  # on separate lines, so that a comment in the expression does not hide them
-_SHOWN_CHARS = 200
+_MAX_SHOWN_CHARS = 200
 _MAX_DIGITS = 38  # precision of DuckDB's decimals
-_WITH_EXPONENT = re.compile(r"[0-9._]+[eE][+-]?[0-9]{1,2}")  # literals that DuckDB reads as float64
-_Node = dict[str, Any]  # node of DuckDB's parse tree, as `json_serialize_sql` returns it
+_WITH_EXPONENT = re.compile(r"[0-9._]+[eE][+-]?[0-9]{1,2}")  # literal that DuckDB would read as float64
+_Node = dict[str, Any]  # node of a parse tree from DuckDB's `json_serialize_sql`
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A part of an expression.
+    """A condition in an expression.
 
     Attributes:
         text: Canonical form, which parses to the same condition.
         sql: SQL expression to evaluate.
-        names: Fields that the condition uses.
-        labels: Labels that the condition uses, with the kind of values that each label is compared with.
+        names: Names of the fields that the condition uses.
+        labels: Name of each label that the condition uses, and kind of the values with which it is compared.
     """
 
     text: str
@@ -77,17 +78,17 @@ class Condition:
 
 
 def connect() -> "duckdb.DuckDBPyConnection":
-    """Return a connection to an empty in-memory database, with a separate namespace for registered tables.
+    """Return a connection to an empty in-memory database, with its own namespace for registered tables.
 
-    It has no access to files, the network, extensions or Python variables.
+    The database has no access to files, the network, extensions or Python variables.
     """
     return _database(os.getpid()).cursor()
 
 
 @cache
 def _database(process: int) -> "duckdb.DuckDBPyConnection":
-    """Open the database of a process. Opening takes 10 ms, and forked processes must not share its locks."""
-    import duckdb  # 65 MB of memory, loaded only if something is selected
+    """Open the database of a process once, because opening takes 10 ms. Forked processes must not share its locks."""
+    import duckdb  # takes 65 MB of memory, so it is loaded only if needed
 
     return duckdb.connect(
         config={
@@ -106,12 +107,18 @@ def _database(process: int) -> "duckdb.DuckDBPyConnection":
 
 def expression_error(text: str, problem: str, *, hint: str | None = None) -> UserError:
     """Return the error for an expression that cannot be parsed or evaluated."""
-    excerpt = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]} ..."
+    excerpt = text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]} ..."
     return UserError(f"{_FLAG} '{excerpt}': {problem.partition(chr(10))[0]}", hint=hint or EXAMPLE, flags=(_FLAG,))
 
 
 class _Parser:
-    """Parser for one expression, which checks the nodes of its parse tree."""
+    """Parser for an expression, which checks the nodes of the parse tree.
+
+    Args:
+        fields: Name of each field, and kind of its values.
+        labels: Names of labels in the expression.
+        known_labels: Function that returns the labels of the data folder for messages, separated by commas.
+    """
 
     def __init__(
         self,
@@ -124,11 +131,16 @@ class _Parser:
     ) -> None:
         self._database, self._text, self._fields = database, text, fields
         self._labels, self._known_labels = frozenset(labels), known_labels
-        self._plain: _Node = {}
+        self._statement_tree: _Node = {}  # parse tree of a statement that selects a single expression
         self._parse("0")
         self._typeof, self._cast = self._parse("typeof(0)"), self._parse("cast(0 as double)")
 
     def conditions(self) -> list[Condition]:
+        """Return the conditions that the expression joins with `and`.
+
+        Raises:
+            UserError: The expression is invalid.
+        """
         root = self._parse(self._text)
         for node in _nodes(root):
             self._check(node)
@@ -148,7 +160,7 @@ class _Parser:
         return conditions
 
     def _parse(self, expression: str) -> _Node:
-        """Return the parse tree of an expression."""
+        """Return the root node of an expression."""
         import duckdb
 
         try:
@@ -163,39 +175,39 @@ class _Parser:
                 self._fail("the expression is nested too deeply", hint=f"nest at most {MAX_DEPTH} levels")
             self._fail(tree["error_message"], int(tree["position"]) if "position" in tree else None)
         root: _Node = tree["statements"][0]["node"].get("select_list", [{}])[0]
-        self._plain = self._plain or tree
+        self._statement_tree = self._statement_tree or tree
         if self._select(root) != tree:
-            self._fail("this is not a single expression; clauses such as order by are not allowed")
+            self._fail("it is not a single expression; clauses such as order by are not allowed")
         return root
 
     def _check(self, node: _Node) -> None:
-        """Reject a node that is not known to be a pure function of the fields of a row."""
+        """Reject a node unless its value depends only on the fields of a row."""
         location = node["query_location"]
         if node["class"] not in _CLASSES or (node["class"] == "OPERATOR" and node["type"] not in _OPERATORS):
             self._fail(f"{node['type'].lower().replace('_', ' ')} is not part of the language", location)
         if node["class"] == "FUNCTION" and node["function_name"] == "row":  # (a, b), or ()
             if not node["arguments"]:
                 self._fail("a value or a condition is missing", location)
-            hint = "write decimals with a point, such as 0.02; join conditions with and, or"
-            self._fail("commas are allowed only between the arguments of a function and in in (...)", hint=hint)
+            hint = "write decimals with a point, such as 0.02, and join conditions with `and` or `or`"
+            self._fail("commas are allowed only in the arguments of a function and in `in (...)`", hint=hint)
         if node["class"] == "FUNCTION" and node["function_name"] not in (*_ARITHMETIC, *_LIKE, *FUNCTIONS):
-            hint = f"functions: {', '.join(FUNCTIONS)}"
+            hint = f"use one of the functions {', '.join(FUNCTIONS)}"
             self._fail(f"there is no function {node['function_name']}", location, hint=hint)
         if node["class"] == "COLUMN_REF" and (name := ".".join(node["column_names"])).lower() not in self._fields:
             labels = self._known_labels()
-            known = {label.removeprefix(LABEL_PREFIX): label for label in labels.split(", ")}
-            known |= {label: label for label in (*known.values(), *self._fields)}
-            nearest = difflib.get_close_matches(name.lower(), known, n=1)
-            hint = f"did you mean {known[nearest[0]]}? " if nearest else "write strings in 'single quotes'; "
+            suggestions = {label.removeprefix(LABEL_PREFIX): label for label in labels.split(", ")}
+            suggestions |= {label: label for label in (*suggestions.values(), *self._fields)}
+            nearest = difflib.get_close_matches(name.lower(), suggestions, n=1)
+            hint = f"did you mean {suggestions[nearest[0]]}? " if nearest else "write strings in 'single quotes'; "
             hint = "select unknown values with `NAME is null`; " if name == "None" else hint
-            if "_" in name and not nearest:  # the name of a plug-in column's field begins with the name of the column
+            if "_" in name and not nearest:  # the name of a plug-in's field begins with the name of its column
                 hint += f"if {name.partition('_')[0]} is a column of a plug-in, its package is not installed here; "
             self._fail(
                 f"there is no name {name}", location, hint=f"{hint}names: {', '.join(self._fields)}; labels: {labels}"
             )
 
     def _check_kinds(self, root: _Node) -> None:
-        """Reject SQL's implicit conversions: from a number to a condition, and from a string to a number."""
+        """Reject SQL's implicit conversions between numbers, strings and conditions."""
         conditions, comparisons = _conditions_and_comparisons(root)
         kinds = self._kinds([*conditions, *(operand for operands in comparisons for operand in operands)])
         for node in conditions:
@@ -211,11 +223,12 @@ class _Parser:
                     self._fail(
                         f"{first_text}, but {self._sql(other)} is {_KIND_NAMES[kind]}, so they cannot be compared",
                         other["query_location"],
-                        hint="compare numbers with numbers, and strings with 'strings'; unknown values: NAME is null",
+                        hint="compare numbers with numbers, and strings with 'strings'; select unknown values with "
+                        "`NAME is null`",
                     )
 
     def _label_kinds(self, root: _Node) -> dict[str, Kind]:
-        """Return the kind of each label that is compared with values of a single kind, or is itself a condition."""
+        """Return the kind of each label that is used as a condition, or compared with values of a single kind."""
         conditions, comparisons = _conditions_and_comparisons(root)
         kinds: dict[str, Kind] = dict.fromkeys(filter(None, map(self._label, conditions)), "condition")
         for operands in comparisons:
@@ -228,12 +241,12 @@ class _Parser:
         return kinds
 
     def _label(self, node: _Node) -> str:
-        """Return the name of the label that a node refers to; empty for other nodes."""
+        """Return the name of the label to which a node refers; empty for other nodes."""
         name = node["column_names"][0].lower() if node["class"] == "COLUMN_REF" else ""
         return name if name in self._labels else ""
 
     def _kinds(self, nodes: list[_Node]) -> dict[int, Kind]:
-        """Return the kind of each node by `id`. DuckDB determines it by binding functions to their arguments."""
+        """Return the kind of each node's value by `id(node)`, which DuckDB derives from the types of the fields."""
         import duckdb
 
         if not nodes:
@@ -248,7 +261,7 @@ class _Parser:
         return {id(node): _KINDS.get(name, "number") for node, name in zip(nodes, types, strict=True)}
 
     def _set_precision(self, node: _Node) -> None:
-        """Make arithmetic use float64, and make comparisons with literals use the precision of the column."""
+        """Change a node so that arithmetic uses float64, and comparisons with literals the precision of the column."""
         if node["class"] == "CONSTANT" and node["literal"]["kind"] == "NUMERIC":
             text = node["literal"]["text"]
             if _WITH_EXPONENT.fullmatch(text) and len(digits := f"{Decimal(text):f}") <= _MAX_DIGITS:
@@ -259,12 +272,13 @@ class _Parser:
                     argument["expression"] = {**self._cast, "child": argument["expression"]}
 
     def _select(self, *nodes: _Node) -> _Node:
-        """Return the parse tree of a statement that selects `nodes` and does nothing else."""
-        (statement,) = self._plain["statements"]
-        return {**self._plain, "statements": [{**statement, "node": {**statement["node"], "select_list": [*nodes]}}]}
+        """Return the parse tree of a statement that only selects `nodes`."""
+        tree = self._statement_tree
+        (statement,) = tree["statements"]
+        return {**tree, "statements": [{**statement, "node": {**statement["node"], "select_list": [*nodes]}}]}
 
     def _sql(self, *nodes: _Node) -> str:
-        """Return the nodes as SQL in canonical form, with parentheses where they are needed."""
+        """Return nodes as SQL in canonical form, with parentheses where necessary."""
         (sql,) = self._row("select json_deserialize_sql(?)", json.dumps(self._select(*nodes)))
         return str(sql).removeprefix("SELECT ")
 
@@ -272,7 +286,7 @@ class _Parser:
         return self._database.execute(query, values).fetchone() or ()
 
     def _fail(self, problem: str, location: int | None = None, *, hint: str | None = None) -> NoReturn:
-        # DuckDB counts bytes. The nodes that it adds have no location.
+        # DuckDB's locations are in bytes. Nodes that DuckDB adds have no location.
         if location is not None and len(_PREFIX) <= location < 1 << 63:
             valid_text = f"{_PREFIX}{self._text}".encode()[:location].decode(errors="ignore")
             number = len(valid_text) - len(_PREFIX)
@@ -283,7 +297,7 @@ class _Parser:
 
 
 def _conditions_and_comparisons(root: _Node) -> tuple[list[_Node], list[list[_Node]]]:
-    """Return the nodes that must be conditions, and the groups of nodes that are compared with each other."""
+    """Return the nodes that must be conditions, and lists of nodes that are compared with each other."""
     conditions, comparisons = [root], []
     for node in _nodes(root):
         if node["class"] == "CONJUNCTION" or node["type"] == "OPERATOR_NOT":
@@ -297,7 +311,7 @@ def _conditions_and_comparisons(root: _Node) -> tuple[list[_Node], list[list[_No
 
 
 def _nodes(tree: object) -> Iterator[_Node]:
-    """Yield all expressions in a part of a parse tree, each before the expressions that it contains."""
+    """Yield all expressions in a part of a parse tree. Each expression comes before its subexpressions."""
     if isinstance(tree, dict):
         if "class" in tree:
             yield tree
@@ -318,10 +332,10 @@ class Field:
     """A name in the expression language.
 
     Attributes:
-        kind: Kind of its values.
-        level: Kind of object that a value describes.
-        column: Table column that the values come from.
-        sql: Expression that computes the values; empty if they are stored in the table column.
+        kind: Kind of the values.
+        level: Kind of object that the values describe.
+        column: Table column from which the values are read.
+        sql: Expression that computes the values from the table column; empty if they are its values.
         stored_in: Column of the data folder that stores the values; empty for values from the manifest or `video`.
     """
 
@@ -352,7 +366,7 @@ FIELDS: dict[str, Field] = {
 
 @cache
 def known_fields() -> dict[str, Field]:
-    """Return all names of the language: `FIELDS`, and the fields of the columns of installed plug-ins."""
+    """Return all fields by name: `FIELDS`, and the fields of plug-in columns."""
     fields = dict(FIELDS)
     for column in COLUMN_FIELDS.list_usable():
         for name, arrow_type in column.fields.items():
@@ -363,9 +377,9 @@ def known_fields() -> dict[str, Field]:
 
 
 def _fields_of(names: Iterable[str]) -> dict[str, Field]:
-    """Return the fields with these names. Fields of labels depend on the data folder (clipmill.shards.selection)."""
-    known = known_fields()
-    return {name: known[name] if name in known else Field("text", "label", name) for name in names}
+    """Return the fields with these names. Unknown names are labels, which depend on the data folder."""
+    fields = known_fields()
+    return {name: fields[name] if name in fields else Field("text", "label", name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -373,8 +387,8 @@ class Where:
     """A parsed expression: conditions that must all hold.
 
     Attributes:
-        text: Expression as the user wrote it; a part of an expression is in canonical form.
-        conditions: Conditions of the expression.
+        text: Expression as the user wrote it; the canonical form for a part of an expression.
+        conditions: Conditions that the expression joins with `and`.
     """
 
     text: str
@@ -382,7 +396,7 @@ class Where:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names in the expression."""
+        """Names that the expression uses."""
         return frozenset[str]().union(*(condition.names for condition in self.conditions))
 
     @property
@@ -392,12 +406,12 @@ class Where:
 
     @property
     def labels(self) -> dict[str, Kind]:
-        """Labels among the names, with the kinds of their values."""
+        """Labels that the expression uses, with the kinds of their values."""
         return {name: kind for condition in self.conditions for name, kind in condition.labels.items()}
 
     @property
     def stored_in(self) -> dict[str, set[str]]:
-        """Required columns of the data folder besides `video`, such as `scores`, with the required fields of each."""
+        """Columns of the data folder besides `video` that the expression needs, with the fields of each."""
         fields: dict[str, set[str]] = {}
         for field in _fields_of(sorted(self.names)).values():
             if field.stored_in:
@@ -405,10 +419,10 @@ class Where:
         return fields
 
     def mask(self, table: pa.Table) -> NDArray[np.bool_]:
-        """Return bool [rows], True where all conditions are true; an unknown condition counts as false.
+        """Return True for each row for which all conditions are true, bool [rows]. An unknown condition is not true.
 
         Args:
-            table: Table with at least `columns`.
+            table: Rows, with at least the columns `columns`.
 
         Raises:
             UserError: A condition cannot be evaluated, for example because a number exceeds the range of its type.
@@ -427,11 +441,14 @@ class Where:
                 raise expression_error(self.text, str(error)) from error
         return np.asarray(selected, bool)
 
-    def by_level(self, *, labels_of: Level = "caption") -> "tuple[Where | None, Where | None]":
-        """Split into conditions on chunks and videos, and conditions on captions; None for an empty part.
+    def split_by_level(self, *, label_level: Level = "caption") -> "tuple[Where | None, Where | None]":
+        """Split the expression into conditions on chunks and videos, and conditions on captions.
 
         Args:
-            labels_of: Kind of object that conditions on labels apply to: captions or chunks.
+            label_level: Kind of object to which conditions on labels apply: caption or chunk.
+
+        Returns:
+            The two parts; None for a part without conditions.
 
         Raises:
             UserError: A condition uses fields of both chunks and captions.
@@ -441,11 +458,11 @@ class Where:
         for condition in self.conditions:
             names: dict[Level, list[str]] = {}
             for name, field in _fields_of(sorted(condition.names)).items():
-                names.setdefault(labels_of if field.level == "label" else field.level, []).append(name)
+                names.setdefault(label_level if field.level == "label" else field.level, []).append(name)
             if "chunk" in names and "caption" in names:
                 raise UserError(
-                    f"{_FLAG}: {condition.text} mixes fields of chunks ({', '.join(names['chunk'])}) "
-                    f"and of captions ({', '.join(names['caption'])}) in one condition",
+                    f"{_FLAG}: the condition {condition.text} mixes fields of chunks ({', '.join(names['chunk'])}) "
+                    f"and fields of captions ({', '.join(names['caption'])})",
                     hint="write separate conditions on chunks and on captions, and join them with `and`",
                     flags=(_FLAG,),
                 )
@@ -453,12 +470,16 @@ class Where:
         return self._part(on_chunks), self._part(on_captions)
 
     def require(self, levels: Collection[Level], *, because: str) -> None:
-        """Raise a UserError if the expression uses names whose level is not in `levels`."""
+        """Raise a UserError if the expression uses names whose level is not in `levels`.
+
+        Args:
+            because: Reason why only these levels are supported.
+        """
         fields = _fields_of(self.names)
         if unsupported := sorted(name for name in self.names if fields[name].level not in levels):
-            known = ", ".join(name for name, field in known_fields().items() if field.level in levels)
+            supported = ", ".join(name for name, field in known_fields().items() if field.level in levels)
             raise UserError(
-                f"{_FLAG} uses {', '.join(unsupported)}, but {because}", hint=f"use one of {known}", flags=(_FLAG,)
+                f"{_FLAG} uses {', '.join(unsupported)}, but {because}", hint=f"use one of {supported}", flags=(_FLAG,)
             )
 
     def _part(self, conditions: list[Condition]) -> "Where | None":
@@ -472,10 +493,10 @@ def parse_where(text: str, *, data_dir: Path | None = None) -> Where:
     """Parse an expression.
 
     Args:
-        data_dir: Data folder whose labels are listed in messages.
+        data_dir: Data folder whose labels are listed in messages; None if it is unknown.
 
     Raises:
-        UserError: The text is not an expression; the message has the position, and suggests a name for an unknown name.
+        UserError: The expression is invalid. The message has the position of the error.
     """
     if not isinstance(text, str):
         raise UserError(
@@ -495,7 +516,9 @@ def parse_where(text: str, *, data_dir: Path | None = None) -> Where:
 
     if len(text) > MAX_CHARS:
         raise UserError(
-            f"{_FLAG} is too long, with {len(text):,} characters", hint=f"use at most {MAX_CHARS:,}", flags=(_FLAG,)
+            f"{_FLAG} has {len(text):,} characters, more than the {MAX_CHARS:,} that are allowed",
+            hint="use a shorter expression",
+            flags=(_FLAG,),
         )
     if not text:
         raise UserError(f"{_FLAG} is empty", hint=EXAMPLE, flags=(_FLAG,))
@@ -505,7 +528,7 @@ def parse_where(text: str, *, data_dir: Path | None = None) -> Where:
 
 
 def label_names(schema: pa.Schema) -> list[str]:
-    """Return the labels that an expression can use: columns of captions that are not lists."""
+    """Return the names of the labels that an expression can use: the label columns of captions that are not lists."""
     return [
         field.name for field in schema if field.name.startswith(LABEL_PREFIX) and not pa.types.is_nested(field.type)
     ]

@@ -321,16 +321,16 @@ def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, 
     ]
     if not others and not stray:
         return 0
-    from clipmill.shards.marks import read_readers
+    from clipmill.shards.marks import list_readers
 
     try:
-        readers = read_readers(data)
+        readers = list_readers(data)
     except (OSError, UserError):  # `prep gc` reports the cause
         return 0
-    unused_bytes = sum(folder_bytes(directory.parent / name) for name in others if not readers.of_variant(column, name))
+    unused_bytes = sum(folder_bytes(directory.parent / name) for name in others if not readers.find(column, name))
     # A training run that resumes reads only committed shards, but a running process may still read shards that it has
     # opened.
-    if all(reader.is_run for reader in readers.of_variant(column, directory.name)):
+    if all(reader.is_run for reader in readers.find(column, directory.name)):
         for path in stray:
             with suppress(OSError):  # the file was removed after the folder was listed
                 unused_bytes += path.stat().st_size

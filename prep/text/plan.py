@@ -101,7 +101,7 @@ def make_text_plan(
         where = parse_where(recipe.settings.where)
         because = "prep text encodes captions, which belong to videos and not to chunks"
         where.require(("video", "caption", "label"), because=because)
-        video_conditions, caption_conditions = where.by_level()
+        video_conditions, caption_conditions = where.split_by_level()
     folder = variant_dir(data_dir, TEXT, recipe.variant)
     stored = stored_shards(folder)
     num_captions = np.asarray(videos["num_captions"])

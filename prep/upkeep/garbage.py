@@ -113,7 +113,7 @@ class Needed:
         Args:
             changed_s: Time of the last change to its files, in seconds since the epoch.
         """
-        if readers := self.readers.of_variant(column, variant):
+        if readers := self.readers.find(column, variant):
             return _read_by(readers)
         if variant in self.names:
             return "named by --keep"
@@ -196,7 +196,7 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage, *, nee
             garbage.current.append(f"{column.name}/{name}")
             # A process reads the shards that were committed when it started; an unfinished run will read the new shards
             # when it continues.
-            readers = [reader for reader in needed.readers.of_variant(column.name, name) if not reader.is_run]
+            readers = [reader for reader in needed.readers.find(column.name, name) if not reader.is_run]
             if stray and readers:
                 count = count_noun(len(stray), "file")
                 garbage.kept_because[f"{column.name}/{name}"] = f"{count} without a commit, {_read_by(readers)}"

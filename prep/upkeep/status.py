@@ -48,7 +48,7 @@ from clipmill.prep.upkeep.garbage import late_files
 from clipmill.shards.columns import VIDEO, command_for, is_indexed
 from clipmill.shards.commits import Failure
 from clipmill.shards.dataset import current_variant, unfinished_variant, variant_dir
-from clipmill.shards.marks import Readers, read_readers
+from clipmill.shards.marks import Readers, list_readers
 from clipmill.shards.reader import Variant
 from clipmill.shards.scores import Leakage, find_leakage
 
@@ -241,7 +241,7 @@ def read_status(data_dir: Path) -> Status:
     damaged: list[UserError] = []
     videos = _videos_status(data_dir, damaged) if has_videos else None
     unusable = [] if videos is None else videos.first_unusable
-    readers = read_readers(data_dir)
+    readers = list_readers(data_dir)
     return Status(
         data_dir,
         videos=videos,
@@ -293,7 +293,7 @@ def _column_status(
             replace(
                 _variant_status(variant, pending, is_current=name == current, running=running),
                 lost=dict(Counter(failure.code for failure in lost).most_common()),
-                readers=tuple(reader.text for reader in readers.of_variant(column.name, name)),
+                readers=tuple(reader.text for reader in readers.find(column.name, name)),
             )
         )
     variants.sort(key=lambda entry: not entry.is_current)

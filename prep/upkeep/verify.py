@@ -53,7 +53,7 @@ from clipmill.shards.index import extensions_of, open_index
 from clipmill.shards.lists import damaged_lists
 from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant
-from clipmill.shards.verify import Code, Problem, check_record, damaged_commit, quick_check, verify_shard
+from clipmill.shards.verify import Code, Problem, check_record, commit_problem, quick_check, verify_shard
 
 _INDEX_CODES = frozenset({Code.INDEX_CHECKSUM, Code.INDEX_FORMAT, Code.ENERGON_INDEX})
 _WORKER_LOST, _INACCESSIBLE = "worker_lost", "inaccessible"
@@ -135,7 +135,7 @@ def verify_variant(
         on_deep_shard: Function that is called with (number of shards checked, total number of shards) during the deep
             check.
     """
-    problems = {damaged.shard_id: [damaged] for damaged in map(damaged_commit, variant.damaged)}
+    problems = {damaged.shard_id: [damaged] for damaged in map(commit_problem, variant.damaged)}
     inaccessible: dict[int, Finding] = {}
     with ThreadPoolExecutor(num_workers) as pool:
         running = {

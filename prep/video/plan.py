@@ -57,7 +57,7 @@ from clipmill.shards.columns import is_indexed
 from clipmill.shards.commits import Commit, Failure
 from clipmill.shards.index import extensions_of, open_index
 from clipmill.shards.opening import Damaged
-from clipmill.shards.verify import index_of, uncommitted_tars
+from clipmill.shards.verify import index_path, uncommitted_tars
 
 if TYPE_CHECKING:
     from clipmill.prep.sources.shot_table import ShotTask
@@ -579,11 +579,11 @@ def _spans_in(variant_dir: Path, stored: StoredTar) -> StoredSpans | None:
     """Return the spans in a tar; None if its index cannot be read."""
     tar = variant_dir / stored.tar
     try:
-        index = open_index(index_of(tar), columns=_COLUMNS)
+        index = open_index(index_path(tar), columns=_COLUMNS)
         if stored.commit is not None and stored.commit.files is not None:
             size_bytes = stored.commit.files.size_bytes
         else:
-            size_bytes = tar.stat().st_size + index_of(tar).stat().st_size
+            size_bytes = tar.stat().st_size + index_path(tar).stat().st_size
     except (Damaged, OSError):
         return None
     spans = frozenset(zip(*(index[name].to_pylist() for name in _COLUMNS), strict=True))

@@ -1,6 +1,6 @@
 """Case of tests.cluster.elastic in which `prep gc` keeps what the nodes read: a variant that is no longer current."""
 
-from clipmill.shards.marks import READERS_FOLDER, read_readers
+from clipmill.shards.marks import READERS_FOLDER, list_readers
 from tests.cluster.elastic_nodes import Launch, kill_node, launch, wait_until
 from tests.cluster.elastic_runs import Case, end_well
 from tests.prep.running import prep_here
@@ -22,7 +22,7 @@ def marks_of_nodes(case: Case) -> str:
         return launch(node, words, log=case.folder / f"node{node}.log")
 
     def readers() -> list[str]:
-        return sorted(reader.text.split()[0] for reader in read_readers(data).of_variant("video", first))
+        return sorted(reader.text.split()[0] for reader in list_readers(data).find("video", first))
 
     launches = [begin(0), begin(1)]
     case.wait_for_steps(_AT_STEP)

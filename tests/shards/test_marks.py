@@ -21,12 +21,12 @@ from clipmill.shards.marks import (
     READERS_FOLDER,
     RUN_EXPIRY_S,
     Readers,
+    enable_marks,
     exclude_new_readers,
     keep_marks,
     leave_mark,
+    list_readers,
     mark_run,
-    read_from,
-    read_readers,
     remove_unused_marks,
 )
 from tests.forked import run_forked
@@ -46,7 +46,7 @@ class Folder:
         return self.path / "video" / name
 
     def readers(self) -> Readers:
-        return read_readers(self.of_prep())
+        return list_readers(self.of_prep())
 
     def of_prep(self) -> Path:
         return self.path if self.objects is None else open_data(self.objects.address)
@@ -88,16 +88,16 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
 
 
 def text_of(readers: Readers) -> list[str]:
-    return [reader.text.partition(" since")[0] for reader in readers.alive]
+    return [reader.text.partition(" since")[0] for reader in readers.active]
 
 
 def test_a_variant_has_a_mark_as_long_as_it_is_in_use(folder: Folder) -> None:
     assert leave_mark(folder.variant()) is None, "prep reads without marks"
-    read_from(folder.path, folder.objects)
+    enable_marks(folder.path, folder.objects)
     first, second = leave_mark(folder.variant()), leave_mark(folder.variant())
     assert first is not second and len(folder.marks()) == 1
     assert text_of(folder.readers()) == [f"process {os.getpid()} on {os.uname().nodename}"]
-    assert folder.readers().of_variant("video", folder.variant().name) and not folder.readers().of_variant("video", NEW)
+    assert folder.readers().find("video", folder.variant().name) and not folder.readers().find("video", NEW)
     del first
     remove_unused_marks()
     assert len(folder.marks()) == 1
@@ -105,7 +105,7 @@ def test_a_variant_has_a_mark_as_long_as_it_is_in_use(folder: Folder) -> None:
         del second
         leave_mark(folder.variant(NEW))
         remove_unused_marks()
-        assert [reader.variants for reader in folder.readers().alive] == [{"video": NEW}]
+        assert [reader.variants for reader in folder.readers().active] == [{"video": NEW}]
     assert folder.marks() == []
 
 
@@ -116,23 +116,23 @@ def test_a_reader_on_another_machine_counts_until_its_mark_expires_whatever_its_
     now_s = time.time
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: now_s() + clock_s)
-        read_from(folder.path, folder.objects)
+        enable_marks(folder.path, folder.objects)
         user = leave_mark(folder.variant())
     folder.change(machine="other", holder="process 7 on node1")
     assert text_of(folder.readers()) == ["process 7 on node1"]
     with monkeypatch.context() as patch:
         folder.expire(patch, age_s=EXPIRY_S + 60)
         readers = folder.readers()
-        assert not readers.alive and [reader.name for reader in readers.ended] == folder.marks()
+        assert not readers.active and [reader.name for reader in readers.ended] == folder.marks()
     folder.change(machine="other")
     remove_unused_marks(renews=True)
     assert text_of(folder.readers()) == [f"process {os.getpid()} on {os.uname().nodename}"] or folder.objects is None
-    assert len(folder.readers().alive) == 1 and user is not None
+    assert len(folder.readers().active) == 1 and user is not None
 
 
 def test_a_removed_mark_returns_when_it_is_renewed(folder: Folder) -> None:
     """A machine that was suspended, for example: `prep gc` has taken its reader for dead."""
-    read_from(folder.path, folder.objects)
+    enable_marks(folder.path, folder.objects)
     user = leave_mark(folder.variant())
     (name,) = folder.marks()
     if folder.objects is None:
@@ -145,7 +145,7 @@ def test_a_removed_mark_returns_when_it_is_renewed(folder: Folder) -> None:
 
 def test_a_reader_that_is_killed_counts_no_more_and_its_end_removes_no_mark_of_another(tmp_path: Path) -> None:
     folder = Folder(tmp_path, None)
-    read_from(tmp_path)
+    enable_marks(tmp_path)
     user = leave_mark(folder.variant())
 
     def read_and_die() -> None:
@@ -159,7 +159,7 @@ def test_a_reader_that_is_killed_counts_no_more_and_its_end_removes_no_mark_of_a
     assert run_forked(read_and_die)[0] == -signal.SIGKILL
     assert run_forked(read_and_end)[0] == 0
     readers = folder.readers()
-    assert [reader.variants for reader in readers.alive] == [{"video": folder.variant().name}] and user is not None
+    assert [reader.variants for reader in readers.active] == [{"video": folder.variant().name}] and user is not None
     assert [reader.variants for reader in readers.ended] == [{"video": NEW}]
 
 
@@ -173,16 +173,16 @@ def test_a_mark_that_cannot_be_read_keeps_every_variant(tmp_path: Path, content:
         mark.write_bytes(content)
     (tmp_path / READERS_FOLDER / "notes.txt").write_bytes(b"mine")
     (tmp_path / READERS_FOLDER / ".lock").touch()
-    (reader,) = read_readers(tmp_path).of_variant("video", NEW)
+    (reader,) = list_readers(tmp_path).find("video", NEW)
     assert "unknown reader" in reader.text and f"{READERS_FOLDER}/{mark.name} cannot be read" in reader.text
     os.utime(mark, (0, time.time() - RUN_EXPIRY_S - 60))
-    assert not read_readers(tmp_path).alive and len(read_readers(tmp_path).ended) == 1
+    assert not list_readers(tmp_path).active and len(list_readers(tmp_path).ended) == 1
 
 
 def test_a_folder_that_takes_no_mark_is_read_with_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / READERS_FOLDER).write_bytes(b"")
     for _ in range(2):
-        read_from(tmp_path)
+        enable_marks(tmp_path)
         assert leave_mark(tmp_path / "video" / NEW) is None
     (line,) = capsys.readouterr().err.splitlines()
     assert f"note: reader marks cannot be written to {tmp_path} (" in line and "--keep" in line
@@ -193,7 +193,7 @@ def test_a_place_that_may_not_be_written_is_read_with_a_line(
     place: str, bucket: str, faults: Faults, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faults.set(Fault("error", method="PUT", status=403, code="AccessDenied"))
-    read_from(tmp_path, open_objects(f"{bucket}/data" if place == "bucket" else "https://127.0.0.1:1/data"))
+    enable_marks(tmp_path, open_objects(f"{bucket}/data" if place == "bucket" else "https://127.0.0.1:1/data"))
     assert leave_mark(tmp_path / "video" / NEW) is None
     (line,) = capsys.readouterr().err.splitlines()
     assert "note: reader marks cannot be written to " in line and "--keep" in line
@@ -203,7 +203,7 @@ def test_a_bucket_that_does_not_answer_holds_up_no_other_folder(bucket: str, fau
     remote, local = Folder(tmp_path / "remote", open_objects(f"{bucket}/data")), Folder(tmp_path / "local", None)
     local.path.mkdir()
     with keep_marks():
-        read_from(remote.path, remote.objects)
+        enable_marks(remote.path, remote.objects)
         user = leave_mark(remote.variant())
         faults.set(Fault("hang"))
         renewal = threading.Thread(target=remove_unused_marks, kwargs={"renews": True}, daemon=True)
@@ -211,7 +211,7 @@ def test_a_bucket_that_does_not_answer_holds_up_no_other_folder(bucket: str, fau
         deadline = time.monotonic() + 10
         while faults.seen().num_faults == 0 and time.monotonic() < deadline:
             time.sleep(0.01)
-        read_from(local.path)
+        enable_marks(local.path)
         assert leave_mark(local.variant()) is not None and len(local.marks()) == 1
         assert renewal.is_alive() and user is not None
         faults.set()
@@ -220,10 +220,11 @@ def test_a_bucket_that_does_not_answer_holds_up_no_other_folder(bucket: str, fau
 
 def test_a_mark_waits_until_variants_have_been_removed(tmp_path: Path) -> None:
     code = (
-        "from clipmill.shards.marks import *; read_from(Path(sys.argv[1])); leave_mark(Path(sys.argv[1]) / 'video/x')"
+        "from clipmill.shards.marks import *; folder = Path(sys.argv[1]); "
+        "enable_marks(folder); leave_mark(folder / 'video/x')"
     )
     with exclude_new_readers(tmp_path) as readers:
-        assert not readers.alive and readers.now_s == pytest.approx(time.time(), abs=60)
+        assert not readers.active and readers.now_s == pytest.approx(time.time(), abs=60)
         # A fork would hold the lock, too.
         reader = subprocess.Popen([sys.executable, "-c", code, tmp_path], stderr=subprocess.PIPE, text=True)
         assert reader.stderr is not None and "waiting for prep gc" in reader.stderr.readline()
@@ -235,7 +236,7 @@ def test_a_mark_waits_until_variants_have_been_removed(tmp_path: Path) -> None:
 @pytest.fixture
 def run(folder: Folder, tmp_path: Path) -> Callable[..., object]:
     """Function that marks the variant of a run."""
-    read_from(folder.path, folder.objects)
+    enable_marks(folder.path, folder.objects)
     facts = tmp_path / "run" / "run.json"
     facts.parent.mkdir()
     facts.write_text(json.dumps({marks.TOKEN_FACT: "1234"}))
@@ -250,7 +251,7 @@ def stop(run: Callable[..., object]) -> None:
 def test_a_run_has_a_mark_until_it_is_finished(folder: Folder, run: Callable[..., object], tmp_path: Path) -> None:
     for _ in range(2):
         stop(run)
-        (reader,) = folder.readers().of_variant("video", NEW)
+        (reader,) = folder.readers().find("video", NEW)
         assert reader.is_run and f"unfinished run {tmp_path / 'run'} (last start 20" in reader.text
     with run():  # type: ignore[attr-defined]
         assert len(folder.marks()) == 1
@@ -264,13 +265,13 @@ def test_a_run_that_was_removed_counts_no_more(
     facts = tmp_path / "run" / "run.json"
     for damaged in (b"{", b"[]"):
         facts.write_bytes(damaged)
-        assert folder.readers().alive, "a damaged run is a run"
+        assert folder.readers().active, "a damaged run is a run"
     facts.write_text(json.dumps({marks.TOKEN_FACT: "another run"}))
-    assert not folder.readers().alive and folder.readers().ended
+    assert not folder.readers().active and folder.readers().ended
     facts.unlink()
-    assert not folder.readers().alive
+    assert not folder.readers().active
     # A folder that this machine does not have may exist on the machine of the run.
     folder.change(holder="process 7 on node1")
-    assert folder.readers().alive
+    assert folder.readers().active
     folder.expire(monkeypatch, age_s=RUN_EXPIRY_S + 60)
-    assert not folder.readers().alive
+    assert not folder.readers().active

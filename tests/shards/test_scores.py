@@ -13,7 +13,7 @@ from clipmill.shards.scores import (
     CHUNKS_FILE,
     MAX_DISTANCE,
     first_look_alikes,
-    first_of_each_part,
+    first_look_alikes_by_part,
     is_comparable,
     open_scores,
     publish_score_table,
@@ -168,7 +168,7 @@ def test_look_alikes_are_those_that_comparing_all_pairs_finds() -> None:
     earlier_looks, has_other = first_look_alikes(phashes, video=video)
     assert earlier_looks.tolist() == first(alike & (video[:, None] > video))
     assert has_other.tolist() == (alike & (video[:, None] != video)).any(1).tolist()
-    of_part = first_of_each_part(phashes, part, num_parts=3)
+    of_part = first_look_alikes_by_part(phashes, part, num_parts=3)
     assert [of_part[:, number].tolist() for number in range(3)] == [
         first(alike & (part == part_number)) for part_number in range(3)
     ]

@@ -11,7 +11,7 @@ import pytest
 from clipmill.shards.commit_table import read_commits
 from clipmill.shards.commits import Commit, Failure, commit_path, write_commit
 from clipmill.shards.index import index_bytes, open_index
-from clipmill.shards.verify import Code, damaged_commit, quick_check, verify_shard
+from clipmill.shards.verify import Code, commit_problem, quick_check, verify_shard
 from clipmill.shards.writer import Sample
 
 MakeSamples = Callable[..., list[Sample]]
@@ -153,7 +153,7 @@ def test_files_of_another_shard_under_this_name_are_told(
 def test_a_damaged_commit_becomes_a_problem(tmp_path: Path, commit: Commit) -> None:
     commit_path(tmp_path, 0).write_text("{}")
     (error,) = read_commits(tmp_path).damaged
-    problem = damaged_commit(error)
+    problem = commit_problem(error)
     assert (problem.shard_id, problem.code) == (0, Code.COMMIT_DAMAGED)
 
 

@@ -248,21 +248,21 @@ def test_many_values_and_many_conditions_are_not_deep() -> None:
 
 def test_conditions_are_told_apart_by_what_they_are_about() -> None:
     where = parse_where("motion > 0.2 and (words > 2 or source == 'x') and split == 'val' and video != text")
-    of_chunks, of_captions = where.by_level()
+    of_chunks, of_captions = where.split_by_level()
     assert of_chunks is not None and of_captions is not None
     assert of_chunks.names == {"motion", "split"}
     assert of_captions.names == {"words", "source", "video", "text"}
     assert set(of_chunks.stored_in) == {"scores"} and not of_captions.stored_in
-    assert parse_where("cuts == 0").by_level()[1] is None
-    with pytest.raises(UserError, match=r"fields of chunks \(motion\) and of captions \(words\)"):
-        parse_where("motion > 0.2 or words > 2").by_level()
+    assert parse_where("cuts == 0").split_by_level()[1] is None
+    with pytest.raises(UserError, match=r"fields of chunks \(motion\) and fields of captions \(words\)"):
+        parse_where("motion > 0.2 or words > 2").split_by_level()
 
 
 def test_the_text_of_a_part_reads_back_as_the_same_conditions() -> None:
     whole = parse_where(
         "motion*2>.2   and (cuts==0 or duplicate) and text like 'a%' and(speech is null or motion=1e-3)"
     )
-    chunks, captions = whole.by_level()
+    chunks, captions = whole.split_by_level()
     assert chunks is not None and captions is not None
     assert captions.text == """("text" ~~ 'a%')"""
     for part in (chunks, captions):
@@ -274,7 +274,7 @@ def test_the_text_of_a_part_reads_back_as_the_same_conditions() -> None:
 def test_the_text_of_an_expression_is_as_it_was_written() -> None:
     text = "motion>.2   and(cuts==0 or  duplicate)"
     assert parse_where(f" {text} ").text == text
-    assert parse_where(text).by_level() == (parse_where(text), None)
+    assert parse_where(text).split_by_level() == (parse_where(text), None)
 
 
 def test_each_name_has_values() -> None:

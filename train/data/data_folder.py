@@ -21,7 +21,7 @@ from clipmill.manifests.store import open_captions
 from clipmill.shards.chunk_table import Moments, order_of, read_chunk_rows
 from clipmill.shards.columns import SOURCE_MEMBER, VIDEO
 from clipmill.shards.dataset import current_variant, data_folder_error, is_data_folder, variant_dir
-from clipmill.shards.marks import leave_mark, read_from
+from clipmill.shards.marks import enable_marks, leave_mark
 from clipmill.shards.merged_table import variant_state
 from clipmill.shards.reader import Variant
 from clipmill.train.data.frame_sampling import START_ROUNDING_US, US_PER_S, ChunkTimes
@@ -75,7 +75,7 @@ def open_data_folder(
     if not is_remote(address):
         if (path := Path(address)).exists() and not is_data_folder(path):
             raise data_folder_error(path)
-        read_from(path)
+        enable_marks(path)
         return DataFolder(path)
     from clipmill.train.data.remote import open_remote_folder
 
@@ -290,7 +290,9 @@ class Selection:
             from clipmill.shards.where import parse_where
 
             self._where = parse_where(text, data_dir=data_dir)
-            chunk_where, self._of_captions = self._where.by_level(labels_of="caption" if has_captions else "chunk")
+            chunk_where, self._of_captions = self._where.split_by_level(
+                label_level="caption" if has_captions else "chunk"
+            )
         self._data_dir, self._split, self._video_ids = data_dir, split, chunks.video_ids
         self._num_chunks = len(chunks.video_row)
         self.num_captions, self.num_selected = 0, 0
@@ -398,7 +400,7 @@ class Selection:
 
         assert self._where is not None
         try:
-            chunk_where, _ = self._where.by_level(labels_of="chunk")
+            chunk_where, _ = self._where.split_by_level(label_level="chunk")
         except UserError:  # a condition concerns both a label and a caption
             return num_chunks
         if chunk_where is None:

@@ -113,13 +113,13 @@ def held_out_facts(
 
 def look_alikes_of(address: str, *, cache: Path | None, split: str, trained_split: str) -> set[str] | None:
     """Return the keys of the chunks of `split` that look like a chunk of `trained_split`; None without scores."""
-    from clipmill.shards.scores import keys_alike
+    from clipmill.shards.scores import look_alike_keys
     from clipmill.train.data.data_folder import open_data_folder
 
     try:
         folder = open_data_folder(address, cache=cache, column=None)
         if folder.tars is not None:
             folder.tars.files.copy_column(SCORES)
-        return keys_alike(folder.path, split=split, other_split=trained_split)
+        return look_alike_keys(folder.path, split=split, other_split=trained_split)
     except UserError:
         return None  # `prep status` reports errors of the scores

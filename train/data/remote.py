@@ -48,7 +48,7 @@ from clipmill.shards.format import (
     commit_name,
     shard_path,
 )
-from clipmill.shards.marks import leave_mark, read_from
+from clipmill.shards.marks import enable_marks, leave_mark
 from clipmill.shards.opening import scan
 from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.shards.scores import CHUNKS_FILE, score_table_problem
@@ -78,7 +78,7 @@ class RemoteFiles:
     def __init__(self, objects: Objects, copy: Path) -> None:
         self.objects, self.copy = objects, copy
         self._users: list[object] = []  # keep the marks of the columns
-        read_from(copy, objects)
+        enable_marks(copy, objects)
 
     def copy_manifest(self) -> None:
         """Copy dataset.json and the manifest, unless this launch has already copied them.

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import commands_of
-from clipmill.shards.disk_speed import DiskSpeed, speed_of_file, speed_of_folder
+from clipmill.shards.disk_speed import DiskSpeed, measure_file, measure_folder
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.doctor.accelerator import Accelerator, ask_child, examine_accelerator
 from clipmill.train.run.environment import processor, versions
@@ -201,7 +201,7 @@ def _examine(folder: Path, *, is_data: bool) -> Disk:
     known: Any = {"path": str(path), "kind": kind, "file_system": file_system, "free_bytes": free_bytes}
     try:
         if not is_data:
-            return Disk(**known, speed=speed_of_folder(path) if free_bytes >= _MIN_FREE_BYTES else None)
+            return Disk(**known, speed=measure_folder(path) if free_bytes >= _MIN_FREE_BYTES else None)
         # The largest tar, because tars of scores are tiny; OSError for unreadable folders, which glob would skip.
         variants = (variant for column in _folders(path) for variant in _folders(column))
         tars = [entry for variant in variants for entry in os.scandir(variant) if entry.name.endswith(".tar")]
@@ -214,7 +214,7 @@ def _examine(folder: Path, *, is_data: bool) -> Disk:
             )
             return Disk(**known, problem=none)
         with tar.open("rb", buffering=0) as file:
-            return Disk(**known, speed=speed_of_file(file.fileno()))
+            return Disk(**known, speed=measure_file(file.fileno()))
     except OSError as error:
         if is_data:
             return Disk(**known, problem=_unreadable_finding(error))

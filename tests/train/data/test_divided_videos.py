@@ -9,7 +9,7 @@ import pytest
 from clipmill import chunks_table, read_chunks
 from clipmill.prep.core.other_splits import LostTime, lost_lines, stored_lost_times
 from clipmill.prep.synthetic import read_frame_number
-from clipmill.shards.scores import find_leakage, keys_alike
+from clipmill.shards.scores import find_leakage, look_alike_keys
 from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.classes import ClassList, read_classes
 from clipmill.train.data.clip_frames import ClipShape
@@ -199,7 +199,7 @@ def test_look_alikes_are_of_the_split_of_their_middle_frame(data_of_splits: Path
     write_scores(data_of_splits, {key: {"phash": value} for key, value in hashes.items()})
     leakage = find_leakage(data_of_splits)
     assert leakage is not None and leakage.counts == {("val", "train"): 2}
-    assert keys_alike(data_of_splits, split="val", other_split="train") == {"a_000006000", "b_000000000"}
+    assert look_alike_keys(data_of_splits, split="val", other_split="train") == {"a_000006000", "b_000000000"}
 
 
 def test_quickstart_counts_what_each_split_has(data_of_splits: Path) -> None:

@@ -134,7 +134,7 @@ def test_chunks_without_scores_are_counted(scored_data: Path, tmp_path: Path) ->
     write_scores(copy, some, failed=["b_000000000"])
     with pytest.raises(UserError, match="--where uses scores, which 2 chunks of 9 lack") as error:
         captioned_clips(copy, "motion > 0.5")
-    assert f"prep status --data {copy} shows the command" in str(error.value.hint)
+    assert f"run prep status --data {copy} for the command" in str(error.value.hint)
     assert len(captioned_clips(copy, "begin_s < 3")) > 0
     # A chunk whose scores could not be computed has unknown ones.
     directory = write_scores(copy, {**some, "b_000002000": {}, "b_000004000": {"motion": 1.0}}, failed=["b_000000000"])

@@ -108,7 +108,7 @@ def test_views_are_a_dimension_of_their_own(data_dir: Path) -> None:
         ({"label": "kind"}, "no column label_kind", "for example label "),
         ({"num_frames": 0}, "^num_frames is 0", "num_frames must be from 1"),
         ({"size_px": 32, "num_frames": 2, "stride": 0}, "^stride is 0", "stride must be from 1"),
-        ({"where": "motion >"}, "where 'motion >': character 9", "conditions look like"),
+        ({"where": "motion >"}, "where 'motion >': character 9", "write a condition such as"),
     ],
 )
 def test_errors_name_arguments_and_not_flags(
