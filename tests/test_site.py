@@ -65,7 +65,7 @@ def test_links_lead_to_pages_and_name_files_that_are_none(text: str, expected: s
 def test_the_page_of_messages_has_those_that_commands_print() -> None:
     text = messages_page(Path(build.__file__).parents[2])
     for message, hint in (
-        ("the data folder … does not exist", "create one with prep manifest folder VIDEOS --data …"),
+        ("the data folder … does not exist", "create a data folder with prep manifest folder VIDEOS --data …"),
         ("--address … requires --engine ray", "omit --engine processes, or omit --address"),
         ("… exists already", "use another --out"),
     ):

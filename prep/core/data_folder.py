@@ -1,4 +1,4 @@
-"""The data folder of a command: its files, and the locks that allow one writer for each column."""
+"""The data folder: its files, the locks that allow one writer per column, and the removal of leftovers."""
 
 import os
 import re
@@ -24,7 +24,7 @@ from clipmill.shards.opening import Damaged
 
 PROBES_FILE = "probes.parquet"
 SHOTS_FILE = "shots.parquet"
-# Files that any command may write while it holds the lock of the data folder.
+# Files that a command may write while it holds the lock of the data folder, whatever column it makes.
 ROOT_FILES = frozenset({DATASET_FILE, PROBES_FILE, SHOTS_FILE})
 RUNNING_FILE = re.compile(r"\d{6,}\.json")
 
@@ -39,21 +39,21 @@ def require_data_folder(data_dir: Path) -> Path:
     if mirror is not None and mirror.is_empty:
         raise UserError(
             f"there is no data folder at {mirror.address}",
-            hint=f"create one with prep manifest folder VIDEOS --data {mirror.address}",
+            hint=f"create a data folder with prep manifest folder VIDEOS --data {mirror.address}",
         )
     if not resolve_folder(data_dir).exists():
         raise UserError(
             f"the data folder {data_dir} does not exist",
-            hint=f"create one with prep manifest folder VIDEOS --data {shlex.quote(str(data_dir))}",
+            hint=f"create a data folder with prep manifest folder VIDEOS --data {shlex.quote(str(data_dir))}",
         )
     if not data_dir.is_dir():
-        raise UserError(f"{data_dir} is not a folder", hint="give a folder created by `prep manifest` with --data")
+        raise UserError(f"{data_dir} is not a folder", hint="use --data with a folder created by `prep manifest`")
     return data_dir.resolve()
 
 
 @contextmanager
 def writing(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
-    """Lock a column for a command that writes it, and remove the files that killed commands left in it.
+    """Lock a column for writing during the block, and remove the leftovers of killed commands first.
 
     Raises:
         UserError: See `column_lock`.
@@ -66,10 +66,10 @@ def writing(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
 
 @contextmanager
 def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
-    """Hold the lock of one column. The kernel releases the lock when the process ends, even if it is killed.
+    """Hold the lock of a column. The kernel releases the lock when the process ends, even if it is killed.
 
-    Other commands can write other columns at the same time. The lock of a column also covers its layouts, and the lock
-    of `video` covers the manifest.
+    Other commands can write other columns at the same time. The lock of a column also covers its layouts; the lock of
+    `video` also covers the manifest.
 
     Raises:
         UserError: Another command holds the lock, or the data folder is not writable.
@@ -85,7 +85,7 @@ def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
         holder = holder_of(path) or next((f"--part, {part}" for part in parts if part), "unknown")
         raise UserError(
             f"another command is writing to {data_dir} ({holder})",
-            hint=f"it holds the lock of column {column}: wait until it finishes, or stop it",
+            hint=f"wait until the command, which holds the lock of column {column}, has finished, or stop it",
         )
     try:
         file_lock.note(f"{process_label()}\n")
@@ -101,14 +101,14 @@ def lock_path(data_dir: Path, column: str) -> Path:
 
 
 def part_lock_names(column: str) -> re.Pattern[str]:
-    """Return the pattern of the lock names of a column's parts (`parts.py`), with the groups number and count."""
+    """Return the pattern of the names of part locks (`parts.py`), with groups for the number and count of the part."""
     return re.compile(rf"\.{re.escape(column)}\.part-(\d+)-of-(\d+)\.lock", re.ASCII)
 
 
 def remove_leftovers(data_dir: Path, *, column: str) -> None:
-    """Remove the temporary files of killed commands that were writing `column`; call it only inside `column_lock`.
+    """Remove the temporary files that killed writers of a column left. Call it only inside `column_lock`.
 
-    Temporary files of other columns are kept, because another command may be writing them.
+    Temporary files of other columns are kept, because a command may be writing them.
     """
     with folder_lock(data_dir):
         remove_temporaries(data_dir, matches=ROOT_FILES.__contains__)
@@ -122,12 +122,12 @@ def remove_leftovers(data_dir: Path, *, column: str) -> None:
         folder.rmdir()
     for name in list_variants(data_dir, column):
         folder = variant_dir(data_dir, column, name)
-        if (folder / RECIPE_FILE).is_file():  # otherwise clipmill did not make the folder
+        if (folder / RECIPE_FILE).is_file():  # without a recipe, the folder does not belong to clipmill
             remove_variant_temporaries(folder)
 
 
 def remove_variant_temporaries(folder: Path) -> None:
-    """Remove leftovers of killed or lost writers from a variant's folder; call it only inside `column_lock`."""
+    """Remove leftovers of killed or lost writers from the folder of a variant. Call it only inside `column_lock`."""
     for part in (folder, *folders_in(folder), folder / COMMITS_FOLDER, *folders_in(folder / COMMITS_FOLDER)):
         remove_temporaries(part)
     running = folder / RUNNING_FOLDER
@@ -135,12 +135,12 @@ def remove_variant_temporaries(folder: Path) -> None:
         for path in running.iterdir():
             if RUNNING_FILE.fullmatch(path.name) and path.is_file():
                 path.unlink(missing_ok=True)
-        with suppress(OSError):  # the folder holds files that clipmill did not write
+        with suppress(OSError):  # the folder contains other files
             running.rmdir()
 
 
 def incomplete_variants(data_dir: Path, column: str) -> list[Path]:
-    """Return the temporary variant folders that killed commands left; they hold at most a recipe."""
+    """Return the temporary folders of variants that killed commands left. They contain at most a recipe."""
     column_dir = data_dir / column
     return [
         path
@@ -157,17 +157,21 @@ _INTERVAL_S = 0.5
 
 
 def wait_until_seen(what: str, is_seen: Callable[[], bool], *, limit_s: float = VISIBILITY_LIMIT_S) -> bool:
-    """Wait until `is_seen` returns True; return False after `limit_s` seconds. Print a line if it has to wait.
+    """Wait for files from other machines, which may become visible late.
 
-    Files from other machines may appear late on shared disks: an NFS client caches the attributes and entries of a
-    folder for up to a minute.
+    An NFS client caches the attributes and entries of a folder for up to a minute.
 
     Args:
-        what: Noun phrase for the awaited files, used in the line.
+        what: Noun phrase for the files, for a line on standard error if the function has to wait.
+        is_seen: Function that returns True if all files are visible.
+        limit_s: Timeout in seconds.
+
+    Returns:
+        True if the files became visible before the timeout.
     """
     if is_seen():
         return True
-    sys.stderr.write(f"waiting up to {limit_s:g} s for {what}, written by workers and not visible here yet\n")
+    sys.stderr.write(f"waiting up to {limit_s:g} s for {what}, which workers have written, to become visible\n")
     sys.stderr.flush()
     deadline_s = time.monotonic() + limit_s
     while time.monotonic() < deadline_s:
@@ -178,10 +182,15 @@ def wait_until_seen(what: str, is_seen: Callable[[], bool], *, limit_s: float = 
 
 
 def is_committed(folder: Path, fingerprints: Iterable[tuple[int, str]]) -> bool:
-    """Return True if the commits of all shards, given as (shard id, plan fingerprint), and their files are visible."""
+    """Return True if the commits and files of all given shards are visible.
+
+    Args:
+        folder: Folder of the variant.
+        fingerprints: (shard ID, plan fingerprint) of each shard.
+    """
     for shard_id, fingerprint in fingerprints:
         path = commit_path(folder, shard_id)
-        with suppress(OSError):  # opening a folder makes an NFS client revalidate its cached entries
+        with suppress(OSError):  # opening a folder makes an NFS client revalidate the entries that it has cached
             os.close(os.open(path.parent, os.O_RDONLY))
         try:
             commit = read_commit(path)
@@ -193,15 +202,15 @@ def is_committed(folder: Path, fingerprints: Iterable[tuple[int, str]]) -> bool:
     return True
 
 
-_SILENT_S = 5.0  # age at which the lock file of a part is stale; a running part touches it every second
+_STALE_S = 5.0  # age at which the lock file of a part is stale; a running part touches its file every second
 
 
 def has_stopped(data_dir: Path, *, column: str) -> bool:
-    """Return True if no process writes a column of a local data folder any more, even if recent heartbeats exist.
+    """Return True if no process is writing a column of a local data folder, even if there are recent heartbeats.
 
-    Commands and parts write a note with their process id and node into their lock files. For a note from this machine,
-    check whether the process exists. A part on a different node, which touches its file while it runs, has stopped if
-    the file is stale and its lock is free. A command without `--part` on a different node is assumed to run.
+    The note in a lock file contains the process ID and the node of its holder. If the holder is on this machine, check
+    whether the process exists. A part on a different node has stopped if its file is stale and its lock is free. A
+    command without `--part` on a different node is assumed to be running.
     """
     if mirror_of(data_dir) is not None:
         return False
@@ -214,34 +223,34 @@ def _may_run(path: Path, *, is_part: bool) -> bool:
     """Return True if the process whose note is in a lock file may still be running."""
     fields = holder_of(path).partition("\n")[0].split()
     if not fields:
-        return False  # the lock is free, or its holder has ended
+        return False  # the lock is free, or the holder has ended
     if len(fields) == 4 and fields[1].isdecimal() and fields[3] == os.uname().nodename:
         try:
             os.kill(int(fields[1]), 0)
         except ProcessLookupError:
             return False
         except (OSError, OverflowError):
-            pass  # it belongs to another user
+            pass  # the process belongs to a different user
         return True
     if not is_part:
         return True
     try:
         with path.open("rb") as file:
-            if time.time() - os.fstat(file.fileno()).st_mtime < _SILENT_S:
+            if time.time() - os.fstat(file.fileno()).st_mtime < _STALE_S:
                 return True
-            # Try the lock only now, and in shared mode, so that a part that starts at this moment is not refused.
+            # Try the lock last, and in shared mode, so that a part that is starting is not refused.
             return not lock(file.fileno(), is_shared=True, waits=False)
     except FileNotFoundError:
-        return False  # the process has just ended and removed the file
+        return False  # the part has just ended, and removed the file
     except OSError:
         return True
 
 
 def writer_of(data_dir: Path, *, column: str) -> str | None:
-    """Return the command, on any machine, that writes a column of a data folder in a bucket, with its start time.
+    """Return the command that is writing a column of a data folder in a bucket, with its machine and start time.
 
-    Return None if no command writes it, or if the data folder is local: heartbeats (`clipmill.prep.core.shard_result`)
-    give more information there.
+    Return None if there is no such command, or if the data folder is local, where heartbeats
+    (`clipmill.prep.core.shard_result`) provide more information.
     """
     mirror = mirror_of(data_dir)
     if mirror is None:

@@ -1,8 +1,8 @@
-"""The locks of a part for a data folder in a bucket: leases, which every machine sees, and which expire.
+"""Locks of a part for a data folder in a bucket: leases, which all machines see and which expire.
 
-A part and a command without `--part` exclude each other without a common lock: each takes its own lease first and then
-reads the leases of the others, so at least one of them sees the other and is refused. Reading an expired lease releases
-it, so that its holder, if it is still alive, can no longer publish.
+A part and a command without `--part` exclude each other without a common lock: each first takes its own lease and then
+reads the other leases. At least one of the two sees the other, and is refused. Reading an expired lease releases it, so
+its holder can no longer publish, even if it is still running.
 """
 
 import re
@@ -18,7 +18,7 @@ from clipmill.prep.core.parts import Part, RunningPart, column_is_written
 
 
 class PartLeases:
-    """Implementation of `clipmill.prep.core.parts.PartLocks`, which documents the methods, with leases in a bucket."""
+    """`PartLocks` (see `parts.py`) as leases in a bucket."""
 
     def __init__(self, copy: Mirror, column: str, part: Part) -> None:
         assert isinstance(copy, WorkingCopy)
@@ -32,13 +32,13 @@ class PartLeases:
         self._turn: Lease | None = None
 
     def lock_column(self) -> None:
-        """Raise UserError if the column is locked; `lock_part` checks again during the turn."""
+        """Raise a UserError if the column is locked. `lock_part` checks again, during the turn."""
         for record in held_leases(self._copy.objects, re.compile(re.escape(self._column_lock_name))).values():
             by = f"{record.get('holder')} since {record.get('since')}"
             raise column_is_written(self._copy.folder, self._column, by=by)
 
     def take_turn(self, doing: str, *, on_wait: Callable[[str], object]) -> str:
-        """Wait for the turn. The text is always empty: files in a bucket are visible at once."""
+        """Wait for the turn, and return "": parts need not report their shards, because objects are visible at once."""
         turn = Lease(
             self._copy.objects, f".{self._column}.parts.lock", what=f"parts of {self._copy.address}", note=doing
         )
@@ -61,7 +61,7 @@ class PartLeases:
         try:
             self._part_lock.take_over(
                 on_wait=lambda holder: sys.stderr.write(
-                    f"part {self._part} waits: {holder} had its lock; free after {EXPIRY_S:g} s without renewal\n"
+                    f"part {self._part} waits: {holder} has its lock, which expires {EXPIRY_S:g} s after its renewal\n"
                 )
             )
         except LeaseHeld as held:

@@ -1,33 +1,34 @@
 """Parts of a run (`--part K/N`): commands on several nodes, such as the tasks of a SLURM array, that make one column.
 
-Parts share only the data folder. An implementation that does not match the following description is a bug.
+Parts share only the data folder. This description is binding: code that contradicts it is wrong.
 
-Part K of N makes the shards whose id modulo N is K - 1, so parts never make the same shard. A part
+Part K of N makes the shards whose ID modulo N is K - 1, so two parts never make the same shard. There are three kinds
+of locks: the lock of the column, which all parts share and which excludes commands without `--part`; the lock of each
+part; and the turn, which one part at a time holds for a short time. A part
 
-1. takes the lock of the column, shared with other parts, waits for the turn, a lock that one part at a time holds for a
-   short time, and then takes the lock of its own number. It is refused if a command without `--part`, the same part, or
-   parts of a different count are running;
+1. shares the lock of the column, waits for the turn, and then takes the lock of its own number. It is refused if a
+   command without `--part`, the same part, or parts of a different count are running.
 2. keeps the turn, if no other part is running, until everything that the parts share is published: probes, shots,
-   layout and the folder of the variant. Other parts wait and then read these files. Before that, parts of `video` probe
-   sources together: a part claims a share during a turn, by a note in the lock file of its number, and probes the share
-   without the turn (`claim_share`). The first part that finds no unclaimed share keeps the turn and publishes the
-   results;
-3. makes its shards;
+   layout and the folder of the variant. The other parts wait, and then read these files. Before that, the parts of
+   `video` probe the sources together: a part claims a share of the sources during a turn, by a note in its lock file,
+   and probes it without the turn (`claim_share`). The first part that finds no unclaimed share keeps the turn, and
+   publishes the results.
+3. makes its shards.
 4. waits for the turn again. If no other part is running, it finishes the run for all parts: lists, contents.json,
-   failures, current variant. Otherwise it ends, and the last part finishes the run.
+   failures and current variant. Otherwise it ends, and the last part finishes the run.
 
-The kernel releases the locks of a killed part. Since parts register and end only during a turn, exactly one of several
-parts that end at the same time is the last. If the last part is killed, its next attempt, or a command without
-`--part`, finishes the run.
+The kernel releases the locks of a killed part. Parts register and end only during a turn, so exactly one of several
+parts that end at the same time is the last. If the last part is killed, the run is finished by its next attempt, or by
+a command without `--part`.
 
 Where locks do not reach other nodes (NFS mounted with `nolock`, Lustre with `localflock`), a part would not see the
-others. A running part therefore touches its lock file, and a part that can take a lock whose file keeps changing is
-refused. Network file systems may show a new commit late. A part that ends therefore writes the number of its shards to
-the file of the turn, which locking keeps up to date, and the last part waits until it sees all of them.
+other parts. A running part therefore touches its lock file, and a part that can lock a file that keeps changing is
+refused. Network file systems may show a new commit late. A part that ends therefore writes its number of shards to the
+lock file of the turn, which locking keeps up to date, and the last part waits until it sees all shards.
 
 A running part is registered by a file in the data folder (`PartFiles`). In a bucket, locks are leases, which expire
-when a part is killed (`clipmill.prep.core.part_leases`). The files of other parts are visible at once there, and are
-fetched during both turns.
+after a part is killed (`clipmill.prep.core.part_leases`). New objects are visible at once, and are fetched during both
+turns.
 """
 
 import os
@@ -52,14 +53,14 @@ from clipmill.prep.engines.admission import source_sha256
 
 _PART = re.compile(r"(-?\d{1,6})/(-?\d{1,6})", re.ASCII)
 SIGN_INTERVAL_S = 1.0  # interval at which a running part touches its file
-_NUM_MISSED_SIGNS = 5  # number of intervals without a sign of life after which a part is assumed dead
-_LONGEST_WAIT_S = 15.0  # maximum interval between two checks of the shares of other parts
-_GLANCE_S = 0.005  # upper limit of the time for which `prep status` holds the lock of a silent part
+_NUM_MISSED_SIGNS = 5  # number of intervals without a sign of life after which a part is assumed to be dead
+_MAX_POLL_S = 15.0  # maximum interval between two checks whether other parts have finished their shares
+_STATUS_LOCK_S = 0.005  # maximum time for which `prep status` holds the lock of a silent part
 
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """Part `number` (from 1) of `count`."""
+    """Part `number`, from 1, of `count` parts."""
 
     number: int
     count: int
@@ -73,15 +74,15 @@ class Part:
         """
         match = _PART.fullmatch(text)
         if match is None:
-            raise UserError(f'--part "{text}" is not a part', hint="write K/N, such as 3/16: part 3 of 16")
+            raise UserError(f'--part "{text}" is not of the form K/N', hint="use K/N, such as 3/16 for part 3 of 16")
         number, count = map(int, match.groups())
         if not 1 <= number <= count:
             last = max(1, count)
-            raise UserError(f"--part {text} is out of range", hint=f"give 1/{last} to {last}/{last}")
+            raise UserError(f"--part {text} is out of range", hint=f"use 1/{last} to {last}/{last}")
         return cls(number, count)
 
     def holds(self, number: int) -> bool:
-        """Return True if the shard with id `number` belongs to the part."""
+        """Return True if the shard with ID `number` belongs to this part."""
         return number % self.count == self.number - 1
 
     def __str__(self) -> str:
@@ -93,13 +94,15 @@ _PLANS = "plans"
 
 @dataclass(frozen=True)
 class RunningPart:
-    """Content of the note in the lock file of a running part.
+    """Running part, as described by the note in its lock file.
 
     Attributes:
+        part: Number and count of the part.
         holder: Process and node that run the part.
-        makes: Variant that the part makes; empty while it plans.
-        source: Hash of the source code of the part; empty while it plans.
-        stage: Share that the part has claimed, or `_PLANS` if it plans from the files that another part has published.
+        makes: Variant that the part makes; empty during planning.
+        source: Hash of the source code that the part runs; empty during planning.
+        stage: Share of the sources that the part has claimed, or `_PLANS` if the part plans with the files that a
+            different part has published.
     """
 
     part: Part
@@ -110,64 +113,64 @@ class RunningPart:
 
     @classmethod
     def read(cls, note: str, part: Part) -> "RunningPart":
-        """Parse the note of a part."""
+        """Parse the note in the lock file of a part."""
         holder, makes, source, stage, *_ = [*note.splitlines(), "", "", "", ""]
         return cls(part, holder or "unknown process", makes, source, stage)
 
     @property
     def is_past_publishing(self) -> bool:
-        """True if everything that the parts share is published."""
+        """True if the files that the parts share were published before this part wrote its note."""
         return bool(self.makes) or self.stage == _PLANS
 
 
 class PartLocks(Protocol):
-    """The locks of one part. All methods except `lock_column`, `touch` and `release` are called during the turn."""
+    """Locks of one part. Methods other than `lock_column`, `take_turn`, `touch` and `release` require the turn."""
 
     def lock_column(self) -> None:
-        """Exclude commands without `--part`.
+        """Share the lock of the column, which excludes commands without `--part`.
 
         Raises:
-            UserError: Such a command is writing the column, or the data folder is not writable.
+            UserError: A command without `--part` is writing the column, or the data folder is not writable.
         """
 
     def take_turn(self, doing: str, *, on_wait: Callable[[str], object]) -> str:
-        """Wait for the turn, and return the text that the previous part left in it.
+        """Wait for the turn, and return the text that the previous part left.
 
         Args:
-            doing: Activity of this part during the turn, shown to waiting parts.
-            on_wait: Function that is called with the activity of the part that has the turn, if the wait is long.
+            doing: Description of what this part does during the turn, shown to waiting parts.
+            on_wait: Function that is called during a long wait, with the description of the part that has the turn.
         """
 
     def running(self) -> list[RunningPart]:
-        """Return the other running parts of the column; forget the parts that were killed.
+        """Return the other running parts of the column, and remove the lock files of killed parts.
 
         Raises:
             UserError: See `take_part_lock`.
         """
 
     def lock_part(self) -> str | None:
-        """Take the lock of this part; return its holder if the part is running already, otherwise None."""
+        """Take the lock of this part. If the part is running already, return its holder; otherwise return None."""
 
     def note_part(self, *, makes: str = "", source: str = "", stage: str = "") -> None:
-        """Write the note of this part: variant, hash of the code, and stage, as in `RunningPart`."""
+        """Write the note of this part, with the fields of `RunningPart`."""
 
     def leave_turn(self, text: str) -> None:
-        """Release the turn, and leave a text in it for the next part."""
+        """Release the turn, and leave a text for the part that takes it next."""
 
     def touch(self) -> None:
         """Give a sign of life."""
 
     def release(self) -> None:
-        """Release all locks."""
+        """Release all locks except the turn."""
 
 
 class PartFiles:
-    """Implementation of `PartLocks`, which documents the methods, with files on a local or shared disk."""
+    """`PartLocks` as lock files on a local or shared disk."""
 
     def __init__(self, data_dir: Path, column: str, part: Part) -> None:
         self._data_dir, self._column, self._part = data_dir, column, part
         self._path = data_dir / f".{column}.part-{part.number}-of-{part.count}.lock"
-        self._column_lock: FileLock | None = None  # the lock of the column, shared with other parts
+        self._column_lock: FileLock | None = None  # shared with other parts
         self._turn: FileLock | None = None
         self._part_lock: FileLock | None = None
 
@@ -225,7 +228,7 @@ class PartFiles:
         if self._part_lock is not None:
             if self._turn is not None:
                 self._path.unlink(missing_ok=True)
-            else:  # another process may be about to lock the file
+            else:  # without the turn, another process may be about to lock the file
                 self._part_lock.note("")
             self._part_lock.release()
             self._part_lock = None
@@ -235,22 +238,26 @@ class PartFiles:
 
 
 def column_is_written(data_dir: Path, column: str, *, by: str) -> UserError:
-    """Return the error for a part whose column is being written by a command without `--part`."""
+    """Return the error of a part if a command without `--part` is writing the column.
+
+    Args:
+        by: Holder of the lock of the column; empty if unknown.
+    """
     return UserError(
         f"another command is writing to {data_dir} ({by or 'unknown'})",
-        hint=f"it makes column {column} without --part: wait until it finishes, or stop it",
+        hint=f"wait until the command, which makes column {column} without --part, has finished, or stop it",
     )
 
 
 def take_part_lock(path: Path) -> FileLock | None:
-    """Take and return the lock of a part; return None if the part is running.
+    """Take the lock of a part; return None if the part is running.
 
     Raises:
-        UserError: The lock is free although the part is running on a different node.
+        UserError: The part is running on a different node, but its lock does not reach this node.
     """
     lock = FileLock.take(path)
     if lock is None:
-        time.sleep(_GLANCE_S)
+        time.sleep(_STATUS_LOCK_S)
         lock = FileLock.take(path)
     holder = holder_of(path).partition("\n")[0]
     node, here = holder.rpartition(" on ")[2], os.uname().nodename
@@ -262,31 +269,34 @@ def take_part_lock(path: Path) -> FileLock | None:
         lock.release()
         raise UserError(
             f"locks in {path.parent} do not reach other nodes: {holder} holds {path.name}, which was free on {here}",
-            hint="mount NFS without nolock or local_lock, and Lustre with -o flock",
+            hint="mount NFS without the options nolock and local_lock, and Lustre with the option flock",
         )
     return lock
 
 
 def _changed_ns(path: Path) -> int:
-    """Return the modification time of a file; opening the file makes an NFS client request it from the server."""
+    """Return the modification time of a file in ns. Opening the file makes an NFS client ask the server for it."""
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_mtime_ns
 
 
 _MADE_LINE = re.compile(r"^(\d+)/(\d+) (\d+)$", re.ASCII | re.MULTILINE)
-_MAX_LAG_S, _LAG_INTERVAL_S = 120.0, 1.0  # longest wait for commits, and poll interval; NFS caches listings for 60 s
+_MAX_LAG_S, _LAG_INTERVAL_S = 120.0, 1.0  # maximum wait for commits, and poll interval; NFS caches listings for 60 s
 
 
 @dataclass
 class PartRun:
-    """The part that this process runs, and its coordination with the other parts.
+    """Part that this process runs, and its coordination with other parts.
 
     Attributes:
-        is_first: True if no other part was running when this part started, or, after `claim_share`, if no other part
-            has published a plan. The first part publishes the files that all parts share.
+        data_dir: Data folder.
+        column: Name of the column.
+        part: Number and count of the part.
+        is_first: True if this part publishes the files that all parts share: no other part was running when it started,
+            or, after `claim_share`, no other part has published them.
         is_last: True if this part finishes the run; None until it has ended.
         num_running: Number of other parts that were running when this part ended.
-        not_made: Number of shards that were not made when the last part ended, by part.
+        not_made: Number of units that were not made when the last part ended, keyed by part.
         unit: Noun for the units that `not_made` counts, singular.
     """
 
@@ -311,7 +321,7 @@ class PartRun:
             self._locks = leases(mirror, self.column, self.part)
 
     def register(self) -> None:
-        """Exclude commands without `--part`, wait for the turn, check the other parts, and take the lock of this part.
+        """Register this part: share the lock of the column, wait for the turn, and take the lock of the part.
 
         Raises:
             UserError: A command without `--part` is writing the column, the data folder is not writable, this part is
@@ -322,9 +332,9 @@ class PartRun:
         others = self._locks.running()
         if mixed := [other for other in others if other.part.count != self.part.count]:
             raise UserError(
-                f"--part {self.part} divides the run by {self.part.count}, but part {mixed[0].part} is running "
+                f"--part {self.part} divides the run into {self.part.count} parts, but part {mixed[0].part} is running "
                 f"({mixed[0].holder})",
-                hint=f"give a part of {mixed[0].part.count}, or wait until all parts have ended",
+                hint=f"use a part of {mixed[0].part.count}, or wait until all parts have ended",
             )
         holder = self._locks.lock_part()
         if holder is not None:
@@ -337,14 +347,15 @@ class PartRun:
             self._leave_turn()
 
     def claim_share(self, find_unfinished: Callable[[], Sequence[int]]) -> int | None:
-        """Claim a share of the work that parts divide before they plan; return None once it is time to plan.
+        """Claim a share of the work that parts divide before they plan. Return None once it is time to plan.
 
-        While other running parts hold all unfinished shares, wait for them; the share of a killed part can be claimed
-        again. When the result is None, this part either has the turn (`is_first`) or can read the files that another
-        part has published.
+        If other running parts have claimed all unfinished shares, wait for them. The share of a killed part can be
+        claimed again. When the method returns None, this part either holds the turn (`is_first`), or can read the files
+        that a different part has published.
 
         Args:
-            find_unfinished: Function that returns the shares without a result; called during a turn.
+            find_unfinished: Function that returns the numbers of the shares without a result. It is called during a
+                turn.
         """
         interval_s = SIGN_INTERVAL_S
         while True:
@@ -366,12 +377,14 @@ class PartRun:
             if interval_s == SIGN_INTERVAL_S:
                 sys.stderr.write(f"part {self.part} waits: other parts are probing the last sources\n")
             time.sleep(interval_s)
-            interval_s = min(2 * interval_s, _LONGEST_WAIT_S)
+            interval_s = min(2 * interval_s, _MAX_POLL_S)
 
     def agree(self, variant: str, *, where: str | None, package: str = "clipmill.prep") -> None:
-        """Record the variant that the part makes, and the hash of its source code.
+        """Check that all running parts make the same variant with the same code, and note both for this part.
 
         Args:
+            variant: Name of the variant.
+            where: Condition that selects samples; None for all samples.
             package: Package of the column's code.
 
         Raises:
@@ -385,24 +398,24 @@ class PartRun:
             if other.makes not in ("", name):
                 raise UserError(
                     f"part {self.part} would make {name}, but part {other.part}, which is running, makes {other.makes}",
-                    hint="give all parts the same settings, or wait until the others have ended",
+                    hint="use the same settings for all parts, or wait until the other parts have ended",
                 )
             if other.source not in ("", source):
                 raise UserError(
-                    f"clipmill of part {self.part} (source {source}) differs from clipmill of part {other.part}, "
-                    f"which is running (source {other.source}, {other.holder})",
-                    hint="install the same clipmill on all nodes",
+                    f"part {self.part} runs clipmill with source {source}, but part {other.part}, which is running, "
+                    f"has source {other.source} ({other.holder})",
+                    hint="install the same version of clipmill on all nodes",
                 )
         self._locks.note_part(makes=name, source=source)
         if not self.is_first:
             self._leave_turn()
 
     def begin(self) -> None:
-        """Release the turn, so that the other parts continue; call it once all shared files are published."""
+        """Release the turn, so that other parts can continue. Call it once all shared files are published."""
         self._leave_turn()
 
     def end(self) -> bool:
-        """Wait for the turn; return True if this part is the last one, which must finish the run before it leaves."""
+        """Wait for the turn, and return True if this is the last part, which must finish the run before it leaves."""
         if self.is_last is None:
             self._take_turn("ending")
             self.num_running = len(self._locks.running())
@@ -412,20 +425,20 @@ class PartRun:
         return self.is_last
 
     def report_made(self, num_made: int) -> None:
-        """Report the number of shards (or other units) of this part to the last part; call it after `end`."""
+        """Report the number of units, such as shards, that this part has made. Call it after `end`."""
         self._made[self.part] = num_made
 
-    def await_others(self, visible: Callable[[], Mapping[int, int]]) -> None:
-        """Wait until this node sees all shards (or other units) that ended parts reported; call it in the last part.
+    def await_others(self, count_visible: Callable[[], Mapping[int, int]]) -> None:
+        """Wait until this node sees all units that the other parts have reported. Call it in the last part.
 
         Args:
-            visible: Function that returns the number of units of each part that are visible now, by `number` - 1.
+            count_visible: Function that returns the number of visible units of each part, keyed by `number` - 1.
         """
         reported, self._made = {part.number - 1: made for part, made in self._made.items()}, {}
         deadline_s = time.monotonic() + _MAX_LAG_S
         is_late = False
         while True:
-            counts = visible()
+            counts = count_visible()
             if all(counts.get(owner, 0) >= made for owner, made in reported.items()) or time.monotonic() > deadline_s:
                 return
             if not is_late:
@@ -445,11 +458,11 @@ class PartRun:
             self._leave_turn()
 
     def part_of(self, number: int) -> Part:
-        """Return the part that a shard, or other numbered unit of work, belongs to."""
+        """Return the part that makes a unit with this number, such as a shard with this ID."""
         return Part(number % self.part.count + 1, self.part.count)
 
     def count_not_made(self, number: int, *, count: int = 1) -> None:
-        """Count units that were not made as work of the part that unit `number` belongs to."""
+        """Count units that were not made, for the part that makes unit `number`."""
         self.not_made[self.part_of(number)] += count
 
     def touch(self) -> None:
@@ -457,21 +470,21 @@ class PartRun:
         self._locks.touch()
 
     def line(self) -> str:
-        """Return a line for the summary about how the part ended."""
+        """Return a line of the summary about how the part ended."""
         if not self.is_last:
             verb = "is" if self.num_running == 1 else "are"
             others = f"{count_noun(self.num_running, 'other part')} {verb} running"
             return f"part     {self.part} has ended; {others}, and the last one finishes the run"
         if not self.not_made:
-            return f"part     {self.part} has ended as the last one; nothing is left to make"
+            return f"part     {self.part} has ended as the last one; everything is made"
         listed = [
             f"{count_noun(number, self.unit)} of part {part}" for part, number in sorted(self.not_made.items())[:5]
         ]
-        more = f", and of {count_noun(len(self.not_made) - 5, 'more part')}" if len(self.not_made) > 5 else ""
+        more = f", and more of {count_noun(len(self.not_made) - 5, 'other part')}" if len(self.not_made) > 5 else ""
         return f"part     {self.part} has ended as the last one running; not made: {', '.join(listed)}{more}"
 
     def values(self) -> dict[str, Any]:
-        """Return how the part ended as JSON values."""
+        """Return the content of `line` as JSON values."""
         return {
             "part": str(self.part),
             "is_last": bool(self.is_last),
@@ -495,7 +508,7 @@ class PartRun:
 
 @contextmanager
 def writing_part(data_dir: Path, part: Part, *, column: str) -> Iterator[PartRun]:
-    """Register a part of a run for the duration of the block; the first part removes leftovers of killed commands.
+    """Register a part for the duration of the block. The first part removes the leftovers of killed commands.
 
     Raises:
         UserError: See `PartRun.register`.

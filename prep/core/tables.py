@@ -1,15 +1,14 @@
-"""Parquet tables with checksums, and layouts, the tables that assign spans of videos to shards.
+"""Parquet tables with checksums, and layouts, which are tables that assign spans of videos to shards.
 
-Parquet readers do not verify the data: a flipped bit often reads as a different value. Layouts and probes therefore
-store the SHA-256 of each column's values in the schema metadata; the checksums of the manifest's files are in
-manifest.json. Each column has its own checksum, so a reader of a few columns of millions of rows need not read the
-others.
+Parquet readers do not verify data: a flipped bit often reads as a different value. Layouts and probes therefore store
+the SHA-256 of the values of each column in the schema metadata. (The checksums of the manifest's files are in
+manifest.json.) With a checksum per column, a reader can verify a few columns without reading the others.
 
-An assignment never changes: adding videos does not move existing spans. Layouts are stored in `<data>/layout/`. Layouts
-of `video` are named after the chunk length and shared by all recipes with this length, so that their variants have the
-same shards; the layout of any other column is `<column>.parquet`. If a layout file is damaged or missing, the layout is
-rebuilt from the commits, which record the content of each shard. Spans of shards that were never committed are assigned
-again when the layout is next extended.
+Assignments in a layout never change: adding videos does not move existing spans. Layouts are stored in
+`<data>/layout/`. A layout of `video` is named after the chunk length, and all recipes with this length share it, so
+their variants have the same shards. The layout of another column is `<column>.parquet`. If a layout file is damaged or
+missing, the layout is rebuilt from the commits, which record the content of each shard. Spans of shards that were never
+committed are assigned again when the layout is next extended.
 """
 
 import hashlib
@@ -36,7 +35,7 @@ _CHECKSUM_KEY = b"clipmill_sha256"
 
 
 def write_table_file(path: Path, table: pa.Table) -> None:
-    """Publish `table` (columns of strings, numbers and lists of numbers) and its metadata, with checksums."""
+    """Publish a table with its metadata and checksums. Columns are strings, numbers or lists of numbers."""
     stored_metadata = table.schema.metadata or {}
     header = _header(path.name, table.num_rows, metadata=stored_metadata)
     sha256 = b" ".join(_sha256(header, name, table[name]) for name in table.column_names)
@@ -51,13 +50,14 @@ def read_table_file(
     columns: Collection[str] | None = None,
     expected: Mapping[str, pa.ChunkedArray] | None = None,
 ) -> pa.Table:
-    """Read and verify the table at `path`, or some of its columns.
+    """Read and verify a table, or some of its columns.
 
     Args:
-        columns: Names of the columns to return, in the order of `schema`; None for all.
-        expected: Columns that the table probably contains. If a column is equal, the expected object is returned, so
-            that memory holds it once. The column in the file is read and verified nevertheless, because a run must
-            detect and repair a damaged file.
+        schema: Schema of the complete table.
+        columns: Names of the columns to return, in the order of `schema`; None for all columns.
+        expected: Columns that the table probably contains. If a column in the file is equal, the expected object is
+            returned, so that the values are in memory only once. The column is still read and verified, because a run
+            must detect and repair a damaged file.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -73,16 +73,16 @@ def read_table_file(
             metadata = dict(file.schema_arrow.metadata or {})
             recorded = metadata.pop(_CHECKSUM_KEY, b"").split()
             if len(recorded) != len(schema.names):
-                raise ValueError("it has no checksums of its columns")
+                raise ValueError("the checksums of its columns are missing")
             header = _header(path.name, file.metadata.num_rows, metadata=metadata)
             for name, sha256 in zip(schema.names, recorded, strict=True):
                 if columns is not None and name not in columns:
                     continue
-                column = file.read(columns=[name])[name]  # a small column is one chunk, unlike with `read_table`
+                column = file.read(columns=[name])[name]  # unlike `read_table`, this reads a small column as one chunk
                 if sha256 != _sha256(header, name, column):
                     raise ValueError(f"the checksum of {name} does not match its content")
-                is_held = expected is not None and name in expected and column.equals(expected[name])
-                verified[name] = expected[name] if expected and is_held else column
+                is_expected = expected is not None and name in expected and column.equals(expected[name])
+                verified[name] = expected[name] if expected and is_expected else column
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -96,14 +96,14 @@ def read_table_file(
 
 
 def as_array(column: pa.ChunkedArray) -> pa.Array:
-    """Return a table column as one array. `combine_chunks` would copy even a column that already has a single chunk."""
+    """Return a table column as one array, without the copy that `combine_chunks` makes of a single chunk."""
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def _header(file_name: str, num_rows: int, *, metadata: Mapping[bytes, bytes]) -> bytes:
-    """Return the bytes that the checksums of all columns cover: file name, number of rows, and metadata.
+    """Return the bytes that all checksums cover besides the column: file name, number of rows, and metadata.
 
-    The file name is included to detect swapped files of the same schema, such as layouts.
+    The file name is included to detect swapped files with the same schema, such as layouts.
     """
     return b"\0".join(
         [f"{file_name}\0{num_rows}".encode(), *(part for item in sorted(metadata.items()) for part in item)]
@@ -111,11 +111,11 @@ def _header(file_name: str, num_rows: int, *, metadata: Mapping[bytes, bytes]) -
 
 
 def _sha256(header: bytes, name: str, column: pa.ChunkedArray) -> bytes:
-    """Return the checksum (hex) of a column: name, type, nulls and values."""
+    """Return the SHA-256 (hex) of a column, over its name, type, nulls and values."""
     digest = hashlib.sha256(header + f"\0{name}\0{column.type}\0".encode())
     if column.null_count:
         digest.update(np.packbits(np.asarray(pc.is_valid(column))).data)
-    # The lengths of lists and strings precede their values. Do not combine the chunks, which would copy them.
+    # Hash the lengths of lists and strings before their values. Do not combine the chunks, which would copy them.
     chunks = column.chunks
     if pa.types.is_list(column.type):
         for chunk in chunks:
@@ -136,7 +136,7 @@ def _sha256(header: bytes, name: str, column: pa.ChunkedArray) -> bytes:
 
 
 LAYOUT_FOLDER = "layout"
-SpanId = tuple[str, int]  # (video id, number of the span within its video)
+SpanId = tuple[str, int]  # (video ID, index of the span in the video)
 
 LAYOUT = pa.schema(
     [
@@ -149,7 +149,7 @@ LAYOUT = pa.schema(
 
 
 def owner_of_layout(path: Path) -> str:
-    """Return the column that owns a layout: the column with the name of the file, otherwise `video`."""
+    """Return the column that a layout belongs to: the column after which the file is named, otherwise `video`."""
     name = path.name.partition(".")[0]
     is_column = name in COLUMNS or any((path.parent.parent / name).glob(f"*/{RECIPE_FILE}"))
     return name if is_column else VIDEO
@@ -162,15 +162,15 @@ class DamagedLayout(UserError):
         command = commands_of(path.parent.parent, owner_of_layout(path))
         super().__init__(
             f"the layout {path} is damaged: {why}",
-            hint=f"run {command} again with the same settings as before; it rebuilds the layout from the commits",
+            hint=f"run {command} again with the same settings as before, to rebuild the layout from the commits",
         )
 
 
 def read_layout(path: Path, *, expected: Mapping[str, pa.ChunkedArray] | None = None) -> pa.Table:
-    """Read the layout at `path`; return an empty layout if the file does not exist.
+    """Read a layout; return an empty layout if the file does not exist.
 
     Args:
-        expected: Columns that the layout probably contains, returned in place of equal copies (`read_table_file`).
+        expected: Columns that the layout probably contains (see `read_table_file`).
 
     Raises:
         DamagedLayout: The file is damaged.
@@ -186,12 +186,13 @@ def read_layout(path: Path, *, expected: Mapping[str, pa.ChunkedArray] | None = 
 def stored_or_rebuilt_layout(
     path: Path, rebuild: Callable[[], pa.Table], *, video_ids: pa.Array, splits: pa.Array
 ) -> pa.Table:
-    """Read the layout at `path`, or rebuild it from the commits with `rebuild()` if the file is damaged or missing.
+    """Read a layout, or rebuild it from the commits if the file is damaged or missing.
 
     Args:
-        video_ids: Ids of the manifest's videos, in manifest order.
-        splits: Splits of these videos. If each video has one span and all have the same split, the layout contains
-            the same two columns, and shares their memory.
+        rebuild: Function that rebuilds the layout.
+        video_ids: IDs of the videos, in manifest order.
+        splits: Splits of the videos, in the same order. If each video has one span and all videos have the same split,
+            the layout contains the same two columns, and shares their memory.
     """
     try:
         if path.exists():
@@ -206,23 +207,23 @@ def stored_or_rebuilt_layout(
 
 
 def write_layout(path: Path, layout: pa.Table) -> None:
-    """Publish the layout unless the file already holds it; call it before any work that relies on the layout."""
+    """Publish a layout unless the file already contains it. Call it before any work that uses the layout."""
     try:
         expected = dict(zip(layout.column_names, layout.columns, strict=True))
         if path.exists() and read_layout(path, expected=expected).equals(layout):
             return
     except DamagedLayout:
-        pass  # the file is replaced with the rebuilt layout
+        pass  # replace the file
     path.parent.mkdir(exist_ok=True)
     write_table_file(path, layout)
 
 
 def video_rows_of(layout: pa.Table, video_ids: pa.Array) -> np.ndarray:
-    """Return, for each row of `layout`, the row of its video in `video_ids` (int64); -1 for an unknown video."""
+    """Return the row in `video_ids` of the video in each row of a layout, int64; -1 for an unknown video."""
     if not len(layout):
         return np.zeros(0, np.int64)
     ids = layout["video_id"]
-    if ids.equals(pa.chunked_array([video_ids])):  # fast path if each video has one span: millions of look-ups are slow
+    if ids.equals(pa.chunked_array([video_ids])):  # one span per video: avoid millions of slow look-ups
         return np.arange(len(ids))
     return np.asarray(pc.fill_null(pc.index_in(ids, value_set=video_ids), -1)).astype(np.int64)
 
@@ -230,15 +231,18 @@ def video_rows_of(layout: pa.Table, video_ids: pa.Array) -> np.ndarray:
 def wanted_spans(
     layout: pa.Table, *, video_rows: np.ndarray, splits: pa.Array, num_spans: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of `layout` whose span is still needed, in layout order, and the row of the video of each.
+    """Find the rows of a layout whose span is still needed.
 
-    A span is needed while its video is in the manifest with the split of the shard and is long enough for the span.
+    A span is needed if its video is in the manifest, has the split of the shard, and is long enough.
 
     Args:
         layout: Table with schema LAYOUT.
-        video_rows: Result of `video_rows_of`.
+        video_rows: Row of the video in the manifest for each row of the layout (`video_rows_of`).
         splits: Splits of the videos, in manifest order.
         num_spans: Number of spans of each video, int64.
+
+    Returns:
+        Rows of the layout in ascending order, and the row of the video in the manifest for each of them.
     """
     if not len(layout):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -266,29 +270,31 @@ def layout_of_commits(
     spans: Callable[[pa.Table], list[SpanId]],
     span_of_failure: Callable[[Failure], SpanId | None],
 ) -> pa.Table:
-    """Rebuild the layout (schema LAYOUT) from the commits of variants.
+    """Rebuild a layout (schema LAYOUT) from the commits of variants.
 
     Args:
-        video_ids: Ids of the manifest's videos, in manifest order.
-        spans: Function index of a shard -> its spans.
-        span_of_failure: Function failure in a commit -> the span that failed, or None.
+        variants: Variants that share the layout.
+        video_ids: IDs of the videos, in manifest order.
+        spans: Function that takes the index of a shard and returns the spans in the shard.
+        span_of_failure: Function that takes a failure and returns the span that failed, or None.
     """
-    position = {video_id: row for row, video_id in enumerate(video_ids.to_pylist())} if variants else {}
+    video_rows = {video_id: row for row, video_id in enumerate(video_ids.to_pylist())} if variants else {}
     shards: dict[int, tuple[str, list[SpanId]]] = {}
     for variant in variants:
         for commit in variant.commits.values():
             try:
                 files = commit.files
-                held = [] if files is None else spans(open_index(variant.directory / files.index))
+                shard_spans = [] if files is None else spans(open_index(variant.directory / files.index))
             except (Damaged, OSError):
-                continue  # the spans of the shard will be assigned to a new shard
-            failed = {span for span in map(span_of_failure, commit.failures) if span is not None}.difference(held)
-            if failed:
+                continue  # the spans will be assigned to a new shard
+            failed = {span for span in map(span_of_failure, commit.failures) if span is not None}
+            if added := failed.difference(shard_spans):
                 # Restore the order of the layout, which is the order of the manifest.
-                held = sorted([*held, *failed], key=lambda span: (position.get(span[0], len(position)), span[1]))
-            if len(held) > len(shards.get(commit.shard_id, ("", []))[1]):
-                shards[commit.shard_id] = (commit.split, held)
-    rows = [(shard_id, split, *span) for shard_id, (split, held) in sorted(shards.items()) for span in held]
+                unsorted = [*shard_spans, *added]
+                shard_spans = sorted(unsorted, key=lambda span: (video_rows.get(span[0], len(video_rows)), span[1]))
+            if len(shard_spans) > len(shards.get(commit.shard_id, ("", []))[1]):
+                shards[commit.shard_id] = (commit.split, shard_spans)
+    rows = [(shard_id, split, *span) for shard_id, (split, ids) in sorted(shards.items()) for span in ids]
     columns = list(zip(*rows, strict=True)) or [(), (), (), ()]
     arrays = [pa.array(values, field.type) for values, field in zip(columns, LAYOUT, strict=True)]
     return pa.table(arrays, schema=LAYOUT)

@@ -1,15 +1,15 @@
-"""The folder of a variant: its recipe, the request of its last run, and whether it may replace another variant.
+"""The folder of a variant: its recipe, the request of its last run, and the rule for replacing another variant.
 
-`<variant>/selection.json` holds `--where`, `--endpoint`, the path of local weights, and `--engine` or `--address`
-unless the default engine was used, so that the commands that continue the run (`prep retry`, the `next` lines) use the
-same values.
+`<variant>/selection.json` contains the values of the request that commands need to continue the run (`prep retry`, the
+`next` lines): `--where`, `--endpoint`, the path of local weights, and `--engine` or `--address` unless the default
+engine was used.
 
-The selection is part of the request and not of the recipe: the bytes of a sample do not depend on it, so a different
-selection keeps the variant and its samples, and makes only the missing samples. It has a separate file because the
-checksum of recipe.json is recorded at the end of a run, but status and plans must know the selection from the start.
+The selection is not part of the recipe, because the bytes of a sample do not depend on it: a run with a different
+selection keeps the variant and its samples, and makes only missing samples. The selection has its own file because the
+checksum of recipe.json is recorded at the end of a run, but status and plans need the selection from the start.
 
-A variant may replace the current variant unless it lacks samples of the current variant because of a temporary failure,
-such as refused credentials, a full disk or a lost worker. `prep retry`, or the same command, can still make these
+A variant may replace the current variant unless a temporary failure, such as rejected credentials, a full disk or a
+lost worker, made it lack samples of the current variant. `prep retry`, or the same command, can still make these
 samples. A permanently damaged source does not prevent the replacement. Runs, `prep status` and `prep gc` follow this
 rule (`lost_samples`).
 """
@@ -46,15 +46,15 @@ WHERE = "where"
 Value = str | int | float  # value of a flag
 
 
-def write_selection(folder: Path, where: str | None, further: Mapping[str, Value | None] | None = None) -> None:
-    """Record the selection of a run in its variant's folder; a run without a selection needs no file.
+def write_selection(folder: Path, where: str | None, values: Mapping[str, Value | None] | None = None) -> None:
+    """Record the selection of a run in the folder of its variant. If the selection is empty, remove the file.
 
     Args:
-        where: Condition that selects samples; None for all.
-        further: Other values of the request by flag name; None for a flag that was not passed.
+        where: Condition that selects samples; None for all samples.
+        values: Other values of the request, keyed by flag name; None for a flag that was not passed.
     """
     path = folder / SELECTION_FILE
-    selection = {name: value for name, value in {WHERE: where, **(further or {})}.items() if value is not None}
+    selection = {name: value for name, value in {WHERE: where, **(values or {})}.items() if value is not None}
     if not selection:
         remove(path)
     elif not path.is_file() or _read(path) != selection:
@@ -62,7 +62,7 @@ def write_selection(folder: Path, where: str | None, further: Mapping[str, Value
 
 
 def read_selection(folder: Path) -> dict[str, Any]:
-    """Read the selection of the last run of a variant; without `where`, the run selected all samples.
+    """Read the selection of the last run of a variant. If it lacks `where`, the run selected all samples.
 
     Raises:
         UserError: The file is damaged.
@@ -73,13 +73,13 @@ def read_selection(folder: Path) -> dict[str, Any]:
     selection = _read(path)
     if selection is None:
         raise UserError(
-            f"{path} is damaged", hint=f"run prep {folder.parent.name} again, with its --where, to rewrite it"
+            f"{path} is damaged", hint=f"run prep {folder.parent.name} again with the same --where to rewrite the file"
         )
     return selection
 
 
 def stored_request(variant: Variant) -> dict[str, Any]:
-    """Return the recipe of a variant and the request of its last run, such as `where`.
+    """Return the recipe of a variant, merged with the request of its last run, such as `where`.
 
     Raises:
         UserError: A file cannot be read.
@@ -107,9 +107,9 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def make_variant(folder: Path, recipe: dict[str, Any]) -> None:
-    """Create a variant's folder with its recipe, or update the recipe of an existing folder.
+    """Create the folder of a variant with its recipe, or update the recipe in an existing folder.
 
-    The folder is renamed into place once it holds the recipe, so that no other command sees a folder without one.
+    A new folder gets its name only when it contains the recipe, so other commands never see a folder without a recipe.
     """
     if not folder.is_dir():
         folder.parent.mkdir(exist_ok=True)
@@ -122,7 +122,7 @@ def make_variant(folder: Path, recipe: dict[str, Any]) -> None:
 
 
 def write_recipe(folder: Path, recipe: dict[str, Any]) -> None:
-    """Publish recipe.json unless the file already has this content: a run without work modifies no file."""
+    """Publish recipe.json unless the file already has this content, so that a run without work changes no file."""
     try:
         is_recorded = parse_json(read_record(folder / RECIPE_FILE)) == recipe
     except (OSError, ValueError):
@@ -131,15 +131,15 @@ def write_recipe(folder: Path, recipe: dict[str, Any]) -> None:
         publish_json(folder / RECIPE_FILE, recipe)
 
 
-# Codes of failures that may not occur again; an encoder may also have failed because of the variant's settings.
+# Codes of failures that may not occur again in a new attempt. A failure of the encoder may be due to the settings.
 _CAN_PASS = TRANSIENT | SOURCE_AWAY | {FailureCode.ENCODE_FAILED}
 
 
 def lost_samples(data_dir: Path, column: str, *, variant: str, former: str | None) -> list[Failure]:
-    """Return the failures that cost a variant samples of a former one, if a retry may still make these samples.
+    """Return the failures that made a variant lack samples of a former variant, and that a retry may repair.
 
     Args:
-        variant: Name of the variant to keep.
+        variant: Name of the new variant.
         former: Name of the variant to replace; None if there is none.
     """
     if former is None or former == variant:
@@ -156,26 +156,26 @@ def lost_samples(data_dir: Path, column: str, *, variant: str, former: str | Non
     shards -= {shard_name(shard.shard_id) for shard in new.shards()}
     try:
         video_ids = {failure.video_id for failure in failures}
-        latest: dict[str, int] = {}  # latest start (ms) of the samples that only the former variant holds, by video
+        latest: dict[str, int] = {}  # latest start (ms) of the samples that only the former variant has, by video ID
         for video_id, start_ms in _starts(old, video_ids) - _starts(new, video_ids):
             latest[video_id] = max(start_ms, latest.get(video_id, 0))
     except (Damaged, OSError):
-        return failures  # it is unknown which samples the variants hold
+        return failures  # it is unknown which samples the variants have
     return [
         failure
         for failure in failures
-        # The key of a failure is the key of the first sample that failed.
+        # The key of a failure belongs to the first sample that failed.
         if failure.video_id in shards
         or latest.get(failure.video_id, -1) >= (0 if failure.key is None else _video_and_start(failure.key)[1])
     ]
 
 
 def _starts(variant: Variant, video_ids: Collection[str]) -> set[tuple[str, int]]:
-    """Return the video and the start in ms of each sample of the given videos."""
+    """Return the video ID and the start in ms of each sample of the given videos."""
     starts = set()
     for shard in variant.shards():
         for key in open_index(shard.index_path, columns=["key"])["key"].to_pylist():
-            if key in video_ids:  # a sample that holds the complete video
+            if key in video_ids:  # the sample covers the complete video
                 starts.add((key, 0))
             elif (start := _video_and_start(key))[0] in video_ids:
                 starts.add(start)
@@ -183,7 +183,7 @@ def _starts(variant: Variant, video_ids: Collection[str]) -> set[tuple[str, int]
 
 
 def _video_and_start(key: str) -> tuple[str, int]:
-    """Return the video and the start in ms of a chunk; (key, 0) for a sample that is not a chunk."""
+    """Return the video ID and the start in ms from the key of a chunk; return (key, 0) for other samples."""
     try:
         return split_key(key)
     except ValueError:

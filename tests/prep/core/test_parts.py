@@ -199,7 +199,9 @@ def test_other_parts_wait_for_the_first_and_probe_nothing_again(
 
 def test_parts_of_another_count_are_refused_while_others_run_and_harmless_afterwards(data: Path) -> None:
     with running(data, "3/8"):
-        with pytest.raises(UserError, match=r"--part 3/16 divides the run by 16, but part 3/8 is running \(process"):
+        with pytest.raises(
+            UserError, match=r"--part 3/16 divides the run into 16 parts, but part 3/8 is running \(process"
+        ):
             writing_part(data, Part(3, 16), column="video").__enter__()
         with running(data, "4/8"):
             pass
@@ -225,7 +227,7 @@ def test_parts_exclude_commands_without_part_other_settings_and_other_code(
         source, other = str(source_sha256("clipmill.prep"))[:8], running(data, "2/2", makes="a")
         monkeypatch.setattr(parts, "source_sha256", lambda package: "0123abcd")
         with (
-            pytest.raises(UserError, match=f"source 0123abcd.* differs from clipmill of part 1/2.*source {source}"),
+            pytest.raises(UserError, match=f"source 0123abcd, but part 1/2, .*source {source}"),
             other,
         ):
             pass
@@ -233,7 +235,7 @@ def test_parts_exclude_commands_without_part_other_settings_and_other_code(
     with writing(data), pytest.raises(UserError, match="another command is writing"):
         writing_part(data, Part(1, 2), column="video").__enter__()
     refused = prep_here("text", "--clip", "tiny", "--address", "auto", "--part", "1/2", "--data", data, status=2)
-    assert "--part 1/2 has no effect with --address auto" in refused.error
+    assert "--part 1/2 cannot be used with --address auto" in refused.error
     with running(data, "1/2", column="latents"), column_lock(data):
         pass  # columns do not exclude each other
 

@@ -110,8 +110,8 @@ def end_by(number: int) -> None:
     ("killed_by", "code", "hint"),
     [
         (signal.SIGKILL, FailureCode.WORKER_LOST, "fewer --workers if memory is short"),
-        (signal.SIGABRT, FailureCode.WORKER_CRASHED, "install another build"),
-        (signal.SIGSEGV, FailureCode.WORKER_CRASHED, "install another build"),
+        (signal.SIGABRT, FailureCode.WORKER_CRASHED, "use a different build"),
+        (signal.SIGSEGV, FailureCode.WORKER_CRASHED, "use a different build"),
     ],
 )
 def test_the_hint_about_a_lost_worker_follows_from_its_signal(
