@@ -36,7 +36,7 @@ from pathlib import Path
 from benchmarks.measure import prep_command, run_measured
 from benchmarks.report import parser_for, print_report
 from benchmarks.tree import run_watched
-from clipmill.prep.video.codecs import codec_named
+from clipmill.prep.video.codecs import find_codec
 from clipmill.prep.video.column import Recipe, resolve
 from clipmill.prep.video.encode import SpanPlan, output_size, span_arguments
 from clipmill.prep.video.ffmpeg import PROGRAM_VARIABLE, find_ffmpeg
@@ -126,7 +126,7 @@ class Chunkers:
 
     def _chunk_commands(self, plan: SpanPlan) -> Iterable[list[str]]:
         settings = self._recipe.settings
-        codec = codec_named(settings.codec)
+        codec = find_codec(settings.codec)
         options: dict[str, object] = {
             "an": None,
             "c:v": codec.encoder,

@@ -23,7 +23,7 @@ EXTENSION = "latents.npy"  # extension of the member of each sample
 COMPRESSED = f"{EXTENSION}.zst"
 LATENTS_SCHEMA = 2  # increment it when the same settings begin to produce different bytes
 SEED = Range(0, (1 << 63) - 1, hint="use a whole number from 0 to 2^63 - 1")
-_FPS = Range(Fraction(1, 60), 240, hint="--fps must be from 1/60 to 240")  # type: ignore[arg-type]
+_FPS = Range(Fraction(1, 60), 240, hint="use --fps 1/60 to 240")  # type: ignore[arg-type]
 _FRAMES = re.compile(r"([1-9]\d{0,5})f", re.ASCII)
 _VAE = ("channels", "factor", "scaling_factor", "shift_factor")
 _STATISTICS = ("latents_mean", "latents_std")

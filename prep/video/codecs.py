@@ -1,12 +1,12 @@
-"""The video codecs of `prep chunk`, with their encoders, defaults, and arguments for rate control and GOP.
+"""The video codecs of `prep chunk`, with their encoders, their defaults, and their arguments for rate control and GOP.
 
 All encoders run single-threaded and without adaptive frame placement, so that the output bytes depend only on the
 frames and the settings. GOP layouts:
 
     comb    closed, `I b ... b P b ... b P ...`: a P frame every 16 frames; b frames are never references. Decoding a
             frame requires only the key frame, the P frames up to this frame, and the frame itself
-    star    a comb with a single P frame: any frame requires decoding at most three frames
-    closed  a closed GOP, whose frame types the encoder chooses
+    star    a comb with a single P frame: decoding any frame requires at most three frames
+    closed  a closed GOP; the encoder chooses its frame types
     intra   every frame is a key frame
 
 docs/encoding.md lists the cost and the quality of these layouts.
@@ -32,8 +32,8 @@ COMB_STEP = 16  # distance in frames between consecutive P frames
 X26X_PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
 MAX_CONSECUTIVE_B_FRAMES = 16  # limit of libx264 and libx265; a star has keyint - 2 consecutive B frames
 
-# Lookahead of the preset `faster` in frames. The lookahead of quicker presets is shorter than the distance between P
-# frames, which costs 0.6 dB at the same file size.
+# Lookahead of the preset `faster`, in frames. Faster presets have a lookahead that is shorter than the distance between
+# P frames, which costs 0.6 dB at the same file size.
 _COMB_LOOKAHEAD = 20
 
 Arguments = dict[str, str | int]
@@ -49,7 +49,7 @@ class Codec:
         gops: Supported GOP layouts, with the default first.
         crf_range: Smallest (best) and largest value of `--crf`; for MJPEG, the quantiser scale.
         presets: Values of `--preset`; empty if the encoder has no presets.
-        gop_arguments: (gop, keyint) -> ffmpeg output arguments.
+        gop_arguments: Function that takes a GOP layout and a key frame interval, and returns ffmpeg output arguments.
         crf_argument: ffmpeg option that takes the value of `--crf`.
         encode_s_per_megapixel: Core-seconds per megapixel at the default settings, on an x86-64 server core at about 3
             GHz.
@@ -104,7 +104,7 @@ def _x26x_gop(gop: str, keyint: int) -> str:
 
 def _av1_gop(gop: str, keyint: int) -> Arguments:
     length = 1 if gop == INTRA else keyint
-    # SVT-AV1's key frames close the GOP; lp=1 selects a single thread.
+    # Key frames of SVT-AV1 close the GOP. lp=1 selects a single thread.
     return {"g": length, "svtav1-params": "lp=1:scd=0"}
 
 
@@ -229,11 +229,11 @@ CODECS: dict[str, Codec] = {
 }
 
 
-def codec_named(name: str) -> Codec:
+def find_codec(name: str) -> Codec:
     """Return the codec for a value of `--codec`.
 
     Raises:
-        UserError: There is no codec with that name.
+        UserError: No codec has this name.
     """
     try:
         return CODECS[name]
@@ -241,8 +241,8 @@ def codec_named(name: str) -> Codec:
         raise UserError(f'unknown codec "{name}"', hint=f"use one of {', '.join(CODECS)}") from None
 
 
-# Key frame intervals for which a codec's arguments can differ: the limits and the default of each layout, and intervals
-# around COMB_STEP.
+# Key frame intervals at which the arguments of a codec may change: the limits and the default of each layout, and
+# intervals around COMB_STEP.
 _INTERVALS = {COMB: (3, 16, 17, 18, 90, 600), STAR: (3, 16, 18), CLOSED: (1, 30, 90, 600), INTRA: (1,)}
 
 
@@ -251,15 +251,15 @@ def changed_arguments(name: str, gop: str) -> str | None:
 
     The hash is part of the recipe's fingerprint. Therefore a change to this file makes only the affected chunks stale.
     """
-    codec = codec_named(name)
+    codec = find_codec(name)
     names = [codec.encoder, codec.crf_argument, codec.preset_argument, *map(list, codec.fixed_arguments)]
     arguments = [sorted(codec.gop_arguments(gop, keyint).items()) for keyint in _INTERVALS[gop]]
     digest = hashlib.sha256(json.dumps([*names, *arguments]).encode()).hexdigest()[:16]
-    return None if digest == _AT_SCHEMA_1.get(name, {}).get(gop) else digest
+    return None if digest == _SCHEMA_1_HASHES.get(name, {}).get(gop) else digest
 
 
 # Never change an entry: the arguments of codecs added or changed after schema 1 are hashed.
-_AT_SCHEMA_1: dict[str, dict[str, str]] = {
+_SCHEMA_1_HASHES: dict[str, dict[str, str]] = {
     "h264": {
         "comb": "29127b4a227db357",
         "star": "16a2be4aadcebc91",
@@ -311,7 +311,7 @@ def slice_reader(codec: str, extradata: bytes) -> "Callable[[Packet | bytes], in
 
 
 def is_reference(codec: str, header: int | None) -> bool:
-    """Return True if the header of a frame's first slice states that other frames may reference it, or is unknown."""
+    """Return True if other frames may reference a frame, given the header of its first slice; True if it is unknown."""
     if header is None:
         return True
     if codec == "h264":
@@ -321,7 +321,7 @@ def is_reference(codec: str, header: int | None) -> bool:
 
 
 def is_idr(codec: str, header: int | None) -> bool:
-    """Return True if the header of a key frame's first slice states that the frame is an IDR picture."""
+    """Return True if a key frame is an IDR picture, according to the header of its first slice."""
     if codec not in _IDR_TYPES:
         return True
     return header is not None and (header & 31 if codec == "h264" else header >> 1 & 63) in _IDR_TYPES[codec]

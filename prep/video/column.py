@@ -1,8 +1,8 @@
-"""The column `video`: the settings and flags of `prep chunk` and `prep index`, and the `ColumnSpec` of each command.
+"""The `video` column: the settings and flags of `prep chunk` and `prep index`, and the `ColumnSpec` of each command.
 
-In a `Recipe`, a setting that the user did not pass is None and takes its value from a named recipe or from the codec.
+In a `Recipe`, a setting that the user did not pass is None, and takes its value from a named recipe or from the codec.
 `resolve` fills in these values and adds the ffmpeg version. The resolved recipe is fingerprinted, stored beside the
-shards and compared when a run is repeated; it does not contain the name of the named recipe.
+shards, and compared in later runs. It does not contain the name of the named recipe.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.recipe import KEPT, changed_flags, setting_flags
 from clipmill.prep.core.request import PartRequest, PlanRequest, ScratchSize
 from clipmill.prep.sources.detector import DEFAULT_DETECTOR, DEFAULT_THRESHOLD, DetectorName, scenedetect_version
-from clipmill.prep.video.codecs import DEFAULT_KEYINT, INTRA, changed_arguments, codec_named
+from clipmill.prep.video.codecs import DEFAULT_KEYINT, INTRA, changed_arguments, find_codec
 from clipmill.prep.video.settings import (
     RECIPE_SCHEMA,
     SHOT_SETTINGS,
@@ -63,7 +63,7 @@ class Recipe(Checked):
     values."""
 
     len: Annotated[str, ENCODING, FIRST_RUN, Parameter(allow_leading_hyphen=True)] = "15s"
-    """Chunk length with unit, up to 1 hour, such as 15s, 2.5s or 500ms. With --cut shots, the maximum length."""
+    """Chunk length with a unit, up to 1 hour, such as 15s, 2.5s or 500ms. With --cut shots, the maximum length."""
 
     codec: Annotated[str | None, ENCODING, FIRST_RUN] = None
     """Video codec: h264, hevc, av1, vp9, mjpeg, h264_nvenc, hevc_nvenc. If it differs from the codec of --recipe, the
@@ -122,7 +122,7 @@ class Recipe(Checked):
     result is no longer than --len, and omitted otherwise. Default: 2s, or half of --len if that is less."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for two rate settings, for settings that the codec does not support, and for conflicts."""
+        """Yield errors about settings that conflict, and about settings that the codec does not support."""
         if self.crf is not None and self.bitrate is not None:
             yield UserError(
                 "--crf and --bitrate are mutually exclusive", hint="use only one of them", flags=("--crf", "--bitrate")
@@ -143,7 +143,7 @@ class Recipe(Checked):
         """
         flags = {field.name: getattr(self, field.name) for field in fields(ChunkSettings)}
         recipe = NAMED_RECIPES[self.recipe]
-        codec = codec_named(self.codec or recipe["codec"])
+        codec = find_codec(self.codec or recipe["codec"])
         defaults: dict[str, Any] = {
             "crf": codec.default_crf,
             "preset": codec.default_preset or None,
@@ -183,18 +183,18 @@ class IndexRecipe(Checked):
     verb: ClassVar[str] = "index"
 
     len: Annotated[str, FIRST_RUN, Parameter(allow_leading_hyphen=True)] = "15s"
-    """Chunk length with unit, up to 1 hour, such as 15s or 2.5s."""
+    """Chunk length with a unit, up to 1 hour, such as 15s or 2.5s."""
 
     fps: str = "30"
     """Nominal frame rate of the chunks in frames per second, such as 25 or 30000/1001. Other columns count frames at
     this rate; clips show the frames of the source at any rate."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for invalid lengths and rates."""
+        """Yield errors about invalid lengths and rates."""
         yield from errors_of(self.settings)
 
     def settings(self) -> IndexSettings:
-        """Return the settings, normalised."""
+        """Return the settings with normalised values."""
         settings = IndexSettings(len=canonical_length("--len", self.len), fps=self.fps)
         return replace(settings, fps=str(settings.fps_exact))
 
@@ -214,15 +214,15 @@ class IndexRecipe(Checked):
 
 
 def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
-    """Fill in the settings that are None in `recipe`, so that recipes that produce equal bytes are equal.
+    """Fill in the settings that are None, so that recipes that produce equal bytes are equal.
 
     Args:
-        ffmpeg_version: Version of the ffmpeg program. It is part of the recipe because other builds may produce
+        ffmpeg_version: Version of the ffmpeg program, which is part of the recipe because other builds may produce
             different bytes.
     """
     settings = recipe.settings()
     stored, changed = asdict(settings), changed_arguments(settings.codec, settings.gop)
-    if settings.cut == "even":  # schema 1 had no other value, so its recipes do not contain these settings
+    if settings.cut == "even":  # recipes of schema 1, which had no other value, do not contain these settings
         for name in ("cut", *SHOT_SETTINGS):
             del stored[name]
     values = {
@@ -243,26 +243,26 @@ def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
 
 
 def settings_line(stored: Mapping[str, Any]) -> str:
-    """Return the settings in a recipe.json that affect the chunks, on one line."""
+    """Return the settings in a recipe.json that affect the chunks, as one line."""
     names = [*_STORED, "ffmpeg", "scenedetect"]
     return " ".join(f"{name}={stored[name]}" for name in names if stored.get(name) is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRequest(PartRequest):
-    """The flags of `prep chunk` that are not settings, including the scratch size for copies of remote videos."""
+    """Flags of `prep chunk` that do not affect the chunks, including the scratch size for copies of remote videos."""
 
     scratch_size: Annotated[ScratchSize, KEPT] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkPlanRequest(PlanRequest):
-    """The flags of `prep plan` that are not settings."""
+    """Flags of `prep plan` that are not settings."""
 
     explain: Annotated[
         str | None,
         FIRST_RUN,
-        Parameter(help="Chunk key or video ID to explain: its state in the plan, and the reason."),
+        Parameter(help="Chunk key or video ID whose state in the plan is explained."),
     ] = None
 
 
@@ -279,7 +279,8 @@ def _flags(recipe: Recipe | IndexRecipe) -> list[str]:
     settings = recipe.settings()
     names = [name for name, values in NAMED_RECIPES.items() if values["codec"] == settings.codec]
     name, codec = (names[0], None) if names else (Recipe().recipe, settings.codec)
-    # Other defaults depend on the GOP layout, so they are computed with it; its own default is computed without it.
+    # Some defaults depend on the GOP layout, so they are computed for this layout. The default layout itself comes from
+    # a recipe without one.
     defaults = asdict(Recipe(recipe=name, codec=codec, gop=settings.gop).settings())
     base = Recipe(recipe=name, codec=codec).settings()
     defaults |= {"len": settings.len, "gop": base.gop, "codec": base.codec if names else None}
@@ -301,8 +302,8 @@ COLUMN = ColumnSpec(
     plan_request="clipmill.prep.video.column:ChunkPlanRequest",
     help="""Encode the videos of the manifest as chunks, and write them to WebDataset shards.
 
-    Chunks have the length --len or, with --cut shots, begin and end at shot boundaries. Each run encodes only chunks
-    that are new, changed, missing or damaged. Different settings create a new variant and keep the existing one.
+    Chunks have the length --len or, with --cut shots, start and end at shot boundaries. Each run encodes only chunks
+    that are new, changed, missing or damaged. Different settings create a new variant and keep the existing variant.
 
     Example:
 
@@ -322,7 +323,7 @@ COLUMN = ColumnSpec(
     settings_line=settings_line,
 )
 
-# `prep index` makes the same column, but the packets of its chunks stay in the source files.
+# `prep index` makes the same column, but the packets of the chunks stay in the source files.
 INDEX = replace(
     COLUMN,
     settings=IndexRecipe,

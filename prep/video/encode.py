@@ -1,12 +1,12 @@
 """Encode one span of a video in a single ffmpeg pass, and check the source frames that it shows.
 
 ffmpeg keeps the timestamps of the source (`-copyts`), and seeks to a point shortly before the span. The fps filter then
-drops every frame before the span; a seek to the exact start could miss the source frame that is visible there. If that
-frame begins before the seek point, as in slides and screen recordings, the seek drops it too. In this case the pass is
+drops every frame before the span. A seek to the exact start could miss the source frame that is visible there. If that
+frame begins even before the seek point, as in slides and screen recordings, it is missed too. In this case the pass is
 stopped at its first frame, and a new pass seeks to an earlier point. The segment muxer cuts at forced key frames, one
-per chunk. Frames between two chunks that belong to neither are encoded into a segment that is discarded. ffmpeg also
-records the source timestamp of every encoded frame (`-stats_enc_pre`), and `check_frames` compares it with the packets
-of the source.
+per chunk. Frames between two chunks that belong to neither chunk are encoded into a segment that is discarded. ffmpeg
+also records the source timestamp of every encoded frame (`-stats_enc_pre`), and `check_frames` compares it with the
+packets of the source.
 
 ffmpeg builds the filter graph only once, because a second graph would restart its clock. If the frame shape changes
 within a source, the scaler therefore fits each part into the resolution of the chunks.
@@ -32,7 +32,7 @@ import numpy as np
 
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources.access import SourceFacts, as_failure
-from clipmill.prep.video.codecs import codec_named
+from clipmill.prep.video.codecs import find_codec
 from clipmill.prep.video.ffmpeg import has_version, require_success, run
 from clipmill.prep.video.settings import ChunkSettings, ResolvedRecipe
 from clipmill.shards.opening import FILE_PROTOCOLS
@@ -50,7 +50,7 @@ _REACH_FACTOR = 32  # factor by which each new pass seeks further back, until it
 _LIMIT_PER_VIDEO_S = 60.0  # time limit per second of video: a pass slower than 1/60 of real time is considered stuck
 _MAX_TICKS_PER_S = 1_000_000  # resolution of ffmpeg's option values
 _SAME_SHAPE = 0.02  # relative difference of aspect ratios below which a frame is stretched to the chunk's resolution
-_BEFORE_S = 0.0005  # offset that is less than half a frame, for a time between two frames
+_OFFSET_S = 0.0005  # offset to a time between two frames, less than half a frame
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Span:
     """Consecutive chunks of a video that one encoder pass makes.
 
     Attributes:
-        index: Number of the span within its video.
-        first_frame: First frame of its first chunk, in output frames from the start of the video.
+        index: Index of the span within its video.
+        first_frame: First frame of the first chunk, in output frames from the start of the video.
         chunk_frames: Number of frames in each chunk, in order.
         is_last: True for the last span of a video.
         gaps: Number of frames omitted before each chunk, 0 for the first; empty if no frame is omitted.
@@ -77,7 +77,7 @@ class Span:
         return sum(self.chunk_frames) + sum(self.gaps)
 
     def pieces(self) -> list[tuple[int, bool]]:
-        """Return the consecutive pieces of the encoder pass: (number of frames, whether it is a chunk)."""
+        """Return the number of frames of each piece of the encoder pass, and True if the piece is a chunk."""
         gaps = self.gaps or (0,) * len(self.chunk_frames)
         pairs = zip(gaps, self.chunk_frames, strict=True)
         return [piece for gap, frames in pairs for piece in ((gap, False), (frames, True)) if piece[0]]
@@ -172,8 +172,8 @@ def span_of(chunks: list[int], *, index: int, span_chunks: int) -> Span:
 def start_ms(first_frame: int, *, fps: Fraction) -> int:
     """Return the start of a chunk in milliseconds.
 
-    It is exact with `--cut even`, because chunk lengths are whole milliseconds. With `--cut shots`, it is rounded to
-    the nearest millisecond. No two frames have the same value, because a frame lasts more than 4 ms.
+    The value is exact with `--cut even`, because chunk lengths are whole milliseconds. With `--cut shots`, it is
+    rounded to the nearest millisecond. No two frames have the same value, because a frame lasts more than 4 ms.
     """
     return round(first_frame / fps * 1000)
 
@@ -214,10 +214,10 @@ def encode_span(
     """Encode the chunks of `span` into a new folder under `folder`, and check their frames.
 
     Args:
-        on_frames: Function that is called periodically with the number of frames encoded so far.
+        on_frames: Function to call periodically with the number of frames encoded so far.
 
     Raises:
-        SourceFailure: The pass failed, or its frames differ from the span's plan.
+        SourceFailure: The pass failed, or its frames differ from the plan of the span.
     """
     fps, timeline = recipe.settings.fps_exact, Timeline.from_json(source.timeline)
     limit_s = max(_MIN_LIMIT_S, _LIMIT_PER_VIDEO_S * float(span.num_frames / fps))
@@ -230,7 +230,7 @@ def encode_span(
                 raise _FirstFrameDropped
 
         def poll() -> None:
-            # Stop early, because a long pass whose first frame is wrong has to be repeated anyway.
+            # Stop a long pass early if its first frame is wrong, because it has to be repeated anyway.
             with suppress(FileNotFoundError), times_file.open() as file:
                 if (line := file.readline()).endswith("\n"):
                     require_first(source_times([line], start=timeline.start))
@@ -256,7 +256,7 @@ def encode_span(
 
 
 class _FirstFrameDropped(Exception):
-    """Error raised if the source frame that the first output frame must show begins before the seek point."""
+    """Exception raised if the source frame that the first output frame must show begins before the seek point."""
 
 
 def span_arguments(
@@ -269,7 +269,7 @@ def span_arguments(
     """
     import ffmpeg
 
-    settings, codec = recipe.settings, codec_named(recipe.settings.codec)
+    settings, codec = recipe.settings, find_codec(recipe.settings.codec)
     timeline = Timeline.from_json(source.timeline)
     stream, video = _scaled_frames(source_path, source=source, span=span, recipe=recipe, reach=reach)
     begin_s = timeline.start + span.first_frame / settings.fps_exact
@@ -285,7 +285,7 @@ def span_arguments(
             "ar": 48000,
             "af": f"atrim=start={_microseconds(begin_s)},asetpts=PTS-{begin_s}/TB,aresample=async=1:first_pts=0",
         }
-    # Values of ISO/IEC 23091-2, where 2 means "unknown". The scaler passes on only the matrix and the range.
+    # Values of ISO/IEC 23091-2, in which 2 means "unknown". The scaler passes on only the matrix and the range.
     options |= {"color_trc": timeline.transfer} if timeline.transfer != _UNKNOWN_COLOR else {}
     options |= {"color_primaries": timeline.primaries} if timeline.primaries != _UNKNOWN_COLOR else {}
     if settings.bitrate is not None:
@@ -318,7 +318,7 @@ def span_arguments(
         "map_chapters": -1,
         "fflags": "+bitexact",
         "flags": "+bitexact",
-        # With B frames, the first decoding timestamps are negative. By default, muxers would shift all timestamps.
+        # With B frames, the first decoding timestamps are negative. By default, muxers would then shift all timestamps.
         "avoid_negative_ts": "disabled",
         # Before version 8, setpts removes the frame rate, and with it the durations, so the edit list of each chunk
         # would end before the last frame.
@@ -367,7 +367,7 @@ def _scaled_frames(
         format_whitelist=f"{DEMUXERS},{CONTINUOUS_FORMAT}",
         **input_options,
     )
-    # The midpoints of output frames are exact in this unit, which is no finer than the microseconds of `begin_s`.
+    # In this unit, the midpoints of output frames are exact. It is no finer than the microseconds of `begin_s`.
     unit = f"1/{2 * fps.numerator * max(1, _MAX_TICKS_PER_S // (2 * fps.numerator))}"
     begin_s = timeline.start + span.first_frame / fps
     rate: list[Filter] = [
@@ -405,7 +405,7 @@ def _resize_filters(source: SourceFacts, timeline: Timeline, *, settings: ChunkS
     aspect = str(float(timeline.aspects[0][1]))
     for time, next_aspect in timeline.aspects[1:]:
         # Switch at a time between two frames, because times are compared as floating-point numbers.
-        aspect = f"if(lt(t,{float(time + timeline.start) - _BEFORE_S:.6f}),{aspect},{float(next_aspect)})"
+        aspect = f"if(lt(t,{float(time + timeline.start) - _OFFSET_S:.6f}),{aspect},{float(next_aspect)})"
     ratio = f"(iw*{aspect}/ih)"
     is_same = f"lt(abs({ratio}/{float(first_ratio)}-1),{_SAME_SHAPE})"
     return [
@@ -470,14 +470,16 @@ def source_times(lines: Sequence[str], *, start: Fraction) -> np.ndarray:
 
 
 def check_frames(times_s: np.ndarray, packets_s: np.ndarray, *, span: Span, fps: Fraction) -> None:
-    """Check that each output frame shows the right source frame, using the source's packets and the span's plan.
+    """Check that each output frame of a span shows the right source frame.
 
-    Every output frame must show the source frame that is visible at its time: the last source frame that begins at most
+    An output frame must show the source frame that is visible at its time: the last source frame that begins at most
     half an output frame later. If a video begins with a gap, its first output frames may show a later source frame.
 
     Args:
-        times_s: Times of the source frames shown, float64 [frames], in seconds from the start of the video.
-        packets_s: Times of all source packets in ascending order, float64 [packets], in seconds from the video's start.
+        times_s: Time of the source frame that each output frame shows, float64 [frames], in seconds from the start of
+            the video.
+        packets_s: Times of all source packets in ascending order, float64 [packets], in seconds from the start of the
+            video.
 
     Raises:
         SourceFailure: source_truncated, or frames_differ.
@@ -507,7 +509,7 @@ def check_frames(times_s: np.ndarray, packets_s: np.ndarray, *, span: Span, fps:
 
 
 def is_late(times_s: np.ndarray, *, span: Span, fps: Fraction) -> np.ndarray:
-    """Return True for each output frame, from the span's start, whose source frame begins too late: bool [frames]."""
+    """Return the mask of the span's output frames whose source frame begins too late: bool [frames]."""
     return times_s > _due_s(times_s, span=span, fps=fps) + float(1 / (2 * fps)) + _ROUNDING_S
 
 

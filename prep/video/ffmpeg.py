@@ -1,12 +1,12 @@
-"""Find the ffmpeg program, check its features, and run it safely; no other module starts ffmpeg.
+"""Find the ffmpeg program, check its features, and run it safely. No other module starts ffmpeg.
 
 The program is `$CLIPMILL_FFMPEG` if set, otherwise the `ffmpeg` on PATH if it is recent enough, otherwise the program
 in the imageio-ffmpeg wheel.
 
 `require_success` maps ffmpeg's standard error to failure codes, with a one-line message that is the same in every run.
 An exit status of 0 does not prove success: for a truncated Matroska file or GIF frame, ffmpeg prints one line and
-encodes the readable part. However, most lines at level `error` are harmless, for example when decoding starts in an
-open GOP after a seek. Therefore a run with exit status 0 fails only if it prints a line that matches `_LOSSES`.
+encodes the readable part. On the other hand, most lines at level `error` are harmless, for example when decoding starts
+in an open GOP after a seek. Therefore a run with exit status 0 fails only if it prints a line that matches `_LOSSES`.
 """
 
 import errno
@@ -33,9 +33,9 @@ LEAST_VERSION = ".".join(map(str, MIN_VERSION))
 _TRIES, _QUERY_LIMIT_S = 3, 30.0  # for queries that usually take hundredths of a second
 _POLL_S = 0.1
 _KILL_GRACE_S = 2.0
-_STDERR_BYTES = 4000  # size of the start of the output that is kept, and of the end
+_STDERR_BYTES = 4000  # number of bytes to keep from the start of the output, and from its end
 
-# (pattern, code) of missing or unreadable data, regardless of the exit status. The first match decides.
+# Patterns and failure codes for missing or unreadable data, at any exit status. The first matching pattern counts.
 _LOSSES = (
     (r"File ended prematurely", FailureCode.SOURCE_TRUNCATED),
     (r"CRC mismatch!", FailureCode.DECODE_ERRORS),  # ffmpeg skips this page of an Ogg file
@@ -85,12 +85,12 @@ class Ffmpeg:
     Attributes:
         path: Path or name of the program.
         version: Version, such as "9.0.2", or the name of the build.
-        passed_over: Program on PATH that is too old, with its version; None if there is no such program.
+        outdated: Program on PATH that is too old, with its version; None if there is no such program.
     """
 
     path: str
     version: str
-    passed_over: str | None = None
+    outdated: str | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Outcome:
 
 
 def find_ffmpeg() -> Ffmpeg:
-    """Find the program, in the order that the module's docstring states.
+    """Find the program, in the order that is given at the top of this module.
 
     Raises:
         UserError: No program was found, or the program that the user selected does not work or is too old.
@@ -134,12 +134,12 @@ def find_ffmpeg() -> Ffmpeg:
                 hint="set it to a newer program, or unset it to use the ffmpeg of the imageio-ffmpeg package",
             )
         return Ffmpeg(path=selected, version=version)
-    on_path, passed_over = shutil.which("ffmpeg"), None
+    on_path, outdated = shutil.which("ffmpeg"), None
     if on_path:
         version = _version(on_path, where="PATH")
         if has_version(version, MIN_VERSION):
             return Ffmpeg(path=on_path, version=version)
-        passed_over = f"{on_path} {version}"
+        outdated = f"{on_path} {version}"
     try:
         import imageio_ffmpeg
     except ImportError:
@@ -147,8 +147,8 @@ def find_ffmpeg() -> Ffmpeg:
             "no ffmpeg program found",
             hint=f"install clipmill[prep], which includes one, or set ${PROGRAM_VARIABLE} to a program",
         ) from None
-    # Look for the file in the package first. `get_ffmpeg_exe` runs this program, and if that run is killed, it returns
-    # a different program or none.
+    # Look for the file in the package first: `get_ffmpeg_exe` runs this program and, if the run is killed, returns a
+    # different program or none.
     bundled = next(map(str, Path(imageio_ffmpeg.__file__).parent.glob("binaries/ffmpeg-*")), None)
     if bundled is None:
         try:
@@ -158,11 +158,11 @@ def find_ffmpeg() -> Ffmpeg:
                 f"the imageio-ffmpeg package has no ffmpeg program: {error}",
                 hint=f"install its wheel, or set ${PROGRAM_VARIABLE} to a working program",
             ) from None
-    return Ffmpeg(bundled, _version(bundled, where="the imageio-ffmpeg package"), passed_over=passed_over)
+    return Ffmpeg(bundled, _version(bundled, where="the imageio-ffmpeg package"), outdated=outdated)
 
 
 def version_mismatch(version: str) -> str | None:
-    """Return the reason why this machine cannot carry out a plan for ffmpeg `version`; None if it can."""
+    """Return the reason why this machine cannot execute a plan for ffmpeg `version`; None if it can."""
     try:
         available = find_ffmpeg().version
     except (UserError, FailedWork) as error:
@@ -191,30 +191,30 @@ def _query(command: Sequence[str], *, what: str) -> "subprocess.CompletedProcess
 
     Raises:
         OSError: The command cannot be started.
-        FailedWork: Each attempt was killed or took too long; the message begins with `what`.
+        FailedWork: Every attempt was killed or took too long; the message begins with `what`.
     """
-    why = ""
+    problem = ""
     for _ in range(_TRIES):
         try:
             result = subprocess.run(list(command), capture_output=True, text=True, timeout=_QUERY_LIMIT_S)
         except subprocess.TimeoutExpired:
-            why = f"did not respond within {_QUERY_LIMIT_S:.0f} s"
+            problem = f"did not respond within {_QUERY_LIMIT_S:.0f} s"
             continue
         if result.returncode >= 0:
             return result
-        why = f"was ended by {exit_reason(result.returncode)}"
-    raise FailedWork(f"{what} {why}, {_TRIES} times; run the same command again")
+        problem = f"was ended by {exit_reason(result.returncode)}"
+    raise FailedWork(f"{what} {problem}, {_TRIES} times; run the same command again")
 
 
 def has_version(version: str, least: tuple[int, int]) -> bool:
-    """Return True if a version is `least` or newer. Git builds, such as N-12345-g..., count as recent."""
+    """Return True if a version is `least` or newer. Git builds, such as N-12345-g..., count as new enough."""
     digits = version.lstrip("n").split("-")[0].split(".")
     return not digits[0].isdigit() or tuple(int(digit) for digit in digits[:2] if digit.isdigit()) >= least
 
 
 @cache
 def require_encoder(ffmpeg: Ffmpeg, codec_name: str) -> None:
-    """Check that `ffmpeg` can encode with `codec_name` by encoding four frames.
+    """Check that a program can encode with a codec, by encoding four frames.
 
     Raises:
         UserError: The program lacks the encoder, or the encoder lacks its hardware.
@@ -254,9 +254,9 @@ def run(
         arguments: Program and arguments.
         folder: Working directory.
         limit_s: Wall-clock limit in seconds.
-        on_poll: Function that is called about ten times a second, for progress reports.
+        on_poll: Function to call about ten times a second, for progress reports.
     """
-    # Read the output from a pipe, because a message about a full disk could not be written to a file.
+    # Read the output from a pipe: a message about a full disk could not be written to a file.
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     try:
@@ -271,7 +271,7 @@ def run(
         )
         begin_s, timed_out, head, tail = time.monotonic(), False, b"", b""
         try:
-            while (waited := _wait(process, _POLL_S)) is None:
+            while (exit_state := _wait(process, _POLL_S)) is None:
                 head, tail = _read_ends(reading, head, tail)
                 on_poll()
                 if time.monotonic() - begin_s > limit_s:
@@ -279,15 +279,15 @@ def run(
                     break
         finally:
             if process.returncode is None:
-                waited = _kill_group(process)
+                exit_state = _kill_group(process)
         head, tail = _read_ends(reading, head, tail)
     finally:
         os.close(reading)
         os.close(writing)
-    assert waited is not None
-    return_code, cpu_s = waited
-    first, last = (text.decode("utf-8", "replace").strip() for text in (head, tail))
-    return Outcome(return_code=return_code, stderr_head=first, stderr_tail=last, timed_out=timed_out, cpu_s=cpu_s)
+    assert exit_state is not None
+    return_code, cpu_s = exit_state
+    head_text, tail_text = (content.decode("utf-8", "replace").strip() for content in (head, tail))
+    return Outcome(return_code, stderr_head=head_text, stderr_tail=tail_text, timed_out=timed_out, cpu_s=cpu_s)
 
 
 def _wait(process: "subprocess.Popen[bytes]", seconds: float) -> tuple[int, float] | None:
@@ -311,8 +311,8 @@ def _kill_group(process: "subprocess.Popen[bytes]") -> tuple[int, float] | None:
             os.killpg(process.pid, kill_signal)
         except ProcessLookupError:
             pass
-        if (waited := _wait(process, _KILL_GRACE_S)) is not None:
-            return waited
+        if (exit_state := _wait(process, _KILL_GRACE_S)) is not None:
+            return exit_state
     return -signal.SIGKILL, 0.0
 
 
@@ -330,7 +330,7 @@ def _read_ends(descriptor: int, head: bytes, tail: bytes) -> tuple[bytes, bytes]
 
 
 def require_success(outcome: Outcome, *, limit_s: float) -> None:
-    """Check that ffmpeg read its complete source and wrote its files.
+    """Check that ffmpeg read the complete source and wrote its files.
 
     Args:
         limit_s: Wall-clock limit of the run in seconds.
@@ -341,7 +341,7 @@ def require_success(outcome: Outcome, *, limit_s: float) -> None:
     text = outcome.stderr
     if outcome.timed_out:
         raise SourceFailure(FailureCode.TIMEOUT, f"ffmpeg did not finish within {limit_s:.0f} s")
-    # A signal may have ended ffmpeg or its wrapper. On SIGTERM, ffmpeg completes its files and exits with 255.
+    # A signal may have ended ffmpeg or a wrapper script. On SIGTERM, ffmpeg completes its files and exits with 255.
     killed_by: int | None = None
     if outcome.return_code < 0:
         killed_by = -outcome.return_code
@@ -365,8 +365,9 @@ def cause(text: str) -> str:
     """Return the line of ffmpeg's standard error that states the cause, without parts that vary between runs.
 
     This is the first line about damage or an operating system error that is not only a consequence of another error. If
-    there is no such line, it is the first line that is not a consequence or, failing that, the first line. Memory
-    addresses are removed: `[in#0/mpegts @ 0x5616b5]` becomes `mpegts`.
+    there is no such line, it is the first line that is not a consequence. If every line is a consequence, it is the
+    first line about damage or a system error, or the first line. Memory addresses are removed: `[in#0/mpegts @
+    0x5616b5]` becomes `mpegts`.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:

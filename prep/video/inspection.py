@@ -33,8 +33,8 @@ from clipmill.shards.reader import CommittedShard
 _MAX_CAPTIONS = 20
 _PACKET_FIELDS = ("offset", "size", "frame", "flags", "crc32")
 _PACKET_KINDS = (np.uint32, np.uint32, np.int32, np.uint8, np.uint32)
-_MAX_PATTERN = 32  # maximum length, in frames, of a GOP that is printed in full
-_MAX_PATTERNS = 4
+_MAX_PATTERN = 32  # maximum length of a GOP that is printed in full, in frames
+_MAX_PATTERNS = 4  # maximum number of different GOPs, or of runs in a long GOP, that are printed
 
 
 def chunk_report(shard: CommittedShard, number: int, data_dir: Path) -> Report:
@@ -65,7 +65,7 @@ def chunk_report(shard: CommittedShard, number: int, data_dir: Path) -> Report:
     for caption in captions[:_MAX_CAPTIONS]:
         end = "the end" if caption["end_s"] is None else clock(caption["end_s"], decimals=3)
         caption_lines.append(f"  {clock(caption['begin_s'], decimals=3)} to {end}  {caption['text']}")
-    # The size of an indexed chunk is the size of its packets.
+    # The size of an indexed chunk is the total size of its packets.
     size_bytes = row["mp4_size"] if "mp4_size" in row else sum(row["packet_size"])
     lines = [
         f"key       {key}",
@@ -101,7 +101,7 @@ def chunk_report(shard: CommittedShard, number: int, data_dir: Path) -> Report:
 def gop_line(packet_frame: list[int], packet_flags: list[int]) -> str:
     """Return the frame types of a chunk in presentation order, such as `IbbbP x 28 + IP`.
 
-    I is a key frame, P is a frame that other frames may reference, and b is a non-reference frame.
+    I is a key frame, P another frame that may be referenced, and b a non-reference frame.
     """
     sorted_flags = [flags for _, flags in sorted(zip(packet_frame, packet_flags, strict=True))]
     letters = "".join("I" if flag & PACKET_KEY else "P" if flag & PACKET_REFERENCE else "b" for flag in sorted_flags)
@@ -125,10 +125,11 @@ def gop_line(packet_frame: list[int], packet_flags: list[int]) -> str:
 def check_video(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
     """Decode every frame of a chunk, and compare the frames and the JSON member with the index row.
 
-    For an indexed chunk, compare only the checksums of its packets. Only one frame is in memory at a time.
+    For an indexed chunk, only the JSON member and the checksums of the packets are compared. Only one frame is in
+    memory at a time.
     """
     json_differences = _check_description(row, members, split=split)
-    if SOURCE_MEMBER in members:  # compare checksums, and decode nothing
+    if SOURCE_MEMBER in members:  # an indexed chunk
         table = PacketTable(
             *(np.array(row[f"packet_{name}"], kind) for name, kind in zip(_PACKET_FIELDS, _PACKET_KINDS, strict=True))
         )
@@ -201,7 +202,7 @@ def _decode(content: bytes, row: dict[str, Any]) -> tuple[int, tuple[DeepCode, s
     with av.open(BytesIO(content), "r", format="mp4") as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
-        # The decoder must not conceal errors, because some decoders do not mark frames with concealed errors.
+        # The decoder must not conceal errors: some decoders do not mark frames with concealed errors.
         stream.codec_context.options = {"err_detect": "explode"}
         for frame in container.decode(stream):
             if frame.is_corrupt:

@@ -47,7 +47,7 @@ from clipmill.prep.core.report import (
 )
 from clipmill.prep.core.work import Report
 from clipmill.prep.engines.choice import num_cores as count_cores
-from clipmill.prep.video.codecs import codec_named
+from clipmill.prep.video.codecs import find_codec
 from clipmill.prep.video.column import COLUMN, INDEX, column_of
 from clipmill.prep.video.encode import Span, SpanPlan, encode_span
 from clipmill.prep.video.ffmpeg import find_ffmpeg
@@ -236,7 +236,7 @@ def estimate(
         bytes_per_second: Bytes per second of video, measured on shards of the same variant; None without such shards.
     """
     # Core-seconds per second of video on the machine where the constants were measured.
-    codec = codec_named(settings.codec)
+    codec = find_codec(settings.codec)
     scale = np.minimum(1.0, settings.short_side / np.maximum(1, np.minimum(work.width, work.height)))
     source_megapixels_per_s = work.width * work.height * work.fps / 1e6
     output_megapixels_per_s = work.width * work.height * scale**2 * float(settings.fps_exact) / 1e6

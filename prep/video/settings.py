@@ -13,7 +13,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import parse_bitrate, parse_length
 from clipmill.manifests.settings import Checked, Range, errors_of
 from clipmill.prep.core.recipe import Recipe
-from clipmill.prep.video.codecs import INTRA, MAX_CONSECUTIVE_B_FRAMES, STAR, codec_named
+from clipmill.prep.video.codecs import INTRA, MAX_CONSECUTIVE_B_FRAMES, STAR, find_codec
 from clipmill.shards.columns import INDEXED
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ _FPS = Range(1, 240)
 SHOT_SETTINGS = ("detector", "threshold", "min_scene_len", "min_len")  # None if `cut` is not shots
 
 
-class Cutting:
-    """Length and frame rate of chunks, shared by `prep chunk` and `prep index`."""
+class ChunkTiming:
+    """Length and frame rate of chunks, for the settings of `prep chunk` and `prep index`."""
 
     len: str
     fps: str
 
-    def wrong_frames(self) -> Iterator[UserError]:
-        """Yield errors for invalid lengths and rates, and for chunks without a whole number of frames."""
+    def timing_errors(self) -> Iterator[UserError]:
+        """Yield errors about invalid lengths and rates, and about chunks without a whole number of frames."""
         if parse_errors := [*errors_of(lambda: self.len_s), *errors_of(lambda: self.fps_exact)]:
             yield from parse_errors
             return
@@ -50,25 +50,28 @@ class Cutting:
             )
         if not range_errors and (self.len_s * self.fps_exact).denominator != 1:
             yield UserError(
-                f"a chunk of {self.len} at {self.fps} fps has {float(self.len_s * self.fps_exact):g} frames",
-                hint="choose --len and --fps for a whole number of frames per chunk, for example --len 15s --fps 30",
+                f"a chunk of {self.len} at {self.fps} fps has {float(self.len_s * self.fps_exact):g} frames, which is "
+                "not a whole number",
+                hint="use a --len and an --fps with a whole number of frames per chunk, such as --len 15s --fps 30",
                 flags=("--len", "--fps"),
             )
         yield from range_errors
 
     @property
     def len_s(self) -> Fraction:
-        """Length of a full chunk in seconds, exact."""
+        """Exact length of a full chunk in seconds."""
         return _seconds("--len", self.len)
 
     @property
     def fps_exact(self) -> Fraction:
-        """Frame rate in frames per second, exact."""
+        """Exact frame rate in frames per second."""
         try:
             return Fraction(self.fps)
         except (ValueError, ZeroDivisionError):
             raise UserError(
-                f'--fps "{self.fps}" is not a frame rate', hint="write 30, 25 or 30000/1001", flags=("--fps",)
+                f'--fps "{self.fps}" is not a frame rate',
+                hint="use a number such as 30, 25 or 30000/1001",
+                flags=("--fps",),
             ) from None
 
     @property
@@ -78,7 +81,7 @@ class Cutting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkSettings(Cutting, Checked):
+class ChunkSettings(ChunkTiming, Checked):
     """All settings that affect the bytes of chunks; see `clipmill.prep.video.column.Recipe` for their meaning.
 
     Attributes:
@@ -109,12 +112,12 @@ class ChunkSettings(Cutting, Checked):
     min_len: str | None = None
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for values that the codec does not support, and for settings that conflict."""
-        codec = codec_named(self.codec)
+        """Yield errors about values that the codec does not support, and about settings that conflict."""
+        codec = find_codec(self.codec)
         low, high = codec.crf_range
-        yield from Range(
-            low, high, hint=f"--crf must be from {low} (best quality) to {high} for {self.codec}"
-        ).mistakes("--crf", self.crf)
+        yield from Range(low, high, hint=f"use --crf {low} (best quality) to {high} for {self.codec}").mistakes(
+            "--crf", self.crf
+        )
         if self.bitrate is not None:
             yield from errors_of(parse_bitrate, self.bitrate, flag="--bitrate")
         if self.preset is not None and self.preset not in codec.presets:
@@ -151,7 +154,7 @@ class ChunkSettings(Cutting, Checked):
                 hint="use an even number, such as 288",
                 flags=("--short-side",),
             )
-        length_errors = [*self.wrong_frames()]
+        length_errors = [*self.timing_errors()]
         yield from length_errors
         if self.cut == "shots" and self.tail != "keep":
             yield UserError(
@@ -187,7 +190,7 @@ class ChunkSettings(Cutting, Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexSettings(Cutting, Checked):
+class IndexSettings(ChunkTiming, Checked):
     """Settings of `prep index`, whose packets stay in the source files.
 
     Attributes:
@@ -203,8 +206,8 @@ class IndexSettings(Cutting, Checked):
     audio: ClassVar[Audio] = "keep"
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for invalid lengths and rates."""
-        return self.wrong_frames()
+        """Yield errors about invalid lengths and rates."""
+        return self.timing_errors()
 
 
 ResolvedRecipe = Recipe[ChunkSettings]
@@ -220,7 +223,7 @@ def _seconds(flag: str, length: str) -> Fraction:
     if (seconds * 1000).denominator != 1:
         raise UserError(
             f'{flag} "{length}" is not a whole number of milliseconds',
-            hint="round it to milliseconds: 500ms",
+            hint="use whole milliseconds, such as 500ms",
             flags=(flag,),
         )
     return seconds

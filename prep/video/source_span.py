@@ -1,7 +1,7 @@
-"""Make the chunks of one span for `prep index`: find the packets of the source that they require, and the frame times.
+"""Make the chunks of one span for `prep index`: find the source packets that each chunk requires, and the frame times.
 
 A chunk has all packets from the key frame on which its first frame depends to the last packet that its last frame
-requires. Therefore packets at a boundary may belong to two chunks.
+requires. Therefore a packet near a chunk boundary may belong to two chunks.
 """
 
 import json
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
     from clipmill.shards.verify import SalvagedSample
 
-_CONTAINERS = ("mp4", "matroska")  # names of libav's demuxers contain them
+_CONTAINERS = ("mp4", "matroska")  # parts of the names of libav's demuxers
 _CODECS = ("h264", "hevc", "vp9", "av1")
 _SEARCHED_BYTES = 4096  # range searched for a packet's content, longer than the headers of a Matroska block
 _MAX_LEAD_S = 120  # maximum time between the key frame that a chunk requires and the start of the chunk
 _MAX_CHUNK_BYTES = 2**32 - 1  # packet offsets have 32 bits
 _MAX_COMPARED = 32  # maximum number of packets to compare after a key frame
-_NEVER = np.iinfo(np.int64).max
+_NEVER = np.iinfo(np.int64).max  # time of a frame that is never displayed
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SourceChunk:
     """A chunk whose packets are in the source file.
 
     Attributes:
-        facts: Properties read from the demuxed source.
+        facts: Properties of the chunk, read by demuxing the source.
         num_source_frames: Number of distinct source frames that the chunk shows.
         source: Content of the tar member SOURCE_MEMBER.
     """
@@ -133,7 +133,7 @@ def index_span(path: Path, plan: SpanPlan, *, settings: ChunkSettings) -> list[S
         _index_chunk(source, plan, begin_s=first / fps, end_s=(first + length) / fps, num_frames=length)
         for first, length in zip(plan.span.chunk_starts(), plan.span.chunk_frames, strict=True)
     ]
-    # Some streams store parameters only at their start. Check that a chunk's first key packet can be decoded alone.
+    # Some streams store parameters only at their start, so check that the first packet of a chunk can be decoded alone.
     facts = chunks[len(chunks) // 2].facts
     with path.open("rb") as file:
         file.seek(facts.source_offset + facts.packet_offset[0])
@@ -148,7 +148,7 @@ def index_span(path: Path, plan: SpanPlan, *, settings: ChunkSettings) -> list[S
     return chunks
 
 
-@lru_cache(maxsize=1)  # a worker makes the spans of a video one after another
+@lru_cache(maxsize=1)  # a worker makes all spans of a video one after another
 def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
     """Read all packets of a source once, and find the offset of each packet in the file."""
     known = Timeline.from_json(timeline_json)
@@ -198,7 +198,7 @@ def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
     time = packets.times * (unit.numerator * (rate // unit.denominator)) - start.numerator * (rate // start.denominator)
     order = np.empty(len(time), np.int64)
     order[np.lexsort((packets.is_shown, time))] = np.arange(len(time))
-    gop = _keys_of(order, flags)
+    gop = _find_key_packets(order, flags)
     return _Source(
         codec=codec,
         extradata=extradata,
@@ -225,7 +225,7 @@ def _find_offset(file: Any, position: int, content: bytes) -> int:
     return position + distance if distance >= 0 else -1
 
 
-def _keys_of(order: NDArray[np.int64], flags: NDArray[np.int64]) -> NDArray[np.int64]:
+def _find_key_packets(order: NDArray[np.int64], flags: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the index of the key packet from which decoding of each packet's frame starts; -1 if there is none.
 
     A frame that follows a key frame in decoding order, but is displayed before it, may depend on the previous key
@@ -293,10 +293,11 @@ def _index_chunk(
 
 
 def _check_recovery(path: Path, source: _Source) -> None:
-    """Check that the second GOP of an H.264 stream does not depend on the first, unless it starts with an IDR frame.
+    """Check that the second GOP of an H.264 stream does not depend on the first GOP.
 
-    H.264 does not guarantee that frames after a non-IDR key frame are independent of the frames before it. Therefore
-    the second GOP is decoded twice: after the first GOP, and alone.
+    No check is needed if the second GOP starts with an IDR frame. H.264 does not guarantee that frames after any other
+    key frame are independent of the frames before it. Therefore the second GOP is decoded twice: after the first GOP,
+    and alone.
 
     Raises:
         SourceFailure: not_indexable, if the decoded frames differ.

@@ -22,7 +22,7 @@ from clipmill.manifests.keys import split_key
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.prep.core.failures import TRANSIENT, FailureCode, SourceFailure
 from clipmill.prep.sources.access import SourceFacts, as_failure, current_fingerprint
-from clipmill.prep.video.codecs import codec_named, is_reference, slice_reader
+from clipmill.prep.video.codecs import find_codec, is_reference, slice_reader
 from clipmill.prep.video.encode import EncodedSpan, PacketFacts, SpanPlan, encode_span, output_size, start_ms
 from clipmill.prep.video.settings import ResolvedRecipe
 from clipmill.shards.columns import INDEXED, SOURCE_MEMBER
@@ -238,7 +238,7 @@ def checked_chunk(
         facts,
         num_frames=num_frames,
         size=output_size(plan.source, short_side=recipe.settings.short_side),
-        codec=codec_named(recipe.settings.codec).decoder,
+        codec=find_codec(recipe.settings.codec).decoder,
         size_bytes=len(content),
     )
     return ReadyChunk(path, facts, num_source_frames)

@@ -5,9 +5,9 @@
             <32 hex>                     in objects/: copy of one version of one source
 
 ffmpeg is not allowed to use the network (`clipmill.shards.opening`), so it reads a copy of the complete file. The spans
-of a long video are in several shards. A copy therefore stays while there is space, so that the node downloads the video
-only once. Copies that no worker reads are removed to free space, the least recently used first. If this is not enough,
-a worker waits for other workers to finish. A waiting worker holds no copy.
+of a long video are in several shards. Therefore a copy is kept as long as there is space, so that each node downloads a
+video only once. To free space, copies that no worker reads are removed, the least recently used first. If this is not
+enough, a worker waits for other workers to finish. A waiting worker holds no copy.
 
 The first process that uses the folder starts a sweeper. This small process waits until all processes that use the
 folder have ended, even if they were killed, and then removes the folder. If the sweeper is killed too, the next process
@@ -45,7 +45,7 @@ if os.path.samestat(os.stat(sys.argv[1]), os.fstat(folder)):
 _RANGE_BYTES = 16 << 20
 _NUM_RANGES = 4  # ranges requested in parallel, because one connection does not use the full bandwidth
 _WAIT_S = 0.5
-_in_use: tuple[int, Path, int] | None = None  # (process ID, folder, descriptor that holds the lock until exit)
+_locked_root: tuple[int, Path, int] | None = None  # (process ID, folder, descriptor that holds the lock until exit)
 _sweepers: "list[subprocess.Popen[bytes]]" = []
 
 
@@ -55,9 +55,9 @@ def _lock_root() -> Path:
     Raises:
         OSError: The folder cannot be created, or is not exclusive to this user.
     """
-    global _in_use
+    global _locked_root
     root = private_root("sources")
-    if _in_use is not None and _in_use[:2] == (os.getpid(), root):
+    if _locked_root is not None and _locked_root[:2] == (os.getpid(), root):
         return root
     while True:
         folder = open_private(root)
@@ -72,16 +72,16 @@ def _lock_root() -> Path:
         command = [sys.executable, "-I", "-S", "-c", _SWEEPER, os.fspath(root)]
         null = subprocess.DEVNULL
         _sweepers.append(subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True))
-    _in_use = (os.getpid(), root, folder)
+    _locked_root = (os.getpid(), root, folder)
     return root
 
 
 def copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) -> CachedFile:
-    """Return a copy of an object. The copy stays on this node until it is closed.
+    """Return a copy of an object, which is downloaded if necessary. The copy is not removed until it is closed.
 
     Args:
         limit_bytes: Maximum total size of the copies on this node; None for most of the free space.
-        on_wait: Heartbeat function, called repeatedly while the object is downloaded or awaited.
+        on_wait: Heartbeat function to call repeatedly while the object is downloaded, or while this worker waits.
 
     Raises:
         SourceFailure: source_missing, source_unreadable, source_changed, source_too_large, disk_full or io_error.
@@ -97,8 +97,8 @@ def copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) -
             cache = ObjectCache(root, limit_bytes=limit_bytes, is_durable=False)
         if state[0] > cache.limit_bytes:
             free = f"{FREE_SHARE:.0%} of the free space in {root.parent}; set TMPDIR to a larger disk"
-            what = "--scratch-size" if limit_bytes is not None else free
-            message = f"the source has {state[0]:,} bytes, but a copy may have only {cache.limit_bytes:,} ({what})"
+            limit = "--scratch-size" if limit_bytes is not None else free
+            message = f"the source has {state[0]:,} bytes, but a copy may have only {cache.limit_bytes:,} ({limit})"
             raise SourceFailure(FailureCode.SOURCE_TOO_LARGE, message, is_lasting=False)
         with as_source_failure(), suppress(NoRoom):  # retry until other workers have released their copies
             copy = cache.get(name, size_bytes=state[0], fetch=fetch, waits=False)
@@ -113,8 +113,8 @@ def _fetch(objects: Objects, key: str, path: Path, *, state: tuple[int, int], on
 
     Raises:
         SourceFailure: source_changed.
-        UserError, OSError: See `Objects`.
-        OSError: The file cannot be written.
+        UserError: As in `Objects`.
+        OSError: As in `Objects`, or the file cannot be written.
     """
     size_bytes = state[0]
     begins = range(0, size_bytes, _RANGE_BYTES)

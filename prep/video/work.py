@@ -49,8 +49,8 @@ def _require(recipe: Recipe | IndexRecipe) -> None:
     if codec == INDEXED:
         return
     ffmpeg = find_ffmpeg()
-    if ffmpeg.passed_over:
-        sys.stderr.write(f"using the ffmpeg of the imageio-ffmpeg package: {ffmpeg.passed_over} is too old\n")
+    if ffmpeg.outdated:
+        sys.stderr.write(f"using the ffmpeg of the imageio-ffmpeg package, because {ffmpeg.outdated} is too old\n")
     require_encoder(ffmpeg, codec)
 
 

@@ -157,7 +157,7 @@ def test_sources_in_a_bucket_are_tried_as_local_ones_are_or_the_plan_says_why_no
     prep: Prep, data: Path, tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(staging, "_in_use", None)
+    monkeypatch.setattr(staging, "_locked_root", None)
     remote._open_bucket.cache_clear()
     objects = open_objects(bucket)
     for name in ("small", "large"):
@@ -169,5 +169,5 @@ def test_sources_in_a_bucket_are_tried_as_local_ones_are_or_the_plan_says_why_no
     monkeypatch.setattr(estimate_module, "_MAX_COPY_BYTES", 1000)
     text = prep("plan", *quick).stdout
     assert f"no video was tried: {bucket}/videos/" in text and "a plan copies up to 1" in text
-    assert staging._in_use is not None
-    os.close(staging._in_use[2])  # the sweeper removes the copies
+    assert staging._locked_root is not None
+    os.close(staging._locked_root[2])  # the sweeper removes the copies

@@ -42,9 +42,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def leave() -> None:
     """Stop using the copies, as a process does when it exits."""
-    if staging._in_use is not None:
-        os.close(staging._in_use[2])
-        staging._in_use = None
+    if staging._locked_root is not None:
+        os.close(staging._locked_root[2])
+        staging._locked_root = None
 
 
 @pytest.fixture
