@@ -74,7 +74,10 @@ def test_all_mistakes_are_named_at_once_and_none_twice() -> None:
     assert named == [
         *(f"{flag}, which is out of range" for flag in ("--steps is 0", "--lr is nan", "--seed is -1")),
         "--best val/x needs evaluations during training",
-        *("--batch is 1", "--size-px 40 is not a multiple of 16, the patch size of b16"),
+        *(
+            "--batch is 1, but a contrastive loss needs at least 2 samples",
+            "--size-px 40 is not a multiple of 16, the patch size of b16",
+        ),
     ]
     assert str(caught.value).splitlines() == named and len((caught.value.hint or "").splitlines()) == 6
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.run.folder import RunFolder, read_lines
-from clipmill.train.tasks.dual_encoder.clip_benchmark import class_numbers
+from clipmill.train.tasks.dual_encoder.zero_shot import image_classes
 from tests.train.evaluation.test_commands import score
 from tests.train.running import train
 
@@ -168,4 +168,4 @@ def test_what_the_tars_lack_is_said(
 
 def test_class_names_beside_remote_tars_are_not_said_to_be_missing() -> None:
     with pytest.raises(UserError, match=r"classnames\.txt is not looked for next to the remote tars"):
-        class_numbers("http://127.0.0.1:1/test/{0..1}.tar", None)
+        image_classes("http://127.0.0.1:1/test/{0..1}.tar", None)

@@ -223,5 +223,5 @@ def test_results_name_their_relevancy_and_count_queries_that_have_a_score(releva
 def test_captions_of_one_span_share_the_clip_that_shows_it(kitchen: Path) -> None:
     """The loader shows rows 2 and 3 as one clip, with the caption of row 2."""
     mir = open_mir(kitchen)
-    rows, place = mir.rows_shown(np.array([6, 3, 7, 1]))  # 7 is of the other dataset
+    rows, place = mir.find_rows(np.array([6, 3, 7, 1]))  # 7 is of the other dataset
     assert rows.tolist() == [0, 2, 3, 5] and place.tolist() == [3, 1, 1, 0]

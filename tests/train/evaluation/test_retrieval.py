@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from clipmill.train.tasks.dual_encoder.evaluation import Ranking, chosen_texts, retrieval_examples
+from clipmill.train.tasks.dual_encoder.evaluation import Ranking, choose_texts, retrieval_examples
 from clipmill.train.tasks.dual_encoder.metrics import chance, ranks, score_retrieval
 from clipmill.train.tasks.dual_encoder.protocols import distinct_texts, text_keys
 
@@ -75,7 +75,7 @@ def test_equal_tokens_are_one_text() -> None:
     ],
 )
 def test_examples_are_successes_and_failures_by_turns(rank: list[int], chosen: list[int]) -> None:
-    assert chosen_texts(np.array(rank)) == chosen
+    assert choose_texts(np.array(rank)) == chosen
 
 
 class Pictured:

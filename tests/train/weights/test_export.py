@@ -207,7 +207,9 @@ def test_cubes_of_several_frames_become_patches_of_equal_frames() -> None:
     size = replace(size_of("tiny", Towers(tubelet=2)))
     cubes = DualEncoder(size, image_px=SIDE, num_frames=2, attend=attend_with_sdpa).eval()
     towers = image_towers(cubes.state_dict(), rule="mean")
-    assert any("cubes of 2 frames" in message for message in towers.lost) and "video.conv1.weight" in towers.extras
+    assert (
+        any("cubes of 2 frames" in message for message in towers.limitations) and "video.conv1.weight" in towers.extras
+    )
     patches = DualEncoder(size_of("tiny", Towers()), image_px=SIDE, num_frames=1, attend=attend_with_sdpa).eval()
     patches.load_state_dict({**towers.tensors, "video.temporal_embedding": torch.zeros(1, 128)})
     picture = torch.randn(2, 3, 1, SIDE, SIDE)

@@ -109,7 +109,10 @@ def test_the_text_tower_starts_from_a_source_of_its_own(
         (("--init.text", text), f"--init.text is {text}, but the video tower has no weights"),
         (("--init.weights", text, "--init.text", tower), "there is no text tower"),
         (("--init.weights", text, "--init.text", "nowhere"), "cannot read the weights nowhere"),
-        (("--init.weights", text, "--init.text", text, "--text-tower", "frozen"), "take the place of the text tower"),
+        (
+            ("--init.weights", text, "--init.text", text, "--text-tower", "frozen"),
+            "but --text-tower frozen uses stored embeddings",
+        ),
     ):
         assert train(*words, tmp_path / "none", *flags) == 2
         assert problem in capsys.readouterr().err and not (tmp_path / "none").exists()

@@ -1,11 +1,12 @@
-"""Evaluate a dual encoder, after training or during training on all ranks; choose examples for the results page.
+"""Evaluation of a dual encoder, after training or during training, and the examples on the results page.
 
-1. The files of the protocol are read, so that mistakes in them are reported before training starts.
+1. The files of the protocol are read, so that errors in them are reported before training starts.
 2. Every rank embeds its part of the split. The embeddings are gathered in the order of the samples.
-3. A `Scorer` converts them to plain values for the result file, or to metrics for the training log.
+3. A `Scorer` converts the embeddings to JSON-serialisable values for the result file, or to metrics for the training
+   log.
 
-Examples on the page show successes and failures: if possible, a correct clip ranks first for half of the texts, and not
-for the other half. Both halves are spread evenly over the split.
+The examples on the page show successes and failures: if possible, a correct clip ranks first for half of the texts, and
+an incorrect clip for the other half. Both halves are spread evenly over the split.
 
 Shape suffixes: N clips, M texts.
 """
@@ -37,8 +38,8 @@ from clipmill.train.run.tracking import count_batches
 from clipmill.train.tasks.dual_encoder.egocentric import MirTable, open_mir_table
 from clipmill.train.tasks.dual_encoder.metrics import MIR_PROTOCOL, ranks, score_mir
 from clipmill.train.tasks.dual_encoder.protocols import (
+    CLIP_BENCHMARK,
     NAMED,
-    OF_IMAGES,
     Embeddings,
     EmbedTexts,
     Match,
@@ -47,6 +48,7 @@ from clipmill.train.tasks.dual_encoder.protocols import (
     embed_all,
     embed_texts,
     gather_embeddings,
+    image_captions,
     protocol_captions,
 )
 from clipmill.train.tasks.dual_encoder.spec import (
@@ -57,21 +59,21 @@ from clipmill.train.tasks.dual_encoder.spec import (
     RetrievalFlags,
     ZeroShotFlags,
 )
-from clipmill.train.tasks.dual_encoder.zero_shot import ZeroShotScorer, open_class_prompts
+from clipmill.train.tasks.dual_encoder.zero_shot import ZeroShotScorer, image_class_prompts, open_class_prompts
 
-_NUM_QUERIES = 6
-_NUM_SHOWN = 4
+_NUM_QUERIES = 6  # number of texts on the results page
+_NUM_CLIPS = 4  # number of clips per text
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Similarities of texts and clips, from which examples are chosen.
+    """Similarities of clips and texts, from which examples are chosen.
 
     Attributes:
         similarity_NM: Similarities of clips and texts.
-        relevancy_NM: Relevancies in [0, 1]; clips with relevancy 1 are correct.
+        relevancy_NM: Relevancies in [0, 1]. Clips with relevancy 1 are correct.
         sample_N: Index of each clip's sample, int64.
-        text: Function that returns the text with an index.
+        text: Function that takes the index of a text and returns the text.
     """
 
     similarity_NM: NDArray[np.floating]
@@ -83,10 +85,11 @@ class Ranking:
 def retrieval_examples(
     ranking: Ranking, samples: PicturedSamples, *, num_frames: int, player: Player | None
 ) -> list[dict[str, Any]]:
-    """Return texts with their best clips and their best correct clip, as JSON-serialisable values.
+    """Return example texts with their best clips and their best correct clip, as JSON-serialisable values.
 
     Args:
-        num_frames: Number of frames per clip.
+        num_frames: Number of frames to show per clip.
+        player: Player of the clips' videos; None to show only frames.
     """
     similarity_NM, sample_N = ranking.similarity_NM, ranking.sample_N
     rank_M = ranks(similarity_NM.T, ranking.relevancy_NM.T == 1)
@@ -106,30 +109,28 @@ def retrieval_examples(
         }
 
     examples = []
-    for text in chosen_texts(rank_M):
+    for text in choose_texts(rank_M):
         order = np.argsort(-similarity_NM[:, text], kind="stable")
         # If none of the best clips is correct, the best correct clip replaces the last of them.
-        best_right = int(np.flatnonzero(ranking.relevancy_NM[order, text] == 1)[0])
-        indices = [*range(min(_NUM_SHOWN, len(order)))]
-        indices[-1] = max(indices[-1], best_right)
-        shown = [make_example(int(order[index]), text, rank=index + 1) for index in indices]
-        examples.append({"text": ranking.text(text), "rank": int(rank_M[text]), "found": shown})
+        best_correct = int(np.flatnonzero(ranking.relevancy_NM[order, text] == 1)[0])
+        indices = [*range(min(_NUM_CLIPS, len(order)))]
+        indices[-1] = max(indices[-1], best_correct)
+        clips = [make_example(int(order[index]), text, rank=index + 1) for index in indices]
+        examples.append({"text": ranking.text(text), "rank": int(rank_M[text]), "found": clips})
     return examples
 
 
-def chosen_texts(rank_M: NDArray[np.int64], *, at_most: int = _NUM_QUERIES) -> list[int]:
-    """Return indices of texts that alternate between texts with rank 1 (a correct clip is first) and other texts."""
-    right, wrong = np.flatnonzero(rank_M == 1).tolist(), np.flatnonzero(rank_M > 1).tolist()
-    num_wrong = min(len(wrong), max(at_most // 2, at_most - len(right)))
-    spread = (
-        evenly_spaced_items(texts, at_most=count) if texts and count else []
-        for texts, count in ((right, min(len(right), at_most - num_wrong)), (wrong, num_wrong))
-    )
-    return [text for text in chain.from_iterable(zip_longest(*spread)) if text is not None]
+def choose_texts(rank_M: NDArray[np.int64], *, at_most: int = _NUM_QUERIES) -> list[int]:
+    """Return the indices of example texts, alternately with rank 1 (a correct clip is first) and with other ranks."""
+    correct, incorrect = np.flatnonzero(rank_M == 1).tolist(), np.flatnonzero(rank_M > 1).tolist()
+    num_incorrect = min(len(incorrect), max(at_most // 2, at_most - len(correct)))
+    groups = ((correct, min(len(correct), at_most - num_incorrect)), (incorrect, num_incorrect))
+    examples = (evenly_spaced_items(texts, at_most=count) if texts and count else [] for texts, count in groups)
+    return [text for text in chain.from_iterable(zip_longest(*examples)) if text is not None]
 
 
 class Scorer(Protocol):
-    """A protocol whose files have been read. It scores embeddings, for a result file and for the training log."""
+    """Interface of a protocol whose files have been read, which scores embeddings."""
 
     @property
     def definition(self) -> str:
@@ -137,7 +138,11 @@ class Scorer(Protocol):
         ...
 
     def score(self, embeddings: Embeddings, embed: EmbedTexts) -> dict[str, Any]:
-        """Return the entries of a result file. `embed` returns unit-length embeddings of texts other than captions."""
+        """Return the entries of a result file.
+
+        Args:
+            embed: Function that returns unit-length embeddings of texts other than the samples' captions.
+        """
         ...
 
     def metrics(self, result: dict[str, Any]) -> dict[str, float]:
@@ -150,7 +155,11 @@ _MAX_EXAMPLE_SENTENCES = 256
 
 @dataclass(frozen=True)
 class MirMatch:
-    """Similarities and relevancies of clips and sentences; `clip_N` holds the clips' rows in the embeddings."""
+    """Similarities and relevancies of clips and sentences.
+
+    Attributes:
+        clip_N: Rows of the clips in the embeddings.
+    """
 
     similarity_NM: NDArray[np.float32]
     relevancy: Relevancy
@@ -168,9 +177,13 @@ class MirScorer:
         return self.result(self.match(embeddings, embed))
 
     def match(self, embeddings: Embeddings, embed: EmbedTexts) -> "MirMatch":
-        """Match all sentences with the clips that have a row in the relevancy matrix."""
+        """Compare all sentences with the clips that have a row in the relevancy matrix.
+
+        Raises:
+            FailedWork: No clip has a row.
+        """
         table = self.table
-        rows, clip_N = table.rows_shown(embeddings.caption_id)
+        rows, clip_N = table.find_rows(embeddings.caption_id)
         if not len(rows):
             raise FailedWork("none of the decoded clips has a row in the relevancy matrix")
         similarity = embeddings.video[clip_N] @ embed(table.sentences).T
@@ -185,43 +198,47 @@ class MirScorer:
         return {**scores, "relevancy": self.table.source, "coverage": coverage, "incomplete": incomplete}
 
     def ranking(self, match: "MirMatch", sample_N: NDArray[np.int64]) -> Ranking:
-        """Return evenly spaced sentences with a clip of relevancy 1; `sample_N` holds the samples of all embeddings."""
+        """Return the ranking of evenly spaced sentences that have a clip of relevancy 1, for examples.
+
+        Args:
+            sample_N: Index of the sample of each embedding, int64.
+        """
         num_sentences = len(self.table.sentences)
-        chosen = np.array(evenly_spaced_items(range(num_sentences), at_most=_MAX_EXAMPLE_SENTENCES))
-        relevancy_NM = match.relevancy.take(np.arange(len(match.clip_N)), chosen).rows(slice(None))
-        has_right = (relevancy_NM == 1).any(axis=0)
-        chosen, relevancy_NM = chosen[has_right], relevancy_NM[:, has_right]
-        texts = [self.table.sentences[sentence] for sentence in chosen.tolist()]
-        return Ranking(match.similarity_NM[:, chosen], relevancy_NM, sample_N[match.clip_N], texts.__getitem__)
+        sentences = np.array(evenly_spaced_items(range(num_sentences), at_most=_MAX_EXAMPLE_SENTENCES))
+        relevancy_NM = match.relevancy.take(np.arange(len(match.clip_N)), sentences).rows(slice(None))
+        has_correct = (relevancy_NM == 1).any(axis=0)
+        sentences, relevancy_NM = sentences[has_correct], relevancy_NM[:, has_correct]
+        texts = [self.table.sentences[sentence] for sentence in sentences.tolist()]
+        return Ranking(match.similarity_NM[:, sentences], relevancy_NM, sample_N[match.clip_N], texts.__getitem__)
 
     def metrics(self, result: dict[str, Any]) -> dict[str, float]:
-        pairs = {
+        metrics = {
             f"{direction}_{name}": result[direction][name]
             for direction in ("average", "video_to_text", "text_to_video")
             for name in ("mean_ap", "ndcg")
         }
-        return {name: value for name, value in pairs.items() if value is not None}
+        return {name: value for name, value in metrics.items() if value is not None}
 
 
 def make_scorer(
     settings: DualEncoderEvaluation, *, data_dir: Path | None, has_text_tower: bool, sources: str | None = None
 ) -> Scorer:
-    """Read the files of `settings.protocol`, and return its scorer.
+    """Read the files that a protocol needs, and return its scorer.
 
     Args:
         data_dir: Data folder; None if the data have no manifest.
-        has_text_tower: True if the run has a text tower, which prompts need.
-        sources: `--captions.sources`, for named protocols.
+        has_text_tower: True if the run has a text tower, which most protocols need to embed texts.
+        sources: Value of `--captions.sources`, for named protocols.
 
     Raises:
-        UserError: A file cannot be read or does not match, or the data do not fit the protocol.
+        UserError: A file cannot be read or does not match, or the data or the run do not fit the protocol.
     """
     protocol, split = settings.protocol, settings.split
     if protocol == "retrieval":
         return RetrievalScorer(temperature=settings.dual_softmax)
     if data_dir is None:
         raise UserError(
-            f"{protocol} needs the captions or labels of a manifest",
+            f"{protocol} needs the captions or labels of a manifest, which these data do not have",
             hint="use a data folder: --shards DIR",
         )
     if not has_text_tower and protocol != "msrvtt-1ka":
@@ -250,17 +267,18 @@ def _without_text_tower(protocol: str) -> UserError:
 
 
 class LoopEvaluation:
-    """Evaluation that is repeated during training, always on the same samples.
+    """Evaluation that runs repeatedly during training, always on the same samples.
 
     Args:
+        task: Task that returns the model's inputs.
         samples: This rank's part of the split.
-        settings: Settings of the run, with the data to evaluate.
+        settings: Settings of the run, with the data to evaluate on.
         evaluation: Settings of the evaluation.
-        name: Prefix of the metrics.
+        name: Prefix of the metrics' names.
 
     Attributes:
         protocol: Name and definition of the protocol, and a description of missing data.
-        means_of: Number and noun of the items that its metrics average over; None for clips.
+        means_of: Number and name of the items over which the metrics are averaged; None for clips.
 
     Raises:
         UserError: The protocol cannot evaluate the split.
@@ -287,7 +305,7 @@ class LoopEvaluation:
             raise UserError(
                 f"--evaluate.max-samples is {evaluation.max_samples}, but {evaluation.protocol} needs all "
                 f"{samples.num_samples:,} clips of {name}",
-                hint=f"use {samples.num_samples} or more, or --evaluate.protocol retrieval",
+                hint=f"use --evaluate.max-samples {samples.num_samples}, or --evaluate.protocol retrieval",
                 flags=("--evaluate.max-samples",),
             )
         self._scorer = open_scorer(evaluation, settings, samples)
@@ -299,7 +317,7 @@ class LoopEvaluation:
             self.protocol += f"; incomplete: {incomplete}"
 
     def __call__(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Return the protocol's metrics as `<name>/<metric>`, equal on all ranks. All ranks must call it."""
+        """Return the protocol's metrics as `<name>/<metric>`, which are equal on all ranks. All ranks must call it."""
         batches = self._samples.evaluation_batches(every=self._every)
         local_embeddings = embed_all(self._task, model, batches, device=self._device)
         embeddings = gather_embeddings(local_embeddings, world, device=self._device)
@@ -308,24 +326,23 @@ class LoopEvaluation:
 
 
 def open_scorer(evaluation: DualEncoderEvaluation, settings: DualEncoderSettings, samples: Any) -> Scorer:
-    """Return the scorer of a protocol for a run's data. Samples of images do not need a manifest.
+    """Return the scorer of a protocol for the data of a run. Images do not need a manifest.
 
     Raises:
-        UserError: See `make_scorer`; or a protocol of clips is used for latents, or a protocol of images for clips.
+        UserError: See `make_scorer`; or latents cannot be used with the protocol, or the protocol is for images and the
+            data are videos.
     """
     if kind_of(settings.folder, settings).has_images:
-        from clipmill.train.tasks.dual_encoder.clip_benchmark import class_prompts, image_captions
-
         if settings.text_tower == "frozen":
             raise _without_text_tower(evaluation.protocol)
         if evaluation.protocol == "zero-shot":
-            return ZeroShotScorer(class_prompts(samples, settings.folder, evaluation))
-        if evaluation.protocol == OF_IMAGES:
-            return RetrievalScorer(OF_IMAGES, image_captions(samples), evaluation.dual_softmax)
-    elif evaluation.protocol == OF_IMAGES:
+            return ZeroShotScorer(image_class_prompts(samples, settings.folder, evaluation))
+        if evaluation.protocol == CLIP_BENCHMARK:
+            return RetrievalScorer(CLIP_BENCHMARK, image_captions(samples), evaluation.dual_softmax)
+    elif evaluation.protocol == CLIP_BENCHMARK:
         raise UserError(
-            f"{OF_IMAGES} scores image tars with captions, but {settings.folder} has videos",
-            hint="use --protocol retrieval (in training --evaluate.protocol), or --shards with image tars",
+            f"{CLIP_BENCHMARK} scores image tars with captions, but {settings.folder} has videos",
+            hint="use --protocol retrieval (in training --evaluate.protocol), or pass image tars to --shards",
         )
     if evaluation.protocol in ("mir", *NAMED) and settings.reads_latents:
         raise UserError(
@@ -343,18 +360,18 @@ def open_scorer(evaluation: DualEncoderEvaluation, settings: DualEncoderSettings
 
 
 def text_embedder(model: nn.Module, *, device: torch.device) -> EmbedTexts:
-    """Return a function that embeds texts with the text tower of `model`. Its embeddings have unit length."""
-    # A wrapper such as DDP forwards calls of the model itself, but has none of the model's other methods.
+    """Return a function that computes unit-length embeddings of texts with the text tower of `model`."""
+    # A wrapper such as DDP forwards only `forward`, and not the model's other methods.
     towers = cast(DualEncoder, getattr(model, "module", model))
     return lambda texts: embed_texts(towers.embed_text, texts, tokenize=towers.tokenize, device=device)
 
 
 def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags | ZeroShotFlags) -> Score:
-    """Score a run's latest checkpoint with a protocol.
+    """Score the latest checkpoint of a run with the protocol that the flags select.
 
     Raises:
-        UserError: The run's data do not fit the protocol.
-        FailedWork: No clip could be decoded.
+        UserError: The data or the run do not fit the protocol.
+        FailedWork: No clip could be decoded, or an embedding is not finite.
     """
     settings, trained, task = opened.settings, opened.trained, opened.task
     evaluation, num_clips = flags.evaluation(), flags.clips
@@ -373,15 +390,15 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags 
             match = scorer.match(embeddings, embed)
             values, ranking = scorer.result(match), _ranking(match, embeddings, samples)
         elif isinstance(scorer, MirScorer):
-            ranked = scorer.match(embeddings, embed)
-            values, ranking = scorer.result(ranked), scorer.ranking(ranked, embeddings.samples)
+            mir_match = scorer.match(embeddings, embed)
+            values, ranking = scorer.result(mir_match), scorer.ranking(mir_match, embeddings.samples)
         else:
             values = scorer.score(embeddings, embed)
     if ranking is not None:
         player = open_player(settings, split=evaluation.split)
         examples = retrieval_examples(ranking, samples, num_frames=settings.num_frames, player=player)
         values = {**values, "examples": examples}
-    # Each protocol has its own result file, which a later evaluation replaces.
+    # Each combination of protocol and settings has a separate result file, which a later evaluation replaces.
     parts: list[str] = [evaluation.protocol, evaluation.split]
     parts += [path.stem for path in (evaluation.relevancy, evaluation.classes) if path is not None]
     parts += [] if evaluation.label is None else [evaluation.label]
@@ -396,7 +413,7 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags 
 
 
 def _ranking(match: Match, embeddings: Embeddings, samples: PicturedSamples) -> Ranking:
-    """Return the texts and clips of a protocol, from which examples are chosen."""
+    """Return the ranking of a protocol's clips and texts, from which examples are chosen."""
     sample_N, sample_M = embeddings.samples[match.clip_N], embeddings.samples[match.row_M]
 
     def text(index: int) -> str:

@@ -1,4 +1,4 @@
-"""Export dual encoders for open_clip, transformers, timm and as programs; convert CLIP weights to dual encoders."""
+"""Export of dual encoders (open_clip, transformers, timm, torch.export, ONNX), and conversion of CLIP weights."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import DualEncoder, ModelShape, size_of
 from clipmill.train.spec import AdoptedModel, ExportRequest
 from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
-from clipmill.train.tasks.dual_encoder.task import with_towers_of
+from clipmill.train.tasks.dual_encoder.task import with_source_towers
 from clipmill.train.weights.architecture import frame_px_of, match_size, model_name_of, num_frames_of
 from clipmill.train.weights.conversion import CONV, LOGIT_SCALE, TEMPORAL_EMBEDDING, Tensors
 from clipmill.train.weights.exported import (
@@ -35,78 +35,83 @@ from clipmill.train.weights.source import Say, Source
 FrameEmbedding = Literal["mean", "zero"]
 
 _POSITIONS = "video.positional_embedding"
-_CLIP_LOGIT_SCALE = 2.6592  # log(1 / 0.07), the value of an untrained CLIP
-_RGB, _CUBE_DIMS = 3, 5
+_CLIP_LOGIT_SCALE = 2.6592  # log(1 / 0.07), the initial value in CLIP
+_RGB, _CUBE_DIMS = 3, 5  # number of channels of RGB; number of dimensions of a convolution over cubes
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTowers:
-    """A dual encoder whose video tower takes a single frame.
+    """Weights of a dual encoder whose video tower was converted to take a single frame.
 
     Attributes:
-        tensors: Tensors by the names that they have in clipmill, without a temporal embedding.
-        extras: Tensors of the video tower that were changed or omitted.
-        lost: Limitations of the image tower, as remarks for the user.
+        tensors: Tensors by their names in clipmill, without the temporal embedding.
+        extras: Original tensors of the video tower that were changed or omitted.
+        limitations: Limitations of the image tower, as remarks for the user.
     """
 
     tensors: dict[str, torch.Tensor]
     extras: dict[str, torch.Tensor]
-    lost: tuple[str, ...]
+    limitations: tuple[str, ...]
 
 
 def image_towers(weights: Tensors, *, rule: FrameEmbedding) -> ImageTowers:
-    """Convert the towers so that the video tower takes a single frame.
+    """Convert weights of a dual encoder so that its video tower takes a single frame.
 
     Args:
         weights: Weights of a DualEncoder.
-        rule: mean: add the mean temporal embedding to the positional embeddings of the patches (an image is a frame
-            from an arbitrary time in a clip); zero: omit the temporal embedding (as in an untrained video tower).
+        rule: Treatment of the temporal embedding. mean: add its mean to the positional embeddings of the patches, so
+            that an image is treated as a frame at an unknown time; zero: omit it, as in a new video tower.
     """
-    tensors, extras, lost = dict(weights), {}, []
+    tensors, extras, limitations = dict(weights), {}, []
     temporal_TD = extras[TEMPORAL_EMBEDDING] = tensors.pop(TEMPORAL_EMBEDDING)
     if temporal_TD.count_nonzero():
         treatment = {"mean": "its mean is added to the positions of patches", "zero": "it is omitted"}[rule]
-        lost.append(f"the temporal embedding of {len(temporal_TD)} steps has no place in an image tower: {treatment}")
+        limitations.append(
+            f"the temporal embedding of {len(temporal_TD)} steps has no place in an image tower: {treatment}"
+        )
         if rule == "mean":
             extras[_POSITIONS] = tensors[_POSITIONS]
             tensors[_POSITIONS] = tensors[_POSITIONS].clone()
             tensors[_POSITIONS][1:] += temporal_TD.mean(0)
     if tensors[CONV].ndim == _CUBE_DIMS:
         extras[CONV] = tensors[CONV]
-        lost.append(
+        limitations.append(
             f"cubes of {tensors[CONV].shape[2]} frames become patches: an image counts as that many equal frames"
         )
         tensors[CONV] = tensors[CONV].sum(2)
-    return ImageTowers(tensors=tensors, extras=extras, lost=tuple(lost))
+    return ImageTowers(tensors=tensors, extras=extras, limitations=tuple(limitations))
 
 
 def adopted_clip(source: Source, path: Path, *, say: Say) -> AdoptedModel | None:
-    """Convert CLIP weights to a dual encoder; None if they have no text tower, or a different kind of video tower."""
+    """Convert CLIP weights to a dual encoder.
+
+    The result is None if the weights have no text tower, or if their video tower is not CLIP's or a library's.
+    """
     tensors, towers = source.converted.tensors, source.facts.towers
     is_library = source.kind == LIBRARY and {"image", "text"} <= towers.keys()
     if not (is_library or (source.kind == "clip" and any(name.startswith("text.") for name in tensors))):
         return None
-    with deferred_checks():  # the checks are about --model
+    with deferred_checks():  # the checks of --model do not apply to these weights
         settings = DualEncoderSettings(
             model=model_name_of(source),
             num_frames=num_frames_of(source, default=DualEncoderSettings.num_frames),
             size_px=frame_px_of(source, default=DualEncoderSettings.size_px),
             towers=DualEncoderTowers(**towers) if is_library else DualEncoderTowers(kind="clip"),
         )
-        settings = with_towers_of(settings, source, say=say)
+        settings = with_source_towers(settings, source, say=say)
     if is_library:
-        say(f"weights: an image model: a clip's embedding is the mean over its {settings.num_frames} frames")
+        say(f"weights: an image model; the embedding of a clip is the mean over its {settings.num_frames} frames")
     elif TEMPORAL_EMBEDDING not in tensors:
         say(
-            f"weights: an image model, whose tower attends to the patches of all {settings.num_frames} frames at once "
-            "here; --num-frames 1 is the image model itself"
+            f"weights: an image model; here, its tower attends to the patches of all {settings.num_frames} frames at "
+            "once; use --num-frames 1 for the original image model"
         )
     size = match_size(size_of(settings.model, settings.towers), source)
     return AdoptedModel(settings=settings, shape=ModelShape(size=size, image_px=settings.size_px))
 
 
 def exported_clip(request: ExportRequest) -> Exported:
-    """Export a dual encoder.
+    """Export a dual encoder to the requested format.
 
     Raises:
         UserError: The format cannot represent the towers.
@@ -132,7 +137,7 @@ def exported_clip(request: ExportRequest) -> Exported:
     _require_clip(request.weights)
     size, side_px = request.shape.size, settings.size_px
     towers = image_towers(request.weights, rule=request.frame_embedding)
-    remarks = [f"{limit}; kept in {EXTRAS_FILE}" for limit in towers.lost]
+    remarks = [f"{limitation}; kept in {EXTRAS_FILE}" for limitation in towers.limitations]
     if log_scale is None:
         remarks.append(
             "the loss had no single temperature: the exported temperature is 0.07, the initial value of CLIP"
@@ -156,13 +161,13 @@ def exported_clip(request: ExportRequest) -> Exported:
             save_tokenizer(folder, context_length=size.text.context_length)
         save_extras(towers.extras, folder, weights_path=file)
 
-    has_all = request.frame_embedding == "mean" or not request.weights[TEMPORAL_EMBEDDING].count_nonzero()
-    model_input = "" if settings.num_frames == 1 and has_all else "single images"
+    is_exact = request.frame_embedding == "mean" or not request.weights[TEMPORAL_EMBEDDING].count_nonzero()
+    model_input = "" if settings.num_frames == 1 and is_exact else "single images"
     return Exported(write=write, remarks=tuple(remarks), model_input=model_input)
 
 
 def _exported_library(request: ExportRequest) -> Exported:
-    """Export towers in the format of the image tower's library; other tensors go into a file beside it."""
+    """Export towers in the format of the image tower's library, and all other tensors to a file beside it."""
     settings = request.settings
     library, _, name = settings.towers.image.partition(":")
     require_format(request.form, (library, *PROGRAM_FORMATS), what=f"{library}'s tower {name}")
@@ -188,7 +193,7 @@ def _exported_library(request: ExportRequest) -> Exported:
 
 
 class _VideoTower(nn.Module):
-    """Video tower of a dual encoder, which maps clips [B, C, T, H, W] to unit-length embeddings [B, E]."""
+    """Video tower of a dual encoder, which embeds clips [B, C, T, H, W] as unit-length vectors [B, E]."""
 
     def __init__(self, model: DualEncoder) -> None:
         super().__init__()
@@ -219,20 +224,22 @@ def _exported_video_tower(request: ExportRequest) -> Exported:
 
 
 def _require_clip(weights: Tensors) -> None:
-    """Raise a UserError unless both towers are towers of CLIP."""
+    """Raise a UserError unless both towers have CLIP's architecture, and the video tower takes pixels."""
     if not any(name.startswith("text.") for name in weights):
         raise UserError(
-            "the run has no text tower (--text-tower frozen), but both formats require one",
+            "the run has no text tower (--text-tower frozen), but --format open_clip and hf require one",
             hint="export a run with --text-tower trained",
             flags=("--text-tower",),
         )
     if any(".temporal_attn." in name for name in weights):
         raise UserError(
-            "the video tower has LaViLa's divided attention over time and space, but both formats hold image towers",
+            "the video tower has LaViLa's divided attention over time and space, but --format open_clip and hf need an "
+            "image tower",
             hint="use the file itself: train eval, train embed and load_model read it",
         )
     if weights[CONV].shape[1] != _RGB:
         raise UserError(
-            f"the run was trained on latents with {weights[CONV].shape[1]} channels, but both formats take pixels",
+            f"the run was trained on latents with {weights[CONV].shape[1]} channels, but --format open_clip and hf "
+            "need pixels",
             hint="export a run with --input pixels",
         )

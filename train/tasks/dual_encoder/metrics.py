@@ -1,16 +1,18 @@
 """Retrieval metrics: R@k and median rank; mAP and nDCG for multi-instance retrieval (MIR) in EPIC-KITCHENS-100.
 
-Text-video retrieval is scored in both directions. If several clips have the same caption ("a red circle moves
-to the left"), all these clips are correct. Captions with equal tokens, or equal stored embeddings, are one text
-(clipmill.train.tasks.dual_encoder.protocols). The plain protocol:
+Text-video retrieval is scored in both directions. If several clips have the same caption ("a red circle moves to the
+left"), all these clips are correct. Captions with equal tokens, or equal stored embeddings, count as one text. The
+plain protocol:
 
     text to video   query: each distinct text; gallery: all clips; correct: every clip that has this text
-    video to text   query: each clip; gallery: the distinct texts; correct: the clip's own text
+    video to text   query: each clip; gallery: the distinct texts; correct: the text of the clip
 
 Named protocols define other texts and correct pairs (clipmill.train.tasks.dual_encoder.protocols).
 
 The rank of a query is 1 + the number of incorrect items that score at least as high as its best correct item. Ties
 count against the model, so constant scores get the worst ranks.
+
+Shape suffixes: N clips, M texts, Q queries, G items in the gallery.
 """
 
 from bisect import bisect_left
@@ -26,8 +28,15 @@ RECALL_AT = (1, 5, 10)
 
 
 @dataclass(frozen=True)
-class Direction:
-    """Result in one direction. Recall and chance level are fractions in [0, 1], by k."""
+class RetrievalScores:
+    """Scores of retrieval in one direction.
+
+    Attributes:
+        recall: Fraction of queries with a rank of at most k, by k.
+        chance: Expected recall of random rankings, by k.
+        median_rank: Median of the ranks of all queries.
+        chance_median_rank: Expected median rank of random rankings.
+    """
 
     num_queries: int
     gallery_size: int
@@ -39,10 +48,10 @@ class Direction:
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Results in both directions."""
+    """Scores of retrieval in both directions."""
 
-    text_to_video: Direction
-    video_to_text: Direction
+    text_to_video: RetrievalScores
+    video_to_text: RetrievalScores
 
 
 def score_retrieval(
@@ -51,21 +60,22 @@ def score_retrieval(
     """Score the similarities of N clips and M texts.
 
     Args:
-        is_right_NM: True where a text is correct for a clip, and the clip for the text.
+        is_right_NM: True if the clip and the text are a correct pair.
         temperature: Temperature of dual softmax; None for plain similarities.
     """
-    both = ((similarity_NM.T, is_right_NM.T), (similarity_NM, is_right_NM))
-    to_video, to_text = (
-        _direction(scores if temperature is None else dual_softmax(scores, temperature=temperature), is_right)
-        for scores, is_right in both
+    directions = ((similarity_NM.T, is_right_NM.T), (similarity_NM, is_right_NM))
+    text_to_video, video_to_text = (
+        _score_ranks(scores if temperature is None else dual_softmax(scores, temperature=temperature), is_right)
+        for scores, is_right in directions
     )
-    return Retrieval(text_to_video=to_video, video_to_text=to_text)
+    return Retrieval(text_to_video=text_to_video, video_to_text=video_to_text)
 
 
 def dual_softmax(similarity_QG: NDArray[np.float32], *, temperature: float) -> NDArray[np.float64]:
-    """Multiply similarities by their softmax over all queries, for each item (Cheng et al. 2021); float64 [Q, G].
+    """Multiply each similarity by its softmax over all queries (Cheng et al. 2021); return float64 [Q, G].
 
-    The computation takes 16 bytes per pair of query and item. In float32, most weights would be 0, and scores tied.
+    The computation takes 16 bytes per pair of query and item. In float32, most weights would be 0, and many scores
+    would be equal.
     """
     scores_QG = similarity_QG.astype(np.float64)
     weight_QG = np.exp((scores_QG - scores_QG.max(axis=0)) / temperature)
@@ -75,21 +85,22 @@ def dual_softmax(similarity_QG: NDArray[np.float32], *, temperature: float) -> N
 
 
 def ranks(similarity_QG: NDArray[np.floating], is_right_QG: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return each query's rank, int64 [Q]: the rank of its best correct item among this and all incorrect items."""
+    """Return the rank of each query's best correct item among this item and all incorrect items, int64 [Q]."""
     best_right_Q = np.where(is_right_QG, similarity_QG, -np.inf).max(axis=1)
     # The comparison is negated, so that NaN counts against the model.
-    ahead_QG = ~is_right_QG & ~(similarity_QG < best_right_Q[:, None])
-    return 1 + ahead_QG.sum(axis=1)
+    is_ahead_QG = ~is_right_QG & ~(similarity_QG < best_right_Q[:, None])
+    return 1 + is_ahead_QG.sum(axis=1)
 
 
-def _direction(similarity_QG: NDArray[np.floating], is_right_QG: NDArray[np.bool_]) -> Direction:
+def _score_ranks(similarity_QG: NDArray[np.floating], is_right_QG: NDArray[np.bool_]) -> RetrievalScores:
     rank_Q = ranks(similarity_QG, is_right_QG)
     num_queries, gallery_size = similarity_QG.shape
     num_right = is_right_QG.sum(axis=1)
-    # Chance increases with k. The median rank is the smallest k at which half of the queries are expected to succeed.
+    # Chance increases with k. The chance level of the median rank is the smallest k at which the expected recall
+    # reaches 1/2.
     depths = range(1, gallery_size + 1)
     median = bisect_left(depths, 0.5, key=lambda k: _mean_chance(gallery_size, num_right, k))
-    return Direction(
+    return RetrievalScores(
         num_queries=num_queries,
         gallery_size=gallery_size,
         recall={k: float((rank_Q <= k).mean()) for k in RECALL_AT},
@@ -100,7 +111,10 @@ def _direction(similarity_QG: NDArray[np.floating], is_right_QG: NDArray[np.bool
 
 
 def chance(gallery_size: int, num_right: int, k: int) -> float:
-    """Return the probability that a random ranking has a correct item among the first k: 1 - C(G - R, k) / C(G, k)."""
+    """Return the probability that a random ranking has a correct item among the first k: 1 - C(G - R, k) / C(G, k).
+
+    G is the gallery size, and R is the number of correct items.
+    """
     if k + num_right > gallery_size:
         return 1.0
     numerators = np.arange(gallery_size - k - num_right + 1, gallery_size - k + 1)
@@ -108,7 +122,7 @@ def chance(gallery_size: int, num_right: int, k: int) -> float:
 
 
 def _mean_chance(gallery_size: int, num_right_Q: NDArray[np.int64], k: int) -> float:
-    """Return the mean of `chance` over queries. `chance` is called once per number of correct items."""
+    """Return the mean of `chance` over the queries, which is computed once per distinct number of correct items."""
     counts, num_queries = np.unique(num_right_Q, return_counts=True)
     chances = [chance(gallery_size, int(count), k) for count in counts]
     return float(np.average(chances, weights=num_queries))
@@ -116,23 +130,23 @@ def _mean_chance(gallery_size: int, num_right_Q: NDArray[np.int64], k: int) -> f
 
 # Multi-instance retrieval (MIR) in EPIC-KITCHENS-100: graded mAP and nDCG, in both directions.
 #
-# A clip has many relevant sentences, each with a relevancy in [0, 1] (clipmill.train.data.relevancy). rel_k is the
-# relevancy of the item at rank k in a query's ranking:
+# A clip may have many relevant sentences, each with a relevancy in [0, 1] (clipmill.train.data.relevancy). Let rel_k be
+# the relevancy of the item at rank k in the ranking of a query:
 #
-#     AP    mean, over the ranks k at which rel_k = 1, of (rel_1 + ... + rel_k) / k
+#     AP    mean of (rel_1 + ... + rel_k) / k over the ranks k at which rel_k = 1
 #     nDCG  (sum over k <= K of rel_k / log2(k + 1)) / the same sum for the best ranking;
-#           K = number of items with rel > 0
+#           K is the number of items with a relevancy above 0
 #
-# As in the challenge's code, partial relevancy counts in the precision, but the mean is taken only at ranks with full
-# relevancy: the ranking [.5, 1, 0, 1] has (1.5 / 2 + 2.5 / 4) / 2 = .6875, while its binary AP is .5. A query without
-# an item of relevancy 1 has no AP, and a query without any relevant item has no nDCG. Such queries are excluded from
-# the mean, and their number is reported.
+# As in the challenge's code, partial relevancy counts in the precision, but the mean is taken only over ranks with full
+# relevancy: the AP of the ranking [.5, 1, 0, 1] is (1.5 / 2 + 2.5 / 4) / 2 = .6875, while its binary AP is .5. A query
+# without an item of relevancy 1 has no AP, and a query without any relevant item has no nDCG. Such queries are excluded
+# from the mean, and their number is reported.
 #
-# Items with equal scores are ranked by ascending relevancy, so ties count against the model. In the public code, their
-# order depends on the sorting algorithm.
+# Items with equal scores are ranked by ascending relevancy, so ties count against the model. In the public code, the
+# order of such items depends on the sorting algorithm.
 
 
-_BLOCK_VALUES = 1 << 22
+_BLOCK_VALUES = 1 << 22  # number of pairs per block, whose arrays take at most a few hundred megabytes
 
 MIR_PROTOCOL = (
     "mAP: precision sums graded relevancy and is averaged at ranks of relevancy 1; "
@@ -142,12 +156,12 @@ MIR_PROTOCOL = (
 
 
 @dataclass(frozen=True)
-class DirectionScores:
-    """Means over the queries in one direction; None if the metric is undefined for all queries.
+class MirScores:
+    """Scores of multi-instance retrieval in one direction. A mean is None if no query has the metric.
 
     Attributes:
-        mean_ap, ndcg: Fractions in [0, 1].
-        chance_mean_ap, chance_ndcg: Expectations over random rankings.
+        mean_ap, ndcg: Means of AP and nDCG over the queries, in [0, 1].
+        chance_mean_ap, chance_ndcg: Expected means for random rankings.
         num_without_ap: Number of queries without an item of relevancy 1.
         num_without_ndcg: Number of queries without an item of relevancy above 0.
     """
@@ -164,10 +178,10 @@ class DirectionScores:
 
 @dataclass(frozen=True)
 class MultiInstance:
-    """Results in both directions, and their means, by which the challenge ranks models."""
+    """Scores in both directions, and their means over the directions, by which the challenge ranks models."""
 
-    video_to_text: DirectionScores
-    text_to_video: DirectionScores
+    video_to_text: MirScores
+    text_to_video: MirScores
 
     @property
     def mean_ap(self) -> float | None:
@@ -191,21 +205,29 @@ def score_mir(similarity_NM: NDArray[np.floating], relevancy: Relevancy) -> Mult
     if similarity_NM.shape != relevancy.shape:
         raise ValueError(f"similarities {similarity_NM.shape} and relevancy {relevancy.shape} differ in shape")
     return MultiInstance(
-        video_to_text=_scores(similarity_NM, relevancy),
-        text_to_video=_scores(similarity_NM.T, relevancy.transpose()),
+        video_to_text=_score_relevancies(similarity_NM, relevancy),
+        text_to_video=_score_relevancies(similarity_NM.T, relevancy.transpose()),
     )
 
 
 def average_precision(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return each query's AP, [Q], from the relevancies in the order of its ranking; NaN if no relevancy is 1."""
-    num_first = np.arange(1, ranked_QG.shape[1] + 1)
-    precision_QG = np.where(ranked_QG == 1, np.cumsum(ranked_QG, axis=1) / num_first, 0)
+    """Return the AP of each query, [Q]; NaN if no relevancy is 1.
+
+    Args:
+        ranked_QG: Relevancies of the items in the order of the query's ranking.
+    """
+    rank = np.arange(1, ranked_QG.shape[1] + 1)
+    precision_QG = np.where(ranked_QG == 1, np.cumsum(ranked_QG, axis=1) / rank, 0)
     num_full_Q = (ranked_QG == 1).sum(axis=1)
     return _divide(precision_QG.sum(axis=1), num_full_Q)
 
 
 def ndcg(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return each query's nDCG, [Q], from the relevancies in the order of its ranking; NaN if all are 0."""
+    """Return the nDCG of each query, [Q]; NaN if all its relevancies are 0.
+
+    Args:
+        ranked_QG: Relevancies of the items in the order of the query's ranking.
+    """
     best_QG = -np.sort(-ranked_QG, axis=1)
     return _divide(_dcg(ranked_QG), _dcg(best_QG))
 
@@ -217,14 +239,14 @@ def _dcg(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
     return gain
 
 
-def _scores(similarity_QG: NDArray[np.floating], relevancy: Relevancy) -> DirectionScores:
+def _score_relevancies(similarity_QG: NDArray[np.floating], relevancy: Relevancy) -> MirScores:
     num_queries, gallery_size = similarity_QG.shape
     columns: list[list[NDArray[np.float64]]] = [[], [], [], []]
-    step = max(1, _BLOCK_VALUES // max(gallery_size, 1))  # a block's arrays take at most a few hundred megabytes
-    for begin in range(0, num_queries, step):
-        queries = slice(begin, min(begin + step, num_queries))
+    step = max(1, _BLOCK_VALUES // max(gallery_size, 1))
+    for start in range(0, num_queries, step):
+        queries = slice(start, min(start + step, num_queries))
         relevancy_QG = relevancy.rows(queries)
-        # By descending similarity; equal similarities by ascending relevancy.
+        # Sort by descending similarity, and equal similarities by ascending relevancy.
         order_QG = np.lexsort((relevancy_QG, -similarity_QG[queries]), axis=1)
         ranked_QG = np.take_along_axis(relevancy_QG, order_QG, axis=1)
         for column, value in zip(
@@ -233,34 +255,37 @@ def _scores(similarity_QG: NDArray[np.floating], relevancy: Relevancy) -> Direct
             strict=True,
         ):
             column.append(value)
-    ap, gain, ap_by_chance, gain_by_chance = (np.concatenate([*column, np.empty(0)]) for column in columns)
-    return DirectionScores(
+    ap_Q, ndcg_Q, chance_ap_Q, chance_ndcg_Q = (np.concatenate([*column, np.empty(0)]) for column in columns)
+    return MirScores(
         num_queries=num_queries,
         gallery_size=gallery_size,
-        mean_ap=_mean(ap),
-        ndcg=_mean(gain),
-        chance_mean_ap=_mean(ap_by_chance),
-        chance_ndcg=_mean(gain_by_chance),
-        num_without_ap=int(np.isnan(ap).sum()),
-        num_without_ndcg=int(np.isnan(gain).sum()),
+        mean_ap=_mean(ap_Q),
+        ndcg=_mean(ndcg_Q),
+        chance_mean_ap=_mean(chance_ap_Q),
+        chance_ndcg=_mean(chance_ndcg_Q),
+        num_without_ap=int(np.isnan(ap_Q).sum()),
+        num_without_ndcg=int(np.isnan(ndcg_Q).sum()),
     )
 
 
 def chance_ap(relevancy_QG: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return each query's expected AP under random rankings, [Q].
+    """Return the expected AP of each query for a random ranking, [Q]; NaN if no relevancy is 1.
 
     An item of relevancy 1 is equally likely at each rank k. The expected relevancy of the items before it is the mean
-    over all other items.
+    relevancy of all other items.
     """
     size = relevancy_QG.shape[1]
-    first_fraction = (1 / np.arange(1, size + 1)).sum() / size
+    mean_inverse_rank = (1 / np.arange(1, size + 1)).sum() / size
     others_Q = relevancy_QG.sum(axis=1) - 1
-    expected = first_fraction + others_Q / max(size - 1, 1) * (1 - first_fraction)
-    return np.where((relevancy_QG == 1).any(axis=1), expected, np.nan)
+    expected_Q = mean_inverse_rank + others_Q / max(size - 1, 1) * (1 - mean_inverse_rank)
+    return np.where((relevancy_QG == 1).any(axis=1), expected_Q, np.nan)
 
 
 def chance_ndcg(relevancy_QG: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return each query's expected nDCG under random rankings, [Q]: every rank gains the mean relevancy on average."""
+    """Return the expected nDCG of each query for a random ranking, [Q]; NaN if all its relevancies are 0.
+
+    The expected relevancy at each rank is the mean relevancy.
+    """
     discount = 1 / np.log2(np.arange(2, relevancy_QG.shape[1] + 2))
     total_discount_Q = np.concatenate([[0.0], np.cumsum(discount)])[(relevancy_QG > 0).sum(axis=1)]
     return _divide(relevancy_QG.mean(axis=1) * total_discount_Q, _dcg(-np.sort(-relevancy_QG, axis=1)))

@@ -1,13 +1,14 @@
-"""Embed a split on all ranks, and score the embeddings with the named protocols of text-video retrieval.
+"""Embeddings of a split on all ranks, and named protocols of text-video retrieval, which score them.
 
-Each rank embeds a part; `gather_embeddings` gathers the embeddings on every rank, in the order of the samples.
+Each rank embeds a part of the split; `gather_embeddings` gathers the embeddings on every rank, in the order of the
+samples.
 
-A protocol defines the texts, the clips and the correct pairs of a published benchmark. Data that do not fit it are
-rejected. If the data have only a part of its videos, they are scored, and the result is marked as incomplete.
-docs/evaluation.md has sources and differences from public code.
+A protocol defines the texts, the clips and the correct pairs of a published benchmark. Data that do not fit the
+protocol are rejected. Data with only a part of the protocol's videos are scored, and the result is marked as
+incomplete. docs/evaluation.md lists the sources, and the differences from public code.
 
-Shape suffixes: B samples in a batch, L their views, C channels, F frames of all views, T frames per view, H height, W
-width, E width of the embeddings, N clips, M distinct texts.
+Shape suffixes: B samples in a batch, L views of these samples, C channels, F frames of all views of a sample, T frames
+per view, H height, W width, E width of the embeddings, N clips, M distinct texts.
 """
 
 import hashlib
@@ -31,6 +32,7 @@ from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.caption_rows import no_captions
 from clipmill.train.data.captions import choose_sources
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
+from clipmill.train.data.samples import Samples
 from clipmill.train.device.transfer import send
 from clipmill.train.distributed.world import World, gather_uneven
 from clipmill.train.models.text import CONTEXT_LENGTH, Tokenize, load_tokenizer
@@ -38,32 +40,32 @@ from clipmill.train.tasks.dual_encoder.metrics import score_retrieval
 from clipmill.train.tasks.dual_encoder.spec import ProtocolName, RetrievalName
 
 _KEY_BYTES = 8
-_TEXTS_AT_ONCE = 256
+_TEXTS_PER_BATCH = 256
 
 EmbedTexts = Callable[[Sequence[str]], NDArray[np.float32]]
 
 
 class TakesBatches(Protocol):
-    """A task whose model embeds clips and captions."""
+    """Interface of a task whose model embeds clips and captions."""
 
     def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the model's input, the clips and captions of a batch."""
+        """Return the model's input: the clips and captions of a batch."""
         ...
 
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Embeddings, with one row for each sample that could be decoded.
+    """Embeddings of clips and captions, with one row for each sample that could be decoded.
 
     Attributes:
-        video: Embeddings of clips, float32 [N, E], unit length.
-        text: Embeddings of captions, float32 [N, E], unit length.
-        text_key: Keys of texts, int64 [N], which are equal for equal tokens or equal stored embeddings.
-        caption_id: IDs of captions in the manifest, int64 [N].
+        video: Unit-length embeddings of the clips, float32 [N, E].
+        text: Unit-length embeddings of the captions, float32 [N, E].
+        text_key: Keys of the texts, int64 [N]. Texts with equal tokens, or equal stored embeddings, have equal keys.
+        caption_id: IDs of the captions in the manifest, int64 [N].
         samples: Indices of the samples, int64 [N].
-        num_failed: Number of samples that could not be decoded: on this rank, or on all ranks after
-            `gather_embeddings`.
-        failed: Failed samples of this rank.
+        num_failed: Number of samples that could not be decoded on this rank or, after `gather_embeddings`, on all
+            ranks.
+        failed: Samples that could not be decoded on this rank.
     """
 
     video: NDArray[np.float32]
@@ -78,15 +80,15 @@ class Embeddings:
         return len(self.samples)
 
 
-@torch.no_grad()  # not inference_mode, because training also uses tensors that a model caches, such as masks
+@torch.no_grad()  # not inference_mode, because training reuses tensors that the model caches, such as masks
 def embed_all(
     task: TakesBatches, model: nn.Module, batches: Iterable[LoadedBatch], *, device: torch.device, num_clips: int = 1
 ) -> Embeddings:
-    """Run a model in evaluation mode on all batches of this rank.
+    """Embed all batches of this rank with a model in evaluation mode.
 
     Args:
-        num_clips: Number of temporal views per clip, whose frames are consecutive in a batch. The embedding of a clip
-            is the normalised mean of the unit-length embeddings of its views.
+        num_clips: Number of temporal views per clip, whose frames follow one another in a batch. The embedding of a
+            clip is the normalised mean of the unit-length embeddings of its views.
 
     Raises:
         FailedWork: An embedding is not finite.
@@ -110,7 +112,7 @@ def embed_all(
                 video_BE.cpu().numpy(),
                 text_BE.float().cpu().numpy(),
                 text_keys(captions.cpu().numpy()),
-                # Copy the IDs, because later batches reuse the buffers.
+                # Copy the IDs, because later batches reuse their memory.
                 *(column.cpu().clone().numpy() for column in ids),
             )
         )
@@ -119,8 +121,8 @@ def embed_all(
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else []
     video, text, text_key, caption_id, samples = columns or (no_rows, no_rows, no_ids, no_ids, no_ids)
     embeddings = Embeddings(video, text, text_key, caption_id, samples, len(failed), tuple(failed))
-    num_bad = int((~np.isfinite(embeddings.video).all(axis=1) | ~np.isfinite(embeddings.text).all(axis=1)).sum())
-    if num_bad:
+    is_finite = np.isfinite(embeddings.video).all(axis=1) & np.isfinite(embeddings.text).all(axis=1)
+    if num_bad := int((~is_finite).sum()):
         raise FailedWork(f"{num_bad} of {len(embeddings)} embeddings are not finite: the weights have diverged")
     return embeddings
 
@@ -129,38 +131,42 @@ def embed_all(
 def embed_texts(
     embed: Callable[[torch.Tensor], torch.Tensor], texts: Sequence[str], *, tokenize: Tokenize, device: torch.device
 ) -> NDArray[np.float32]:
-    """Embed texts with a text tower; return unit-length embeddings, float32 [N, E].
+    """Embed texts with a text tower, and return their unit-length embeddings, float32 [N, E].
 
     Args:
-        embed: Function that takes token IDs [B, L] and returns unit-length embeddings [B, E].
+        embed: Function that takes token IDs (one row per text) and returns unit-length embeddings [B, E].
     """
     parts = []
-    for begin in range(0, len(texts), _TEXTS_AT_ONCE):
-        tokens = np.stack([tokenize(text) for text in texts[begin : begin + _TEXTS_AT_ONCE]])
+    for start in range(0, len(texts), _TEXTS_PER_BATCH):
+        tokens = np.stack([tokenize(text) for text in texts[start : start + _TEXTS_PER_BATCH]])
         parts.append(embed(send(tokens, device)).float().cpu().numpy())
     return np.concatenate(parts)
 
 
 def text_keys(text_NX: NDArray[np.generic]) -> NDArray[np.int64]:
-    """Return a hash of each text, int64 [N], computed from its tokens or its stored embedding."""
+    """Return a hash of each text, int64 [N], which is computed from its tokens or its stored embedding."""
     rows = np.ascontiguousarray(text_NX)
     digests = (hashlib.blake2b(row.tobytes(), digest_size=_KEY_BYTES).digest() for row in rows)
     return np.frombuffer(b"".join(digests), "<i8").astype(np.int64)
 
 
 def distinct_texts(text_key_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the row of each distinct text's first caption, [M], and the number of each caption's text, [N]."""
-    _, first, text_of = np.unique(text_key_N, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    new_number = np.empty_like(order)
-    new_number[order] = np.arange(len(order))
-    return first[order], new_number[text_of.reshape(-1)]
+    """Number the distinct texts in the order in which they first occur.
+
+    Returns:
+        Row in which each distinct text first occurs, [M], and the number of each row's text, [N].
+    """
+    _, first_rows, key_index = np.unique(text_key_N, return_index=True, return_inverse=True)
+    order = np.argsort(first_rows)
+    number = np.empty_like(order)
+    number[order] = np.arange(len(order))
+    return first_rows[order], number[key_index.reshape(-1)]
 
 
 def gather_embeddings(embeddings: Embeddings, world: World, *, device: torch.device) -> Embeddings:
-    """Return the embeddings of all ranks in the order of the samples, on every rank. All ranks must call it.
+    """Return the embeddings of all ranks on every rank, in the order of the samples. All ranks must call it.
 
-    Ranks may have different numbers of samples, or none.
+    The number of samples may differ between ranks, and may be 0.
 
     Raises:
         FailedWork: No rank has any embeddings.
@@ -186,8 +192,8 @@ def gather_embeddings(embeddings: Embeddings, world: World, *, device: torch.dev
     )
 
 
-OF_IMAGES: RetrievalName = "clip-benchmark"
-EGOMCQ: ProtocolName = "egomcq"  # also the source of EgoMCQ's clips in the manifest
+CLIP_BENCHMARK: RetrievalName = "clip-benchmark"  # the only protocol for images
+EGOMCQ: ProtocolName = "egomcq"  # also the name of the source of EgoMCQ's clips in the manifest
 _TIES = "ties count against the model"
 _OWN = f"only a video's own texts are correct for it, even where two videos have equal texts; {_TIES}"
 _HINT = "use --protocol retrieval (in training --evaluate.protocol), or the data of this benchmark"
@@ -198,9 +204,10 @@ class RetrievalProtocol:
     """A protocol of text-video retrieval.
 
     Attributes:
-        title: Title of tables.
-        definition: Queries, galleries, correct pairs, and the source.
-        num_videos, num_captions: Number of videos in the test set, and number of captions per video; None if it varies.
+        title: Title of the table of results.
+        definition: Description of queries, galleries and correct pairs, with the source.
+        num_videos: Number of videos in the test set; None if it is not fixed.
+        num_captions: Number of captions per video; None if it is not fixed.
     """
 
     title: str
@@ -236,7 +243,7 @@ PROTOCOLS: dict[str, RetrievalProtocol] = {
         num_videos=1500,
         num_captions=10,
     ),
-    OF_IMAGES: RetrievalProtocol(
+    CLIP_BENCHMARK: RetrievalProtocol(
         "Image-text retrieval",
         "as CLIP_benchmark: each line of an image's txt is a caption; text to image (text → video): each caption among "
         "all images; image to text: each image among all captions, by the best of its own; "
@@ -245,8 +252,8 @@ PROTOCOLS: dict[str, RetrievalProtocol] = {
 }
 
 
-# Protocols of benchmarks that determine which captions are used.
-NAMED = (*(name for name in PROTOCOLS if name not in ("retrieval", OF_IMAGES)), EGOMCQ)
+# Protocols that determine which captions are used.
+NAMED = (*(name for name in PROTOCOLS if name not in ("retrieval", CLIP_BENCHMARK)), EGOMCQ)
 
 
 def _dual_softmax_rule(temperature: float) -> str:
@@ -257,20 +264,23 @@ def _dual_softmax_rule(temperature: float) -> str:
 
 
 def protocol_captions(data_dir: Path, name: ProtocolName, *, split: str, sources: str | None) -> pa.Table:
-    """Return a split's captions from one source, for a protocol in `NAMED`. A paragraph is one caption.
+    """Return the captions of a split for a protocol in `NAMED`, all from one source.
+
+    For the protocol `paragraph`, the sentences of a video are joined into one caption.
 
     Args:
-        sources: `--captions.sources`; the first source is used. EgoMCQ has a fixed source.
+        sources: Value of `--captions.sources`, whose first source is used. EgoMCQ has a fixed source.
 
     Raises:
         UserError: The captions do not fit the protocol.
     """
     captions = read_captions(data_dir)
-    elsewhere = pc.unique(captions["source"]).to_pylist()
+    all_sources = pc.unique(captions["source"]).to_pylist()
     captions = select_split(captions, data_dir, split)
     if not captions.num_rows:
         raise no_captions(data_dir, split)
-    for column_name in ("video_id", "source"):  # the chunks of a column may have different dictionaries
+    # Decode the dictionaries, because the chunks of a column may have different dictionaries.
+    for column_name in ("video_id", "source"):
         number = captions.column_names.index(column_name)
         captions = captions.set_column(number, column_name, captions[column_name].cast(pa.string()))
     sources_of_split = pc.unique(captions["source"]).to_pylist()
@@ -281,34 +291,52 @@ def protocol_captions(data_dir: Path, name: ProtocolName, *, split: str, sources
                 hint="pass egomcq.json to prep manifest ego4d --annotations",
             )
         return captions.filter(pc.equal(captions["source"], EGOMCQ))
-    first = choose_sources(sources_of_split, weights=sources, all_sources=elsewhere).names[0]
-    captions = captions.filter(pc.equal(captions["source"], first))
+    source = choose_sources(sources_of_split, weights=sources, all_sources=all_sources).names[0]
+    captions = captions.filter(pc.equal(captions["source"], source))
     if misfit := _find_misfit(captions, name):
-        raise UserError(f"split {split!r} of {data_dir} is not for the protocol {name}: {misfit}", hint=_HINT)
+        raise UserError(f"split {split!r} of {data_dir} does not fit the protocol {name}: {misfit}", hint=_HINT)
     return _join_sentences(captions) if name == "paragraph" else captions
 
 
+def image_captions(samples: Samples[Any]) -> pa.Table:
+    """Return the captions of images for CLIP_benchmark's protocol: each line of an image's text is a caption.
+
+    The ID of a caption is the index of its image.
+    """
+    texts = [[line for line in samples.text(image).splitlines() if line.strip()] for image in range(len(samples))]
+    image_M = np.repeat(np.arange(len(texts)), list(map(len, texts)))
+    return pa.table(
+        {
+            "caption_id": image_M,
+            "video_id": pa.array(map(str, image_M.tolist()), pa.string()),
+            "text": pa.array([line for lines in texts for line in lines], pa.string()),
+            "source": pa.array(["txt"] * len(image_M), pa.string()),
+        }
+    )
+
+
 def _find_misfit(captions: pa.Table, name: ProtocolName) -> str:
-    """Describe why captions do not fit a protocol; empty if they do. Missing videos or captions are allowed."""
+    """Describe why captions do not fit a protocol; return "" if they fit. Videos or captions may be missing."""
     counts = pc.value_counts(captions["video_id"].combine_chunks())
-    num_N, videos = counts.field("counts").to_numpy(), counts.field("values")
-    has_times = len(captions.group_by(["video_id", "begin_s", "end_s"]).aggregate([])) > len(num_N)
+    captions_V, videos = counts.field("counts").to_numpy(), counts.field("values")
+    has_times = len(captions.group_by(["video_id", "begin_s", "end_s"]).aggregate([])) > len(videos)
     if name == "paragraph":
         return "" if has_times else "no video has several sentences with different times"
     max_videos, num_captions = PROTOCOLS[name].num_videos, PROTOCOLS[name].num_captions
-    if max_videos is not None and len(num_N) > max_videos:
-        return f"the protocol has {max_videos:,} videos, but the split has {len(num_N):,}"
-    if num_captions is not None and (num_N.max() > num_captions or np.median(num_N) != num_captions):
-        other = np.flatnonzero(num_N != num_captions)
+    if max_videos is not None and len(videos) > max_videos:
+        return f"the protocol has {max_videos:,} videos, but the split has {len(videos):,}"
+    if num_captions is not None and (captions_V.max() > num_captions or np.median(captions_V) != num_captions):
+        rows = np.flatnonzero(captions_V != num_captions)
+        example = f"{videos[int(rows[0])]} with {captions_V[rows[0]]}"
         return (
-            f"the protocol has {count_noun(num_captions, 'caption')} for each video, but {len(other):,} of "
-            f"{len(num_N):,} videos have a different number, such as {videos[int(other[0])]} with {num_N[other[0]]}"
+            f"the protocol has {count_noun(num_captions, 'caption')} for each video, but {len(rows):,} of "
+            f"{len(videos):,} videos have a different number, such as {example}"
         )
     return "captions of a video have different times, but the protocol ranks complete videos" if has_times else ""
 
 
 def _join_sentences(captions: pa.Table) -> pa.Table:
-    """Return one caption per complete video: its sentences in order of time, with the ID of the first sentence."""
+    """Join the sentences of each video in order of time; return one caption per video, with the first sentence's ID."""
     order = [("begin_s", "ascending"), ("end_s", "ascending"), ("caption_id", "ascending")]
     columns = captions.select(["video_id", "begin_s", "end_s", "caption_id", "source", "text"])
     grouped = columns.sort_by(order).group_by(["video_id"], use_threads=False)
@@ -330,11 +358,12 @@ class Match:
     """Similarities and correct pairs of clips and texts.
 
     Attributes:
+        is_right_NM: True if the clip and the text are a correct pair.
         clip_N: Rows of the clips in the embeddings, int64.
-        row_M: First row with each text, int64.
+        row_M: First row of the embeddings that has each text, int64.
         texts: Texts of a named protocol; None if the texts of the samples are used.
         incomplete: Description of the protocol's missing data; empty if no data are missing.
-        notes: Additional remarks.
+        notes: Remarks about the texts.
     """
 
     similarity_NM: NDArray[np.float32]
@@ -351,8 +380,10 @@ class RetrievalScorer:
     """Scorer for text-video retrieval with a protocol.
 
     Attributes:
+        name: Name of the protocol.
         captions: Captions of the protocol (`protocol_captions`); None for `retrieval`, which uses the samples' texts.
-        temperature: Temperature of dual softmax, which adds a separate result; None for no dual softmax.
+        temperature: Temperature of dual softmax, which is an additional result; None for no dual softmax.
+        context_length: Maximum number of tokens per text; None if it is unknown, so that cut texts are not reported.
     """
 
     name: RetrievalName = "retrieval"
@@ -367,7 +398,7 @@ class RetrievalScorer:
         return PROTOCOLS[self.name].definition + dual
 
     def describe_missing(self, num_videos: int) -> str:
-        """Describe the protocol's data that are missing if there are `num_videos`; empty if no data are missing."""
+        """Describe the data that the protocol lacks if only `num_videos` are present; return "" if it lacks none."""
         num_texts = 0 if self.captions is None else len(self.captions)
         return _missing_text(PROTOCOLS[self.name], num_videos=num_videos, num_texts=num_texts)
 
@@ -376,7 +407,11 @@ class RetrievalScorer:
         return self.result(self.match(embeddings, embed))
 
     def match(self, embeddings: Embeddings, embed: EmbedTexts) -> Match:
-        """Match the protocol's clips and texts; raise FailedWork if none of its clips could be decoded."""
+        """Compare the clips and texts of the protocol.
+
+        Raises:
+            FailedWork: None of the protocol's clips could be decoded.
+        """
         if self.captions is not None:
             return self._match_protocol(self.captions, embeddings, embed)
         row_M, text_of_N = distinct_texts(embeddings.text_key)
@@ -384,7 +419,7 @@ class RetrievalScorer:
         return Match(embeddings.video @ embeddings.text[row_M].T, is_right_NM, np.arange(len(embeddings)), row_M)
 
     def result(self, match: Match) -> dict[str, Any]:
-        """Return the result of a match; dual softmax has a separate entry."""
+        """Return the entries of a result file for a match. Dual softmax is a separate entry."""
         protocol = PROTOCOLS[self.name]
         result: dict[str, Any] = {
             "protocol_name": self.name,
@@ -404,11 +439,11 @@ class RetrievalScorer:
         """Return the metrics that are logged during training. Metrics with dual softmax have separate names."""
         metrics: dict[str, float] = {}
         for kind in ("", "dual_softmax"):
-            scored = result.get(kind, {}) if kind else result
-            for direction in ("text_to_video", "video_to_text") if scored else ():
+            scores = result.get(kind, {}) if kind else result
+            for direction in ("text_to_video", "video_to_text") if scores else ():
                 name = f"{direction}_{kind}".rstrip("_")
-                metrics |= {f"{name}_r{k}": share for k, share in scored[direction]["recall"].items()}
-                metrics[f"{name}_median_rank"] = scored[direction]["median_rank"]
+                metrics |= {f"{name}_r{k}": recall for k, recall in scores[direction]["recall"].items()}
+                metrics[f"{name}_median_rank"] = scores[direction]["median_rank"]
         return metrics
 
     def _match_protocol(self, captions: pa.Table, embeddings: Embeddings, embed: EmbedTexts) -> Match:
@@ -418,13 +453,14 @@ class RetrievalScorer:
         if not len(clip_N):
             raise FailedWork(f"none of the clips of the protocol {self.name} could be decoded")
         caption_N = np.searchsorted(id_M, embeddings.caption_id[clip_N])
+        # With one caption per video, the captions have been embedded with the clips.
         if len(np.unique(video_M)) == len(video_M):
-            shown, text_ME = caption_N, embeddings.text[clip_N]
+            rows, text_ME = caption_N, embeddings.text[clip_N]
         else:
-            shown, text_ME = np.flatnonzero(np.isin(video_M, video_M[caption_N])), None
-        texts = tuple(captions["text"].take(pa.array(shown)).to_pylist())
+            rows, text_ME = np.flatnonzero(np.isin(video_M, video_M[caption_N])), None
+        texts = tuple(captions["text"].take(pa.array(rows)).to_pylist())
         text_ME = embed(texts) if text_ME is None else text_ME
-        is_right_NM = video_M[caption_N][:, None] == video_M[shown]
+        is_right_NM = video_M[caption_N][:, None] == video_M[rows]
         return Match(
             embeddings.video[clip_N] @ text_ME.T,
             is_right_NM,

@@ -1,4 +1,7 @@
-"""`TaskSpec` of the dual encoder; its settings; flags and tables of its evaluations. Imports no heavy library."""
+"""`TaskSpec` of `train dual-encoder`, its settings, and the flags and tables of its evaluations.
+
+This module imports no heavy library, so that help and the checks of flags are fast.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,7 +34,7 @@ from clipmill.train.losses.settings import Loss
 from clipmill.train.spec import CurveGroup, EvaluationSpec, Features, FirstRun, TaskSpec
 
 LOSS = help_group("Loss", 6)
-# Protocols of text-video retrieval; `retrieval` is the plain protocol (clipmill.train.tasks.dual_encoder.protocols).
+# Protocols of text-video retrieval (clipmill.train.tasks.dual_encoder.protocols). `retrieval` is the plain protocol.
 RetrievalName = Literal["retrieval", "msrvtt-1ka", "paragraph", "vatex", "clip-benchmark"]
 ProtocolName = Literal["retrieval", "msrvtt-1ka", "paragraph", "vatex", "clip-benchmark", "mir", "egomcq", "zero-shot"]
 RETRIEVAL_NAMES: tuple[RetrievalName, ...] = get_args(RetrievalName)
@@ -63,56 +66,65 @@ class DualEncoderEvaluation(EvaluationSettings):
     lower_is_better = tuple(name for kind in ("", _SOFTMAX) for name in _retrieval_numbers(kind, numbers=_RANKS))
 
     protocol: Annotated[ProtocolName, EVERY] = "retrieval"
-    """Evaluation protocol. retrieval: R@k and median rank; msrvtt-1ka, paragraph, vatex, clip-benchmark: the same by
-    the rules of these benchmarks; mir: EK-100's mAP and nDCG; egomcq: EgoVLP's multiple choice; zero-shot:
-    classification by prompts. Data in --evaluate.shards can have a different protocol: DATA@SPLIT:PROTOCOL."""
+    """Evaluation protocol. retrieval: R@k and median rank; msrvtt-1ka, paragraph, vatex, clip-benchmark: the same
+    metrics with the rules of these benchmarks; mir: mAP and nDCG as in EK-100; egomcq: multiple choice as in EgoVLP;
+    zero-shot: classification with prompts. An entry of --evaluate.shards can specify a different protocol:
+    DATA@SPLIT:PROTOCOL."""
     dual_softmax: Annotated[float | None, TEMPERATURE, EVERY] = None
-    """Retrieval: also log R@k with dual softmax at this temperature of the cosines, under separate names."""
+    """Retrieval: also log R@k with dual softmax, under separate names. The value is the temperature by which cosine
+    similarities are divided."""
     relevancy: Annotated[Path | None, EVERY] = None
-    """mir: relevancy matrix, .pkl or .npy. Default: computed from verb and noun classes."""
+    """mir: file with the relevancy matrix, .pkl or .npy. Default: computed from verb and noun classes."""
     sentences: Annotated[Path | None, EVERY] = None
-    """mir: CSV file whose `narration` column has the sentences of --evaluate.relevancy, in the order of its columns."""
+    """mir: CSV file whose `narration` column lists the sentences of --evaluate.relevancy, in the order of the matrix's
+    columns."""
     questions: Annotated[Path | None, EVERY] = None
-    """egomcq: file with the questions, egomcq.json."""
+    """egomcq: file with the questions (egomcq.json)."""
     classes: Annotated[Path | None, EVERY] = None
-    """zero-shot: text file, one class per line. Default: the labels of the captions."""
+    """zero-shot: text file with one class per line. Default: the labels of the captions."""
     templates: Annotated[Path | None, EVERY] = None
-    """zero-shot: text file, one prompt template with {} per line. Default: the bare class name."""
+    """zero-shot: text file with one prompt template per line; {} stands for the class name. Default: the class name
+    without a template."""
     label: Annotated[str | None, EVERY] = None
     """zero-shot: label column of the captions, such as verb."""
 
     def metric_names(self, data: EvaluatedData) -> tuple[str, ...]:
-        """Return the metric names of the protocol, including dual softmax."""
+        """Return the names of the metrics that the protocol logs, including metrics with dual softmax."""
         protocol = data.protocol or self.protocol
-        has_more = self.dual_softmax is not None and protocol in RETRIEVAL_NAMES
-        return _NUMBERS.get(protocol, ()) + (_retrieval_numbers(_SOFTMAX) if has_more else ())
+        has_softmax = self.dual_softmax is not None and protocol in RETRIEVAL_NAMES
+        return _NUMBERS.get(protocol, ()) + (_retrieval_numbers(_SOFTMAX) if has_softmax else ())
 
     def check_effects(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield errors for settings that apply only to protocols that no evaluation uses."""
+        """Yield errors for flags that apply only to protocols which no evaluation uses."""
         try:
-            used = {data.protocol or self.protocol for data in self.evaluated_data()}
+            protocols_in_use = {data.protocol or self.protocol for data in self.evaluated_data()}
         except UserError:
             return  # `rules` yields this error
         for name, protocols in _PROTOCOLS_OF_SETTING.items():
             flag = self.flag(name)
-            if self.every and flag in typed and used.isdisjoint(protocols):
-                other = self.flag("protocol")
+            if self.every and flag in typed and protocols_in_use.isdisjoint(protocols):
+                protocol_flag = self.flag("protocol")
                 yield UserError(
-                    f"{flag} is {typed[flag]}, which has no effect: {other} is {', '.join(sorted(used))}",
-                    hint=f"omit it, or use {other} {' or '.join(protocols)}",
-                    flags=(flag, other),
+                    f"{flag} is {typed[flag]}, which has no effect: "
+                    f"{protocol_flag} is {', '.join(sorted(protocols_in_use))}",
+                    hint=f"omit it, or use {protocol_flag} {' or '.join(protocols)}",
+                    flags=(flag, protocol_flag),
                 )
 
     def find_protocol(self, name: str) -> ProtocolName:
-        """Return the protocol with the name `name`; UserError if it is unknown."""
-        known: dict[str, ProtocolName] = {protocol: protocol for protocol in get_args(ProtocolName)}
-        if name not in known:
+        """Return the protocol called `name`.
+
+        Raises:
+            UserError: There is no such protocol.
+        """
+        protocols: dict[str, ProtocolName] = {protocol: protocol for protocol in get_args(ProtocolName)}
+        if name not in protocols:
             raise UserError(
-                f"{self.flag('shards')} names the protocol {name!r}",
-                hint=f"protocols: {', '.join(known)}",
+                f"{self.flag('shards')} names the protocol {name!r}, which does not exist",
+                hint=f"use one of: {', '.join(protocols)}",
                 flags=(self.flag("shards"),),
             )
-        return known[name]
+        return protocols[name]
 
 
 _PROTOCOLS_OF_SETTING: dict[str, tuple[str, ...]] = {
@@ -136,7 +148,7 @@ class DualEncoderSettings(LatentSettings):
     towers: Annotated[DualEncoderTowers, groups.TOWERS] = field(default_factory=DualEncoderTowers)
     init: Annotated[DualEncoderInit, groups.MODEL, groups.SEVERAL] = field(default_factory=DualEncoderInit)
     text_tower: Annotated[Literal["trained", "frozen"], groups.MODEL, FIRST_RUN] = "trained"
-    """Text tower. frozen: embeddings made by prep text replace it."""
+    """Text tower. trained: train a text tower; frozen: use stored embeddings, made by prep text, instead."""
     captions: Annotated[CaptionSettings, groups.CAPTIONS] = field(default_factory=CaptionSettings)
     """Choice of the caption for a sample."""
     loss: Annotated[Loss, LOSS] = field(default_factory=Loss)
@@ -148,7 +160,7 @@ class DualEncoderSettings(LatentSettings):
         return ("video",) if self.text_tower == "frozen" else ("video", "text")
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for batches without negatives, and for settings that do not fit the input or the text tower."""
+        """Yield errors for a batch without negatives, and for settings that do not fit the input or the text tower."""
         yield from super().rules()
         if self.reads_latents and self.captions.min_relevancy is not None:
             yield UserError(
@@ -158,15 +170,15 @@ class DualEncoderSettings(LatentSettings):
             )
         if self.batch < self.least_batch:
             yield UserError(
-                f"--batch is {self.batch}",
-                hint="use at least 2: a contrastive loss needs negatives",
+                f"--batch is {self.batch}, but a contrastive loss needs at least 2 samples",
+                hint="use --batch 2 or more",
                 flags=("--batch",),
             )
         if not self.reads_latents:
             yield from errors_of(check_picture, self.model, self.towers, size_px=self.size_px)
         if self.text_tower == "frozen" and self.init.text is not None:
             yield UserError(
-                f"--init.text is {self.init.text}, but stored embeddings take the place of the text tower",
+                f"--init.text is {self.init.text}, but --text-tower frozen uses stored embeddings, not a text tower",
                 hint="omit --init.text or --text-tower frozen",
                 flags=("--init.text",),
             )
@@ -185,12 +197,12 @@ _DIRECTIONS = {"text_to_video": "text → video", "video_to_text": "video → te
 
 @dataclass(frozen=True, kw_only=True)
 class ClipFlags(Checked):
-    """Flags that all evaluations of a dual encoder have."""
+    """Flags of all evaluations of a dual encoder."""
 
     split: str = "val"
     """Split to evaluate on."""
     clips: Annotated[int, Range(1, MAX_CLIPS)] = 1
-    """Number of temporal views per clip. Their embeddings are averaged. Latents have one view."""
+    """Number of temporal views per clip, whose embeddings are averaged. Latents have a single view."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,14 +210,14 @@ class RetrievalFlags(ClipFlags):
     """Flags of `train eval retrieval`."""
 
     protocol: RetrievalName = "retrieval"
-    """Rules for texts, clips and correct pairs: all captions of the split (retrieval), or a benchmark. Data that
-    do not fit the benchmark are rejected."""
+    """Protocol that defines the texts, clips and correct pairs. retrieval: all captions of the split; other protocols:
+    the rules of a benchmark, which reject data that do not fit."""
     dual_softmax: Annotated[float | None, TEMPERATURE] = None
-    """Also report recall with dual softmax at this temperature of the cosines, in separate rows. It uses all queries of
-    the test set together."""
+    """Also report recall with dual softmax, in separate rows. The value is the temperature by which cosine similarities
+    are divided. Dual softmax uses all queries of the test set together."""
 
     def evaluation(self) -> DualEncoderEvaluation:
-        """Return the same evaluation as settings of an evaluation during training."""
+        """Return these flags as the settings of an evaluation during training."""
         return DualEncoderEvaluation(split=self.split, protocol=self.protocol, dual_softmax=self.dual_softmax)
 
 
@@ -216,14 +228,14 @@ class MirFlags(ClipFlags):
     split: str = "test"
     """Split to evaluate on."""
     relevancy: Path | None = None
-    """Relevancy matrix of clips by sentences: .npy, or the published .pkl, which is read without executing it. Default:
-    computed from verb and noun classes."""
+    """File with the relevancy matrix (clips x sentences): .npy, or the published .pkl, which is read without executing
+    code. Default: computed from verb and noun classes."""
     sentences: Path | None = None
-    """CSV file whose `narration` column has the sentences of --relevancy, in the order of its columns. Default: the
-    distinct captions in their order."""
+    """CSV file whose `narration` column lists the sentences of --relevancy, in the order of the matrix's columns.
+    Default: the distinct captions, in the order of the manifest."""
 
     def evaluation(self) -> DualEncoderEvaluation:
-        """Return the same evaluation as settings of an evaluation during training."""
+        """Return these flags as the settings of an evaluation during training."""
         return DualEncoderEvaluation(
             protocol="mir", split=self.split, relevancy=self.relevancy, sentences=self.sentences
         )
@@ -234,10 +246,10 @@ class EgoMcqFlags(ClipFlags):
     """Flags of `train eval egomcq`."""
 
     questions: Path | None = None
-    """File with the questions, egomcq.json, which prep manifest ego4d has also read. Required."""
+    """File with the questions (egomcq.json), the same file that prep manifest ego4d has read. Required."""
 
     def evaluation(self) -> DualEncoderEvaluation:
-        """Return the same evaluation as settings of an evaluation during training."""
+        """Return these flags as the settings of an evaluation during training."""
         return DualEncoderEvaluation(protocol="egomcq", split=self.split, questions=self.questions)
 
 
@@ -246,15 +258,16 @@ class ZeroShotFlags(ClipFlags):
     """Flags of `train eval zero-shot`."""
 
     classes: Path | None = None
-    """Text file, one class per line, with alternative names separated by |, or the table of EPIC-KITCHENS-100. Default:
-    the labels of the captions."""
+    """Text file with one class per line and alternative names separated by |, or the class table of EPIC-KITCHENS-100.
+    Default: the labels of the captions."""
     templates: Path | None = None
-    """Text file, one prompt template per line, with {} for the class name. Default: the bare class name."""
+    """Text file with one prompt template per line; {} stands for the class name. Default: the class name without a
+    template."""
     label: str | None = None
-    """Label column of the captions, such as verb. Required if there are several."""
+    """Label column of the captions, such as verb. Required if there are several label columns."""
 
     def evaluation(self) -> DualEncoderEvaluation:
-        """Return the same evaluation as settings of an evaluation during training."""
+        """Return these flags as the settings of an evaluation during training."""
         return DualEncoderEvaluation(
             protocol="zero-shot",
             split=self.split,
@@ -265,13 +278,14 @@ class ZeroShotFlags(ClipFlags):
 
 
 def retrieval_table(result: dict[str, Any]) -> Table:
-    """Return a table of recall and median rank in both directions; rows with dual softmax follow the plain rows."""
+    """Return a table of recall and median rank in both directions, followed by rows with dual softmax if computed."""
     rows, dual = [], result.get("dual_softmax", {})
     is_plain = result.get("protocol_name", "retrieval") == "retrieval"
-    named = "" if is_plain else f", {result['protocol_name']}" + (" (incomplete)" if result["incomplete"] else "")
-    for scored, kind in ((result, named), (dual, f"{named}, dual softmax")) if dual else ((result, named),):
+    suffix = "" if is_plain else f", {result['protocol_name']}" + (" (incomplete)" if result["incomplete"] else "")
+    kinds = ((result, suffix), (dual, f"{suffix}, dual softmax")) if dual else ((result, suffix),)
+    for directions, kind in kinds:
         for key, name in _DIRECTIONS.items():
-            scores = scored[key]
+            scores = directions[key]
             cells = [share_cell(share, scores["chance"][k]) for k, share in scores["recall"].items()]
             cells.append(Cell(f"{scores['median_rank']:.1f}", f"{scores['chance_median_rank']:.0f}"))
             detail = (
@@ -288,7 +302,7 @@ def retrieval_table(result: dict[str, Any]) -> Table:
 
 
 def mir_table(result: dict[str, Any]) -> Table:
-    """Return a table of graded mAP and nDCG in both directions, and their mean."""
+    """Return a table of graded mAP and nDCG in both directions, and their means over the directions."""
     rows = []
     for key in ("video_to_text", "text_to_video"):
         scores = result[key]
@@ -304,7 +318,7 @@ def mir_table(result: dict[str, Any]) -> Table:
         chances = [result[key][f"chance_{name}"] for key in _DIRECTIONS]
         chance = None if None in chances else sum(chances) / len(chances)
         means.append(share_cell(result["average"][name], chance))
-    # Results of earlier versions contain the word "relevancy" twice.
+    # Results of earlier versions repeat the word "relevancy".
     relevancy = result["relevancy"].removeprefix("relevancy of ").removeprefix("relevancy ")
     is_computed = relevancy.startswith("computed from ")
     rows.append(Row("average" if is_computed else f"average, {relevancy}", "of both directions", tuple(means)))
@@ -314,7 +328,7 @@ def mir_table(result: dict[str, Any]) -> Table:
 
 
 def egomcq_table(result: dict[str, Any]) -> Table:
-    """Return a table of accuracies among clips of different videos, and among clips of one video."""
+    """Return a table of accuracies for questions with clips from different videos, and with clips from one video."""
     kinds = {"inter": "inter-video", "intra": "intra-video"}
     cells = tuple(share_cell(result[kind]["accuracy"], result[kind]["chance"]) for kind in kinds)
     sizes = ", ".join(count_noun(result[kind]["num_questions"], f"{name} question") for kind, name in kinds.items())
@@ -325,7 +339,7 @@ def egomcq_table(result: dict[str, Any]) -> Table:
 
 
 def zero_shot_table(result: dict[str, Any]) -> Table:
-    """Return a table of top-k and mean class accuracy."""
+    """Return a table of top-1, top-5 and mean class accuracy."""
     top, baseline = result["top"], result["majority_baseline"]
     shares = [*top.values(), result["mean_class_accuracy"]]
     cells = [share_cell(share, baseline[key]) for share, key in zip(shares, BASELINE_KEYS, strict=True)]
@@ -351,8 +365,8 @@ def _undefined_text(result: dict[str, Any]) -> str:
 
 
 def _strips(result: dict[str, Any]) -> list[dict[str, Any]]:
-    best = [(query["text"], query["found"][0]) for query in result["examples"]]
-    return [{"words": text, "frames": clip["frames"], "is_right": clip["is_right"]} for text, clip in best]
+    best_clips = [(query["text"], query["found"][0]) for query in result["examples"]]
+    return [{"words": text, "frames": clip["frames"], "is_right": clip["is_right"]} for text, clip in best_clips]
 
 
 def _recall(group: str) -> str:
@@ -401,7 +415,7 @@ MIR = EvaluationSpec(
 )
 EGOMCQ = EvaluationSpec(
     name="egomcq",
-    help="Evaluate EgoMCQ, multiple choice among five clips of Ego4D: inter-video and intra-video accuracy.",
+    help="Evaluate EgoMCQ (multiple choice among five clips of Ego4D): inter-video and intra-video accuracy.",
     example="train eval egomcq runs/ego4d --shards data --questions egomcq.json",
     run_help=_RUNS,
     needs="--questions egomcq.json",
@@ -412,7 +426,7 @@ EGOMCQ = EvaluationSpec(
 )
 ZERO_SHOT = EvaluationSpec(
     name="zero-shot",
-    help="Evaluate zero-shot classification by prompts: top-1, top-5 and mean class accuracy.",
+    help="Evaluate zero-shot classification with prompts: top-1, top-5 and mean class accuracy.",
     example="train eval zero-shot runs/first --shards data --classes classes.txt",
     run_help=_RUNS,
     settings=ZeroShotFlags,

@@ -1,7 +1,7 @@
 """Task `train dual-encoder`: samples, model, contrastive loss and initial weights of a CLIP-style dual encoder.
 
 Clips are pixels or precomputed VAE latents. Captions are tokens for a text tower, or precomputed text embeddings.
-Initial weights determine towers, normalisation, widths, context length and temperature.
+Initial weights determine the towers, normalisation, widths, context length and temperature.
 """
 
 import math
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from clipmill.train.data.video_stream import VideoStream
     from clipmill.train.tasks.dual_encoder.evaluation import LoopEvaluation
 
-    OneFolder = Samples[Any] | VideoStream
-    AnySamples = OneFolder | MixedSamples
+    FolderSamples = Samples[Any] | VideoStream
+    AnySamples = FolderSamples | MixedSamples
 
 
 class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
@@ -52,26 +52,33 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
 
     def __init__(self, settings: DualEncoderSettings, **opened: Any) -> None:
         super().__init__(settings, **opened)
-        self._in_loop: list[LoopEvaluation] = []
-        pictures = LATENTS if settings.reads_latents else VIDEO
-        self.columns: tuple[str, ...] = (pictures, TEXT) if settings.text_tower == "frozen" else (pictures,)
+        self._loop_evaluations: list[LoopEvaluation] = []
+        clip_column = LATENTS if settings.reads_latents else VIDEO
+        self.columns: tuple[str, ...] = (clip_column, TEXT) if settings.text_tower == "frozen" else (clip_column,)
 
     def training_set(self, world: World) -> "AnySamples":
-        """Open this rank's part of the clips and captions of the training split."""
+        """Open this rank's part of the clips and captions of the training split.
 
-        def open_folder(task: DualEncoderTask) -> "OneFolder":
+        Raises:
+            UserError: See `samples`; or the samples, or the settings of an evaluation during training, are unsuitable.
+        """
+
+        def open_folder(task: DualEncoderTask) -> "FolderSamples":
             samples = task.samples(self._settings.split, world)
             samples.require_different_texts()
             return samples
 
         samples = self.open_mixture(open_folder)
         if self._settings.evaluate.every:
-            # Open the evaluations now, so that mistakes in their settings are reported before training starts.
-            self._in_loop = [self._open_evaluation(data, world) for data in self._settings.evaluated_data()]
+            # Open the evaluations now, so that errors in their settings are reported before training starts.
+            self._loop_evaluations = [self._open_evaluation(data, world) for data in self._settings.evaluated_data()]
         return samples
 
-    def samples_of(self, evaluation: DualEncoderEvaluation, world: World, *, num_clips: int = 1) -> "OneFolder":
-        """Open this rank's part of the clips and captions for an evaluation with its protocol.
+    def samples_of(self, evaluation: DualEncoderEvaluation, world: World, *, num_clips: int = 1) -> "FolderSamples":
+        """Open this rank's part of the clips and captions that the protocol of an evaluation needs.
+
+        Args:
+            num_clips: Number of temporal views per clip.
 
         Raises:
             UserError: See `samples`; or the samples do not fit the protocol.
@@ -80,19 +87,19 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
 
         settings = self._settings
         if evaluation.protocol == "zero-shot" and kind_of_data(settings.folder, settings).has_images:
-            from clipmill.train.tasks.dual_encoder.clip_benchmark import class_numbers
+            from clipmill.train.tasks.dual_encoder.zero_shot import image_classes
 
-            numbers = class_numbers(settings.folder, evaluation.classes)
+            classes = image_classes(settings.folder, evaluation.classes)
             return self._open(
                 world,
                 split=TARS_SPLIT,
                 content="labels",
                 views=Views(num_clips=num_clips),
                 tokenize=tokenizer_for(settings.towers),
-                classes=(numbers,),
+                classes=(classes,),
             )
         if settings.reads_latents or not kind_of_data(settings.folder).has_manifest or evaluation.protocol not in NAMED:
-            # In multi-instance retrieval, several narrations of the same span are separate queries.
+            # In multi-instance retrieval, narrations of the same span are separate queries.
             each_caption = evaluation.protocol == "mir"
             return self.samples(evaluation.split, world, num_clips=num_clips, each_caption=each_caption)
         table = protocol_captions(
@@ -118,19 +125,20 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         num_clips: int = 1,
         each_caption: bool = False,
         table: pa.Table | None = None,
-    ) -> "OneFolder":
+    ) -> "FolderSamples":
         """Open this rank's part of the clips and captions of a split. Streamed tars have no splits.
 
         Args:
-            num_clips: Number of temporal views per clip in an evaluation.
+            num_clips: Number of temporal views per clip, for evaluations.
             each_caption: True to create a separate sample for each caption (`open_captioned_clips`).
-            table: Captions of a protocol, which replace the manifest's captions.
+            table: Captions of a protocol, which replace the captions of the manifest.
 
         Raises:
-            UserError: The split is empty, or contradicts the settings.
+            UserError: The split is empty, or the data do not fit the settings.
         """
         settings, has_text_tower = self._settings, self._settings.text_tower == "trained"
-        if not has_text_tower and kind_of_data(settings.folder).has_manifest:  # other data raise an error below
+        # Data without a manifest raise an error below.
+        if not has_text_tower and kind_of_data(settings.folder).has_manifest:
             folder = open_data_folder(settings.folder, cache=settings.cache, column=None)
             if current_variant(folder.path, TEXT) is None:
                 raise UserError(
@@ -150,15 +158,15 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
             table=table,
         )
 
-    def _open(self, world: World, *, split: str, content: Content, **fields: Any) -> "OneFolder":
+    def _open(self, world: World, *, split: str, content: Content, **fields: Any) -> "FolderSamples":
         settings = self._settings
         loading = loader_settings(settings, world, device=self._device)
         query = DataQuery(settings=settings, content=content, split=split, loading=loading, **fields)
-        samples: OneFolder = open_samples(query)
+        samples: FolderSamples = open_samples(query)
         return samples
 
     def new_model(self, samples: "AnySamples") -> DualEncoder:
-        """Build both towers for the clips of `samples`, with the size from the settings."""
+        """Build both towers for the resolution of `samples`, with the size of the settings."""
         settings, shape = self._settings, self._shape
         if shape is None:
             size = size_of(settings.model, settings.towers)
@@ -175,16 +183,16 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         )
 
     def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the model's input: clips [B, C, T, H, W] and captions (tokens or stored embeddings)."""
+        """Return the model's input: the clips [B, C, T, H, W] and captions (tokens or stored embeddings) of a batch."""
         return self.clips(batch, is_training=is_training), batch["text"] if "text" in batch else batch["tokens"]
 
     def _training_inputs(self, batch: Batch) -> tuple[Any, ...]:
-        """Return `inputs` for training, and the lengths of the captions on the CPU."""
+        """Return the training `inputs`, and the lengths of the captions as a NumPy array."""
         clips, captions = self.inputs(batch, is_training=True)
         return clips, captions, batch["length"].numpy() if "length" in batch else None
 
     def clips(self, batch: Batch, *, is_training: bool = False) -> torch.Tensor:
-        """Return the video tower's input, the clips [B, C, T, H, W] of a batch."""
+        """Return the input of the video tower: the clips [B, C, T, H, W] of a batch."""
         settings = self._settings
         if batch["input"] == "latents":
             offset_BK = None
@@ -196,14 +204,14 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         return self.pixels(batch, slice(None), mean=CLIP_MEAN, std=CLIP_STD, is_training=is_training)
 
     def build_objective(self, samples: "AnySamples", world: World) -> Objective:
-        """Return the loss from the settings (`--loss.*`)."""
+        """Build the objective for the loss settings (`--loss.*`)."""
         dataset = _dataset_size(samples, self._settings)
         loss = self._settings.loss.with_scaled_lr(self._settings.optimizer.lr_scale(self._settings.batch))
         return build_contrast(loss, inputs=self._training_inputs, dataset=dataset, world=world)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Return the metrics of all evaluations during training, as `<name>/<metric>`."""
-        return {name: value for evaluate in self._in_loop for name, value in evaluate(model, world).items()}
+        """Run all evaluations during training, and return their metrics as `<name>/<metric>`."""
+        return {name: value for evaluate in self._loop_evaluations for name, value in evaluate(model, world).items()}
 
     def _open_evaluation(self, data: EvaluatedData, world: World) -> "LoopEvaluation":
         from clipmill.train.tasks.dual_encoder.evaluation import LoopEvaluation
@@ -213,24 +221,24 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         evaluation = replace(evaluation, shards=(), split=data.split, protocol=protocol)
         with data.explain_errors():
             samples = task.samples_of(evaluation, world)
-            in_loop = LoopEvaluation(
+            loop_evaluation = LoopEvaluation(
                 task, samples, task._settings, evaluation=evaluation, name=data.name, device=self._device
             )
-        self.note_evaluation(data, samples, means_of=in_loop.means_of, protocol=in_loop.protocol)
-        return in_loop
+        self.note_evaluation(data, samples, means_of=loop_evaluation.means_of, protocol=loop_evaluation.protocol)
+        return loop_evaluation
 
 
 def _dataset_size(samples: "AnySamples", settings: DualEncoderSettings) -> DatasetSize | None:
-    """Return the size of the training set if the loss keeps state for each sample; otherwise None.
+    """Return the size of the training set; None if the loss has no per-sample state.
 
     Raises:
-        UserError: The samples are a stream, which has no IDs.
+        UserError: The loss has per-sample state, but the samples are a stream, which has no IDs.
     """
     if not settings.loss.spec.is_global:
         return None
     if samples.num_samples is None:
         raise UserError(
-            f"--loss.kind {settings.loss.kind} keeps a value for each clip, but {settings.folder} is a stream",
+            f"--loss.kind {settings.loss.kind} keeps state for each clip, but {settings.folder} is a stream",
             hint="use a data folder made by prep, or --loss.kind infonce",
             flags=("--loss.kind",),
         )
@@ -238,7 +246,7 @@ def _dataset_size(samples: "AnySamples", settings: DualEncoderSettings) -> Datas
     return DatasetSize(num_clips=samples.num_clips, num_captions=samples.num_caption_ids, num_epochs=num_epochs)
 
 
-# Losses whose temperature has the same meaning as in CLIP. Other losses have their own initial values.
+# Losses whose temperature has the same meaning as in CLIP. Other losses start from their default temperatures.
 _CLIP_TEMPERATURE_LOSSES = frozenset({"infonce", "mbcl"})
 
 
@@ -246,27 +254,27 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
     """Return the settings with the values that initial weights determine: towers, normalisation, width, temperature.
 
     Raises:
-        UserError: The weights need a feature that the towers do not have.
+        UserError: The weights need a feature that the towers do not have, or the task does not support the tower.
     """
-    if source is None or source.kind != LIBRARY:  # for weights of a library tower, the settings already name the tower
+    if source is None or source.kind != LIBRARY:  # with weights from a library, the settings already name the towers
         kind = kind_of(settings.towers)
         if TOWERS[kind].build is None:
-            known = [tower.name for tower in TOWERS.list_usable() if tower.build is not None]
+            supported = [tower.name for tower in TOWERS.list_usable() if tower.build is not None]
             raise UserError(
                 f"--towers.kind is {kind}, a tower that train dual-encoder does not support",
-                hint=f"omit it, or use one of: {', '.join(known)}",
+                hint=f"omit it, or use one of: {', '.join(supported)}",
                 flags=("--towers.kind",),
             )
         settings = replace(settings, towers=replace(settings.towers, kind=kind))
-    settings = with_towers_of(settings, source, say=say)
+    settings = with_source_towers(settings, source, say=say)
     if (has_text := settings.text_tower == "trained") and library_width(settings.towers) is not None:
-        # Record the width, so that later changes of the library's configuration do not affect the run.
+        # Record the width, so that the run does not depend on later changes of the library's configuration.
         library_embedding = size_of(settings.model, settings.towers).embedding_width
         settings = replace(settings, towers=replace(settings.towers, embedding_width=library_embedding))
     if source is None:
         return settings
     towers, projection = settings.towers, source.converted.tensors.get(PROJECTION)
-    # The projection determines the width, unless stored text embeddings do.
+    # The projection determines the width of the embeddings, unless stored text embeddings determine it.
     if projection is not None and has_text and towers.image is None:
         width = choose_value("--towers.embedding-width", towers.embedding_width, projection.shape[-1], say=say)
         settings = replace(settings, towers=replace(towers, embedding_width=width))
@@ -277,8 +285,8 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
     return settings
 
 
-def with_towers_of(settings: DualEncoderSettings, source: Source | None, *, say: Say) -> DualEncoderSettings:
-    """Return the settings with the activation, epsilon, normalisation and context length of the weights.
+def with_source_towers(settings: DualEncoderSettings, source: Source | None, *, say: Say) -> DualEncoderSettings:
+    """Return the settings with the activation, epsilon, normalisation and context length that the weights require.
 
     Raises:
         UserError: The weights need a feature that the towers do not have.
@@ -292,7 +300,7 @@ def with_towers_of(settings: DualEncoderSettings, source: Source | None, *, say:
             hint="use the weights of a plain CLIP",
         )
     settings = effective_clip_settings(settings, source, say=say)
-    towers = settings.towers  # the settings of an exported video tower may be plain
+    towers = settings.towers  # not DualEncoderTowers if the settings belong to an exported video tower
     if settings.text_tower == "trained" and isinstance(towers, DualEncoderTowers) and not towers.text:
         positions = source.converted.tensors.get("text.positional_embedding")
         source_length = None if positions is None or len(positions) == CONTEXT_LENGTH else len(positions)
@@ -302,7 +310,7 @@ def with_towers_of(settings: DualEncoderSettings, source: Source | None, *, say:
 
 
 def _temperature(settings: DualEncoderSettings, source: Source, *, say: Say) -> float | None:
-    """Return the weights' temperature if the loss starts from it; otherwise print the reason, and return None."""
+    """Return the temperature of the weights if the loss starts from it; otherwise, print the reason and return None."""
     loss, tensors = settings.loss, source.converted.tensors
     if LOGIT_SCALE not in tensors:
         return None

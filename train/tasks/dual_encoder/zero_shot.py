@@ -1,8 +1,9 @@
 """Zero-shot classification (CLIP, section 3.1.4): read classes and prompts, and compute accuracies.
 
-A clip's predicted class is the class with the nearest embedding. The embedding of a class is the normalised mean of the
-unit-length embeddings of its prompts (each of its names in each template). The rank of the correct class is 1 + the
-number of other classes that score at least as high. Ties count against the model, so constant scores are always wrong.
+The predicted class of a clip is the class with the nearest embedding. The embedding of a class is the normalised mean
+of the unit-length embeddings of its prompts (each name of the class in each template). The rank of the correct class is
+1 + the number of other classes that score at least as high. Ties count against the model, so constant scores are always
+wrong.
 
 A class file is a list or a table (clipmill.train.data.classes). A template file has one template per line, with {} or
 {c} for the name. Without a class file, classes and names come from a label of the captions:
@@ -12,6 +13,15 @@ A class file is a list or a table (clipmill.train.data.classes). A template file
 
 With a class file, a numeric label is the number of a class in the file, and a text label must be a name in the file.
 Without a label, the text of a caption must be a name in the file.
+
+Datasets of CLIP_benchmark (LAION) are image tars with the class and template files beside them:
+
+    DIR/classnames.txt                           one class per line; the first line is class 0
+    DIR/zeroshot_classification_templates.txt    one template per line, with {c} for the name
+    DIR/test/0.tar, 1.tar, ...                   images with `cls`, the number of the class, or `txt`, with one caption
+                                                 per line (clipmill.train.tasks.dual_encoder.protocols)
+
+Two of their classes may have the same name (ImageNet has two "sunglasses"), so they are identified by number.
 """
 
 from dataclasses import asdict, dataclass
@@ -28,12 +38,25 @@ from clipmill.manifests.adapters.annotations import text_lines
 from clipmill.manifests.divided_videos import select_split
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.store import read_captions
-from clipmill.train.data.classes import ACTION, Names, class_labels, class_names_of, read_class_file, require_names
+from clipmill.train.data.classes import (
+    ACTION,
+    ClassList,
+    Names,
+    class_labels,
+    class_names_of,
+    read_class_file,
+    require_names,
+)
+from clipmill.train.data.samples import Samples
 from clipmill.train.evaluation.tables import Predictions, majority_baseline
 from clipmill.train.tasks.dual_encoder.protocols import Embeddings, EmbedTexts
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderEvaluation
 
 PLAIN_TEMPLATE = "{}"
+# Names of the files that CLIP_benchmark stores beside its tars.
+_CLASSES_FILE, _TEMPLATES_FILE = "classnames.txt", "zeroshot_classification_templates.txt"
 PROTOCOL = (
     "a class is the mean of the unit-length embeddings of its prompts; the nearest class by cosine; "
     "ties count against the model; mean class accuracy: top-1 within each class that has clips, then their mean; "
@@ -43,15 +66,15 @@ PROTOCOL = (
 
 @dataclass(frozen=True)
 class ClassPrompts:
-    """Classes of the clips in a split, with prompts.
+    """Classes of the clips in a split, with their prompts.
 
     Attributes:
-        names: Names of each class, at least one.
-        templates: Prompts with {} for a name.
+        names: Names of each class, at least one per class.
+        templates: Prompts in which {} stands for a name.
         caption_ids: IDs of the captions that have a class, int64 [N], ascending.
-        class_of_N: Class of each caption, int64.
+        class_of_N: Class of each of these captions, int64.
         source: Description of the source of the classes.
-        num_without: Number of captions in the split without a class.
+        num_without: Number of captions in the split that have no class.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -62,7 +85,7 @@ class ClassPrompts:
     num_without: int
 
     def prompts(self) -> tuple[list[str], NDArray[np.int64]]:
-        """Return every name of every class in every template, and each prompt's class."""
+        """Return all prompts (every name of every class in every template), and the class of each prompt, int64."""
         texts, classes = [], []
         for number, names in enumerate(self.names):
             for name in names:
@@ -74,20 +97,25 @@ class ClassPrompts:
 def open_class_prompts(
     data_dir: Path, *, split: str, classes: Path | None, templates: Path | None, label: str | None
 ) -> ClassPrompts:
-    """Read class names, templates and the classes of a split's captions.
+    """Read class names and templates, and find the class of each caption in a split.
+
+    Args:
+        classes: Class file; None for the labels of the captions.
+        templates: Template file; None for the bare names.
+        label: Name of the label; None for the only label, if there is any.
 
     Raises:
-        UserError: A file cannot be read, or no caption has a class.
+        UserError: A file cannot be read, the label does not exist or is ambiguous, or no caption has a class.
     """
     captions = select_split(read_captions(data_dir), data_dir, split)
     prompt_templates = (PLAIN_TEMPLATE,) if templates is None else read_templates(templates)
-    label = _label_of(captions, label, is_required=classes is None)
+    label = _choose_label(captions, label, is_required=classes is None)
     field_name = "text" if label is None else f"label_{label}"
     is_action = label == ACTION
     labels = class_names_of(captions, label=ACTION) if is_action else captions[field_name]
     num_all = captions.num_rows
-    is_labelled = pc.is_valid(labels)
-    captions, labels = captions.filter(is_labelled), labels.filter(is_labelled).combine_chunks()
+    has_label = pc.is_valid(labels)
+    captions, labels = captions.filter(has_label), labels.filter(has_label).combine_chunks()
     if classes is None:
         are_names = not (is_action or pa.types.is_integer(labels.type))
         names, class_of_N = _classes_from_labels(labels, captions["text"].combine_chunks(), are_names=are_names)
@@ -108,11 +136,76 @@ def open_class_prompts(
     return ClassPrompts(names, prompt_templates, caption_ids, class_of_N[has_class], source, num_all - len(caption_ids))
 
 
-def read_templates(path: Path) -> tuple[str, ...]:
-    """Read the templates of a file.
+def image_classes(pattern: str, classes: Path | None) -> ClassList:
+    """Return the classes of image tars, which the tars' `cls` members identify by number.
+
+    Args:
+        pattern: Paths of the tars, as in `--shards`.
+        classes: File with the class names; None for classnames.txt beside the tars.
 
     Raises:
-        UserError: The file cannot be read, is empty, or a line has no {}.
+        UserError: The file is missing, cannot be read, or is empty.
+    """
+    from clipmill.train.data.image_tars import LABEL  # loaded only for image tars
+
+    return ClassList(LABEL, tuple(map(str, range(len(_read_class_names(pattern, classes))))))
+
+
+def image_class_prompts(samples: Samples[Any], pattern: str, evaluation: DualEncoderEvaluation) -> ClassPrompts:
+    """Return the classes and prompts for images whose labels are `image_classes`.
+
+    Raises:
+        UserError: See `image_classes`; or a label other than `class` was requested.
+    """
+    from clipmill.train.data.image_tars import LABEL
+
+    if evaluation.label not in (None, LABEL):
+        raise UserError(
+            f"images in tars have no label {evaluation.label!r}",
+            hint=f"omit it, or use {LABEL}, the class number in cls",
+        )
+    classes, templates = evaluation.classes, evaluation.templates
+    names = _read_class_names(pattern, classes)
+    templates = templates or _find_file_beside(pattern, _TEMPLATES_FILE)
+    prompt_templates = (PLAIN_TEMPLATE,) if templates is None else read_templates(templates)
+    ids = np.arange(samples.num_clips)
+    source = (
+        f"{count_noun(len(names), 'class', 'classes')} of {(classes or Path(_CLASSES_FILE)).name}, by the images' cls"
+    )
+    return ClassPrompts(tuple((name,) for name in names), prompt_templates, ids, samples.labels, source, 0)
+
+
+def _read_class_names(pattern: str, classes: Path | None) -> list[str]:
+    path = classes or _find_file_beside(pattern, _CLASSES_FILE)
+    if path is None:
+        problem = f"there is no {_CLASSES_FILE} next to the tars {pattern}, nor in the folder above"
+        if is_remote(pattern):
+            problem = f"{_CLASSES_FILE} is not looked for next to the remote tars {pattern}"
+        raise UserError(
+            problem,
+            hint="use --classes FILE (in training --evaluate.classes), with one class per line",
+        )
+    names = [line.strip() for line in text_lines(path)]
+    if not any(names):
+        raise UserError(f"{path} contains no class names", hint="write one class per line")
+    return names
+
+
+def _find_file_beside(pattern: str, name: str) -> Path | None:
+    """Find a file in the folder of the tars or in its parent; None if there is no such file, or the tars are remote."""
+    from clipmill.train.data.tar_samples import expand
+
+    if is_remote(pattern):
+        return None
+    folder = Path(expand(pattern)[0]).absolute().parent
+    return next((path / name for path in (folder, folder.parent) if (path / name).is_file()), None)
+
+
+def read_templates(path: Path) -> tuple[str, ...]:
+    """Read prompt templates from a file.
+
+    Raises:
+        UserError: The file cannot be read, has no template, or a template has no {}.
     """
     # CLIP_benchmark uses {c} as the placeholder.
     lines = [line.strip().replace("{c}", "{}") for line in text_lines(path) if line.strip()]
@@ -124,22 +217,22 @@ def read_templates(path: Path) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _label_of(captions: pa.Table, label: str | None, *, is_required: bool) -> str | None:
+def _choose_label(captions: pa.Table, label: str | None, *, is_required: bool) -> str | None:
     """Return the requested label, or the only label if none is requested; None if there are no labels."""
     names = class_labels(captions.schema)
-    known = ", ".join(names) or "none"
     if label is not None:
         if label not in names:
-            raise UserError(f"captions have no label {label!r}", hint=f"labels: {known}")
+            hint = f"use one of: {', '.join(names)}" if names else "omit it, and use --classes FILE"
+            raise UserError(f"the captions have no label {label!r}", hint=hint)
         return label
     if len(names) > 1:
         raise UserError(
-            "captions have several labels, but zero-shot classification needs one",
-            hint=f"use --label (in training --evaluate.label) with one of: {known}",
+            "the captions have several labels, but zero-shot classification needs one",
+            hint=f"use --label (in training --evaluate.label) with one of: {', '.join(names)}",
         )
     if not names and is_required:
         raise UserError(
-            "captions have no labels",
+            "the captions have no labels",
             hint="use --classes FILE (in training --evaluate.classes), with the captions' texts as names",
         )
     return names[0] if names else None
@@ -170,13 +263,15 @@ def _classes_from_file(labels: pa.Array, names: Names, *, path: Path, field_name
 
 @dataclass(frozen=True)
 class ZeroShot:
-    """Accuracies of zero-shot classification, fractions in [0, 1].
+    """Accuracies of zero-shot classification, as fractions in [0, 1].
 
     Attributes:
+        num_clips: Number of clips with a class.
         num_classes: Number of classes to choose from.
         num_classes_seen: Number of classes that have clips.
         top: Fraction of clips whose class is among the first k, by k.
         chance: Expected fraction for random guesses among all classes, by k.
+        mean_class_accuracy: Mean of the top-1 accuracies within each class that has clips.
     """
 
     num_clips: int
@@ -192,10 +287,11 @@ class ZeroShot:
 
 
 def class_embeddings(prompt_PE: NDArray[np.float32], class_of_prompt_P: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return unit-length embeddings of the classes 0 to C - 1, float32 [C, E]. Each class must have a prompt.
+    """Return unit-length embeddings of the classes 0 to C - 1, float32 [C, E].
 
     Args:
-        prompt_PE: Embeddings of prompts, unit length.
+        prompt_PE: Unit-length embeddings of the prompts.
+        class_of_prompt_P: Class of each prompt. Each class must have a prompt.
     """
     num_classes = int(class_of_prompt_P.max()) + 1
     sums = np.zeros((num_classes, prompt_PE.shape[1]))
@@ -205,25 +301,26 @@ def class_embeddings(prompt_PE: NDArray[np.float32], class_of_prompt_P: NDArray[
 
 
 def class_ranks(similarity_NC: NDArray[np.floating], class_of_clip_N: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the rank of each clip's class, int64 [N]; 1 is best."""
-    right_N = similarity_NC[np.arange(len(similarity_NC)), class_of_clip_N]
-    # The correct class scores at least as high as itself, which makes the best rank 1.
-    rank_N: NDArray[np.int64] = (similarity_NC >= right_N[:, None]).sum(axis=1)
+    """Return the rank of each clip's correct class, int64 [N]; 1 is best."""
+    correct_N = similarity_NC[np.arange(len(similarity_NC)), class_of_clip_N]
+    # The count includes the correct class itself, so the best rank is 1.
+    rank_N: NDArray[np.int64] = (similarity_NC >= correct_N[:, None]).sum(axis=1)
     return rank_N
 
 
 def score_classes(similarity_NC: NDArray[np.floating], class_of_clip_N: NDArray[np.int64]) -> ZeroShot:
-    """Compute accuracies from similarities of N >= 1 clips and C classes."""
+    """Compute accuracies from the similarities of N >= 1 clips and C classes."""
     num_clips, num_classes = similarity_NC.shape
     rank_N = class_ranks(similarity_NC, class_of_clip_N)
     is_first = (rank_N == 1).astype(np.float64)
     num_of_class = np.bincount(class_of_clip_N, minlength=num_classes)
-    seen = num_of_class > 0
-    by_class = np.bincount(class_of_clip_N, weights=is_first, minlength=num_classes)[seen] / num_of_class[seen]
+    has_clips = num_of_class > 0
+    num_correct = np.bincount(class_of_clip_N, weights=is_first, minlength=num_classes)
+    by_class = num_correct[has_clips] / num_of_class[has_clips]
     return ZeroShot(
         num_clips=num_clips,
         num_classes=num_classes,
-        num_classes_seen=int(seen.sum()),
+        num_classes_seen=int(has_clips.sum()),
         top={k: float((rank_N <= k).mean()) for k in (1, 5)},
         chance={k: min(1.0, k / num_classes) for k in (1, 5)},
         mean_class_accuracy=float(by_class.mean()),
@@ -244,8 +341,7 @@ class ZeroShotScorer:
             raise FailedWork("none of the decoded clips has a class")
         class_of_clip = classes.class_of_N[np.searchsorted(classes.caption_ids, embeddings.caption_id[has_class])]
         texts, class_of_prompt = classes.prompts()
-        embedded = class_embeddings(embed(texts), class_of_prompt)
-        similarity = embeddings.video[has_class] @ embedded.T
+        similarity = embeddings.video[has_class] @ class_embeddings(embed(texts), class_of_prompt).T
         scores = score_classes(similarity, class_of_clip).as_json()
         by_class = Predictions.of(
             *map(torch.from_numpy, (similarity, class_of_clip)),
