@@ -1,7 +1,4 @@
-"""Commands, plan, run and reports of a column with one sample per chunk.
-
-They are derived from the `ColumnSpec` and the `ChunkWork` of the column.
-"""
+"""Plan, run and reports of a column with one sample per chunk, derived from its `ColumnSpec` and `ChunkWork`."""
 
 from dataclasses import replace
 from functools import partial
@@ -54,7 +51,7 @@ def column_work(column: ColumnSpec, work: ChunkWork) -> ColumnWork:
 
 
 def resolve(column: ColumnSpec, work: ChunkWork, settings: Any, *, video: str) -> Recipe[Any]:
-    """Return the recipe that settings give on this machine.
+    """Return the recipe that settings produce.
 
     Args:
         video: Name of the variant of `video` whose chunks are the input of the column.
@@ -62,9 +59,9 @@ def resolve(column: ColumnSpec, work: ChunkWork, settings: Any, *, video: str) -
     Raises:
         UserError: The model does not exist, or does not support the settings.
     """
-    used, facts = work.resolve(settings)
+    resolved, further_values = work.resolve(settings)
     identity = {"schema": column.schema, "column": column.name, VIDEO: video}
-    recipe = Recipe(used, {**stored_values(used), **identity, **facts}, column.name)
+    recipe = Recipe(resolved, {**stored_values(resolved), **identity, **further_values}, column.name)
     return replace(recipe, name=work.name(recipe))
 
 
@@ -83,15 +80,17 @@ def _plan(column: ColumnSpec, work: ChunkWork, data_dir: Path, settings: Any, re
 
 
 def _pending(column: ColumnSpec, work: ChunkWork, data_dir: Path, variant: Variant) -> PendingWork:
-    """Return the remaining work of a variant; no work if the variant is not the current one."""
+    """Return the remaining work of a variant; no work if the variant is not current."""
     if current_variant(data_dir, column.name) != variant.directory.name:
         return PendingWork()
     try:
         if variant.recipe.get("schema", column.schema) != column.schema:
-            return PendingWork(stale_because=f"made with schema {variant.recipe['schema']}; it is {column.schema} now")
+            return PendingWork(
+                stale_because=f"made with schema {variant.recipe['schema']}; this version has schema {column.schema}"
+            )
         recipe = stored_recipe(column, variant)
     except UserError:
-        return PendingWork()  # the recipe is missing or incomplete, which `prep status` reports
+        return PendingWork()  # `prep status` reports a missing or incomplete recipe
     if recipe.video != (video := current_variant(data_dir, VIDEO)):
         return PendingWork(stale_because=f"made from {recipe.video}; the current variant of video is {video}")
     try:
@@ -102,7 +101,11 @@ def _pending(column: ColumnSpec, work: ChunkWork, data_dir: Path, variant: Varia
 
 
 def chunk_job(column: ColumnSpec, plan: ChunksPlan, *, options: Any = None) -> Job[ChunkTask]:
-    """Return the job that the driver runs for a plan; `options` is passed on to the workers."""
+    """Return the job that the driver runs for a plan.
+
+    Args:
+        options: Options of the workers (`Chunks.options`).
+    """
     work: ChunkWork = import_object(column.work)
     extra_input = work.extra_input(plan)
 
@@ -125,7 +128,7 @@ def chunk_job(column: ColumnSpec, plan: ChunksPlan, *, options: Any = None) -> J
             extra_input=extra_input(shard.shard_id),
         )
 
-    # Flags that are not part of the recipe, recorded so that other commands can resume the run.
+    # Record flags that are not part of the recipe, so that other commands can continue the run.
     flags = {**values_not_stored(plan.recipe.settings), WEIGHTS: work.weights(plan.recipe)}
     return Job(
         column=column,
@@ -172,15 +175,15 @@ def _run(
 
 
 def _plan_report(column: ColumnSpec, work: ChunkWork, plan: ChunksPlan) -> Report:
-    """Return the report of a plan: the number of shards by state and reason, and the estimated cost."""
+    """Return the report of a plan: shards by state and reason, and the estimated cost."""
     if work.estimate is not None:
         estimate = work.estimate(plan)
     else:
         seconds = sum(plan.chunk_shards[shard.shard_id].seconds for shard in plan.shards if shard.has_work)
-        # Samples of unchanged chunks in a changed shard are copied; their number is known only during the run.
+        # "At most": samples of unchanged chunks in a changed shard are copied, but their number is not known yet.
         about = (
             f"estimate at most {duration_text(seconds)} of video to {column.verb}",
-            "         how long it takes is unknown; each chunk is read once",
+            "         the duration of the run is unknown; each chunk is read once",
         )
         estimate = Addition(about if seconds else (), {"estimate": {"seconds": seconds}})
     unstored = {**values_not_stored(plan.recipe.settings), WEIGHTS: work.weights(plan.recipe)}
@@ -214,7 +217,7 @@ def _summary_report(column: ColumnSpec, work: ChunkWork, summary: Summary, setti
     speed = None
     if summary.encoded_s:
         speed = f"{summary.encoded_s / summary.wall_s:.1f}x real time"
-        # The speed per core is meaningless for a column that waits for a GPU or a server.
+        # A speed per core is meaningless for a column that waits for a GPU or a server.
         if work.has_cpu_speed and summary.cpu_s:
             per_core = summary.encoded_s / summary.cpu_s
             speed += f"; {per_core:.1f}x per core ({summary.cpu_s:.1f} s of CPU time)"

@@ -1,4 +1,4 @@
-"""Read a chunk, from its MP4 file or from its packets in the source file, and decode selected frames."""
+"""Read a chunk from its MP4 file or, for `prep index`, from packets in its source file, and decode selected frames."""
 
 import os
 import zlib
@@ -38,13 +38,14 @@ def frame_rate(index: pa.Table, row: int) -> Fraction:
 
 @dataclass(frozen=True)
 class ChunkContent:
-    """The bytes of a chunk, and the values of its index row that are needed for decoding.
+    """Bytes of a chunk, and the values of its index row that decoding needs.
 
     Attributes:
         mp4: Content of the MP4 file; empty if the packets of the chunk are in its source file.
         num_frames: Number of frames.
         fps: Frames per second.
-        packet_frame, packet_flags: Packet table in decoding order (clipmill.shards.format.VIDEO_FIELDS).
+        packet_frame: Frame index of each packet, in decoding order (clipmill.shards.format.VIDEO_FIELDS).
+        packet_flags: Flags of each packet, in decoding order.
     """
 
     mp4: bytes
@@ -54,19 +55,22 @@ class ChunkContent:
     packet_flags: list[int]
 
     def frames(self, indices: Sequence[int]) -> "Iterator[VideoFrame]":
-        """Decode the frames `indices` (ascending), and yield them in order.
+        """Decode selected frames, and yield them in presentation order.
 
-        The packet table marks the frames that other frames reference. Only these and the requested frames are decoded.
+        Only the selected frames, and the frames that the packet table marks as references, are decoded.
+
+        Args:
+            indices: Indices of the frames, in ascending order.
 
         Raises:
-            SourceFailure: decode_errors, or frames_differ if the decoder does not return one of the frames.
+            SourceFailure: decode_errors, or frames_differ if the decoder does not return a selected frame.
         """
         import av
         import av.error
 
-        due = iter(indices)
-        target = next(due, None)
-        needed = set(indices)
+        remaining = iter(indices)
+        target = next(remaining, None)
+        selected = set(indices)
         try:
             with av.open(BytesIO(self.mp4), "r", format="mp4") as container:
                 stream = container.streams.video[0]
@@ -74,9 +78,10 @@ class ChunkContent:
                 frames_per_tick = (stream.time_base or Fraction(0)) * self.fps
                 number = 0
                 for packet in container.demux(stream):
-                    # A packet that no requested frame depends on is not decoded.
+                    # Skip packets that no selected frame depends on.
                     if packet.size:
-                        is_needed = self.packet_flags[number] & PACKET_REFERENCE or self.packet_frame[number] in needed
+                        is_reference = self.packet_flags[number] & PACKET_REFERENCE
+                        is_needed = is_reference or self.packet_frame[number] in selected
                         number += 1
                         if not is_needed:
                             continue
@@ -85,7 +90,7 @@ class ChunkContent:
                             if frame.is_corrupt:
                                 raise SourceFailure(FailureCode.DECODE_ERRORS, f"frame {target} is damaged")
                             yield frame
-                            target = next(due, None)
+                            target = next(remaining, None)
                     if target is None:
                         return
         except (av.error.FFmpegError, IndexError) as error:
@@ -102,18 +107,18 @@ def read_chunk(video: CommittedShard, row: int) -> ChunkContent:
     """
     if SOURCE_MEMBER in video.extensions:  # packets are read from the source file when frames are decoded
         source = video.packet_tables.source(row)
-        assert source is not None, "an index of another kind"
+        assert source is not None, "the index has no packets of sources"
         start_ms, fields = video.index["start_ms"][row].as_py(), content_fields(video.index, row)
         fps = fields["fps"]
         moments_us = [
             start_ms * 1000 + (2 * number + 1) * US_PER_S / (2 * fps) for number in range(fields["num_frames"])
         ]
         shown = [source.frame_at(*moment.as_integer_ratio()) for moment in moments_us]
-        # Express the packet table in frames at the nominal rate: a source frame gets the first index at which it is
-        # shown.
+        # Replace the source frames in the packet table by frames of the chunk: the first one that shows the source
+        # frame.
         frame_flags = dict(zip(fields["packet_frame"], fields["packet_flags"], strict=True))
-        firsts = {frame: number for number, frame in reversed(list(enumerate(shown)))}
-        numbers = sorted(firsts.values())
+        first_shown = {frame: number for number, frame in reversed(list(enumerate(shown)))}
+        numbers = sorted(first_shown.values())
         flags = [frame_flags[shown[number]] for number in numbers]
         fields |= {"packet_frame": numbers, "packet_flags": flags}
         return SourceContent(b"", **fields, video=video, row=row, source=source, shown=shown)
@@ -122,24 +127,26 @@ def read_chunk(video: CommittedShard, row: int) -> ChunkContent:
     except (Damaged, OSError) as error:
         raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"the chunk cannot be read: {error}") from None
     if zlib.crc32(content) != video.index["mp4_crc32"][row].as_py():
-        raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"its content in {video.tar_path.name} differs from the commit")
+        message = f"the content of the chunk in {video.tar_path.name} differs from the commit"
+        raise SourceFailure(FailureCode.CHUNK_DAMAGED, message)
     return ChunkContent(content, **content_fields(video.index, row))
 
 
 def content_fields(index: pa.Table, row: int) -> dict[str, Any]:
-    """Return the attributes of a `ChunkContent` that come from its index row."""
+    """Return the attributes of a `ChunkContent` that are read from the index row."""
     fields = {name: index[name][row].as_py() for name in ("num_frames", "packet_frame", "packet_flags")}
     return {**fields, "fps": frame_rate(index, row)}
 
 
 @dataclass(frozen=True)
 class SourceContent(ChunkContent):
-    """A chunk whose packets are in its source file.
+    """Content of a chunk whose packets are in its source file.
 
     Attributes:
-        video, row: Shard and row of the chunk.
+        video: Shard of the chunk.
+        row: Row of the chunk in the shard.
         source: Frames of the source file.
-        shown: For each frame of the chunk, the presentation index of the source frame that it shows.
+        shown: Presentation index of the source frame that each frame of the chunk shows.
     """
 
     video: CommittedShard
@@ -148,20 +155,23 @@ class SourceContent(ChunkContent):
     shown: list[int]
 
     def frames(self, indices: Sequence[int]) -> "Iterator[VideoFrame]":
-        """Decode the frames `indices` (ascending), and yield them in order.
+        """Decode selected frames, and yield them in presentation order.
+
+        Args:
+            indices: Indices of the frames, in ascending order.
 
         Raises:
             SourceFailure: chunk_damaged if the source file has changed or cannot be read, decode_errors, or
-                frames_differ if the decoder does not return one of the frames.
+                frames_differ if the decoder does not return a selected frame.
         """
         import av.error
 
-        tables, due = self.video.packet_tables, [self.shown[index] for index in indices]
+        tables, source_indices = self.video.packet_tables, [self.shown[index] for index in indices]
         table, video_id = tables.packet_table(self.row), self.video.index["video_id"][self.row].as_py()
         closed = tables.has_closed_gops(self.row)
         timeline = Timeline.from_json(self.source.timeline)
         upright = Upright(timeline.shape, aspect=timeline.aspects[0][1])
-        counts = Counter(due)  # a source frame may be shown as several frames of the chunk
+        counts = Counter(source_indices)  # several frames of the chunk may show the same source frame
         try:
             source_file = SourceFile(source_location(self.video.index_path, video_id))
             packets = read_source_packets(source_file, self.source, table, counts, is_closed=closed)
@@ -181,7 +191,15 @@ class SourceContent(ChunkContent):
 
 
 def source_location(index_path: Path, video_id: str) -> str:
-    """Return the path or URL of the source file of a video, as listed in the manifest of the index's data folder."""
+    """Return the path or URL of the source file of a video from the manifest.
+
+    Args:
+        index_path: Path of an index in the data folder of the manifest.
+        video_id: ID of the video.
+
+    Raises:
+        KeyError: The video is not in the manifest.
+    """
     data_dir = next(folder for folder in index_path.parents if (folder / "manifest").is_dir())
     state = (manifest_dir(data_dir) / VIDEOS_FILE).stat()
     videos = _read_source_paths(data_dir, state.st_mtime_ns, os.getpid())

@@ -1,7 +1,7 @@
-"""The chunks of one shard as the input of a worker: content, fingerprints, and samples from earlier commits.
+"""Input of a worker that makes one shard: the chunks with their fingerprints, and samples from earlier commits.
 
-A sample belongs to the content of its chunk, not to its key: it is reused when the video gets a different name or
-shard. Workers import this module, so it loads neither plan nor driver.
+A sample belongs to the content of its chunk and not to its key, so it is reused if the video gets a different name or
+moves to a different shard. Workers import this module, so it loads neither plan nor driver.
 """
 
 import json
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
 
 
-# Columns of a `video` index that identify the content of a chunk; an index has the columns of one member only.
+# Columns of a `video` index that identify the content of a chunk. An index has the columns of only one member.
 FINGERPRINT_COLUMNS = [
     "span_fingerprint",
     *(f"{member}_{name}" for member in ("mp4", SOURCE_MEMBER) for name in ("size", "crc32")),
 ]
 _NAMES = ("key", "video_id", "start_ms")  # fields that identify a chunk, and its sample in other columns
-_FIELDS = ("video_id", "start_ms", "num_frames", "fps_num", "fps_den")  # fields that samples copy from their chunks
+_FIELDS = ("video_id", "start_ms", "num_frames", "fps_num", "fps_den")  # fields that a sample copies from its chunk
 FINGERPRINT_FIELD = "chunk_fingerprint"
-# Exceptions caused by the machine, the bucket or the model, and not by one chunk: they end the shard.
+# Exceptions that end the shard: their cause is the machine, the bucket or the model, and not a single chunk.
 SHARD_ERRORS = (UserError, Inaccessible, OSError, MemoryError)
 
 
 def chunk_fingerprints(index: pa.Table) -> list[str]:
-    """Return one hash (hex) for each chunk of a `video` index, over its bytes and its source span, but not its key."""
+    """Return the content hash (hex) of each chunk in a `video` index. It covers bytes and source span, not the key."""
     columns = [index[name].to_pylist() for name in FINGERPRINT_COLUMNS if name in index.column_names]
     lines = ("\0".join(map(str, line)) for line in zip(*columns, strict=True))
     return [blake2b(line.encode(), digest_size=16).hexdigest() for line in lines]
@@ -57,8 +57,9 @@ class ChunkLength(NamedTuple):
     """Length of a chunk.
 
     Attributes:
+        num_frames: Number of frames.
         fps: Frames per second.
-        has_next: True if another chunk follows in the video and the sample depends on that chunk too.
+        has_next: True if the sample also depends on the next chunk of the video, and the next chunk exists.
     """
 
     num_frames: int
@@ -71,12 +72,12 @@ class ChunkLength(NamedTuple):
 
 
 class NextChunk(NamedTuple):
-    """Reference to the chunk that follows a chunk in the same video.
+    """Reference to the next chunk of a video.
 
     Attributes:
-        shard_id: Id of the shard of `video` that holds the next chunk.
-        row: Row of the chunk in this shard.
-        content: Hash (hex) of the content of the chunk.
+        shard_id: ID of the shard of `video` that contains the next chunk.
+        row: Row of the next chunk in this shard.
+        content: Content hash (hex) of the next chunk.
     """
 
     shard_id: int
@@ -84,7 +85,7 @@ class NextChunk(NamedTuple):
     content: str
 
 
-NextChunks = Mapping[int, NextChunk]  # next chunks, by row of the chunk before them
+NextChunks = Mapping[int, NextChunk]  # next chunks, keyed by the row of the preceding chunk
 
 
 def chunks_of_shard(
@@ -98,8 +99,8 @@ def chunks_of_shard(
     """Open a shard of `video`, and return its chunks by row.
 
     Args:
-        commits: Commits of the shard and of the shards in `next_chunks`.
-        next_chunks: The next chunks, if samples depend on them too.
+        commits: Commits of the shard and of the shards in `next_chunks`, keyed by shard ID.
+        next_chunks: Next chunks, if samples also depend on them; otherwise empty.
         names: Names of the index fields of the column to make.
 
     Raises:
@@ -122,8 +123,8 @@ def chunks_of_shard(
 
 
 def column_failure(error: Exception) -> SourceFailure:
-    """Return a failure with code column_error for an exception that the code of a column raised."""
-    # The first frame is the caller. The last frame in the column's folder tells the author more than a library's frame.
+    """Return the failure (column_error) for an exception in the code of a column, with the line that raised it."""
+    # The first frame is the caller. Report the last frame in the folder of the column, rather than one in a library.
     frames = traceback.extract_tb(error.__traceback__)[1:]
     in_column = [frame for frame in frames if Path(frame.filename).parent == Path(frames[0].filename).parent]
     location = f" ({Path(in_column[-1].filename).name}, line {in_column[-1].lineno})" if in_column else ""
@@ -136,10 +137,11 @@ def seconds_of(index: pa.Table, row: int) -> Fraction:
 
 
 class OldSamples:
-    """Undamaged samples from earlier commits, by `chunk_fingerprint`.
+    """Undamaged samples from earlier commits, found by `chunk_fingerprint`.
 
     Args:
-        commits: Commits of the column that may hold samples of the chunks; if several hold a sample, the first is used.
+        variant_dir: Folder of the variant.
+        commits: Commits of the column that may have samples of the chunks. If several have a sample, the first is used.
         fields: Index fields of the column, including `chunk_fingerprint`.
         fingerprints: Fingerprints of the chunks.
     """
@@ -149,7 +151,7 @@ class OldSamples:
     ) -> None:
         self._rows: dict[str, tuple[CommittedShard, int]] = {}
         self._fields = [field.name for field in fields]
-        wanted_fingerprints = frozenset(fingerprints)
+        chunk_hashes = frozenset(fingerprints)
         for commit in commits:
             if commit.files is None:
                 continue
@@ -158,7 +160,7 @@ class OldSamples:
                 (extension,) = extensions_of(shard.index)
                 crc32s = shard.index[f"{extension}_crc32"].to_pylist()
                 for row, fingerprint in enumerate(shard.index[FINGERPRINT_FIELD].to_pylist()):
-                    is_missing = fingerprint in wanted_fingerprints and fingerprint not in self._rows
+                    is_missing = fingerprint in chunk_hashes and fingerprint not in self._rows
                     if is_missing and zlib.crc32(shard.read(row, extension)) == crc32s[row]:
                         self._rows[fingerprint] = shard, row
 
@@ -166,11 +168,12 @@ class OldSamples:
         return fingerprint in self._rows
 
     def sample(self, fingerprint: str, index: pa.Table, row: int) -> Sample:
-        """Return the stored sample of a chunk, under the current key of the chunk.
+        """Return the stored sample of a chunk, with the current key of the chunk.
 
         Args:
             fingerprint: Fingerprint of a chunk that has a stored sample.
-            index, row: Index of the `video` shard and row of the chunk, from which the current key is read.
+            index: Index of the `video` shard, which contains the current key.
+            row: Row of the chunk in this index.
         """
         shard, old_row = self._rows[fingerprint]
         (extension,) = extensions_of(shard.index)
@@ -187,16 +190,16 @@ class OldSamples:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk of a shard of `video`.
+    """Chunk in a shard of `video`.
 
     Attributes:
-        video: Shard of `video` that holds the chunk.
+        video: Shard of `video` that contains the chunk.
         row: Row of the chunk in this shard.
-        content: Hash (hex) of the content of the chunk.
-        fingerprint: Hash (hex) of everything that the sample depends on: the content of the chunk, and of the next
-            chunk if the column reads it.
+        content: Content hash (hex) of the chunk.
+        fingerprint: Hash (hex) of everything that the sample depends on: the content of the chunk and, if the column
+            reads the next chunk, its content.
         names: Names of the index fields of the column to make.
-        next: Next chunk of the video, for columns that read it (`ChunkWork.reads_next`); None at the end of a video.
+        next: Next chunk of the video if the column reads it (`ChunkWork.reads_next`); None at the end of a video.
     """
 
     video: CommittedShard
@@ -207,12 +210,12 @@ class Chunk:
     next: "Chunk | None" = None
 
     def __getitem__(self, name: str) -> Any:
-        """Return the value of a field of the chunk's index row (`clipmill.shards.format.VIDEO_FIELDS`, and `key`)."""
+        """Return a field of the chunk's index row: `key`, or one of `clipmill.shards.format.VIDEO_FIELDS`."""
         return self.video.index[name][self.row].as_py()
 
     @property
     def key(self) -> str:
-        """Key of the chunk, and of its sample."""
+        """Key of the chunk and of its sample."""
         return str(self["key"])
 
     @property
@@ -236,11 +239,12 @@ class Chunk:
     def frames(self, indices: Sequence[int] | None = None) -> "Iterator[VideoFrame]":
         """Decode frames of the chunk, and yield them in presentation order.
 
-        Frames that no requested frame depends on are not decoded. Frame i is displayed i / `fps` seconds after the
-        start of the chunk.
+        Frames that no selected frame depends on are not decoded. Frame i is displayed i / `fps` seconds after the start
+        of the chunk.
 
         Args:
-            indices: Indices of the frames, each larger than the previous one, from 0 to `num_frames` - 1; None for all.
+            indices: Indices of the frames, from 0 to `num_frames` - 1, in strictly ascending order; None for all
+                frames.
 
         Raises:
             SourceFailure: The chunk is damaged or cannot be decoded.
@@ -253,15 +257,16 @@ class Chunk:
                 context = f" after {previous}" if previous >= 0 else ""
                 raise ValueError(
                     f"{self.key}: frames() got index {number}{context}; "
-                    f"indices must increase, from 0 to at most {num_frames - 1}"
+                    f"indices must be in ascending order, from 0 to at most {num_frames - 1}"
                 )
         return self.read().frames(numbers)
 
     def fields(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all index fields of the sample, in the order of the column's fields.
+        """Return all index fields of the sample, in the order in which the column declares them.
 
         Args:
-            values: Fields by name. Missing fields, such as `video_id` and `num_frames`, are copied from the chunk.
+            values: Values by field name. Missing fields, such as `video_id` and `num_frames`, are copied from the
+                chunk.
         """
         copied = {name: self[name] for name in _FIELDS if name in self.names and name not in values}
         all_fields = {**copied, **values, FINGERPRINT_FIELD: self.fingerprint}
@@ -271,8 +276,8 @@ class Chunk:
         """Return the sample of the chunk.
 
         Args:
-            members: Content of each member, by extension.
-            values: Index fields; see `fields`.
+            members: Content of each member, keyed by extension.
+            values: Values by field name (see `fields`).
 
         Raises:
             SourceFailure: not_finite, if a value is not a finite number.
@@ -285,18 +290,19 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Chunks:
-    """The chunks of a shard that have no sample yet, in order; a column's `make` iterates over them.
+    """Chunks of a shard without a stored sample. `ChunkWork.make` iterates over them.
 
     Attributes:
         variant_dir: Folder of the variant to make.
+        shard_id: ID of the shard.
         planned_rows: Rows of the shard that get a sample, including copied samples.
         rows: Rows of the chunks without a stored sample.
         shard_chunks: All chunks of the shard, by row.
         fingerprints: Fingerprints of `shard_chunks`.
-        options: Value that `ChunkWork.workers` hands to each worker; None by default.
-        extra_input: Value that `ChunkWork.extra_input` hands to the worker of this shard; None by default.
+        options: Options from `ChunkWork.workers`, equal for all workers; None by default.
+        extra_input: Further input from `ChunkWork.extra_input` for this shard; None by default.
         known_rows: Rows for which `make` already has a result, such as a stored answer. They do not count as work.
-        show: Function that reports the number of finished chunks of the shard, if chunks do not finish in order.
+        show: Function that reports the number of finished chunks, for columns whose chunks do not finish in order.
     """
 
     variant_dir: Path
@@ -312,7 +318,7 @@ class Chunks:
 
     @property
     def video(self) -> CommittedShard:
-        """Shard of `video` that holds the chunks."""
+        """Shard of `video` that contains the chunks."""
         return self.shard_chunks[0].video
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -322,9 +328,9 @@ class Chunks:
         return len(self.rows)
 
     def each(self, make: Callable[[Chunk], Sample]) -> Iterator[Sample | SourceFailure]:
-        """Call a function for each chunk, and yield its result or the failure that it raises.
+        """Call `make` for each chunk, and yield the sample that it returns or the failure that it raises.
 
-        An unexpected exception becomes a failure of the chunk with code column_error and the line that raised it.
+        An unexpected exception becomes a failure of the chunk with the code column_error and the line of the exception.
         """
         for chunk in self:
             try:

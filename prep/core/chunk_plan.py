@@ -1,8 +1,7 @@
-"""The plan of a column with one sample for each chunk: shard N holds the chunks of shard N of `video`.
+"""Plan of a column with one sample per chunk: shard N contains the chunks of shard N of `video`.
 
-The shards of such a column (`latents`, `scores`, `captions`) have the same ids, splits and keys as the shards of
-`video`. A plan covers the shards of `video` that are committed, even while `prep chunk` is running; a later plan covers
-the others.
+The shards of such a column (`latents`, `scores`, `captions`) have the IDs, splits and keys of the shards of `video`. A
+plan covers the shards of `video` that are committed when it is made, which is possible while `prep chunk` is running.
 """
 
 import hashlib
@@ -45,7 +44,7 @@ from clipmill.shards.opening import Damaged, DamagedIndex
 from clipmill.shards.selection import empty_selection_error, selected_chunks
 from clipmill.shards.where import Where, parse_where
 
-# Reason why a column made from chunks had nothing to do.
+# Reason why a column of chunks has nothing to do.
 NO_CHUNKS = "there are no committed chunks yet; `prep status` shows the command that makes them"
 _COLUMNS = [*FINGERPRINT_COLUMNS, "key", "video_id", "num_frames", "fps_num", "fps_den"]
 
@@ -55,14 +54,17 @@ HasSample = Callable[[ChunkLength], bool]
 
 @dataclass(frozen=True)
 class ChunkShard:
-    """The chunks of one shard of `video`, as far as a plan needs them.
+    """Facts about the chunks of one shard of `video` that a plan needs.
 
     Attributes:
-        fingerprint: Hash of the keys and bytes of the chunks; captions do not affect it.
+        shard_id: ID of the shard.
+        split: Split of the shard.
+        fingerprint: Hash of the keys and contents of the chunks. Captions do not affect it.
+        num_chunks: Number of chunks that get a sample.
         lengths: Number of chunks of each length.
-        video_ids: Unique ids of the videos of the chunks; a long video spans several shards.
-        rows: Rows of the chunks that get a sample; None for all.
-        next_chunks: Next chunks, if samples depend on them too.
+        video_ids: Unique IDs of the videos. A long video spans several shards.
+        rows: Rows of the chunks that get a sample; None for all rows.
+        next_chunks: Next chunks, if samples also depend on them; otherwise empty.
     """
 
     shard_id: int
@@ -85,7 +87,7 @@ class ChunkShard:
         return max((length.seconds for length in self.lengths), default=Fraction(0))
 
     def wanted_shard(self, *, recipe_fingerprint: str) -> WantedShard:
-        """Return the shard that a recipe makes from these chunks."""
+        """Return the shard that should be made from these chunks with a recipe."""
         text = f"{recipe_fingerprint} {self.split} {self.fingerprint}"
         return WantedShard(self.shard_id, self.split, hashlib.sha256(text.encode()).hexdigest(), self.num_chunks)
 
@@ -98,7 +100,7 @@ def current_chunks(data_dir: Path) -> str:
     """
     video = current_variant(data_dir, VIDEO)
     if video is None:
-        hint = f"create them first: {how_to_make(VIDEO, data_dir)}"
+        hint = f"run {how_to_make(VIDEO, data_dir)} to create chunks first"
         raise UserError(f"{data_dir} has no chunks", hint=hint)
     return video
 
@@ -111,12 +113,17 @@ def read_chunk_shards(
     next_chunks: Mapping[int, NextChunks] | None = None,
     has_sample: HasSample | None = None,
 ) -> tuple[list[ChunkShard], dict[int, Failure]]:
-    """Return the committed shards of chunks, and by shard id the failures of shards whose index is unreadable.
+    """Read the committed shards of `video`.
 
     Args:
-        chosen: Selected rows of each shard, by shard id; shards without selected rows are omitted. None for all rows.
-        next_chunks: Next chunks of each shard, by shard id; None if samples do not depend on them.
-        has_sample: Function that returns True for the lengths of chunks that get a sample; None for all chunks.
+        chosen: Selected rows of each shard, keyed by shard ID. Shards without selected rows are omitted. None for all
+            rows.
+        next_chunks: Next chunks of each shard, keyed by shard ID; None if samples do not depend on them.
+        has_sample: Function that takes the length of a chunk and returns True if the chunk gets a sample; None if all
+            chunks do.
+
+    Returns:
+        Shards, and the failures of shards whose index is unreadable, keyed by shard ID.
     """
     shards, unreadable = [], {}
     with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
@@ -151,12 +158,12 @@ def _read_chunk_shard(
         return None
     path = video_dir / commit.files.index
     try:
-        # A plan reads a few columns of all indexes, so the checksum is left to the worker, which reads complete ones.
+        # A plan reads only a few columns of each index. The worker, which reads complete indexes, verifies checksums.
         index = open_index(path, columns=_COLUMNS)
         if not pc.min(index["fps_den"]).as_py():
             raise DamagedIndex(path, "a frame rate is not a number")
     except (DamagedIndex, OSError) as error:
-        # An unreadable shard does not prevent the others from being planned.
+        # Plan the other shards, even if one is unreadable.
         return commit.shard_id, Failure(shard_name(commit.shard_id), None, str(FailureCode.CHUNK_DAMAGED), str(error))
     if rows is not None and not rows:
         return None
@@ -167,7 +174,7 @@ def _read_chunk_shard(
     if next_chunks is not None:
         next_contents = "".join(successors[row].content if row in successors else "-" for row in selected)
         digest = hashlib.sha256(f"{digest}{next_contents}".encode()).hexdigest()
-    # Most chunks share a few lengths, so `has_sample` is called once for each length.
+    # Most chunks have one of a few lengths, so call `has_sample` only once per length.
     columns = [index[name].to_pylist() for name in ("num_frames", "fps_num", "fps_den")]
     numbers = [*zip(*columns, (row in successors for row in selected), strict=True)]
     counts = Counter(numbers)
@@ -187,14 +194,14 @@ def _read_chunk_shard(
     )
 
 
-_DIGITS = "S32"  # NumPy type of the fingerprint of a chunk
+_DIGITS = "S32"  # NumPy dtype of a chunk fingerprint
 
 
 class ShardLookup:
-    """Lookup table from chunk fingerprints to the shards that hold data about these chunks, such as old samples.
+    """Lookup table that finds, by chunk fingerprints, the shards with data about these chunks, such as old samples.
 
     Args:
-        fingerprints: Pairs of a shard id and the fingerprints of the chunks that the shard holds data about.
+        fingerprints: Pairs of a shard ID and the fingerprints of the chunks about which the shard has data.
     """
 
     def __init__(self, fingerprints: Iterable[tuple[int, Sequence[str | bytes]]]) -> None:
@@ -208,7 +215,7 @@ class ShardLookup:
         return len(self._digits)
 
     def find(self, fingerprints: Sequence[str]) -> list[int]:
-        """Return the ids of the shards that hold data about any of the chunks, in ascending order."""
+        """Return the IDs of the shards with data about any of the chunks, in ascending order."""
         digits = np.array(fingerprints, _DIGITS)
         starts, ends = (np.searchsorted(self._digits, digits, side) for side in ("left", "right"))
         pairs = zip(starts.tolist(), ends.tolist(), strict=True)
@@ -217,13 +224,19 @@ class ShardLookup:
 
 @dataclass(frozen=True)
 class ChunksPlan:
-    """The plan of a column with one sample per chunk, and the inputs of the plan.
+    """Plan of a column with one sample per chunk, with its inputs.
 
     Attributes:
-        shards: Planned shards, in the order of their ids.
-        chunk_shards: Shards of `video` whose chunks get samples, by shard id.
+        recipe: Recipe of the variant.
+        data_dir: Data folder.
+        variant_dir: Folder of the variant.
+        video_dir: Folder of the `video` variant with the chunks.
+        video_commits: Commits of the `video` variant, keyed by shard ID.
+        commits: Commits of the variant, keyed by shard ID.
+        shards: Planned shards, in the order of their IDs.
+        chunk_shards: Shards of `video` whose chunks get samples, keyed by shard ID.
         num_videos: Number of videos with committed chunks.
-        unreadable: Failures of the shards of `video` that cannot be planned because their index is unreadable.
+        unreadable: Failures of shards of `video` that cannot be planned because their index is unreadable.
     """
 
     recipe: Recipe[Any]
@@ -243,7 +256,7 @@ class ChunksPlan:
         return sum(shard.num_chunks for shard in self.shards)
 
     def video_ids(self, shard: ShardPlan) -> list[str]:
-        """Return the ids of the videos in a shard."""
+        """Return the IDs of the videos in a shard."""
         ids: list[str] = self.chunk_shards[shard.shard_id].video_ids.to_pylist()
         return ids
 
@@ -258,21 +271,21 @@ class ChunksPlan:
         return chunks_of_shard(self.video_dir, shard_id, commits=self.video_commits, next_chunks=next_chunks)
 
     def old_commits(self, shard_id: int) -> tuple[Commit, ...]:
-        """Return the commits that may hold samples for a shard: its own, and commits of shards that lost chunks."""
+        """Return the commits that may have samples for a shard: its own, and commits of shards that lost chunks."""
         same = [shard_id] if shard_id in self.commits else []
         holding = self.holding(shard_id, self._lost_samples_lookup)
         return tuple(self.commits[other] for other in dict.fromkeys([*same, *holding]))
 
     def holding(self, shard_id: int, lookup: ShardLookup) -> list[int]:
-        """Return the ids of the shards in `lookup` that hold data about chunks of a shard."""
+        """Return the IDs of the shards in `lookup` with data about chunks of a shard."""
         if len(lookup):
-            with suppress(Damaged, OSError):  # the worker reports an index that cannot be read
+            with suppress(Damaged, OSError):  # the worker reports unreadable indexes
                 return lookup.find([chunk.fingerprint for chunk in self.chunks(shard_id)])
         return []
 
     @cached_property
     def _lost_samples_lookup(self) -> ShardLookup:
-        """Lookup table of the stored samples in shards that may have lost chunks to other shards."""
+        """Lookup table of stored samples in shards from which chunks may have moved to other shards."""
         states = (ShardState.CHANGED, ShardState.ORPHANED, ShardState.MISSING, ShardState.CORRUPT)
         fingerprints: list[tuple[int, list[str]]] = []
         for shard in self.shards:
@@ -292,15 +305,16 @@ def plan_chunks(
     reads_next: bool = False,
     has_sample: HasSample | None = None,
 ) -> ChunksPlan:
-    """Plan a recipe for the committed shards of its `video` variant in `data_dir`.
+    """Plan a recipe for the committed shards of its `video` variant.
 
     Args:
-        retry_codes: Failure codes to try again even if nothing changed.
+        retry_codes: Codes of failures to retry even if nothing has changed.
         reads_next: True if samples also depend on the next chunks.
-        has_sample: Function that returns True for the lengths of chunks that get a sample; None for all chunks.
+        has_sample: Function that takes the length of a chunk and returns True if the chunk gets a sample; None if all
+            chunks do.
 
     Raises:
-        UserError: The `where` of the settings selects no chunk, or uses scores that the chunks lack.
+        UserError: The `where` of the settings selects no chunk, or uses scores that the chunks do not have.
     """
     column, where = recipe.values["column"], getattr(recipe.settings, WHERE, None)
     video_dir = variant_dir(data_dir, VIDEO, recipe.video)
@@ -318,7 +332,7 @@ def plan_chunks(
         next_chunks=find_next_chunks(video_dir, video.commits) if reads_next else None,
         has_sample=has_sample,
     )
-    # The current content of these shards is unknown, so their stored samples are neither made again nor orphaned.
+    # The content of these shards is unknown, so keep their stored samples.
     unknown = {damaged.shard_id for damaged in video.damaged} | unreadable.keys()
     fingerprint = recipe.fingerprint
     shards = plan_shards(
@@ -347,8 +361,8 @@ def plan_chunks(
 def selected_rows(
     data_dir: Path, video_dir: Path, commits: Iterable[Commit], where: Where, *, column: str
 ) -> dict[int, tuple[int, ...]]:
-    """Return the rows of the selected chunks of each shard whose index is readable."""
-    because = f"prep {column} takes chunks, whatever captions they have"
+    """Return the rows of the selected chunks, keyed by shard ID, for all shards with a readable index."""
+    because = f"prep {column} selects chunks, regardless of their captions"
     where.require(("chunk", "video", "label"), because=because)
     ids, starts, shard_ids, sizes = [], [], [], []
     for commit in commits:
@@ -380,11 +394,14 @@ _NEXT_COLUMNS = [*FINGERPRINT_COLUMNS, "video_id", *_NUMBERS]
 
 
 def find_next_chunks(video_dir: Path, commits: Mapping[int, Commit]) -> dict[int, NextChunks]:
-    """Return the next chunks (same video, no gap, same resolution), by the shard and row of the chunks before them.
+    """Find the next chunk of each chunk: it follows in the same video without a gap, and has the same resolution.
 
-    The next chunk may be in a different shard. It may also be missing, because encoding it failed or `prep chunk` is
-    still running. The sample of the preceding chunk is then made as at the end of a video, and made again once the next
-    chunk exists.
+    The next chunk may be in a different shard. It may also be missing, because encoding failed or `prep chunk` is still
+    running. The sample of the preceding chunk is then made as at the end of a video, and made again once the next chunk
+    exists.
+
+    Returns:
+        Next chunks, keyed by the shard ID and then by the row of the preceding chunk.
     """
     indexes: dict[int, pa.Table] = {}
     for shard_id, commit in commits.items():
@@ -402,10 +419,10 @@ def find_next_chunks(video_dir: Path, commits: Mapping[int, Commit]) -> dict[int
     }
     shard = np.repeat([*indexes], [len(index) for index in indexes.values()])
     row = np.concatenate([np.arange(len(index)) for index in indexes.values()])
-    # Sorted by video and time, each chunk is followed by its only candidate for the next chunk.
+    # In the order of videos and times, the only candidate for the next chunk is the following one.
     order = np.lexsort((columns["start_ms"], video_row))
     first, second = order[:-1], order[1:]
-    # Allow a gap of less than a frame, and a millisecond because both times are rounded.
+    # Allow a gap of less than a frame, plus a millisecond because both times are rounded.
     max_step_ms = (columns["num_frames"] + 1) * 1000 * columns["fps_den"] // columns["fps_num"] + 1
     is_next = (video_row[first] == video_row[second]) & (
         columns["start_ms"][second] - columns["start_ms"][first] <= max_step_ms[first]

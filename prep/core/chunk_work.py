@@ -1,4 +1,4 @@
-"""`ChunkWork`, which describes how a column makes one sample for each chunk, and the worker code that makes its shards.
+"""`ChunkWork`, which defines how a column makes one sample per chunk, and the worker code that makes its shards.
 
 The `ColumnWork` of such a column is derived from its `ColumnSpec` and `ChunkWork` (`prep/core/chunk_column.py`).
 Workers and packages that provide a column import this module, so it loads neither plan nor driver.
@@ -53,13 +53,13 @@ _NAMES = ("video_id", "start_ms", "chunk_fingerprint")
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """Needs of the workers of a run.
+    """Resources and options of the workers of a run.
 
     Attributes:
         request: Request of the run, which contains the number of workers.
-        gpus_each: GPUs per worker, such as 1 or 0.5.
-        memory_gb: Memory to reserve for a worker on a cluster, in GB.
-        options: Value of `Chunks.options` in each worker: options for the machine that do not affect the stored bytes.
+        gpus_each: Number of GPUs per worker, such as 1 or 0.5.
+        memory_gb: Memory to reserve for each worker on a cluster, in GB.
+        options: Options that do not affect the stored bytes, passed to each worker as `Chunks.options`.
     """
 
     request: "Request"
@@ -70,40 +70,40 @@ class Workers:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkWork:
-    """Functions and values with which a column makes and describes one sample for each chunk.
+    """Functions and values with which a column makes and describes one sample per chunk.
 
     Attributes:
         fields: Index fields, in order (`clipmill.shards.format.chunk_fields`).
         extension: Extension of the member of each sample, or a function recipe -> extension.
-        make: Function (chunks, recipe) -> one outcome for each chunk, in order: a sample, a `SourceFailure`, or a
-            `Stop`, which ends the shard without a commit. It runs in workers. It raises UserError if the worker cannot
-            open the model, which also ends the shard.
-        require: Function (settings) that raises UserError if this machine lacks something that the settings need;
+        make: Function (chunks, recipe) -> iterator of outcomes, one for each chunk, in order: a sample, a
+            `SourceFailure`, or a `Stop`, which ends the shard without a commit. It runs in workers. It raises UserError
+            if the worker cannot open the model, which also ends the shard.
+        require: Function (settings) that raises UserError if this machine lacks something that the settings need. It is
             called before any lock is taken.
-        resolve: Function settings -> the settings to use, and other values of the recipe by name, such as the hash of
-            a model; a value with the name of a setting replaces it. It raises UserError if the model does not exist.
+        resolve: Function settings -> (resolved settings, further values of the recipe, keyed by name). A further value,
+            such as the hash of a model, replaces the setting of the same name. It raises UserError if the model does
+            not exist.
         name: Function recipe -> readable part of the variant's name: letters, digits, `-`, `_` and dots.
-        weights: Function recipe -> path of local weights, to be recorded with the run; None without local weights.
-        needs: Import path of a function that returns the reason why a machine must not work, or None, and the name of
-            the recipe value that is its argument. None if every machine may work.
-        workers: Function (plan, request) -> needs of the workers. None: the number in the request, without GPUs.
-        extra_input: Function plan -> function shard ID -> value that the worker of the shard needs besides its chunks,
-            such as files of other shards (`Chunks.extra_input`).
-        reads_next: Function recipe -> True if a sample also depends on the chunk that follows in the video
-            (`Chunk.next`); the sample is made again when the next chunk is added, changed or removed. By default, a
-            sample depends on its chunk only.
+        weights: Function recipe -> path of local weights, which is recorded with the run; None without local weights.
+        needs: Import path of a function that checks the machine of a worker, and the name of the recipe value to pass
+            to it. The function returns the reason why the machine must not work, or None. None: no check.
+        workers: Function (plan, request) -> `Workers`. None: as many workers as the request sets, without GPUs.
+        extra_input: Function plan -> function shard ID -> further input of the worker that makes the shard, such as
+            files of other shards (`Chunks.extra_input`).
+        reads_next: Function recipe -> True if a sample also depends on the next chunk of the video (`Chunk.next`). Then
+            the sample is made again if the next chunk is added, changed or removed. Default: False.
         has_sample: Function (recipe, length of a chunk) -> True if the chunk gets a sample. None: all chunks do.
-        on_plan: Function (plan, request), called once a plan is complete: raises UserError if the plan is invalid, or
-            makes a few samples for the estimate (`PlanRequest.trial`).
-        memory_gb: Memory to reserve for a worker on a cluster, in GB.
+        on_plan: Function (plan, request) that is called with each complete plan. It raises UserError if the plan is
+            invalid, or makes a few samples for the estimate (`PlanRequest.trial`).
+        memory_gb: Memory to reserve for each worker on a cluster, in GB.
         is_function_of_plan: True if the same plan always produces the same bytes.
-        estimate: Function plan -> lines about the cost of the plan, and JSON values. None: the duration of the chunks.
-        summary: Function (plan, result of the run, names of the extra files that the run wrote) -> additions to the
-            report. None: lines about these files.
-        left_out: Function plan -> lines about what the plan omits, for `prep status`; estimate and summary report it
+        estimate: Function plan -> lines and JSON values about the cost of the plan. None: the duration of the chunks.
+        summary: Function (plan, result of the run, names of the extra files that the run wrote) -> lines and JSON
+            values for the report. None: lines about these files.
+        left_out: Function plan -> lines about what the plan omits, for `prep status`. Estimate and summary include them
             too.
         has_cpu_speed: True if the report of a run includes the speed per CPU core.
-        extra_folders, extra_files, sample_facts, write_page, next_command: See `ColumnWork`.
+        extra_folders: See `ColumnWork`, also for `extra_files`, `sample_facts`, `write_page` and `next_command`.
     """
 
     fields: Sequence[pa.Field]
@@ -143,8 +143,8 @@ class ChunkWork:
         return self.extension if isinstance(self.extension, str) else self.extension(recipe)
 
     def for_column(self, column: ColumnSpec) -> ColumnWork:
-        """Return the functions of a column."""
-        # Import late: chunk_column.py imports this module, and loads plan and driver.
+        """Return the `ColumnWork` of the column."""
+        # Import late: chunk_column.py imports this module, and also loads plan and driver.
         derived: ColumnWork = import_object("clipmill.prep.core.chunk_column:column_work")(column, self)
         return derived
 
@@ -155,18 +155,22 @@ _AT_LEAST_1 = ("num_frames", "fps_num", "fps_den")
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """Input of a worker: paths and small values only.
+    """Task of a worker that makes one shard. It contains only paths and small values.
 
     Attributes:
         column: Name of the column.
         work: Import path of the column's `ChunkWork`.
+        recipe: Recipe of the variant.
+        variant_dir: Folder of the variant.
+        shard_id: ID of the shard.
+        plan_fingerprint: Hash (hex) of everything that determines the content of the shard.
         video_dir: Folder of the `video` variant with the chunks.
-        video_commits: Planned commits of the shard with the chunks and of the shards in `next_chunks`, by shard id.
-        next_chunks: Next chunks, if samples depend on them too (`ChunkWork.reads_next`).
-        old_commits: Commits of the column with samples of unchanged chunks.
-        rows: Rows of the chunks that get a sample; None for all.
-        options: Value that the column passes to all workers (`Workers.options`).
-        extra_input: Value that the column passes to the worker of this shard (`ChunkWork.extra_input`).
+        video_commits: Planned commits of `video` for the shard and for the shards in `next_chunks`, keyed by shard ID.
+        next_chunks: Next chunks, if samples also depend on them (`ChunkWork.reads_next`).
+        old_commits: Commits of the column that may have samples of unchanged chunks.
+        rows: Rows of the chunks that get a sample; None for all rows.
+        options: Options of all workers (`Workers.options`).
+        extra_input: Further input for this shard (`ChunkWork.extra_input`).
     """
 
     column: str
@@ -185,16 +189,16 @@ class ChunkTask:
 
 
 def make_chunk_shard(task: ChunkTask) -> ShardResult:
-    """Make, publish and commit one shard, in a worker.
+    """Make, publish and commit one shard in a worker.
 
-    Samples of unchanged chunks are copied from stored shards; `ChunkWork.make` of the column makes the others. A failed
-    chunk is recorded in the commit and does not affect other chunks.
+    Samples of unchanged chunks are copied from stored shards, and `ChunkWork.make` makes the other samples. A failed
+    chunk is recorded in the commit, and does not affect other chunks.
     """
     return system_errors_as_results(_make, task)
 
 
 def open_chunks(task: ChunkTask) -> tuple[Chunks, OldSamples]:
-    """Open the chunks of a shard, and return them with the stored samples to copy.
+    """Open the chunks of a shard; return them, and the stored samples to copy.
 
     Raises:
         Damaged: The chunks cannot be read.
@@ -263,9 +267,9 @@ def _make(task: ChunkTask) -> ShardResult:
 def _outcomes(
     work: ChunkWork, chunks: Chunks, task: ChunkTask, shard: NewShard
 ) -> Iterator[Sample | SourceFailure | Stop]:
-    """Yield the outcome of each chunk without a stored sample: its sample, its failure, or the reason to end the shard.
+    """Yield the outcome of each chunk without a stored sample: a sample, a failure, or the reason to end the shard.
 
-    A sample that is invalid for its chunk becomes a failure. The shard ends if an outcome does not belong to a chunk.
+    An invalid sample becomes a failure. The shard ends if the number or the order of the outcomes is wrong.
     """
     code = FailureCode.COLUMN_ERROR
     try:
@@ -277,7 +281,7 @@ def _outcomes(
                 return
             if isinstance(outcome, Sample):
                 if outcome.key != chunk.key:
-                    yield Stop(code, f"{task.work} has made {outcome.key} in place of {chunk.key}")
+                    yield Stop(code, f"{task.work} has made {outcome.key} instead of {chunk.key}")
                     return
                 try:
                     _check_sample(chunk, outcome, work)
@@ -314,11 +318,11 @@ def _check_sample(chunk: Chunk, sample: Sample, work: ChunkWork) -> None:
         if value is None:
             continue
         pa.array([value], field.type)
-        # Arrow stores 2.5 as 2.
+        # Arrow would silently store 2.5 as 2.
         if pa.types.is_integer(field.type) and value != int(value):
             raise ValueError(f"{field.name} is {value!r}, which is not an integer")
         if field.name in _AT_LEAST_1 and value < 1:
-            raise ValueError(f"{field.name} is {value!r}, and must be 1 or more")
+            raise ValueError(f"{field.name} is {value!r}, but must be 1 or more")
         if value != chunk_values.get(field.name, value):
             raise ValueError(f"{field.name} is {value!r}, but the chunk has {chunk_values[field.name]!r}")
     for extension, member in sample.members.items():
@@ -327,6 +331,6 @@ def _check_sample(chunk: Chunk, sample: Sample, work: ChunkWork) -> None:
 
             array = load_npy(member)
             if array is None:
-                raise ValueError(f"the member {extension} is not an array of NumPy")
+                raise ValueError(f"the member {extension} is not a NumPy array")
             if array.dtype.kind == "f" and not np.isfinite(array).all():
-                raise SourceFailure(FailureCode.NOT_FINITE, f"{extension}: not all numbers are finite")
+                raise SourceFailure(FailureCode.NOT_FINITE, f"{extension} contains non-finite values")

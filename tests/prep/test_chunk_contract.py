@@ -109,7 +109,9 @@ def test_a_setting_that_is_not_stored_keeps_the_variant_and_its_samples(shard_se
     assert COLUMN.flags(stored_request(variant)) == ["--unit", "seconds"]
     assert work_of(COLUMN).pending(shard_set.data, variant).to_make == {}
     newer = replace(COLUMN, schema=2)
-    assert work_of(newer).pending(shard_set.data, variant).stale_because == "made with schema 1; it is 2 now"
+    assert (
+        work_of(newer).pending(shard_set.data, variant).stale_because == "made with schema 1; this version has schema 2"
+    )
     with pytest.raises(UserError, match="lacks 'unit'"):
         COLUMN.flags({name: value for name, value in variant.recipe.items() if name != "unit"})
     with pytest.raises(UserError, match="has schema 2, but this version supports 1"):
@@ -156,7 +158,7 @@ WRONG: dict[str, tuple[Callable[[Chunk], Any], str]] = {
     "video": (lambda chunk: array_sample(chunk, video_id="another"), "video_id is 'another', but the chunk has"),
     "start": (lambda chunk: array_sample(chunk, start_ms=77), "start_ms is 77, but the chunk has"),
     "fraction": (lambda chunk: array_sample(chunk, num_frames=2.5), "num_frames is 2.5, which is not an integer"),
-    "negative": (lambda chunk: array_sample(chunk, num_frames=-5), "num_frames is -5, and must be 1 or more"),
+    "negative": (lambda chunk: array_sample(chunk, num_frames=-5), "num_frames is -5, but must be 1 or more"),
     "no array": (lambda chunk: chunk.sample({"npy": b"x"}, {"lengths_value": 1.0}), "npy"),
     "array": (lambda chunk: chunk.sample({"npy": npy_bytes(np.array([np.nan]))}, {"lengths_value": 1.0}), "finite"),
 }
@@ -290,7 +292,9 @@ def test_frames_that_do_not_increase_or_are_out_of_range_are_the_mistake_of_the_
     (chunk, *_) = chunks_of_shard(video.directory, 0, commits=video.commits, next_chunks={})
     times = [frame.pts or 0 for frame in chunk.frames((0, 1, 59))]
     assert len(times) == 3 and times[0] < times[1] < times[2]
-    message = rf"{chunk.key}: frames\(\) got index {numbers[-1]}.*; indices must increase, from 0 to at most 59"
+    message = (
+        rf"{chunk.key}: frames\(\) got index {numbers[-1]}.*; indices must be in ascending order, from 0 to at most 59"
+    )
     with pytest.raises(ValueError, match=message):
         chunk.frames(numbers)
 
@@ -330,7 +334,7 @@ def test_a_shard_that_stops_is_not_committed(shard_set: ShardSet, how: str, code
 def test_samples_in_another_order_are_refused(shard_set: ShardSet) -> None:
     made = make_here(COLUMN, shard_set.data, how="reversed")
     assert made.num_shards == 0 and set(failures(made)) == {"column_error"}
-    assert any("has made long_000004000 in place of long_000000000" in failure.message for failure in made.failures)
+    assert any("has made long_000004000 instead of long_000000000" in failure.message for failure in made.failures)
 
 
 def test_a_worker_loads_neither_plan_nor_driver() -> None:
