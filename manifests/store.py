@@ -334,7 +334,7 @@ def check_data_dir(data_dir: Path, *, videos: "Location | None" = None) -> None:
         UserError: The path is a file, is inside the source code of clipmill, or is the folder with the videos.
     """
     if (mirror := mirror_of(data_dir)) is not None:
-        if isinstance(videos, str) and videos.rstrip("/") == mirror.address.rstrip("/"):
+        if isinstance(videos, str) and videos.rstrip("/") == mirror.url.rstrip("/"):
             raise _same_folder_error(videos)
         mirror.is_empty  # noqa: B018 - lists the bucket, so that a storage error is reported before any work begins
         return
@@ -355,7 +355,7 @@ def check_data_dir(data_dir: Path, *, videos: "Location | None" = None) -> None:
 def location_of(data_dir: Path) -> "Location":
     """Return the URL of a data folder in a bucket, or the path of a local data folder."""
     mirror = mirror_of(data_dir)
-    return data_dir if mirror is None else mirror.address
+    return data_dir if mirror is None else mirror.url
 
 
 def _same_folder_error(folder: "Location") -> UserError:

@@ -8,7 +8,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from clipmill.manifests.errors import Stopped, program_version, run_command
 from clipmill.manifests.help_text import OPTIONS, check_values, help_text, register_completion, wants_help
-from clipmill.manifests.storage.mirrors import AddressStream
+from clipmill.manifests.storage.mirrors import UrlStream
 from clipmill.manifests.storage.waiting import report_waiting_with
 from clipmill.prep.registry import COLUMNS, SUMMARIES
 from clipmill.shards.columns import command_for
@@ -101,7 +101,7 @@ def main() -> None:
     """Entry point of the console script."""
     signal.signal(signal.SIGTERM, _stop)
     report_waiting_with(lambda line: print(line, file=sys.stderr, flush=True))
-    with redirect_stdout(AddressStream(sys.stdout)), redirect_stderr(AddressStream(sys.stderr)):
+    with redirect_stdout(UrlStream(sys.stdout)), redirect_stderr(UrlStream(sys.stderr)):
         run_command(lambda: _run(sys.argv[1:]), program="prep")
 
 

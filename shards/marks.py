@@ -36,7 +36,7 @@ from weakref import WeakSet
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.locks import is_abandoned, lock, process_record
 from clipmill.manifests.publish import publish_atomically
-from clipmill.manifests.storage.mirrors import is_remote, mirror_of, show_addresses
+from clipmill.manifests.storage.mirrors import is_remote, mirror_of, show_urls
 
 if TYPE_CHECKING:
     from clipmill.manifests.storage.leases import HeldLeases
@@ -137,7 +137,7 @@ class BucketMarks:
     """
 
     def __init__(self, objects: "Objects", leases: "HeldLeases | None" = None) -> None:
-        self.location = objects.address
+        self.location = objects.url
         self._objects, self._leases = objects, leases
 
     def write(self, name: str, content: bytes) -> None:
@@ -168,7 +168,7 @@ class BucketMarks:
 
         if not self._objects.is_writable:
             raise PermissionError("data on a web server are read-only")
-        lease = Lease(self._objects, f"{READERS_FOLDER}/{_LOCK}", what=self.location)
+        lease = Lease(self._objects, f"{READERS_FOLDER}/{_LOCK}", resource=self.location)
         lease.wait(on_wait=lambda _: on_wait())
         with (self._leases or HeldLeases(self._objects)).hold(lease):
             yield
@@ -339,7 +339,7 @@ def mark_run(facts: Path, token: str, variants: Mapping[Path, Mapping[str, str]]
         token: Value of the key `TOKEN_FACT` in run.json.
         variants: Names of the variants by data folder and column.
     """
-    run = show_addresses(os.fspath(facts.resolve()))  # the URL, if the run is in a bucket
+    run = show_urls(os.fspath(facts.resolve()))  # the URL, if the run is in a bucket
     name = hashlib.sha256(f"{token} {run}".encode()).hexdigest()[:16]
     record = {"run": run, "token": token}
     marks = [

@@ -15,7 +15,7 @@ from clipmill.manifests.errors import UserError, program_version, run_command
 from clipmill.manifests.help_text import register_completion, wants_help
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.settings import Range
-from clipmill.manifests.storage.mirrors import AddressStream
+from clipmill.manifests.storage.mirrors import UrlStream
 from clipmill.manifests.storage.waiting import report_waiting_with
 from clipmill.train.commands.training import parse
 from clipmill.train.config.files import Provenance, presets_of
@@ -149,7 +149,7 @@ def main() -> None:
     """Entry point of the `train` program."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         report_waiting_with(lambda line: print(line, file=sys.stderr, flush=True))
-    with redirect_stdout(AddressStream(sys.stdout)), redirect_stderr(AddressStream(sys.stderr)):
+    with redirect_stdout(UrlStream(sys.stdout)), redirect_stderr(UrlStream(sys.stderr)):
         run_command(_call, program="train", has_daemons=True)
 
 

@@ -383,7 +383,7 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
     skipped, num_skipped = None if skip is None else f"{skip.rstrip('/')}/", 0
     try:
         for info in objects.list():
-            url, suffix = objects.address_of(info.key), PurePosixPath(info.key).suffix.lower()
+            url, suffix = objects.url_of(info.key), PurePosixPath(info.key).suffix.lower()
             if skipped is not None and url.startswith(skipped):
                 num_skipped += suffix in VIDEO_SUFFIXES
                 continue
@@ -402,9 +402,7 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
             f"cannot list {mask_secrets(folder)}: {error.strerror or error}", hint="check the URL and the network"
         ) from error
     odd = (key for key in sorted(objects.odd_names) if PurePosixPath(key).suffix.lower() in VIDEO_SUFFIXES)
-    faults = [
-        Fault(objects.address_of(key), Reason.BAD_NAME, "an object with such a name cannot be read") for key in odd
-    ]
+    faults = [Fault(objects.url_of(key), Reason.BAD_NAME, "an object with such a name cannot be read") for key in odd]
     if not files and num_skipped:
         raise UserError(
             f"all videos in {mask_secrets(folder)} are in the data folder {mask_secrets(str(skip))}, from which "

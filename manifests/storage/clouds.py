@@ -1,6 +1,6 @@
-"""The kinds of object storage: the form of their URLs, and the environment variables for servers and accounts.
+"""List the supported kinds of object storage, with the form of their URLs and their environment variables.
 
-The client library reads the variables. They are listed here for checks before a request and for error messages.
+obstore reads the variables itself. They are listed here for error messages, and for checks before the first request.
 """
 
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ class Cloud:
     """A kind of object storage.
 
     Attributes:
-        form: Form of its URLs.
+        form: Form of the URLs, for messages.
         credentials: Variables with the credentials of an account, for messages.
-        endpoints: Variables with the URL of a server that is not the provider's; messages contain the first variable.
+        endpoints: Variables with the URL of a server other than the provider's. Messages mention the first variable.
         allow_http: Variable that must be true if that URL begins with http://.
-        names_clock: True if the server reports that the clock of this machine is wrong.
-        num_deleted: Maximum number of objects that one request deletes.
+        reports_clock: True if the server reports a wrong clock of this machine as the cause of an error.
+        num_deleted: Maximum number of objects that one request can delete.
     """
 
     form: str
     credentials: str = ""
     endpoints: tuple[str, ...] = ()
     allow_http: str = ""
-    names_clock: bool = False
+    reports_clock: bool = False
     num_deleted: int = 1
 
 
@@ -40,7 +40,7 @@ CLOUDS = {
         "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
         endpoints=("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"),
         allow_http="AWS_ALLOW_HTTP",
-        names_clock=True,
+        reports_clock=True,
         num_deleted=1000,
     ),
     "gs": Cloud(
@@ -56,6 +56,6 @@ CLOUDS = {
 }
 
 
-def cloud_of(address: str) -> Cloud:
-    """Return the kind of object storage for a URL with a supported scheme."""
-    return CLOUDS[address.partition("://")[0].lower()]
+def cloud_of(url: str) -> Cloud:
+    """Return the kind of object storage of a URL with a supported scheme."""
+    return CLOUDS[url.partition("://")[0].lower()]

@@ -67,8 +67,8 @@ class Lease:
         replaced: Released or expired lease that this lease has replaced; None if there was no object.
     """
 
-    def __init__(self, objects: Objects, key: str, *, what: str, note: str = "") -> None:
-        self._objects, self.key, self._what, self._note = objects, key, what, note
+    def __init__(self, objects: Objects, key: str, *, resource: str, note: str = "") -> None:
+        self._objects, self.key, self._resource, self._note = objects, key, resource, note
         self.token = secrets.token_hex(16)
         self.replaced: ObjectInfo | None = None
         self._etag = ""
@@ -174,7 +174,7 @@ class Lease:
         """Raise LeaseLost if the lease is known to be lost."""
         if self._lost_to is not None:
             raise LeaseLost(
-                f"the lock of {self._what} was taken over by {self._lost_to}, because it was not renewed for "
+                f"the lock of {self._resource} was taken over by {self._lost_to}, because it was not renewed for "
                 f"{EXPIRY_S:g} s; nothing more is published; run the same command again"
             )
 
@@ -243,7 +243,7 @@ class Lease:
         since = f" since {record['since']}" if record.get("since") else ""
         expiry = "" if expires_in_s is None else f"; if it was killed, its lock expires in {max(1, expires_in_s):.0f} s"
         error = LeaseHeld(
-            f"another command is writing to {self._what} ({name_of(record) or 'unknown'}{since})",
+            f"another command is writing to {self._resource} ({name_of(record) or 'unknown'}{since})",
             hint=f"wait until it finishes, or stop it{expiry}",
         )
         error.is_alive = record.get("machine") == machine_id()

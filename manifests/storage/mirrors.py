@@ -1,11 +1,11 @@
-"""Mount table of the local folders that mirror a folder in a bucket, like the kernel's table of mounted file systems.
+"""Mount table of this process: the local folders that mirror folders in buckets.
 
-`clipmill.manifests.publish` and `clipmill.shards.opening` call this module for every durable file that they write,
-remove or open. This module does not access buckets. If no data folder or run is in a bucket, no other module of this
+`clipmill.manifests.publish` and `clipmill.shards.opening` call this module for each durable file that they write,
+remove or open. The module does not access buckets. If no data folder or run is in a bucket, no other module of this
 package is imported.
 
-A mirror is mounted only by the process that opens a URL, and by each worker process, on this or another machine, before
-its first task (`mounting.py`, `Mirror.access`).
+A mirror is mounted by the process that opens a URL, and by each of its workers on any machine before the first task of
+the worker (`mounting.py`, `Mirror.access`).
 """
 
 import os
@@ -18,58 +18,61 @@ from typing import IO, Any, Protocol
 
 from clipmill.manifests.errors import UserError, folder_in_place
 
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
 _MISTYPED = re.compile(r"(s3|gs|az|abfs|https?)(?::/(?!/)|//)(.*)", re.DOTALL)
 
 
 class Mirror(Protocol):
-    """A local folder whose files represent the objects under a URL; see `working_copy.WorkingCopy`."""
+    """Local folder whose files represent the objects under a URL. `working_copy.WorkingCopy` implements it."""
 
     folder: Path
-    address: str
+    url: str
 
     @property
     def is_empty(self) -> bool:
-        """True if there are no objects under the URL. Lists the bucket unless this command has already done so."""
+        """True if there are no objects under the URL. The bucket is listed unless this command has listed it before."""
 
     def upload(self, temporary: Path, path: Path) -> None:
-        """Upload `temporary` as the object of `path`, then replace `path` with it."""
+        """Upload the file `temporary` as the object of `path`. The caller renames the file afterwards."""
 
     def upload_growing(self, path: Path) -> None:
-        """Upload a growing file, if it exists and has changed since the last call."""
+        """Upload a growing file if it exists and has changed since the last call."""
 
     def move(self, source: Path, target: Path) -> None:
-        """Copy the objects of the file or folder `source` to `target`, then delete them; local files do not change."""
+        """Copy the objects of a file or folder to `target`, and delete the old objects. Local files stay in place."""
 
     def remove(self, *paths: Path) -> None:
-        """Delete the objects of files and of folders."""
+        """Delete the objects of files and folders. Local files stay in place."""
 
     def abort_uploads(self, folder: Path) -> None:
-        """Abort unfinished uploads of killed processes to a folder, as far as they can be listed."""
+        """Abort the unfinished uploads to a folder that killed processes left, if the server can list them."""
 
     def touch(self, path: Path) -> None:
         """Rewrite an object, so that it is newer than all other objects."""
 
     def state(self, path: Path) -> tuple[int, int]:
-        """Return the size in bytes and the modification time in nanoseconds of an object."""
+        """Return the size of an object in bytes, and its modification time in nanoseconds since the epoch."""
 
     def read_range(self, path: Path, offset: int, size: int) -> bytes:
-        """Read a range of an object, without a local copy."""
+        """Read a range of bytes from an object, without a local copy."""
 
     def is_away(self, path: Path) -> bool:
         """Return True if the content of a durable file is only in the bucket."""
 
     def open(self, path: Path) -> int | None:
-        """Return a file descriptor if the content is only in the bucket; None if the local file is complete."""
+        """Open a file whose content is only in the bucket, and return a descriptor. Return None for local files.
+
+        A small file becomes a local file, so None is returned for it as well.
+        """
 
     def drop_content(self) -> None:
-        """Discard the local content of all objects, so that later reads use the bucket."""
+        """Discard the local content of all objects, so that the next reads use the bucket."""
 
     def local_copy(self, path: Path) -> AbstractContextManager[None]:
-        """Context manager that keeps the content of a file on local disk."""
+        """Context manager that keeps the content of a file on the local disk."""
 
     def folder_lock(self) -> AbstractContextManager[None]:
-        """Context manager that holds the lock of the data folder and refreshes its records first."""
+        """Context manager that holds the lock of the data folder, and updates its records when it has the lock."""
 
     def column_lock(
         self,
@@ -78,34 +81,40 @@ class Mirror(Protocol):
         unless: re.Pattern[str] | None = None,
         on_wait: Callable[[str], object] | None = None,
     ) -> AbstractContextManager[None]:
-        """Context manager that holds the lock of a column, or of a run; the lock is the object `name`.
+        """Context manager that holds the lock of a column or a run.
 
-        It raises LeaseHeld if another command holds that lock, or a lock whose name matches `unless`. With `on_wait`,
-        which is called with the name of the holder, it waits until a lock that its holder does not renew has expired.
+        Args:
+            name: Key of the lock.
+            unless: Pattern of the names of other locks that no other command may hold.
+            on_wait: Function that is called once with the name of the holder. If it is set, a lock that its holder no
+                longer renews is waited for until it expires.
+
+        Raises:
+            LeaseHeld: Another command holds the lock, or a lock whose name matches `unless`.
         """
 
     def lock_names(self) -> list[str]:
-        """Return the names of all locks in the last listing."""
+        """Return the names of all locks, held or released, in the last listing."""
 
     @property
     def access(self) -> tuple[str, ...]:
-        """Arguments that a worker needs to mount the same URL, including the locks that protect its writes."""
+        """Strings that a worker needs to mount the same URL, including the locks that protect its writes."""
 
     def join(self, access: tuple[str, ...]) -> None:
-        """Write only while another process, with the given `access`, holds its locks. The locks are checked now.
+        """Allow writes of this process only while the process with the given `access` holds its locks.
 
         Raises:
-            LeaseLost: That process does not hold the locks in this bucket.
+            LeaseLost: That process does not hold the locks in this bucket now.
         """
 
     def publish_token(self, path: Path) -> None:
-        """Upload a temporary file as an object, for workers on other nodes. Other temporary files have no object."""
+        """Upload a temporary file, so that workers on other nodes can read it. Other temporary files stay local."""
 
     def require_locks(self) -> None:
         """Raise LeaseLost if another command may have taken over one of this command's locks."""
 
     def holder_of(self, name: str) -> str | None:
-        """Return the name of the holder of a column's lock and the time it was acquired; None if the lock is free."""
+        """Return the holder of a lock and the time at which it took the lock, or None if the lock is free."""
 
     def refresh(self, folder: Path) -> None:
         """Update the local files of a folder to match the bucket."""
@@ -114,13 +123,13 @@ class Mirror(Protocol):
 _mounted: dict[str, Mirror] = {}  # mounted mirrors by local folder
 
 
-def is_remote(address: str) -> bool:
-    """Return True for a URL (`s3://bucket/folder`), False for a local path."""
-    return _ADDRESS.fullmatch(address) is not None
+def is_remote(url: str) -> bool:
+    """Return True for a URL such as `s3://bucket/folder`, and False for a local path."""
+    return _URL.fullmatch(url) is not None
 
 
 def require_not_mistyped(text: str) -> None:
-    """Raise a UserError for a URL without its colon or a slash, which would be interpreted as a local path."""
+    """Raise UserError for a URL that lacks the colon or a slash, because it would be used as a local path."""
     if match := _MISTYPED.fullmatch(text):
         raise UserError(
             f"{text} is not a URL: it lacks a colon or a slash after {match[1]}",
@@ -129,12 +138,12 @@ def require_not_mistyped(text: str) -> None:
 
 
 def mount(mirror: Mirror) -> None:
-    """Register a mirror, so that files below its folder represent its objects until this process ends."""
+    """Register a mirror. Until this process ends, files in the folder of the mirror represent objects."""
     _mounted[os.fspath(mirror.folder)] = mirror
 
 
 def mirror_of(path: Path) -> Mirror | None:
-    """Return the mirror that a path belongs to, or None."""
+    """Return the mirror that a path belongs to, or None if it belongs to none."""
     if not _mounted:
         return None
     text = os.fspath(path)
@@ -145,13 +154,13 @@ def mirror_of(path: Path) -> Mirror | None:
 
 
 def refresh(folder: Path) -> None:
-    """Update a local folder to match the bucket that it mirrors; do nothing for other folders."""
+    """Update a folder to match the bucket that it mirrors. Do nothing for a folder that does not mirror a bucket."""
     if (mirror := mirror_of(folder)) is not None:
         mirror.refresh(folder)
 
 
 def require_locks(folder: Path) -> None:
-    """Raise LeaseLost if another command may have taken over one of this command's locks in a bucket."""
+    """Raise LeaseLost if another command may have taken over one of this command's locks in the bucket."""
     if (mirror := mirror_of(folder)) is not None:
         mirror.require_locks()
 
@@ -165,16 +174,16 @@ def local_copy(path: Path) -> Iterator[None]:
 
 
 def is_away(path: Path) -> bool:
-    """Return True if the content of a durable file is only in a bucket, so that opening it fetches the object."""
+    """Return True if the content of a durable file is only in a bucket, so that opening the file fetches the object."""
     mirror = mirror_of(path)
     return mirror is not None and mirror.is_away(path)
 
 
 def read_range(path: Path, offset: int, size: int) -> bytes:
-    """Read a byte range of a file in a bucket without making a local copy.
+    """Read a range of bytes from a file in a bucket, without a local copy.
 
     Raises:
-        OSError: The object cannot be read, or ends before the range does.
+        OSError: The object cannot be read, or ends within the range.
     """
     mirror = mirror_of(path)
     assert mirror is not None
@@ -182,7 +191,7 @@ def read_range(path: Path, offset: int, size: int) -> bytes:
 
 
 def file_state(path: Path) -> tuple[int, int]:
-    """Return the size in bytes and the modification time in nanoseconds of a durable file or its object.
+    """Return the size of a durable file or its object in bytes, and the modification time in nanoseconds.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -197,7 +206,7 @@ def file_state(path: Path) -> tuple[int, int]:
 
 
 def set_modified_time(path: Path, *, time_ns: int) -> None:
-    """Set the modification time of a file. An object is rewritten instead, which makes it the newest object.
+    """Set the modification time of a file. An object is rewritten instead, so that it becomes the newest object.
 
     Raises:
         OSError: The file or the bucket is not writable.
@@ -208,23 +217,23 @@ def set_modified_time(path: Path, *, time_ns: int) -> None:
         os.utime(path, ns=(time_ns, time_ns))
 
 
-def show_addresses(text: str) -> str:
-    """Replace the local folders of mirrors with their URLs in human-readable text."""
+def show_urls(text: str) -> str:
+    """Replace the local folders of mirrors with their URLs in a text for people."""
     for folder, mirror in _mounted.items():
-        # A digit that follows would belong to the name of a different folder, such as host-10 for host-1.
-        text = re.sub(rf"{re.escape(folder)}(?!\d)", mirror.address.replace("\\", r"\\"), text)
+        # If a digit follows, it is the name of a different folder, such as host-10 in place of host-1.
+        text = re.sub(rf"{re.escape(folder)}(?!\d)", mirror.url.replace("\\", r"\\"), text)
     return text
 
 
-class AddressStream:
-    """Text stream that shows URLs instead of the local folders that mirror them."""
+class UrlStream:
+    """Text stream that writes to another stream, with URLs in place of the local folders of mirrors."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write `text`, with URLs instead of local folders, and return its length."""
-        self._stream.write(show_addresses(text) if _mounted else text)
+        """Write `text` with URLs in place of local folders, and return the length of `text`."""
+        self._stream.write(show_urls(text) if _mounted else text)
         return len(text)
 
     def __getattr__(self, name: str) -> Any:

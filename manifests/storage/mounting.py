@@ -22,38 +22,38 @@ from clipmill.manifests.storage.working_copy import WorkingCopy, is_eager, run_o
 _SHARED_FOLDERS = ("manifest", "layout")  # a worker on another node reads them beside its shards
 
 
-def open_data(address: str) -> Path:
+def open_data(url: str) -> Path:
     """Return the local folder that mirrors a data folder in a bucket; no request is sent yet.
 
     Raises:
         UserError: The address cannot hold a data folder.
     """
-    if is_web(address):
+    if is_web(url):
         raise UserError(
-            f"{address} cannot be a data folder of prep, because prep writes and lists it",
+            f"{url} cannot be a data folder of prep, because prep writes and lists it",
             hint="use a folder in a bucket (s3://, gs:// or az://); train can read from https://",
         )
-    return _open_copy(address, is_small=is_eager).folder
+    return _open_copy(url, is_small=is_eager).folder
 
 
-def open_run(address: str) -> Path:
+def open_run(url: str) -> Path:
     """Return the local folder that mirrors a run in a bucket, updated to the current state of the bucket.
 
     Raises:
         UserError: The address cannot hold a run, the bucket does not exist, or the credentials are refused.
     """
-    if is_web(address):
+    if is_web(url):
         raise UserError(
-            f"{address} cannot be a run, because web servers cannot be listed",
+            f"{url} cannot be a run, because web servers cannot be listed",
             hint="use a URL with s3://, gs:// or az://",
         )
-    copy = _open_copy(address, is_small=is_small_in_run)
+    copy = _open_copy(url, is_small=is_small_in_run)
     try:
         copy.sync()
     except UserError:
         raise
     except OSError as error:
-        raise UserError(f"{address} cannot be read: {error.strerror}", hint="correct the URL, or try again") from error
+        raise UserError(f"{url} cannot be read: {error.strerror}", hint="correct the URL, or try again") from error
     return copy.folder
 
 
@@ -62,14 +62,14 @@ def is_small_in_run(key: str) -> bool:
     return not key.endswith((".bin", ".html")) and "tfevents" not in key
 
 
-def _open_copy(address: str, *, is_small: Callable[[str], bool]) -> WorkingCopy:
+def _open_copy(url: str, *, is_small: Callable[[str], bool]) -> WorkingCopy:
     """Return the working copy of a command; no request is sent yet."""
-    scheme_of(address, is_written=True)
-    address = open_objects(address).address
+    scheme_of(url, is_written=True)
+    url = open_objects(url).url
     root = private_root("data")
     root = root.parent.resolve() / root.name
     _require_private(root)
-    parent = root / hashlib.sha256(address.encode()).hexdigest()[:16]
+    parent = root / hashlib.sha256(url.encode()).hexdigest()[:16]
     parent.mkdir(mode=0o700, exist_ok=True)
     for number in range(1000):
         folder = parent / f"{os.uname().nodename}-{number}"
@@ -84,10 +84,10 @@ def _open_copy(address: str, *, is_small: Callable[[str], bool]) -> WorkingCopy:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, secrets.token_hex(16).encode(), 0)  # it stays open until the process ends
         folder.mkdir(exist_ok=True)
-        copy = WorkingCopy(address, folder, is_small=is_small)
+        copy = WorkingCopy(url, folder, is_small=is_small)
         mount(copy)
         return copy
-    raise UserError(f"too many commands on this machine use {address}", hint="wait until some of them have finished")
+    raise UserError(f"too many commands on this machine use {url}", hint="wait until some of them have finished")
 
 
 def mount_problem(access: tuple[str, ...], token_file: Path | None = None, token: str = "") -> str | None:
@@ -118,13 +118,13 @@ def _mount_in_worker(access: tuple[str, ...]) -> WorkingCopy:
         UserError: The bucket cannot be used on this node.
         OSError: The local folder cannot be made.
     """
-    address, folder, run, *leases = access
+    url, folder, run, *leases = access
     path = Path(folder)
     copy = mirror_of(path)
     if copy is None:
         if run_of(path) != run:
             _make_folder(path, run, access)
-        copy = WorkingCopy(address, path)
+        copy = WorkingCopy(url, path)
         mount(copy)
     assert isinstance(copy, WorkingCopy)
     if not copy.leases.fences:  # in the process of the command there are leases, and no fences are needed

@@ -90,9 +90,9 @@ class Listing:
     """
 
     def __init__(
-        self, address: str, store: Any, *, scheme: str, errors: Callable[[str], AbstractContextManager[None]]
+        self, url: str, store: Any, *, scheme: str, errors: Callable[[str], AbstractContextManager[None]]
     ) -> None:
-        self._address, self._store, self._scheme, self._errors = address, store, scheme, errors
+        self._url, self._store, self._scheme, self._errors = url, store, scheme, errors
         self._s3: S3Requests | None = None  # set once a listing has contained an odd name
         self.odd_names: set[str] = set()
 
@@ -112,12 +112,12 @@ class Listing:
             except OddName as odd:
                 if self._scheme != "s3":
                     raise UserError(
-                        f"{self._address} contains an object whose name cannot be listed: {odd.strerror}",
+                        f"{self._url} contains an object whose name cannot be listed: {odd.strerror}",
                         hint="rename or remove it with the provider's tools",
                     ) from None
                 from clipmill.manifests.storage.s3_requests import S3Requests
 
-                self._s3 = S3Requests(self._address, self._store)
+                self._s3 = S3Requests(self._url, self._store)
                 source = self._source(prefix, recursive=recursive, after=last)
                 continue
             if page is None:
@@ -198,15 +198,15 @@ class Changes:
 
     def __init__(
         self,
-        address: str,
+        url: str,
         *,
         scheme: str,
         is_writable: bool,
         read: Callable[[str], tuple[bytes, ObjectInfo]],
         count: Callable[[int, int], object],
     ) -> None:
-        self._address, self._scheme, self._read, self._count = address, scheme, read, count
-        self._store: Any = open_store(address, scheme=scheme, is_written=True) if is_writable else None
+        self._url, self._scheme, self._read, self._count = url, scheme, read, count
+        self._store: Any = open_store(url, scheme=scheme, is_written=True) if is_writable else None
 
     def put(self, key: str, content: bytes | Path, *, guard: Guard, mode: Any = "overwrite") -> str:
         """Write an object and return its etag."""
@@ -257,7 +257,7 @@ class Changes:
         """Delete objects."""
         import obstore
 
-        per_request = cloud_of(self._address).num_deleted
+        per_request = cloud_of(self._url).num_deleted
         self._count(-(-len(keys) // per_request), 0)
         num_at_once = per_request * _NUM_BATCHES
         for begin in range(0, len(keys), num_at_once):
@@ -284,15 +284,15 @@ class Changes:
         """Return the response to a request; retry after transient failures while the guard allows it."""
         if self._store is None:
             raise UserError(
-                f"{self._address} is read-only: objects can be written only to s3://, gs:// and az://",
+                f"{self._url} is read-only: objects can be written only to s3://, gs:// and az://",
                 hint="use the URL of a bucket",
             )
         end_s, pause_s = time.monotonic() + RETRY_S, _FIRST_PAUSE_S
-        with watch_request(self._address, num_bytes=num_bytes):
+        with watch_request(self._url, num_bytes=num_bytes):
             while True:
                 guard()
                 try:
-                    with storage_errors(self._address, f"{self._address}/{key}", num_bytes=num_bytes):
+                    with storage_errors(self._url, f"{self._url}/{key}", num_bytes=num_bytes):
                         return request()
                 except (NoResponse, NoCredentials):
                     if time.monotonic() > end_s:
@@ -301,20 +301,20 @@ class Changes:
                 pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     def _conflict(self, key: str) -> Conflict:
-        return Conflict(errno.EEXIST, "another process has written it in the meantime", f"{self._address}/{key}")
+        return Conflict(errno.EEXIST, "another process has written it in the meantime", f"{self._url}/{key}")
 
 
 _STREAM_BYTES = 4 * 2**20
 _GAP_BYTES = 256 * 2**10  # largest gap between ranges that are read with one request
 
 
-def open_objects(address: str) -> "Objects":
+def open_objects(url: str) -> "Objects":
     """Return the objects under the URL `address`; no request is sent yet.
 
     Raises:
         UserError: The scheme is unknown, the URL has no bucket or host, or required settings are missing.
     """
-    return Objects(address)
+    return Objects(url)
 
 
 class Objects:
@@ -329,30 +329,30 @@ class Objects:
         num_requests, num_bytes: Number of requests, without retries, and of bytes of content sent and received.
     """
 
-    def __init__(self, address: str) -> None:
-        self.scheme = scheme_of(address)
-        self.address = address.rstrip("/")
+    def __init__(self, url: str) -> None:
+        self.scheme = scheme_of(url)
+        self.url = url.rstrip("/")
         self.num_requests = 0
         self.num_bytes = 0
         self._count_lock = threading.Lock()
         self._checked_keys = set[str]()  # keys whose redirects were checked
-        self._store = open_store(self.address, scheme=self.scheme)
+        self._store = open_store(self.url, scheme=self.scheme)
         self._changes = Changes(
-            self.address, scheme=self.scheme, is_writable=self.is_writable, read=self.read_version, count=self._count
+            self.url, scheme=self.scheme, is_writable=self.is_writable, read=self.read_version, count=self._count
         )
-        self._listing = Listing(self.address, self._store, scheme=self.scheme, errors=self._errors)
+        self._listing = Listing(self.url, self._store, scheme=self.scheme, errors=self._errors)
 
     def __reduce__(self) -> tuple[type["Objects"], tuple[str]]:
-        return Objects, (self.address,)
+        return Objects, (self.url,)
 
     @property
     def is_writable(self) -> bool:
         """False for a web server, which is read-only."""
         return self.scheme not in ("http", "https")
 
-    def address_of(self, key: str) -> str:
+    def url_of(self, key: str) -> str:
         """Return the URL of the object `key`."""
-        return f"{self.address}/{key}" if key else self.address
+        return f"{self.url}/{key}" if key else self.url
 
     def read(self, key: str) -> bytes:
         """Return the content of an object."""
@@ -394,7 +394,7 @@ class Objects:
         for (offset, size), content in zip(ranges, result, strict=True):
             if len(content) != size:
                 reason = f"the object ends before byte {offset + size}"
-                raise OSError(errno.EIO, reason, self.address_of(key))
+                raise OSError(errno.EIO, reason, self.url_of(key))
         # Count the requests, because obstore joins ranges with small gaps.
         num_requests, end = 0, None
         for offset, size in sorted(nonempty):
@@ -432,7 +432,7 @@ class Objects:
         """
         if not self.is_writable:
             raise UserError(
-                f"{self.address} is on a web server, which cannot be listed",
+                f"{self.url} is on a web server, which cannot be listed",
                 hint="use a URL with s3://, gs:// or az://",
             )
         for page in self._listing.pages(prefix, recursive=recursive):
@@ -449,13 +449,13 @@ class Objects:
         from clipmill.manifests.storage.s3_requests import S3Requests
 
         if self.scheme == "s3":
-            yield from S3Requests(self.address, self._store).open_uploads()
+            yield from S3Requests(self.url, self._store).open_uploads()
 
     def abort(self, upload: "OpenUpload") -> None:
         """Abort a multipart upload."""
         from clipmill.manifests.storage.s3_requests import S3Requests
 
-        S3Requests(self.address, self._store).abort(upload)
+        S3Requests(self.url, self._store).abort(upload)
 
     def fetch(self, key: str, path: Path) -> None:
         """Copy an object to `path`, which appears only when it is complete."""
@@ -477,7 +477,7 @@ class Objects:
                     num_bytes += file.write(block)
             if num_bytes != response.meta["size"]:
                 reason = f"received {num_bytes} of {response.meta['size']} bytes"
-                raise OSError(errno.EIO, reason, self.address_of(key))
+                raise OSError(errno.EIO, reason, self.url_of(key))
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -548,9 +548,9 @@ class Objects:
             return
         from clipmill.manifests.storage.urls import redirect_problem
 
-        problem = redirect_problem(self.address_of(quote(key)))
+        problem = redirect_problem(self.url_of(quote(key)))
         if problem is not None:
-            raise UnusableResponse(errno.EIO, problem, self.address_of(key))
+            raise UnusableResponse(errno.EIO, problem, self.url_of(key))
         self._checked_keys.add(key)
 
     def _count(self, num_requests: int, num_bytes: int) -> None:
@@ -559,4 +559,4 @@ class Objects:
             self.num_bytes += num_bytes
 
     def _errors(self, key: str, *, num_bytes: int = 0) -> AbstractContextManager[None]:
-        return storage_errors(self.address, self.address_of(key), num_bytes=num_bytes)
+        return storage_errors(self.url, self.url_of(key), num_bytes=num_bytes)

@@ -1,6 +1,6 @@
-"""Credentials of an AWS profile, which boto3 renews: assumed roles, credential processes, single sign-on.
+"""Get the credentials of an AWS profile from boto3, which renews them: assumed roles, credential processes, SSO.
 
-boto3 is an optional package, the extra `aws`.
+boto3 is an optional package, which the extra `aws` installs.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -11,32 +11,32 @@ from obstore.auth.boto3 import Boto3CredentialProvider
 
 from clipmill.manifests.errors import UserError, first_line
 
-# obstore requests new credentials five minutes before the expiry time that it is given. boto3 renews credentials ten
-# minutes before they expire, so they are still valid a minute later.
-_HELD = timedelta(minutes=6)
-_SOON_S = 120  # lifetime below which credentials are requested from boto3 for each request
+# obstore requests new credentials five minutes before the expiry time that a provider returns, so with this time it
+# uses credentials for one minute. boto3 renews credentials ten minutes before they expire, so this is safe.
+_CACHE_TIME = timedelta(minutes=6)
+_SHORT_LIFETIME_S = 120  # remaining lifetime below which each request gets the credentials from boto3
 
 
 class ProfileCredentials(Boto3CredentialProvider):
-    """obstore's provider, which caches credentials for a time that fits their lifetime."""
+    """Provider of obstore for a profile, which lets obstore cache credentials no longer than they are valid."""
 
     def __call__(self) -> Any:
-        """Return valid credentials; they are renewed before they expire."""
+        """Return valid credentials, with the time at which obstore must request new ones."""
         credentials = super().__call__()
-        expires_within = getattr(self.credentials, "refresh_needed", None)  # keys from a file do not expire
-        if expires_within is not None and expires_within(refresh_in=_SOON_S):
+        expires_within = getattr(self.credentials, "refresh_needed", None)  # missing for keys from a file
+        if expires_within is not None and expires_within(refresh_in=_SHORT_LIFETIME_S):
             credentials["expires_at"] = datetime.now(UTC) + timedelta(seconds=1)
         return credentials
 
 
 def provider_of_profile(profile: str) -> ProfileCredentials:
-    """Return a provider for the credentials of a profile in AWS's configuration files; no request is sent yet.
+    """Return a provider for the credentials of a profile in AWS's configuration files. No request is sent yet.
 
     Raises:
         UserError: The profile does not exist, or has no credentials.
     """
     try:
-        return ProfileCredentials(ttl=_HELD)
+        return ProfileCredentials(ttl=_CACHE_TIME)
     except (BotoCoreError, ValueError) as error:
         raise UserError(
             f"the AWS profile {profile} (AWS_PROFILE) does not provide credentials: {first_line(error)}",

@@ -49,8 +49,8 @@ class S3Requests:
         store: obstore's store for the URL.
     """
 
-    def __init__(self, address: str, store: Any) -> None:
-        self._address, self._store = address, store
+    def __init__(self, url: str, store: Any) -> None:
+        self._url, self._store = url, store
         self._prefix = f"{store.prefix}/" if store.prefix else ""
 
     def list(self, prefix: str, *, recursive: bool, after: str | None, at_once: int) -> Iterator[list[dict[str, str]]]:
@@ -102,7 +102,7 @@ class S3Requests:
     def _sign(self, store: Any, method: Any, path: str) -> str:
         import obstore
 
-        with storage_errors(self._address, self._address):
+        with storage_errors(self._url, self._url):
             return obstore.sign(store, method, path, _VALID)
 
     def _request(self, method: str, query: Mapping[str, str], *, key: str | None = None) -> ElementTree.Element:
@@ -117,11 +117,11 @@ class S3Requests:
         provider = self._store.credential_provider
         options: Any = {"client_options": {"allow_http": True}, "credential_provider": provider}
         store = S3Store(self._store.config["bucket"], config=config, **options)
-        where = self._address if key is None else f"{self._address}/{key}"
+        object_url = self._url if key is None else f"{self._url}/{key}"
         for wait_s in (*_WAITS_S, None):
             try:
                 signed = self._sign(store, method, "")
-                with storage_errors(self._address, where):
+                with storage_errors(self._url, object_url):
                     return _send(method, signed)
             except UnusableResponse:
                 if wait_s is None:

@@ -1,7 +1,8 @@
-"""obstore's stores for the supported URLs, and conversion of its errors into OSErrors and user errors.
+"""Open obstore's stores for the supported URLs, and convert errors of obstore to OSErrors and user errors.
 
-Credentials and endpoint come from the variables that the tools of each provider use (`clouds.py`). obstore renews the
-credentials of web identities, containers and instances; boto3 renews the credentials of a profile (`profiles.py`).
+Credentials and endpoints come from the environment variables that each provider's own tools use (`clouds.py`). obstore
+renews the credentials of web identities, containers and instances. boto3 renews the credentials of a profile
+(`profiles.py`).
 """
 
 import errno
@@ -17,9 +18,9 @@ from clipmill.manifests.formatting import on_one_line
 from clipmill.manifests.storage.clouds import CLOUDS, cloud_of
 from clipmill.manifests.storage.waiting import watch_request
 
-RETRY_S = 90.0  # time during which a request with transient failures is retried; the last attempt begins within it
-# obstore waits for a random time between the first backoff and `base` times the previous wait. With a base of 2 or
-# less, the waits hardly grow. The number of attempts is not limited, because it says nothing about the time they take.
+RETRY_S = 90.0  # time during which a request with transient failures is retried; the last attempt may end later
+# The wait before a retry is random, between `init_backoff` and `base` times the previous wait. With a base of 2 or
+# less, the waits hardly grow. The limit is a time, not a number of attempts, because attempts take different times.
 _RETRY: dict[str, Any] = {
     "max_retries": 10_000,
     "retry_timeout": timedelta(seconds=RETRY_S),
@@ -27,31 +28,32 @@ _RETRY: dict[str, Any] = {
 }
 _TIMEOUTS: dict[str, Any] = {
     "connect_timeout": timedelta(seconds=10),
-    "read_timeout": timedelta(seconds=30),  # without a single byte
-    "timeout": timedelta(minutes=15),  # for a complete object
+    "read_timeout": timedelta(seconds=30),  # maximum time without a single byte
+    "timeout": timedelta(minutes=15),  # maximum time for a complete object
 }
-# `objects.py` retries requests that change objects, because the right to change them may end. obstore itself retries
-# them only briefly, so that the failure of a part does not abort the upload of a tar.
+# A request that changes objects is retried by `objects.py`, because the right to change them may end. obstore retries
+# it only briefly, so that the failure of one part does not abort the upload of a tar.
 _WRITE_RETRY: dict[str, Any] = {
     "max_retries": 10_000,
     "retry_timeout": timedelta(seconds=3),
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1), "base": 3},
 }
-_WRITE_TIMEOUTS: dict[str, Any] = {**_TIMEOUTS, "timeout": timedelta(seconds=30)}  # for an object, or a part of it
-WRITE_LIMIT_S = 34.0  # time limit of an obstore call that writes an object in one part: 3 + 1 + 30
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_WRITE_TIMEOUTS: dict[str, Any] = {**_TIMEOUTS, "timeout": timedelta(seconds=30)}  # for an object or an uploaded part
+WRITE_LIMIT_S = 34.0  # maximum time for writing an object in one part with obstore: 3 + 1 + 30
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
-def scheme_of(address: str, *, is_written: bool = False) -> str:
-    """Return the scheme of a URL.
+def scheme_of(url: str, *, is_written: bool = False) -> str:
+    """Validate a URL, and return its scheme.
 
     Args:
-        is_written: Omit web servers, which are read-only, from hints.
+        is_written: True if objects will be written, so that hints do not suggest web servers, which are read-only.
 
     Raises:
-        UserError: The scheme is not supported, or the URL has no bucket or host.
+        UserError: The scheme is not supported, the URL has no bucket or host, or it contains a user name, a password or
+            a query string.
     """
-    match = _ADDRESS.fullmatch(address)
+    match = _URL.fullmatch(url)
     scheme = match[1].lower() if match else ""
     if match is not None and "@" in match[2].partition("/")[0]:
         raise UserError(
@@ -59,15 +61,15 @@ def scheme_of(address: str, *, is_written: bool = False) -> str:
             hint="remove them from the URL; credentials are read from the environment",
         )
     if scheme in ("s3a", "s3n"):
-        raise UserError(f"{scheme}:// URLs are not supported: {address}", hint="use s3://...")
+        raise UserError(f"{scheme}:// URLs are not supported: {url}", hint="use s3://...")
     if match is None or scheme not in CLOUDS:
         forms = [cloud.form for cloud in CLOUDS.values() if cloud.credentials or not is_written]
         raise UserError(
-            f"{scheme or address}:// URLs are not supported: {address}",
+            f"{scheme or url}:// URLs are not supported: {url}",
             hint="use one of " + ", ".join(dict.fromkeys(forms)) + ", or a local path",
         )
     if not match[2].partition("/")[0] or "//" in match[2]:
-        raise UserError(f"the URL {address} is incomplete", hint=f"use the form {CLOUDS[scheme].form}")
+        raise UserError(f"the URL {url} is incomplete", hint=f"use the form {CLOUDS[scheme].form}")
     if re.search(r"[?#]", match[2]):
         raise UserError(
             f"the URL {scheme}://{re.split('[?#]', match[2])[0]}?... has a query string", hint="remove the query string"
@@ -75,8 +77,15 @@ def scheme_of(address: str, *, is_written: bool = False) -> str:
     return scheme
 
 
-def open_store(address: str, *, scheme: str, is_written: bool = False) -> Any:
-    """Return obstore's store for a URL, for requests that read objects or for requests that change objects."""
+def open_store(url: str, *, scheme: str, is_written: bool = False) -> Any:
+    """Open a store of obstore for a URL.
+
+    Args:
+        is_written: True for a store whose requests change objects. These have other time limits.
+
+    Raises:
+        UserError: The URL or an environment variable is invalid.
+    """
     from obstore.exceptions import BaseError
     from obstore.store import from_url
 
@@ -102,10 +111,10 @@ def open_store(address: str, *, scheme: str, is_written: bool = False) -> Any:
             from clipmill.manifests.storage.profiles import provider_of_profile
 
             options["credential_provider"] = provider_of_profile(profile)
-        return open_url(address, **options)
+        return open_url(url, **options)
     except (BaseError, ValueError) as error:
         raise UserError(
-            f"{address} cannot be opened: {first_line(error)}",
+            f"{url} cannot be opened: {first_line(error)}",
             hint=f"set {cloud.credentials}, and correct the URL" if cloud.credentials else "correct the URL",
         ) from None
 
@@ -136,26 +145,26 @@ _is_forked = False
 
 
 class Conflict(FileExistsError):
-    """A conditional write failed, because another process has written the object in the meantime."""
+    """A conditional write failed, because another process wrote the object in the meantime."""
 
 
 class UnusableResponse(OSError):
-    """The server gives no usable response; nothing is known about the object."""
+    """The server does not give a usable response, so nothing is known about the object."""
 
 
 class NoResponse(UnusableResponse):
-    """A request had transient failures (no response, 5xx, 429 or 408) until the time limit for retries.
+    """A request had transient failures (no response, 5xx, 429 or 408) until the time limit for retries was reached.
 
     A request that changes an object may have succeeded nevertheless.
     """
 
 
 class TruncatedResponse(NoResponse):
-    """The body of a response was truncated. obstore resumes only the content of objects, not other responses."""
+    """The body of a response is truncated. obstore resumes the content of objects, but not other responses."""
 
 
 class AccessRefused(StorageRefused, PermissionError):
-    """The server refuses the credentials or the request."""
+    """The server rejects the credentials or the request."""
 
 
 class AccessDenied(AccessRefused):
@@ -165,7 +174,7 @@ class AccessDenied(AccessRefused):
 
 
 class NoCredentials(AccessRefused):
-    """No credentials are set, and the machine gives none, at least now."""
+    """No credentials are set, and the metadata server of the machine does not provide any, at least not now."""
 
 
 class OddName(OSError):
@@ -174,7 +183,10 @@ class OddName(OSError):
 
 @contextmanager
 def raise_inaccessible() -> Iterator[None]:
-    """Context manager for reads that report damage. It raises Inaccessible if the server returns no content."""
+    """Context manager for code that interprets an OSError as damage.
+
+    It raises Inaccessible if the server denies access or does not give a usable response.
+    """
     try:
         yield
     except (AccessRefused, UnusableResponse) as error:
@@ -182,16 +194,16 @@ def raise_inaccessible() -> Iterator[None]:
 
 
 @contextmanager
-def storage_errors(address: str, where: str, *, num_bytes: int = 0) -> Iterator[None]:
-    """Context manager around calls of obstore.
+def storage_errors(url: str, object_url: str, *, num_bytes: int = 0) -> Iterator[None]:
+    """Context manager around calls of obstore that converts their errors.
 
     Args:
-        address: URL of the folder, which includes the bucket.
-        where: URL of the object.
+        url: URL of the folder that contains the object.
+        object_url: URL of the object.
         num_bytes: Number of bytes that are sent or received, if known.
 
     Raises:
-        RuntimeError: This process was forked from a process that had used obstore. obstore's threads do not exist in
+        RuntimeError: This process was forked after its parent had used obstore. The threads of obstore do not exist in
             this process, so the call would never return.
     """
     global _was_used
@@ -201,10 +213,10 @@ def storage_errors(address: str, where: str, *, num_bytes: int = 0) -> Iterator[
         raise RuntimeError("object storage was used before this process was forked; start workers with spawn")
     _was_used = True
     try:
-        with watch_request(address, num_bytes=num_bytes):
+        with watch_request(url, num_bytes=num_bytes):
             yield
     except (BaseError, FileNotFoundError, PermissionError, ValueError) as error:
-        _raise_for(error, address=address, where=where)
+        _raise_for(error, url=url, object_url=object_url)
 
 
 def _note_fork() -> None:
@@ -215,67 +227,67 @@ def _note_fork() -> None:
 os.register_at_fork(after_in_child=_note_fork)
 
 
-def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
-    """Convert an error from obstore to an error that tells the user what to do, and raise it."""
+def _raise_for(error: Exception, *, url: str, object_url: str) -> NoReturn:
+    """Convert an error of obstore to an error with a clear message and a hint, and raise it."""
     from obstore.exceptions import AlreadyExistsError, InvalidPathError, PreconditionError, UnauthenticatedError
 
-    code, reason, cloud = _code(error), _reason(error), cloud_of(address)
+    code, reason, cloud = _code(error), _reason(error), cloud_of(url)
     if code in _NO_BUCKET_CODES:
-        message = f"the bucket of {address} does not exist"
+        message = f"the bucket of {url} does not exist"
         raise StorageRefused(message, hint="create the bucket, or correct the URL") from None
     if code in _BAD_NAME_CODES:
-        raise UserError(f"{where}: the server rejects the name ({code})", hint="correct the URL") from None
+        raise UserError(f"{object_url}: the server rejects the name ({code})", hint="correct the URL") from None
     if isinstance(error, AlreadyExistsError | PreconditionError):
-        raise Conflict(errno.EEXIST, "another process has written it in the meantime", where) from None
+        raise Conflict(errno.EEXIST, "another process has written it in the meantime", object_url) from None
     if isinstance(error, FileNotFoundError):
-        raise FileNotFoundError(errno.ENOENT, "no such object", where) from None
+        raise FileNotFoundError(errno.ENOENT, "no such object", object_url) from None
     if isinstance(error, InvalidPathError):
         name = _ODD_NAME.search(str(error))
-        raise OddName(errno.EINVAL, on_one_line(name[1] if name else first_line(error)), where) from None
+        raise OddName(errno.EINVAL, on_one_line(name[1] if name else first_line(error)), object_url) from None
     if _OTHER_REGION.search(str(error)):
         region = _REGION.search(str(error))
         raise UserError(
-            f"the bucket of {address} is in a different region than the requests",
+            f"the bucket of {url} is in a different region than the requests",
             hint=f"set AWS_REGION={region[1] if region else 'REGION to the region of the bucket'}",
         ) from None
     if code in _CLOCK_CODES:
-        message = f"{where}: the clock of this machine differs too much from the clock of the server ({code})"
+        message = f"{object_url}: the clock of this machine differs too much from the clock of the server ({code})"
         raise AccessRefused(message, hint="set the clock, for example with NTP") from None
-    if any(path in str(error) for path in _METADATA_PATHS):  # obstore's last resort without credentials
+    if any(path in str(error) for path in _METADATA_PATHS):  # obstore asks the metadata server if there is no other way
         raise NoCredentials(
-            f"{where}: there are no credentials", hint=f"set {cloud.credentials}, or use a machine with a role"
+            f"{object_url}: there are no credentials", hint=f"set {cloud.credentials}, or use a machine with a role"
         ) from None
     if (renewal := _RENEWAL.search(str(error))) is not None:
-        message = f"{where}: the credentials cannot be renewed: {on_one_line(renewal[1])}"
+        message = f"{object_url}: the credentials cannot be renewed: {on_one_line(renewal[1])}"
         raise AccessRefused(message, hint="check the profile in AWS_PROFILE") from None
     if code in _CREDENTIAL_CODES or isinstance(error, UnauthenticatedError) or reason.startswith("401"):
-        hint = f"check {cloud.credentials}" + ("" if cloud.names_clock else ", and the clock of this machine")
-        error_for_all = AccessRefused(f"{where}: the credentials are refused ({code or reason})", hint=hint)
-        # A web server has no credentials for all files, so its response concerns a single file.
-        raise (error_for_all if cloud.credentials else AccessDenied(str(error_for_all), hint=hint)) from None
+        hint = f"check {cloud.credentials}" + ("" if cloud.reports_clock else ", and the clock of this machine")
+        refused = AccessRefused(f"{object_url}: the credentials are refused ({code or reason})", hint=hint)
+        # For a web server, which has no common credentials for all files, the response concerns only this file.
+        raise (refused if cloud.credentials else AccessDenied(str(refused), hint=hint)) from None
     if reason.startswith("403"):
         raise AccessDenied(
-            f"{where}: access denied ({code or reason})",
+            f"{object_url}: access denied ({code or reason})",
             hint="grant this account access to the bucket, or check its credentials",
         ) from None
     if code == "NotImplemented" or reason.startswith("501"):
         raise UserError(
-            f"{where}: the server does not support this request ({code or reason})",
+            f"{object_url}: the server does not support this request ({code or reason})",
             hint="use a server that supports conditional writes (If-None-Match and If-Match)",
         ) from None
     is_transient = reason == _NO_RESPONSE or _TRANSIENT.match(reason)
     kind = TruncatedResponse if reason == _CUT else NoResponse if is_transient else UnusableResponse
-    raise kind(errno.EIO, reason, where) from error
+    raise kind(errno.EIO, reason, object_url) from error
 
 
 def _code(error: Exception) -> str:
-    """Return the error code from the server, such as "SlowDown"; empty if there is none."""
+    """Return the error code of the server, such as "SlowDown", or "" if there is none."""
     match = _CODE.search(str(error))
     return match[1] if match else ""
 
 
 def _reason(error: Exception) -> str:
-    """Return the useful part of obstore's message: the status of the response, or that there was no response."""
+    """Return the relevant part of obstore's message: the HTTP status, or a description of the missing response."""
     text = str(error)
     if status := _STATUS.search(text):
         code = _code(error)

@@ -1,14 +1,14 @@
-"""URLs of single objects, such as `s3://bucket/videos/a.mp4`: parsing, masking of secrets, and restriction of hosts.
+"""Parse URLs of single objects such as `s3://bucket/videos/a.mp4`, mask secrets in them, and check their hosts.
 
-In a bucket URL, everything after the bucket name is the literal key. In `http(s)` URLs, the path is percent-encoded. No
-URL may contain a user name or password, and no `http(s)` URL may contain a query string, because the manifest would
-store them, and a signed URL expires. Credentials are taken from the environment
-(`clipmill.manifests.storage.objects`).
+In the URL of an object in a bucket, everything after the name of the bucket is the literal key. In an `http(s)` URL,
+the path is percent-encoded. A URL must not contain a user name or password, and an `http(s)` URL must not contain a
+query string, because the manifest would store them; besides, signed URLs expire. Credentials are read from the
+environment (`clipmill.manifests.storage.objects`).
 
-A table of URLs and the response of a server may be untrusted. Neither may cause this machine to send requests to
-services that only it can reach, such as services of other users, routers, or the metadata server of a cloud instance.
-Requests to this machine and its network are therefore rejected, unless the user allows them. A URL that the user types
-is not checked.
+A table of URLs or the response of a server may be malicious, and try to make this machine send requests to services
+that only this machine can reach, such as services of other users, routers, or the metadata server of a cloud instance.
+Therefore, requests to this machine and its network are rejected unless the user allows them. URLs that the user types
+are not checked.
 """
 
 import ipaddress
@@ -32,7 +32,11 @@ _QUERY = re.compile(r"(\bhttps?://[^\s?#\"']*)[?#][^\s\"']*", re.IGNORECASE)
 
 
 def parse_location(text: str) -> Location:
-    """Return a URL unchanged, or any other text as a local path; raise UserError for a URL with a single slash."""
+    """Return a URL unchanged, and any other text as a local path.
+
+    Raises:
+        UserError: The text resembles a URL, but a slash or colon is missing.
+    """
     if is_remote(text):
         return text
     require_not_mistyped(text)
@@ -40,7 +44,7 @@ def parse_location(text: str) -> Location:
 
 
 def folder_of(location: Location) -> Location:
-    """Return the folder of a file or an object."""
+    """Return the folder that contains a file or an object."""
     return location.parent if isinstance(location, Path) else location.rpartition("/")[0]
 
 
@@ -50,10 +54,11 @@ def is_web(url: str) -> bool:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return the URL of the bucket or host, and the key of the object.
+    """Split the URL of an object into the URL of the bucket or host, and the key.
 
     Raises:
-        UserError: The URL contains a user name, a password or a query string.
+        UserError: The URL contains a user name or password, or it is an `http(s)` URL with a query string.
+        ValueError: The text is not a URL.
     """
     match = _PARTS.fullmatch(url)
     if match is None:
@@ -75,17 +80,17 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def join_url(folder: str, relative: str) -> str:
-    """Return the URL of the object with the path `relative` in the folder with the URL `folder`."""
+    """Return the URL of an object from the URL of a folder and the path of the object relative to the folder."""
     return f"{folder.rstrip('/')}/{quote(relative) if is_web(folder) else relative}"
 
 
 def mask_secrets(text: str) -> str:
-    """Mask user names, passwords and query strings of URLs in a text."""
+    """Mask the user names, passwords and query strings of all URLs in a text."""
     return _QUERY.sub(r"\1?...", _USER.sub("...@", text))
 
 
 def location_name(location: Location) -> PurePosixPath:
-    """Return the name of a file or an object without its folders."""
+    """Return the name of a file or an object without the folders that contain it."""
     text = os.fspath(location)
     return PurePosixPath(PurePosixPath(split_url(text)[1] if is_remote(text) else text).name)
 
@@ -98,9 +103,10 @@ _NO_HEAD = frozenset({400, 403, 405, 501})
 
 
 def host_problem(url: str) -> str | None:
-    """Return the reason why requests to the host of a URL are not allowed; None if they are allowed.
+    """Return the reason why requests to the host of a URL are not allowed, or None if they are allowed.
 
-    The variable `CLIPMILL_ALLOWED_HOSTS` lists additional allowed hosts, separated by commas; `*` allows all hosts.
+    The environment variable `CLIPMILL_ALLOWED_HOSTS` contains additional allowed hosts, separated by commas. `*` allows
+    all hosts.
     """
     host = (urlsplit(url).hostname or "").lower()
     allowed = {name.strip().lower() for name in os.environ.get(ALLOWED_HOSTS, "").split(",")}
@@ -113,7 +119,7 @@ def host_problem(url: str) -> str | None:
 
 
 def redirect_problem(url: str) -> str | None:
-    """Return the reason why the redirects of a URL must not be followed; None if they are allowed or cannot be read."""
+    """Return the reason why the redirects of a URL must not be followed, or None if they are allowed or unknown."""
     for _ in range(_MAX_REDIRECTS):
         target = _redirect(url)
         if target is None:
@@ -126,11 +132,11 @@ def redirect_problem(url: str) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _private_address(host: str) -> str | None:
-    """Return a non-public IP address of a host; None if all are public, or the host cannot be resolved."""
+    """Return a private IP address of a host, or None if all of its addresses are public or it cannot be resolved."""
     try:
         addresses = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):
-        return None  # reading the URL reports that the host does not exist
+        return None  # a later request to the URL reports that the host does not exist
     for text in sorted(addresses):
         address = ipaddress.ip_address(text)
         mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
@@ -145,7 +151,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _redirect(url: str) -> str | None:
-    """Return the target if the server redirects a URL; otherwise return None.
+    """Return the target of a URL's redirect, or None if the server does not redirect it.
 
     If the server rejects HEAD, or the URL is signed for a different method, one byte is requested with GET instead.
     """

@@ -1,7 +1,7 @@
-"""Messages while a server does not respond to a request.
+"""Show a message while a server does not respond to a request.
 
-A request is retried for a while before it fails (`stores.py`). Without a message, the command would seem to hang.
-Commands set a function that shows a line (`report_waiting_with`); other processes show nothing.
+A request is retried for a while before it fails (`stores.py`). Without a message, the command would seem to hang. A
+command sets the function that shows the message (`report_waiting_with`). Other processes show nothing.
 """
 
 import itertools
@@ -10,31 +10,31 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_PATIENCE_S = 8.0
-_BYTES_PER_S = 1e6  # speed of a connection below which a line is shown during a transfer
+_PATIENCE_S = 8.0  # time without a response after which a message is shown
+_BYTES_PER_S = 1e6  # transfer speed below which a message is shown
 _PERIOD_S = 1.0
-_LIMIT = "2 minutes"  # time limit in `stores.py`: attempts for 90 s, and 30 s for the last attempt
+_LIMIT = "2 minutes"  # time limit of `stores.py`: 90 s for all attempts, plus 30 s for the last attempt
 
 _tell: Callable[[str], object] | None = None
-_pending: dict[int, tuple[float, str]] = {}  # requests by number: time at which a line is due, and URL of the folder
+_pending: dict[int, tuple[float, str]] = {}  # pending requests: time at which a message is due, and URL of the folder
 _numbers = itertools.count()
-_has_begun = threading.Event()
+_has_pending = threading.Event()
 _watcher: threading.Thread | None = None
 
 
 def report_waiting_with(tell: Callable[[str], object] | None) -> None:
-    """Set the function that is called with a line when a request has had no response for a few seconds."""
+    """Set the function that is called with a message when a request gets no response for a few seconds."""
     global _tell
     _tell = tell
 
 
 @contextmanager
-def watch_request(where: str, *, num_bytes: int) -> Iterator[None]:
-    """Context manager around a request.
+def watch_request(url: str, *, num_bytes: int) -> Iterator[None]:
+    """Context manager around a request that shows a message if the server does not respond in time.
 
     Args:
-        where: URL of the folder, as the user typed it. (The names of objects such as locks mean nothing to users.)
-        num_bytes: Number of bytes that are sent or received, which extends the time until a line is shown.
+        url: URL of the folder as the user typed it. (Names of objects, such as locks, would mean nothing to the user.)
+        num_bytes: Number of bytes that are sent or received. Larger transfers may take longer without a message.
     """
     global _watcher
     if _tell is None:
@@ -44,8 +44,8 @@ def watch_request(where: str, *, num_bytes: int) -> Iterator[None]:
         _watcher = threading.Thread(target=_watch, name="waiting for storage", daemon=True)
         _watcher.start()
     number = next(_numbers)
-    _pending[number] = time.monotonic() + _PATIENCE_S + num_bytes / _BYTES_PER_S, where
-    _has_begun.set()
+    _pending[number] = time.monotonic() + _PATIENCE_S + num_bytes / _BYTES_PER_S, url
+    _has_pending.set()
     try:
         yield
     finally:
@@ -53,19 +53,19 @@ def watch_request(where: str, *, num_bytes: int) -> Iterator[None]:
 
 
 def _watch() -> None:
-    """Show a line when a request is late. This is the main function of a thread."""
-    is_told = False
+    """Show a message when a request is late. This is the main function of a thread."""
+    has_told = False
     while True:
-        _has_begun.wait()
+        _has_pending.wait()
         time.sleep(_PERIOD_S)
         now_s, pending = time.monotonic(), list(_pending.values())
-        late_urls = [where for due_s, where in pending if due_s <= now_s]
-        if late_urls and not is_told and _tell is not None:
+        late_urls = [url for due_s, url in pending if due_s <= now_s]
+        if late_urls and not has_told and _tell is not None:
             _tell(
                 f"waiting for {late_urls[0]}, which has not responded for {_PATIENCE_S:g} s; giving up after {_LIMIT}"
             )
-        is_told = bool(late_urls)  # once per outage
+        has_told = bool(late_urls)  # so that there is one message per outage
         if not pending:
-            _has_begun.clear()
-            if _pending:  # a request has begun in the meantime
-                _has_begun.set()
+            _has_pending.clear()
+            if _pending:  # a request was started in the meantime
+                _has_pending.set()

@@ -180,9 +180,9 @@ class WorkingCopy:
         is_small: Function that returns True for the key of a file that is always fetched.
     """
 
-    def __init__(self, address: str, folder: Path, *, is_small: Callable[[str], bool] = is_eager) -> None:
-        self.address, self.folder, self._is_small = address, folder, is_small
-        self.objects: Objects = open_objects(address)
+    def __init__(self, url: str, folder: Path, *, is_small: Callable[[str], bool] = is_eager) -> None:
+        self.url, self.folder, self._is_small = url, folder, is_small
+        self.objects: Objects = open_objects(url)
         self._listed: dict[str, ObjectInfo] | None = None  # by key, as of the last listing; None in a worker
         self._foreign: set[str] = set()  # keys that cannot be names of local files
         self.leases = HeldLeases(self.objects)
@@ -337,7 +337,7 @@ class WorkingCopy:
         if self._listed is None:
             return self.objects.info(key)
         if key not in self._listed:
-            raise FileNotFoundError(errno.ENOENT, "no such object", self.objects.address_of(key))
+            raise FileNotFoundError(errno.ENOENT, "no such object", self.objects.url_of(key))
         return self._listed[key]
 
     # Writing
@@ -432,7 +432,7 @@ class WorkingCopy:
     ) -> Iterator[None]:
         self.require_listed()
         before = (self._listed or {}).get(name)
-        lease = Lease(self.objects, name, what=self.address)
+        lease = Lease(self.objects, name, resource=self.url)
         if on_wait is None:
             lease.acquire()
         else:
@@ -445,7 +445,7 @@ class WorkingCopy:
                     key, record = min(held.items())
                     holder = f"{record.get('holder')} since {record.get('since')}, with {key}"
                     raise LeaseHeld(
-                        f"another command is writing to {self.address} ({holder})", hint="wait until it finishes"
+                        f"another command is writing to {self.url} ({holder})", hint="wait until it finishes"
                     )
                 now = {info.key: info for info in self.objects.list(recursive=False) if unless.fullmatch(info.key)}
                 if now != {key: info for key, info in (self._listed or {}).items() if unless.fullmatch(key)}:
@@ -461,7 +461,7 @@ class WorkingCopy:
 
     @contextmanager
     def folder_lock(self) -> Iterator[None]:
-        lease = Lease(self.objects, _ROOT_LOCK, what=self.address)
+        lease = Lease(self.objects, _ROOT_LOCK, resource=self.url)
         lease.wait()
         with self.leases.hold(lease):
             self._refresh("", recursive=False)
@@ -470,7 +470,7 @@ class WorkingCopy:
     @property
     def access(self) -> tuple[str, ...]:
         leases = (text for fence in self.leases.fences for text in fence)
-        return (self.address, os.fspath(self.folder), run_of(self.folder), *leases)
+        return (self.url, os.fspath(self.folder), run_of(self.folder), *leases)
 
     def join(self, access: tuple[str, ...]) -> None:
         _, _, _, *leases = access

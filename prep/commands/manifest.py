@@ -221,7 +221,7 @@ def synthetic(
     name = dataset or "synthetic"
     if out is None and (mirror := mirror_of(data)) is not None:
         raise UserError(
-            f"synthetic videos are files, and {mirror.address} is a bucket", hint="give a local folder with --out"
+            f"synthetic videos are files, and {mirror.url} is a bucket", hint="give a local folder with --out"
         )
     directory = data / "synthetic" if out is None else out
 

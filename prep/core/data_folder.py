@@ -38,8 +38,8 @@ def require_data_folder(data_dir: Path) -> Path:
     mirror = mirror_of(data_dir)
     if mirror is not None and mirror.is_empty:
         raise UserError(
-            f"there is no data folder at {mirror.address}",
-            hint=f"create a data folder with prep manifest folder VIDEOS --data {mirror.address}",
+            f"there is no data folder at {mirror.url}",
+            hint=f"create a data folder with prep manifest folder VIDEOS --data {mirror.url}",
         )
     if not resolve_folder(data_dir).exists():
         raise UserError(

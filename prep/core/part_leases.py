@@ -25,7 +25,7 @@ class PartLeases:
         self._copy, self._column, self._part = copy, column, part
         self._column_lock_name = lock_path(copy.folder, column).name
         self._part_lock = Lease(
-            copy.objects, f".{column}.part-{part.number}-of-{part.count}.lock", what=f"part {part} of {copy.address}"
+            copy.objects, f".{column}.part-{part.number}-of-{part.count}.lock", resource=f"part {part} of {copy.url}"
         )
         self._part_lock_held, self._turn_held = ExitStack(), ExitStack()
         self._is_held = False  # True while this process holds the lease of the part
@@ -40,7 +40,7 @@ class PartLeases:
     def take_turn(self, doing: str, *, on_wait: Callable[[str], object]) -> str:
         """Wait for the turn, and return "": parts need not report their shards, because objects are visible at once."""
         turn = Lease(
-            self._copy.objects, f".{self._column}.parts.lock", what=f"parts of {self._copy.address}", note=doing
+            self._copy.objects, f".{self._column}.parts.lock", resource=f"parts of {self._copy.url}", note=doing
         )
         turn.wait(on_wait=on_wait)
         self._turn_held.enter_context(self._copy.leases.hold(turn))

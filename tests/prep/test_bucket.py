@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from clipmill.manifests.storage import mirrors
-from clipmill.manifests.storage.mirrors import AddressStream
+from clipmill.manifests.storage.mirrors import UrlStream
 from clipmill.manifests.storage.mounting import open_data
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.prep.core.data_folder import require_data_folder, writing
@@ -265,7 +265,7 @@ def test_synthetic_videos_need_a_local_folder(bucket: str) -> None:
 
 def test_messages_name_the_address_and_not_the_working_copy(data: str) -> None:
     folder = open_data(data)
-    print(f"failures are listed in {folder}/failures.jsonl", file=AddressStream(text := StringIO()))
+    print(f"failures are listed in {folder}/failures.jsonl", file=UrlStream(text := StringIO()))
     assert text.getvalue() == f"failures are listed in {data}/failures.jsonl\n"
 
 

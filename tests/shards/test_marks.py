@@ -49,7 +49,7 @@ class Folder:
         return list_readers(self.of_prep())
 
     def of_prep(self) -> Path:
-        return self.path if self.objects is None else open_data(self.objects.address)
+        return self.path if self.objects is None else open_data(self.objects.url)
 
     def marks(self) -> list[str]:
         """Names of the files of all marks."""

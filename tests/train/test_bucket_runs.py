@@ -11,7 +11,7 @@ import pytest
 
 from clipmill.manifests.errors import FailedWork, Stopped, UserError
 from clipmill.manifests.storage.leases import LeaseHeld
-from clipmill.manifests.storage.mirrors import show_addresses
+from clipmill.manifests.storage.mirrors import show_urls
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.train.config.shards import local_folder
 from clipmill.train.config.training import TrainingSettings
@@ -71,7 +71,7 @@ def test_a_run_in_a_bucket_has_the_files_and_bits_of_a_run_on_a_disk(
     names = {_without_attempt(name) for name in all_files(run.path)}
     assert names == {_without_attempt(name) for name in all_files(whole_run.path)}
     assert f"out: {address}\n" in run.settings.read_text()
-    assert run.name == "first" and show_addresses(f"{run.path}1 {run.path}/x") == f"{run.path}1 {address}/x"
+    assert run.name == "first" and show_urls(f"{run.path}1 {run.path}/x") == f"{run.path}1 {address}/x"
 
 
 def _without_attempt(name: str) -> str:

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.settings import FRACTION, Checked, GoesWith, Range, errors_of, no_effect_error
-from clipmill.manifests.storage.mirrors import show_addresses
+from clipmill.manifests.storage.mirrors import show_urls
 from clipmill.shards.where_flag import check_where
 from clipmill.train.config import fields as groups
 from clipmill.train.config.evaluation import EvaluatedData, EvaluationSettings
@@ -371,7 +371,7 @@ FREE_ON_RESUME = frozenset(
 
 def plain_values(values: dict[str, Any]) -> dict[str, Any]:
     """Return settings as a dict with paths as strings. The mirror of a bucket becomes the address of the bucket."""
-    plain = {name: show_addresses(str(value)) if isinstance(value, Path) else value for name, value in values.items()}
+    plain = {name: show_urls(str(value)) if isinstance(value, Path) else value for name, value in values.items()}
     return {name: plain_values(value) if isinstance(value, dict) else value for name, value in plain.items()}
 
 

@@ -102,7 +102,7 @@ class RemoteFiles:
         """
         variant = current_variant(self.copy, column)
         if variant is None:
-            address = self.objects.address
+            address = self.objects.url
             raise UserError(f"{address} has no {column} shards", hint=f"run {how_to_make(column, address)}")
         self._users.append(leave_mark(self.copy / column / variant))  # before copying, so that it is not deleted
         with (
@@ -128,7 +128,7 @@ class RemoteFiles:
             self.objects.fetch(key, path)
             if not _is_complete(path, sha256=sha256, size_bytes=size_bytes):
                 path.unlink()
-                raise OSError(f"{self.objects.address_of(key)} is not the file that was committed")
+                raise OSError(f"{self.objects.url_of(key)} is not the file that was committed")
 
     def _copy_manifest(self) -> None:
         local = self.copy / MANIFEST_FOLDER
@@ -268,7 +268,7 @@ class RemoteFiles:
 
     @contextmanager
     def _errors(self, *, missing: str) -> Iterator[None]:
-        address = self.objects.address
+        address = self.objects.url
         try:
             yield
         except FileNotFoundError as error:
@@ -472,7 +472,7 @@ class RemoteTars:
         return path.relative_to(self.files.copy).as_posix()
 
     def name(self, path: Path) -> str:
-        return self.objects.address_of(self.key(path))
+        return self.objects.url_of(self.key(path))
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
         return self.read_ranges(path, [(offset, size)])[0]
@@ -511,7 +511,7 @@ class RemoteTars:
                 self.files.copy_file(self.key(index), size_bytes=size_bytes, sha256=sha256)
         except OSError as error:
             if is_local(error):
-                raise cache_unusable(self.files.copy, self.objects.address_of(self.key(index)), error) from error
+                raise cache_unusable(self.files.copy, self.objects.url_of(self.key(index)), error) from error
             raise
 
     def fetch(
@@ -544,7 +544,7 @@ class RemoteTars:
 
 def copy_of_folder(address: str, *, cache: Path | None) -> Path:
     """Return the path of the copy of a remote data folder; raise UserError as `folder_path` does."""
-    return cache_folder(cache) / "folders" / _digest(open_objects(address).address)
+    return cache_folder(cache) / "folders" / _digest(open_objects(address).url)
 
 
 def open_remote_folder(
@@ -564,7 +564,7 @@ def open_remote_folder(
             objects.read_range(DATASET_FILE, 0, 1)
         except OSError as error:
             raise UserError(
-                f"{objects.address} does not support range requests: {error}",
+                f"{objects.url} does not support range requests: {error}",
                 hint="use a server that supports them (nginx, caddy, S3), or name tars: {000..999}.tar",
             ) from error
     return copy, RemoteTars(files, tars_cache)

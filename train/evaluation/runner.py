@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.publish import publish_json
-from clipmill.manifests.storage.mirrors import show_addresses
+from clipmill.manifests.storage.mirrors import show_urls
 from clipmill.train.config.clips import AS_IN_TRAINING, AS_TRAINED, ClipSettings, LatentSettings, Overrides, Use
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.shards import kind_of
@@ -188,7 +188,7 @@ def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: 
         trained = replace(trained, settings=settings, load=load)
     return OpenedRun(
         spec=spec,
-        title=show_addresses(str(run.path)),
+        title=show_urls(str(run.path)),
         run=run,
         settings=settings,
         shards=use.shards,

@@ -13,7 +13,7 @@ from typing import Any
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, percent
-from clipmill.manifests.storage.mirrors import mirror_of, show_addresses
+from clipmill.manifests.storage.mirrors import mirror_of, show_urls
 from clipmill.shards.pages.templates import page_title, require_page_path
 from clipmill.train.config.shards import local_folder
 from clipmill.train.evaluation.tables import Cell, Table
@@ -244,7 +244,7 @@ def _title(page: Path) -> str:
 
 def _link(run: RunFolder, folder: Path) -> str:
     """Return the link to the page of a run: a relative path, or a URL for a run in a bucket."""
-    return _relative_link(run.page, folder) if mirror_of(run.path) is None else show_addresses(str(run.page))
+    return _relative_link(run.page, folder) if mirror_of(run.path) is None else show_urls(str(run.page))
 
 
 def _relative_link(page: Path, folder: Path) -> str:

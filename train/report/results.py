@@ -17,7 +17,7 @@ from typing import Any
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import duration_text, escape_invisible
 from clipmill.manifests.publish import publish_bytes
-from clipmill.manifests.storage.mirrors import show_addresses
+from clipmill.manifests.storage.mirrors import show_urls
 from clipmill.shards.pages.templates import load_template
 from clipmill.train.config.files import read_values
 from clipmill.train.config.training import TrainingSettings, flatten, plain_values
@@ -245,9 +245,7 @@ def page_of(run: RunFolder) -> dict[str, Any]:
     defaults = flatten(plain_values(asdict(kind())))
     return {
         "name": run.name,
-        "command": show_addresses(
-            shlex.join(["train", task, "--config", str(run.settings), "--out", f"{run.path}-again"])
-        ),
+        "command": show_urls(shlex.join(["train", task, "--config", str(run.settings), "--out", f"{run.path}-again"])),
         "facts": facts,
         "chosen": {
             name: ", ".join(map(str, value)) if isinstance(value, list) else value

@@ -76,14 +76,14 @@ def share_lock(mirror: Mirror, *, world: World) -> None:
             mirror.join(access)
         except LeaseLost as error:
             raise UserError(
-                f"--out {mirror.address} is not the same bucket for all ranks: {here} does not find the lock of rank 0",
+                f"--out {mirror.url} is not the same bucket for all ranks: {here} does not find the lock of rank 0",
                 hint="use the same endpoint and credentials on every node",
                 flags=("--out",),
             ) from error
         except OSError as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"{here} cannot use --out {mirror.address}: {error.strerror}", hint="try again") from error
+            raise UserError(f"{here} cannot use --out {mirror.url}: {error.strerror}", hint="try again") from error
 
     world.each(join if not world.is_first else lambda: None)
 

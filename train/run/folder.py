@@ -30,7 +30,7 @@ from typing import Any, Literal
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.locks import lock
 from clipmill.manifests.publish import TEMPORARY_PREFIX, parse_json, publish_bytes, publish_json, rename, tag_errors
-from clipmill.manifests.storage.mirrors import mirror_of, show_addresses
+from clipmill.manifests.storage.mirrors import mirror_of, show_urls
 from clipmill.train.config.files import load_settings, read_values, save_settings
 from clipmill.train.config.shards import Shards, absolute_address, folders_of, normalise_address
 from clipmill.train.config.training import NEW_RUN, RESUME_HINT, TrainingSettings, require_same, weight_settings
@@ -136,7 +136,7 @@ class RunFolder:
     def name(self) -> str:
         """Name of the run's folder; for a run in a bucket, the last component of its address."""
         mirror = mirror_of(self.path)
-        return self.path.resolve().name if mirror is None else mirror.address.rpartition("/")[2]
+        return self.path.resolve().name if mirror is None else mirror.url.rpartition("/")[2]
 
     def hold(self, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
         """Lock the folder against other training processes.
@@ -376,7 +376,7 @@ def open_run(path: Path) -> RunFolder:
     """
     run = RunFolder(path)
     if not run.settings.is_file():
-        raise UserError(f"there is no run in {show_addresses(str(path))}", hint="use a training command's --out")
+        raise UserError(f"there is no run in {show_urls(str(path))}", hint="use a training command's --out")
     return run
 
 

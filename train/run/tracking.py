@@ -26,7 +26,7 @@ from clipmill.manifests.progress import (
     log_interval,
 )
 from clipmill.manifests.publish import parse_json, publish_json
-from clipmill.manifests.storage.mirrors import show_addresses
+from clipmill.manifests.storage.mirrors import show_urls
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import settings_yaml
 from clipmill.train.config.training import TrackSettings, TrainingSettings
@@ -283,7 +283,7 @@ class TensorBoard:
         self._writer = SummaryWriter(log_dir=str(run.path / "tensorboard"), purge_step=step + 1)
         if step == 0:
             self._writer.add_text("settings", f"```yaml\n{settings_yaml(settings)}```", 0)
-            self._writer.add_text("page", show_addresses(str(run.page.resolve())), 0)
+            self._writer.add_text("page", show_urls(str(run.page.resolve())), 0)
 
     def log(self, line: dict[str, Any]) -> None:
         for tag, value in tag_metrics(line).items():
@@ -327,7 +327,7 @@ class WeightsAndBiases:
         # Plot these metrics by epoch, so that runs with different batch sizes can be compared.
         for name in ("train/loss", "train/epoch_loss", *(f"{data.name}/*" for data in settings.evaluated_data())):
             self._run.define_metric(name, step_metric="train/epoch")
-        self._run.summary["page"] = show_addresses(str(run.page.resolve()))
+        self._run.summary["page"] = show_urls(str(run.page.resolve()))
 
     def log(self, line: dict[str, Any]) -> None:
         if line["step"] > self._last_step:

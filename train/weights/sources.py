@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.storage.mirrors import is_remote, show_addresses
+from clipmill.manifests.storage.mirrors import is_remote, show_urls
 from clipmill.train.config.model import LIBRARY, DualEncoderInit, DualEncoderTowers, Init, Towers
 from clipmill.train.config.shards import HUB_PREFIX, NAME_AND_TAG, local_folder
 from clipmill.train.models.dual_encoder import size_of
@@ -225,7 +225,7 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
     tower_fields = ("image", "pool_frames", "text", "text_pooling", "context_length")
     kind = kind_of_tensors(tensors) or "clip"
     return Source(
-        title=f"{show_addresses(str(run.path))} (step {metadata.step} of a run)",
+        title=f"{show_urls(str(run.path))} (step {metadata.step} of a run)",
         converted=ConvertedStateDict(tensors=tensors, origins={name: name for name in tensors}),
         facts=SourceFacts(
             activation=size.video.trunk.activation,

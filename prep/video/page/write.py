@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, duration_text, short_number, size_text
-from clipmill.manifests.storage.mirrors import mirror_of, show_addresses
+from clipmill.manifests.storage.mirrors import mirror_of, show_urls
 from clipmill.manifests.storage.urls import mask_secrets
 from clipmill.manifests.store import read_videos
 from clipmill.prep.core.report import publish_page
@@ -168,7 +168,7 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
     holes = []
     for hole in chunks.holes.values():
         content = "" if hole.num_chunks is None else f" ({hole.split}, {count_noun(hole.num_chunks, 'chunk')})"
-        holes.append(show_addresses(f"Shard {hole.shard_id:06d}{content}: {hole.why}"))
+        holes.append(show_urls(f"Shard {hole.shard_id:06d}{content}: {hole.why}"))
     clips = f"Clips are {plan.why}."
     if plan.is_preview:
         encoding = f"encoded again as H.264 with a short side of 240 pixels, up to {PREVIEW_S:.0f} s"
@@ -180,7 +180,7 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
         tiles=tiles(chunks, variant),
         splits=split_totals(chunks),
         distributions=distributions(chunks, captions=captions, scores=scores),
-        notes=[show_addresses(note) for note in notes],
+        notes=[show_urls(note) for note in notes],
         holes=holes,
         clips=clips,
     )
@@ -313,7 +313,7 @@ def _cards(
         if "problem" in details:
             hole = chunks.holes.get(shard_id)
             why = details["problem"] if hole is None else f"cannot be shown: {hole.why}"
-            details["problem"] = show_addresses(why)
+            details["problem"] = show_urls(why)
         return replace(card, **details)
 
     with ThreadPoolExecutor(num_threads) as pool:

@@ -60,7 +60,7 @@ def test_objects_that_do_not_exist_may_be_deleted_with_others(cloud_bucket: str)
 
 def test_a_lease_has_one_holder(cloud_bucket: str) -> None:
     objects = open_objects(f"{cloud_bucket}/leases")
-    first, second = (Lease(objects, ".lock", what="the folder") for _ in range(2))
+    first, second = (Lease(objects, ".lock", resource="the folder") for _ in range(2))
     for _ in range(2):
         first.acquire()
         with pytest.raises(LeaseHeld, match="another command is writing to the folder"):

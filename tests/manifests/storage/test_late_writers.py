@@ -39,7 +39,7 @@ def machine(objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def attach(name: str, *, endpoint: str) -> WorkingCopy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         (folder := tmp_path / name).mkdir()
-        mirrors.mount(copy := WorkingCopy(objects.address, folder))
+        mirrors.mount(copy := WorkingCopy(objects.url, folder))
         copy.sync()
         return copy
 
@@ -149,7 +149,7 @@ def test_a_server_that_names_another_etag_after_a_write_is_no_other_writer(
         publish_bytes(copy.folder / RECORD, b"4")
     assert faults.seen().num_faults >= 6
     assert objects.read(RECORD) == b"4"
-    lease = Lease(objects, ".lock", what="it")
+    lease = Lease(objects, ".lock", resource="it")
     lease.acquire()
     lease.release()
 
@@ -177,7 +177,7 @@ def test_changes_outlast_a_server_that_fails_for_long(
 
 
 def test_a_server_without_conditional_writes_is_refused(bucket: str, faults: Faults) -> None:
-    lease = Lease(open_objects(bucket), ".lock", what="it")
+    lease = Lease(open_objects(bucket), ".lock", resource="it")
     faults.set(Fault("error", method="PUT", status=501, code="NotImplemented"))
     with pytest.raises(UserError, match="does not support this request") as refused:
         lease.acquire()

@@ -32,7 +32,7 @@ def lease(objects: Objects) -> Iterator[Lease]:
 
 
 def lease_of(objects: Objects) -> Lease:
-    return Lease(objects, KEY, what=objects.address)
+    return Lease(objects, KEY, resource=objects.url)
 
 
 def of_another_machine(objects: Objects, **changes: object) -> None:
@@ -45,7 +45,7 @@ def test_the_second_is_refused_and_told_who_holds_it_since_when(objects: Objects
     of_another_machine(objects)
     with pytest.raises(LeaseHeld) as refused:
         lease_of(objects).acquire()
-    assert objects.address in str(refused.value) and "process 7 on node1 since 20" in str(refused.value)
+    assert objects.url in str(refused.value) and "process 7 on node1 since 20" in str(refused.value)
     assert "expires in" in (refused.value.hint or "")
 
 
@@ -77,9 +77,9 @@ def test_the_lease_of_a_dead_process_of_this_machine_is_free_at_once(objects: Ob
     program = (
         "import os, sys; from clipmill.manifests.storage.leases import Lease;"
         "from clipmill.manifests.storage.objects import open_objects;"
-        f"Lease(open_objects(sys.argv[1]), {KEY!r}, what='x').acquire(); os.kill(os.getpid(), 9)"
+        f"Lease(open_objects(sys.argv[1]), {KEY!r}, resource='x').acquire(); os.kill(os.getpid(), 9)"
     )
-    subprocess.run([sys.executable, "-c", program, objects.address], check=False)
+    subprocess.run([sys.executable, "-c", program, objects.url], check=False)
     assert objects.info(KEY).size_bytes
     again = lease_of(objects)
     again.acquire()

@@ -39,7 +39,7 @@ def test_http_must_be_allowed(bucket: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_objects_are_written_read_listed_and_deleted(bucket: str, tmp_path: Path) -> None:
     objects = open_objects(f"{bucket}/data/")
-    assert objects.address == f"{bucket}/data"
+    assert objects.url == f"{bucket}/data"
     etag = objects.write("a/b.bin", CONTENT)
     (tmp_path / "file").write_bytes(CONTENT * 60)  # 12 MB: in several parts
     objects.write("a/ü #1%.bin", tmp_path / "file")

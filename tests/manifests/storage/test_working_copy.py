@@ -13,7 +13,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.locks import folder_lock
 from clipmill.manifests.publish import publish_atomically, publish_bytes, remove, rename
 from clipmill.manifests.storage.leases import LeaseLost
-from clipmill.manifests.storage.mirrors import file_state, local_copy, mirror_of, show_addresses
+from clipmill.manifests.storage.mirrors import file_state, local_copy, mirror_of, show_urls
 from clipmill.manifests.storage.mounting import open_data
 from clipmill.manifests.storage.objects import Objects, open_objects
 from clipmill.manifests.storage.working_copy import WorkingCopy
@@ -66,7 +66,7 @@ def test_records_are_fetched_and_other_files_stand_for_themselves(address: str, 
     with local_copy(tar):
         assert tar.read_bytes() == TAR
     assert tar.stat().st_blocks == 0 and tar.stat().st_size == len(TAR)
-    assert show_addresses(f"see {tar}:") == f"see {address}/video/v-1/000001-0.tar:"
+    assert show_urls(f"see {tar}:") == f"see {address}/video/v-1/000001-0.tar:"
 
 
 def test_only_what_changed_is_fetched_again(address: str, objects: Objects, faults: Faults) -> None:

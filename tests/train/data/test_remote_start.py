@@ -78,7 +78,7 @@ def num_requests(faults: Faults, work: Callable[[], object]) -> int:
 
 def test_opening_many_shards_takes_few_requests(many: Path, remote: Objects, faults: Faults, tmp_path: Path) -> None:
     opened: list[Samples[Any]] = []
-    assert num_requests(faults, lambda: opened.append(open_set(remote.address, tmp_path))) < 20
+    assert num_requests(faults, lambda: opened.append(open_set(remote.url, tmp_path))) < 20
     [samples], local = opened, open_set(str(many))
     assert samples.fingerprint == local.fingerprint and len(samples) == NUM_SHARDS
     assert not list(tmp_path.rglob("*.index.arrow")) and not list(tmp_path.rglob("commits/**/*.json"))
@@ -87,11 +87,11 @@ def test_opening_many_shards_takes_few_requests(many: Path, remote: Objects, fau
     assert np.array_equal(remote_sample["video"], other["video"])
     assert len(list(tmp_path.rglob("*.index.arrow"))) == 1
     # Nothing large is copied again.
-    assert num_requests(faults, lambda: open_set(remote.address, tmp_path)) < 15
+    assert num_requests(faults, lambda: open_set(remote.url, tmp_path)) < 15
 
 
 def test_a_disk_that_fills_after_opening_is_named_and_no_sample_is_blamed(remote: Objects, tiny_disk: Path) -> None:
-    samples = open_set(remote.address, tiny_disk)
+    samples = open_set(remote.url, tiny_disk)
     fill(tiny_disk)
     with pytest.raises(UserError, match=r"cannot take a copy of s3://.*/000007-\w+\.index\.arrow: No space left"):
         samples.reader.load([SampleRequest(7, 7, None)])
@@ -100,7 +100,7 @@ def test_a_disk_that_fills_after_opening_is_named_and_no_sample_is_blamed(remote
 def test_an_index_that_a_bucket_refuses_fails_its_samples_and_is_no_damage(
     remote: Objects, faults: Faults, tmp_path: Path
 ) -> None:
-    samples = open_set(remote.address, tmp_path)
+    samples = open_set(remote.url, tmp_path)
     faults.set(Fault("error", path=r"index\.arrow", status=403, code="AccessDenied"))
     [failed] = samples.reader.load([SampleRequest(7, 7, None)])
     assert isinstance(failed, FailedSample) and failed.reason == "shard_unreadable" and "access denied" in failed.detail
@@ -115,7 +115,7 @@ def test_credentials_that_are_refused_fail_no_sample_and_end_the_reading(
     ):
         for path in (tmp_path / code / "by-index", tmp_path / code / "by-tar"):
             faults.set()
-            samples = open_set(remote.address, path)
+            samples = open_set(remote.url, path)
             if path.name == "by-tar":  # its index is here already
                 samples.reader.load([SampleRequest(7, 7, None)])
             faults.set(Fault("error", status=status, code=code))
@@ -124,19 +124,19 @@ def test_credentials_that_are_refused_fail_no_sample_and_end_the_reading(
 
 
 def test_a_change_that_is_newer_than_the_tables_counts(many: Path, remote: Objects, tmp_path: Path) -> None:
-    open_set(remote.address, tmp_path)
+    open_set(remote.url, tmp_path)
     with (
         without(remote, many, f"video/{VARIANT}/commits/000003.json"),
         pytest.raises(UserError, match=r"000003\.json: the commit record is missing"),
     ):
-        open_set(remote.address, tmp_path)
-    assert len(open_set(remote.address, tmp_path)) == NUM_SHARDS
+        open_set(remote.url, tmp_path)
+    assert len(open_set(remote.url, tmp_path)) == NUM_SHARDS
 
 
 def test_a_run_that_goes_on_costs_the_records_and_indexes_that_it_has_added(
     many: Path, remote: Objects, faults: Faults, tmp_path: Path
 ) -> None:
-    open_set(remote.address, tmp_path / "before")
+    open_set(remote.url, tmp_path / "before")
     # A shard is made again, and another one is new.
     copy = Path(shutil.copytree(many, tmp_path / "many"))
     payload = encode_chunk(8, 8)
@@ -159,10 +159,10 @@ def test_a_run_that_goes_on_costs_the_records_and_indexes_that_it_has_added(
             remote.write(name, copy / name)
         for cache in ("before", "empty"):
             faults.set()
-            opened = open_set(remote.address, tmp_path / cache)
+            opened = open_set(remote.url, tmp_path / cache)
             assert len(faults.seen().requests) < 25 and opened.fingerprint == expected
         assert len(list((tmp_path / "empty").rglob("*.index.arrow"))) == 2
-        assert num_requests(faults, lambda: open_set(remote.address, tmp_path / "empty")) < 20
+        assert num_requests(faults, lambda: open_set(remote.url, tmp_path / "empty")) < 20
     finally:
         remote.delete(*names)
         for name, path in kept.items():
@@ -174,9 +174,9 @@ def test_without_tables_the_records_and_indexes_are_copied(
 ) -> None:
     opened: list[Samples[Any]] = []
     with without(remote, many, f"video/{VARIANT}/commits.arrow", f"video/{VARIANT}/chunks.arrow"):
-        count = num_requests(faults, lambda: opened.append(open_set(remote.address, tmp_path)))
+        count = num_requests(faults, lambda: opened.append(open_set(remote.url, tmp_path)))
         assert 2 * NUM_SHARDS < count < 2 * NUM_SHARDS + 25
-        assert num_requests(faults, lambda: open_set(remote.address, tmp_path)) < 25
+        assert num_requests(faults, lambda: open_set(remote.url, tmp_path)) < 25
     assert len(opened[0]) == NUM_SHARDS
 
 
@@ -196,7 +196,7 @@ def test_ranks_of_a_machine_copy_once(remote: Objects, faults: Faults, tmp_path:
     )
 
     def run(num_ranks: int, copy: Path) -> None:
-        command = [sys.executable, "-c", script, remote.address, str(copy)]
+        command = [sys.executable, "-c", script, remote.url, str(copy)]
         environment = {**os.environ, "WORLD_SIZE": "2"}
         subprocess.run([sys.executable, "-c", launch, str(num_ranks), *command], check=True, env=environment)
 

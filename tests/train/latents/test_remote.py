@@ -95,7 +95,7 @@ def test_latents_in_a_bucket_are_those_of_the_local_folder(
 ) -> None:
     limit = 10**9 if has_room else size_of_text(written_data)
     samples, expected = (
-        loader(open_folder(remote.address, tmp_path, size=f"{limit}B")),
+        loader(open_folder(remote.url, tmp_path, size=f"{limit}B")),
         loader(DataFolder(written_data.data_dir)),
     )
     assert samples.fingerprint == expected.fingerprint
@@ -115,18 +115,18 @@ def test_compressed_latents_are_read_by_range(written_data: Written, bucket: str
     (upload_from / "manifest").symlink_to(written_data.data_dir / "manifest")
     write_latents(packed, SHARDS, is_compressed=True)
     remote = upload(upload_from, f"{bucket}/packed")
-    upload(written_data.data_dir / "manifest", f"{remote.address}/manifest")
+    upload(written_data.data_dir / "manifest", f"{remote.url}/manifest")
     settings = {"captions": "none", "tails": "pad"}
-    samples = loader(open_folder(remote.address, tmp_path / "cache", size="1B"), **settings)
+    samples = loader(open_folder(remote.url, tmp_path / "cache", size="1B"), **settings)
     assert content(first_batches(samples)) == content(first_batches(loader(DataFolder(upload_from), **settings)))
 
 
 def test_what_is_in_the_cache_is_not_asked_for_again(
     written_data: Written, remote: Objects, tmp_path: Path, faults: Faults
 ) -> None:
-    fetch_all(loader(open_folder(remote.address, tmp_path)))
+    fetch_all(loader(open_folder(remote.url, tmp_path)))
     faults.set()
-    samples = loader(open_folder(remote.address, tmp_path))
+    samples = loader(open_folder(remote.url, tmp_path))
     assert content(first_batches(samples)) == content(first_batches(loader(DataFolder(written_data.data_dir))))
     asked = [path for _, path in faults.seen().requests]
     assert asked and not [path for path in asked if ".tar" in path or "index" in path]
@@ -135,12 +135,12 @@ def test_what_is_in_the_cache_is_not_asked_for_again(
 def test_a_copy_that_is_damaged_is_mended_and_fetched_again_by_the_next_run(
     written_data: Written, remote: Objects, tmp_path: Path
 ) -> None:
-    fetch_all(loader(open_folder(remote.address, tmp_path)))
+    fetch_all(loader(open_folder(remote.url, tmp_path)))
     for path in copies_of(written_data, tmp_path):
         with path.open("r+b") as file:
             file.seek(1500)
             file.write(bytes([path.read_bytes()[1500] ^ 1]))
-    samples = loader(open_folder(remote.address, tmp_path))
+    samples = loader(open_folder(remote.url, tmp_path))
     assert maps_of(samples).are_mapped(samples.reader.segments.records.array_place)
     # In order, so that all are seen.
     assert content(samples.evaluation_batches()) == content(
@@ -150,11 +150,11 @@ def test_a_copy_that_is_damaged_is_mended_and_fetched_again_by_the_next_run(
 
 
 def test_a_copy_that_was_cut_is_fetched_again(written_data: Written, remote: Objects, tmp_path: Path) -> None:
-    fetch_all(loader(open_folder(remote.address, tmp_path)))
+    fetch_all(loader(open_folder(remote.url, tmp_path)))
     first = copies_of(written_data, tmp_path)[0]
     whole = first.read_bytes()
     os.truncate(first, 100)
-    samples = loader(open_folder(remote.address, tmp_path))
+    samples = loader(open_folder(remote.url, tmp_path))
     assert content(first_batches(samples)) == content(first_batches(loader(DataFolder(written_data.data_dir))))
     fetch_all(samples)
     assert first.read_bytes() == whole
@@ -166,7 +166,7 @@ def test_faults_in_passing_lose_nothing(written_data: Written, remote: Objects, 
         Fault("cut", path=r"\.tar", skip=1, every=4),
         Fault("delay", path=r"\.tar", every=5, delay_s=0.05),
     )
-    samples = loader(open_folder(remote.address, tmp_path, size=f"{size_of_text(written_data)}B"))
+    samples = loader(open_folder(remote.url, tmp_path, size=f"{size_of_text(written_data)}B"))
     assert content(first_batches(samples)) == content(first_batches(loader(DataFolder(written_data.data_dir))))
     assert faults.seen().num_faults > 3
 
@@ -174,7 +174,7 @@ def test_faults_in_passing_lose_nothing(written_data: Written, remote: Objects, 
 def test_a_disk_that_fills_up_is_noted_and_the_rest_is_read_by_range(
     written_data: Written, remote: Objects, tiny_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    samples = loader(open_folder(remote.address, tiny_disk))
+    samples = loader(open_folder(remote.url, tiny_disk))
     fill(tiny_disk)
     assert content(first_batches(samples)) == content(first_batches(loader(DataFolder(written_data.data_dir))))
     stderr = capsys.readouterr().err
@@ -185,7 +185,7 @@ def test_a_disk_that_fills_up_is_noted_and_the_rest_is_read_by_range(
 def test_a_tar_that_vanishes_is_failures_by_name(
     written_data: Written, remote: Objects, tmp_path: Path, faults: Faults, few_retries: None
 ) -> None:
-    samples = loader(open_folder(remote.address, tmp_path, size=f"{size_of_text(written_data)}B"))
+    samples = loader(open_folder(remote.url, tmp_path, size=f"{size_of_text(written_data)}B"))
     faults.set(vanished_key(r"latents/.*/000001-\w+\.tar"))
     batches = list(samples.evaluation_batches())
     failures = [failure for loaded_batch in batches for failure in loaded_batch.failed]
@@ -209,7 +209,7 @@ def test_wrong_bytes_of_an_object_are_reported_under_its_address(
         .tar_path.relative_to(data_copy.data_dir)
     )
     samples = loader(
-        open_folder(upload(data_copy.data_dir, f"{bucket}/data").address, tmp_path, size=f"{size_of_text(data_copy)}B")
+        open_folder(upload(data_copy.data_dir, f"{bucket}/data").url, tmp_path, size=f"{size_of_text(data_copy)}B")
     )
     failed = [failure for loaded in samples.evaluation_batches() for failure in loaded.failed]
     assert {(failure.key, failure.reason) for failure in failed} == {("c_000015000", "checksum")}
@@ -218,7 +218,7 @@ def test_wrong_bytes_of_an_object_are_reported_under_its_address(
 
 def test_text_that_does_not_fit_is_the_users_mistake(written_data: Written, remote: Objects, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the text column has to be completely in the cache") as caught:
-        loader(open_folder(remote.address, tmp_path, size="1kB"))
+        loader(open_folder(remote.url, tmp_path, size="1kB"))
     assert caught.value.hint and "--cache-size" in caught.value.hint
 
 
@@ -229,9 +229,9 @@ def test_open_latents_reads_a_bucket_and_a_mixture(written_data: Written, remote
         batches = open_latents(data, cache=tmp_path, cache_size=f"{size_of_text(written_data)}B", **settings)
         return [(list(batch["key"]), bits(batch["latents"]), bits(batch["text"])) for batch in batches]
 
-    assert read_open_latents(remote.address) == read_open_latents(str(written_data.data_dir))
-    assert read_open_latents([remote.address, str(written_data.data_dir)]) == read_open_latents(
-        [str(written_data.data_dir), remote.address]
+    assert read_open_latents(remote.url) == read_open_latents(str(written_data.data_dir))
+    assert read_open_latents([remote.url, str(written_data.data_dir)]) == read_open_latents(
+        [str(written_data.data_dir), remote.url]
     )
 
 
