@@ -1,15 +1,14 @@
-"""A bounded cache of complete objects in a local folder, shared by the processes of a machine.
+"""Keep complete copies of objects in a local folder of limited size, which the processes of a machine share.
 
-    <folder>/objects/<name>      a complete copy, verified when it was written
-    <folder>/objects/.tmp-...    a download in progress, protected by the lock for its name
-    <folder>/locks/000 ... 255   locks; a lock is held while an object is fetched, so that it is fetched only once
-    <folder>/locks/room          held while copies are evicted to make room
-    <folder>/locks/room-<bytes>-...  room reserved for a download; void once its process no longer holds the lock
+    <folder>/objects/<name>      complete copy, which was verified when it was written
+    <folder>/objects/.tmp-...    download in progress, protected by the lock for its name
+    <folder>/locks/000 ... 255   locks; a lock is held while an object is downloaded, so that it is downloaded only once
+    <folder>/locks/room          lock that is held while copies are evicted to make room
+    <folder>/locks/room-<bytes>-...  room that is reserved for a download while a process holds the lock of this file
 
-All locks are flocks, which end with their process. Copies in use have a shared lock, and only unused copies are
-evicted, least recently used first (by mtime, which is set at each use). The size of the copies is therefore the space
-that they take on disk. A memory map keeps the open file and its lock, even after the descriptor was closed (Linux,
-local disks).
+All locks are flocks, which end with their process. A copy in use has a shared lock. Only unused copies are evicted, the
+least recently used copy first (by mtime, which is updated at each use). Therefore, no evicted copy takes up disk space.
+A memory map keeps the open file and its lock, even after the descriptor was closed (Linux, local disks).
 """
 
 import hashlib
@@ -29,35 +28,35 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.locks import hold_lock, lock, try_lock
 from clipmill.manifests.publish import TEMPORARY_PREFIX, remove_temporaries, tag_errors, target_of, temporary_path
 
-FREE_SHARE = 0.8  # of the free disk space and the space of the cache: the default limit
-PARTS = ("objects", "locks")  # folders in the folder of a cache
+FREE_FRACTION = 0.8  # default limit, as a fraction of the free disk space plus the current size of the cache
+PARTS = ("objects", "locks")  # subfolders of the cache's folder
 _NUM_LOCKS = 256
 _HINT = "use a larger --cache-size, or a --cache on a larger disk"
 _PIECE_BYTES = 1 << 20
 
 
 class NoRoom(UserError):
-    """An object does not fit into the cache, even if all unused copies are evicted."""
+    """An object does not fit into the cache, even after the eviction of all unused copies."""
 
 
 class Damaged(OSError):
-    """The fetched bytes are not the requested object."""
+    """The downloaded bytes are not the requested object."""
 
 
 @dataclass(eq=False)
 class CachedFile:
-    """A copy that stays in the cache until it and all memory maps of `descriptor` are closed.
+    """An open copy, which stays in the cache until it is closed and all memory maps of its descriptor are closed.
 
     Attributes:
         path: Path of the copy.
-        descriptor: Descriptor of the open file; -1 once it is closed.
+        descriptor: Descriptor of the open file; -1 after it was closed.
     """
 
     path: Path
     descriptor: int
 
     def close(self) -> None:
-        """Allow the copy to be evicted, unless it is mapped."""
+        """Close the file, so that the copy can be evicted unless it is mapped."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -73,15 +72,15 @@ class CachedFile:
 
 
 class ObjectCache:
-    """A size-limited cache in a folder. Safe for several threads, and for several processes that use the same folder.
+    """A cache of limited size in a folder. Safe for several threads, and for several processes that share the folder.
 
     Args:
-        limit_bytes: Maximum total size of the copies; None for `FREE_SHARE` of the free space.
-        is_durable: True if the copies must survive a restart of the machine, even after a power failure.
+        limit_bytes: Maximum total size of the copies. By default, it is derived from the free space (FREE_FRACTION).
+        is_durable: Flush copies to disk, so that they survive a power failure.
 
     Attributes:
-        is_derived: True if the limit comes from the free disk space.
-        claims: Sizes of the objects that this process will keep, by name.
+        is_derived: True if the limit is derived from the free disk space.
+        claims: Sizes in bytes of the objects for which this process has claimed room, by name.
 
     Raises:
         OSError: The folder cannot be created.
@@ -94,8 +93,8 @@ class ObjectCache:
             part.mkdir(parents=True, exist_ok=True)
         self.is_derived = limit_bytes is None
         if limit_bytes is None:
-            written = sum(state.st_blocks * 512 for state in files_in(self._files).values())
-            limit_bytes = int(FREE_SHARE * (shutil.disk_usage(folder).free + written))
+            used_bytes = sum(state.st_blocks * 512 for state in files_in(self._files).values())
+            limit_bytes = int(FREE_FRACTION * (shutil.disk_usage(folder).free + used_bytes))
         self.limit_bytes = limit_bytes
         self._claims_lock = threading.Lock()
         self.claims: dict[str, int] = {}
@@ -103,11 +102,11 @@ class ObjectCache:
 
     @property
     def held_bytes(self) -> int:
-        """Current total size of the copies."""
+        """Total size of the copies in bytes."""
         return sum(state.st_size for state in self._copies().values())
 
     def find(self, name: str, *, size_bytes: int | None = None) -> CachedFile | None:
-        """Return the copy with this name; None if it is missing. A copy with a different size is removed."""
+        """Open the copy with this name. Return None if it is missing. Remove a copy whose size is not `size_bytes`."""
         path = self._files / name
         while True:
             try:
@@ -117,13 +116,13 @@ class ObjectCache:
             lock(descriptor, is_shared=True)
             status = os.fstat(descriptor)
             if status.st_nlink and size_bytes in (None, status.st_size):
-                with suppress(PermissionError):  # a copy that another user has fetched
+                with suppress(PermissionError):  # the copy belongs to another user
                     os.utime(descriptor)
                 return CachedFile(path, descriptor)
             os.close(descriptor)
             if status.st_nlink:
                 self.drop(name)
-            # Otherwise, the copy was evicted between `open` and `lock`; a new copy may exist in the meantime.
+            # Otherwise, the copy was evicted between `open` and `lock`. There may be a new copy in the meantime.
 
     def get(
         self,
@@ -134,16 +133,18 @@ class ObjectCache:
         sha256: str | None = None,
         waits: bool = True,
     ) -> CachedFile | None:
-        """Return the copy with this name. If it is missing, make room and call `fetch` to write the given path.
+        """Open the copy with this name. If it is missing, make room and download the object.
 
         Args:
-            sha256: Expected SHA-256 (hex) of the content; None if unknown.
-            waits: Wait for another process or thread that fetches the same object; otherwise return None.
+            size_bytes: Size of the object.
+            fetch: Function that downloads the object to the given path.
+            sha256: Expected SHA-256 of the content, as hexadecimal digits; None if it is unknown.
+            waits: Wait for another process or thread that is downloading the same object. Otherwise, return None.
 
         Raises:
             NoRoom: The object does not fit, because it is larger than the limit or because of copies in use.
-            Damaged: The fetched bytes have a different size or digest.
-            OSError: The object cannot be fetched or written.
+            Damaged: The downloaded bytes have a different size or digest.
+            OSError: The object cannot be downloaded, or the copy cannot be written.
         """
         if copy := self.find(name, size_bytes=size_bytes):
             return copy
@@ -161,7 +162,7 @@ class ObjectCache:
                     _require(temporary, size_bytes=size_bytes, sha256=sha256)
                     descriptor = os.open(temporary, os.O_RDONLY)
                     copy = CachedFile(path, descriptor)
-                    lock(descriptor, is_shared=True)  # before another process can find and evict it
+                    lock(descriptor, is_shared=True)  # before the copy appears, so that no process can evict it
                     if self._is_durable:
                         os.fsync(descriptor)
                     temporary.rename(path)
@@ -170,27 +171,32 @@ class ObjectCache:
             return copy
 
     def claim(self, sizes: Mapping[str, int], *, only_if_it_fits: bool = False) -> bool:
-        """Reserve room for objects, by name, that this process will keep in the cache; return False if they do not fit.
+        """Claim room for objects that this process will keep in the cache.
+
+        Args:
+            sizes: Sizes of the objects in bytes, by name.
+            only_if_it_fits: Return False if the objects do not fit.
 
         Raises:
-            NoRoom: The objects do not fit, unless `only_if_it_fits`.
+            NoRoom: The objects do not fit, and `only_if_it_fits` is False.
         """
         with self._claims_lock:
-            new = {name: size for name, size in sizes.items() if name not in self.claims}
-            needed = self._claimed_bytes + sum(new.values())
-            if needed > self.limit_bytes:
+            new_claims = {name: size for name, size in sizes.items() if name not in self.claims}
+            claimed_bytes = self._claimed_bytes + sum(new_claims.values())
+            if claimed_bytes > self.limit_bytes:
                 if only_if_it_fits:
                     return False
                 raise NoRoom(
-                    f"{needed:,} bytes must be in the cache {self.folder}, but its limit is {self.limit_bytes:,} bytes",
+                    f"{claimed_bytes:,} bytes must be in the cache {self.folder}, but its limit is "
+                    f"{self.limit_bytes:,} bytes",
                     hint=_HINT,
                 )
-            self.claims.update(new)
-            self._claimed_bytes = needed
+            self.claims.update(new_claims)
+            self._claimed_bytes = claimed_bytes
             return True
 
     def drop(self, name: str) -> None:
-        """Remove a damaged or outdated copy; processes that have it open or mapped keep it."""
+        """Remove a damaged or outdated copy. Processes that have opened or mapped it can still use it."""
         (self._files / name).unlink(missing_ok=True)
 
     def remove_unused(self) -> None:
@@ -198,7 +204,7 @@ class ObjectCache:
         evict(self._copies(), excess_bytes=sys.maxsize)
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the names of the copies."""
+        """Return the names of the copies that begin with a prefix."""
         return [path.name for path in self._copies() if path.name.startswith(prefix)]
 
     def _copies(self) -> dict[Path, os.stat_result]:
@@ -207,7 +213,7 @@ class ObjectCache:
 
     @contextmanager
     def _room(self, size_bytes: int, *, name: str) -> Iterator[None]:
-        """Reserve room for `size_bytes` until the download has become a copy or has failed."""
+        """Context manager that reserves room for a download."""
         with hold_lock(self._locks / "room"):
             self._make_room(size_bytes, name=name)
             room = self._locks / f"room-{size_bytes}-{secrets.token_hex(6)}-{name}"
@@ -226,7 +232,8 @@ class ObjectCache:
                 with hold_lock(self._lock_of(target), waits=False) as is_held:
                     if is_held:
                         path.unlink(missing_ok=True)
-        # List the downloads first: a download that becomes a copy in the meantime is then in both lists, not in none.
+        # The downloads are listed before the copies. If a download becomes a copy in between, it is in both lists, and
+        # counts only once; in the reverse order, it might be in neither of them.
         downloads = []
         for path in self._locks.glob("room-*"):
             if (descriptor := try_lock(path)) is not None:  # the process that reserved the room has ended
@@ -240,8 +247,12 @@ class ObjectCache:
         used_bytes += sum(size for target, size in downloads if self._files / target not in copies)
         used_bytes -= evict(copies, excess_bytes=used_bytes + size_bytes - self.limit_bytes)
         if used_bytes + size_bytes > self.limit_bytes:
-            free = f"only {max(0, self.limit_bytes - used_bytes):,} of {self.limit_bytes:,} bytes are free or unused"
-            raise NoRoom(f"{name} has {size_bytes:,} bytes, but in the cache {self.folder}, {free}", hint=_HINT)
+            free_bytes = max(0, self.limit_bytes - used_bytes)
+            raise NoRoom(
+                f"{name} has {size_bytes:,} bytes, but in the cache {self.folder}, only {free_bytes:,} of "
+                f"{self.limit_bytes:,} bytes are free or unused",
+                hint=_HINT,
+            )
 
     def _lock_of(self, name: str) -> Path:
         number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=2).digest()) % _NUM_LOCKS
@@ -249,7 +260,7 @@ class ObjectCache:
 
 
 def files_in(folder: Path) -> dict[Path, os.stat_result]:
-    """Return the `stat` result of each file in a folder."""
+    """Return the `stat` results of the files in a folder, by path."""
     states = {}
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -259,11 +270,14 @@ def files_in(folder: Path) -> dict[Path, os.stat_result]:
 
 
 def evict(files: Mapping[Path, os.stat_result], *, excess_bytes: int, are_locked: bool = True) -> int:
-    """Remove files, least recently used first, until `excess_bytes` are freed; return the number of bytes freed.
+    """Remove files, the least recently used file first, until at least `excess_bytes` are freed.
 
     Args:
-        files: Files that may be removed, with their `stat` results; the modification time is the time of the last use.
-        are_locked: True if processes lock the files that they use (`try_lock`); locked files are kept.
+        files: Files that may be removed, with their `stat` results. The modification time is the time of the last use.
+        are_locked: True if processes lock the files that they use. Locked files are kept.
+
+    Returns:
+        The number of bytes that were freed.
     """
     freed_bytes = 0
     for path, state in sorted(files.items(), key=lambda item: item[1].st_mtime_ns):
@@ -272,7 +286,7 @@ def evict(files: Mapping[Path, os.stat_result], *, excess_bytes: int, are_locked
         if not are_locked:
             path.unlink(missing_ok=True)
         elif (descriptor := try_lock(path)) is not None:
-            path.unlink(missing_ok=True)  # while the lock is held, so that no process begins to use the file
+            path.unlink(missing_ok=True)  # the lock is still held, so that no process starts to use the file
             os.close(descriptor)
         if not path.exists():
             freed_bytes += state.st_size
@@ -281,7 +295,7 @@ def evict(files: Mapping[Path, os.stat_result], *, excess_bytes: int, are_locked
 
 def _require(path: Path, *, size_bytes: int, sha256: str | None) -> None:
     if (num_bytes := path.stat().st_size) != size_bytes:
-        # If a connection is closed early, this may look like the end of the object.
+        # The end of a connection that was closed too early may look like the end of the object.
         raise Damaged(f"received {num_bytes:,} of {size_bytes:,} bytes")
     if sha256 is not None:
         digest = hashlib.sha256()

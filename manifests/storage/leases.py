@@ -1,16 +1,16 @@
-"""Locks in a bucket: objects that one process at a time holds, and that expire if their holder dies.
+"""Lock resources in a bucket with leases, which are objects that one process holds at a time, and that can expire.
 
-The holder writes the object on the condition that no other process has written it (If-None-Match for a new object,
-If-Match for a released lease), rewrites it every `RENEWAL_S` seconds, and finally replaces it with a random number. No
-two states of the object have the same content, so no state has the etag of an earlier state. A lease that has not been
-renewed for `EXPIRY_S` seconds may be taken over. Its age is the difference between two times of the server, so it does
-not depend on the clocks of the machines.
+A process takes a lease by writing the object on the condition that no other process has written it (If-None-Match for a
+new object, If-Match for a released lease). It rewrites the object every `RENEWAL_S` seconds, and releases the lease by
+replacing the content with a random number. Each state of the object has different content, so no state has the etag of
+an earlier state. A lease that was not renewed for `EXPIRY_S` seconds may be taken over. Its age is the difference
+between two times of the server, so it does not depend on the clocks of the machines.
 
-`require` is the guard of all requests that change objects (`objects.py`). A lease is trusted as long as a request that
-begins now ends before the lease can be taken over. After that, the holder first renews the lease, under the same
-condition; if another process has taken the lease over, `LeaseLost` is raised.
+`require` is the guard of all requests that change objects (`objects.py`). A lease is trusted if a request that starts
+now ends before the lease can expire. Otherwise, the holder first renews the lease under the same condition. If another
+process has taken over the lease, `LeaseLost` is raised.
 
-`HeldLeases` are the leases of a process. Workers check the leases of their command (`Fence`).
+`HeldLeases` contains all leases of a process. A worker checks the leases of its command (`Fence`).
 """
 
 import json
@@ -33,9 +33,9 @@ from clipmill.manifests.storage.stores import WRITE_LIMIT_S, Conflict
 
 RENEWAL_S = 15.0
 EXPIRY_S = 60.0
-_MARGIN_S = 6.0  # safety margin, because the times of a server may be rounded to seconds
-_FIRST_POLL_S, LAST_POLL_S = 0.25, 4.0  # range of the polling interval, which doubles while a process waits
-_RELEASED_BYTES = 32  # size of a released lease: hexadecimal digits; 0 if an older version released it
+_MARGIN_S = 6.0  # safety margin, because a server may round times to seconds
+_FIRST_POLL_S, LAST_POLL_S = 0.25, 4.0  # first and last polling interval; it doubles while a process waits
+_RELEASED_BYTES = 32  # size of a released lease, which contains hexadecimal digits; earlier versions left it empty
 
 
 class LeaseHeld(UserError):
@@ -43,7 +43,7 @@ class LeaseHeld(UserError):
 
     Attributes:
         holder: Name of the holder.
-        note: Note that the holder has left.
+        note: Note in the lease, or the name of the holder if there is no note.
         is_alive: True if the holder is known to be running.
     """
 
@@ -56,15 +56,15 @@ class LeaseLost(FailedWork, OSError):
 
 
 class Lease:
-    """A lease of this process. Thread-safe once acquired.
+    """A lease of this process. Thread-safe after it was acquired.
 
     Args:
         key: Key of the object.
-        what: Name of the protected resource, for messages.
-        note: Text for other processes that read the lease.
+        resource: Name of the protected resource, for messages.
+        note: Text in the lease for other processes.
 
     Attributes:
-        replaced: Released or expired lease that this lease has replaced; None if there was no object.
+        replaced: Object of the free lease that this lease has replaced; None if there was no object.
     """
 
     def __init__(self, objects: Objects, key: str, *, resource: str, note: str = "") -> None:
@@ -80,40 +80,40 @@ class Lease:
         self._lost_to: str | None = None
 
     def acquire(self) -> None:
-        """Take the lease.
+        """Take the lease without waiting, and renew it in the background until it is released.
 
         Raises:
             LeaseHeld: Another process holds the lease.
             AccessRefused: The bucket is not writable.
         """
         free = self._find_free()
-        begun_s = now_s()
+        start_s = now_s()
         self._since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         try:
             self._etag = self._objects.write(
                 self.key, self._content(), only_new=free is None, replaces=free.etag if free else None
             )
-        except Conflict:  # another process was faster to take the free lease
+        except Conflict:  # another process has taken the free lease first
             raise self._lease_held(read(self._objects, self.key)) from None
-        self._renewed_s, self.replaced = begun_s, free
+        self._renewed_s, self.replaced = start_s, free
         threading.Thread(target=self._renew_until_released, name=f"lease {self.key}", daemon=True).start()
 
     def wait(self, *, on_wait: Callable[[str], object] = lambda note: None) -> None:
-        """Take the lease as soon as it is free.
+        """Wait until the lease is free, and take it.
 
         Args:
-            on_wait: Function that is called once with the note of the holder if the lease is not free.
+            on_wait: Function that is called once with the note in the lease if the lease is not free.
         """
-        is_told = False
+        has_told = False
         while True:
             try:
                 self.acquire()
                 return
             except LeaseHeld as held:
-                if not is_told:
-                    is_told = True
+                if not has_told:
+                    has_told = True
                     on_wait(held.note)
-            # Wait until the object is rewritten, but not for so long that the death of the holder goes unnoticed.
+            # Wait until the object is rewritten, but only for a limited time, because the holder may have died.
             state, interval_s = self._state(), _FIRST_POLL_S
             while state is not None and not is_released(state) and interval_s <= LAST_POLL_S:
                 time.sleep(interval_s * random.uniform(0.5, 1.0))
@@ -122,26 +122,26 @@ class Lease:
                 interval_s *= 2
 
     def take_over(self, *, on_wait: Callable[[str], object]) -> None:
-        """Take the lease; if it is held, wait until it expires, unless its holder is alive.
+        """Take the lease. If another process holds it but seems to be dead, wait until the lease expires.
 
         Args:
-            on_wait: Function that is called once with the name of the holder.
+            on_wait: Function that is called once with the name of the holder if the lease is not free.
 
         Raises:
-            LeaseHeld: The holder runs on this machine, or has renewed the lease.
+            LeaseHeld: The holder is running on this machine, or has renewed the lease in the meantime.
             AccessRefused: The bucket is not writable.
         """
-        first: ObjectInfo | None = None
+        first_state: ObjectInfo | None = None
         while True:
             state = self._state()
             try:
                 self.acquire()
                 return
             except LeaseHeld as held:
-                if held.is_alive or (first is not None and state != first):
+                if held.is_alive or (first_state is not None and state != first_state):
                     raise
-                if first is None:
-                    first = state
+                if first_state is None:
+                    first_state = state
                     on_wait(held.holder)
             time.sleep(LAST_POLL_S)
 
@@ -152,7 +152,7 @@ class Lease:
             return None
 
     def require(self) -> None:
-        """Raise LeaseLost if another process may hold the lease before a request has ended; see `objects.Guard`."""
+        """Raise LeaseLost if another process could take over the lease before a request ends; see `objects.Guard`."""
         with self._lock:
             if self._lost_to is None and not is_trusted(self._renewed_s):
                 self._renew()
@@ -179,11 +179,11 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Release the lease, if this process still holds it."""
+        """Release the lease if this process still holds it."""
         self._released.set()
         with self._lock:
             if self._lost_to is None:
-                with suppress(OSError):  # otherwise the lease expires
+                with suppress(OSError):  # if the request fails, the lease expires
                     self._rewrite(released_content())
 
     def _renew_until_released(self) -> None:
@@ -191,17 +191,17 @@ class Lease:
             with self._lock:
                 if self._released.is_set() or self._lost_to is not None:
                     return
-                with suppress(OSError, UserError):  # retried later; `require` raises an error if this does not succeed
+                with suppress(OSError, UserError):  # retried in the next period; until then, `require` reports it
                     self._renew()
 
     def _renew(self) -> None:
-        begun_s = now_s()
+        start_s = now_s()
         self._num_renewals += 1
         if self._rewrite(self._content()):
-            self._renewed_s = begun_s
+            self._renewed_s = start_s
 
     def _rewrite(self, content: bytes) -> bool:
-        """Write the object if this process holds the lease; otherwise record the holder, and return False."""
+        """Write the object if this process holds the lease. Otherwise, record the new holder, and return False."""
         for is_last in (False, True):
             try:
                 self._etag = self._objects.write(self.key, content, replaces=self._etag)
@@ -213,7 +213,7 @@ class Lease:
                     return False
                 if is_last:
                     raise
-                self._etag = info.etag  # some servers return a different etag in their response to a write
+                self._etag = info.etag  # some servers return a different etag in the response to a write
         return True
 
     def _content(self) -> bytes:
@@ -227,7 +227,11 @@ class Lease:
         return (json.dumps(record, indent=1) + "\n").encode()
 
     def _find_free(self) -> ObjectInfo | None:
-        """Return the object if it is released, abandoned or expired; None if it does not exist."""
+        """Return the object of a lease that is released, abandoned or expired, or None if there is no object.
+
+        Raises:
+            LeaseHeld: Another process holds the lease.
+        """
         try:
             info = self._objects.info(self.key)
         except FileNotFoundError:
@@ -253,40 +257,40 @@ class Lease:
 
 
 def server_time_s(objects: Objects) -> float:
-    """Return the current time of the server, in seconds since the epoch, from the time of a new object."""
+    """Return the current time of the server in seconds since the epoch, as the time of a new object."""
     while True:
-        key = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-dataset.json"  # a name that is cleaned up after a kill
+        key = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-dataset.json"  # if this process is killed, it is cleaned up
         objects.write(key, b"")
         try:
             return objects.info(key).modified_s
-        except FileNotFoundError:  # another command has just removed it in its cleanup
+        except FileNotFoundError:  # another command has just cleaned it up
             continue
         finally:
             objects.delete(key)
 
 
 def released_content() -> bytes:
-    """Return the content of a released lease."""
+    """Return random content for a released lease."""
     return secrets.token_hex(_RELEASED_BYTES // 2).encode()
 
 
 def is_released(info: ObjectInfo) -> bool:
-    """Return True if an object is a released lease."""
+    """Return True if a lease is released."""
     return info.size_bytes <= _RELEASED_BYTES
 
 
 def is_trusted(renewed_s: float) -> bool:
-    """Return True if a request that begins now ends before a lease renewed at `renewed_s` can be taken over."""
+    """Return True if a request that starts now ends before a lease that was renewed at `renewed_s` can expire."""
     return now_s() - renewed_s <= EXPIRY_S - WRITE_LIMIT_S - _MARGIN_S
 
 
 def read(objects: Objects, key: str) -> dict[str, Any]:
-    """Return the record of a lease; empty if it is released or does not exist."""
+    """Return the record in a lease, which is empty if the lease is released or does not exist."""
     return read_info(objects, key)[0]
 
 
 def read_info(objects: Objects, key: str) -> tuple[dict[str, Any], ObjectInfo | None]:
-    """Return the record of a lease, as `read` does, and its object."""
+    """Return the record in a lease, like `read`, and the metadata of the object."""
     try:
         content, info = objects.read_version(key)
     except FileNotFoundError:
@@ -304,7 +308,7 @@ def name_of(record: dict[str, Any]) -> str:
 
 
 def now_s() -> float:
-    """Return the seconds since the machine started, including time in suspension."""
+    """Return the time since the start of the machine in seconds, including the time during which it was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -312,10 +316,10 @@ _NUM_THREADS = 32
 
 
 class HeldLeases:
-    """The leases that protect the writes of this process. Thread-safe.
+    """All leases that protect the writes of this process. Thread-safe.
 
     Attributes:
-        fences: Key and token of each lease that this process holds.
+        fences: Key and token of each lease that this process itself holds.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -326,10 +330,10 @@ class HeldLeases:
 
     @contextmanager
     def hold(self, lease: Lease) -> Iterator[None]:
-        """Check an acquired lease before each attempt to write; release the lease when the block ends.
+        """Context manager that checks a lease before each attempt of a write, and releases the lease at the end.
 
         Raises:
-            LeaseLost: The lease was lost. This is raised even if the block has handled the error.
+            LeaseLost: The lease was lost during the block, even if the block has handled the error.
         """
         fence = (lease.key, lease.token)
         self._guards.append(lease.require)
@@ -343,19 +347,19 @@ class HeldLeases:
             lease.release()
 
     def fence(self, key: str, token: str) -> None:
-        """Check before each attempt to write that the command of this worker still holds a lease."""
+        """Check before each attempt of a write that the command of this worker still holds a lease."""
         if (key, token) not in self._fenced:
             self._fenced.add((key, token))
             self._guards.append(Fence(self._objects, key, token).require)
 
     def require(self) -> None:
-        """Raise LeaseLost if one of the leases may be lost before a request that begins now ends."""
+        """Raise LeaseLost if another process could take over a lease before a request that starts now ends."""
         for require in tuple(self._guards):
             require()
 
 
 class Fence:
-    """Check, in a worker, that its command still holds and renews a lease. Thread-safe."""
+    """Guard of a worker, which checks that the worker's command still holds a lease and renews it. Thread-safe."""
 
     def __init__(self, objects: Objects, key: str, token: str) -> None:
         self._objects, self._key, self._token = objects, key, token
@@ -363,26 +367,26 @@ class Fence:
         self._lock = threading.Lock()
 
     def require(self) -> None:
-        """Raise LeaseLost if the command may lose the lease before a request has ended; see `objects.Guard`."""
+        """Raise LeaseLost if the command could lose the lease before a request ends; see `objects.Guard`."""
         end_s = now_s() + stores.RETRY_S
         with self._lock:
             while not is_trusted(self._renewed_s):
-                begun_s = now_s()
+                start_s = now_s()
                 record, info = read_info(self._objects, self._key)
                 if info is None or record.get("token") != self._token:
                     holder = name_of(record)
                     state = f"{holder} holds it now" if holder else "no process holds it now"
                     raise LeaseLost(f"the command of this worker has lost its lock; {state}")
                 age_s = server_time_s(self._objects) - info.modified_s
-                self._renewed_s = begun_s - max(0.0, age_s)
+                self._renewed_s = start_s - max(0.0, age_s)
                 if not is_trusted(self._renewed_s):
-                    if begun_s > end_s:
+                    if start_s > end_s:
                         raise LeaseLost(f"the command of this worker has not renewed its lock for {age_s:.0f} s")
                     time.sleep(LAST_POLL_S)
 
 
 def holder_of(objects: Objects, info: ObjectInfo) -> str | None:
-    """Return the holder of a lease and the start time; None if the lease is released, abandoned or expired.
+    """Return the holder of a lease and since when, or None if the lease is released, abandoned or expired.
 
     Without write permission, the time of the server is unknown, so an expired lease counts as held.
     """
@@ -395,15 +399,20 @@ def holder_of(objects: Objects, info: ObjectInfo) -> str | None:
     return f"{name_of(record)} since {record.get('since')}"
 
 
-def held_leases(objects: Objects, keys: re.Pattern[str], *, but: str = "") -> dict[str, dict[str, Any]]:
-    """Return the records of the held leases directly in the folder, by key, except the lease `but`.
+def held_leases(objects: Objects, keys: re.Pattern[str], *, ignored_key: str = "") -> dict[str, dict[str, Any]]:
+    """Return the records of held leases by key, and release the leases of dead processes.
 
-    The leases of dead processes are released, so that a process presumed dead cannot publish after this call.
+    After this call, a process that is presumed dead cannot publish any more.
+
+    Args:
+        objects: Objects under the URL that directly contains the leases.
+        keys: Pattern of the keys to consider.
+        ignored_key: Key of a lease that is ignored.
 
     Raises:
         OSError: The bucket cannot be read or written.
     """
-    matches = (info for info in objects.list(recursive=False) if info.key != but and keys.fullmatch(info.key))
+    matches = (info for info in objects.list(recursive=False) if info.key != ignored_key and keys.fullmatch(info.key))
     infos = [info for info in matches if not is_released(info)]
     if not infos:
         return {}
@@ -414,7 +423,7 @@ def held_leases(objects: Objects, keys: re.Pattern[str], *, but: str = "") -> di
 
 
 def _held_record(objects: Objects, info: ObjectInfo, *, time_s: float) -> dict[str, Any]:
-    """Return the record of a lease; if its holder has died, release the lease and return an empty record."""
+    """Return the record in a lease. If its holder has died, release the lease and return an empty record."""
     record = read(objects, info.key)
     if record and (is_abandoned(record) or time_s - info.modified_s >= EXPIRY_S):
         try:

@@ -1,7 +1,7 @@
-"""Mounting of working copies: the local folder of an address, in a command, in its workers and in a training's ranks.
+"""Mount the local folder that mirrors a URL, in a command, in its workers, and in the ranks of a training run.
 
-A command opens the local folder of an address (`open_data`, `open_run`); its workers mount the same folder, or make one
-on another node (`mount_problem`). Each rank of a training opens a folder of its own (`Mirror.join`).
+A command opens the local folder of a URL (`open_data`, `open_run`). Its workers mount the same folder, or on a
+different node create one (`mount_problem`). Each rank of a training run opens a separate folder (`Mirror.join`).
 """
 
 import hashlib
@@ -19,14 +19,14 @@ from clipmill.manifests.storage.stores import scheme_of
 from clipmill.manifests.storage.urls import is_web
 from clipmill.manifests.storage.working_copy import WorkingCopy, is_eager, run_of
 
-_SHARED_FOLDERS = ("manifest", "layout")  # a worker on another node reads them beside its shards
+_SHARED_FOLDERS = ("manifest", "layout")  # folders that a worker on a different node reads, apart from its shards
 
 
 def open_data(url: str) -> Path:
-    """Return the local folder that mirrors a data folder in a bucket; no request is sent yet.
+    """Return the local folder that mirrors a data folder in a bucket. No request is sent yet.
 
     Raises:
-        UserError: The address cannot hold a data folder.
+        UserError: The URL is invalid, or belongs to a web server.
     """
     if is_web(url):
         raise UserError(
@@ -37,10 +37,10 @@ def open_data(url: str) -> Path:
 
 
 def open_run(url: str) -> Path:
-    """Return the local folder that mirrors a run in a bucket, updated to the current state of the bucket.
+    """Return the local folder that mirrors a run in a bucket, and update it to match the bucket.
 
     Raises:
-        UserError: The address cannot hold a run, the bucket does not exist, or the credentials are refused.
+        UserError: The URL is invalid or belongs to a web server, or the bucket does not exist or cannot be read.
     """
     if is_web(url):
         raise UserError(
@@ -58,12 +58,12 @@ def open_run(url: str) -> Path:
 
 
 def is_small_in_run(key: str) -> bool:
-    """Return True for a file of a run that is always fetched: all but parts of checkpoints, pages and event files."""
+    """Return True for a file of a run that is always fetched: any file but checkpoint parts, pages and event files."""
     return not key.endswith((".bin", ".html")) and "tfevents" not in key
 
 
 def _open_copy(url: str, *, is_small: Callable[[str], bool]) -> WorkingCopy:
-    """Return the working copy of a command; no request is sent yet."""
+    """Return the working copy of a command, in a folder that no other command is using. No request is sent yet."""
     scheme_of(url, is_written=True)
     url = open_objects(url).url
     root = private_root("data")
@@ -82,7 +82,7 @@ def _open_copy(url: str, *, is_small: Callable[[str], bool]) -> WorkingCopy:
             os.close(descriptor)
             continue
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, secrets.token_hex(16).encode(), 0)  # it stays open until the process ends
+        os.pwrite(descriptor, secrets.token_hex(16).encode(), 0)  # the descriptor stays open until the process ends
         folder.mkdir(exist_ok=True)
         copy = WorkingCopy(url, folder, is_small=is_small)
         mount(copy)
@@ -91,11 +91,15 @@ def _open_copy(url: str, *, is_small: Callable[[str], bool]) -> WorkingCopy:
 
 
 def mount_problem(access: tuple[str, ...], token_file: Path | None = None, token: str = "") -> str | None:
-    """Mount the data folder of a command in this worker; return the reason why it must not work; None if it may.
+    """Mount the data folder of a command in this worker process.
 
     Args:
         access: `Mirror.access` of the command.
-        token_file, token: Token of the run, which is read from the bucket; None for a run without a token.
+        token_file: File in the bucket with the token of the run; None for a run without a token.
+        token: Expected content of that file.
+
+    Returns:
+        The reason why this worker must not work, or None.
     """
     try:
         copy = _mount_in_worker(access)
@@ -112,11 +116,11 @@ def mount_problem(access: tuple[str, ...], token_file: Path | None = None, token
 
 
 def _mount_in_worker(access: tuple[str, ...]) -> WorkingCopy:
-    """Return the working copy of a worker; make its folder if this node has no folder of the run.
+    """Return the working copy of a worker. If this node does not have the folder of the run, create it.
 
     Raises:
         UserError: The bucket cannot be used on this node.
-        OSError: The local folder cannot be made.
+        OSError: The local folder cannot be created.
     """
     url, folder, run, *leases = access
     path = Path(folder)
@@ -127,18 +131,18 @@ def _mount_in_worker(access: tuple[str, ...]) -> WorkingCopy:
         copy = WorkingCopy(url, path)
         mount(copy)
     assert isinstance(copy, WorkingCopy)
-    if not copy.leases.fences:  # in the process of the command there are leases, and no fences are needed
+    if not copy.leases.fences:  # otherwise, this is the process of the command, which holds the leases itself
         for key, token in zip(leases[::2], leases[1::2], strict=True):
             copy.leases.fence(key, token)
     return copy
 
 
 def _make_folder(folder: Path, run: str, access: tuple[str, ...]) -> None:
-    """Make the folder of a run on another node than the command's, with the files that all its workers read."""
+    """Create the folder of a run on a different node than the command's, with the files that all workers read."""
     _require_private(folder.parent.parent)
     folder.parent.mkdir(mode=0o700, exist_ok=True)
     with (folder.parent / f"{folder.name}.lock").open("a+") as run_file:
-        lock(run_file.fileno())  # another worker of this node may be making it
+        lock(run_file.fileno())  # another worker on this node may be creating the folder
         if run_of(folder) == run:
             return
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,24 +1,24 @@
-"""Objects under a URL such as `s3://bucket/folder`: the only interface to obstore (its errors: `stores.py`).
+"""Read, list, write and delete the objects under a URL such as `s3://bucket/folder`, with obstore.
 
-Credentials and endpoint come from the variables that the tools of each provider use (`clouds.py`).
+Credentials and endpoints come from environment variables (`clouds.py`). `stores.py` converts the errors of obstore.
 
 *Reading.* obstore retries requests with transient failures (5xx, 429, no response, a truncated body) for 90 s with
-exponential backoff; a truncated body is resumed. obstore's threads do not survive a fork, so a process that has used
-this module must spawn its workers.
+exponential backoff, and resumes a truncated body. The threads of obstore do not survive a fork, so a process that has
+used this module must spawn its workers.
 
-*Listing.* A bucket may contain any names: folder markers, and names that obstore rejects (`a//b`, `../c`, unprintable
-characters). If a page of a listing contains such a name, obstore rejects the page. S3 is then listed without obstore,
-and these names are set aside, because obstore cannot access these objects.
+*Listing.* A bucket may contain objects with any name: folder markers, and names that obstore rejects (`a//b`, `../c`,
+unprintable characters). obstore rejects each page of a listing that contains such a name. In this case, S3 is listed
+without obstore, and the names are collected separately, because obstore cannot access these objects.
 
-*Changing.* The right to change an object may end while a request is in progress: the lock that a command holds in the
+*Changing.* The right to change an object may end while a request is in progress: the lock that a command holds in a
 bucket is a lease (`leases.py`), and a network that drops packets can delay a request for minutes. Therefore,
 
-- each attempt of a request first calls its guard, which raises an error if the right has ended, or may end within
-  `stores.WRITE_LIMIT_S`, the time limit of an attempt with all retries by obstore;
-- a record is written under the condition that it is still the version that the writer has seen (`put_if`), so that a
-  delayed request is rejected once another process has replaced the record.
+- each attempt of a request first calls a guard, which raises an error if the right has ended or may end within
+  `stores.WRITE_LIMIT_S`, the time limit of an attempt including obstore's own retries;
+- a record is written on the condition that the object is still the version that the writer has seen (`put_if`), so that
+  a delayed request is rejected after another process has replaced the record.
 
-An attempt with a transient failure (5xx, 429, no response) is retried for `RETRY_S`.
+Attempts with transient failures (5xx, 429, no response) are retried for `RETRY_S`.
 """
 
 import errno
@@ -59,18 +59,18 @@ if TYPE_CHECKING:
 
 
 PAGE = 1000  # maximum number of objects in one response
-MAX_ATTEMPTS = 4  # maximum number of attempts if a truncated response cannot be resumed, which obstore does not retry
+MAX_ATTEMPTS = 4  # maximum number of attempts if a response is truncated that obstore neither resumes nor retries
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
 
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """An object without its content.
+    """Metadata of an object.
 
     Attributes:
-        key: Name relative to the URL that was listed.
-        etag: Version of the content, from the server, in quotes; empty if the server does not report one.
-        modified_s: Time of the last write in seconds since the epoch, by the server's clock.
+        key: Key relative to the URL of `Objects`.
+        etag: Version of the content as the server reports it, in quotes; empty if the server does not report one.
+        modified_s: Time of the last write according to the server, in seconds since the epoch.
     """
 
     key: str
@@ -80,13 +80,13 @@ class ObjectInfo:
 
 
 class Listing:
-    """Listings of the objects under one URL.
+    """Lists the objects under one URL.
 
     Args:
-        errors: Function that takes a key, and returns a context manager for requests.
+        errors: Function that takes a key and returns a context manager for requests, which converts errors.
 
     Attributes:
-        odd_names: Keys under the URL that were listed and set aside.
+        odd_names: Keys that were listed and that obstore rejects.
     """
 
     def __init__(
@@ -97,17 +97,21 @@ class Listing:
         self.odd_names: set[str] = set()
 
     def pages(self, prefix: str, *, recursive: bool) -> Iterator[list[ObjectInfo]]:
-        """Yield the objects in the folder `prefix` and, with `recursive`, in its subfolders, in any order."""
-        last: str | None = None  # last key: listings are in the order of keys, and can be continued after any key
-        source, num_cut = self._source(prefix, recursive=recursive, after=last), 0
+        """Yield the objects in the folder `prefix` by pages, in any order.
+
+        Args:
+            recursive: Also list the subfolders.
+        """
+        last_key: str | None = None  # listings are ordered by key, and can be continued after any key
+        source, num_truncated = self._source(prefix, recursive=recursive, after=last_key), 0
         while True:
             try:
                 page = next(source, None)
             except TruncatedResponse:
-                num_cut += 1
-                if num_cut == MAX_ATTEMPTS or self._s3 is not None:
+                num_truncated += 1
+                if num_truncated == MAX_ATTEMPTS or self._s3 is not None:
                     raise
-                source = self._source(prefix, recursive=recursive, after=last)
+                source = self._source(prefix, recursive=recursive, after=last_key)
                 continue
             except OddName as odd:
                 if self._scheme != "s3":
@@ -118,19 +122,19 @@ class Listing:
                 from clipmill.manifests.storage.s3_requests import S3Requests
 
                 self._s3 = S3Requests(self._url, self._store)
-                source = self._source(prefix, recursive=recursive, after=last)
+                source = self._source(prefix, recursive=recursive, after=last_key)
                 continue
             if page is None:
                 return
-            begin = last or ""  # skip earlier keys, because Azure's emulator lists everything again
-            yield [info for info in page if info.key > begin]
-            last, num_cut = page[-1].key if page else last, 0
+            # Azure's emulator ignores the offset, so keys that were listed before are skipped.
+            yield [info for info in page if info.key > (last_key or "")]
+            last_key, num_truncated = page[-1].key if page else last_key, 0
 
     def _source(self, prefix: str, *, recursive: bool, after: str | None) -> Iterator[list[ObjectInfo]]:
         import obstore
 
         if self._s3 is not None:
-            yield from self._signed_pages(self._s3.list(prefix, recursive=recursive, after=after, at_once=PAGE))
+            yield from self._signed_pages(self._s3.list(prefix, recursive=recursive, after=after, page_size=PAGE))
             return
         if not recursive:
             with self._errors(prefix):
@@ -153,33 +157,33 @@ class Listing:
                 if is_odd(entry["Key"]):
                     self.odd_names.add(entry["Key"])
                     continue
-                key = entry["Key"].removesuffix("/")  # obstore removes the slash of a folder marker, too
+                key = entry["Key"].removesuffix("/")  # the slash of a folder marker, which obstore removes as well
                 modified_s = datetime.fromisoformat(entry["LastModified"]).timestamp()
                 infos.append(ObjectInfo(key, int(entry["Size"]), quoted_etag(entry.get("ETag")), modified_s))
             yield infos
 
 
 def is_odd(key: str) -> bool:
-    """Return True for a name that obstore rejects."""
+    """Return True for a key that obstore rejects."""
     parts = key.removesuffix("/").split("/")
     return key != "" and (not {"", ".", ".."}.isdisjoint(parts) or _UNPRINTABLE.search(key) is not None)
 
 
 def info_of(meta: Any) -> ObjectInfo:
-    """Convert obstore's metadata for an object."""
+    """Convert the metadata that obstore returns for an object."""
     return ObjectInfo(meta["path"], meta["size"], quoted_etag(meta["e_tag"]), meta["last_modified"].timestamp())
 
 
 def quoted_etag(etag: str | None) -> str:
-    """Return an etag in quotes, which Azure's listings omit."""
+    """Return an etag with quotes, which are missing in listings of Azure."""
     return f'"{etag}"' if etag and not etag.endswith('"') else etag or ""
 
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 5.0
-_NUM_BATCHES = 20  # number of deletion requests that obstore sends at once
+_NUM_BATCHES = 20  # number of deletion requests that obstore sends concurrently
 
 PART_BYTES = 8 * 2**20  # size of the parts in which larger objects are uploaded
-Guard = Callable[[], object]  # function that raises an error if objects must not be changed any more
+Guard = Callable[[], object]  # function that raises an error if this process must not change objects any more
 _T = TypeVar("_T")
 
 
@@ -188,12 +192,12 @@ def allow_always() -> None:
 
 
 class Changes:
-    """Requests of `Objects` that change objects; the methods of `Objects` document them. Thread-safe.
+    """Requests of `Objects` that change objects; see the methods of `Objects`. Thread-safe.
 
     Args:
-        is_writable: False for a web server, to which no request is sent.
-        read: Function that returns the content and version of an object.
-        count: Function that is called with the numbers of requests made and bytes sent.
+        is_writable: False for a web server, which would reject such requests.
+        read: Function that returns the content and metadata of an object.
+        count: Function that is called with the numbers of requests and of bytes sent.
     """
 
     def __init__(
@@ -219,17 +223,18 @@ class Changes:
             try:
                 result = self._retry(key, put_once, guard, num_bytes=num_bytes)
                 break
-            except FileNotFoundError:  # an upload in parts was completed, but the response was lost
+            except FileNotFoundError:  # a multipart upload was completed, but the response was lost
                 if num_parts <= 1 or attempt == MAX_ATTEMPTS - 1:
                     raise
         self._count(1 if num_parts <= 1 else num_parts + 2, num_bytes)
         return quoted_etag(result["e_tag"])
 
     def put_if(self, key: str, content: bytes, *, replaces: str | None, guard: Guard) -> str:
-        """Write an object that does not exist (None), or that has the etag `replaces`; return the new etag.
+        """Write an object if it has the etag `replaces`, or does not exist if `replaces` is None. Return the new etag.
 
         Raises:
-            Conflict: Another process has written the object. (An earlier attempt of this write counts as success.)
+            Conflict: Another process has written the object. (A conflict with an earlier attempt of the same write is
+                a success.)
         """
         try:
             mode: Any = "create"
@@ -239,10 +244,10 @@ class Changes:
         except FileNotFoundError:
             raise self._conflict(key) from None
         except (Conflict, NoResponse):
-            # The object may be the result of an earlier attempt whose response was lost.
+            # An earlier attempt may have written the object, but its response was lost.
             with suppress(FileNotFoundError):
-                present, info = self._read(key)
-                if present == content and info.etag:
+                stored, info = self._read(key)
+                if stored == content and info.etag:
                     return info.etag
             raise
 
@@ -257,19 +262,22 @@ class Changes:
         """Delete objects."""
         import obstore
 
-        per_request = cloud_of(self._url).num_deleted
-        self._count(-(-len(keys) // per_request), 0)
-        num_at_once = per_request * _NUM_BATCHES
-        for begin in range(0, len(keys), num_at_once):
-            batch = list(keys[begin : begin + num_at_once])
+        num_per_request = cloud_of(self._url).num_deleted
+        self._count(-(-len(keys) // num_per_request), 0)
+        num_at_once = num_per_request * _NUM_BATCHES
+        for start in range(0, len(keys), num_at_once):
+            batch = list(keys[start : start + num_at_once])
             try:
                 self._retry(batch[0], partial(obstore.delete, self._store, batch), guard)
-            except FileNotFoundError:  # one is missing (Azure, Google); it is unknown if the others were deleted
+            except FileNotFoundError:  # an object is missing (Azure, Google), and others may not have been deleted
                 for key in batch if len(batch) > 1 else ():
                     self.delete([key], guard=guard)
 
     def _precondition(self, key: str, etag: str) -> Any:
-        """Return obstore's condition that an object still has the given etag; Google compares generations instead."""
+        """Return the condition, in obstore's form, that an object still has the given etag.
+
+        Google's server compares generations instead of etags.
+        """
         import obstore
 
         if self._scheme != "gs":
@@ -281,7 +289,7 @@ class Changes:
         return {"e_tag": etag, "version": meta["version"]}
 
     def _retry(self, key: str, request: Callable[[], _T], guard: Guard, *, num_bytes: int = 0) -> _T:
-        """Return the response to a request; retry after transient failures while the guard allows it."""
+        """Send a request and return its result; retry transient failures for RETRY_S. Each attempt calls the guard."""
         if self._store is None:
             raise UserError(
                 f"{self._url} is read-only: objects can be written only to s3://, gs:// and az://",
@@ -305,11 +313,11 @@ class Changes:
 
 
 _STREAM_BYTES = 4 * 2**20
-_GAP_BYTES = 256 * 2**10  # largest gap between ranges that are read with one request
+_GAP_BYTES = 256 * 2**10  # maximum gap between two ranges that are read with one request
 
 
 def open_objects(url: str) -> "Objects":
-    """Return the objects under the URL `address`; no request is sent yet.
+    """Return the objects under a URL. No request is sent yet.
 
     Raises:
         UserError: The scheme is unknown, the URL has no bucket or host, or required settings are missing.
@@ -320,13 +328,14 @@ def open_objects(url: str) -> "Objects":
 class Objects:
     """The objects under a URL. Keys are relative to the URL. Thread-safe.
 
-    All methods raise FileNotFoundError for an object that does not exist, UserError for a bucket that does not exist,
-    AccessRefused (a UserError and a PermissionError), and OSError when retries have failed. The file name of an OSError
-    is the URL of the object.
+    All methods raise FileNotFoundError if the object does not exist, UserError if the bucket does not exist,
+    AccessRefused (a UserError and a PermissionError) if access is denied, and OSError if all retries have failed. The
+    file name of an OSError is the URL of the object.
 
     Attributes:
-        address: URL without a trailing slash.
-        num_requests, num_bytes: Number of requests, without retries, and of bytes of content sent and received.
+        url: URL without a trailing slash.
+        num_requests: Number of requests, without retries.
+        num_bytes: Number of bytes of content that were sent and received.
     """
 
     def __init__(self, url: str) -> None:
@@ -335,7 +344,7 @@ class Objects:
         self.num_requests = 0
         self.num_bytes = 0
         self._count_lock = threading.Lock()
-        self._checked_keys = set[str]()  # keys whose redirects were checked
+        self._checked_keys = set[str]()  # keys whose redirects have been checked
         self._store = open_store(self.url, scheme=self.scheme)
         self._changes = Changes(
             self.url, scheme=self.scheme, is_writable=self.is_writable, read=self.read_version, count=self._count
@@ -347,7 +356,7 @@ class Objects:
 
     @property
     def is_writable(self) -> bool:
-        """False for a web server, which is read-only."""
+        """True for a bucket; False for a web server, which is read-only."""
         return self.scheme not in ("http", "https")
 
     def url_of(self, key: str) -> str:
@@ -359,7 +368,7 @@ class Objects:
         return self.read_version(key)[0]
 
     def read_version(self, key: str) -> tuple[bytes, ObjectInfo]:
-        """Return the content of an object, with its size, version and time."""
+        """Return the content and the metadata of an object."""
         import obstore
 
         self._check_redirects(key)
@@ -370,11 +379,11 @@ class Objects:
         return content, info_of({**response.meta, "path": key})
 
     def read_range(self, key: str, offset: int, size: int) -> bytes:
-        """Return `size` bytes of an object, starting at `offset`; raise OSError if the object is too short."""
+        """Return `size` bytes of an object from `offset` on. If the object is too short, raise OSError."""
         return self.read_ranges(key, [(offset, size)])[0]
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return ranges (offset, size) of an object, read in parallel; one request reads neighbouring ranges."""
+        """Read ranges (offset, size) of an object concurrently. Ranges with small gaps are read with one request."""
         import obstore
 
         nonempty = [(offset, size) for offset, size in ranges if size]
@@ -395,7 +404,7 @@ class Objects:
             if len(content) != size:
                 reason = f"the object ends before byte {offset + size}"
                 raise OSError(errno.EIO, reason, self.url_of(key))
-        # Count the requests, because obstore joins ranges with small gaps.
+        # Count the requests that obstore has sent after joining ranges with small gaps.
         num_requests, end = 0, None
         for offset, size in sorted(nonempty):
             is_far = end is None or offset - end > _GAP_BYTES
@@ -405,7 +414,7 @@ class Objects:
         return result
 
     def info(self, key: str) -> ObjectInfo:
-        """Return the size, version and time of an object."""
+        """Return the metadata of an object."""
         import obstore
 
         self._check_redirects(key)
@@ -416,7 +425,7 @@ class Objects:
             raise
         except (AccessDenied, UnusableResponse):
             if self.is_writable:
-                self.read_range(key, 0, 1)  # raises the cause, such as expired keys, which a HEAD response lacks
+                self.read_range(key, 0, 1)  # raises the cause, such as expired keys, which a HEAD response omits
             raise
         self._count(1, 0)
         return info_of({**meta, "path": key})
@@ -425,10 +434,10 @@ class Objects:
         """Yield the objects in the folder `prefix`, in any order, without the objects in `odd_names`.
 
         Args:
-            recursive: Also yield the objects in its subfolders.
+            recursive: Also yield the objects in subfolders.
 
         Raises:
-            UserError: A web server cannot be listed.
+            UserError: The URL is on a web server, which cannot be listed.
         """
         if not self.is_writable:
             raise UserError(
@@ -441,11 +450,11 @@ class Objects:
 
     @property
     def odd_names(self) -> set[str]:
-        """Listed keys that obstore cannot access: with `//`, `/../`, `/./`, or unprintable characters."""
+        """Keys in listings that obstore cannot access: with `//`, `/../`, `/./`, or unprintable characters."""
         return self._listing.odd_names
 
     def open_uploads(self) -> Iterator["OpenUpload"]:
-        """Yield the incomplete multipart uploads under the URL; only for S3 (`s3_requests.py`)."""
+        """Yield the incomplete multipart uploads under a URL of S3. For other URLs, yield nothing."""
         from clipmill.manifests.storage.s3_requests import S3Requests
 
         if self.scheme == "s3":
@@ -458,7 +467,7 @@ class Objects:
         S3Requests(self.url, self._store).abort(upload)
 
     def fetch(self, key: str, path: Path) -> None:
-        """Copy an object to `path`, which appears only when it is complete."""
+        """Download an object to the file `path`, which appears only when it is complete."""
         import obstore
 
         self._check_redirects(key)
@@ -492,16 +501,16 @@ class Objects:
         replaces: str | None = None,
         guard: Guard = allow_always,
     ) -> str:
-        """Write a complete object and return its etag; readers see either the old object or the new object.
+        """Write an object and return its etag. Readers see either the old object or the complete new object.
 
-        A conditional write whose response was lost is retried, and may then find the object that it has written. A
-        conflict with an object of the same content is therefore not an error.
+        A conditional write is retried if its response was lost, and the retry may encounter the object that the first
+        attempt wrote. Therefore, a conflict with an object of the same content is not an error.
 
         Args:
-            content: Bytes, or the path of a file.
+            content: Content, or the path of a file with the content.
             only_new: Write only if the object does not exist.
             replaces: Write only if the object still has this etag.
-            guard: Function that is called before each attempt (*Changing* above).
+            guard: Function that is called before each attempt (see *Changing* at the top of this file).
 
         Raises:
             Conflict: The condition is not met.
@@ -512,11 +521,12 @@ class Objects:
         return self._changes.put_if(key, content, replaces=None if only_new else replaces, guard=guard)
 
     def replace(self, key: str, content: bytes, *, seen: ObjectInfo | None, old: Path, guard: Guard) -> str:
-        """Replace the version of a record that this process has seen, and return the new etag.
+        """Write a record if it is still the version that this process has seen, and return the new etag.
 
         Args:
-            seen: Version that this process has seen; None if the record did not exist.
+            seen: Metadata of the version that this process has seen; None if the record did not exist.
             old: Local file with the content of that version.
+            guard: Function that is called before each attempt.
 
         Raises:
             Conflict: Another process has written or removed the record.
@@ -525,25 +535,25 @@ class Objects:
         try:
             return self.write(key, content, only_new=seen is None, replaces=replaces, guard=guard)
         except Conflict as conflict:
-            guard()  # its error names the process that has taken over a lock
+            guard()  # if another process has taken over a lock, this raises an error with the name of the process
             with suppress(FileNotFoundError):
-                present, info = self.read_version(key)
-                if seen is not None and present == old.read_bytes():
-                    # Some servers return a different etag in their response to a write.
+                stored, info = self.read_version(key)
+                if seen is not None and stored == old.read_bytes():
+                    # The version is the same: some servers return a different etag in the response to a write.
                     return self.write(key, content, replaces=info.etag, guard=guard)
             conflict.strerror = "another command has written it in the meantime"
             raise
 
     def copy(self, source: str, target: str, *, guard: Guard = allow_always) -> None:
-        """Copy an object within the bucket, without sending its content through this machine."""
+        """Copy an object within the bucket without downloading it."""
         self._changes.copy(source, target, guard=guard)
 
     def delete(self, *keys: str, guard: Guard = allow_always) -> None:
-        """Delete objects; objects that do not exist are not an error."""
+        """Delete objects. Ignore objects that do not exist."""
         self._changes.delete(keys, guard=guard)
 
     def _check_redirects(self, key: str) -> None:
-        """Raise an OSError if a web server redirects to a forbidden host; obstore follows redirects silently."""
+        """Raise an OSError if a web server redirects to a forbidden host. (obstore follows all redirects silently.)"""
         if self.is_writable or key in self._checked_keys:
             return
         from clipmill.manifests.storage.urls import redirect_problem

@@ -1,8 +1,10 @@
-"""S3 requests that obstore does not support: listings with names that it rejects, and unfinished uploads.
+"""Send requests to S3 that obstore does not support: list any names, and list and abort unfinished uploads.
 
-obstore signs the URLs of objects. If the endpoint of a store has a query, obstore appends the path to the last value of
-that query, so it can sign any URL of a bucket, with the credentials, region and endpoint of all other requests. Azure
-removes unfinished uploads after a week; for Google, the bucket needs a rule (docs/cluster.md).
+The requests use URLs that obstore signs, with the same credentials, region and endpoint as for all other requests.
+obstore signs URLs of objects only. But if the endpoint of a store has a query, obstore appends the path to the last
+value of the query, and thus signs any URL of a bucket.
+
+Azure removes unfinished uploads after a week. For Google, the bucket needs a rule (docs/cluster.md).
 """
 
 import http.client
@@ -20,48 +22,52 @@ from xml.etree import ElementTree
 
 from clipmill.manifests.storage.stores import UnusableResponse, storage_errors
 
-_VALID = timedelta(minutes=15)
+_LIFETIME = timedelta(minutes=15)  # of a signed URL
 _TIMEOUT_S = 30.0
-_WAITS_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0)  # pauses between two attempts
-_IGNORED = "x-clipmill"  # query parameter that servers ignore, because it begins with x-
+_WAITS_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0)  # before each retry
+_LAST_PARAMETER = "x-clipmill"  # query parameter that servers ignore, because its name begins with x-
 
 
 @dataclass(frozen=True)
 class OpenUpload:
-    """A multipart upload that was neither completed nor aborted. Its parts take space until it is aborted.
+    """A multipart upload that was neither completed nor aborted. Its parts take up space until it is aborted.
 
     Attributes:
-        key: Key that the object would have, relative to the URL.
-        begun: Start time in UTC, as the server formats it.
+        key: Key of the object, relative to the URL.
+        upload_id: ID of the upload on the server.
+        start_time: Start time in UTC, in the format of the server.
     """
 
     key: str
     upload_id: str
-    begun: str
+    start_time: str
 
 
 class S3Requests:
-    """Requests to the bucket of a URL such as `s3://bucket/folder`. Keys are relative to the URL.
+    """Sends requests to a bucket. Keys are relative to a URL such as `s3://bucket/folder`.
 
-    All methods raise the errors of `clipmill.manifests.storage.objects.Objects`.
+    All methods raise the same errors as the methods of `clipmill.manifests.storage.objects.Objects`.
 
     Args:
-        store: obstore's store for the URL.
+        store: Store of obstore for the URL.
     """
 
     def __init__(self, url: str, store: Any) -> None:
         self._url, self._store = url, store
         self._prefix = f"{store.prefix}/" if store.prefix else ""
 
-    def list(self, prefix: str, *, recursive: bool, after: str | None, at_once: int) -> Iterator[list[dict[str, str]]]:
-        """Yield the fields of the objects in the folder `prefix`, page by page, with the names that S3 uses.
+    def list(
+        self, prefix: str, *, recursive: bool, after: str | None, page_size: int
+    ) -> Iterator[list[dict[str, str]]]:
+        """Yield the objects in the folder `prefix` by pages, as dicts with the names that S3 uses.
 
         Args:
-            after: Key, relative to the URL, after which the listing starts.
-            at_once: Maximum number of objects on a page.
+            recursive: Also list the subfolders.
+            after: Key after which the listing starts; None lists all keys.
+            page_size: Maximum number of objects on a page.
         """
         folder = f"{prefix.rstrip('/')}/" if prefix else ""
-        query = {"list-type": "2", "encoding-type": "url", "prefix": self._prefix + folder, "max-keys": str(at_once)}
+        query = {"list-type": "2", "encoding-type": "url", "prefix": self._prefix + folder, "max-keys": str(page_size)}
         if not recursive:
             query["delimiter"] = "/"
         if after is not None:
@@ -87,7 +93,7 @@ class S3Requests:
             query["upload-id-marker"] = _text(response, "NextUploadIdMarker")
 
     def abort(self, upload: OpenUpload) -> None:
-        """Abort an upload, which removes its parts."""
+        """Abort an upload, so that the server removes its parts."""
         self._request("DELETE", {"uploadId": upload.upload_id}, key=upload.key)
 
     def _key(self, text: str, response: ElementTree.Element) -> str:
@@ -95,7 +101,7 @@ class S3Requests:
 
     @cached_property
     def _bucket_url(self) -> str:
-        """URL of the bucket, taken from a signed URL by removing the path."""
+        """URL of the bucket, which is obtained from a signed URL by removing the path."""
         url = self._sign(self._store, "GET", "x").partition("?")[0]
         return url.rsplit("/", self._prefix.count("/") + 1)[0]
 
@@ -103,14 +109,14 @@ class S3Requests:
         import obstore
 
         with storage_errors(self._url, self._url):
-            return obstore.sign(store, method, path, _VALID)
+            return obstore.sign(store, method, path, _LIFETIME)
 
     def _request(self, method: str, query: Mapping[str, str], *, key: str | None = None) -> ElementTree.Element:
         from obstore.store import S3Store
 
         path = "" if key is None else "/" + quote(self._prefix + key)
-        url = f"{self._bucket_url}{path}?{urlencode(query, quote_via=quote)}&{_IGNORED}="
-        # Unlike `endpoint`, this setting takes precedence over environment variables.
+        url = f"{self._bucket_url}{path}?{urlencode(query, quote_via=quote)}&{_LAST_PARAMETER}="
+        # Unlike `endpoint`, this setting overrides environment variables.
         config: Any = {"aws_endpoint_url_s3": url, "virtual_hosted_style_request": True}
         if (region := self._store.config.get("region")) is not None:  # set by a profile
             config["region"] = region
@@ -131,7 +137,7 @@ class S3Requests:
 
 
 def _send(method: str, url: str) -> ElementTree.Element:
-    """Send a request and return the body of the response. Errors have the wording of obstore (`stores.py`)."""
+    """Send a request and return the body of the response. Errors have the same wording as obstore's (`stores.py`)."""
     from obstore.exceptions import GenericError
 
     try:
@@ -148,7 +154,7 @@ def _send(method: str, url: str) -> ElementTree.Element:
 
 
 def _entries(response: ElementTree.Element, name: str) -> Iterator[dict[str, str]]:
-    """Yield the fields of each element with a name, in any namespace."""
+    """Yield the fields of each element with the given name, in any namespace."""
     for element in response.iterfind(f"{{*}}{name}"):
         yield {field.tag.rpartition("}")[2]: field.text or "" for field in element}
 

@@ -1,24 +1,24 @@
-"""Local folder that mirrors a data folder or a run in a bucket, so that all other code works with paths.
+"""Mirror a data folder or a run in a bucket as a local folder, so that all other code works with paths.
 
-The bucket is authoritative. The local folder contains the small files (records, tables, layouts, commits), and
-placeholders for all other files: sparse files of the right size. It is a cache under `$TMPDIR/data-clipmill-<uid>/`
-that can be deleted without loss:
+The bucket is authoritative. The local folder contains small files (records, tables, layouts, commits), and placeholders
+for all other files, which are sparse files of the right size. It is a cache that can be deleted without loss, in
+`$TMPDIR/data-clipmill-<uid>/`:
 
-    <16 hex of the URL>/
-        <host>-<n>/           the mirror of one command at a time; n distinguishes concurrent commands on a host
-        <host>-<n>.lock       locked while a command uses the folder; contains the random number of its run
+    <16 hex digits, hash of the URL>/
+        <host>-<n>/           the mirror of one command; n distinguishes concurrent commands on a host
+        <host>-<n>.lock       file that is locked while a command uses the folder, with a random ID of the command
 
-Reading: a command lists the bucket once and fetches the objects that have changed. The modification time of a local
-file identifies the version of its object: the nanoseconds are a hash of the object's etag, and the last bit is set for
-a placeholder. A file that was being written when its command was killed has different nanoseconds, and is fetched
-again, so no file of a killed command has to be trusted. A file whose content is only in the bucket is fetched when it
-is opened; the content of a tar, or of a part of a checkpoint, is not kept.
+Reading: a command lists the bucket once, and fetches the objects that have changed. The modification time of a local
+file identifies the version of the object: the nanoseconds are a hash of the etag, and the last bit is set for a
+placeholder. If a command was killed while it was writing a file, the nanoseconds do not match, and the file is fetched
+again, so files of killed commands need not be trusted. If the content of a file is only in the bucket, the file is
+fetched when it is opened. The content of tars and of parts of checkpoints is not kept.
 
-Writing: an object is written before the local file appears, in the order in which files are published (tar, indexes,
-commit), so that a killed command leaves at most objects that no commit refers to. Locks are leases (`leases.py`), which
-are checked before each attempt of a request that changes objects. A record is replaced only if it is still the version
-that this command has seen. The names of tars and indexes depend on their plan, and merged tables record their commits,
-so that a delayed second write is harmless.
+Writing: an object is written before the local file appears, and in the order in which files are published (tar,
+indexes, commit), so that a killed command leaves at most objects to which no commit refers. Locks are leases
+(`leases.py`), which are checked before each attempt of a request that changes objects. A record is replaced only if it
+is still the version that this command has seen. A delayed second write is harmless, because the names of tars and
+indexes depend on their plan, and merged tables record their commits.
 
 `mounting.py` opens and mounts these folders.
 """
@@ -40,51 +40,54 @@ from clipmill.manifests.storage.leases import HeldLeases, Lease, LeaseHeld, held
 from clipmill.manifests.storage.objects import PART_BYTES, ObjectInfo, Objects, open_objects
 from clipmill.manifests.storage.stores import raise_inaccessible
 
-_LAZY_SUFFIXES = (".tar", ".tar.idx", ".index.arrow", "/chunks.arrow")  # suffixes of files fetched when opened
-_EAGER_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt", ".arrow")
+_LAZY_SUFFIXES = (".tar", ".tar.idx", ".index.arrow", "/chunks.arrow")  # files that are fetched when they are opened
+_EAGER_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt", ".arrow")  # files that are always fetched
 _LARGE_SUFFIXES = (".tar", ".bin")  # shards and parts of checkpoints, whose content is not kept on the local disk
 _JOURNAL = re.compile(r"(.+)/answers/[^/]+")
 _SECOND_NS = 1_000_000_000
-_MAX_NAME_BYTES = 255 - len(temporary_path(Path()).name)  # limit of file systems, less the prefix of temporary names
+_MAX_NAME_BYTES = 255 - len(temporary_path(Path()).name)  # limit of file systems minus the prefix of temporary names
 
 
 def is_eager(key: str) -> bool:
-    """Return True for a small file, which is always fetched."""
+    """Return True for a file of a data folder that is always fetched because it is small."""
     if key.endswith(_LAZY_SUFFIXES):
         return False
     return key.endswith(_EAGER_SUFFIXES) or key.rpartition("/")[2].startswith(".")
 
 
 def is_lock(key: str) -> bool:
-    """Return True for a lease, which is not mirrored."""
+    """Return True for a lease, which has no local file."""
     return key.endswith(".lock")
 
 
 def journal_owner(key: str) -> str | None:
-    """Return the folder that a journal belongs to; None for other files.
+    """Return the folder to which a journal belongs, or None for other files.
 
-    A journal grows line by line, which an object cannot, so it is stored only on the machine that writes it.
+    A journal grows line by line, which is impossible for an object, so it is stored only on the machine that writes it.
     """
     match = _JOURNAL.fullmatch(key)
     return match[1] if match else None
 
 
 def is_format_name(key: str) -> bool:
-    """Return True if a name is valid for a file of the data format."""
+    """Return True if a key has a suffix of the data format."""
     return is_eager(key) or key.endswith(_LAZY_SUFFIXES)
 
 
 def sort_objects(listed: Iterable[ObjectInfo]) -> tuple[dict[str, ObjectInfo], set[str]]:
-    """Return the objects that have local files, by key, and the keys of objects that cannot have a local file.
+    """Separate objects that have a local file from objects that cannot have one.
 
-    Folder markers, which consoles and FUSE tools create, are omitted: objects without content whose name is the name of
-    a folder, or lacks a suffix of the format.
+    Folder markers, which consoles and FUSE tools create, are ignored. They are empty objects whose name is the name of
+    a folder, or does not have a suffix of the data format.
+
+    Returns:
+        The metadata of objects that have a local file, by key, and the keys of objects that cannot have one.
     """
     infos = {info.key: info for info in listed}
     folders = {parent for key in infos for parent in parents_of(key)}
-    # If an object and a folder have the same name, the object has a local file only if its name is of the format.
+    # If an object and a folder have the same name, the object has a local file only if it belongs to the data format.
     files = {key for key in folders & infos.keys() if infos[key].size_bytes and is_format_name(key)}
-    kept, foreign = {}, set()
+    mirrored, foreign = {}, set()
     for key, info in infos.items():
         if not info.size_bytes and (key in folders or not is_format_name(key)):
             continue
@@ -92,26 +95,26 @@ def sort_objects(listed: Iterable[ObjectInfo]) -> tuple[dict[str, ObjectInfo], s
         if is_hidden or max(map(len, key.encode().split(b"/"))) > _MAX_NAME_BYTES:
             foreign.add(key)
         else:
-            kept[key] = info
-    return kept, foreign
+            mirrored[key] = info
+    return mirrored, foreign
 
 
 def parents_of(key: str) -> Iterator[str]:
-    """Yield the folders that an object is in."""
+    """Yield all folders that contain an object, from the innermost folder on."""
     while "/" in key:
         key = key.rpartition("/")[0]
         yield key
 
 
 def is_below(key: str, prefix: str, *, recursive: bool) -> bool:
-    """Return True if an object is in the folder `prefix` or, with `recursive`, in one of its subfolders."""
+    """Return True if an object is in the folder `prefix`, or, if `recursive` is True, in one of its subfolders."""
     if prefix and not key.startswith(f"{prefix}/"):
         return False
     return recursive or "/" not in key[len(prefix) + bool(prefix) :]
 
 
 def local_files(folder: Path, prefix: str, *, recursive: bool) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the key and `stat` result of each local file in the folder `prefix`."""
+    """Yield the key and the `stat` result of each local file in the folder `prefix`."""
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder / prefix) as entries:
         for entry in entries:
             key = f"{prefix}/{entry.name}" if prefix else entry.name
@@ -122,37 +125,39 @@ def local_files(folder: Path, prefix: str, *, recursive: bool) -> Iterator[tuple
                 yield key, entry.stat(follow_symlinks=False)
 
 
-def holds(path: Path, state: os.stat_result, info: ObjectInfo, *, is_small: Callable[[str], bool] = is_eager) -> bool:
-    """Return True if a local file is current: it has the object's content, or is a placeholder and that suffices."""
+def is_current(
+    path: Path, state: os.stat_result, info: ObjectInfo, *, is_small: Callable[[str], bool] = is_eager
+) -> bool:
+    """Return True if a local file has the content of an object, or is a placeholder for an object that is not small."""
     is_content = not state.st_mtime_ns % 2
     stamp = _stamp(info.key, info.etag, is_content=is_content)
     if state.st_size != info.size_bytes or state.st_mtime_ns % _SECOND_NS != stamp:
         return False
     if not is_content and is_small(info.key):
         return False
-    if state.st_mtime_ns // _SECOND_NS != int(info.modified_s):  # the seconds were from this machine's clock
+    if state.st_mtime_ns // _SECOND_NS != int(info.modified_s):  # the seconds are from the clock of this machine
         set_stamp(path, info, is_content=is_content)
     return True
 
 
 def set_stamp(path: Path, info: ObjectInfo, *, is_content: bool) -> None:
-    """Record the version of the object in the modification time of its local file."""
+    """Set the modification time of a local file, which identifies the version of its object."""
     time_ns = int(info.modified_s) * _SECOND_NS + _stamp(info.key, info.etag, is_content=is_content)
     os.utime(path, ns=(time_ns, time_ns))
 
 
 def _stamp(key: str, etag: str, *, is_content: bool) -> int:
-    """Return the nanoseconds of the modification time of a local file, which identify the version of its object.
+    """Return the nanoseconds for the modification time of a local file, which identify the version of its object.
 
-    The last bit is set for a placeholder. Records get larger nanoseconds than the shards of the same second, so that a
-    commit is never older than its files.
+    The last bit is set for a placeholder. Records get more nanoseconds than shards, so that a commit is never older
+    than shards from the same second.
     """
     digest = int.from_bytes(hashlib.blake2b(etag.encode(), digest_size=8).digest(), "big") % ((_SECOND_NS // 2) // 2)
     return digest * 2 + (not is_content) + ((_SECOND_NS // 2) if is_eager(key) else 0)
 
 
 def make_placeholder(path: Path, info: ObjectInfo) -> None:
-    """Write a sparse file with the size of an object instead of its content."""
+    """Replace `path` by a sparse file that has the size of an object, without its content."""
     temporary = temporary_path(path)
     with temporary.open("wb") as file:
         file.truncate(info.size_bytes)
@@ -161,7 +166,7 @@ def make_placeholder(path: Path, info: ObjectInfo) -> None:
 
 
 def run_of(folder: Path) -> str:
-    """Return the random number of the run that a local folder belongs to; empty if there is no such run."""
+    """Return the random ID of the command to which a local folder belongs, or "" if there is none."""
     try:
         return (folder.parent / f"{folder.name}.lock").read_text()
     except OSError:
@@ -173,21 +178,22 @@ _NUM_THREADS = 32
 
 
 class WorkingCopy:
-    """A data folder in a bucket, as a `Mirror`, which documents its methods. Thread-safe.
+    """Mirror of a folder in a bucket; see `Mirror` for its methods. Thread-safe.
 
     Args:
+        url: URL of the folder in the bucket.
         folder: Existing local folder that only this command and its workers use.
-        is_small: Function that returns True for the key of a file that is always fetched.
+        is_small: Function that takes the key of a file, and returns True if the file is always fetched.
     """
 
     def __init__(self, url: str, folder: Path, *, is_small: Callable[[str], bool] = is_eager) -> None:
         self.url, self.folder, self._is_small = url, folder, is_small
         self.objects: Objects = open_objects(url)
-        self._listed: dict[str, ObjectInfo] | None = None  # by key, as of the last listing; None in a worker
-        self._foreign: set[str] = set()  # keys that cannot be names of local files
+        self._listed: dict[str, ObjectInfo] | None = None  # last listing, by key; None in a worker
+        self._foreign: set[str] = set()  # keys of objects that cannot have a local file
         self.leases = HeldLeases(self.objects)
-        self._growing = threading.Lock()
-        self._uploaded: dict[Path, tuple[int, int]] = {}  # size and time of growing files at their last upload
+        self._growing_lock = threading.Lock()
+        self._uploaded: dict[Path, tuple[int, int]] = {}  # size and time of each growing file at its last upload
 
     # Reading
 
@@ -195,28 +201,28 @@ class WorkingCopy:
         """Update all local files to match the bucket.
 
         Raises:
-            UserError: The bucket does not exist, or the credentials are refused.
+            UserError: The bucket does not exist, or the credentials are rejected.
             OSError: The bucket cannot be read.
         """
         self._refresh("")
 
     def forget(self) -> None:
-        """Make the next `require_listed` list the bucket again."""
+        """Discard the listing, so that `require_listed` lists the bucket again."""
         self._listed = None
 
     def require_listed(self) -> None:
-        """List the bucket unless this command has done so."""
+        """List the bucket if this command has not listed it yet."""
         if self._listed is None:
             self.sync()
 
     @property
     def is_empty(self) -> bool:
-        """True if there are no objects, or only released locks."""
+        """True if there are no objects, or only hidden objects such as released locks."""
         self.require_listed()
         return not any(not key.startswith(".") for key in self._listed or ())
 
     def foreign_keys(self) -> list[str]:
-        """Return the keys of the objects that cannot be local files."""
+        """Return the keys of all objects that cannot have a local file."""
         self.require_listed()
         return sorted(self._foreign | self.objects.odd_names)
 
@@ -229,7 +235,7 @@ class WorkingCopy:
             self._foreign |= foreign
             try:
                 self._mirror(infos, prefix, recursive=recursive)
-            except FileNotFoundError:  # an object was removed in the meantime
+            except FileNotFoundError:  # an object was removed after the listing
                 if is_last:
                     raise
             else:
@@ -237,33 +243,33 @@ class WorkingCopy:
         if self._listed is None:
             self._listed = infos if not prefix and recursive else None
         else:
-            kept = {key: info for key, info in self._listed.items() if not is_below(key, prefix, recursive=recursive)}
-            self._listed = kept | infos
+            others = {key: info for key, info in self._listed.items() if not is_below(key, prefix, recursive=recursive)}
+            self._listed = others | infos
 
     def _mirror(self, infos: dict[str, ObjectInfo], prefix: str, *, recursive: bool) -> None:
-        """Update the local files below a prefix to match the listed objects."""
-        local = dict(local_files(self.folder, prefix, recursive=recursive))
-        to_fetch: list[ObjectInfo] = []
-        made: set[Path] = set()
+        """Update the local files in the folder `prefix` to match the listed objects."""
+        states = dict(local_files(self.folder, prefix, recursive=recursive))
+        fetch_queue: list[ObjectInfo] = []
+        folders: set[Path] = set()
         for key, info in infos.items():
             path = self.folder / key
-            if is_lock(key) or (key in local and holds(path, local[key], info, is_small=self._is_small)):
+            if is_lock(key) or (key in states and is_current(path, states[key], info, is_small=self._is_small)):
                 continue
-            if path.parent not in made:
+            if path.parent not in folders:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                made.add(path.parent)
-            if TEMPORARY_PREFIX in key:  # another command may remove it at any time
-                if key not in local:
+                folders.add(path.parent)
+            if TEMPORARY_PREFIX in key:  # it is not fetched, because another command may remove it at any time
+                if key not in states:
                     make_placeholder(path, info)
             elif self._is_small(key):
-                to_fetch.append(info)
+                fetch_queue.append(info)
             else:
                 make_placeholder(path, info)
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            for _ in pool.map(self._fetch, to_fetch):
+            for _ in pool.map(self._fetch, fetch_queue):
                 pass
-        # Journals come last, when the recipe of a removed folder has already been removed.
-        for key in sorted(local.keys() - infos.keys(), key=lambda key: journal_owner(key) is not None):
+        # Journals come last, so that the recipe of a removed folder has been removed before.
+        for key in sorted(states.keys() - infos.keys(), key=lambda key: journal_owner(key) is not None):
             owner = journal_owner(key)
             is_kept = owner is not None and (self.folder / owner / "recipe.json").is_file()
             if TEMPORARY_PREFIX not in key and not is_kept:
@@ -280,7 +286,7 @@ class WorkingCopy:
         if not path.name.endswith(_LARGE_SUFFIXES):
             self._provide(path)
             return None
-        # The name of the copy is removed, so that the copy vanishes with its last user, even if that process is killed.
+        # The name of the copy is removed, so that the copy vanishes when it is closed, even if the process is killed.
         temporary = temporary_path(path)
         with raise_inaccessible():
             self.objects.fetch(self._info(path).key, temporary)
@@ -364,7 +370,7 @@ class WorkingCopy:
             set_stamp(temporary, info, is_content=True)
 
     def upload_growing(self, path: Path) -> None:
-        with self._growing, suppress(FileNotFoundError):
+        with self._growing_lock, suppress(FileNotFoundError):
             state = path.stat()
             if self._uploaded.get(path) == (state.st_size, state.st_mtime_ns):
                 return
@@ -380,12 +386,13 @@ class WorkingCopy:
     def move(self, source: Path, target: Path) -> None:
         paths = [path for path in source.rglob("*") if path.is_file()] if source.is_dir() else [source]
         for path in paths:
-            key, to = self.key_of(path), target / path.relative_to(source) if path != source else target
-            if TEMPORARY_PREFIX in key or TEMPORARY_PREFIX in self.key_of(to):
-                self.upload(path, to)
+            key, new_path = self.key_of(path), target / path.relative_to(source) if path != source else target
+            new_key = self.key_of(new_path)
+            if TEMPORARY_PREFIX in key or TEMPORARY_PREFIX in new_key:
+                self.upload(path, new_path)
                 continue
-            self.objects.copy(key, self.key_of(to), guard=self.require_locks)
-            info = self.objects.info(self.key_of(to))
+            self.objects.copy(key, new_key, guard=self.require_locks)
+            info = self.objects.info(new_key)
             if self._listed is not None:
                 self._listed[info.key] = info
             set_stamp(path, info, is_content=not self.is_away(path))
@@ -396,25 +403,25 @@ class WorkingCopy:
         keys = [self.key_of(path) for path in paths]
         if self._listed is not None:
             folders = tuple(f"{key}/" for key, path in zip(keys, paths, strict=True) if path.is_dir())
-            inside = [known for known in self._listed if known.startswith(folders)] if folders else []
-            keys = [*(key for key in keys if key in self._listed), *inside]
+            members = [key for key in self._listed if key.startswith(folders)] if folders else []
+            keys = [*(key for key in keys if key in self._listed), *members]
         if keys:
             self.objects.delete(*keys, guard=self.require_locks)
-            for known in keys:
-                (self._listed or {}).pop(known, None)
+            for key in keys:
+                (self._listed or {}).pop(key, None)
 
     def touch(self, path: Path) -> None:
         info = self._info(path)
         with self.local_copy(path):
             etag = self.objects.write(info.key, path.read_bytes(), replaces=info.etag, guard=self.require_locks)
-            newer = ObjectInfo(info.key, info.size_bytes, etag, time.time())
+            new_info = ObjectInfo(info.key, info.size_bytes, etag, time.time())
             if self._listed is not None:
-                self._listed[info.key] = newer
-            set_stamp(path, newer, is_content=True)
+                self._listed[info.key] = new_info
+            set_stamp(path, new_info, is_content=True)
 
     def abort_uploads(self, folder: Path) -> None:
         prefix = f"{self.key_of(folder)}/"
-        with suppress(UserError, OSError):  # the account may lack the permission, or the server may not support this
+        with suppress(UserError, OSError):  # the account may lack the permission, or the server may not support it
             for upload in self.objects.open_uploads():
                 if upload.key.startswith(prefix):
                     self.require_locks()
@@ -431,14 +438,14 @@ class WorkingCopy:
         on_wait: Callable[[str], object] | None = None,
     ) -> Iterator[None]:
         self.require_listed()
-        before = (self._listed or {}).get(name)
+        listed_lock = (self._listed or {}).get(name)
         lease = Lease(self.objects, name, resource=self.url)
         if on_wait is None:
             lease.acquire()
         else:
             lease.take_over(on_wait=on_wait)
         with self.leases.hold(lease):
-            if lease.replaced != before:  # another command has written since the listing
+            if lease.replaced != listed_lock:  # another command held the lock after the listing
                 self.sync()
             if unless is not None:
                 if held := held_leases(self.objects, unless):
@@ -447,8 +454,8 @@ class WorkingCopy:
                     raise LeaseHeld(
                         f"another command is writing to {self.url} ({holder})", hint="wait until it finishes"
                     )
-                now = {info.key: info for info in self.objects.list(recursive=False) if unless.fullmatch(info.key)}
-                if now != {key: info for key, info in (self._listed or {}).items() if unless.fullmatch(key)}:
+                locks = {info.key: info for info in self.objects.list(recursive=False) if unless.fullmatch(info.key)}
+                if locks != {key: info for key, info in (self._listed or {}).items() if unless.fullmatch(key)}:
                     self.sync()
             yield
 
@@ -488,5 +495,5 @@ class WorkingCopy:
         self.leases.require()
 
     def key_of(self, path: Path) -> str:
-        """Return the key of the object of a file in the folder."""
+        """Return the key of the object for a file in the local folder."""
         return os.fspath(path)[len(os.fspath(self.folder)) + 1 :]

@@ -51,7 +51,7 @@ class PartLeases:
         self._copy.require_locks()
         names = part_lock_names(self._column)
         others = []
-        for key, record in sorted(held_leases(self._copy.objects, names, but=self._part_lock.key).items()):
+        for key, record in sorted(held_leases(self._copy.objects, names, ignored_key=self._part_lock.key).items()):
             if match := names.fullmatch(key):
                 note = f"{record.get('holder')}\n{record.get('note')}"
                 others.append(RunningPart.read(note, Part(*map(int, match.groups()))))

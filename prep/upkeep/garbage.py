@@ -539,7 +539,7 @@ def garbage_text(garbage: Garbage, in_bucket: BucketGarbage, removed: Removed | 
             files, size = count_noun(len(group), "file"), size_text(sum(item.size_bytes for item in group))
             lines.append(f"{verb:<11}{variant} ({files}, {size}): {group[0].reason}")
     lines += [
-        f"{verb:<11}{upload.key} (begun {upload.begun or 'at an unknown time'}): upload of a killed command"
+        f"{verb:<11}{upload.key} (begun {upload.start_time or 'at an unknown time'}): upload of a killed command"
         for upload in in_bucket.uploads
     ]
     names = [*(str(path.relative_to(data_dir)) for path in garbage.unknown), *in_bucket.foreign]

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 from clipmill.manifests.locks import is_still_at, lock, open_private, private_root
-from clipmill.manifests.storage.cache import FREE_SHARE, PARTS, CachedFile, NoRoom, ObjectCache
+from clipmill.manifests.storage.cache import FREE_FRACTION, PARTS, CachedFile, NoRoom, ObjectCache
 from clipmill.manifests.storage.objects import Objects
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources.remote import as_source_failure, object_state, objects_of, source_state
@@ -96,7 +96,7 @@ def copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) -
         with as_source_failure():
             cache = ObjectCache(root, limit_bytes=limit_bytes, is_durable=False)
         if state[0] > cache.limit_bytes:
-            free = f"{FREE_SHARE:.0%} of the free space in {root.parent}; set TMPDIR to a larger disk"
+            free = f"{FREE_FRACTION:.0%} of the free space in {root.parent}; set TMPDIR to a larger disk"
             limit = "--scratch-size" if limit_bytes is not None else free
             message = f"the source has {state[0]:,} bytes, but a copy may have only {cache.limit_bytes:,} ({limit})"
             raise SourceFailure(FailureCode.SOURCE_TOO_LARGE, message, is_lasting=False)
