@@ -198,7 +198,7 @@ def open_as_rank(data: Path, name: str) -> None:
 
     sampling = Sampling(num_frames=4, rule="uniform", stride=4)
     shape = ClipShape(
-        sampling=sampling, size_px=224, crop="random", min_crop_area=0.5, simple_share=0.875, views=Views()
+        sampling=sampling, size_px=224, crop="random", min_crop_area=0.5, simple_fraction=0.875, views=Views()
     )
     loading = LoaderSettings(batch=32, num_threads=2, num_ahead=64, seed=0)
     print(json.dumps({}), flush=True)

@@ -12,7 +12,7 @@ from clipmill.prep.video.spans import ShotCutting
 from clipmill.shards.chunk_table import Moments, order_of
 from clipmill.shards.selection import find_chunks
 from clipmill.train.data.caption_rows import usable_captions
-from clipmill.train.data.data_folder import ChunkTable, own_in_order
+from clipmill.train.data.data_folder import ChunkTable, rows_with_video
 
 # Around the powers of two at which 40 bits for the time, or a row of 32 bits, would overflow; and the last of 10^9.
 ROWS = np.array([0, 1, 2**23 - 1, 2**23, 2**24 - 1, 2**24, 2**24 + 1, 10**9 - 1], np.int32)
@@ -42,7 +42,7 @@ def test_captions_of_a_thousand_million_videos_are_of_their_own_chunks() -> None
 def test_rows_are_put_in_order_whatever_their_number() -> None:
     shuffled = np.random.default_rng(0).permutation(np.repeat(ROWS, 2))
     starts = np.random.default_rng(1).permutation(len(shuffled)) * (2**40 // 8)
-    _, order = own_in_order(shuffled, starts)
+    _, order = rows_with_video(shuffled, starts)
     assert order is not None
     in_order = sorted(zip(shuffled.tolist(), starts.tolist(), strict=True))
     assert list(zip(shuffled[order].tolist(), starts[order].tolist(), strict=True)) == in_order

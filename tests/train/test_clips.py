@@ -98,9 +98,9 @@ def test_the_sliver_that_rounded_starts_leave_belongs_to_the_last_frame() -> Non
 
 def test_a_moment_that_no_chunk_holds_is_refused() -> None:
     for time_us in (-1, 15_002_000):
-        with pytest.raises(ValueError, match="no chunk holds"):
+        with pytest.raises(ValueError, match="no chunk contains"):
             locate_frames(at(time_us), [chunk(0)])
-    with pytest.raises(ValueError, match="no chunk holds"):
+    with pytest.raises(ValueError, match="no chunk contains"):
         locate_frames(at(20_000_000), [chunk(0), chunk(30_000)])
 
 

@@ -85,7 +85,9 @@ def test_multi_scale_rectangles_have_four_sides_and_thirteen_places() -> None:
 
 def test_simple_squares_are_of_one_size_and_lie_anywhere() -> None:
     """AlexNet's 224 of 256 pixels; every even offset is as likely as torchvision's RandomCrop makes it."""
-    rectangles = [simple_rectangle(456, 256, share=224 / 256, rng=np.random.default_rng(seed)) for seed in range(8000)]
+    rectangles = [
+        simple_rectangle(456, 256, fraction=224 / 256, rng=np.random.default_rng(seed)) for seed in range(8000)
+    ]
     assert {(rectangle.width, rectangle.height) for rectangle in rectangles} == {(224, 224)}
     lefts, tops = (np.bincount([getattr(rectangle, name) for rectangle in rectangles]) for name in ("left", "top"))
     assert len(lefts) == 456 - 224 + 1 and len(tops) == 256 - 224 + 1
@@ -99,7 +101,7 @@ def test_simple_squares_are_of_one_size_and_lie_anywhere() -> None:
 @pytest.mark.parametrize("share", [0.5, 0.875, 1.0])
 def test_simple_squares_lie_inside(width: int, height: int, share: float) -> None:
     for seed in range(50):
-        box = simple_rectangle(width, height, share=share, rng=np.random.default_rng(seed))
+        box = simple_rectangle(width, height, fraction=share, rng=np.random.default_rng(seed))
         assert 0 <= box.left <= width - box.width and 0 <= box.top <= height - box.height and box.width == box.height
         assert abs(box.width - min(width, height) * share) < 2
 

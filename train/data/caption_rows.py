@@ -257,7 +257,7 @@ def make_clip_table(
     split_captions = captions_of_split(spans, data_dir, split=split, video_ids=chunks.video_ids, weights=weights)
     if not split_captions.num_captions:
         raise no_captions(data_dir, split)
-    selected = chunks.selection.of_captions(table)
+    selected = chunks.selection.select_captions(table)
     chunks.require_same_manifest()  # all rows must refer to the same manifest
     groups = ClipGroups(
         split_captions.sources,
@@ -272,10 +272,10 @@ def make_clip_table(
         rank = split_captions.rank_of_code[block.source]
         if stored_text is not None:
             video_row = np.repeat(block.video, block.counts).astype(np.int64)
-            has_text = stored_text.has(block.caption_id, video_row=video_row)
+            has_text = stored_text.has_embedding(block.caption_id, video_row=video_row)
             num_not_embedded += int(np.count_nonzero(~has_text & (rank >= 0)))
             rank[~has_text] = -1
-        first_chunk, chunks_of_block = chunks.table.of_videos(int(block.video[0]), int(block.video[-1]) + 1)
+        first_chunk, chunks_of_block = chunks.table.slice_videos(int(block.video[0]), int(block.video[-1]) + 1)
         selected_chunks = chunks.selection.chunks
         usable = usable_captions(
             video_row=block.video.astype(np.int64),

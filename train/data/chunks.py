@@ -1,6 +1,6 @@
-"""Chunks of a split in the `video` column, and the clips that training makes from them.
+"""Chunks of a split in the `video` column, and the clips that are made from them.
 
-`ClipQuery` describes the clips. `ChunkSet` opens, reads and decodes the chunks. `ClipReader` makes clips from them.
+`ClipQuery` describes the clips. `ChunkSet` opens and reads the chunks. `ClipReader` decodes them to clips.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -57,13 +57,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _OpenedChunks:
-    """Videos and chunks of a split, which the processes of a node share.
+    """Videos and chunks of a split, which all processes of a machine share.
 
     Attributes:
-        video_ids: Videos of the split.
+        video_ids: IDs of the videos of the split.
         table: Chunks of these videos.
-        divided: Videos with seconds of several splits; None if there are none.
-        num_open: Number of shards with open GOPs; None if it is unknown.
+        divided: Videos whose seconds belong to several splits; None if there are none.
+        num_open: Number of shards with open GOPs; None if unknown.
     """
 
     video_ids: pa.Array
@@ -85,7 +85,7 @@ def _open_chunks(variant: Variant, data_dir: Path, *, split: str | None) -> _Ope
 
 
 def manifest_mark(data_dir: Path) -> tuple[object, ...]:
-    """Return values that identify a version of the manifest: its fingerprint and the checksums of its tables."""
+    """Return values that identify the version of a manifest: its fingerprint and the checksums of its tables."""
     manifest = read_manifest(data_dir)
     tables = manifest.get("tables") or [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(manifest_dir(data_dir).iterdir())
@@ -96,33 +96,31 @@ def manifest_mark(data_dir: Path) -> tuple[object, ...]:
 def require_same_manifest(data_dir: Path, mark: tuple[object, ...]) -> None:
     """Raise a UserError if a manifest has changed since `manifest_mark` returned `mark`."""
     if manifest_mark(data_dir) != mark:
-        raise UserError(
-            f"the manifest of {data_dir} was replaced while it was read",
-            hint="run the command again",
-        )
+        raise UserError(f"the manifest of {data_dir} was replaced while it was read", hint="run the command again")
 
 
 class ChunkSet:
-    """The chunks of a split in the `video` column, which can be read and decoded. Thread-safe.
+    """Chunks of a split in the `video` column. Reading is thread-safe.
 
     Args:
-        split: Split of the videos; None for all.
-        rule: Rule by which frames are decoded.
-        tars: Reader of the tars, if they are not in `data_dir`.
-        where: Expression that selects samples (clipmill.shards.where); None for all.
+        data_dir: Data folder, or the local copy of its small files if the tars are elsewhere.
+        split: Split of the videos; None for all videos.
+        rule: Rule for decoding frames.
+        tars: Reader of the tars; None if they are in `data_dir`.
+        where: Expression that selects samples (clipmill.shards.where); None for all samples.
         has_captions: True if the samples have captions.
 
     Attributes:
-        video_ids: Videos of the split, including videos that belong to it only in part.
-        table: Table of chunks. A chunk's video row is an index into `video_ids`.
-        divided: Videos with seconds of several splits, by their rows in `video_ids`; None if there are none.
-        selection: Chunks and captions that `where` selects. `table` still has all chunks.
-        decoder: Decoder for chunks that were read.
-        num_readers: Number of threads that read ahead of decoding; 0 for a local folder, which the decoding threads
-            read themselves.
+        video_ids: IDs of the videos of the split, including videos that belong to it only in part.
+        table: Table of all chunks of these videos. Its video rows are indices of `video_ids`.
+        divided: Videos whose seconds belong to several splits, by their rows in `video_ids`; None if there are none.
+        selection: Chunks and captions that `where` selects.
+        decoder: Decoder of chunks that `read` returned.
+        num_readers: Number of threads that read ahead of decoding; 0 for a local folder, which is read by the decoding
+            threads.
 
     Raises:
-        UserError: The data folder does not exist or has no shards, the split has no videos, or `where` is not a valid
+        UserError: The data folder does not exist or has no shards; the split has no videos; or `where` is not a valid
             expression, selects nothing, or uses scores that the chunks do not have.
     """
 
@@ -165,7 +163,7 @@ class ChunkSet:
         self.video_ids: pa.Array = opened.video_ids
         self.table: ChunkTable = opened.table
         self.divided: DividedVideos | None = opened.divided
-        self._known_open = opened.num_open
+        self._stored_num_open = opened.num_open
         self.selection: Selection = Selection(
             where,
             data_dir,
@@ -196,7 +194,7 @@ class ChunkSet:
         return chunk_key(video_id, int(self.table.start_ms[chunk]))
 
     def read(self, chunk: int, frames: Collection[int]) -> ChunkBytes:
-        """Read the bytes that are needed to decode `frames` of a chunk; raise SampleFailed if they cannot be read."""
+        """Read the bytes for decoding `frames` of a chunk; raise SampleFailed if they cannot be read."""
         shard, row = self._variant.shard(int(self.table.shard[chunk])), int(self.table.row[chunk])
         video = int(self.table.video_row[chunk])
         return read_chunk(
@@ -205,14 +203,14 @@ class ChunkSet:
             frames,
             rule=self.rule,
             key=self.key(chunk),
-            source=lambda: SourceFile(str(self._source_paths[video].as_py())),
+            source=lambda: SourceFile(str(self.source_paths[video].as_py())),
         )
 
     def times(self, chunk: int) -> ChunkTimes:
-        """Return the times of a chunk and of its frames in the video.
+        """Return the times of a chunk and its frames in the video.
 
         Raises:
-            SampleFailed: The frames are in a source file, but their times cannot be read.
+            SampleFailed: The frames are in a source file, and their times cannot be read.
         """
         times = self.table.times(chunk)
         if not self.table.is_in_sources:
@@ -225,12 +223,8 @@ class ChunkSet:
         assert source is not None, "a variant holds chunks of one kind"
         return SourceTimes(**vars(times), source=source)
 
-    @cached_property
-    def _source_paths(self) -> pa.Array:
-        return self.source_paths()
-
     def describe(self) -> str:
-        """Report how many shards are not decoded by `rule`; '' if there are none."""
+        """Return a remark on the shards that are not decoded by `rule`; '' if there are none."""
         if not self._num_open:
             return ""
         return (
@@ -238,8 +232,9 @@ class ChunkSet:
             "decoded through the container: open GOPs"
         )
 
+    @cached_property
     def source_paths(self) -> pa.Array:
-        """Return the path or URL of each video's source file, in the order of `video_ids`."""
+        """Path or URL of each video's source file, in the order of `video_ids`."""
         videos = read_videos(self._data_dir)
         rows = pc.index_in(self.video_ids.cast(pa.string()), value_set=videos["video_id"].combine_chunks())
         return videos["path"].combine_chunks().take(rows)
@@ -248,12 +243,12 @@ class ChunkSet:
     def _num_open(self) -> int:
         """Number of shards whose chunks cannot be decoded from packets, because their GOPs are open.
 
-        Only the first chunk is examined: all chunks of a shard have the same recipe.
+        Only the first chunk of each shard is examined, because all chunks of a shard have the same recipe.
         """
         if self.rule != "packets":
             return 0
-        if self._known_open is not None:
-            return self._known_open
+        if self._stored_num_open is not None:
+            return self._stored_num_open
         return sum(not _has_closed_gops(shard) for shard in self._variant.shards())
 
 
@@ -261,30 +256,22 @@ def _has_closed_gops(shard: CommittedShard) -> bool:
     try:
         return shard.packet_tables.has_closed_gops(0)
     except (OSError, Damaged, Inaccessible, ValueError):
-        return True  # reading the chunk reports the damage
-
-
-def evenly_of_each(videos: NDArray[np.int64], *, at_most: int) -> NDArray[np.int64]:
-    """Return the rows of at most `at_most` evenly spaced samples per video. `videos` must be ascending."""
-    _, first, count = np.unique(videos, return_index=True, return_counts=True)
-    count, number = np.repeat(count, count), np.arange(len(videos)) - np.repeat(first, count)
-    num_taken = np.minimum(count, at_most)
-    return np.flatnonzero((number + 1) * num_taken // count > number * num_taken // count)
+        return True  # the damage is reported when the chunk is read
 
 
 @dataclass(frozen=True)
 class ClipQuery:
-    """Query for the clips of a data folder.
+    """Description of the clips to open from a data folder.
 
     Attributes:
         data_dir: Data folder, or the local copy of its small files if the tars are elsewhere.
         split: Split of the videos.
-        shape: Rules by which clips are sampled, cropped and resized.
-        loading: Batches, threads and this rank's share.
-        decode: Rule by which frames are decoded.
-        tars: Reader of the tars, if they are not in `data_dir`.
-        where: Expression that selects samples (`clipmill.shards.where`); None for all.
-        views: Cameras that show the moment of a caption; empty for clips from a single camera.
+        shape: Rules for sampling, cropping and resizing the frames of clips.
+        loading: Settings of the loader: batches, threads and this rank's share.
+        decode: Rule for decoding frames.
+        tars: Reader of the tars; None if they are in `data_dir`.
+        where: Expression that selects samples (`clipmill.shards.where`); None for all samples.
+        views: Names of the cameras that show the moment of a caption; empty for clips from a single camera.
     """
 
     data_dir: Path
@@ -315,9 +302,9 @@ class ClipQuery:
         )
 
     def empty_error(self, chunks: ChunkSet) -> tuple[str, str]:
-        """Return the message and the hint of the error that no clip is usable."""
+        """Return the message and the hint of the error for a split without usable clips."""
         hint = (
-            "see prep status; captions and labels come from prep manifest"
+            "run prep status to see the chunks, and prep manifest to add captions and labels"
             if not chunks.selection.text
             else "use a weaker condition: it must hold for all chunks that a clip touches, and a caption without times "
             "touches all chunks of its video"
@@ -326,7 +313,7 @@ class ClipQuery:
 
 
 def clip_query(settings: ClipSettings, folder: DataFolder, *, split: str, loading: LoaderSettings) -> ClipQuery:
-    """Return the query for the clips of a folder that the settings describe, with the shape for training."""
+    """Return the query for the clips of a folder according to the settings, with the shape for training."""
     return ClipQuery(
         folder.path,
         split=split,
@@ -348,15 +335,15 @@ def query_clips(query: DataQuery) -> ClipQuery:
 
 @dataclass(frozen=True)
 class ClipPlan:
-    """The frames to read for a requested clip.
+    """Frames to read for a requested clip.
 
     Attributes:
-        request: Request, whose `sample` is the row of the clip.
+        request: Request. Its `sample` is the row of the clip.
         key: Key of the first chunk.
-        frames: Frames in order, as (chunk, frame).
-        rng: Generator that draws the crop; None in evaluation.
-        failure: Reason why the clip cannot be read; it then has no frames.
-        time_s: Start of each frame in the video, seconds.
+        frames: Frames in order, as pairs of a chunk and a frame of this chunk.
+        rng: Random number generator for the crop; None in an evaluation.
+        failure: Reason why the clip cannot be read; `frames` is then empty.
+        time_s: Time in the video at which each frame appears, seconds.
     """
 
     request: SampleRequest
@@ -368,7 +355,7 @@ class ClipPlan:
 
     @cached_property
     def by_chunk(self) -> dict[int, dict[int, list[int]]]:
-        """Indices in the clip of each frame, by chunk and frame."""
+        """Positions of each frame in the clip, by chunk and frame."""
         by_chunk: dict[int, dict[int, list[int]]] = {}
         for index, (chunk, frame) in enumerate(self.frames):
             by_chunk.setdefault(chunk, {}).setdefault(frame, []).append(index)
@@ -377,12 +364,12 @@ class ClipPlan:
 
 @dataclass(frozen=True)
 class ReadClips:
-    """Clips for a group of requests, read ahead of decoding: the bytes of each chunk, or the reason for a failed read.
+    """Bytes for the clips of a group of requests, which are read ahead of decoding.
 
     Attributes:
         plans: Frames of each clip.
-        shared: Chunks that several of the clips need.
-        others: Other chunks of each clip.
+        shared: Bytes of each chunk that several clips need, or the reason why it cannot be read.
+        others: Bytes of the other chunks of each clip, or the reasons why they cannot be read.
     """
 
     plans: list[ClipPlan]
@@ -394,21 +381,20 @@ MomentsOf = Callable[[int, np.random.Generator | None], Moments]
 
 
 class ClipReader(ThreadedReader):
-    """Reader that decodes and crops the clips of a table from chunks. Thread-safe.
+    """Reader that decodes and crops the clips of a table. Thread-safe.
 
-    Sample i shows row i // repeats.
+    Sample i shows row i // repeats of the table.
 
     Args:
-        chunks: Chunks to which the parts in the table refer.
-        table: Spans of the clips.
-        shape: Rules by which clips are made.
-        annotations: Entries that samples get in addition to frames.
+        chunks: Chunks, whose rows are the parts in the table.
+        table: Table with the spans of the clips.
+        shape: Rules for sampling, cropping and resizing the frames of clips.
+        annotations: Annotations that are added to samples, such as captions.
         repeats: Number of samples per clip in an epoch. They are consecutive, so that their chunks are read and decoded
-            once if they are loaded as a group.
-        same_frames: Number of consecutive requests for one clip that draw the same moments in training.
-        moments: Function that takes a row and the generator for its draws in training, and returns its moments; it
-            raises ValueError if there are none. By default, moments are sampled from the row's span by the rule of
-            `shape`.
+            only once if they are loaded as a group.
+        same_frames: Number of consecutive samples of a clip that show the same moments in training.
+        moments: Function that takes a row and a random number generator (None in an evaluation), and returns the
+            moments to show; it raises ValueError if there are none. None to sample moments from the span of the row.
     """
 
     def __init__(
@@ -438,11 +424,11 @@ class ClipReader(ThreadedReader):
         return self._begin_us[rows], self._end_us[rows]
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the video row of each clip."""
+        """Return the row of the video of each clip."""
         return self.chunks.table.video_row[self._first_chunk[rows]].astype(np.int64)
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Return the start of the first and end of the last frame of an evaluated clip in its video, seconds."""
+        """Return the start of the first frame and the end of the last frame that an evaluation shows, seconds."""
         frames = self.plan(SampleRequest(sample, sample, None)).frames
         (first, first_frame), (last, last_frame) = (
             (self.chunks.times(chunk), frame) for chunk, frame in (frames[0], frames[-1])
@@ -451,7 +437,7 @@ class ClipReader(ThreadedReader):
         return to_seconds(first.frame_begin_us(first_frame)), to_seconds(end_us)
 
     def deviations(self) -> list[str]:
-        """Return deviations from the settings, with their counts, as text."""
+        """Return remarks on repeated samples, and on samples that deviate from the settings, with their numbers."""
         parts = [self.chunks.describe()]
         if self._repeats > 1:
             noun = "crops of the same frames" if self._num_same_frames > 1 else "samples"
@@ -467,16 +453,16 @@ class ClipReader(ThreadedReader):
 
     @property
     def ahead(self) -> ReadAhead | None:
-        """Functions that read clips of a remote folder ahead of decoding; None for a local folder."""
+        """Functions that read and decode the clips of a remote folder in two steps; None for a local folder."""
         num_readers = self.chunks.num_readers
         return ReadAhead(self.read, self.load_read, num_readers) if num_readers else None
 
     def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
-        """Read, decode and crop the clips of a group of requests. Shared chunks are decoded once."""
+        """Read, decode and crop the clips of a group of requests. A chunk that several clips need is decoded once."""
         return self._load([self.plan(request) for request in requests], None)
 
     def read(self, requests: Sequence[SampleRequest]) -> ReadClips:
-        """Read the bytes of the clips of a group of requests, for `load_read`."""
+        """Read the bytes for the clips of a group of requests, which `load_read` then decodes."""
         plans = [self.plan(request) for request in requests]
         shared = {chunk: self._try_read(chunk, frames) for chunk, frames in _shared_chunks(plans).items()}
         others = [
@@ -486,12 +472,12 @@ class ClipReader(ThreadedReader):
         return ReadClips(plans, shared, others)
 
     def load_read(self, read: ReadClips) -> list[Sample | FailedSample]:
-        """Decode and crop clips that `read` has read; return the same samples as `load`."""
+        """Decode and crop the clips that `read` returned; return the same samples as `load`."""
         return self._load(read.plans, read)
 
     def _load(self, plans: Sequence[ClipPlan], read: ReadClips | None) -> list[Sample | FailedSample]:
-        # A chunk that several plans need is decoded once. If that fails, `_make` decodes the chunk again for each plan,
-        # which then fails by itself.
+        # A chunk that several plans need is decoded once. If this fails, `_make` decodes the chunk again for each plan,
+        # so that each plan has a failure.
         shared: dict[int, ChunkFrames] = {}
         for chunk, needed in _shared_chunks(plans).items() if len(plans) > 1 else ():
             with suppress(SampleFailed):
@@ -518,7 +504,7 @@ class ClipReader(ThreadedReader):
         return loaded
 
     def plan(self, request: SampleRequest) -> ClipPlan:
-        """Choose the frames of a requested sample."""
+        """Choose the frames for a request."""
         request = replace(request, sample=request.sample // self._repeats) if self._repeats > 1 else request
         row = request.sample
         first, last = int(self._first_chunk[row]), int(self._last_chunk[row])
@@ -541,22 +527,28 @@ class ClipReader(ThreadedReader):
         return ClipPlan(request, key, numbers, request.generator("crop"), time_s=time_s)
 
     def clip(self, plan: ClipPlan, decoded: Mapping[int, ChunkFrames]) -> Clip:
-        """Crop the frames of a plan, given each chunk's decoded frames; raise SampleFailed if their formats differ."""
+        """Crop and resize the frames of a plan; raise SampleFailed if they differ in resolution or colour.
+
+        Args:
+            decoded: Decoded frames of each chunk.
+        """
         frames = [decoded[chunk][frame] for chunk, frame in plan.frames]
         in_graph = self.chunks.rule == "filter"
         return make_clip(frames, self._shape, rng=plan.rng, in_graph=in_graph, key=plan.key)
 
     def annotate(self, sample: Sample, request: SampleRequest) -> None:
-        """Add the entries other than frames to a sample."""
+        """Add the annotations to a sample."""
         for annotations in self._annotations:
             annotations.add(sample, request)
 
     def _make(
         self, plan: ClipPlan, shared: Mapping[int, ChunkFrames], read: Mapping[int, ChunkBytes | SampleFailed]
     ) -> Clip:
-        """Make a clip: decode the chunks that are not in `shared`, after reading those that are not in `read`.
+        """Make a clip. Each frame is cropped as soon as it is decoded.
 
-        Each frame is cropped as soon as it is decoded.
+        Args:
+            shared: Chunks that have been decoded already.
+            read: Chunks that have been read already, or whose reading has failed. Other chunks are read now.
         """
         chunks = self.chunks
         if chunks.rule == "filter":
@@ -592,7 +584,7 @@ class ClipReader(ThreadedReader):
 
 
 def _shared_chunks(plans: Sequence[ClipPlan]) -> dict[int, set[int]]:
-    """Return the chunks that several plans need, and the frames that the plans need of each chunk."""
+    """Return the chunks that several plans need, each with all frames that the plans need."""
     needed: dict[int, set[int]] = {}
     for plan in plans:
         for chunk, frames in plan.by_chunk.items():

@@ -1,4 +1,4 @@
-"""Cropping and resizing of the decoded frames of a clip. All frames of a clip are processed in the same way."""
+"""Cropping and resizing of the decoded frames of a clip. All frames of a clip have the same crop and size."""
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 # Crop rectangles. All frames of a clip have the same rectangle, even if they come from different chunks.
 
 
-SIMPLE_SHARE = 224 / 256  # AlexNet, and AVION for EPIC-KITCHENS-100
+SIMPLE_FRACTION = 224 / 256  # fraction of the short side in a "simple" crop (AlexNet; AVION for EPIC-KITCHENS-100)
 _NUM_TRIES = 10
 _MIN_RATIO, _MAX_RATIO = 3 / 4, 4 / 3
 _LOG_MIN_RATIO, _LOG_MAX_RATIO = math.log(_MIN_RATIO), math.log(_MAX_RATIO)
 _SCALES = (1.0, 0.875, 0.75, 0.66)
-_SNAP_PX = 3  # a crop side that differs from the frame's side by less than this is set to the frame's side
+_SNAP_PX = 3  # a crop is extended to the full width or height of the frame if it differs by less than this
 # Offsets of a multi-scale crop, in quarters of the free space: corners, centre, edge midpoints and points between.
 _QUARTERS = ((0, 0), (4, 0), (0, 4), (4, 4), (2, 2), (0, 2), (4, 2), (2, 4), (2, 0), (1, 1), (3, 1), (1, 3), (3, 3))
 
@@ -44,12 +44,12 @@ class Rectangle:
 
 
 def random_resized_rectangle(width: int, height: int, *, min_area: float, rng: np.random.Generator) -> Rectangle:
-    """Return a random rectangle with `min_area` to 1 of the frame's area and an aspect ratio of 3:4 to 4:3.
+    """Return a random rectangle whose area is a fraction from `min_area` to 1 of the frame's, with ratio 3:4 to 4:3.
 
-    This is the rule of torchvision's RandomResizedCrop: ten attempts, then the largest centred rectangle of an allowed
-    ratio.
+    This is the rule of torchvision's RandomResizedCrop: after ten failed attempts, it returns the largest centred
+    rectangle of an allowed ratio.
     """
-    # All numbers are drawn at once, because a call of the generator costs more than everything else.
+    # Draw all numbers at once, because calling the generator costs more than everything else.
     for area_draw, ratio_draw, across, down in rng.random((_NUM_TRIES, 4)).tolist():
         area = width * height * (min_area + (1 - min_area) * area_draw)
         ratio = math.exp(_LOG_MIN_RATIO + (_LOG_MAX_RATIO - _LOG_MIN_RATIO) * ratio_draw)
@@ -62,25 +62,27 @@ def random_resized_rectangle(width: int, height: int, *, min_area: float, rng: n
     return Rectangle((width - crop_width) // 2, (height - crop_height) // 2, crop_width, crop_height)
 
 
-def simple_rectangle(width: int, height: int, *, share: float, rng: np.random.Generator) -> Rectangle:
-    """Return a square with `share` of the short side, at a random position: SimpleRandomCrop (AlexNet; AVION, 4.2).
+def simple_rectangle(width: int, height: int, *, fraction: float, rng: np.random.Generator) -> Rectangle:
+    """Return a square at a random position: SimpleRandomCrop (AlexNet; AVION, section 4.2).
 
-    Resizing the square to S pixels is the same as resizing the frame's short side to S / `share`, and then cropping.
-    Side and offsets are even, because ffmpeg's crop filter rounds offsets. Even values also allow a square that already
-    has S pixels to be copied without resampling its chroma.
+    Resizing the square to S pixels is the same as resizing the frame's short side to S / `fraction`, and then cropping.
+    The side length and offsets are even, because ffmpeg's crop filter rounds offsets, and because a square of S pixels
+    can then be copied without resampling the chroma.
+
+    Args:
+        fraction: Side length of the square, as a fraction of the frame's short side.
     """
     short = min(width, height)
-    side = max(1, min(2 * round(short * share / 2), short - short % 2))
+    side = max(1, min(2 * round(short * fraction / 2), short - short % 2))
     across, down = rng.random(2).tolist()
     left, top = 2 * int(across * ((width - side) // 2 + 1)), 2 * int(down * ((height - side) // 2 + 1))
     return Rectangle(left, top, side, side)
 
 
 def multi_scale_rectangle(width: int, height: int, *, rng: np.random.Generator) -> Rectangle:
-    """Return a rectangle at one of 13 offsets.
+    """Return a random rectangle at one of 13 positions: TSN's multi-scale crop (Wang et al., 2016; VideoMAE).
 
-    The sides are 1, 7/8, 3/4 or 0.66 of the short side, and differ by at most one step. This is TSN's multi-scale crop
-    (Wang et al., 2016), which VideoMAE uses.
+    Width and height are 1, 7/8, 3/4 or 0.66 of the frame's short side, and are at most one step of this list apart.
     """
     sides = [int(min(width, height) * scale) for scale in _SCALES]
     widths = [width if abs(side - width) < _SNAP_PX else side for side in sides]
@@ -100,7 +102,7 @@ def centre_square(width: int, height: int) -> Rectangle:
 
 
 def square_views(width: int, height: int, *, num_crops: int) -> list[Rectangle]:
-    """Return squares as large as the short side, evenly spaced along the long side; a single square is centred."""
+    """Return squares with the frame's short side, evenly spaced along the long side. A single square is centred."""
     side = min(width, height)
     if num_crops == 1:
         return [centre_square(width, height)]
@@ -114,14 +116,14 @@ def rectangle_of(
     width: int,
     height: int,
     min_area: float,
-    simple_share: float = SIMPLE_SHARE,
+    simple_fraction: float = SIMPLE_FRACTION,
     rng: np.random.Generator | None,
 ) -> Rectangle:
-    """Return the crop rectangle of a clip. Without `rng`, as in evaluation, every rule gives the centre square."""
+    """Return the crop rectangle of a clip. Without `rng`, as in an evaluation, it is the centre square."""
     if rng is None or rule == "centre":
         return centre_square(width, height)
     if rule == "simple":
-        return simple_rectangle(width, height, share=simple_share, rng=rng)
+        return simple_rectangle(width, height, fraction=simple_fraction, rng=rng)
     if rule == "multi-scale":
         return multi_scale_rectangle(width, height, rng=rng)
     return random_resized_rectangle(width, height, min_area=min_area, rng=rng)
@@ -131,18 +133,17 @@ Planes = NDArray[np.uint8]  # [T, S * S * 3 / 2]
 _Item = TypeVar("_Item", bound=Hashable)
 
 _PLANAR = frozenset({"yuv420p", "yuvj420p"})
-_SHRINKS_MUCH = 2
-# The loader's threads already use all cores.
-cv2.setNumThreads(1)
+_AREA_FACTOR = 2  # minimum reduction of width or height for which areas are averaged
+cv2.setNumThreads(1)  # the loader's threads already use all cores
 
 
 def as_yuv420(frame: "av.VideoFrame") -> "av.VideoFrame":
-    """Return the frame as 8-bit YUV 4:2:0, converted by swscale if necessary; RGB becomes limited-range BT.601."""
+    """Return a frame as 8-bit YUV 4:2:0. Other formats are converted by swscale; RGB becomes limited-range BT.601."""
     return frame if frame.format.name in _PLANAR else frame.reformat(format="yuv420p")
 
 
 def crop_clip(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, *, size_px: int) -> Planes:
-    """Crop frames (yuv420p or yuvj420p) to `rectangle`, and resize them: uint8 [T, size_px * size_px * 3 / 2].
+    """Crop frames (yuv420p or yuvj420p) to `rectangle` and resize them; return uint8 [T, size_px * size_px * 3 / 2].
 
     A frame that occurs several times in the list is resized only once.
     """
@@ -153,7 +154,7 @@ def crop_clip(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, *, size_p
 
 
 def indices_of(items: Iterable[_Item]) -> dict[_Item, list[int]]:
-    """Return the indices of each distinct item in `items`."""
+    """Return the distinct items, each with the indices at which it occurs."""
     indices: dict[_Item, list[int]] = {}
     for index, item in enumerate(items):
         indices.setdefault(item, []).append(index)
@@ -161,15 +162,15 @@ def indices_of(items: Iterable[_Item]) -> dict[_Item, list[int]]:
 
 
 class CroppedPlanes:
-    """The frames of a clip. Each is cropped to `rectangle` and resized when it is added.
+    """Planes of the frames of a clip. Each frame is cropped to `rectangle` and resized when it is added.
 
-    Resizing is bilinear. If a side shrinks to half or less, bilinear interpolation would skip pixels, so areas are
-    averaged. If OpenCV has Intel's IPP (x86), resizing is a third faster and rounds to the nearest level, with equal
-    results for SSE4.2, AVX2 and AVX-512. Without IPP, OpenCV rounds the weights: one pixel in twenty is one level
-    darker.
+    Resizing is bilinear. If width or height shrinks to half or less, areas are averaged instead, because bilinear
+    interpolation would skip pixels. If OpenCV has Intel's IPP (x86), resizing is a third faster and rounds to the
+    nearest level, with equal results for SSE4.2, AVX2 and AVX-512. Without IPP, OpenCV rounds the weights, which makes
+    one pixel in twenty one level darker.
 
     Args:
-        size_px: Height of the frames, and their width unless `width_px` is given; both even.
+        size_px: Height of the resized frames, and their width unless `width_px` is given. Both are even.
 
     Attributes:
         planes: Planes of the frames, uint8 [num_frames, size_px * width_px * 3 / 2]. They are uninitialised until all
@@ -178,7 +179,7 @@ class CroppedPlanes:
 
     def __init__(self, num_frames: int, rectangle: Rectangle, *, size_px: int, width_px: int | None = None) -> None:
         width_px = width_px or size_px
-        # Chroma has half the resolution: use the smallest chroma rectangle that covers the crop.
+        # Chroma has half the resolution, so use the smallest chroma rectangle that covers the crop.
         left, top = rectangle.left // 2, rectangle.top // 2
         right, bottom = -(-(rectangle.left + rectangle.width) // 2), -(-(rectangle.top + rectangle.height) // 2)
         chroma = Rectangle(left, top, right - left, bottom - top)
@@ -189,13 +190,12 @@ class CroppedPlanes:
         for (height, width), part in (((size_px, width_px), rectangle), (half, chroma), (half, chroma)):
             end = begin + height * width
             resized = self.planes[:, begin:end].reshape(num_frames, height, width)
-            # Bilinear interpolation would skip pixels if a plane shrinks to half or less.
-            shrinks_much = part.width >= _SHRINKS_MUCH * width or part.height >= _SHRINKS_MUCH * height
+            shrinks_much = part.width >= _AREA_FACTOR * width or part.height >= _AREA_FACTOR * height
             self._parts.append((part, resized, cv2.INTER_AREA if shrinks_much else cv2.INTER_LINEAR))
             begin = end
 
     def add(self, frame: "av.VideoFrame", indices: Sequence[int]) -> None:
-        """Crop and resize a frame (yuv420p or yuvj420p), and store it at `indices`. It may be released afterwards."""
+        """Crop and resize a frame (yuv420p or yuvj420p), and store the result at `indices`."""
         first, *others = indices
         was_inexact = cv2.ipp.useIPP_NotExact()
         cv2.ipp.setUseIPP_NotExact(True)  # for this thread only
@@ -203,8 +203,8 @@ class CroppedPlanes:
             for plane, (part, resized, interpolation) in zip(frame.planes, self._parts, strict=True):
                 line_bytes = plane.line_size
                 size, begin = (part.height, part.width), part.top * line_bytes + part.left
-                cut = np.ndarray(size, np.uint8, buffer=memoryview(plane), offset=begin, strides=(line_bytes, 1))
-                cv2.resize(cut, resized.shape[:0:-1], dst=resized[first], interpolation=interpolation)
+                crop = np.ndarray(size, np.uint8, buffer=memoryview(plane), offset=begin, strides=(line_bytes, 1))
+                cv2.resize(crop, resized.shape[:0:-1], dst=resized[first], interpolation=interpolation)
         finally:
             cv2.ipp.setUseIPP_NotExact(was_inexact)
         for index in others:
@@ -212,10 +212,7 @@ class CroppedPlanes:
 
 
 def crop_clip_in_graph(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, *, size_px: int) -> Planes:
-    """Crop and resize frames in libav's filter graph, as AVION's decoder does (swscale, bilinear).
-
-    This function is only for comparisons.
-    """
+    """Crop and resize frames in libav's filter graph, as AVION's decoder does (swscale, bilinear). For comparisons."""
     from av.filter import Graph
 
     graph = Graph()
@@ -226,35 +223,37 @@ def crop_clip_in_graph(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, 
     links = [source, graph.add("crop", part), graph.add("scale", f"{size_px}:{size_px}:flags=bilinear")]
     links += [graph.add("format", frames[0].format.name), graph.add("buffersink")]
     graph.link_nodes(*links).configure()
-    pictures = []
+    resized_frames = []
     for number, frame in enumerate(frames):
-        frame.pts = number  # a frame may occur twice, and the graph requires increasing timestamps
+        frame.pts = number  # the graph requires increasing timestamps, and a frame may occur twice
         graph.push(frame)
-        pictures.append(graph.pull().to_ndarray().reshape(-1))
-    return np.stack(pictures)
+        resized_frames.append(graph.pull().to_ndarray().reshape(-1))
+    return np.stack(resized_frames)
 
 
-def rgb_pictures(
+def rgb_frames(
     video: NDArray[np.uint8], colour: int, *, size_px: int, width_px: int | None = None
 ) -> NDArray[np.uint8]:
-    """Return the frames of a YUV clip, uint8 [T, S * W * 3 / 2], as RGB [T, S, W, 3] on the CPU; by default W = S.
+    """Convert the frames of a YUV clip, uint8 [T, S * W * 3 / 2], to RGB [T, S, W, 3] on the CPU.
 
     The result equals `clipmill.train.augment.model_input.to_rgb_uint8` up to rounding. OpenCV does the conversion,
     because torch's threads are slow inside the loader's threads.
 
     Args:
         colour: Colour matrix and range (clipmill.train.augment.colour).
+        size_px: Height S.
+        width_px: Width W; None for W = S.
     """
     width_px = width_px or size_px
     num_luma = size_px * width_px
-    pictures = np.empty((len(video), size_px, width_px, 3), np.uint8)
-    yuv, full = np.empty(pictures.shape[1:], np.uint8), np.empty((2, size_px, width_px), np.uint8)
-    for planes, picture in zip(video, pictures, strict=True):
+    rgb_TSWC = np.empty((len(video), size_px, width_px, 3), np.uint8)
+    yuv, full = np.empty(rgb_TSWC.shape[1:], np.uint8), np.empty((2, size_px, width_px), np.uint8)
+    for planes, rgb_SWC in zip(video, rgb_TSWC, strict=True):
         for chroma, plane in zip(planes[num_luma:].reshape(2, size_px // 2, width_px // 2), full, strict=True):
             cv2.resize(chroma, (width_px, size_px), dst=plane, interpolation=cv2.INTER_LINEAR)
         cv2.merge([planes[:num_luma].reshape(size_px, width_px), *full], dst=yuv)
-        cv2.transform(yuv, _matrices()[colour], dst=picture)
-    return pictures
+        cv2.transform(yuv, _matrices()[colour], dst=rgb_SWC)
+    return rgb_TSWC
 
 
 @cache
@@ -267,7 +266,7 @@ _FrameFormat = tuple[int, int, int]  # width, height and colour kind of a frame
 
 @dataclass(frozen=True, kw_only=True)
 class Views:
-    """Views of a clip in an evaluation: `num_clips` sets of moments, each cropped to `num_crops` squares."""
+    """Views of a clip in an evaluation: `num_clips` temporal views, each with `num_crops` square crops."""
 
     num_clips: int = 1
     num_crops: int = 1
@@ -278,24 +277,24 @@ class Views:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipShape:
-    """Rules for making a clip: the moments that it shows, the resolution of its frames, and their crop in training.
+    """Rules for sampling, cropping and resizing the frames of a clip.
 
     Attributes:
         sampling: Rule that chooses the moments of a clip.
-        size_px: Side length of the square frames, pixels.
-        width_px: Width if complete frames are resized to size_px x width_px without a crop; None for squares.
-        crop: Rule of the crop in training.
-        min_crop_area: Minimum fraction of a frame's area that a "random" crop keeps.
-        simple_share: Fraction of a frame's short side that a "simple" crop keeps.
-        rgb: Return RGB instead of YUV 4:2:0. This is slower: twice the bytes, and a conversion on the CPU.
-        views: Views of an evaluation.
+        size_px: Side length of square frames, or height of uncropped frames, pixels.
+        crop: Rule for the crop in training.
+        min_crop_area: Minimum area of a "random" crop, as a fraction of the frame's area.
+        simple_fraction: Side length of a "simple" crop, as a fraction of the frame's short side.
+        rgb: True for RGB; False for YUV 4:2:0. RGB is slower: it has twice the bytes, and is converted on the CPU.
+        views: Temporal and spatial views of an evaluation.
+        width_px: Width to which complete frames are resized without a crop; None for square crops.
     """
 
     sampling: Sampling
     size_px: int
     crop: CropRule = "random"
     min_crop_area: float = 0.5
-    simple_share: float = SIMPLE_SHARE
+    simple_fraction: float = SIMPLE_FRACTION
     rgb: bool = False
     views: Views = Views()
     width_px: int | None = None
@@ -303,11 +302,11 @@ class ClipShape:
 
 @dataclass(frozen=True)
 class Clip:
-    """The frames of a clip.
+    """Frames of a clip.
 
     Attributes:
-        video: Frames, uint8 [T, S * S * 3 / 2], or [T, S, S, 3] as RGB (clipmill.train.data.batch); one view after
-            another, all crops of the first moments first.
+        video: Frames, uint8 [T, S * S * 3 / 2], or [T, S, S, 3] as RGB (clipmill.train.data.batch). Views follow one
+            another, with all crops of the first temporal view first.
         colour: Colour matrix and range of the decoded frames (clipmill.train.augment.colour).
     """
 
@@ -316,14 +315,13 @@ class Clip:
 
 
 class ClipBuilder:
-    """Builder of a clip from frames that are added in any order. A frame may be released once it has been added.
+    """Builder of a clip. Frames can be added in any order, and are not needed once they have been added.
 
-    All frames are cropped to the same rectangle, or to the square of each view, and resized.
+    All frames are cropped to the same rectangle, or to the square of each spatial view, and resized.
 
     Args:
-        num_frames: Number of frames of all sets of moments.
-        rng: Generator that draws the rectangle once the resolution of the first frame is known; None in evaluation,
-            which crops squares.
+        num_frames: Number of frames of all temporal views.
+        rng: Random number generator for the crop rectangle; None in an evaluation, which crops squares.
         key: Key of the clip's first chunk, for errors.
     """
 
@@ -333,10 +331,10 @@ class ClipBuilder:
         self._crops: list[CroppedPlanes] = []
 
     def add(self, frame: "av.VideoFrame", indices: Sequence[int]) -> None:
-        """Crop and resize a frame, and store it at `indices` of the clip.
+        """Crop and resize a frame, and store it at these indices of the clip.
 
         Raises:
-            SampleFailed: The resolution or colour differs from earlier frames, which may happen between chunks.
+            SampleFailed: The frame differs from earlier frames in resolution or colour, because chunks differ.
         """
         planar = as_yuv420(frame)
         frame_format = _format_of(planar)
@@ -360,11 +358,11 @@ class ClipBuilder:
 def make_clip(
     frames: "Sequence[av.VideoFrame]", shape: ClipShape, *, rng: np.random.Generator | None, in_graph: bool, key: str
 ) -> Clip:
-    """Build a clip from all its frames. A frame that occurs several times in the list is resized only once.
+    """Return the clip that consists of these frames. A frame that occurs several times is resized only once.
 
     Args:
         rng, key: See `ClipBuilder`.
-        in_graph: Crop and resize in libav's filter graph.
+        in_graph: True to crop and resize in libav's filter graph.
 
     Raises:
         SampleFailed: Frames differ in resolution or colour.
@@ -397,7 +395,7 @@ def _rectangles(shape: ClipShape, frame_format: _FrameFormat, *, rng: np.random.
             width=width,
             height=height,
             min_area=shape.min_crop_area,
-            simple_share=shape.simple_share,
+            simple_fraction=shape.simple_fraction,
             rng=rng,
         )
     ]
@@ -406,12 +404,12 @@ def _rectangles(shape: ClipShape, frame_format: _FrameFormat, *, rng: np.random.
 def _clip_of(crops: list[NDArray[np.uint8]], shape: ClipShape, frame_format: _FrameFormat) -> Clip:
     video, colour = crops[0], frame_format[2]
     if len(crops) > 1:
-        # Crops [M] of [N * T, ...] frames to [N * M * T, ...].
+        # M crops of [N * T, ...] frames become [N * M * T, ...].
         num_frames = shape.sampling.num_frames
         stacked = np.stack([crop.reshape(-1, num_frames, *crop.shape[1:]) for crop in crops], axis=1)
         video = stacked.reshape(-1, *stacked.shape[3:])
     if shape.rgb:
-        video = rgb_pictures(video, colour, size_px=shape.size_px, width_px=shape.width_px)
+        video = rgb_frames(video, colour, size_px=shape.size_px, width_px=shape.width_px)
     return Clip(video, colour)
 
 

@@ -1,6 +1,6 @@
-"""Opening of a data folder by path or URL, its chunks as arrays, and the chunks and captions that `--where` selects.
+"""Data folders: opening them by path or URL, their chunks as arrays, and the selection of chunks and captions.
 
-The modules that read buckets are loaded only for URLs.
+`--where` selects chunks and captions. The modules that read buckets are imported only for URLs.
 """
 
 from contextlib import nullcontext
@@ -32,12 +32,17 @@ if TYPE_CHECKING:
     from clipmill.train.data.remote import RemoteTars
 
 
-Variant.leave_mark = leave_mark  # each variant that a training process opens gets a mark
+Variant.leave_mark = leave_mark  # marks each variant that a training process opens, so that prep gc keeps it
 
 
 @dataclass(frozen=True)
 class DataFolder:
-    """A data folder to read. `path` contains its small files, and also its tars unless `tars` reads them."""
+    """Opened data folder.
+
+    Attributes:
+        path: Local data folder, or the local copy of the small files of a remote data folder.
+        tars: Reader of the tars of a remote data folder; None for a local folder.
+    """
 
     path: Path
     tars: "RemoteTars | None" = None
@@ -47,7 +52,7 @@ def folder_path(address: str, *, cache: Path | None) -> Path:
     """Return the path of a local data folder, or of the local copy of a remote data folder.
 
     Raises:
-        UserError: The storage does not exist, or the cache folder cannot be created.
+        UserError: The bucket does not exist, or the cache folder cannot be created.
     """
     if not is_remote(address):
         return Path(address)
@@ -59,10 +64,10 @@ def folder_path(address: str, *, cache: Path | None) -> Path:
 def open_data_folder(
     address: str, *, cache: Path | None, cache_size: str | None = None, column: str | None = VIDEO
 ) -> DataFolder:
-    """Open the data folder at a local path or a URL. Variants that are opened in a local folder get a mark.
+    """Open the data folder at a local path or a URL. Variants that are opened in a local folder are marked as in use.
 
     Args:
-        cache: Folder for copies; None for the user's cache.
+        cache: Folder for copies of remote files; None for the user's cache.
         cache_size: Maximum size of complete tars in the cache, such as 100GB; None for a limit that depends on the free
             disk space.
         column: Column whose shards are read; None if only the manifest is read. `RemoteFiles.copy_column` copies the
@@ -88,17 +93,17 @@ CHUNK_COLUMNS = (*_INDEX_COLUMNS, "shard", "row", "crc32")
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """Chunks ordered by (video row, start). Each array has one entry per chunk, int32 or int64.
+    """Chunks, ordered by video and start. Each array has one entry per chunk, int32 or int64.
 
     Attributes:
         video_row: Row of the chunk's video in the list of videos.
         start_ms: Start in the video, milliseconds.
         num_frames: Number of frames.
-        fps_num, fps_den: Frames per second, as a fraction.
+        fps_num, fps_den: Numerator and denominator of the frame rate.
         shard: ID of the shard.
         row: Row of the chunk in its shard.
         crc32: CRC-32 checksum of the chunk's bytes.
-        is_in_sources: True if the packets of the chunks are in the source files.
+        is_in_sources: True if the packets of the chunks are in the source files instead of the shards.
     """
 
     video_row: NDArray[Any]
@@ -116,14 +121,14 @@ class ChunkTable:
 
     @property
     def end_us(self) -> NDArray[np.int64]:
-        """Time at which the last frame of each chunk leaves the screen, rounded up to a microsecond."""
+        """Time in the video at which the last frame of each chunk ends, microseconds, rounded up."""
         return self.end_us_of(slice(None))
 
     def end_us_of(self, chunks: NDArray[np.integer] | slice) -> NDArray[np.int64]:
         """Return `end_us` for these chunks.
 
-        If the end were rounded down, a span of complete frames would be slightly too short, and its moments could be
-        one frame too early.
+        The end is rounded up, because a span of complete frames would otherwise be slightly too short, and its moments
+        could be one frame too early.
         """
         columns = (getattr(self, name)[chunks] for name in _INDEX_COLUMNS)
         start_ms, num_frames, fps_num, fps_den = (column.astype(np.int64) for column in columns)
@@ -131,11 +136,11 @@ class ChunkTable:
 
     @property
     def gaps(self) -> NDArray[np.bool_]:
-        """Mask of the chunks that do not directly follow another chunk of their video."""
+        """Mask of the chunks that do not directly follow another chunk of the same video."""
         return _gaps(self, self.end_us)
 
-    def of_videos(self, low: int, high: int) -> tuple[int, "ChunkTable"]:
-        """Return the index of the first chunk of the videos [low, high), and the table of their chunks, as views."""
+    def slice_videos(self, low: int, high: int) -> tuple[int, "ChunkTable"]:
+        """Return the row of the first chunk of the videos [low, high), and a table with views of their chunks."""
         begin, end = np.searchsorted(self.video_row, np.array([low, high], self.video_row.dtype)).tolist()
         return begin, replace(self, **{name: getattr(self, name)[begin:end] for name in ("video_row", *CHUNK_COLUMNS)})
 
@@ -152,12 +157,12 @@ def _gaps(table: ChunkTable, end_us: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 class ChunkSearch:
-    """Search for the chunks that cover moments. Takes 24 bytes per chunk.
+    """Index for finding the chunk at a moment. It takes 24 bytes per chunk.
 
     Attributes:
-        end_us: End of each chunk, microseconds.
-        num_gaps: For each chunk, the number of chunks up to it that do not directly follow another chunk of their
-            video.
+        end_us: End of each chunk in the video, microseconds.
+        num_gaps: Running count of the chunks that do not directly follow another chunk of the same video. Chunks
+            with equal counts are contiguous.
     """
 
     def __init__(self, table: ChunkTable) -> None:
@@ -168,7 +173,10 @@ class ChunkSearch:
         self.num_gaps: NDArray[np.int64] = np.cumsum(_gaps(table, self.end_us))
 
     def last_started(self, video_row: NDArray[np.int64], at_ms: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the last chunk that has started at each (video, time); -1 or a chunk of another video if none has."""
+        """Return the last chunk that starts at or before each time in a video.
+
+        If there is none, the result is -1 or a chunk of another video.
+        """
         return np.searchsorted(self._starts, self._moments.numbers(video_row, at_ms), side="right") - 1
 
     def last_of(self, video_row: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -177,7 +185,7 @@ class ChunkSearch:
 
 
 def chunk_table(variant: Variant, video_ids: pa.Array) -> tuple[ChunkTable, frozenset[int] | None]:
-    """Return a variant's chunks of the videos `video_ids`, and its shards with open GOPs (None if unknown).
+    """Return the chunks of these videos in a variant, and the variant's shards with open GOPs (None if unknown).
 
     Raises:
         Damaged: A file is not an index of chunks, or the merged table does not match its checksums.
@@ -187,13 +195,13 @@ def chunk_table(variant: Variant, video_ids: pa.Array) -> tuple[ChunkTable, froz
     if not variant.num_samples:
         raise UserError(
             f"{variant.directory} has no chunks: all of its videos have failed",
-            hint="see prep status for the reasons",
+            hint="run prep status to see the reasons",
         )
     chunk_rows = read_chunk_rows(variant, columns=("video_id", *CHUNK_COLUMNS))
     entries, codes = chunk_rows.dictionary_codes("video_id")
     arrays = {name: column_of(chunk_rows.table[name]) for name in CHUNK_COLUMNS}
     video_row = index_in(entries, video_ids).astype(np.int32)[codes]
-    with_video, order = own_in_order(video_row, arrays["start_ms"])
+    with_video, order = rows_with_video(video_row, arrays["start_ms"])
     if with_video is not None or order is not None:
         rows = with_video if order is None else order if with_video is None else with_video[order]
         video_row, arrays = video_row[rows], {name: array[rows] for name, array in arrays.items()}
@@ -202,7 +210,7 @@ def chunk_table(variant: Variant, video_ids: pa.Array) -> tuple[ChunkTable, froz
 
 
 def column_of(column: pa.ChunkedArray) -> NDArray[Any]:
-    """Return the values of a column without nulls: a view of a single chunk, or a scratch array."""
+    """Return the values of a column without nulls, as a view if it has a single Arrow chunk, or as a scratch array."""
     parts = [chunk.to_numpy() for chunk in column.chunks]
     if len(parts) == 1:
         return parts[0]
@@ -210,42 +218,48 @@ def column_of(column: pa.ChunkedArray) -> NDArray[Any]:
     return np.concatenate(parts, out=scratch(len(column), kind)) if parts else np.empty(0, kind)
 
 
-def own_in_order(
+def rows_with_video(
     video_row: NDArray[np.integer], start_ms: NDArray[np.integer]
 ) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
-    """Return the rows with a video (not -1) and their order by video and start.
+    """Return the rows that have a video (not -1), and the order that sorts these rows by video and start.
 
-    The rows are None if all rows have a video, and the order is None if the rows are already in order.
+    The rows are None if all rows have a video. The order is None if the rows are already sorted.
     """
     with_video = None if bool((video_row >= 0).all()) else np.flatnonzero(video_row >= 0)
     rows: Any = slice(None) if with_video is None else with_video
     return with_video, order_of(video_row[rows], start_ms[rows])
 
 
-def rows_of(values: pa.ChunkedArray, among: pa.Array) -> NDArray[np.int64]:
-    """Return the index of each value in `among`, or -1. The entries of a dictionary array are looked up only once."""
+def rows_of(values: pa.ChunkedArray, keys: pa.Array) -> NDArray[np.int64]:
+    """Return the index of each value in `keys`, or -1. The entries of a dictionary array are looked up only once."""
     pieces = [np.empty(0, np.int64)]
     last_lookup: tuple[pa.Array, NDArray[np.int64]] | None = None
     for piece in values.chunks:
         if pa.types.is_dictionary(piece.type):
             if last_lookup is None or not last_lookup[0].equals(piece.dictionary):
-                last_lookup = piece.dictionary, index_in(piece.dictionary, among)
+                last_lookup = piece.dictionary, index_in(piece.dictionary, keys)
             pieces.append(last_lookup[1][piece.indices.to_numpy(zero_copy_only=False)])
         else:
-            pieces.append(index_in(piece, among))
+            pieces.append(index_in(piece, keys))
     return np.concatenate(pieces)
 
 
-def index_in(values: pa.Array, among: pa.Array) -> NDArray[np.int64]:
-    """Return the index of each value in `among`, -1 if missing. The function hashes all of `among`."""
-    return pc.fill_null(pc.index_in(values, value_set=among), -1).to_numpy(zero_copy_only=False).astype(np.int64)
+def index_in(values: pa.Array, keys: pa.Array) -> NDArray[np.int64]:
+    """Return the index of each value in `keys`, or -1. Each call hashes all keys."""
+    return pc.fill_null(pc.index_in(values, value_set=keys), -1).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-_BLOCK = 1 << 21  # number of captions in a block; large, because each block hashes the IDs of all videos
+_BLOCK = 1 << 21  # number of captions in a block; it is large, because the IDs of all videos are hashed for each block
 
 
 class ChunkRows(NamedTuple):
-    """Chunks of a split: the IDs of its videos, and for each chunk its row in `video_ids` and its start, [chunks]."""
+    """Chunks of a split.
+
+    Attributes:
+        video_ids: IDs of the videos of the split.
+        video_row: Row of each chunk's video in `video_ids`, [chunks].
+        start_ms: Start of each chunk in the video, milliseconds, [chunks].
+    """
 
     video_ids: pa.Array
     video_row: NDArray[np.integer]
@@ -253,20 +267,21 @@ class ChunkRows(NamedTuple):
 
 
 class Selection:
-    """Chunks and captions of a split that an expression selects.
+    """Chunks and captions of a split that the expression of `--where` selects.
 
-    A clip is selected if all chunks that it touches are selected and, in a set with captions, its caption is.
+    A clip is selected if all chunks that it touches are selected and, if samples have captions, its caption is too.
 
     Args:
         text: Expression; None selects everything.
         chunks: Chunks of the split.
-        has_captions: True if samples have captions; otherwise, conditions on captions are an error.
-        tars: Reader of the tars, if the data folder is remote.
-        depends_on: Everything that affects the chunks (clipmill.train.data.node_cache).
+        has_captions: True if samples have captions. Otherwise conditions on captions are an error.
+        tars: Reader of the tars of a remote data folder; None for a local folder.
+        depends_on: Values that identify everything that affects the chunks (clipmill.train.data.node_cache).
 
     Attributes:
         chunks: Mask of the selected chunks, bool [chunks]; None for all.
-        num_captions, num_selected: Number of captions of the split, and of selected captions; 0 before `of_captions`.
+        num_captions, num_selected: Numbers of captions of the split, and of selected captions; 0 before
+            `select_captions` is called.
 
     Raises:
         UserError: The text is not a valid expression, does not select any chunk, or uses scores that the chunks lack.
@@ -285,12 +300,12 @@ class Selection:
     ) -> None:
         chunk_where: Where | None = None
         self._where: Where | None = None
-        self._of_captions: Where | None = None
+        self._caption_where: Where | None = None
         if text is not None:
             from clipmill.shards.where import parse_where
 
             self._where = parse_where(text, data_dir=data_dir)
-            chunk_where, self._of_captions = self._where.split_by_level(
+            chunk_where, self._caption_where = self._where.split_by_level(
                 label_level="caption" if has_captions else "chunk"
             )
         self._data_dir, self._split, self._video_ids = data_dir, split, chunks.video_ids
@@ -320,29 +335,29 @@ class Selection:
 
     @property
     def has_captions(self) -> bool:
-        """True if the expression selects captions, not only chunks."""
-        return self._of_captions is not None
+        """True if the expression has conditions on captions."""
+        return self._caption_where is not None
 
     @property
     def depends_on(self) -> tuple[object, ...]:
-        """Everything that affects the selection in addition to the chunks and the manifest."""
+        """Values that identify everything other than the chunks and the manifest that affects the selection."""
         return selection_mark(None if self._where is None else self._where.text, self._data_dir)
 
     @property
     def text(self) -> str:
-        """Expression as a part of a fingerprint; empty without an expression."""
+        """Expression in the form that is used in fingerprints; empty without an expression."""
         return "" if self._where is None else f" where {self._where.text}"
 
-    def of_captions(self, table: pa.Table | None = None) -> NDArray[np.bool_] | None:
-        """Return a mask of the selected captions of the split, bool [rows of captions.parquet]; None for all.
+    def select_captions(self, table: pa.Table | None = None) -> NDArray[np.bool_] | None:
+        """Return a mask of the selected captions of the split, bool [rows of the table]; None for all.
 
         Args:
-            table: Captions to select from, instead of the manifest's captions.
+            table: Table of captions; None for the captions of the manifest.
 
         Raises:
             UserError: No caption is selected.
         """
-        where = self._of_captions
+        where = self._caption_where
         if where is None:
             return None
         from clipmill.shards.selection import caption_columns, labelled_captions, selected_captions
@@ -378,23 +393,23 @@ class Selection:
         return selected
 
     def remarks(self) -> list[str]:
-        """Return the expression and the numbers of selected items, for the log; empty without an expression."""
+        """Return a remark with the expression and the numbers of selected chunks and captions, for the log."""
         if self._where is None:
             return []
         num_chunks = self._num_chunks if self.chunks is None else int(self.chunks.sum())
-        if self._of_captions is not None and self._of_captions.labels:
+        if self._caption_where is not None and self._caption_where.labels:
             num_chunks = self._num_chunks_by_labels(num_chunks)
         parts = [f"{num_chunks:,} of {count_noun(self._num_chunks, 'chunk')}"]
-        if self._of_captions is not None:
+        if self._caption_where is not None:
             parts.append(f"{self.num_selected:,} of {count_noun(self.num_captions, 'caption')}")
         return [f"where {self._where.text}: {' and '.join(parts)} selected"]
 
     def _num_chunks_by_labels(self, num_chunks: int) -> int:
-        """Return the number of chunks that the expression selects if only chunks are selected, as on the pages of prep.
+        """Return the number of chunks that the expression selects if labels count as chunks, as on the pages of prep.
 
         Args:
-            num_chunks: Number of selected chunks without conditions on labels. It is returned if a condition concerns
-                both a label and a caption.
+            num_chunks: Number of chunks that the conditions other than those on labels select. It is returned if a
+                condition concerns both a label and a caption.
         """
         from clipmill.shards.selection import selected_chunks
 
@@ -415,10 +430,12 @@ class Selection:
 
 
 def selection_mark(where: str | None, data_dir: Path, *, tars: "RemoteTars | None" = None) -> tuple[object, ...]:
-    """Return everything that affects a selection in addition to the chunks and the manifest.
+    """Return values that identify everything other than the chunks and the manifest that affects a selection.
 
     Args:
-        tars: Reader of a remote data folder's tars. Scores and other columns that the expression uses are copied.
+        where: Expression; None selects everything.
+        tars: Reader of the tars of a remote data folder, which copies the columns that the expression uses, such as
+            scores; None for a local folder.
 
     Raises:
         UserError: See `parse_where`.
@@ -436,7 +453,7 @@ def selection_mark(where: str | None, data_dir: Path, *, tars: "RemoteTars | Non
 
 
 def _mark_of(data_dir: Path, column: str) -> tuple[object, ...]:
-    """Return everything that affects the values of a column; a damaged column is reported when it is read."""
+    """Return values that identify the version of a column. A damaged column is reported later, when it is read."""
     name = current_variant(data_dir, column)
     if name is None:
         return ()

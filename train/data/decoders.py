@@ -1,6 +1,6 @@
-"""Decoders for packets without a container, for files in memory, and for chunks stored in either form.
+"""Reading and decoding of chunks: from single packets, or from a complete file in memory through its container.
 
-It is an error if the decoder does not output a requested frame; no other frame replaces it.
+If the decoder does not output a requested frame, this is an error, and no other frame is used instead.
 """
 
 import io
@@ -33,16 +33,17 @@ DecodeRule = Literal["packets", "filter", "plain"]
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """Bytes that were read from a chunk.
+    """Bytes of a chunk that have been read for decoding.
 
     Attributes:
         key: Key of the chunk.
-        frames: Presentation indices of the frames that are needed.
+        frames: Presentation indices of the frames to decode.
         codec: Name of the codec in libav.
         extradata: Codec headers.
-        packets: (presentation index, bytes) in decode order; None if the chunk is decoded through its container.
-        whole: Bytes of the complete mp4 file, if the chunk is decoded through its container.
-        timeline: Crop and orientation of frames from a source file (`SourceFrames.timeline`).
+        packets: Presentation index and bytes of each packet, in decode order; None if the chunk is decoded through its
+            container.
+        file: Bytes of the complete mp4 file if the chunk is decoded through its container; otherwise empty.
+        timeline: Crop and orientation of frames from a source file (`SourceFrames.timeline`); empty for other chunks.
         is_strict: See `PacketDecoder.decode`.
     """
 
@@ -51,13 +52,13 @@ class ChunkBytes:
     codec: str
     extradata: bytes
     packets: list[tuple[int, memoryview]] | None
-    whole: bytes = b""
+    file: bytes = b""
     timeline: str = ""
     is_strict: bool = True
 
     @property
     def size_bytes(self) -> int:
-        return len(self.whole) + sum(len(packet) for _, packet in self.packets or ())
+        return len(self.file) + sum(len(packet) for _, packet in self.packets or ())
 
 
 def read_chunk(
@@ -69,22 +70,25 @@ def read_chunk(
     key: str,
     source: Callable[[], SourceFile] | None = None,
 ) -> ChunkBytes:
-    """Read and verify the bytes that are needed to decode `frames` of a chunk.
+    """Read and verify the bytes for decoding `frames` of a chunk.
 
-    Packets are read if the rule is "packets" and the GOPs are closed, or if the packets stay in a source file.
+    Only packets are read if the rule is "packets" and the GOPs are closed, or if the packets are in a source file.
     Otherwise the complete file is read.
 
     Args:
-        source: Function that returns the source file; required for chunks whose packets stay in a source file.
+        row: Row of the chunk in the shard.
+        frames: Presentation indices of the frames to decode.
+        key: Key of the chunk, for errors.
+        source: Function that returns the source file; required for chunks whose packets are in a source file.
 
     Raises:
         SampleFailed: The chunk cannot be read, or its bytes do not match their checksum.
-        UserError: The bucket refuses the credentials.
+        UserError: The bucket rejects the credentials.
     """
     try:
         tables = shard.packet_tables
         is_closed, in_source = tables.has_closed_gops(row), tables.source(row)
-        packets, whole, is_strict = None, b"", True
+        packets, file, is_strict = None, b"", True
         if in_source is not None:
             assert source is not None, "the source file is needed"
             table = tables.packet_table(row)
@@ -95,8 +99,8 @@ def read_chunk(
             packets = read_packets(shard, tables.payload(row), table, table.packets_for(frames))
         codec, extradata = tables.stream(row)
         if packets is None:
-            whole = shard.read_range(*tables.payload(row))
-            if zlib.crc32(whole) != tables.payload_crc32(row):
+            file = shard.read_range(*tables.payload(row))
+            if zlib.crc32(file) != tables.payload_crc32(row):
                 raise DamagedPacket(f"its bytes in {shard.tar_name} do not match their checksum")
         return ChunkBytes(
             key=key,
@@ -104,11 +108,12 @@ def read_chunk(
             codec=codec,
             extradata=extradata,
             packets=packets,
-            whole=whole,
+            file=file,
             timeline="" if in_source is None else in_source.timeline,
             is_strict=is_strict,
         )
-    except UserError as error:  # refused credentials affect all chunks, but access may be denied to a single source
+    # Rejected credentials affect all chunks and end the run, but access to a single source file may also be denied.
+    except UserError as error:
         if isinstance(error, StorageRefused) and not error.concerns_all:
             raise SampleFailed(key, reason="shard_unreadable", detail=str(error)) from error
         raise
@@ -124,14 +129,15 @@ def read_chunk(
 
 ChunkFrames = dict[int, "av.VideoFrame"]  # frames of one chunk, by presentation index
 
-# A file is opened only as one of these containers and without protocols, so that it cannot make libav open other files.
+# Open files only as one of these containers and without protocols, so that a file cannot make libav open other files.
 _OPTIONS = {"format_whitelist": CONTAINERS, "protocol_whitelist": NO_PROTOCOLS}
-# Twice the number of pixels in 8K video. A small file can claim frames of any size, which a decoder would allocate.
+# Maximum number of pixels in a frame, twice as many as in 8K video. A decoder allocates frames of any size that a file
+# declares, even if the file is small.
 MAX_PIXELS = 1 << 26
 
 
 class PlainVideo:
-    """The first video stream of a file in memory, decoded through its container.
+    """First video stream of a file in memory, which is decoded through its container.
 
     Frames are numbered in presentation order.
 
@@ -139,19 +145,20 @@ class PlainVideo:
         content: Bytes of the complete file.
 
     Attributes:
-        pts: Timestamps of all frames, ascending, in units of `time_base` seconds.
-        time_base: Unit of the timestamps, exact, in seconds.
-        end_pts: End of the last frame, which is assumed to last as long as the median frame.
+        pts: Timestamps of all frames, ascending, in units of `time_base`.
+        time_base: Unit of the timestamps, seconds, exact.
+        end_pts: End of the last frame, in units of `time_base`. The last frame is assumed to be as long as the median
+            frame.
         width, height: Resolution of the frames, pixels.
 
     Raises:
         av.FFmpegError: The file cannot be opened or read.
-        ValueError: The file is or may be truncated, it has no video stream, its frames are too large, or a packet has
-            no timestamp.
+        ValueError: The file may be truncated, it has no video stream, its frames are too large, or a packet has no
+            timestamp.
     """
 
     def __init__(self, content: bytes) -> None:
-        from clipmill.shards.timeline.truncation import require_complete  # here, because packets need no container
+        from clipmill.shards.timeline.truncation import require_complete  # here, because packets do not need it
 
         self._content = content
         with self._open() as (container, stream):
@@ -176,17 +183,21 @@ class PlainVideo:
         self.end_pts = self.pts[-1] + (gaps[len(gaps) // 2] if gaps else 1)
 
     def decode(self, frames: Collection[int]) -> "dict[int, av.VideoFrame]":
-        """Decode `frames`; return the intact frames by number. Raise av.FFmpegError if the decoder rejects the file."""
+        """Decode frames, and return those that are intact, by number.
+
+        Raises:
+            av.FFmpegError: The decoder rejects the file.
+        """
         decoded: dict[int, av.VideoFrame] = {}
         with self._open() as (container, stream):
             decoder = container.decode(stream)
-            last_pts: int | None = None  # timestamp of the last frame that the decoder output
+            last_pts: int | None = None  # timestamp of the last frame that was output
             for number in sorted(set(frames)):
                 if not 0 <= number < len(self.pts):
                     continue
                 target = self.pts[number]
                 key_frame = bisect_right(self._key_pts, target) - 1
-                # Seek only to a key frame that has not been reached yet; otherwise decoding on is faster.
+                # Seek only to a key frame after the last frame; otherwise it is faster to continue decoding.
                 if key_frame > 0 and (last_pts is None or self._key_pts[key_frame] > last_pts):
                     container.seek(self._key_pts[key_frame], stream=stream)
                     decoder = container.decode(stream)
@@ -213,26 +224,26 @@ class PlainVideo:
                 raise ValueError("there is no decoder for its codec")
             if stream.width * stream.height > MAX_PIXELS:
                 raise ValueError(f"frames of {stream.width} x {stream.height} are larger than {MAX_PIXELS:,} pixels")
-            # Packets may declare a larger resolution than the header.
+            # The decoder also checks the limit, because packets may declare a larger resolution than the header.
             stream.codec_context.options = {"max_pixels": str(MAX_PIXELS)}
             stream.codec_context.thread_count = 1  # the loader's threads already use all cores
             yield container, stream
 
 
 class ChunkDecoder:
-    """Decoder of chunks, from packets or through the container; each thread has its own contexts."""
+    """Decoder of chunks, from packets or through the container. Thread-safe: each thread has its own contexts."""
 
     def __init__(self) -> None:
         self._local = threading.local()
 
     def decode(self, content: ChunkBytes) -> ChunkFrames:
-        """Return the frames for which `content` was read; see `decode_each`."""
+        """Return the frames of `content`; see `decode_each`."""
         frames: ChunkFrames = {}
         self.decode_each(content, frames.__setitem__)
         return frames
 
-    def decode_each(self, content: ChunkBytes, use: "Callable[[int, av.VideoFrame], None]") -> None:
-        """Call `use` with the index and the frame for each frame of `content`, as soon as the decoder outputs it.
+    def decode_each(self, content: ChunkBytes, handle_frame: "Callable[[int, av.VideoFrame], None]") -> None:
+        """Call `handle_frame` with the presentation index and each frame of `content`, as soon as it is decoded.
 
         Raises:
             SampleFailed: The chunk cannot be decoded, or the decoder does not output a frame.
@@ -240,18 +251,17 @@ class ChunkDecoder:
         import av
 
         missing = set(content.frames)
-
         upright = self._shape_filter(content.timeline) if content.timeline else None
 
-        def use_needed(number: int, frame: av.VideoFrame) -> None:
+        def handle_requested(number: int, frame: av.VideoFrame) -> None:
             if number in missing:
-                use(number, frame if upright is None else upright.frame(frame))
+                handle_frame(number, frame if upright is None else upright.frame(frame))
                 missing.discard(number)
 
         try:
             if content.packets is None:
-                for number, frame in PlainVideo(content.whole).decode(content.frames).items():
-                    use_needed(number, frame)
+                for number, frame in PlainVideo(content.file).decode(content.frames).items():
+                    handle_requested(number, frame)
             else:
                 if not hasattr(self._local, "decoder"):
                     self._local.decoder = PacketDecoder()
@@ -262,14 +272,14 @@ class ChunkDecoder:
                     packets=content.packets,
                     is_strict=content.is_strict,
                 ):
-                    use_needed(number, frame)
+                    handle_requested(number, frame)
         except (av.FFmpegError, ValueError) as error:
             detail = f"{type(error).__name__}: {error}"
             raise SampleFailed(content.key, reason="undecodable", detail=detail) from error
         require_frames(missing, key=content.key)
 
     def _shape_filter(self, timeline_json: str) -> "Upright":
-        """Return the crop and orientation filter for a source's frames.
+        """Return the filter that crops and rotates the frames of a source file.
 
         Each thread keeps its last filter, because building a filter is slow.
         """
@@ -285,7 +295,7 @@ class ChunkDecoder:
 
 
 def require_frames(missing: Collection[int], *, key: str) -> None:
-    """Raise SampleFailed if the decoder did not output the frames `missing`."""
+    """Raise SampleFailed if any frames are missing from the decoder's output."""
     if missing:
         detail = f"the decoder does not output frames {sorted(missing)}"
         raise SampleFailed(key, reason="frame_missing", detail=detail)

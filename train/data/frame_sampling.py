@@ -1,25 +1,25 @@
-"""Sampling of a clip's frames, with exact integer arithmetic and without I/O.
+"""Sampling of the frames of a clip, with exact integer arithmetic and without I/O.
 
-A caption has a span [begin, end) in its video, from which T moments are sampled (`moments_of`):
+A caption has a span [begin, end) in its video, and `moments_of` samples T moments from the span:
 
-    uniform  one moment from each of T equal segments: a random moment in training, the centre in evaluation
-    stride   T moments that are `stride` frames apart (VideoMAE's 16 x 4): the window of T x stride frames lies at a
-             random offset in the span in training, and in its middle in evaluation; in a shorter span, the stride is
-             span / T
-    lavila   LaViLa's rule: the span without its last frame is cut into T segments, with boundaries rounded to frames,
-             half to even; in training, a random frame between two boundaries (inclusive); in evaluation, the lower
+    uniform  one moment from each of T equal segments: a random moment in training, the centre in an evaluation
+    stride   T moments that are `stride` frames apart (VideoMAE's 16 x 4). The window of T x stride frames lies at a
+             random offset in the span in training, and in the middle of the span in an evaluation. If the span is
+             shorter than the window, the stride is span / T
+    lavila   LaViLa's rule: the span without its last frame is divided into T segments, with boundaries rounded half to
+             even to frames. Training shows a random frame between two boundaries (inclusive), an evaluation the lower
              middle frame
 
-An evaluation with several views of a clip takes the moments at `view_offsets` instead of the middle.
+An evaluation with several views of a clip uses the moments at `view_offsets` instead of the middle.
 
 `locate_frames` finds the chunk that covers a moment, and the frame of this chunk that is on screen: frame i of a chunk
 is shown during [start + i / fps, start + (i + 1) / fps). A clip may use frames from several chunks.
 
-Times are in microseconds. Captions have floating-point seconds, which are rounded once, so that 3.3 s is the start of
-frame 33 at 10 fps and not the end of frame 32. Nothing is rounded afterwards: moments are numerators over a common
-denominator.
+Times are in microseconds. The times of captions are floating-point seconds, which are rounded once, so that 3.3 s is
+the start of frame 33 at 10 fps and not the end of frame 32. Nothing is rounded afterwards: moments are numerators over
+a common denominator.
 
-The frames of latent segments are already in memory; `spread_frames` (uniform) and `window_frames` (stride) select from
+All frames of a segment of latents are in memory; `spread_frames` (uniform) and `window_frames` (stride) select from
 them. Shape suffixes: B batch, F frames of a segment, C channels, H and W height and width of a latent, T selected
 frames, K parts.
 """
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import torch
 
 US_PER_S = 1_000_000
-# Starts of chunks are stored in milliseconds, so neighbouring chunks may have a gap or an overlap of this length.
+# Starts of chunks are stored in milliseconds, so there may be a gap or an overlap of this length between two chunks.
 START_ROUNDING_US = 1000
 MIDDLE = Fraction(1, 2)
 _JITTER_STEPS = 1 << 20
@@ -50,7 +50,13 @@ SamplingRule = Literal["uniform", "stride", "lavila"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Rule that samples `num_frames` moments in a span. Only the rule "stride" uses `stride`, in chunk frames."""
+    """Rule for sampling moments from a span.
+
+    Attributes:
+        num_frames: Number of moments.
+        rule: Name of the rule.
+        stride: Distance between moments for the rule "stride", in frames of the chunk.
+    """
 
     num_frames: int
     rule: SamplingRule = "uniform"
@@ -58,13 +64,19 @@ class Sampling:
 
     @property
     def window(self) -> str:
-        """Window of the stride rule, as text."""
+        """Description of the window of the rule "stride"."""
         return f"{self.num_frames} x {self.stride} frames"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkTimes:
-    """Times of a chunk and its frames in the video."""
+    """Times of a chunk and its frames in the video.
+
+    Attributes:
+        start_ms: Start of the chunk in the video, milliseconds.
+        num_frames: Number of frames.
+        fps_num, fps_den: Numerator and denominator of the frame rate.
+    """
 
     start_ms: int
     num_frames: int
@@ -73,30 +85,32 @@ class ChunkTimes:
 
     @property
     def end_us(self) -> Fraction:
-        """Time at which the last frame leaves the screen."""
+        """Time in the video at which the last frame ends, microseconds, exact."""
         return self.start_ms * 1000 + Fraction(self.num_frames * self.fps_den * US_PER_S, self.fps_num)
 
     def frame_at(self, numerator: int, denominator: int) -> int:
-        """Return the frame on screen at numerator / denominator microseconds, not before the start of the chunk."""
+        """Return the frame on screen at numerator / denominator microseconds, at or after the start of the chunk."""
         after_start = numerator - self.start_ms * 1000 * denominator
         return min(after_start * self.fps_num // (self.fps_den * US_PER_S * denominator), self.num_frames - 1)
 
     def frame_begin_us(self, frame: int) -> Fraction:
         """Return the time in the video at which a frame begins, exact, microseconds."""
-        # Use one fraction instead of a sum, which takes twice as long: every clip needs the times of its frames.
+        # A single fraction, because a sum takes twice as long, and every clip needs the times of its frames.
         return Fraction(self.start_ms * 1000 * self.fps_num + frame * self.fps_den * US_PER_S, self.fps_num)
 
     def nominal_frame(self, number: int) -> int:
-        """Return the frame that is shown as frame `number` at the rate of the chunk."""
+        """Return the frame that is shown as frame `number` at the nominal frame rate."""
         return number
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceTimes(ChunkTimes):
-    """Times of a chunk of source frames. Frames may begin at any time; `num_frames` is the count at the nominal rate.
+    """Times of a chunk whose frames are in a source file and may begin at any time.
+
+    `num_frames` is the number of frames at the nominal frame rate.
 
     Attributes:
-        source: Frames of the chunk.
+        source: Frames of the chunk in the source file.
     """
 
     source: SourceFrames
@@ -116,14 +130,14 @@ class SourceTimes(ChunkTimes):
 
 
 def to_seconds(time_us: Fraction) -> float:
-    """Return the float that is nearest to a time, in seconds."""
+    """Convert an exact time in microseconds to the nearest float in seconds."""
     numerator, denominator = time_us.as_integer_ratio()
     return numerator / (denominator * US_PER_S)
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Moments in a video, in order and exact: moment i is numerators[i] / denominator microseconds."""
+    """Exact moments in a video, in ascending order: moment i is numerators[i] / denominator microseconds."""
 
     numerators: tuple[int, ...]
     denominator: int
@@ -131,7 +145,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class FrameIndex:
-    """A frame: index of its chunk in a list of chunks, and index of the frame in the chunk."""
+    """Frame of a list of chunks: the index of the chunk in the list, and the index of the frame in the chunk."""
 
     chunk: int
     frame: int
@@ -146,23 +160,27 @@ def frame_indices(
     rng: np.random.Generator | None,
     num_views: int = 1,
 ) -> list[FrameIndex]:
-    """Return the frames for the span [begin_us, end_us), which lies in `chunks`, at the frame rate of the first chunk.
+    """Return the frames that are sampled from the span [begin_us, end_us).
 
-    Without `rng`, as in evaluation, the function returns the frames of `num_views` views, one view after another.
+    Args:
+        chunks: Chunks that cover the span. The frame rate of the first chunk is used for rules that count frames.
+        rng: Random number generator in training; None in an evaluation.
+        num_views: Number of temporal views in an evaluation. Their frames follow one another.
     """
     fps_num, fps_den = chunks[0].fps_num, chunks[0].fps_den
     frames: list[FrameIndex] = []
-    for at in view_offsets(sampling.rule, 1 if rng is not None else num_views):
-        moments = moments_of(begin_us, end_us, sampling, fps_num=fps_num, fps_den=fps_den, rng=rng, at=at)
+    for offset in view_offsets(sampling.rule, 1 if rng is not None else num_views):
+        moments = moments_of(begin_us, end_us, sampling, fps_num=fps_num, fps_den=fps_den, rng=rng, view_offset=offset)
         frames += locate_frames(moments, chunks)
     return frames
 
 
 def view_offsets(rule: SamplingRule, num_views: int) -> tuple[Fraction, ...]:
-    """Return the offset of each view of a clip, as a fraction from 0 to 1 of the free space that the rule leaves.
+    """Return the offset of each temporal view, as a fraction from 0 to 1 of the space in which the rule can choose.
 
-    With "stride", the windows are spread from the start of the span to its end (VideoMAE's test clips). With the other
-    rules, each segment is sampled at the middles of equal parts. A single view is in the middle for every rule.
+    For "stride", the windows are spread from the start to the end of the span (VideoMAE's test clips). For the other
+    rules, each segment is divided into equal parts, and the views show their middles. A single view is always in the
+    middle.
     """
     if num_views == 1:
         return (MIDDLE,)
@@ -178,11 +196,11 @@ def to_us(seconds: float) -> int:
     return round(seconds * US_PER_S)
 
 
-_LONGEST_S = 1e9  # longer than any video, but far below the limit of microseconds in int64
+_LONGEST_S = 1e9  # longer than any video, but in microseconds far below the limit of int64
 
 
 def to_whole_us(times_s: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Convert to microseconds. Longer times than any video lasts, such as inf, are clipped so that they fit int64."""
+    """Round seconds to microseconds. Times beyond the end of any video, such as inf, are clipped to fit into int64."""
     return np.rint(np.clip(times_s, -_LONGEST_S, _LONGEST_S) * US_PER_S).astype(np.int64)
 
 
@@ -194,31 +212,35 @@ def moments_of(
     fps_num: int,
     fps_den: int,
     rng: np.random.Generator | None,
-    at: Fraction = MIDDLE,
+    view_offset: Fraction = MIDDLE,
 ) -> Moments:
-    """Sample moments in [begin_us, end_us) by the rule `sampling`; `rng` draws them at random, as in training.
+    """Sample moments from the span [begin_us, end_us).
 
     Args:
-        fps_num, fps_den: Frames per second, for the rules that count frames.
-        at: Offset of the view in an evaluation (`view_offsets`).
+        fps_num, fps_den: Numerator and denominator of the frame rate, for rules that count frames.
+        rng: Random number generator in training; None in an evaluation.
+        view_offset: Offset of the view in an evaluation (`view_offsets`).
 
     Raises:
         ValueError: The span is empty, or the number of frames is less than 1.
     """
     count = sampling.num_frames
     if end_us <= begin_us or count < 1:
-        raise ValueError(f"no {count} moments in [{begin_us}, {end_us}) us")
+        raise ValueError(f"cannot sample {count} moments from [{begin_us}, {end_us}) us")
     if sampling.rule == "lavila":
-        return _lavila(begin_us, end_us, count, fps_num=fps_num, fps_den=fps_den, rng=rng, at=at)
+        return _lavila(begin_us, end_us, count, fps_num=fps_num, fps_den=fps_den, rng=rng, view_offset=view_offset)
     if sampling.rule == "stride":
-        offset, steps = at.as_integer_ratio() if rng is None else (int(rng.integers(_JITTER_STEPS)), _JITTER_STEPS)
-        # In units of 1 / (count * fps_num * steps) us, all numbers below are integers.
+        if rng is None:
+            offset, steps = view_offset.as_integer_ratio()
+        else:
+            offset, steps = int(rng.integers(_JITTER_STEPS)), _JITTER_STEPS
+        # All numbers below are integers in units of 1 / (count * fps_num * steps) us.
         span = (end_us - begin_us) * fps_num * steps
         step = min(sampling.stride * fps_den * US_PER_S * steps * count, span)
         first = begin_us * count * fps_num * steps + (span * count - step * count) // steps * offset
         return Moments(tuple(first + number * step for number in range(count)), count * fps_num * steps)
     if rng is None:
-        offsets, steps = [at.numerator] * count, at.denominator
+        offsets, steps = [view_offset.numerator] * count, view_offset.denominator
     else:
         offsets, steps = rng.integers(_JITTER_STEPS, size=count).tolist(), _JITTER_STEPS
     scale, span_us = count * steps, end_us - begin_us
@@ -235,24 +257,27 @@ def _lavila(
     fps_num: int,
     fps_den: int,
     rng: np.random.Generator | None,
-    at: Fraction,
+    view_offset: Fraction,
 ) -> Moments:
     frame_us_num = fps_den * US_PER_S  # over fps_num
     first = begin_us * fps_num // frame_us_num
     last_end = max(first + 1, -(-end_us * fps_num // frame_us_num))
     boundaries = [first + round(Fraction((last_end - first - 1) * number, count)) for number in range(count + 1)]
     frames = [
-        low + math.floor((high - low) * at) if rng is None else int(rng.integers(low, high + 1))
+        low + math.floor((high - low) * view_offset) if rng is None else int(rng.integers(low, high + 1))
         for low, high in pairwise(boundaries)
     ]
-    # Use the middle of the time that each frame is on screen, moved into the span if the frame extends beyond it.
+    # Return the middle of each frame's time on screen, moved into the span if the frame extends beyond the span.
     scale = 2 * fps_num
     earliest, latest = begin_us * scale, end_us * scale - 1
     return Moments(tuple(min(max((2 * frame + 1) * frame_us_num, earliest), latest) for frame in frames), scale)
 
 
 def locate_frames(moments: Moments, chunks: Sequence[ChunkTimes]) -> list[FrameIndex]:
-    """Return the frame on screen at each moment. `chunks` must be chunks of one video, ordered by time.
+    """Return the frame on screen at each moment.
+
+    Args:
+        chunks: Chunks of the same video, ordered by time.
 
     Raises:
         ValueError: A moment is not covered by any chunk.
@@ -268,16 +293,16 @@ def _locate(numerator: int, denominator: int, chunks: Sequence[ChunkTimes]) -> F
         if numerator < (chunk.end_us + START_ROUNDING_US) * denominator:
             return FrameIndex(number, chunk.frame_at(numerator, denominator))
         break
-    raise ValueError(f"no chunk holds the moment {numerator / denominator / US_PER_S:.3f} s")
+    raise ValueError(f"no chunk contains the moment {numerator / denominator / US_PER_S:.3f} s")
 
 
 def window_frames(
     latents_BFCHW: "torch.Tensor", *, num_frames: int, offset_B: NDArray[np.float64] | None
 ) -> "torch.Tensor":
-    """Return `num_frames` consecutive frames of each segment, from the middle or at the offset `offset_B`.
+    """Return `num_frames` consecutive frames of each segment.
 
     Args:
-        offset_B: Offset as a fraction in [0, 1) of the free space; None for the middle.
+        offset_B: Start of the frames, as a fraction in [0, 1) of the possible starts; None for the middle.
     """
     import torch
 
@@ -294,10 +319,10 @@ def window_frames(
 def spread_frames(
     latents_BFCHW: "torch.Tensor", *, num_frames: int, offset_BK: NDArray[np.float64] | None
 ) -> "torch.Tensor":
-    """Return a frame from each of `num_frames` equal parts of a segment, from the middle or at the offset `offset_BK`.
+    """Return a frame from each of `num_frames` equal parts of a segment.
 
     Args:
-        offset_BK: Offset as a fraction in [0, 1) of the part; None for the middle.
+        offset_BK: Position of the frame in each part, as a fraction in [0, 1) of the part; None for the middle.
     """
     import torch
 

@@ -17,7 +17,7 @@ from clipmill.manifests.store import read_videos
 from clipmill.shards.columns import VIDEO
 from clipmill.train.config.clips import CaptionSettings, ClipSettings
 from clipmill.train.config.shards import KINDS, Content, DataSettings, data_folder_error, kind_of, parse_mix
-from clipmill.train.data.clip_frames import SIMPLE_SHARE, ClipShape, Views
+from clipmill.train.data.clip_frames import SIMPLE_FRACTION, ClipShape, Views
 from clipmill.train.data.data_folder import DataFolder, open_data_folder
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
@@ -131,7 +131,7 @@ def clip_shape(settings: ClipSettings, *, views: Views) -> ClipShape:
         size_px=settings.size_px,
         crop=settings.crop,
         min_crop_area=settings.min_crop_area,
-        simple_share=settings.size_px / settings.short_side_px if settings.short_side_px else SIMPLE_SHARE,
+        simple_fraction=settings.size_px / settings.short_side_px if settings.short_side_px else SIMPLE_FRACTION,
         views=views,
     )
 

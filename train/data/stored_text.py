@@ -1,4 +1,4 @@
-"""Embeddings of captions that `prep text` stored, and their locations in the tars of the `text` column."""
+"""Embeddings that `prep text` stored for captions, and their locations in the tars of the `text` column."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,12 +37,13 @@ _ITEM_BYTES = 2  # float16
 
 @dataclass(frozen=True)
 class TextMembers:
-    """Members that contain embeddings, ordered by place. Each array has one entry per video.
+    """Tar members that contain embeddings, one per video, ordered by place. Each array has one entry per member.
+
+    A place is an offset in the concatenation of all tars, bytes (clipmill.train.data.mapped_tars).
 
     Attributes:
-        width: Width D of embeddings.
-        place, size_bytes, crc32: Place, size and checksum of the payload (header and array). A place is an offset in
-            the concatenation of all tars (clipmill.train.data.mapped_tars).
+        width: Dimension D of embeddings.
+        place, size_bytes, crc32: Place, size and checksum of the member's payload (header and array).
         video_row: Row of the video; -1 if the video is not requested.
         max_tokens: Length of the longest sequence if texts are stored as sequences of vectors; 0 for embeddings.
     """
@@ -56,15 +57,15 @@ class TextMembers:
 
     @property
     def row_bytes(self) -> int:
-        """Size of an embedding, or of one vector of a sequence."""
+        """Size of an embedding, or of one vector of a sequence, bytes."""
         return self.width * _ITEM_BYTES
 
     def member_at(self, place: Any) -> Any:
-        """Return the member that contains the embedding at a place; for an array of places, an array of members."""
+        """Return the member that contains the embedding at a place; an array of members for an array of places."""
         return np.searchsorted(self.place, place, side="right") - 1
 
     def verify_in(self, tars: MappedTars) -> VerifiedMembers:
-        """Return these members in `tars`. Each member is verified when it is first loaded."""
+        """Return a loader of these members from `tars`, which verifies a member when it is first loaded."""
 
         def payload(member: int) -> Payload:
             return Payload(int(self.place[member]), int(self.size_bytes[member]), int(self.crc32[member]))
@@ -72,20 +73,20 @@ class TextMembers:
         return VerifiedMembers(tars, len(self.place), payload, column=TEXT, noun="embeddings")
 
     def row_of(self, content: memoryview, member: int, place: int, *, num_tokens: int = 1) -> Part:
-        """Return the embedding or sequence at a place, given the bytes of its member."""
+        """Return the embedding or sequence at a place, as a part of the bytes of its member."""
         begin = place - int(self.place[member])
         return content, begin, begin + num_tokens * self.row_bytes
 
 
 @dataclass(frozen=True)
 class TextRows:
-    """Embeddings of captions, ordered by caption ID.
+    """Embeddings of captions, ordered by caption ID. Each array has one entry per caption.
 
     Attributes:
-        caption_id: IDs of the captions, ascending.
-        video_row: Row of the caption's video, as in `TextMembers`.
-        place: Place of the embedding, or of the first vector of a sequence.
-        num_tokens: Lengths of the sequences; None for embeddings.
+        caption_id: ID of the caption, ascending.
+        video_row: Row of the caption's video; -1 if the video is not requested.
+        place: Place of the embedding, or of the first vector of the sequence (see `TextMembers`).
+        num_tokens: Length of the sequence; None if texts are stored as embeddings.
     """
 
     caption_id: NDArray[np.int64]
@@ -105,23 +106,25 @@ class TextRows:
         has_text = self.caption_id[index] == caption_id
         mismatches = np.flatnonzero(has_text & (self.video_row[index] != video_row))
         if len(mismatches):
-            at = int(mismatches[0])
-            other_row = int(self.video_row[index[at]])
-            other = repr(video_ids[other_row].as_py()) if other_row >= 0 else "a video that is not of this split"
+            number = int(mismatches[0])
+            other_row = int(self.video_row[index[number]])
+            other = f"video {video_ids[other_row].as_py()!r}" if other_row >= 0 else "a video of another split"
             raise UserError(
-                f"caption {caption_id[at]} is of video {video_ids[int(video_row[at])].as_py()!r} in the manifest, and "
-                f"of {other} in the text column: they belong to different datasets",
+                f"caption {caption_id[number]} belongs to video {video_ids[int(video_row[number])].as_py()!r} in the "
+                f"manifest, but to {other} in the text column",
                 hint=f"run prep {command_for(TEXT)} again, or use the text column of this manifest",
             )
         return np.where(has_text, index, -1)
 
 
 def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa.Array) -> tuple[TextMembers, TextRows]:
-    """Collect the embeddings of all captions from a variant's merged table or, without a table, from its indexes.
+    """Return the locations of the embeddings of all captions.
+
+    They come from the variant's merged table or, if there is none, from the indexes of its shards.
 
     Args:
         starts: Place of each shard's tar.
-        video_ids: Videos; a video's row is its index in this array.
+        video_ids: IDs of the requested videos. The row of a video is its index in this array.
 
     Raises:
         UserError: Embeddings differ in width, or an index does not match its tar.
@@ -132,11 +135,11 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
     by_shard = np.lexsort((table["row"].to_numpy(), shard_of))
     widths = table["width"].to_numpy()
     if (other := np.flatnonzero(widths[by_shard] != widths[by_shard[0]])).size:
-        first, second = (int(by_shard[at]) for at in (other[0] - 1, other[0]))
-        first_tar, second_tar = (tars.path(int(shard_of[at])) for at in (first, second))
+        first, second = (int(by_shard[number]) for number in (other[0] - 1, other[0]))
+        first_tar, second_tar = (tars.path(int(shard_of[number])) for number in (first, second))
         raise UserError(
             f"text embeddings differ in width: {widths[first]} in {first_tar}, {widths[second]} in {second_tar}",
-            hint=f"all embeddings of a variant must have the same width: run prep {command_for(TEXT)} again",
+            hint=f"run prep {command_for(TEXT)} again, because all embeddings of a variant must have the same width",
         )
     row_bytes = int(widths[0]) * _ITEM_BYTES
     num_rows = table["num_rows"].to_numpy().astype(np.int64)
@@ -155,9 +158,9 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
     same_lists = pc.all(pc.equal(pc.list_value_length(table["caption_row"]), pc.list_value_length(table["caption_id"])))
     wrong = (caption_row < 0) | (caption_row >= num_rows[member])
     if not same_lists.as_py() or wrong.any():
-        at = int(shard_of[member[wrong.argmax()]]) if wrong.any() else 0
-        shard = variant.shard(int(tars.shard_ids[at]))
-        raise unusable_error(shard.index_path, shard.commit.column, "it names rows that its tar does not have")
+        number = int(shard_of[member[wrong.argmax()]]) if wrong.any() else 0
+        shard = variant.shard(int(tars.shard_ids[number]))
+        raise unusable_error(shard.index_path, shard.commit.column, "it lists rows that its tar does not have")
     by_place = np.argsort(place, kind="stable")
     members = TextMembers(
         width=int(widths[0]),
@@ -185,19 +188,25 @@ def require_embeddings(variant: Variant, data_dir: Path) -> None:
     """Raise a UserError if texts are stored as sequences of vectors instead of one embedding per text."""
     if variant.recipe.get("max_tokens"):
         raise UserError(
-            f"{variant.directory} has a sequence of vectors for each text, and this needs one embedding",
-            hint=f"run {how_to_make(TEXT, data_dir)}; sequences are read by open_latents",
+            f"{variant.directory} has a sequence of vectors for each text, but one embedding per text is needed",
+            hint=f"run {how_to_make(TEXT, data_dir)}, or read the sequences with open_latents",
         )
 
 
 class StoredText:
-    """The memory-mapped `text` column. It takes 20 bytes per caption, regardless of the width. Thread-safe.
+    """Memory-mapped `text` column. It takes 20 bytes of memory per caption, regardless of the width. Thread-safe.
 
     The embeddings of a video are verified when one of them is first needed.
 
     Args:
-        videos: Everything that determines `video_ids` (clipmill.train.data.node_cache).
-        tars: Reader of the tars of a remote data folder. The complete tars are fetched into the cache.
+        video_ids: IDs of the requested videos.
+        videos: Values that identify everything that affects `video_ids` (clipmill.train.data.node_cache).
+        tars: Reader of the tars of a remote data folder, which downloads complete tars into the cache; None for a local
+            folder.
+
+    Attributes:
+        variant_name: Name of the variant.
+        depends_on: Values that identify the version of the variant.
 
     Raises:
         UserError: The column does not exist, or a tar is missing or truncated.
@@ -237,23 +246,23 @@ class StoredText:
 
     @property
     def encoder(self) -> str:
-        """Encoder that made the embeddings, as text."""
+        """Name, weights fingerprint and width of the encoder that made the embeddings."""
         return encoder_of(self._variant)
 
     @property
     def width(self) -> int:
-        """Width D of the embeddings."""
+        """Dimension D of the embeddings."""
         return self._members.width
 
-    def has(self, caption_id: NDArray[np.int64], *, video_row: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def has_embedding(self, caption_id: NDArray[np.int64], *, video_row: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return a mask of the captions that have an embedding; raise UserError as `TextRows.find` does."""
         return self._rows.find(caption_id, video_row=video_row, video_ids=self._video_ids) >= 0
 
     def embedding(self, caption_id: int, *, key: str) -> NDArray[np.float16]:
-        """Return a caption's embedding, float16 [D], with unit length. The caption must have an embedding.
+        """Return the unit-length embedding of a caption, float16 [D]. The caption must have an embedding.
 
         Args:
-            key: Key of the sample that needs the embedding.
+            key: Key of the sample that needs the embedding, for the error.
 
         Raises:
             SampleFailed: The embeddings of the caption's video do not match their checksum.

@@ -335,8 +335,10 @@ def _frames_on_screen(
     tick_us = video.time_base * US_PER_S
     fps = Fraction(len(video.pts) * US_PER_S) / ((video.end_pts - video.pts[0]) * tick_us)
     ticks: list[int] = []
-    for at in view_offsets(sampling.rule, 1 if rng is not None else num_views):
-        moments = moments_of(*span_us, sampling, fps_num=fps.numerator, fps_den=fps.denominator, rng=rng, at=at)
+    for offset in view_offsets(sampling.rule, 1 if rng is not None else num_views):
+        moments = moments_of(
+            *span_us, sampling, fps_num=fps.numerator, fps_den=fps.denominator, rng=rng, view_offset=offset
+        )
         divisor = moments.denominator * tick_us.numerator
         ticks += [numerator * tick_us.denominator // divisor for numerator in moments.numerators]
     frames = np.searchsorted(np.array(video.pts) - video.pts[0], ticks, side="right") - 1

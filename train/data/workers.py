@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.train.data.batch import Batch, BatchRing, Sample
-from clipmill.train.data.clip_frames import rgb_pictures
+from clipmill.train.data.clip_frames import rgb_frames
 from clipmill.train.data.loader import Block, LoaderSettings, SampleRequest
 from clipmill.train.data.outcomes import FailedSample
 
@@ -237,7 +237,7 @@ class ThreadedReader(ABC):
         video = loaded["video"]
         if video.ndim == 2:  # YUV planes
             size_px = math.isqrt(video.shape[1] * 2 // 3)
-            video = rgb_pictures(video, loaded["colour"], size_px=size_px)
+            video = rgb_frames(video, loaded["colour"], size_px=size_px)
         return list(video[:num_frames])
 
     def deviations(self) -> list[str]:

@@ -173,7 +173,7 @@ def _write_table(path: Path, tables: Iterable[pa.Table], *, schema: pa.Schema) -
 
 
 def _clip_tables(samples: Samples[ClipReader], sample_N: NDArray[np.int64]) -> Iterator[pa.Table]:
-    paths = samples.reader.chunks.source_paths()
+    paths = samples.reader.chunks.source_paths
     for begin in range(0, len(sample_N), _ROWS_PER_GROUP):
         rows = sample_N[begin : begin + _ROWS_PER_GROUP]
         texts: Any = pa.nulls(len(rows), pa.string())
@@ -186,7 +186,7 @@ def _clip_tables(samples: Samples[ClipReader], sample_N: NDArray[np.int64]) -> I
 
 
 def _caption_tables(samples: Samples[ClipReader], row_of_sample: NDArray[np.int64]) -> Iterator[pa.Table]:
-    clip_M, paths = samples.captions.rows.choice.clip_of_entry, samples.reader.chunks.source_paths()
+    clip_M, paths = samples.captions.rows.choice.clip_of_entry, samples.reader.chunks.source_paths
     for begin in range(0, len(clip_M), _ROWS_PER_GROUP):
         clips = clip_M[begin : begin + _ROWS_PER_GROUP]
         entries = np.arange(begin, begin + len(clips))

@@ -21,7 +21,7 @@ from clipmill.train.data.clip_frames import (
     crop_clip_in_graph,
     indices_of,
     make_clip,
-    rgb_pictures,
+    rgb_frames,
     simple_rectangle,
 )
 from clipmill.train.data.frame_sampling import Sampling
@@ -121,7 +121,7 @@ def test_a_simple_crop_is_a_crop_of_the_resized_frame_to_the_pixel(scale: int, s
     frame = av.VideoFrame.from_ndarray(noise, format="yuv420p")
     shape = ClipShape(sampling=Sampling(num_frames=1), size_px=224, crop="simple")
     clip = make_clip([frame], shape, rng=np.random.default_rng(seed), in_graph=False, key="v")
-    drawn = simple_rectangle(width, height, share=224 / 256, rng=np.random.default_rng(seed))
+    drawn = simple_rectangle(width, height, fraction=224 / 256, rng=np.random.default_rng(seed))
     chroma = noise[height:].reshape(2, height // 2, width // 2)
     for plane, whole, grid in zip(parts(clip.video[0], 224), (noise[:height], *chroma), (1, 2, 2), strict=True):
         side, begin = 224 // grid, [offset / grid / scale for offset in (drawn.top, drawn.left)]
@@ -149,7 +149,7 @@ def test_foreign_pixel_formats_keep_their_colours(pixel_format: str) -> None:
     assert as_yuv420(frame).format.name in ("yuv420p", "yuvj420p")
     shape = ClipShape(sampling=Sampling(num_frames=1), size_px=32)
     clip = make_clip([frame], shape, rng=None, in_graph=False, key="v")
-    shown = rgb_pictures(clip.video, clip.colour, size_px=32)[0][16, 16].astype(int)
+    shown = rgb_frames(clip.video, clip.colour, size_px=32)[0][16, 16].astype(int)
     expected = [60, 60, 60] if pixel_format == "gray" else [200, 0, 0]
     assert np.abs(shown - expected).max() <= 6, shown
 
@@ -165,7 +165,7 @@ def test_frames_of_different_sizes_make_no_clip() -> None:
 def test_rgb_on_the_cpu_is_what_the_device_makes_of_the_planes(colour: int) -> None:
     """Within two levels: chroma is rounded to whole levels in between."""
     clip = crop_clip([smooth_frame(160, 120, phase=phase) for phase in (0.0, 1.0)], Rectangle(3, 5, 99, 97), size_px=64)
-    pictures = rgb_pictures(clip, colour, size_px=64).astype(int)
+    pictures = rgb_frames(clip, colour, size_px=64).astype(int)
     on_device = to_rgb_uint8(torch.from_numpy(clip)[None], torch.tensor([colour], dtype=torch.uint8), size_px=64)
     difference = np.abs(pictures - on_device[0].numpy())
     assert difference.max() <= 2 and difference.mean() < 0.5

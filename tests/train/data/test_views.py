@@ -63,7 +63,7 @@ def test_looks_at_equal_segments_are_spread_within_each() -> None:
 def test_no_look_leaves_the_span(rule: SamplingRule, num_views: int) -> None:
     sampling = Sampling(num_frames=3, rule=rule, stride=5)
     for at in view_offsets(rule, num_views):
-        moments = moments_of(1_200_000, 2_700_001, sampling, fps_num=30, fps_den=1, rng=None, at=at)
+        moments = moments_of(1_200_000, 2_700_001, sampling, fps_num=30, fps_den=1, rng=None, view_offset=at)
         assert all(1_200_000 <= time / moments.denominator < 2_700_001 for time in moments.numerators)
 
 

@@ -21,7 +21,7 @@ from clipmill.shards.columns import TEXT
 from clipmill.shards.reader import Variant
 from clipmill.train.data.caption_rows import SplitCaptions, captions_of_split, used_texts
 from clipmill.train.data.captions import RowCaptions, choice_from_entries, same_text, smallest_integers
-from clipmill.train.data.chunks import evenly_of_each, require_same_manifest
+from clipmill.train.data.chunks import require_same_manifest
 from clipmill.train.data.classes import ClassList, labelled_rows
 from clipmill.train.data.data_folder import Selection, rows_of
 from clipmill.train.data.frame_sampling import US_PER_S
@@ -111,7 +111,7 @@ def make_segment_table(
         if query.max_segments is None:
             return shown
         videos = records.video_row[segments.chunk_of(shown)].astype(np.int64)
-        kept = shown[evenly_of_each(videos, at_most=query.max_segments)]
+        kept = shown[_spread_over_videos(videos, max_per_video=query.max_segments)]
         num_left_out = len(shown) - len(kept)
         return kept
 
@@ -119,7 +119,7 @@ def make_segment_table(
     label: NDArray[np.int64] | None = None
     remarks: list[str] = []
     if stored_captions is not None:
-        selected = selection.of_captions()
+        selected = selection.select_captions()
         require_same_manifest(query.data_dir, manifest)  # rows and selected rows must come from the same manifest
         segment, captions, remarks = pair_captions(
             query,
@@ -170,6 +170,18 @@ def make_segment_table(
         label=label,
         remarks=(*remarks_on_segments, *remarks, *selection.remarks()),
     )
+
+
+def _spread_over_videos(videos: NDArray[np.int64], *, max_per_video: int) -> NDArray[np.int64]:
+    """Return the rows of up to `max_per_video` evenly spaced samples of each video.
+
+    Args:
+        videos: Number of the video of each sample, ascending.
+    """
+    _, first, count = np.unique(videos, return_index=True, return_counts=True)
+    count, number = np.repeat(count, count), np.arange(len(videos)) - np.repeat(first, count)
+    num_taken = np.minimum(count, max_per_video)
+    return np.flatnonzero((number + 1) * num_taken // count > number * num_taken // count)
 
 
 def _without_other_splits(
@@ -448,7 +460,7 @@ def label_segments(
     video_row = rows_of(table["video_id"], video_ids)
     is_of_split = is_in_splits(table, read_videos(data_dir), [split])
     labelled = labelled_rows(table, is_of_split=is_of_split, classes=classes)
-    selected = selection.of_captions(table)
+    selected = selection.select_captions(table)
     begin_s, end_s = (table[name].to_numpy()[labelled.row] for name in ("begin_s", "end_s"))
     spans = SegmentSpans(records, segments)
     label_NL = np.full((len(segments), len(classes)), -1)

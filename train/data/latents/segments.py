@@ -23,7 +23,7 @@ from clipmill.manifests.keys import chunk_key
 from clipmill.shards.columns import LATENTS, command_for
 from clipmill.shards.reader import Variant
 from clipmill.train.data.classes import ClassList
-from clipmill.train.data.data_folder import index_in, own_in_order
+from clipmill.train.data.data_folder import index_in, rows_with_video
 from clipmill.train.data.frame_sampling import US_PER_S
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.mapped_tars import MappedTars, Payload, member_rows, places_of
@@ -142,7 +142,7 @@ def read_records(
     table, member = rows.table.drop_columns("video_id"), rows.member
     num_unknown = int((index_in(entries, known_ids) < 0)[codes].sum())
     video_row = index_in(entries, video_ids).astype(np.int32)[codes]
-    with_video, order = own_in_order(video_row, table["start_ms"].to_numpy())
+    with_video, order = rows_with_video(video_row, table["start_ms"].to_numpy())
     if with_video is not None:
         table, video_row = table.take(pa.array(with_video)), video_row[with_video]
     if not len(table):

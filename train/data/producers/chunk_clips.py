@@ -240,7 +240,7 @@ def _make_label_table(
     captions, selection = read_captions(data_dir) if captions is None else captions, chunks.selection
     is_of_split = is_in_splits(captions, read_videos(data_dir), [split])
     labelled = labelled_rows(captions, is_of_split=is_of_split, classes=classes)
-    rows, selected = labelled.row, selection.of_captions(captions)
+    rows, selected = labelled.row, selection.select_captions(captions)
     times = {name: captions[name].to_numpy()[rows] for name in ("begin_s", "end_s")}
     video_row = rows_of(captions["video_id"], chunks.video_ids)[rows]
     usable = usable_captions(

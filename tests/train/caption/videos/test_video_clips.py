@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from clipmill.prep.synthetic import FrameNumberVideo, read_frame_number
 from clipmill.shards.reader import Variant
-from clipmill.train.data.clip_frames import ClipShape, Rectangle, centre_square, make_clip, rgb_pictures
+from clipmill.train.data.clip_frames import ClipShape, Rectangle, centre_square, make_clip, rgb_frames
 from clipmill.train.data.decoders import ChunkDecoder, read_chunk
 from clipmill.train.data.frame_sampling import US_PER_S, ChunkTimes, Sampling, frame_indices, moments_of
 from clipmill.train.tasks.caption.video_windows import WindowClip, read_timing, shown_square, window_clips
@@ -164,7 +164,7 @@ def test_white_of_a_gif_is_white(tmp_path: Path) -> None:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format="rgb8")))
         container.mux(stream.encode(None))
     [clip] = clips(path, size_px=16)
-    [*_, picture] = rgb_pictures(clip.video, clip.colour, size_px=16)
+    [*_, picture] = rgb_frames(clip.video, clip.colour, size_px=16)
     assert picture.min() >= 250  # a limited range would make it 235
 
 
