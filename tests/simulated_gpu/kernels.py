@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 CALLS: Counter[str] = Counter()
-_MOST_BLOCKS = 65_535
+_MAX_BLOCKS = 65_535
 
 
 def require_grid(num_sequences: int, num_heads: int) -> None:
     """Raise what CUDA raises where a kernel of attention is launched for too many sequences or heads."""
-    if max(num_sequences, num_heads) > _MOST_BLOCKS:
+    if max(num_sequences, num_heads) > _MAX_BLOCKS:
         raise RuntimeError(f"CUDA error: invalid configuration argument ({num_sequences} sequences, {num_heads} heads)")
 
 

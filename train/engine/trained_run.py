@@ -12,7 +12,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.device.precision import Precision, choose_device, open_precision
 from clipmill.train.models.attention import AttentionBackend, open_attention
-from clipmill.train.models.attention_choice import is_chosen, previous_backend
+from clipmill.train.models.attention_choice import needs_choice, previous_backend
 from clipmill.train.models.dual_encoder import ModelShape, size_of
 from clipmill.train.models.transformer import remove_adapters
 from clipmill.train.optim.parameters import rename_as_in
@@ -127,7 +127,7 @@ def prepare_run(
     """
     device = choose_device(settings.device)
     # Prefer the backend that the run was trained with, if it can be used on this device.
-    previous = previous_backend(facts, device_type=device.type) if is_chosen(settings, device=device) else None
+    previous = previous_backend(facts, device_type=device.type) if needs_choice(settings, device=device) else None
     precision = open_precision(settings.precision, device_type=device.type)
     return TrainedRun(
         run=run,

@@ -1,6 +1,6 @@
 """Common interface to attention implementations: xformers or torch's kernels on CUDA, torch's kernels elsewhere.
 
-Shape suffixes: B batch, M tokens, H heads, K width of a head; n sequences of the same length L.
+Shape suffixes: B batch, M tokens, H heads, K width of a head, L tokens of a sequence.
 """
 
 import logging
@@ -18,32 +18,35 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from clipmill.manifests.errors import UserError
 from clipmill.train.device.transfer import send
 
-# Limits of one call to a GPU's attention kernel, and splitting of larger calls. B: sequences.
+# Limits of one call to an attention kernel on a GPU, and the splitting of larger calls. B is the number of sequences.
 
 # Sequences and heads are the second and third grid dimensions of every fused kernel. CUDA limits these dimensions.
-_MOST_BLOCKS = 65_535
-# FlashAttention's backward pass counts the elements of a query gradient in 32 bits, padded to these multiples; packed
-# sequences have padding in addition to their tokens.
-_MOST_ELEMENTS, _PADDED_TOKENS, _PADDED_WIDTH = 2**31, 128, 64
+_MAX_BLOCKS = 65_535
+# FlashAttention's backward pass indexes the elements of a query gradient with 32 bits, after padding tokens and width
+# to these multiples. Packed sequences are padded even if their length is a multiple.
+_MAX_ELEMENTS, _PADDED_TOKENS, _PADDED_WIDTH = 2**31, 128, 64
 
 
-def most_sequences(num_tokens: int, num_heads: int, head_width: int, *, packed: bool = False) -> int:
-    """Return the number of sequences that a kernel can process in one call, at least 1.
+def max_sequences(num_tokens: int, num_heads: int, head_width: int, *, packed: bool = False) -> int:
+    """Return the maximum number of sequences that a kernel can process in one call, at least 1.
 
     Args:
         num_tokens: Number of tokens per sequence; the average number if sequences are packed.
+        num_heads: Number of heads.
+        head_width: Width of a head.
+        packed: True if the sequences are packed.
     """
     padded_tokens = num_tokens + _PADDED_TOKENS if packed else -(-num_tokens // _PADDED_TOKENS) * _PADDED_TOKENS
     padded_width = -(-head_width // _PADDED_WIDTH) * _PADDED_WIDTH
-    return max(1, min(_MOST_BLOCKS, _MOST_ELEMENTS // (padded_tokens * padded_width * num_heads)))
+    return max(1, min(_MAX_BLOCKS, _MAX_ELEMENTS // (padded_tokens * padded_width * num_heads)))
 
 
 def attend_in_parts(attend: Callable[[Tensor, Tensor, Tensor], Tensor], *qkv_BMHK: Tensor) -> Tensor:
-    """Call `attend`, split by heads and batch if a GPU's kernel cannot process all of them in one call."""
+    """Call `attend` once, or on parts of the heads and batch if they are too many for one call to a GPU's kernel."""
     num_sequences, num_tokens, num_heads, head_width = qkv_BMHK[0].shape
     if qkv_BMHK[0].is_cuda:
-        most = most_sequences(num_tokens, min(num_heads, _MOST_BLOCKS), head_width)
-        for dim, size, limit in ((2, num_heads, _MOST_BLOCKS), (0, num_sequences, most)):
+        batch_limit = max_sequences(num_tokens, min(num_heads, _MAX_BLOCKS), head_width)
+        for dim, size, limit in ((2, num_heads, _MAX_BLOCKS), (0, num_sequences, batch_limit)):
             if size > limit:
                 parts = zip(*(x.split(limit, dim) for x in qkv_BMHK), strict=True)
                 return torch.cat([attend_in_parts(attend, *part) for part in parts], dim)
@@ -57,14 +60,14 @@ def attend_in_parts(attend: Callable[[Tensor, Tensor, Tensor], Tensor], *qkv_BMH
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
-    """The layout of a row of packed sequences, as made by `pack`. Index tensors are int64.
+    """Layout of a row of packed sequences, created by `pack`. Index tensors are int64.
 
     Attributes:
         lengths: Number of tokens of each sequence, at least 1.
         longest: Length of the longest sequence.
-        sequence_M: Sequence of each token.
-        position_M: Position of each token in its sequence, counted from 0.
-        place_M: Index of each token in the flattened padded batch, [N * longest].
+        sequence_M: Index of each token's sequence.
+        position_M: Position of each token in its sequence, from 0.
+        slot_M: Index of each token in the flattened padded batch, [N * longest].
         end_N: Index of each sequence's last token.
     """
 
@@ -72,7 +75,7 @@ class Packing:
     longest: int
     sequence_M: torch.Tensor
     position_M: torch.Tensor
-    place_M: torch.Tensor
+    slot_M: torch.Tensor
     end_N: torch.Tensor
 
     @property
@@ -81,24 +84,24 @@ class Packing:
         return len(self.lengths)
 
     @cached_property
-    def rows_by_length(self) -> tuple[tuple[int, torch.Tensor], ...]:
-        """Each length L that occurs, with the indices of the tokens of all sequences of this length: int64 [n * L]."""
+    def tokens_by_length(self) -> tuple[tuple[int, torch.Tensor], ...]:
+        """Each length L in the row, with the indices of all tokens in sequences of this length, int64 [n * L]."""
         lengths_N = torch.tensor(self.lengths)
-        begins_N = lengths_N.cumsum(0) - lengths_N
+        starts_N = lengths_N.cumsum(0) - lengths_N
         tokens = {
-            length: (begins_N[lengths_N == length][:, None] + torch.arange(length)).flatten()
+            length: (starts_N[lengths_N == length][:, None] + torch.arange(length)).flatten()
             for length in sorted(set(self.lengths))
         }
-        return tuple((length, send(tokens_nL, self.place_M.device)) for length, tokens_nL in tokens.items())
+        return tuple((length, send(tokens_nL, self.slot_M.device)) for length, tokens_nL in tokens.items())
 
     @cached_property
-    def prepared_values(self) -> dict[str, Any]:
-        """Cache of values that an attention implementation computes from the lengths, once for all blocks, by name."""
+    def cached_values(self) -> dict[str, Any]:
+        """Values that attention implementations compute from the lengths once for all blocks, by implementation."""
         return {}
 
 
 def pack(lengths: Sequence[int], *, device: torch.device) -> Packing:
-    """Pack sequences of these lengths, with index tensors on `device`.
+    """Return the layout of packed sequences with these lengths, with index tensors on `device`.
 
     Raises:
         ValueError: There are no sequences, or a sequence is empty.
@@ -108,30 +111,30 @@ def pack(lengths: Sequence[int], *, device: torch.device) -> Packing:
     longest = max(lengths)
     # Compute the indices on the host, and copy them in one transfer.
     lengths_N = torch.tensor(lengths)
-    begins_N = lengths_N.cumsum(0) - lengths_N
+    starts_N = lengths_N.cumsum(0) - lengths_N
     sequence_M = torch.repeat_interleave(torch.arange(len(lengths)), lengths_N)
-    position_M = torch.arange(len(sequence_M)) - begins_N[sequence_M]
+    position_M = torch.arange(len(sequence_M)) - starts_N[sequence_M]
     end_N = lengths_N.cumsum(0) - 1
-    places = torch.cat([sequence_M, position_M, sequence_M * longest + position_M, end_N])
+    all_indices = torch.cat([sequence_M, position_M, sequence_M * longest + position_M, end_N])
     num_tokens = len(sequence_M)
-    sequence_M, position_M, place_M, end_N = send(places, device).split([num_tokens] * 3 + [len(lengths)])
-    indices = {"sequence_M": sequence_M, "position_M": position_M, "place_M": place_M, "end_N": end_N}
+    sequence_M, position_M, slot_M, end_N = send(all_indices, device).split([num_tokens] * 3 + [len(lengths)])
+    indices = {"sequence_M": sequence_M, "position_M": position_M, "slot_M": slot_M, "end_N": end_N}
     return Packing(lengths=tuple(lengths), longest=longest, **indices)
 
 
 AttentionChoice = Literal["auto", "xformers", "sdpa", "flash", "cudnn", "naive"]
-# Selectable SDPA kernels by name, each followed by the fallbacks for shapes that it does not support.
+# Selectable SDPA kernels by name. After each kernel come the fallbacks for shapes that it does not support.
 _FALLBACKS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-PREFERRED = {"flash": _FALLBACKS, "cudnn": [SDPBackend.CUDNN_ATTENTION, *_FALLBACKS]}
+SDPA_KERNELS = {"flash": _FALLBACKS, "cudnn": [SDPBackend.CUDNN_ATTENTION, *_FALLBACKS]}
 
 
 class Attend(Protocol):
-    """softmax(q k^T / sqrt(K)) v for each head. Arguments and result are [B, M, H, K].
+    """Attention function, which returns softmax(q k^T / sqrt(K)) v for each head. All tensors are [B, M, H, K].
 
     Args:
         causal: True to let each token attend only to itself and to earlier tokens.
-        packing: Layout of the packed sequences that the tokens belong to; B is then 1. A token attends only to its own
-            sequence, and attention is causal.
+        packing: Layout of the packed sequences that the tokens belong to; B is then 1. A token attends only to itself
+            and to earlier tokens of its sequence.
     """
 
     def __call__(
@@ -141,7 +144,7 @@ class Attend(Protocol):
 
 @runtime_checkable
 class HasHeads(Protocol):
-    """A module that calls an `Attend` with heads of width `head_width`."""
+    """Module that calls an `Attend` with heads of width `head_width`."""
 
     attend: Attend
     head_width: int
@@ -149,7 +152,7 @@ class HasHeads(Protocol):
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """The selected implementation and the reason for the choice."""
+    """Selected attention implementation, with the reason for its selection."""
 
     name: str
     reason: str
@@ -157,9 +160,11 @@ class AttentionBackend:
 
 
 def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool = False) -> AttentionBackend:
-    """Select an implementation for a device (`cpu`, `cuda`): by name or, for "auto", xformers on a GPU, otherwise SDPA.
+    """Select an attention implementation by name. "auto" selects xformers on a GPU if it is usable, otherwise SDPA.
 
     Args:
+        choice: Value of --attention.
+        device_type: Type of the device, `cpu` or `cuda`.
         compiles: True if the model is compiled by torch.compile, which can trace SDPA but not xformers.
 
     Raises:
@@ -169,14 +174,14 @@ def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool 
         return AttentionBackend("naive", "requested by --attention naive, to compare", attend_naively)
     if choice == "sdpa":
         return AttentionBackend("sdpa", "requested by --attention sdpa", attend_with_sdpa)
-    if choice in ("xformers", *PREFERRED) and device_type != "cuda":
+    if choice in ("xformers", *SDPA_KERNELS) and device_type != "cuda":
         raise UserError(
-            f"{choice} has no attention for a {device_type.upper()} (requested by --attention {choice})",
+            f"--attention {choice} does not support a {device_type.upper()}",
             hint="use --attention sdpa, or --device cuda",
             flags=("--attention",),
         )
-    if choice in PREFERRED:
-        return AttentionBackend(choice, f"requested by --attention {choice}", attend_preferring(choice))
+    if choice in SDPA_KERNELS:
+        return AttentionBackend(choice, f"requested by --attention {choice}", attend_with_kernel(choice))
     if device_type != "cuda":
         return AttentionBackend("sdpa", f"xformers has no attention for a {device_type.upper()}", attend_with_sdpa)
     if choice == "auto" and compiles:
@@ -186,8 +191,8 @@ def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool 
     except ImportError as error:
         if choice == "xformers":
             raise UserError(
-                f"xformers cannot be imported: {error} (requested by --attention xformers)",
-                hint="install it, or use --attention sdpa",
+                f"--attention xformers cannot import xformers: {error}",
+                hint="install xformers, or use --attention sdpa",
                 flags=("--attention",),
             ) from error
         return AttentionBackend("sdpa", f"xformers cannot be imported: {error}", attend_with_sdpa)
@@ -196,21 +201,21 @@ def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool 
     return AttentionBackend("xformers", "the device is a GPU", attend_with_xformers_or_sdpa)
 
 
-# xformers release whose dispatcher and operators the tests cover, and the name of its flag for "compiled with CUDA".
-_TESTED, _BUILT = "0.0.35", "_built_with_cuda"
+# Release of xformers whose dispatcher and operators the tests cover, and its flag that it was compiled with CUDA.
+_TESTED_VERSION, _BUILD_FLAG = "0.0.35", "_built_with_cuda"
 
 
 @cache
 def load_xformers() -> str | None:
-    """Load xformers; return the reason why its compiled library failed to load, or None if it loaded.
+    """Load xformers. Return the reason why its compiled library failed to load, or None if it loaded.
 
-    The library contains only kernels for 2:4 sparsity, and no attention (docs/models.md). Its warning is therefore
-    suppressed in runs, and shown by `train doctor`. xformers' attention uses torch's kernels, but it rejects every GPU
-    if the library is missing, so this function sets the flag that it checks. xformers checks separately whether torch's
-    kernels accept its arguments (xformers.ops.fmha.torch_attention_compat).
+    The library contains only kernels for 2:4 sparsity, and no attention (docs/models.md). Runs therefore suppress its
+    warning, and `train doctor` shows it. xformers' attention uses torch's kernels, but rejects every GPU if the library
+    is missing, so this function sets the flag that xformers checks. xformers checks separately whether torch's kernels
+    accept its arguments (xformers.ops.fmha.torch_attention_compat).
 
     Raises:
-        ImportError: xformers is not installed, does not match this torch, or lacks the flag.
+        ImportError: xformers is not installed, does not match this version of torch, or lacks the flag.
     """
     logging.getLogger("xformers").setLevel(logging.ERROR)
     import xformers.ops
@@ -218,25 +223,26 @@ def load_xformers() -> str | None:
     error: BaseException | None = getattr(import_module("xformers._cpp_lib"), "_cpp_library_load_exception", None)
     if error is not None and torch.version.cuda is not None:
         names = vars(import_module("xformers.ops.fmha.common"))
-        if _BUILT not in names:
+        if _BUILD_FLAG not in names:
             raise ImportError(
-                f"xformers {xformers.__version__} has no xformers.ops.fmha.common.{_BUILT}, which clipmill sets "
-                f"because its compiled library does not load with torch {torch.__version__}: install xformers {_TESTED}"
+                f"xformers {xformers.__version__} has no xformers.ops.fmha.common.{_BUILD_FLAG}, which clipmill sets "
+                f"because its compiled library does not load with torch {torch.__version__}: install xformers "
+                f"{_TESTED_VERSION}"
             )
-        names[_BUILT] = True
+        names[_BUILD_FLAG] = True
     # The innermost cause mentions the missing library.
     while error is not None and error.__cause__ is not None:
         error = error.__cause__
     return None if error is None else str(error)
 
 
-def attend_preferring(kernel: str) -> Attend:
-    """Return `attend_with_sdpa` with a preferred kernel (`PREFERRED`), and fallbacks for shapes it does not support."""
+def attend_with_kernel(kernel: str) -> Attend:
+    """Return `attend_with_sdpa` with a kernel from `SDPA_KERNELS`, and with fallbacks for unsupported shapes."""
 
     def attend(
         q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
     ) -> Tensor:
-        with sdpa_kernel(PREFERRED[kernel], set_priority=True):
+        with sdpa_kernel(SDPA_KERNELS[kernel], set_priority=True):
             return attend_with_sdpa(q_BMHK, k_BMHK, v_BMHK, causal=causal, packing=packing)
 
     return attend
@@ -245,10 +251,10 @@ def attend_preferring(kernel: str) -> Attend:
 def attend_with_sdpa(
     q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
 ) -> Tensor:
-    """Compute `Attend` with torch.nn.functional.scaled_dot_product_attention."""
+    """Implement `Attend` with torch.nn.functional.scaled_dot_product_attention."""
     if packing is not None:
-        # A compiled block must not depend on the lengths in a batch, so it cannot loop over lengths. On a GPU, padding
-        # is faster than launching one kernel per length.
+        # A compiled block must not depend on the lengths in a batch, so it cannot loop over them. On a GPU, padding is
+        # faster than launching one kernel per length.
         is_padded = torch.compiler.is_compiling() or q_BMHK.is_cuda
         attend = _attend_padded if is_padded else _attend_by_length
         return attend(attend_with_sdpa, q_BMHK, k_BMHK, v_BMHK, packing)
@@ -256,7 +262,7 @@ def attend_with_sdpa(
 
 
 def attend_masked(q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, mask_MM: Tensor) -> Tensor:
-    """Attend only where `mask_MM` is True, by scaled_dot_product_attention."""
+    """Attend only where `mask_MM` is True, with scaled_dot_product_attention."""
     return attend_in_parts(partial(_scaled_dot_product, attn_mask=mask_MM), q_BMHK, k_BMHK, v_BMHK)
 
 
@@ -268,12 +274,12 @@ def _scaled_dot_product(q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, **option
 def attend_with_xformers(
     q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
 ) -> Tensor:
-    """Compute `Attend` with xformers.ops.memory_efficient_attention."""
+    """Implement `Attend` with xformers.ops.memory_efficient_attention."""
     load_xformers()
     from xformers import ops
 
-    # A packed row cannot be split without new offsets. SDPA pads the row, and can split the padded batch.
-    if packing is not None and packing.num_sequences > most_sequences(
+    # Splitting a packed row would require new offsets. SDPA pads the row instead, and can split the padded batch.
+    if packing is not None and packing.num_sequences > max_sequences(
         -(-q_BMHK.shape[1] // packing.num_sequences), *q_BMHK.shape[2:], packed=True
     ):
         return attend_with_sdpa(q_BMHK, k_BMHK, v_BMHK, packing=packing)
@@ -281,7 +287,7 @@ def attend_with_xformers(
     return attend_in_parts(partial(ops.memory_efficient_attention, attn_bias=bias), q_BMHK, k_BMHK, v_BMHK)
 
 
-# Cached results of the search for xformers kernels, by all properties that its dispatcher considers except lengths.
+# Cache: True if xformers has a kernel, by all properties that its dispatcher considers except lengths.
 _HAS_KERNEL: dict[tuple[Any, ...], bool] = {}
 
 
@@ -290,7 +296,7 @@ def attend_with_xformers_or_sdpa(
 ) -> Tensor:
     """Call `attend_with_xformers`, or `attend_with_sdpa` if xformers has no kernel for the head width or precision.
 
-    A model may have heads of several widths, so each call makes this choice.
+    The choice is made for each call, because a model may have heads of several widths.
     """
     needs_gradient = any(x.requires_grad for x in (q_BMHK, k_BMHK, v_BMHK))
     kind = (q_BMHK.device, q_BMHK.dtype, q_BMHK.shape[3], causal, packing is None, needs_gradient)
@@ -309,24 +315,24 @@ def _xformers_bias(*, causal: bool, packing: Packing | None) -> Any:
 
     if packing is None:
         return ops.LowerTriangularMask() if causal else None
-    bias = packing.prepared_values.get("xformers")
+    bias = packing.cached_values.get("xformers")
     if bias is None:
-        # Compute the offsets on the device from the packing; xformers would copy them to the device.
+        # Compute the offsets on the device, because xformers would copy them to it.
         bias = ops.fmha.attn_bias.BlockDiagonalCausalMask.from_seqlens(
             list(packing.lengths), device=torch.device("cpu")
         )
         begin_N1 = functional.pad(packing.end_N + 1, (1, 0)).int()
         bias.q_seqinfo.seqstart = bias.k_seqinfo.seqstart = begin_N1
-        packing.prepared_values["xformers"] = bias
+        packing.cached_values["xformers"] = bias
     return bias
 
 
 def xformers_operators(
     q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
 ) -> tuple[str, str | None]:
-    """Return the operators that `attend_with_xformers` uses, forward and backward (None without gradients).
+    """Return the forward and backward operators that `attend_with_xformers` uses; backward is None without gradients.
 
-    xformers' own dispatcher chooses them. It raises NotImplementedError if no operator supports these tensors.
+    xformers' own dispatcher chooses the operators. It raises NotImplementedError if no operator supports the tensors.
     """
     load_xformers()
     from xformers.ops.fmha import dispatch
@@ -346,7 +352,7 @@ def xformers_operators(
 def attend_naively(
     q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
 ) -> Tensor:
-    """Compute `Attend` with the complete score matrix in memory: the reference for the other implementations."""
+    """Implement `Attend` with the complete score matrix in memory, as a reference for the other implementations."""
     if packing is not None:
         return _attend_padded(attend_naively, q_BMHK, k_BMHK, v_BMHK, packing)
     num_tokens, head_width = q_BMHK.shape[1], q_BMHK.shape[3]
@@ -360,21 +366,21 @@ def attend_naively(
 
 
 def _attend_padded(attend: Attend, q_1MHK: Tensor, k_1MHK: Tensor, v_1MHK: Tensor, packing: Packing) -> Tensor:
-    """Pad packed sequences, and attend within them. Padding is at the end, so that no token attends to it."""
+    """Pad packed sequences, and attend within them. Padding is at the end, so no token attends to it."""
     num_sequences, longest = packing.num_sequences, packing.longest
 
     def pad(x_1MHK: Tensor) -> Tensor:
         empty = x_1MHK.new_zeros(num_sequences * longest, *x_1MHK.shape[2:])
-        return empty.index_copy(0, packing.place_M, x_1MHK[0]).unflatten(0, (num_sequences, longest))
+        return empty.index_copy(0, packing.slot_M, x_1MHK[0]).unflatten(0, (num_sequences, longest))
 
     out_BLHK = attend(pad(q_1MHK), pad(k_1MHK), pad(v_1MHK), causal=True)
-    return out_BLHK.flatten(0, 1).index_select(0, packing.place_M)[None]
+    return out_BLHK.flatten(0, 1).index_select(0, packing.slot_M)[None]
 
 
 def _attend_by_length(attend: Attend, q_1MHK: Tensor, k_1MHK: Tensor, v_1MHK: Tensor, packing: Packing) -> Tensor:
     """Attend within packed sequences, with one call per length, so that no padding is needed."""
     outs, row_indices = [], []
-    for length, rows in packing.rows_by_length:
+    for length, rows in packing.tokens_by_length:
         q_nLHK, k_nLHK, v_nLHK = (
             x[0].index_select(0, rows).unflatten(0, (-1, length)) for x in (q_1MHK, k_1MHK, v_1MHK)
         )

@@ -1,11 +1,11 @@
-"""Selection of a run's attention backend, and the kernels that the backend uses.
+"""Select a run's attention backend, and report the kernels that the backend uses.
 
 On a GPU, `--attention auto` means xformers, with SDPA for heads and precisions for which xformers has no kernel.
-Results of different kernels differ in the last digits, so a run keeps the backend with which it began. run.json records
-the backend for commands that open the run again.
+Results of different kernels differ in the last digits, so a run keeps the backend with which it started. run.json
+records the backend for commands that open the run later.
 
-Kernels are not inferred from version numbers: torch reports SDPA's choice (`torch._fused_sdp_choice`, which SDPA itself
-calls), and xformers' dispatcher reports its choice.
+Kernels are not inferred from version numbers: `torch._fused_sdp_choice`, which SDPA itself calls, reports the choice of
+SDPA, and xformers' dispatcher reports its choice.
 
 Shape suffixes: B batch, M tokens, H heads, K width of a head.
 """
@@ -24,7 +24,7 @@ from clipmill.manifests.errors import UserError, first_line
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import (
-    PREFERRED,
+    SDPA_KERNELS,
     AttentionBackend,
     AttentionChoice,
     HasHeads,
@@ -36,7 +36,7 @@ from clipmill.train.models.attention import (
 )
 from clipmill.train.models.dual_encoder import size_of
 
-_OF_SDPA = {
+_SDPA_NAMES = {
     SDPBackend.MATH: "math (all scores in memory)",
     SDPBackend.EFFICIENT_ATTENTION: "memory-efficient (CUTLASS)",
     SDPBackend.CUDNN_ATTENTION: "cuDNN",
@@ -46,7 +46,7 @@ _OF_SDPA = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """An attention kernel and the distribution that contains it (torch, cuDNN, xformers, flash-attn, flash-attn-3)."""
+    """Attention kernel, with the library that contains it (torch, cuDNN, xformers, flash-attn, flash-attn-3)."""
 
     library: str
     name: str
@@ -57,7 +57,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of a call; `backward` is None if no input requires a gradient."""
+    """Kernels that a call uses; `backward` is None if no input requires a gradient."""
 
     forward: Kernel
     backward: Kernel | None
@@ -79,7 +79,10 @@ def kernels_of(
     causal: bool = False,
     packing: Packing | None = None,
 ) -> Kernels:
-    """Return the kernels that an implementation (xformers, sdpa, flash, cudnn, naive) uses for arguments of `Attend`.
+    """Return the kernels that an attention implementation uses for arguments of `Attend`.
+
+    Args:
+        attention: Name of the implementation: xformers, sdpa, flash, cudnn or naive.
 
     Raises:
         NotImplementedError: The implementation has no kernel for these arguments.
@@ -90,28 +93,28 @@ def kernels_of(
         return Kernels(kernel, kernel if needs_gradient else None)
     if attention == "xformers":
         forward, backward = xformers_operators(q_BMHK, k_BMHK, v_BMHK, causal=causal, packing=packing)
-        return Kernels(of_xformers(forward), None if backward is None else of_xformers(backward))
+        return Kernels(xformers_kernel(forward), None if backward is None else xformers_kernel(backward))
     if packing is not None:
         # Packed sequences are padded for SDPA, or passed to it one length at a time.
         shape = (packing.num_sequences, packing.longest, *q_BMHK.shape[2:])
         q_BMHK, k_BMHK, v_BMHK = (x.new_zeros(shape).requires_grad_(x.requires_grad) for x in (q_BMHK, k_BMHK, v_BMHK))
     q_BHMK, k_BHMK, v_BHMK = (x.transpose(1, 2) for x in (q_BMHK, k_BMHK, v_BMHK))
-    with sdpa_kernel(PREFERRED[attention], set_priority=True) if attention in PREFERRED else nullcontext():
+    with sdpa_kernel(SDPA_KERNELS[attention], set_priority=True) if attention in SDPA_KERNELS else nullcontext():
         choice = torch._fused_sdp_choice(q_BHMK, k_BHMK, v_BHMK, is_causal=causal or packing is not None)
-    chosen = SDPBackend(choice)
-    if chosen == SDPBackend.ERROR:
+    backend = SDPBackend(choice)
+    if backend == SDPBackend.ERROR:
         raise NotImplementedError(f"SDPA has no kernel for {tuple(q_BHMK.shape)} of {q_BHMK.dtype}")
-    if chosen == SDPBackend.FLASH_ATTENTION:
+    if backend == SDPBackend.FLASH_ATTENTION:
         kernel = Kernel("torch", _flash_name(q_BHMK.device))
-    elif chosen == SDPBackend.CUDNN_ATTENTION:
+    elif backend == SDPBackend.CUDNN_ATTENTION:
         kernel = Kernel(f"cuDNN {cudnn_version()}", "fused attention")
     else:
-        kernel = Kernel("torch", _OF_SDPA[chosen])
+        kernel = Kernel("torch", _SDPA_NAMES[backend])
     return Kernels(kernel, kernel if needs_gradient else None)
 
 
-def of_xformers(operator: str) -> Kernel:
-    """Return the kernel that an operator uses, from its NAME (xformers 0.0.35: "fa2F@2.5.7-pt", "cutlassB-pt")."""
+def xformers_kernel(operator: str) -> Kernel:
+    """Return the kernel for the NAME of an xformers operator, such as "fa2F@2.5.7-pt" or "cutlassB-pt" (0.0.35)."""
     library = "xformers"
     if operator.endswith("-pt"):
         library = "torch"
@@ -122,8 +125,8 @@ def of_xformers(operator: str) -> Kernel:
     return Kernel(library, operator.removesuffix("-pt"))
 
 
-def why_no_operator(error: NotImplementedError) -> str:
-    """Return the reasons in an error from xformers' dispatcher on one line: the first reason for each operator."""
+def operator_reasons(error: NotImplementedError) -> str:
+    """Return the first reason for each operator in an error from xformers' dispatcher, on one line."""
     reasons: dict[str, str] = {}
     operator = ""
     for line in str(error).splitlines():
@@ -132,7 +135,7 @@ def why_no_operator(error: NotImplementedError) -> str:
         elif operator:
             # Remove the set of supported values, whose order is not deterministic.
             reasons.setdefault(operator, re.sub(r" \(supported: .*", "", line.strip()))
-    # Omit operators whose library is missing, because these reasons do not help the user.
+    # Omit operators whose library is missing, because this reason does not help the user.
     parts = [f"{name}: {reason}" for name, reason in reasons.items() if "wasn't built" not in reason]
     return "; ".join(["No operator found", *parts])
 
@@ -154,11 +157,11 @@ def cudnn_version() -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
-# The choice of a run.
+# Choice of a run's backend.
 
 CHOICE_FACT = "attention_choice"
-_OF_AUTO = ("xformers", "sdpa", "flash", "cudnn")
-# Fastest backend for GPUs by compute capability, such as {(9, 0): "cudnn"}, from the output of `python -m
+_AUTO_BACKENDS = ("xformers", "sdpa", "flash", "cudnn")
+# Fastest backend by compute capability of the GPU, such as {(9, 0): "cudnn"}, as measured by `python -m
 # benchmarks.gpu --first`. It is empty until a GPU has been measured.
 FASTEST: dict[tuple[int, int], AttentionChoice] = {}
 _NUM_TOKENS, _CAPTION_LENGTHS = 197, (12, 9, 17, 26)
@@ -172,48 +175,51 @@ def choose_attention(
     world: World = World(),  # noqa: B008 - frozen
     facts: dict[str, Any] | None = None,
 ) -> tuple[AttentionBackend, dict[str, Any]]:
-    """Open the attention backend of a run. All ranks call this function and get the same backend.
+    """Open the attention backend of a run. All ranks must call this function, and get the same backend.
 
     Args:
+        settings: Settings of the run.
+        device: Device of this rank.
         products: Dtype of matrix products (clipmill.train.device.precision); None for float32.
-        facts: run.json of the resumed run.
+        world: Ranks of the run.
+        facts: Content of run.json if the run is resumed.
 
     Returns:
-        The backend, and an entry of run.json about the choice.
+        The backend, and the entry for run.json that records the choice.
 
     Raises:
         UserError: The requested backend is not available.
     """
-    kept = {CHOICE_FACT: facts[CHOICE_FACT]} if facts and CHOICE_FACT in facts else {}
-    if not is_chosen(settings, device=device):
-        return open_attention(settings.attention, device_type=device.type, compiles=settings.compile), kept
+    recorded_choice = {CHOICE_FACT: facts[CHOICE_FACT]} if facts and CHOICE_FACT in facts else {}
+    if not needs_choice(settings, device=device):
+        return open_attention(settings.attention, device_type=device.type, compiles=settings.compile), recorded_choice
     if (attention := previous_backend(facts or {}, device_type=device.type)) is not None:
-        return attention, kept
-    name, reason = world.first(lambda: _first_that_works(settings, device=device, products=products))
-    attention = world.each(lambda: _open_chosen(name, device_type=device.type))
+        return attention, recorded_choice
+    name, reason = world.first(lambda: _find_backend(settings, device=device, products=products))
+    attention = world.each(lambda: _open_choice(name, device_type=device.type))
     return replace(attention, reason=reason), {CHOICE_FACT: name}
 
 
-def is_chosen(settings: ClipSettings, *, device: torch.device) -> bool:
-    """Return True if a backend has to be chosen: the settings do not select one, and the device supports several."""
+def needs_choice(settings: ClipSettings, *, device: torch.device) -> bool:
+    """Return True if the settings do not select a backend, and the device supports several."""
     return settings.attention == "auto" and device.type == "cuda" and not settings.compile
 
 
 def previous_backend(facts: dict[str, Any], *, device_type: str) -> AttentionBackend | None:
-    """Return the backend with which a run on a GPU began, from its run.json; None if no usable backend is recorded."""
-    if (name := facts.get(CHOICE_FACT)) not in _OF_AUTO:
+    """Return the backend with which a run on a GPU started; None if run.json does not record a usable backend."""
+    if (name := facts.get(CHOICE_FACT)) not in _AUTO_BACKENDS:
         return None
     try:
-        attention = _open_chosen(name, device_type=device_type)
+        attention = _open_choice(name, device_type=device_type)
     except UserError:
         return None
     return replace(attention, reason="as when the run began") if attention.name == name else None
 
 
-def _open_chosen(name: AttentionChoice, *, device_type: str) -> AttentionBackend:
-    """Open the backend that `auto` has chosen.
+def _open_choice(name: AttentionChoice, *, device_type: str) -> AttentionBackend:
+    """Open the backend that `auto` has selected.
 
-    With xformers, SDPA computes the heads for which xformers has no kernel.
+    If this is xformers, SDPA computes heads for which xformers has no kernel.
     """
     return open_attention("auto" if name == "xformers" else name, device_type=device_type)
 
@@ -221,7 +227,7 @@ def _open_chosen(name: AttentionChoice, *, device_type: str) -> AttentionBackend
 def kernels_fact(
     attention: AttentionBackend, settings: ClipSettings, *, device: torch.device, products: torch.dtype | None
 ) -> str:
-    """Describe the kernels and the library that compute a run's attention for clips and for packed captions."""
+    """Describe the kernels that compute a run's attention, for clips and for packed captions, with their library."""
     try:
         clips = _kernels(attention.name, settings, device=device, products=products)
         captions = _kernels(
@@ -235,10 +241,13 @@ def kernels_fact(
 def describe_fallback(
     attention: AttentionBackend, model: nn.Module | None, *, device: torch.device, products: torch.dtype | None
 ) -> Iterator[str]:
-    """Yield a line for each head width in a model for which xformers has no kernel.
+    """Yield a line for each head width of a model for which xformers has no kernel.
 
     Args:
+        attention: Backend of the run.
         model: Model or its outline (clipmill.train.engine.task); None if the task has no model.
+        device: Device of this rank.
+        products: Dtype of matrix products; None for float32.
 
     Raises:
         UserError: xformers was requested by name, but has no kernel for one of the widths.
@@ -249,28 +258,28 @@ def describe_fallback(
         try:
             _kernels_of_heads("xformers", (1, width), device=device, products=products)
         except NotImplementedError as error:
-            what = f"xformers has no kernel for heads of width {width} here: {why_no_operator(error)}"
+            problem = f"xformers has no kernel for heads of width {width}: {operator_reasons(error)}"
             if attention.attend is attend_with_xformers:
                 raise UserError(
-                    f"{what} (requested by --attention xformers)",
-                    hint="use --attention auto, or other heads",
+                    f"{problem} (requested by --attention xformers)",
+                    hint="use --attention auto, or a different number of heads",
                     flags=("--attention",),
                 ) from error
-            yield f"attention of heads of width {width}: sdpa ({what})"
+            yield f"attention of heads of width {width}: sdpa ({problem})"
 
 
-def _first_that_works(
+def _find_backend(
     settings: ClipSettings, *, device: torch.device, products: torch.dtype | None
 ) -> tuple[AttentionChoice, str]:
     """Return the backend that `--attention auto` uses on a GPU, and the reason."""
     capability = torch.cuda.get_device_capability(device)
-    if (measured := FASTEST.get(capability)) is not None:
-        return measured, f"the fastest on GPUs of compute capability {'.'.join(map(str, capability))}"
+    if (fastest := FASTEST.get(capability)) is not None:
+        return fastest, f"the fastest on GPUs of compute capability {'.'.join(map(str, capability))}"
     attention = open_attention("auto", device_type=device.type)
     try:
         _kernels(attention.name, settings, device=device, products=products)
     except NotImplementedError as error:
-        return "sdpa", f"{attention.name} has no kernel for this precision, GPU and model: {why_no_operator(error)}"
+        return "sdpa", f"{attention.name} has no kernel for this precision, GPU and model: {operator_reasons(error)}"
     return cast(AttentionChoice, attention.name), attention.reason
 
 
@@ -282,7 +291,7 @@ def _kernels(
     products: torch.dtype | None,
     packing: Packing | None = None,
 ) -> Kernels:
-    """Return the kernels of a backend for clips or, with a `packing`, for captions."""
+    """Return the kernels that a backend uses for clips or, with a `packing`, for captions."""
     size = size_of(settings.model, settings.towers)
     trunk = size.video.trunk if packing is None else size.text.trunk
     heads = (trunk.num_heads, trunk.width // trunk.num_heads)
@@ -297,7 +306,7 @@ def _kernels_of_heads(
     products: torch.dtype | None,
     packing: Packing | None = None,
 ) -> Kernels:
-    """Return the kernels of a backend for heads (number, width); raise NotImplementedError if there are none."""
+    """Return the kernels that a backend uses for `heads` (number, width); raise NotImplementedError without kernels."""
     num_tokens = _NUM_TOKENS if packing is None else sum(packing.lengths)
     qkv = torch.zeros((1, num_tokens, 3, *heads), dtype=products or torch.float32, device=device, requires_grad=True)
     return kernels_of(name, *qkv.unbind(2), causal=packing is not None, packing=packing)

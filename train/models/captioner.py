@@ -1,11 +1,11 @@
 """Captioner: a video tower, and a GPT-2 decoder that attends to the tower's tokens.
 
-GPT-2 is a causal text decoder (Radford et al. 2019); here, each block also has cross-attention to a video. The
-architecture equals transformers' `GPT2LMHeadModel(add_cross_attention=True)`: pre-norm, tanh-approximated GELU,
-learned positions, and tied input and output embeddings.
+GPT-2 is a causal text decoder (Radford et al. 2019). Each block of our decoder also has cross-attention to a video, as
+in transformers' `GPT2LMHeadModel(add_cross_attention=True)`: pre-norm, tanh approximation of GELU, learned positions,
+and tied input and output embeddings.
 
 Shape suffixes: V videos, C channels, T frames, H and W pixels, R rows of text (V * n, grouped by video), L tokens of a
-row, N tokens of a video, D decoder width, E tower width, K vocabulary size (W in GPT-2).
+row, N tokens of a video, D decoder width, E tower width, H heads, K width of a head, W vocabulary size.
 """
 
 from collections.abc import Iterable
@@ -23,11 +23,8 @@ from clipmill.train.models.transformer import LayerNorm, Linear, Mlp, SelfAttent
 #
 # Each of V videos can have n texts: R = V * n rows, grouped by video. The keys and values of a video are computed once
 # for all of its rows.
-#
-# Shape suffixes: V videos, R rows of text, L tokens of a row, N tokens of a video, D width, H heads, K width of a head.
 
-
-_STD = 0.02
+_STD = 0.02  # standard deviation of GPT-2's initial weights
 
 
 class CrossAttention(nn.Module):
@@ -48,14 +45,14 @@ class CrossAttention(nn.Module):
 
     def forward(self, x_RLD: Tensor, k_VNHK: Tensor, v_VNHK: Tensor) -> Tensor:
         """Attend from text [R, L, D] to the videos, [R, L, D]."""
-        # All rows of a video are queries to the same keys, so the keys do not have to be repeated.
-        q = apply_to_few(self.q_proj, x_RLD).view(len(k_VNHK), -1, self.num_heads, k_VNHK.shape[3])
-        return apply_to_few(self.out_proj, self.attend(q, k_VNHK, v_VNHK).reshape(x_RLD.shape))
+        # Treat all rows of a video as queries to the same keys, so that the keys need not be repeated.
+        q = apply_to_few_rows(self.q_proj, x_RLD).view(len(k_VNHK), -1, self.num_heads, k_VNHK.shape[3])
+        return apply_to_few_rows(self.out_proj, self.attend(q, k_VNHK, v_VNHK).reshape(x_RLD.shape))
 
 
 @dataclass
 class BlockCache:
-    """Key-value cache of a block: keys and values of the videos and of the text, preallocated for all text tokens."""
+    """Key-value cache of a block, for the videos and for the text. Memory for all text tokens is preallocated."""
 
     k_RHLK: Tensor
     v_RHLK: Tensor
@@ -65,7 +62,7 @@ class BlockCache:
 
 @dataclass
 class TextCache:
-    """Caches of blocks, by block index. They contain the first `num_tokens` tokens of each row."""
+    """Caches of blocks, by block index. The caches contain the first `num_tokens` tokens of each row."""
 
     blocks: dict[int, BlockCache]
     num_tokens: int = 0
@@ -74,8 +71,8 @@ class TextCache:
         """Reorder or drop rows, as beam search does.
 
         Args:
-            rows_r: Row that each new row continues, int64.
-            videos_v: Videos of the new rows, int64; None for all videos.
+            rows_r: Index of the old row that each new row continues, int64.
+            videos_v: Indices of the videos to keep, int64; None for all videos.
         """
         for block in self.blocks.values():
             for x in (block.k_RHLK, block.v_RHLK):
@@ -89,7 +86,7 @@ class TextCache:
 
 
 class Gpt2Block(nn.Module):
-    """Pre-norm residual block of causal attention, cross-attention and an MLP, with dropout after each."""
+    """Pre-norm residual block with causal attention, cross-attention and an MLP, each followed by dropout."""
 
     num_branches = 3
 
@@ -106,7 +103,7 @@ class Gpt2Block(nn.Module):
             nn.init.normal_(layer.weight, std=_STD)
             nn.init.zeros_(layer.bias)
         nn.init.normal_(self.attn.in_proj_weight, std=_STD)
-        # GPT-2's initialisation: the initial weights at the end of residual branches are smaller in deeper models.
+        # GPT-2's initialisation: the weights at the end of residual branches are smaller in deeper models.
         for layer in (self.attn.out_proj, self.cross_attn.out_proj, self.mlp.c_proj):
             nn.init.normal_(layer.weight, std=_STD * (2 * size.depth) ** -0.5)
             nn.init.zeros_(layer.bias)
@@ -114,52 +111,53 @@ class Gpt2Block(nn.Module):
     def forward(self, x_RLD: Tensor, video_VND: Tensor, *, branches: Tensor | None = None) -> Tensor:
         """Compute the block's output [R, L, D]; `branches` is None, because the block has no drop path."""
         x_RLD = x_RLD + self.dropout(self.attn(self.ln_1(x_RLD), causal=True, packing=None))
-        seen_RLD = self.cross_attn(self.ln_cross(x_RLD), *self.cross_attn.keys_and_values(video_VND))
-        x_RLD = x_RLD + self.dropout(seen_RLD)
-        changed_RLD: Tensor = x_RLD + self.dropout(self.mlp(self.ln_2(x_RLD)))
-        return changed_RLD
+        attended_RLD = self.cross_attn(self.ln_cross(x_RLD), *self.cross_attn.keys_and_values(video_VND))
+        x_RLD = x_RLD + self.dropout(attended_RLD)
+        output_RLD: Tensor = x_RLD + self.dropout(self.mlp(self.ln_2(x_RLD)))
+        return output_RLD
 
     def start(self, video_VND: Tensor, *, num_rows: int, num_tokens: int) -> BlockCache:
-        """Create the cache for `num_rows` rows of at most `num_tokens` tokens."""
+        """Create a cache for `num_rows` rows of up to `num_tokens` tokens."""
         k_VNHK, v_VNHK = (
             # Keep the memory of each head contiguous, because a step reads all keys of a head in sequence.
             x.transpose(1, 2).contiguous().transpose(1, 2)
             for x in self.cross_attn.keys_and_values(video_VND)
         )
-        heads, head_width = k_VNHK.shape[2:]
-        k_RHLK, v_RHLK = (k_VNHK.new_empty(num_rows, heads, num_tokens, head_width) for _ in range(2))
+        num_heads, head_width = k_VNHK.shape[2:]
+        k_RHLK, v_RHLK = (k_VNHK.new_empty(num_rows, num_heads, num_tokens, head_width) for _ in range(2))
         return BlockCache(k_RHLK=k_RHLK, v_RHLK=v_RHLK, video_k_VNHK=k_VNHK, video_v_VNHK=v_VNHK)
 
-    def step(self, x_RLD: Tensor, cache: BlockCache, *, begin: int) -> Tensor:
-        """Compute the block's output for the tokens from position `begin` on; the cache contains all earlier tokens.
+    def step(self, x_RLD: Tensor, cache: BlockCache, *, offset: int) -> Tensor:
+        """Compute the block's output for tokens that start at position `offset`. The cache contains all earlier tokens.
 
-        Only the first step may have several tokens per row; ValueError otherwise.
+        Raises:
+            ValueError: A step after the first has several tokens per row.
         """
-        if begin and x_RLD.shape[1] > 1:
-            raise ValueError(f"{x_RLD.shape[1]} tokens a row in a step that is not the first")
+        if offset and x_RLD.shape[1] > 1:
+            raise ValueError(f"{x_RLD.shape[1]} tokens per row: only the first step may have several")
         attention = self.attn
         num_rows, num_tokens, width = x_RLD.shape
-        end = begin + num_tokens
-        qkv = attention.product(self.ln_1(x_RLD), attention.in_proj_bias, multiply=linear_for_few)
+        end = offset + num_tokens
+        qkv = attention.product(self.ln_1(x_RLD), attention.in_proj_bias, multiply=linear_of_few_rows)
         q_RLHK, k_RLHK, v_RLHK = qkv.view(num_rows, num_tokens, 3, attention.num_heads, -1).unbind(2)
-        cache.k_RHLK[:num_rows, :, begin:end] = k_RLHK.transpose(1, 2)
-        cache.v_RHLK[:num_rows, :, begin:end] = v_RLHK.transpose(1, 2)
+        cache.k_RHLK[:num_rows, :, offset:end] = k_RLHK.transpose(1, 2)
+        cache.v_RHLK[:num_rows, :, offset:end] = v_RLHK.transpose(1, 2)
         k_RLHK, v_RLHK = (x[:num_rows, :, :end].transpose(1, 2) for x in (cache.k_RHLK, cache.v_RHLK))
-        out_RLHK = attention.attend(q_RLHK, k_RLHK, v_RLHK, causal=begin == 0 and num_tokens > 1)
-        x_RLD = x_RLD + apply_to_few(attention.out_proj, out_RLHK.reshape(num_rows, num_tokens, width))
+        out_RLHK = attention.attend(q_RLHK, k_RLHK, v_RLHK, causal=offset == 0 and num_tokens > 1)
+        x_RLD = x_RLD + apply_to_few_rows(attention.out_proj, out_RLHK.reshape(num_rows, num_tokens, width))
         x_RLD = x_RLD + self.cross_attn(self.ln_cross(x_RLD), cache.video_k_VNHK, cache.video_v_VNHK)
-        hidden = self.mlp.activate(apply_to_few(self.mlp.c_fc, self.ln_2(x_RLD)))
-        changed_RLD: Tensor = x_RLD + self.mlp.c_proj(hidden)
-        return changed_RLD
+        hidden = self.mlp.activate(apply_to_few_rows(self.mlp.c_fc, self.ln_2(x_RLD)))
+        output_RLD: Tensor = x_RLD + self.mlp.c_proj(hidden)
+        return output_RLD
 
 
-_FEW = 4  # maximum number of rows
+_FEW = 4  # maximum number of rows for `weight @ x`
 
 
-def linear_for_few(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `torch.nn.functional.linear`; for up to four rows on a CPU, compute it as weight @ x.
+def linear_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute `torch.nn.functional.linear`. For up to four rows on a CPU, compute it as weight @ x.
 
-    For layers that do not reduce the width, BLAS libraries then need half the time (docs/captions.md).
+    This halves the time that BLAS libraries take for layers that do not reduce the width (docs/captions.md).
     """
     rows = x.numel() // x.shape[-1]
     if x.device.type != "cpu" or rows > _FEW or weight.shape[0] < weight.shape[1]:
@@ -168,9 +166,9 @@ def linear_for_few(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return out if bias is None else out + bias.to(out.dtype)
 
 
-def apply_to_few(layer: Linear, x: Tensor) -> Tensor:
-    """Apply a linear layer to a few rows."""
-    return layer.product(x, layer.bias, multiply=linear_for_few)
+def apply_to_few_rows(layer: Linear, x: Tensor) -> Tensor:
+    """Apply a linear layer with `linear_of_few_rows`."""
+    return layer.product(x, layer.bias, multiply=linear_of_few_rows)
 
 
 VOCABULARY_SIZE = 50257
@@ -202,13 +200,19 @@ GPT2_SIZES: dict[Gpt2Name, Gpt2Size] = {
 
 
 def gpt2_size(name: Gpt2Name, *, vocabulary_size: int = VOCABULARY_SIZE, context_length: int | None = None) -> Gpt2Size:
-    """Return the dimensions of a named size, with a different vocabulary size or context length."""
+    """Return the dimensions of a GPT-2 by name, with this vocabulary size and, unless it is None, context length."""
     size = GPT2_SIZES[name]
     return replace(size, vocabulary_size=vocabulary_size, context_length=context_length or size.context_length)
 
 
 class Gpt2(nn.Module):
-    """Text decoder that predicts the next tokens from token IDs and a video encoder's output; `dropout` as in GPT-2."""
+    """Text decoder that predicts the next tokens from token IDs and a video encoder's output.
+
+    Args:
+        size: Dimensions.
+        attend: Attention function.
+        dropout: Dropout probability after the embedding and in the blocks, as in GPT-2.
+    """
 
     def __init__(self, size: Gpt2Size, *, attend: Attend, dropout: float = 0.0) -> None:
         super().__init__()
@@ -225,46 +229,47 @@ class Gpt2(nn.Module):
         """Return logits [R, L, W] for the token that follows each token."""
         return self.logits(self.transformer(self.embed(tokens_RL), video_VND))
 
-    def embed(self, tokens_RL: Tensor, *, begin: int = 0) -> Tensor:
-        """Embed tokens, [R, L, D], at positions from `begin` on; raise ValueError if they exceed the context length."""
-        end = begin + tokens_RL.shape[1]
+    def embed(self, tokens_RL: Tensor, *, offset: int = 0) -> Tensor:
+        """Embed tokens that start at position `offset`, [R, L, D]; raise ValueError if the context is too short."""
+        end = offset + tokens_RL.shape[1]
         if end > self.size.context_length:
-            raise ValueError(f"{end} tokens, and the decoder's context has {self.size.context_length}")
-        x_RLD: Tensor = self.dropout(self.token_embedding(tokens_RL) + self.positional_embedding[begin:end])
+            raise ValueError(f"{end} tokens exceed the decoder's context length of {self.size.context_length}")
+        x_RLD: Tensor = self.dropout(self.token_embedding(tokens_RL) + self.positional_embedding[offset:end])
         return x_RLD
 
     def logits(self, x_RLD: Tensor) -> Tensor:
-        """Return logits [R, L, W], computed from the last block's output and the token embedding."""
-        return linear_for_few(self.ln_final(x_RLD), self.token_embedding.weight)
+        """Compute logits [R, L, W] from the last block's output."""
+        return linear_of_few_rows(self.ln_final(x_RLD), self.token_embedding.weight)
 
     def start(
-        self, video_VND: Tensor, *, num_tokens: int, rows_per_video: int = 1, numbers: Iterable[int] | None = None
+        self, video_VND: Tensor, *, num_tokens: int, rows_per_video: int = 1, block_indices: Iterable[int] | None = None
     ) -> TextCache:
         """Create a cache for decoding texts of videos step by step.
 
         Args:
             video_VND: Output of the video encoder.
-            num_tokens: Maximum number of tokens of a row.
-            numbers: Indices of the blocks that run on this rank; None for all.
+            num_tokens: Maximum number of tokens per row.
+            rows_per_video: Number of rows per video.
+            block_indices: Indices of the blocks that run on this rank; None for all blocks.
         """
         num_rows = len(video_VND) * rows_per_video
-        chosen = range(len(self.transformer.resblocks)) if numbers is None else numbers
+        indices = range(len(self.transformer.resblocks)) if block_indices is None else block_indices
         return TextCache(
             {
                 number: self._block(number).start(video_VND, num_rows=num_rows, num_tokens=num_tokens)
-                for number in chosen
+                for number in indices
             }
         )
 
     def step(self, tokens_RL: Tensor, cache: TextCache) -> Tensor:
-        """Return logits [R, W] for the next tokens. The first step may have several tokens per row, later steps one."""
-        x_RLD = self.run_blocks(self.embed(tokens_RL, begin=cache.num_tokens), cache)
+        """Return logits [R, W] for the next tokens. Only the first step may have several tokens per row."""
+        x_RLD = self.run_blocks(self.embed(tokens_RL, offset=cache.num_tokens), cache)
         return self.logits(x_RLD[:, -1])
 
     def run_blocks(self, x_RLD: Tensor, cache: TextCache) -> Tensor:
         """Run the blocks of a cache on the tokens that follow the cached tokens, [R, L, D]."""
         for number, block_cache in cache.blocks.items():
-            x_RLD = self._block(number).step(x_RLD, block_cache, begin=cache.num_tokens)
+            x_RLD = self._block(number).step(x_RLD, block_cache, offset=cache.num_tokens)
         cache.num_tokens += x_RLD.shape[1]
         return x_RLD
 
@@ -275,7 +280,7 @@ class Gpt2(nn.Module):
 
 
 class VideoTower(Protocol):
-    """Interface that all video towers have: `TokenTower` and `LibraryImage`."""
+    """Interface that `TokenTower` and `LibraryImage` share."""
 
     @property
     def token_width(self) -> int:
@@ -286,9 +291,10 @@ class VideoTower(Protocol):
 
 
 class Captioner(nn.Module):
-    """Model that predicts the next tokens of clips' captions.
+    """Model that predicts the next tokens of captions from clips.
 
-    `projection` connects a tower and a decoder of other width.
+    Attributes:
+        projection: Linear layer from the tower's width to the decoder's width; None if the widths are equal.
     """
 
     def __init__(self, video: nn.Module, decoder: Gpt2) -> None:
@@ -299,11 +305,11 @@ class Captioner(nn.Module):
         self.decoder = decoder
 
     def forward(self, video_VCTHW: Tensor, tokens: Tensor) -> Tensor:
-        """Return logits [R, L, K] for the token that follows each token; `tokens` are int64 [V, L] or [V, n, L]."""
+        """Return logits [R, L, W] for the token that follows each token; `tokens` are int64 [V, L] or [V, n, L]."""
         return self.decoder(tokens.flatten(0, -2), self.encode(video_VCTHW))  # type: ignore[no-any-return]
 
     def encode(self, video_VCTHW: Tensor) -> Tensor:
-        """Return the encoder output to which the decoder attends, [V, N, D]."""
+        """Return the output of the video encoder, to which the decoder attends, [V, N, D]."""
         x_VNE = tower_of(self).tokens(video_VCTHW)
         return x_VNE if self.projection is None else self.projection(x_VNE)
 
@@ -312,11 +318,11 @@ class Captioner(nn.Module):
         return self.decoder.start(self.encode(video_VCTHW), num_tokens=num_tokens, rows_per_video=rows_per_video)
 
     def step(self, tokens_RL: Tensor, cache: TextCache) -> Tensor:
-        """Return logits [R, K] for the next tokens; see `Gpt2.step`."""
+        """Return logits [R, W] for the next tokens; see `Gpt2.step`."""
         return self.decoder.step(tokens_RL, cache)
 
 
 def tower_of(model: nn.Module) -> VideoTower:
-    """Return the video tower of a captioner, or of a part of a captioner."""
+    """Return the video tower of a captioner, or of a pipeline stage of a captioner."""
     tower: VideoTower = model.video  # type: ignore[assignment]
     return tower

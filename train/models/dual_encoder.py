@@ -1,4 +1,4 @@
-"""CLIP-style dual encoder, with a video tower and a text tower in a shared embedding space, and its named sizes."""
+"""CLIP-style dual encoder with a video tower and a text tower, and the model sizes that `--model` names."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,9 +27,9 @@ from clipmill.train.models.video_vit import VideoViTSize
 if TYPE_CHECKING:
     from clipmill.train.models.library_towers import LibraryText
 
-_PLAIN = Towers()
+_DEFAULT_TOWERS = Towers()
 _ANY_PX = 224  # input resolution for library towers that do not specify a resolution
-# Epsilon of layer norms in the published configurations. Other kinds use CLIP's value.
+# Epsilon of layer norms by kind of tower, from published configurations. Other kinds use CLIP's value.
 _NORM_EPS: dict[str, float] = {"videomae": 1e-12, "timesformer": 1e-6}
 
 
@@ -44,7 +44,7 @@ class DualEncoderSize:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Dimensions of the model to which weights belong. They take precedence over --model and the samples.
+    """Dimensions of the model that weights belong to. They take precedence over --model and the samples.
 
     Attributes:
         size: Dimensions of the towers.
@@ -69,7 +69,8 @@ def _clip(
     )
 
 
-# b32, b16 and l14: CLIP, table 20. s16 and l16: ViT-S and ViT-L with the text towers that open_clip uses for them.
+# b32, b16 and l14 are from CLIP (Radford et al. 2021, table 20). s16 and l16 are ViT-S and ViT-L with the text towers
+# that open_clip uses for them.
 SIZES: dict[str, DualEncoderSize] = {
     "tiny": _clip("tiny", video=(128, 4), text=(128, 2), embedding_width=128, head_width=32),
     "s16": _clip("s16", video=(384, 12), text=(384, 12), embedding_width=384),
@@ -82,9 +83,11 @@ SIZES: dict[str, DualEncoderSize] = {
 
 
 def size_of(model: ModelName, towers: Towers, *, num_views: int = 1) -> DualEncoderSize:
-    """Return the dimensions of a named model, with the changes from the settings.
+    """Return the dimensions of a model by name, with the changes that the settings of its towers specify.
 
     Args:
+        model: Value of --model.
+        towers: Settings of the towers.
         num_views: Number of cameras per clip.
 
     Raises:
@@ -111,7 +114,7 @@ def size_of(model: ModelName, towers: Towers, *, num_views: int = 1) -> DualEnco
             size.video,
             trunk=trunk,
             cube_frames=tubelet_of(towers),
-            # A library tower has its own input resolution and patches.
+            # A tower from a library has its own input resolution and patches.
             patch_px=1 if kind == LIBRARY else towers.patch_px or size.video.patch_px,
             is_divided=towers.attention == "divided",
             num_views=num_views,
@@ -122,7 +125,7 @@ def size_of(model: ModelName, towers: Towers, *, num_views: int = 1) -> DualEnco
 
 
 def library_width(towers: Towers) -> int | None:
-    """Return the embedding width of the library text tower or, without it, of the image tower; None without either."""
+    """Return the embedding width of the library's text tower, or else image tower; None if neither is used."""
     if towers.image is None and getattr(towers, "text", None) is None:
         return None
     from clipmill.train.models.library_towers import image_outline, preprocessing_of, text_outline
@@ -134,10 +137,10 @@ def library_width(towers: Towers) -> int | None:
 
 
 def tokenizer_for(towers: Towers) -> Tokenize:
-    """Return the tokenizer of a text tower: its library's tokenizer, or CLIP's.
+    """Return the tokenizer of a text tower. A tower from a library has its own tokenizer, and our tower has CLIP's.
 
     Raises:
-        UserError: The library's tokenizer is not available.
+        UserError: The tokenizer of the library is not available.
     """
     length = towers.context_length if isinstance(towers, DualEncoderTowers) else None
     if not isinstance(towers, DualEncoderTowers) or towers.text is None:
@@ -148,11 +151,15 @@ def tokenizer_for(towers: Towers) -> Tokenize:
 
 
 class DualEncoder(nn.Module):
-    """A video tower and a text tower.
+    """Video tower and text tower in a shared embedding space.
 
     Args:
-        towers: Dropout and memory settings. Settings that change dimensions are already part of `size`.
-        has_text_tower: False if captions are passed as embeddings from another text tower.
+        size: Dimensions of the towers.
+        image_px: Side length of the square frames or latents.
+        num_frames: Number of frames per clip.
+        attend: Attention function.
+        towers: Settings of the towers. Dimensions are taken from `size`, which already reflects these settings.
+        has_text_tower: False if captions are passed as embeddings that a separate text tower computed.
     """
 
     def __init__(
@@ -162,7 +169,7 @@ class DualEncoder(nn.Module):
         image_px: int,
         num_frames: int,
         attend: Attend,
-        towers: Towers = _PLAIN,
+        towers: Towers = _DEFAULT_TOWERS,
         has_text_tower: bool = True,
     ) -> None:
         super().__init__()
@@ -176,9 +183,9 @@ class DualEncoder(nn.Module):
             towers=towers,
         )
         if size.video.num_views > 1:
-            from clipmill.train.models.views import take_views
+            from clipmill.train.models.views import accept_views
 
-            take_views(video, num_views=size.video.num_views, rule=towers.views)
+            accept_views(video, num_views=size.video.num_views, rule=towers.views)
         # Register the text tower first, in the order of `forward`, so that ranks exchange gradients during the backward
         # pass. Its weights are drawn after the weights of the video tower.
         self.text: TextTower | LibraryText | None = None
@@ -205,17 +212,18 @@ class DualEncoder(nn.Module):
         """Return unit-length embeddings of clips and captions, each [B, E].
 
         Args:
+            video_BCTHW: Normalised clips.
             text, lengths_B: See `embed_text`.
             only_trained: True to skip frozen towers, whose embeddings are then empty.
         """
         # Embed captions first: if their lengths must be read from the device, there is no earlier work to wait for.
-        skipped = video_BCTHW.new_empty(0)
-        text_BE = skipped if only_trained and _is_frozen(self.text) else self.embed_text(text, lengths_B)
-        return skipped if only_trained and _is_frozen(self.video) else self.embed_video(video_BCTHW), text_BE
+        empty = video_BCTHW.new_empty(0)
+        text_BE = empty if only_trained and _is_frozen(self.text) else self.embed_text(text, lengths_B)
+        return empty if only_trained and _is_frozen(self.video) else self.embed_video(video_BCTHW), text_BE
 
     @cached_property
     def tokenize(self) -> Tokenize:
-        """Tokenizer of the text tower. Raises a UserError if it is a library tokenizer that is not available."""
+        """Tokenizer of the text tower. A UserError is raised if it comes from a library and is not available."""
         return tokenizer_for(self._towers)
 
     @property
@@ -225,22 +233,23 @@ class DualEncoder(nn.Module):
 
     def embed_video(self, video_BCTHW: Tensor) -> Tensor:
         """Embed clips [B, C, T, H, W] as unit-length float32 [B, E] (float64 for a float64 model)."""
-        return _normalise(self.video(video_BCTHW))
+        return _normalize(self.video(video_BCTHW))
 
     def embed_text(self, text: Tensor, lengths_B: NDArray[np.int64] | None = None) -> Tensor:
-        """Embed token IDs [B, L] as unit-length float32 [B, E]. Without a text tower, normalise embeddings [B, E].
+        """Embed captions as unit-length float32 [B, E].
 
         Args:
+            text: Token IDs [B, L]; without a text tower, embeddings [B, E].
             lengths_B: Number of tokens of each caption, including the end token; None if the host does not know it.
         """
-        return _normalise(text if self.text is None else self.text(text, lengths_B))
+        return _normalize(text if self.text is None else self.text(text, lengths_B))
 
 
 def _is_frozen(tower: nn.Module | None) -> bool:
     return tower is not None and not any(parameter.requires_grad for parameter in tower.parameters())
 
 
-def _normalise(embedding_BE: Tensor) -> Tensor:
+def _normalize(embedding_BE: Tensor) -> Tensor:
     # In bfloat16, similarities would be wrong by several percent (docs/models.md).
     dtype = torch.promote_types(embedding_BE.dtype, torch.float32)
     return nn.functional.normalize(embedding_BE.to(dtype), dim=-1)

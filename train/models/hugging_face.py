@@ -1,4 +1,4 @@
-"""Towers from transformers: complete models, or halves of a CLIP or SigLIP model; and code for all libraries.
+"""Towers from transformers (complete models, or halves of a CLIP or SigLIP model), and code that all libraries share.
 
 Shape suffixes: B images or texts, C channels, H and W pixels, L tokens of a text, N tokens of an image, W embedding
 width, D token width.
@@ -24,20 +24,21 @@ from clipmill.train.config.model import PIXEL_MEAN, PIXEL_STD
 Mean = tuple[float, float, float]
 Pooling = str  # value of --towers.text-pooling
 
-# ID that fills a text's row after its tokens, where other texts in the batch have more tokens. No token has this ID, so
-# a batch's mask can be computed from it. Some models have no padding token, and others use theirs to end texts.
+# ID that fills the row of a text after its tokens. No token has this ID, so the attention mask can be computed from it.
+# The models' own padding tokens are unsuitable: some models have none, and others use it to end texts.
 PADDING = -1
 _LONGEST = 512  # default context length of text encoders that support longer texts
-_COLOURS = 3
+_NUM_COLORS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-    """A library's preprocessing of images for a tower; None for values that the library does not state.
+    """Preprocessing of images that a library specifies for a tower; None for values that it does not specify.
 
     Attributes:
         size_px: Side length of the square images, in pixels.
-        mean, std: Mean and standard deviation of R, G and B, for pixel values from 0 to 1.
+        mean: Mean of R, G and B, for pixel values from 0 to 1.
+        std: Standard deviation of R, G and B, for pixel values from 0 to 1.
         interpolation: Name of the filter for resizing.
     """
 
@@ -49,7 +50,15 @@ class Preprocessing:
 
 @contextmanager
 def hub_files(reference: str, what: str) -> Iterator[None]:
-    """Context for reading files that may come from the Hub. If they are missing, a UserError says what to download."""
+    """Context manager for reading files that may come from the Hub.
+
+    Args:
+        reference: Tower, such as hf:ORGANISATION/NAME.
+        what: Kind of the files, for the error.
+
+    Raises:
+        UserError: The files are missing or damaged. The hint contains the command that downloads them.
+    """
     name = reference.removeprefix("hf:")
     is_folder = Path(name).is_absolute() or Path(name).is_dir()
     try:
@@ -59,11 +68,11 @@ def hub_files(reference: str, what: str) -> Iterator[None]:
         if is_folder:
             raise UserError(
                 f"the {what} of {reference} cannot be read: {first_line(error)}",
-                hint="name a folder that save_pretrained of transformers wrote, with its tokenizer for texts",
+                hint="use a folder that save_pretrained of transformers wrote; for texts, also save the tokenizer",
             ) from error
         raise UserError(
-            f"the {what} of {reference} is not here: {first_line(error)}",
-            hint=f"on a machine with a network: hf download {name}; then name that folder, or copy the cache",
+            f"the {what} of {reference} is neither cached nor available for download: {first_line(error)}",
+            hint=f"run hf download {name} on a machine with network access, and use that folder, or copy the cache",
         ) from error
 
 
@@ -75,7 +84,7 @@ def flatten_tokens(tokens: Tensor, *, channels_last: bool = False) -> Tensor:
 
 
 class HuggingFace:
-    """Towers from transformers: a complete model, or one half of a CLIP or SigLIP model."""
+    """Towers from transformers. Each is a complete model, or one half of a CLIP or SigLIP model."""
 
     def image(self, name: str) -> nn.Module:
         return _build_half(self.config(name), "vision_config")
@@ -109,9 +118,9 @@ class HuggingFace:
         model = _build_half(config, "text_config")
         if "attention_mask" not in inspect.signature(model.forward).parameters:
             raise UserError(
-                f"hf:{name} is a {text_config.model_type}, which takes no attention mask: its embedding of a text "
-                "would depend on the padding of the batch",
-                hint="use an encoder of texts that takes a mask, such as a BERT or a CLIP",
+                f"hf:{name} is a {text_config.model_type} model, which takes no attention mask, so the embedding of a "
+                "text would depend on the padding of the batch",
+                hint="use a text encoder that takes a mask, such as a BERT or a CLIP",
             )
         return model
 
@@ -121,8 +130,8 @@ class HuggingFace:
         # RoBERTa counts positions only over tokens that are not its padding token.
         tokens_BL = tokens_BL.masked_fill(~mask_BL, getattr(config, "pad_token_id", None) or 0)
         if tokens_BL.is_meta:
-            config.pad_token_id = None  # some models search the tokens for it, but meta tensors have no values
-        # SigLIP attends to padding, and CLIP is causal. On the meta device, a mask has no values either.
+            config.pad_token_id = None  # some models search for this ID, but meta tensors have no values
+        # SigLIP attends to padding, and CLIP is causal: neither needs a mask. On the meta device, a mask has no values.
         has_mask = not tokens_BL.is_meta and not config.model_type.startswith((_SIGLIP, "clip"))
         output = model(input_ids=tokens_BL, **({"attention_mask": mask_BL.to(torch.int64)} if has_mask else {}))
         pooled = getattr(output, "text_embeds", None)
@@ -143,15 +152,20 @@ class HuggingFace:
     def tokenizer(self, name: str, context_length: int) -> Callable[[list[str]], Tensor]:
         """Return a function that converts texts to IDs [B, L], with `PADDING` after the tokens of each text.
 
-        Positions do not depend on the side on which the original tokenizer pads: they equal the positions without
-        padding. SigLIP attends to padding up to a fixed length, so this padding has the model's own padding ID.
+        Positions equal the positions without padding, whichever side the original tokenizer pads. SigLIP attends to
+        padding up to a fixed length, so this padding has the model's own padding ID.
+
+        Raises:
+            UserError: The context length is larger than the model's, or a SigLIP model has no padding token.
         """
         tokenizer, limit = self.hub_tokenizer(name), self._limit(name)
         text = getattr(config := self.config(name), "text_config", config)
         if limit is not None and context_length > limit and text.model_type != "clip_text_model":
-            flag, hint = "--towers.context-length", f"give {limit} at most"
-            what = f"{flag} is {context_length}, and hf:{name} takes texts of {limit} tokens"
-            raise UserError(what, hint=hint, flags=(flag,))
+            raise UserError(
+                f"--towers.context-length {context_length} is larger than the {limit} tokens that hf:{name} takes",
+                hint=f"use {limit} or less",
+                flags=("--towers.context-length",),
+            )
         ends = (tokenizer.eos_token_id, tokenizer.pad_token_id, pad := getattr(text, "pad_token_id", None), 0)
         end = next(token for token in ends if token is not None)
         if is_siglip := text.model_type.startswith(_SIGLIP):
@@ -159,8 +173,8 @@ class HuggingFace:
             length = limit or context_length
             if padding is None:
                 raise UserError(
-                    f"hf:{name} has no token for padding, which a SigLIP attends to",
-                    hint="name it as pad_token in tokenizer_config.json",
+                    f"hf:{name} has no padding token, although SigLIP models attend to padding",
+                    hint="set pad_token in tokenizer_config.json",
                 )
 
         def tokenize(texts: list[str]) -> Tensor:
@@ -177,7 +191,7 @@ class HuggingFace:
         return tokenize
 
     def _limit(self, name: str) -> int | None:
-        """Return the maximum number of tokens for which a model has positions; None if it is not configured."""
+        """Return the number of tokens for which a model has positions; None if its configuration does not limit it."""
         config = self.config(name)
         limit = getattr(getattr(config, "text_config", config), "max_position_embeddings", None)
         with torch.device("meta"):
@@ -187,32 +201,32 @@ class HuggingFace:
         return limit if limit is None or first is None else limit - first - 1
 
     def hub_tokenizer(self, name: str) -> Any:
-        """Return transformers' tokenizer of a model."""
+        """Return the tokenizer of a model as an object of transformers."""
         from transformers import AutoTokenizer
 
         with hub_files(f"hf:{name}", "tokenizer"):
             if (folder := Path(name)).is_dir() and not any(folder.glob("tokenizer*")):
-                # transformers would create one without a vocabulary.
+                # transformers would create a tokenizer without a vocabulary.
                 raise FileNotFoundError(f"{name} has no tokenizer.json")
             return AutoTokenizer.from_pretrained(name)
 
     def config(self, name: str) -> Any:
-        """Return the configuration of a model, with float32 modules regardless of the dtype of the stored weights."""
+        """Return the configuration of a model, changed to float32 regardless of the dtype of the stored weights."""
         from transformers import AutoConfig
 
         with hub_files(f"hf:{name}", "configuration"):
-            loaded = AutoConfig.from_pretrained(name)
-        for config in (loaded, *(getattr(loaded, part, None) for part in loaded.sub_configs)):
-            if config is not None:
-                config.dtype = torch.float32
-        return loaded
+            config = AutoConfig.from_pretrained(name)
+        for part_config in (config, *(getattr(config, part, None) for part in config.sub_configs)):
+            if part_config is not None:
+                part_config.dtype = torch.float32
+        return config
 
 
 _FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 _SIGLIP = "siglip"
 
-# Files in which transformers stores the preprocessing of images. Version 5 writes all processors of a model as parts of
-# one file. A single processor has a file for its kind, as every processor has in version 4.
+# Files in which transformers stores the preprocessing of images. Version 5 writes several processors of a model as
+# parts of the first file. Version 4, and version 5 for a single processor, write a file for each kind of processor.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _PROCESSORS = (
     *((PROCESSOR_FILES[0], part) for part in ("image_processor", "feature_extractor")),
@@ -225,13 +239,14 @@ _DAMAGED = "correct the file, or download the folder again"
 
 
 def read_processor(name: str) -> dict[str, Any]:
-    """Return a model's preprocessing of images, with the keys of preprocessor_config.json; {} if no file states it.
+    """Return a model's preprocessing of images, with the keys of preprocessor_config.json; {} if no file specifies it.
 
     `image_mean` and `image_std` are converted to pixel values from 0 to 1, regardless of the processor's own scaling.
+    If several files have a mean, image processors take precedence over video processors, and parts of
+    processor_config.json over separate files, as in transformers.
 
     Args:
-        name: Folder, or name on the Hub. If several files have a mean, image processors take precedence over video
-            processors, and parts of processor_config.json over separate files, as in transformers.
+        name: Folder, or name on the Hub.
 
     Raises:
         UserError: A file is damaged, or a mean or standard deviation is not three numbers.
@@ -254,10 +269,10 @@ def _file_of(name: str, file: str) -> Path | None:
         return path if (path := Path(name) / file).is_file() else None
     with hub_if_reachable():
         try:
-            cached = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+            cached_path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
         except OSError:
             return None
-    return None if cached is None else Path(cached)
+    return None if cached_path is None else Path(cached_path)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -271,9 +286,9 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _convert_to_unit_values(processor: dict[str, Any], *, source: str) -> dict[str, Any]:
-    """Return an equivalent configuration of a processor that divides bytes by 255 and normalises the result."""
+    """Return an equivalent configuration that divides bytes by 255 and normalises the result."""
     if processor.get("do_normalize") is False:
-        processor = {**processor, "image_mean": [0.0] * _COLOURS, "image_std": [1.0] * _COLOURS}
+        processor = {**processor, "image_mean": [0.0] * _NUM_COLORS, "image_std": [1.0] * _NUM_COLORS}
     factor, is_rescaled = processor.get("rescale_factor"), processor.get("do_rescale") is not False
     scale = _BYTE * factor if is_rescaled and isinstance(factor, int | float) and factor > 0 else 1.0
     # ViViT and EfficientNet subtract 1 from the rescaled values.
@@ -291,10 +306,10 @@ def _convert_to_unit_values(processor: dict[str, Any], *, source: str) -> dict[s
 
 
 def is_triple(value: Any, limits: Range) -> bool:
-    """Return True if a configuration value is None, or consists of three numbers (R, G, B) within a range."""
+    """Return True if a configuration value is None, or a list of three numbers (R, G, B) within the limits."""
     if value is None:
         return True
-    if not isinstance(value, list) or len(value) != _COLOURS:
+    if not isinstance(value, list) or len(value) != _NUM_COLORS:
         return False
     return all(
         isinstance(number, int | float) and not isinstance(number, bool) and limits.holds(number) for number in value
@@ -302,7 +317,7 @@ def is_triple(value: Any, limits: Range) -> bool:
 
 
 def _build_half(config: Any, part: str) -> nn.Module:
-    """Return a new model for a configuration, or for its vision_config or text_config."""
+    """Build a model with random weights for `config.vision_config` or `config.text_config`, or else for `config`."""
     import transformers
 
     part_config = getattr(config, part, config)
@@ -316,12 +331,12 @@ def _build_half(config: Any, part: str) -> nn.Module:
 
 
 def read_hf(folder: Path) -> dict[str, Tensor]:
-    """Return the weights in a transformers folder by module name, converted by transformers itself.
+    """Return the weights in a transformers folder, with the names of the modules that transformers builds.
 
     Tensors that the model does not use are included as empty tensors.
 
     Raises:
-        UserError: transformers cannot load them.
+        UserError: transformers cannot load the weights.
     """
     import transformers
 
@@ -336,7 +351,7 @@ def read_hf(folder: Path) -> dict[str, Tensor]:
 
 
 def _image_arguments(model: nn.Module, images_BCHW: Tensor) -> dict[str, Tensor]:
-    """Return a model's arguments for images. The NaFlex towers of SigLIP 2 take patches, row by row."""
+    """Return the arguments that a model takes for images. The NaFlex towers of SigLIP 2 take patches, row by row."""
     config: Any = model.config
     if config.model_type != "siglip2_vision_model":
         return {"pixel_values": images_BCHW}

@@ -1,23 +1,24 @@
-"""Towers from open_clip, timm and transformers for a dual encoder. Videos are embedded frame by frame.
+"""Towers from open_clip, timm and transformers. Videos are embedded frame by frame.
 
 `LibraryImage` has the interface of a video tower: `forward` embeds clips; `features` and `tokens` return values before
-any projection. Frames go through the library's own module, so for T = 1 the result equals the library's result. Texts
-are embedded as in the library.
+any projection. The library's own module processes the frames, so for T = 1 the result equals the library's result.
+Texts are embedded as in the library.
 
 Shape suffixes: B clips or texts, C channels, T frames, H and W pixels, L tokens of a text, N tokens of a frame, W width
 of the library's embedding, D token width, E embedding width, h heads, K width of a head.
 
-A tower has the name LIBRARY:NAME, where NAME is a name in the library: `open_clip:RN50`, `timm:MODEL.TAG`,
+A tower is identified by LIBRARY:NAME, where NAME is a name in the library: `open_clip:RN50`, `timm:MODEL.TAG`,
 `open_clip:local-dir:FOLDER`, `hf:FOLDER` or `hf:ORGANISATION/NAME`. A new tower has random weights; --init.weights
-loads others.
+loads pretrained weights.
 
-Each library is an object with
+Each library is an object with these methods:
 
-    image(name)               an image tower with random weights
-    embed(model, pictures)    the library's embeddings [B, W] of images [B, C, H, W]
-    tokens(model, pictures)   the last tokens [B, N, D]; for a convolutional network, the cells of the last feature map
-    preprocessing(name)       the library's preprocessing of images
-    text(name, length), embed_text(model, tokens_BL, pooling), context_length(name), tokenizer(name, length) for texts
+    image(name)                 build an image tower with random weights
+    embed(model, images)        return the library's embeddings [B, W] of images [B, C, H, W]
+    tokens(model, images)       return the last tokens [B, N, D]; for a convolutional network, the last feature map
+    preprocessing(name)         return the library's preprocessing of images
+    text(name, length)          build a text tower with random weights
+    embed_text(model, tokens_BL, pooling), context_length(name), tokenizer(name, length)    the same for texts
 
 All methods raise a UserError if the library does not know the name.
 """
@@ -46,20 +47,23 @@ from clipmill.train.models.transformer import HasBlocks
 from clipmill.train.models.video_vit import VideoViTSize
 
 _LOCAL = "local-dir:"  # prefix of names that refer to a folder
-_CLIPS_MEAN, _CLIPS_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 def library_of(reference: str) -> tuple[Any, str]:
-    """Return the library of a tower, and the tower's name in the library."""
+    """Return the library of a tower (LIBRARY:NAME), and the name in the library."""
     library, _, name = reference.partition(":")
     return _LIBRARIES[library], name
 
 
 def unknown_name_error(reference: str, known: Iterable[str]) -> UserError:
     """Return the error for a name that a library does not know; the hint lists similar names."""
-    near = get_close_matches(reference.partition(":")[2], list(known), n=3, cutoff=0.4)
+    similar_names = get_close_matches(reference.partition(":")[2], list(known), n=3, cutoff=0.4)
     library = reference.partition(":")[0]
-    return UserError(f"{library} has no tower {reference}", hint=f"nearest: {', '.join(near) or 'none'}")
+    return UserError(
+        f"{library} has no tower {reference}",
+        hint=f"use a name that {library} knows; similar names: {', '.join(similar_names) or 'none'}",
+    )
 
 
 class _OpenClip:
@@ -88,14 +92,14 @@ class _OpenClip:
         from open_clip.pretrained import get_pretrained_cfg, list_pretrained_tags_by_model
 
         size = self.config(name)["vision_cfg"]["image_size"]
-        # A folder states how pixels are normalised. A name does not, but all published weights for it may agree.
+        # A folder specifies how pixels are normalised. A name does not, but all published weights for it may agree.
         entries = [get_pretrained_cfg(name, tag) for tag in list_pretrained_tags_by_model(name)]
         if name.startswith(_LOCAL):
             file = Path(name.removeprefix(_LOCAL)) / "open_clip_config.json"
             entries = [parse_json(file.read_text(encoding="utf-8")).get("preprocess_cfg") or {}]
         mean, std = (
             values.pop() if len(values := {tuple(entry.get(key) or default) for entry in entries}) == 1 else default
-            for key, default in (("mean", _CLIPS_MEAN), ("std", _CLIPS_STD))
+            for key, default in (("mean", _CLIP_MEAN), ("std", _CLIP_STD))
         )
         kinds = {entry.get("interpolation") or "bicubic" for entry in entries}
         interpolation = kinds.pop() if len(kinds) == 1 else "bicubic"
@@ -111,7 +115,7 @@ class _OpenClip:
         if encoder := text.get("hf_model_name"):
             text["hf_model_pretrained"] = False
             with hub_files(encoder, "configuration"):
-                # A transformers encoder has the dtype in its configuration.
+                # An encoder from transformers has the dtype in its configuration.
                 return _build_text_tower(config["embed_dim"], text).float()
         return _build_text_tower(config["embed_dim"], text, bool(config.get("quick_gelu")))
 
@@ -141,8 +145,8 @@ class _OpenClip:
                 config = None
         if not config and name.startswith(_LOCAL):
             raise UserError(
-                f"open_clip:{name}: that folder has no open_clip_config.json that can be read",
-                hint="name a folder that open_clip or train export --format open_clip wrote",
+                f"open_clip:{name}: the folder has no readable open_clip_config.json",
+                hint="use a folder that open_clip or train export --format open_clip wrote",
             )
         if not config:
             raise unknown_name_error(f"open_clip:{name}", open_clip.list_models())
@@ -152,7 +156,8 @@ class _OpenClip:
 class _Timm:
     """Towers from timm.
 
-    An ImageNet classifier loses its last layer. The image tower of a CLIP model keeps it, because it is the projection.
+    The last layer of an ImageNet classifier is removed. The last layer of a CLIP image tower is kept, because it is the
+    projection.
     """
 
     def image(self, name: str) -> nn.Module:
@@ -167,9 +172,9 @@ class _Timm:
             return timm.create_model(name, **({} if classes is None else {"num_classes": 0}))
         except (RuntimeError, OSError, ValueError) as error:
             tags = timm.list_pretrained(f"{name.partition('.')[0]}.*")
-            hint = f"tags: {', '.join(tags) or 'none'}"
+            hint = f"use one of these tags: {', '.join(tags) or 'none'}"
             if name.startswith(_LOCAL):
-                hint = "name a folder with timm's config.json, as train export --format timm writes it"
+                hint = "use a folder with timm's config.json, such as train export --format timm writes"
             raise UserError(f"timm:{name}: {first_line(error)}", hint=hint) from error
 
     def embed(self, model: nn.Module, images_BCHW: Tensor) -> Tensor:
@@ -192,7 +197,7 @@ class _Timm:
         )
 
     def text(self, name: str, context_length: int | None) -> nn.Module:
-        raise NotImplementedError  # the checks of the flags reject text towers from timm
+        raise NotImplementedError  # text towers from timm are rejected when flags are checked
 
     embed_text = context_length = tokenizer = text
 
@@ -202,7 +207,7 @@ _LIBRARIES: dict[str, Any] = {"open_clip": _OpenClip(), "timm": _Timm(), "hf": H
 
 @cache
 def preprocessing_of(reference: str) -> Preprocessing:
-    """Return a library's preprocessing of images for an image tower."""
+    """Return the preprocessing of images that a library specifies for an image tower."""
     library, name = library_of(reference)
     return library.preprocessing(name)
 
@@ -221,7 +226,7 @@ class Outline:
     Attributes:
         width: Width W of the library's embedding.
         names: Names of the tower's tensors.
-        num_tokens: Number N of tokens of a frame; 0 for text towers.
+        num_tokens: Number N of tokens per frame; 0 for text towers.
         token_width: Width D of a frame's tokens; 0 for text towers.
     """
 
@@ -233,7 +238,11 @@ class Outline:
 
 @cache
 def image_outline(reference: str, size_px: int) -> Outline:
-    """Return the outline of an image tower for frames of side `size_px`, from a forward pass on the meta device.
+    """Return the outline of an image tower for square frames, from a forward pass on the meta device.
+
+    Args:
+        reference: Tower, as LIBRARY:NAME.
+        size_px: Side length of the frames, in pixels.
 
     Raises:
         UserError: The tower does not exist, or takes images at a different resolution.
@@ -247,9 +256,9 @@ def image_outline(reference: str, size_px: int) -> Outline:
         except (RuntimeError, ValueError, AssertionError, TypeError) as error:
             native = preprocessing_of(reference).size_px
             if native in (None, size_px):
-                raise _tower_error(reference, "of images", error) from error
+                raise _tower_error(reference, "an image", error) from error
             raise UserError(
-                f"--size-px is {size_px}, and {reference} takes pictures of {native} px",
+                f"--size-px is {size_px}, but {reference} takes images of {native} px",
                 hint=f"use --size-px {native}",
                 flags=("--size-px",),
             ) from error
@@ -264,22 +273,22 @@ def text_outline(reference: str, pooling: Pooling) -> Outline:
     library, name = library_of(reference)
     with torch.device("meta"):
         model = library.text(name, None).eval()
-        # Only open_clip's towers have a fixed length. For other towers, a context length may require a tokenizer.
+        # Only open_clip's towers need texts of a fixed length. For other towers, finding it may require a tokenizer.
         length = library.context_length(name) if isinstance(library, _OpenClip) else 4
         try:
             embedding = library.embed_text(model, torch.zeros(1, length, dtype=torch.int64), pooling)
         except (TypeError, AttributeError, ValueError) as error:
-            raise _tower_error(reference, "of texts", error) from error
+            raise _tower_error(reference, "a text", error) from error
     return Outline(width=embedding.shape[-1], names=frozenset(model.state_dict()))
 
 
-def _tower_error(reference: str, what: str, error: Exception) -> UserError:
-    return UserError(f"{reference} is not a tower {what}: {first_line(error)}", hint="name another tower")
+def _tower_error(reference: str, kind: str, error: Exception) -> UserError:
+    return UserError(f"{reference} is not {kind} tower: {first_line(error)}", hint="use a different tower")
 
 
 @cache
 def tokenizer_of(reference: str, context_length: int) -> Tokenize:
-    """Return the tokenizer of a text tower: a function from a text to int64 IDs [context_length]."""
+    """Return the tokenizer of a text tower, a function that converts a text to int64 IDs [context_length]."""
     library, name = library_of(reference)
     tokenize, lock = library.tokenizer(name, context_length), Lock()
 
@@ -291,11 +300,17 @@ def tokenizer_of(reference: str, context_length: int) -> Tokenize:
 
 
 _HEAD_WIDTH = 64
-_LISTS = ("resblocks", "blocks", "layers", "layer", "stages", "block", "h")
+# Names of modules that are lists of blocks in the libraries.
+_BLOCK_LISTS = ("resblocks", "blocks", "layers", "layer", "stages", "block", "h")
 
 
 class LibraryTower(HasBlocks):
-    """Base of towers: a module `model` from a library, with its name `reference` (LIBRARY:NAME)."""
+    """Base class of towers from libraries.
+
+    Args:
+        reference: Tower, as LIBRARY:NAME.
+        model: Module that the library built.
+    """
 
     def __init__(self, reference: str, model: nn.Module) -> None:
         super().__init__()
@@ -307,7 +322,7 @@ class LibraryTower(HasBlocks):
         return list(_numbered_modules(self.model))
 
     def checkpoint(self) -> None:
-        """Enable the library's activation checkpointing."""
+        """Enable the library's activation checkpointing; raise a UserError if the module does not support it."""
         keep_buffers_in_recomputation(self.model)
         enable: Any = getattr(self.model, "set_grad_checkpointing", None)
         if enable is not None:
@@ -318,7 +333,7 @@ class LibraryTower(HasBlocks):
         if enable is None:
             raise UserError(
                 f"{self.reference} has no activation checkpointing (--towers.activation-checkpointing)",
-                hint="omit it, and use a smaller --microbatch",
+                hint="omit the flag, and use a smaller --microbatch",
                 flags=("--towers.activation-checkpointing",),
             )
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -326,7 +341,7 @@ class LibraryTower(HasBlocks):
 
 def _numbered_modules(module: nn.Module) -> Iterator[nn.Module]:
     for name, child in module.named_children():
-        if name in _LISTS and isinstance(child, nn.ModuleList | nn.Sequential):
+        if name in _BLOCK_LISTS and isinstance(child, nn.ModuleList | nn.Sequential):
             yield from child
         elif name.startswith("layer") and name.removeprefix("layer").isdigit():
             yield child
@@ -335,16 +350,16 @@ def _numbered_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def num_heads_of(width: int) -> int:
-    """Return the number of attention heads for a width without a published model."""
+    """Return a number of attention heads for a width; no published model prescribes it."""
     return width // _HEAD_WIDTH if width % _HEAD_WIDTH == 0 else 1
 
 
 class FramePooling(nn.Module):
     """Attention pooling of frame embeddings, which initially equals their mean.
 
-    Each head assigns weights to the frames; the clip's embedding is the weighted mean of the frames' embeddings. With a
-    single frame, the result equals the frame's embedding. The query is initialised to zero, so all frames have the same
-    weight at first.
+    Each head assigns weights to the frames, and the embedding of the clip is the weighted mean of the frame embeddings.
+    For a single frame, the result equals its embedding. The query is initially zero, so all frames initially have the
+    same weight.
     """
 
     def __init__(self, width: int) -> None:
@@ -355,7 +370,7 @@ class FramePooling(nn.Module):
         self.query = nn.Parameter(torch.zeros(width))
 
     def forward(self, x_BTW: Tensor, times_TW: Tensor) -> Tensor:
-        """Return embeddings of clips, [B, W]; `times_TW` is added before the key projection."""
+        """Return embeddings of clips, [B, W]. `times_TW` is added to the frames before the key projection."""
         key_BThK = self.key(self.norm(x_BTW) + times_TW).unflatten(2, (self.num_heads, -1))
         query_hK = self.query.unflatten(0, (self.num_heads, -1))
         scores_BTh = (key_BThK * query_hK).sum(-1) * key_BThK.shape[-1] ** -0.5
@@ -364,19 +379,21 @@ class FramePooling(nn.Module):
 
 
 class LibraryImage(LibraryTower):
-    """An image tower that embeds each frame of a clip.
+    """Image tower that embeds each frame of a clip.
 
     Args:
-        outline: Outline of the tower: W, D, and N.
+        reference: Tower, as LIBRARY:NAME.
+        model: Module that the library built.
+        outline: Outline of the tower.
         num_frames: Number of frames per clip. Only attention pooling depends on it.
         embedding_width: E; None, or W, for the library's embedding without a projection.
-        pools: Pool frames by attention instead of averaging them.
-        temporal_std: Standard deviation of the initial temporal embedding. Only attention pooling has one.
+        pools: True to pool frames by attention instead of averaging them.
+        temporal_std: Standard deviation of the initial temporal embedding, which only attention pooling has.
 
     Attributes:
-        feature_width: W.
-        token_width: D.
-        frame_tokens: N.
+        feature_width: Width W of the library's embedding.
+        token_width: Width D of the tokens.
+        frame_tokens: Number N of tokens per frame.
     """
 
     def __init__(
@@ -403,12 +420,12 @@ class LibraryImage(LibraryTower):
             self.proj = nn.Parameter(width**-0.5 * torch.randn(width, embedding_width))
 
     def forward(self, video_BCTHW: Tensor) -> Tensor:
-        """Embed normalised clips [B, C, T, H, W] as [B, E], not unit-length; [B, W] without a projection."""
+        """Embed normalised clips [B, C, T, H, W] as [B, E] (not unit-length), or [B, W] without a projection."""
         features_BW = self.features(video_BCTHW)
         return features_BW if self.proj is None else features_BW @ self.proj
 
     def features(self, video_BCTHW: Tensor) -> Tensor:
-        """Return the library's embeddings of frames, pooled over time, [B, W]."""
+        """Return the library's embeddings of the frames, pooled over time, [B, W]."""
         num_clips = len(video_BCTHW)
         x_BTW = self.library.embed(self.model, _frames(video_BCTHW)).unflatten(0, (num_clips, -1))
         return x_BTW.mean(1) if self.pool is None else self.pool(x_BTW, self.temporal_embedding)
@@ -424,12 +441,14 @@ def _frames(video_BCTHW: Tensor) -> Tensor:
 
 
 class LibraryText(LibraryTower):
-    """A library's text tower.
+    """Text tower from a library.
 
     Args:
-        width: W.
+        reference: Tower, as LIBRARY:NAME.
+        model: Module that the library built.
+        width: Width W of the library's embedding.
         embedding_width: E; W for the library's embedding without a projection.
-        pooling: Pooling of tokens, `--towers.text-pooling`.
+        pooling: Pooling of the tokens, as in --towers.text-pooling.
     """
 
     def __init__(self, reference: str, model: nn.Module, *, width: int, embedding_width: int, pooling: str) -> None:
@@ -441,7 +460,7 @@ class LibraryText(LibraryTower):
             self.text_projection = nn.Parameter(width**-0.5 * torch.randn(width, embedding_width))
 
     def forward(self, tokens_BL: Tensor, lengths_B: NDArray[np.int64] | None = None) -> Tensor:
-        """Embed int64 token IDs [B, L] as [B, E], not unit-length; the lengths are ignored."""
+        """Embed int64 token IDs [B, L] as [B, E] (not unit-length). The lengths are ignored."""
         x_BW = self.library.embed_text(self.model, tokens_BL, self.pooling)
         return x_BW if self.text_projection is None else x_BW @ self.text_projection
 
@@ -449,7 +468,7 @@ class LibraryText(LibraryTower):
 def image_tower(
     size: VideoViTSize, *, image_px: int, num_frames: int, embedding_width: int | None, attend: Attend, towers: Towers
 ) -> LibraryImage:
-    """Return the tower that `--towers.image` specifies, for frames of side `image_px`.
+    """Build the tower that `--towers.image` specifies, for square frames with sides of `image_px`.
 
     Raises:
         UserError: The library has no tower with this name, or the tower takes images at a different resolution.
@@ -469,7 +488,7 @@ def image_tower(
 
 
 def text_tower(towers: DualEncoderTowers, *, embedding_width: int) -> LibraryText:
-    """Return the tower that `--towers.text` specifies.
+    """Build the tower that `--towers.text` specifies.
 
     Raises:
         UserError: The library has no tower with this name.

@@ -18,13 +18,13 @@ from torch.nn import functional
 from clipmill.train.models.attention import Attend, Packing, attend_masked, attend_naively
 from clipmill.train.models.transformer import Block, LayerNorm, SelfAttention, TransformerSize
 
-LN_PRE_EPS = 1e-5  # independent of the blocks' epsilon
+LN_PRE_EPS = 1e-5  # epsilon of LaViLa's first layer norm, whatever the epsilon of the blocks
 
 
 class SpaceTimeBlock(Block):
-    """A CLIP block with temporal attention before spatial attention.
+    """CLIP block with additional temporal attention before spatial attention.
 
-    Temporal attention is not part of CLIP. Its output is initially zero.
+    The output of temporal attention is initially zero, so that the block equals CLIP's block.
     """
 
     def __init__(self, size: TransformerSize, *, num_frames: int, attend: Attend) -> None:
@@ -40,34 +40,37 @@ class SpaceTimeBlock(Block):
         self, x_BLD: Tensor, *, causal: bool = False, packing: Packing | None = None, branches: Tensor | None = None
     ) -> Tensor:
         """Compute the block's output [B, L, D]; see `Block.forward`."""
-        timed_BLD = x_BLD + self._attend(self.temporal_attn, self.ln_temporal(x_BLD), over_time=True)
-        attended_BLD = self._attend(self.attn, self.ln_1(timed_BLD), over_time=False)
+        temporal_BLD = x_BLD + self._attend(self.temporal_attn, self.ln_temporal(x_BLD), over_time=True)
+        attended_BLD = self._attend(self.attn, self.ln_1(temporal_BLD), over_time=False)
         x_BLD = x_BLD + (attended_BLD if branches is None else attended_BLD * branches[0])
         changed_BLD = self.mlp(self.ln_2(x_BLD))
         return x_BLD + (changed_BLD if branches is None else changed_BLD * branches[1])
 
     def _attend(self, attention: SelfAttention, x_BLD: Tensor, *, over_time: bool) -> Tensor:
-        """Attend from the class token to all tokens, and from each patch to the class token and its group's patches."""
+        """Attend from the class token to all tokens, and from each patch to the class token and its group.
+
+        A group consists of the patches at a position in all frames (`over_time`), or of the patches of a frame.
+        """
         qkv = attention.product(x_BLD, attention.in_proj_bias)
         q, k, v = qkv.unflatten(2, (3, attention.num_heads, -1)).unbind(2)
 
-        def by_frame(x_BLHK: Tensor) -> Tensor:
+        def split_frames(x_BLHK: Tensor) -> Tensor:
             return x_BLHK[:, 1:].unflatten(1, (self.num_frames, -1))  # [B, T, P, H, K]
 
         class_B1HK = self.attend(q[:, :1], k, v)
-        first = k[:, :1], v[:, :1]
+        class_key_value = k[:, :1], v[:, :1]
         if over_time:
-            by_patch = (by_frame(x).transpose(1, 2) for x in (q, k, v))
-            patches_BTPHK = attend_short(self.attend, *by_patch, first=first).transpose(1, 2)
+            qkv_BPTHK = (split_frames(x).transpose(1, 2) for x in (q, k, v))
+            patches_BTPHK = attend_short(self.attend, *qkv_BPTHK, extra_key_value=class_key_value).transpose(1, 2)
         else:
-            patches_BTPHK = attend_short(self.attend, *map(by_frame, (q, k, v)), first=first)
+            qkv_BTPHK = map(split_frames, (q, k, v))
+            patches_BTPHK = attend_short(self.attend, *qkv_BTPHK, extra_key_value=class_key_value)
         joined_BLD = torch.cat([class_B1HK, patches_BTPHK.flatten(1, 2)], dim=1).flatten(2)
         attended_BLD: Tensor = attention.out_proj(joined_BLD)
         return attended_BLD
 
 
-# Rows of a tile of the memory-efficient kernel.
-_TILE = 64
+_TILE = 64  # rows of a tile of the memory-efficient kernel
 
 
 def attend_short(
@@ -76,50 +79,51 @@ def attend_short(
     k_BSLHK: Tensor,
     v_BSLHK: Tensor,
     *,
-    first: tuple[Tensor, Tensor] | None = None,
-    per_tile: int | None = None,
+    extra_key_value: tuple[Tensor, Tensor] | None = None,
+    num_per_tile: int | None = None,
 ) -> Tensor:
-    """Attend within many short sequences: S sequences of length L per item; arguments and result are [B, S, L, H, K].
+    """Attend within S short sequences of length L per item. Arguments and result are [B, S, L, H, K].
 
     A GPU computes attention in tiles of 64 or 128 queries by as many keys, all from one sequence. With a few frames,
     `attend` would use only a few percent of each tile. Therefore several sequences share a tile, and a mask separates
-    them; see docs/models.md for the arithmetic. (Products of separate L x K matrices would also use tiles of 32 or 64,
-    and would store the scores in memory.)
+    them; docs/models.md has the arithmetic. (Products of separate L x K matrices would also use tiles of 32 or 64, and
+    would store the scores in memory.)
 
     Args:
-        first: Additional key and value to which the queries of all sequences attend, [B, 1, H, K].
-        per_tile: Number of sequences that share a tile, a divisor of S. Default: 1 on a CPU, which processes sequences
-            one by one; otherwise `sequences_per_tile`.
+        attend: Attention function.
+        extra_key_value: Additional key and value, [B, 1, H, K], to which the queries of all sequences attend.
+        num_per_tile: Number of sequences that share a tile, a divisor of S. Default: 1 on a CPU, which processes
+            sequences one by one; otherwise `sequences_per_tile`.
     """
     num_sequences, length, num_heads = q_BSLHK.shape[1:4]
-    if per_tile is None:
+    if num_per_tile is None:
         is_tiled = q_BSLHK.is_cuda and attend is not attend_naively
-        per_tile = sequences_per_tile(num_sequences, length) if is_tiled else 1
-    if per_tile == 1 and first is None:
-        # Treat sequences as heads: `q_BSLHK` may be a view of tokens in the order of L, so nothing is copied.
+        num_per_tile = sequences_per_tile(num_sequences, length) if is_tiled else 1
+    if num_per_tile == 1 and extra_key_value is None:
+        # Treat sequences as heads. This copies nothing if `q_BSLHK` is a view of tokens that are stored by L.
         out_BLNK = attend(*(x.transpose(1, 2).flatten(2, 3) for x in (q_BSLHK, k_BSLHK, v_BSLHK)))
         return out_BLNK.unflatten(2, (num_sequences, num_heads)).transpose(1, 2)
 
-    def join_sequences(x_BSLHK: Tensor, first_B1HK: Tensor | None = None) -> Tensor:
-        x_BGMHK = x_BSLHK.unflatten(1, (-1, per_tile)).flatten(2, 3)
-        if first_B1HK is not None:
-            first_BG1HK = first_B1HK[:, None].expand(-1, x_BGMHK.shape[1], -1, -1, -1)
-            x_BGMHK = torch.cat([first_BG1HK, x_BGMHK], dim=2)
+    def join_sequences(x_BSLHK: Tensor, extra_B1HK: Tensor | None = None) -> Tensor:
+        x_BGMHK = x_BSLHK.unflatten(1, (-1, num_per_tile)).flatten(2, 3)
+        if extra_B1HK is not None:
+            extra_BG1HK = extra_B1HK[:, None].expand(-1, x_BGMHK.shape[1], -1, -1, -1)
+            x_BGMHK = torch.cat([extra_BG1HK, x_BGMHK], dim=2)
         return x_BGMHK.flatten(0, 1)
 
-    first_k, first_v = (None, None) if first is None else first
-    q_NMHK, k_NMHK, v_NMHK = join_sequences(q_BSLHK), join_sequences(k_BSLHK, first_k), join_sequences(v_BSLHK, first_v)
-    if per_tile == 1:
+    extra_k, extra_v = (None, None) if extra_key_value is None else extra_key_value
+    q_NMHK, k_NMHK, v_NMHK = join_sequences(q_BSLHK), join_sequences(k_BSLHK, extra_k), join_sequences(v_BSLHK, extra_v)
+    if num_per_tile == 1:
         out_NMHK = attend(q_NMHK, k_NMHK, v_NMHK)
     else:
-        sequence_M = torch.arange(per_tile * length, device=q_BSLHK.device) // length
+        sequence_M = torch.arange(num_per_tile * length, device=q_BSLHK.device) // length
         mask_MM = sequence_M[:, None] == sequence_M
-        if first is not None:
+        if extra_key_value is not None:
             mask_MM = functional.pad(mask_MM, (1, 0), value=True)
         out_NMHK = attend_masked(q_NMHK, k_NMHK, v_NMHK, mask_MM)
-    return out_NMHK.unflatten(1, (per_tile, length)).unflatten(0, (len(q_BSLHK), -1)).flatten(1, 2)
+    return out_NMHK.unflatten(1, (num_per_tile, length)).unflatten(0, (len(q_BSLHK), -1)).flatten(1, 2)
 
 
 def sequences_per_tile(num_sequences: int, length: int) -> int:
-    """Return the largest number of sequences of this length that fit in a tile and that divides `num_sequences`."""
+    """Return the largest divisor of `num_sequences` for which that many sequences of this length fit in a tile."""
     return max(number for number in range(1, max(1, _TILE // length) + 1) if num_sequences % number == 0)

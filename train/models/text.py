@@ -23,7 +23,7 @@ from clipmill.train.models.transformer import LayerNorm, Transformer, Transforme
 
 VOCABULARY_SIZE = 49408
 CONTEXT_LENGTH = 77
-_MAX_WORDS = 100_000  # maximum number of words in a tokenizer's cache
+_MAX_WORDS = 100_000  # maximum number of words in the tokenizer's cache
 
 Tokenize = Callable[[str], NDArray[np.int64]]
 
@@ -38,9 +38,12 @@ class TextTowerSize:
 
 
 class TextTower(nn.Module):
-    """Causal text tower. The embedding is taken at the end-of-text token, the first position of the largest ID.
+    """Causal text tower. The output at the end-of-text token, which has the largest ID, is the embedding.
 
     Args:
+        size: Dimensions of the tower.
+        embedding_width: Width E of the embedding.
+        attend: Attention function.
         is_packed: True to concatenate captions without padding, which requires their lengths. Otherwise every caption
             is padded to the context length, so that all batches have the same shape.
     """
@@ -60,7 +63,8 @@ class TextTower(nn.Module):
         """Embed int64 token IDs [B, L] as [B, E], without normalisation to unit length.
 
         Args:
-            lengths_B: Number of tokens of each caption, including the end token. If it is None, a packed tower has to
+            tokens_BL: Token IDs.
+            lengths_B: Number of tokens of each caption, including the end token. Without it, a packed tower has to
                 synchronise with the device.
         """
         if not self.is_packed:
@@ -77,8 +81,8 @@ class TextTower(nn.Module):
             lengths_B = (tokens_BL.argmax(dim=1) + 1).cpu().numpy()
         packing = pack(lengths_B.tolist(), device=tokens_BL.device)
         tokens_M = tokens_BL[packing.sequence_M, packing.position_M]
-        # Do not index: the backward pass of indexing on a CPU (`index_put_` with `accumulate`) adds float32 rows by
-        # atomic operations, whose order depends on the threads.
+        # Use `embedding` instead of indexing. On a CPU, the backward pass of indexing (`index_put_` with `accumulate`)
+        # adds float32 rows with atomic operations, whose order depends on the threads.
         positions_MD = embedding(packing.position_M, self.positional_embedding)
         x_1MD = (self.token_embedding(tokens_M) + positions_MD)[None]
         x_1MD = self.transformer(x_1MD, causal=True, packing=packing)
@@ -87,11 +91,11 @@ class TextTower(nn.Module):
 
 @cache
 def load_tokenizer(context_length: int = CONTEXT_LENGTH) -> Tokenize:
-    """Return CLIP's tokenizer, which converts a text to int64 token IDs [context_length], cut or zero-padded.
+    """Return CLIP's tokenizer, which converts a text to int64 token IDs [context_length], truncated or zero-padded.
 
-    The IDs include the start and end tokens, and equal open_clip's. Loader threads call the tokenizer for every sample
-    under the interpreter lock. Therefore the IDs of words are cached (tokens do not span white space), and plain texts
-    skip open_clip's cleaning.
+    The IDs are the same as open_clip's, and include the start and end tokens. Loader threads call the tokenizer for
+    every sample, holding the interpreter lock. Therefore the IDs of words are cached (tokens do not span white space),
+    and plain texts skip open_clip's cleaning.
     """
     tokenizer = _open_clip_tokenizer_module().SimpleTokenizer(context_length=context_length)
     ids_of_word: dict[str, list[int]] = {}
@@ -124,11 +128,11 @@ def load_tokenizer(context_length: int = CONTEXT_LENGTH) -> Tokenize:
 def _open_clip_tokenizer_module() -> Any:
     """Load the module open_clip.tokenizer without the rest of open_clip.
 
-    The package's __init__ would import all its models, timm, torchvision and transformers, which takes 2 s even if a
-    run does not need them.
+    The package's __init__ would import all models, timm, torchvision and transformers. This takes 2 s, even if a run
+    needs none of them.
     """
-    if (loaded := sys.modules.get("open_clip.tokenizer")) is not None:
-        return loaded
+    if (loaded_module := sys.modules.get("open_clip.tokenizer")) is not None:
+        return loaded_module
     package = find_spec("open_clip")
     assert package is not None and package.submodule_search_locations is not None, "open_clip is not installed"
     path = Path(package.submodule_search_locations[0]) / "tokenizer.py"

@@ -1,11 +1,11 @@
 """TimeSformer: divided space-time attention (Bertasius et al. 2021, section 3.3, "T+S").
 
-Each patch first attends over time, to the patches at its position in all frames, and then over space, to the patches of
-its frame and the class token. The class token takes part only in spatial attention: it is repeated for each frame, and
-its outputs are averaged.
+Each patch first attends over time, to the patches at its
+position in all frames, and then over space, to the patches of its frame and the class token. The class token takes part
+only in spatial attention: it is repeated for each frame, and its outputs are averaged.
 
-Shape suffixes: B batch, C channels, T frames, H and W pixels, P patches of a frame, N patches of a clip (T * P, by
-frames), L tokens (1 + N), D width, h heads, K width of a head.
+Shape suffixes: B batch, C channels, T frames, H and W pixels, P patches of a frame, N patches of a clip (T * P, frame
+by frame), L tokens (1 + N), D width, h heads, K width of a head.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ _STD = 0.02
 
 
 class DividedBlock(nn.Module):
-    """Pre-norm block with temporal attention (followed by a linear layer, `time_proj`), spatial attention and MLP."""
+    """Pre-norm block with temporal attention, a linear layer after it (`time_proj`), spatial attention, and an MLP."""
 
     num_branches = 3
 
@@ -46,7 +46,7 @@ class DividedBlock(nn.Module):
             nn.init.zeros_(linear.bias)
         for attention in (self.time_attn, self.attn):
             nn.init.trunc_normal_(attention.in_proj_weight, std=_STD)
-        # With a zero projection, temporal attention initially adds nothing, so the block equals a block of an image
+        # With a zero projection, temporal attention initially adds nothing. The block then equals a block of an image
         # transformer, whose pretrained weights can be loaded into the other layers.
         nn.init.zeros_(self.time_proj.weight)
         nn.init.zeros_(self.time_proj.bias)
@@ -54,41 +54,41 @@ class DividedBlock(nn.Module):
     def forward(self, x_BLD: Tensor, *, branches: Tensor | None = None) -> Tensor:
         """Compute the block's output [B, L, D]; `branches` [3, B, 1, 1] scales the three parts for each sample."""
         time_scale, space_scale, mlp_scale = (None, None, None) if branches is None else branches
-        # Split instead of slicing, because gradients of slices have the full size and are mostly zeros.
+        # Split instead of slicing, because the gradient of a slice has the full size and is mostly zero.
         class_B1D, x_BND = x_BLD.split([1, x_BLD.shape[1] - 1], dim=1)
-        x_BND = x_BND + _scale(self._over_time(x_BND), time_scale)
-        x_BLD = self._over_space(class_B1D, x_BND, space_scale)
+        x_BND = x_BND + _scale(self._attend_time(x_BND), time_scale)
+        x_BLD = self._attend_space(class_B1D, x_BND, space_scale)
         hidden = linear_of(self.mlp.c_fc, self.ln_2, x_BLD)
         return x_BLD + _scale(linear_of(self.mlp.c_proj, self.mlp.activate, hidden), mlp_scale)
 
-    def _over_time(self, x_BND: Tensor) -> Tensor:
+    def _attend_time(self, x_BND: Tensor) -> Tensor:
         attention = self.time_attn
-        # Reorder the matrix rows by head, so that patches and heads are contiguous in memory. Then every patch can act
-        # as a head, without a copy of its tokens.
-        by_head = (attention.num_heads, 3, x_BND.shape[2] // attention.num_heads)
+        # Reorder the rows of the matrix by head, so that patches and heads are contiguous in memory. Then every patch
+        # can act as a head, without a copy of its tokens.
+        head_shape = (attention.num_heads, 3, x_BND.shape[2] // attention.num_heads)
 
-        def head_by_head(rows: Tensor) -> Tensor:
-            return rows.unflatten(0, (3, by_head[0], by_head[2])).transpose(0, 1).flatten(0, 2)
+        def order_by_head(rows: Tensor) -> Tensor:
+            return rows.unflatten(0, (3, head_shape[0], head_shape[2])).transpose(0, 1).flatten(0, 2)
 
         def layer(x_BND: Tensor) -> Tensor:
-            return attention.product(x_BND, head_by_head(attention.in_proj_bias), arranged=head_by_head)
+            return attention.product(x_BND, order_by_head(attention.in_proj_bias), arrange=order_by_head)
 
         qkv = linear_of(layer, self.ln_time, x_BND)
-        qkv_BPT = qkv.view(len(x_BND), self.num_frames, -1, *by_head).transpose(1, 2)
+        qkv_BPT = qkv.view(len(x_BND), self.num_frames, -1, *head_shape).transpose(1, 2)
         out_BPThK = attend_short(self.attend, *qkv_BPT.unbind(4))
         out_BND = out_BPThK.transpose(1, 2).reshape(x_BND.shape)
-        # Combine two consecutive linear layers: multiplying their matrices is cheaper than a second pass over the
-        # tokens.
-        last, first = self.time_proj, attention.out_proj
-        last_DD = last.whole_matrix()
-        bias_D = nn.functional.linear(first.bias, last_DD, last.bias)
-        return nn.functional.linear(out_BND, last_DD @ first.whole_matrix(), bias_D)
+        # Combine the two consecutive linear layers, because multiplying their matrices is cheaper than a second pass
+        # over the tokens.
+        first_layer, second_layer = attention.out_proj, self.time_proj
+        second_DD = second_layer.effective_weight()
+        bias_D = nn.functional.linear(first_layer.bias, second_DD, second_layer.bias)
+        return nn.functional.linear(out_BND, second_DD @ first_layer.effective_weight(), bias_D)
 
-    def _over_space(self, class_B1D: Tensor, x_BND: Tensor, factors_B11: Tensor | None) -> Tensor:
+    def _attend_space(self, class_B1D: Tensor, x_BND: Tensor, factors_B11: Tensor | None) -> Tensor:
         """Add spatial attention to the class token and the patches, [B, L, D]."""
         attention = self.attn
         layer = partial(attention.product, bias=attention.in_proj_bias)
-        qkv = linear_of(layer, self._frames, class_B1D, x_BND)
+        qkv = linear_of(layer, self._normalize_frames, class_B1D, x_BND)
         q, k, v = qkv.unflatten(2, (3, attention.num_heads, -1)).unbind(2)
         added = attention.out_proj(self.attend(q, k, v).flatten(2)).unflatten(0, (-1, self.num_frames))
         class_BT1D, patches_BTPD = added.split([1, added.shape[2] - 1], dim=2)
@@ -97,8 +97,8 @@ class DividedBlock(nn.Module):
         x_BTPD = x_BND.unflatten(1, (self.num_frames, -1)) + _scale(patches_BTPD, factors_B111)
         return torch.cat([class_B1D, x_BTPD.flatten(1, 2)], dim=1)
 
-    def _frames(self, class_B1D: Tensor, x_BND: Tensor) -> Tensor:
-        """Return the normalised class token and patches of each frame, [B * T, 1 + P, D]."""
+    def _normalize_frames(self, class_B1D: Tensor, x_BND: Tensor) -> Tensor:
+        """Apply `ln_1`, and return the class token and the patches of each frame, [B * T, 1 + P, D]."""
         class_BT1D = self.ln_1(class_B1D)[:, None].expand(-1, self.num_frames, -1, -1)
         x_BTPD = self.ln_1(x_BND).unflatten(1, (self.num_frames, -1))
         return torch.cat([class_BT1D, x_BTPD], dim=2).flatten(0, 1)
@@ -109,12 +109,16 @@ def _scale(added: Tensor, factors: Tensor | None) -> Tensor:
 
 
 class TimeSformer(TokenTower):
-    """Video tower that returns the class token, then the patches frame by frame.
+    """Video tower that returns the class token and then the patches, frame by frame.
 
     Args:
-        temporal_std: Standard deviation of the initial temporal embedding; 0 makes the model blind to the order of
-            frames.
-        drop_path: Probability, for each block, of skipping one of its parts for a clip in training; empty for none.
+        size: Dimensions of the tower.
+        image_px: Side length of the square frames or latents.
+        num_frames: Number of frames per clip.
+        attend: Attention function.
+        temporal_std: Standard deviation of the initial temporal embedding. If it is 0, the order of frames initially
+            has no effect.
+        drop_path: Probability, for each block, of skipping one of its branches for a clip in training; empty for none.
     """
 
     def __init__(
@@ -129,7 +133,7 @@ class TimeSformer(TokenTower):
     ) -> None:
         super().__init__()
         if size.cube_frames != 1:
-            raise ValueError(f"TimeSformer's patches are of one frame, not of {size.cube_frames}")
+            raise ValueError(f"TimeSformer's patches span one frame, not {size.cube_frames}")
         self.size, trunk = size, size.trunk
         num_patches = size.grid(image_px=image_px, num_frames=num_frames).patches
         self.conv1 = CubeEmbedding(size, has_bias=True)
@@ -166,7 +170,7 @@ class TimeSformer(TokenTower):
         return cast(Tensor, self.ln_post(x_BLD))
 
 
-def nearest_places(embedding_LD: Tensor, num_patches: int) -> Tensor:
+def nearest_positions(embedding_LD: Tensor, num_patches: int) -> Tensor:
     """Resize a square positional embedding by nearest-neighbour interpolation, as transformers does.
 
     Raises:
@@ -189,23 +193,23 @@ def nearest_times(embedding_TD: Tensor, num_frames: int) -> Tensor:
     return nn.functional.interpolate(embedding_TD.T[None], size=num_frames, mode="nearest")[0].T.contiguous()
 
 
-# Below this number of values, recomputation is not worth its fixed cost of a few tenths of a millisecond.
-SMALL = 2**18
+# Minimum number of input values for which recomputation is worth its fixed cost of a few tenths of a millisecond.
+MIN_RECOMPUTED_VALUES = 2**18
 
 
 def linear_of(layer: Callable[[Tensor], Tensor], prepare: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Compute `layer(prepare(*inputs))`, saving only the inputs for the backward pass.
+    """Compute `layer(prepare(*inputs))`, and save only the inputs for the backward pass.
 
-    This is for layer norms, activations and copies, which are cheap compared to the matrix product at the end of
-    `layer`. torch stops recomputing once it has the tensors that the backward pass needs, so the product is computed
-    only once. `prepare` must be deterministic, and the last input must be the largest.
+    `prepare` is a layer norm, an activation or a copy, which is cheap compared to the matrix product at the end of
+    `layer`. torch stops the recomputation once it has the tensors that the backward pass needs, so the product is not
+    computed again. `prepare` must be deterministic, and the last input must be the largest.
     """
 
     def product(*inputs: Tensor) -> Tensor:
         return layer(prepare(*inputs))
 
-    # torch.compile itself decides what to save, and torch.export must not encounter a condition on the batch size.
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or inputs[-1].numel() < SMALL:
+    # torch.compile decides by itself what to save, and torch.export must not meet a condition on the batch size.
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or inputs[-1].numel() < MIN_RECOMPUTED_VALUES:
         return product(*inputs)
     out: Tensor = checkpoint(product, *inputs, use_reentrant=False, preserve_rng_state=False)
     return out

@@ -1,4 +1,4 @@
-"""CLIP's pre-norm transformer, which all towers use, with CLIP's parameter names, and low-rank adapters for its layers.
+"""CLIP's pre-norm transformer with CLIP's parameter names, and low-rank adapters for its layers. All towers use it.
 
 Low-rank adapters (LoRA, Hu et al. 2021) compute y = W x + s B A x, where the matrix W is frozen, and A and B are
 trained. The adapters are parameters of the layers that they adapt: `LAYER.lora.A` and `LAYER.lora.B` next to
@@ -29,17 +29,14 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-# Suffixes of the two adapter matrices in clipmill's layers, and in peft's layers, which adapt library modules.
+# Name suffixes of the matrices A and B in clipmill's layers, and in peft's layers, which adapt modules from libraries.
 _SUFFIXES = ((".lora.A", ".lora.B"), (".lora_A.default.weight", ".lora_B.default.weight"))
-# A language model keeps its adapters, which are exported separately. Some of its matrices are [I, O].
+# Name prefix of a language model. Its adapters are not merged but exported separately. Some of its matrices are [I, O].
 _LANGUAGE = "decoder."
 
 
 class LowRank(nn.Module):
-    """The product s B A as a linear layer.
-
-    As in peft, B is initially zero, and A is initialised like a linear layer.
-    """
+    """Linear layer with the matrix s B A. As in peft, B is initially zero, and A is initialised like a linear layer."""
 
     def __init__(self, num_inputs: int, num_outputs: int, *, rank: int, scale: float) -> None:
         super().__init__()
@@ -48,25 +45,26 @@ class LowRank(nn.Module):
         self.B = nn.Parameter(torch.zeros(num_outputs, rank))
         nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
 
-    def forward(self, x: Tensor, *, arranged: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, arrange: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return s B A x, [..., O] from [..., I].
 
         Args:
-            arranged: Function that reorders the rows of a matrix, in the same way as the rows of W.
+            arrange: Function that reorders the rows of B in the same way as the rows of W.
         """
-        B = self.B if arranged is None else arranged(self.B)
+        B = self.B if arrange is None else arrange(self.B)
         return linear(linear(x, self.A), B) * self.scale
 
     def matrix(self) -> Tensor:
-        """Return s B A, [O, I]."""
+        """Return the matrix s B A, [O, I]."""
         return self.B @ self.A * self.scale
 
 
 class Adaptable(nn.Module):
-    """A layer with a matrix that may have an adapter.
+    """Layer with a matrix that may have an adapter.
 
     Attributes:
-        matrix_name: Name of the matrix [O, I] among the parameters.
+        matrix_name: Name of the parameter that is the matrix W, [O, I].
+        lora: Adapter of the matrix; None without an adapter.
     """
 
     matrix_name = "weight"
@@ -77,32 +75,34 @@ class Adaptable(nn.Module):
         x: Tensor,
         bias: Tensor | None,
         *,
-        arranged: Callable[[Tensor], Tensor] | None = None,
+        arrange: Callable[[Tensor], Tensor] | None = None,
         multiply: Callable[..., Tensor] = linear,
     ) -> Tensor:
         """Return W x + bias, plus the output of the adapter if there is one.
 
         Args:
-            arranged: Function that reorders the rows of W. `bias` must already be in this order.
+            x: Input [..., I].
+            bias: Bias, in the order of the reordered rows; None for no bias.
+            arrange: Function that reorders the rows of W.
             multiply: Function that computes W x + bias.
         """
         weight: Tensor = getattr(self, self.matrix_name)
-        weight = weight if arranged is None else arranged(weight)
+        weight = weight if arrange is None else arrange(weight)
         if self.lora is None:
             return multiply(x, weight, bias)
-        # Compute the adapter first, so that a recomputation does not have to repeat the larger product
-        # (clipmill.train.models.timesformer.linear_of).
-        added = self.lora(x, arranged=arranged)
+        # Compute the adapter first, so that the recomputation in clipmill.train.models.timesformer.linear_of ends
+        # before the larger product.
+        added = self.lora(x, arrange=arrange)
         return multiply(x, weight, bias) + added
 
-    def whole_matrix(self) -> Tensor:
+    def effective_weight(self) -> Tensor:
         """Return W or, with an adapter, W + s B A, [O, I]."""
         weight: Tensor = getattr(self, self.matrix_name)
         return weight if self.lora is None else weight + self.lora.matrix()
 
 
 class Linear(nn.Linear, Adaptable):
-    """A linear layer of a block."""
+    """Linear layer of a block."""
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         super().__init__(num_inputs, num_outputs)
@@ -119,9 +119,12 @@ def add_adapters(
     """Add adapters to the layers of a tower's blocks, and freeze all other parameters.
 
     Args:
-        targets: Layers to adapt. attention: the projections of self- and cross-attention (and TimeSformer's
-            `time_proj`); mlp: both layers of MLPs.
-        frozen: IDs of parameters whose layers get no adapters.
+        tower: Tower to change.
+        rank: Rank R of the adapters.
+        scale: Scale s of the adapters.
+        targets: Layers to adapt. "attention" means the projections of self- and cross-attention (and TimeSformer's
+            `time_proj`), and "mlp" means both layers of the MLPs.
+        frozen: IDs (`id`) of parameters whose layers get no adapters.
     """
     layers = {name: module for name, module in tower.named_modules() if isinstance(module, Adaptable)}
     tower.requires_grad_(False)
@@ -139,14 +142,17 @@ def peft_config(
     blocks: Iterable[nn.Module],
     frozen: Collection[int] = (),
     transposed: tuple[type[nn.Module], ...] = (),
-    **more: Any,
+    **options: Any,
 ) -> "LoraConfig":
-    """Return peft's configuration of adapters for the linear layers and attention in the blocks of a library module.
+    """Return peft's configuration of adapters for the linear layers and attention in the blocks of a library's module.
 
     Args:
+        model: Module to adapt.
+        lora: Settings of the adapters.
+        blocks: Blocks of the module.
         frozen: IDs of parameters whose layers get no adapters, as in `add_adapters`.
         transposed: Classes of linear layers with a matrix [I, O].
-        more: Additional arguments for peft.
+        options: Additional arguments for peft.
 
     Raises:
         UserError: peft is not installed, or no layer can be adapted.
@@ -154,38 +160,41 @@ def peft_config(
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise UserError("adapters of a library's model need peft", hint="pip install 'clipmill[lora]'") from error
-    block_modules = {id(module) for block in blocks for module in block.modules()}
-    adapted: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        attends = isinstance(module, nn.MultiheadAttention)
-        if id(module) not in block_modules or not (attends or isinstance(module, (nn.Linear, *transposed))):
-            continue
-        matrix = module.in_proj_weight if attends else module.weight
-        target: Target = "attention" if attends or "attn" in name.lower() or "attention" in name.lower() else "mlp"
-        is_within = any(name.startswith(f"{one}.") for one in adapted)  # part of attention that is adapted as a unit
-        if target in lora.targets and id(matrix) not in frozen and not is_within:
-            adapted[name] = module
-    if not adapted:
         raise UserError(
-            f"--lora.targets {' '.join(lora.targets)}: the blocks of this {type(model).__name__} have no linear layers "
-            "of that kind",
-            hint="use other --lora.targets, train it without --lora.rank, or name another tower with --lora.towers",
+            "adapters of a library's model need peft", hint="install it with pip install 'clipmill[lora]'"
+        ) from error
+    block_modules = {id(module) for block in blocks for module in block.modules()}
+    layers: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_attention = isinstance(module, nn.MultiheadAttention)
+        if id(module) not in block_modules or not (is_attention or isinstance(module, (nn.Linear, *transposed))):
+            continue
+        matrix = module.in_proj_weight if is_attention else module.weight
+        target: Target = "attention" if is_attention or "attn" in name.lower() or "attention" in name.lower() else "mlp"
+        # The layers of a MultiheadAttention are adapted as a unit.
+        is_within = any(name.startswith(f"{layer_name}.") for layer_name in layers)
+        if target in lora.targets and id(matrix) not in frozen and not is_within:
+            layers[name] = module
+    if not layers:
+        raise UserError(
+            f"--lora.targets {' '.join(lora.targets)} matches no linear layer in the blocks of this "
+            f"{type(model).__name__}",
+            hint="use different --lora.targets, omit --lora.rank, or select a different tower with --lora.towers",
             flags=("--lora.targets",),
         )
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha or lora.rank,
-        target_modules=list(adapted),
-        fan_in_fan_out=any(isinstance(one, transposed) for one in adapted.values()),
-        **more,
+        target_modules=list(layers),
+        fan_in_fan_out=any(isinstance(layer, transposed) for layer in layers.values()),
+        **options,
     )
 
 
 def add_library_adapters(
     tower: nn.Module, lora: Lora, *, blocks: Iterable[nn.Module], frozen: Collection[int] = ()
 ) -> None:
-    """Add adapters to a library module with peft, as `add_adapters` does for other towers.
+    """Add adapters to a library's module with peft, as `add_adapters` does for our towers.
 
     Raises:
         UserError: See `peft_config`.
@@ -204,7 +213,7 @@ def remove_adapters(model: nn.Module) -> None:
             module.lora = None
         for name, child in [] if path.startswith(_LANGUAGE) else list(module.named_children()):
             while hasattr(child, "lora_A") and isinstance(inner := getattr(child, "base_layer", None), nn.Module):
-                child = inner  # peft's wrapped layer
+                child = inner  # layer that peft has wrapped
                 setattr(module, name, child)
 
 
@@ -213,23 +222,23 @@ def merge_adapters(tensors: Mapping[str, Tensor], *, scale: float) -> dict[str, 
 
     The adapters of a language model are not merged.
     """
-    kept = {name for name in tensors if name.startswith(_LANGUAGE) and name.endswith(_SUFFIXES[1])}
-    of_adapters = tuple(chain(*_SUFFIXES))
-    merged = {name: one for name, one in tensors.items() if name in kept or not name.endswith(of_adapters)}
+    language_names = {name for name in tensors if name.startswith(_LANGUAGE) and name.endswith(_SUFFIXES[1])}
+    suffixes = tuple(chain(*_SUFFIXES))
+    merged = {name: tensor for name, tensor in tensors.items() if name in language_names or not name.endswith(suffixes)}
     for name, a_RI in tensors.items():
-        for first, second in _SUFFIXES:
-            if name in kept or not name.endswith(first):
+        for a_suffix, b_suffix in _SUFFIXES:
+            if name in language_names or not name.endswith(a_suffix):
                 continue
-            layer = name.removesuffix(first)
-            matrix = next(one for one in (f"{layer}.weight", f"{layer}.in_proj_weight") if one in merged)
-            added_OI = tensors[layer + second].double() @ a_RI.double() * scale
+            layer = name.removesuffix(a_suffix)
+            matrix = next(weight for weight in (f"{layer}.weight", f"{layer}.in_proj_weight") if weight in merged)
+            added_OI = tensors[layer + b_suffix].double() @ a_RI.double() * scale
             merged[matrix] = (merged[matrix].double() + added_OI).to(merged[matrix].dtype)
     return merged
 
 
 NORM_EPS = 1e-5  # CLIP's value
-MlpActivation = Activation | Literal["gelu_tanh"]  # gelu_tanh: the tanh approximation of GELU (GPT-2)
-_MAX_GRAPHS = 32
+MlpActivation = Activation | Literal["gelu_tanh"]  # gelu_tanh is the tanh approximation of GELU (GPT-2)
+_MAX_GRAPHS = 32  # minimum of torch.compile's limit on graphs per function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +246,11 @@ class TransformerSize:
     """Dimensions of a transformer, and the activation and epsilon of its blocks.
 
     Attributes:
+        width: Width D of the tokens.
+        depth: Number of blocks.
+        num_heads: Number of attention heads.
+        activation: Activation of the MLPs.
+        norm_eps: Epsilon of layer norms.
         has_key_bias: True for one bias for queries, keys and values (CLIP); False for separate biases for queries and
             values (BEiT). A bias for keys does not change the attention.
         mlp_ratio: Hidden width of the MLPs divided by the width.
@@ -256,32 +270,33 @@ class TransformerSize:
         return round(self.mlp_ratio * self.width)
 
     def resize(self, *, width: int | None, depth: int | None, heads: int | None, flag: str) -> "TransformerSize":
-        """Return this size with other dimensions; None keeps a dimension.
-
-        Unless `heads` is given, the width of the heads stays the same.
+        """Return this size with different dimensions. None leaves a dimension unchanged.
 
         Args:
+            width: Width D of the tokens.
+            depth: Number of blocks.
+            heads: Number of heads; None for heads of the same width as before.
             flag: Prefix of the flags for the dimensions, for the error message.
 
         Raises:
             UserError: The width is not a multiple of the number of heads.
         """
-        wide, deep = width or self.width, depth or self.depth
-        heads = heads or max(1, wide * self.num_heads // self.width)
-        if wide % heads:
+        new_width = width or self.width
+        heads = heads or max(1, new_width * self.num_heads // self.width)
+        if new_width % heads:
             raise UserError(
-                f"{flag}width is {wide}, which {heads} heads cannot share",
-                hint=f"use a multiple of {heads}, or other {flag}heads",
+                f"{flag}width {new_width} is not a multiple of the number of heads, {heads}",
+                hint=f"use a multiple of {heads}, or a different {flag}heads",
                 flags=(f"{flag}width",),
             )
-        return replace(self, width=wide, depth=deep, num_heads=heads)
+        return replace(self, width=new_width, depth=depth or self.depth, num_heads=heads)
 
 
 class LayerNorm(nn.LayerNorm):
     """Layer norm that keeps the dtype of its input. Statistics are computed in float32 or wider.
 
-    Autocast would convert input and output to float32, and thus also the residual stream. Activation checkpointing
-    keeps mostly the inputs of blocks, which would take twice the memory.
+    Autocast would convert input and output to float32, and thus also the residual stream. The inputs of blocks, which
+    are most of what activation checkpointing keeps, would take twice the memory.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -348,7 +363,7 @@ _ACTIVATIONS: dict[MlpActivation, Callable[[Tensor], Tensor]] = {
 
 
 class Block(nn.Module):
-    """Pre-norm residual block of attention and an MLP."""
+    """Pre-norm residual block with attention and an MLP."""
 
     num_branches = 2
 
@@ -358,7 +373,7 @@ class Block(nn.Module):
         self.attn = SelfAttention(size.width, size.num_heads, attend=attend, has_key_bias=size.has_key_bias)
         self.ln_2 = LayerNorm(size.width, eps=size.norm_eps)
         self.mlp = Mlp(size.width, size.mlp_width, size.activation)
-        # CLIP's initialisation: the initial weights at the end of residual branches are smaller in deeper models.
+        # CLIP's initialisation: the weights at the end of residual branches are smaller in deeper models.
         residual_std = size.width**-0.5 * (2 * size.depth) ** -0.5
         nn.init.normal_(self.attn.in_proj_weight, std=size.width**-0.5)
         nn.init.normal_(self.attn.out_proj.weight, std=residual_std)
@@ -369,15 +384,15 @@ class Block(nn.Module):
     def forward(
         self, x_BLD: Tensor, *, causal: bool = False, packing: Packing | None = None, branches: Tensor | None = None
     ) -> Tensor:
-        """Compute the block's output [B, L, D]; `branches` [2, B, 1, 1] scales its branches (see `drawn_branches`)."""
+        """Compute the block's output [B, L, D]; `branches` are the scales from `draw_branch_scales`, [2, B, 1, 1]."""
         attended_BLD = self.attn(self.ln_1(x_BLD), causal=causal, packing=packing)
         x_BLD = x_BLD + (attended_BLD if branches is None else attended_BLD * branches[0])
-        changed_BLD = self.mlp(self.ln_2(x_BLD))
-        return x_BLD + (changed_BLD if branches is None else changed_BLD * branches[1])
+        mlp_BLD = self.mlp(self.ln_2(x_BLD))
+        return x_BLD + (mlp_BLD if branches is None else mlp_BLD * branches[1])
 
 
 class HasBlocks(nn.Module):
-    """A part of a model with blocks: the units of sharding, activation checkpointing and compilation."""
+    """Part of a model that consists of blocks, which are the units of sharding, checkpointing and compilation."""
 
     def blocks(self) -> list[nn.Module]:
         """Return the blocks in order."""
@@ -389,7 +404,7 @@ class HasBlocks(nn.Module):
 
 
 class Stack(HasBlocks):
-    """A sequence of residual blocks.
+    """Sequence of residual blocks.
 
     Args:
         blocks: Blocks that take tokens [B, L, D] and `branches`, the scales of their `num_branches` residual branches.
@@ -402,7 +417,7 @@ class Stack(HasBlocks):
         self.drop_path = tuple(drop_path) or (0.0,) * len(self.resblocks)
         if len(self.drop_path) != len(self.resblocks):
             raise ValueError(f"{len(self.drop_path)} probabilities for {len(self.resblocks)} blocks")
-        self.checkpointing = False  # activation checkpointing of each block
+        self.checkpointing = False  # True for activation checkpointing of each block
 
     def blocks(self) -> list[nn.Module]:
         """Return the blocks in order."""
@@ -413,7 +428,7 @@ class Stack(HasBlocks):
         self.checkpointing = True
 
     def forward(self, x_BLD: Tensor, *context: Tensor, **options: Any) -> Tensor:
-        """Run all blocks on tokens [B, L, D]; each gets `context` and `options`."""
+        """Run all blocks on tokens [B, L, D]. Each block also gets `context` and `options`."""
         for number in range(len(self.resblocks)):
             x_BLD = self.run(number, x_BLD, *context, **options)
         return x_BLD
@@ -421,31 +436,31 @@ class Stack(HasBlocks):
     def run(self, number: int, x_BLD: Tensor, *context: Tensor, **options: Any) -> Tensor:
         """Run the block with this index."""
         block: Any = self.resblocks[number]
-        # Draw outside the block, so that compiled or recomputed blocks get the same values. Draw for all blocks or for
-        # none, because blocks share their compiled code only if their arguments have the same types.
-        drops = block.training and any(self.drop_path)
-        branches = drawn_branches(x_BLD, self.drop_path[number], count=block.num_branches) if drops else None
+        # Draw the scales outside of the block, so that compiled or recomputed blocks get the same values. Draw them for
+        # all blocks or for none, because blocks share compiled code only if their arguments have the same types.
+        is_dropping = block.training and any(self.drop_path)
+        branches = draw_branch_scales(x_BLD, self.drop_path[number], count=block.num_branches) if is_dropping else None
         run = partial(block, branches=branches, **options)
         if not self.checkpointing:
             return cast(Tensor, run(x_BLD, *context))
         # Preserve the generator's state only if the block has dropout, because reading it from a GPU costs a copy.
-        keeps = self.training and any(isinstance(part, nn.Dropout) and part.p > 0 for part in block.modules())
-        return cast(Tensor, checkpoint(run, x_BLD, *context, use_reentrant=False, preserve_rng_state=keeps))
+        is_random = self.training and any(isinstance(part, nn.Dropout) and part.p > 0 for part in block.modules())
+        return cast(Tensor, checkpoint(run, x_BLD, *context, use_reentrant=False, preserve_rng_state=is_random))
 
 
 class Transformer(Stack):
-    """A stack of CLIP blocks."""
+    """Stack of CLIP blocks."""
 
     def __init__(self, size: TransformerSize, *, attend: Attend, drop_path: Sequence[float] = ()) -> None:
         super().__init__((Block(size, attend=attend) for _ in range(size.depth)), drop_path=drop_path)
 
 
-def drawn_branches(x_BLD: Tensor, probability: float, *, count: int = 2) -> Tensor:
-    """Draw scales of a block's branches for each sample, [count, B, 1, 1], from torch's generator.
+def draw_branch_scales(x_BLD: Tensor, probability: float, *, count: int = 2) -> Tensor:
+    """Draw the scales of a block's branches for each sample, [count, B, 1, 1], from torch's generator.
 
     A scale is 0 with the given probability, and otherwise 1 / (1 - probability) (stochastic depth, Huang et al. 2016).
-    The probability is adjusted so that the mean is 1 in the precision of the tokens: in bfloat16, 1 / 0.9 is 1.109, so
-    that the mean would be 0.16 % too small without this adjustment.
+    The probability is adjusted so that the mean is 1 in the precision of the tokens. Without the adjustment, the mean
+    in bfloat16 would be 0.16 % too small for a probability of 0.1, because 1 / 0.9 is rounded to 1.109.
     """
     scale = float(torch.ones((), dtype=x_BLD.dtype) / (1 - probability))
     kept_nB11 = torch.rand(count, len(x_BLD), 1, 1, device=x_BLD.device) >= 1 - 1 / scale
@@ -460,9 +475,9 @@ def drop_path_of(probability: float, *, depth: int, is_rising: bool) -> tuple[fl
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return all blocks of a model: the units of sharding, checkpointing and compilation.
+    """Return all blocks of a model, which are the units of sharding, checkpointing and compilation.
 
-    Blocks that have no parameters on this rank, such as blocks of other pipeline stages, are omitted.
+    Blocks without parameters on this rank, such as blocks of other pipeline stages, are omitted.
     """
     parts = (module for module in model.modules() if isinstance(module, HasBlocks))
     return [block for part in parts for block in part.blocks() if next(block.parameters(), None) is not None]
@@ -476,9 +491,11 @@ def checkpoint_blocks(model: nn.Module) -> None:
 
 
 def compile_blocks(model: nn.Module, *, backend: str = "inductor", fullgraph: bool = False) -> None:
-    """Compile each block in place when it first runs; parameter names do not change.
+    """Compile each block in place when it first runs. Parameter names do not change.
 
     Args:
+        model: Model to compile.
+        backend: Backend of torch.compile.
         fullgraph: True to raise an error instead of breaking a graph.
     """
     # Training, evaluation, pixels, captions and the last batch need separate graphs, which all blocks share.

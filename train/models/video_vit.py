@@ -1,11 +1,11 @@
-"""A joint space-time vision transformer: every cube of a clip attends to every other cube.
+"""Joint space-time vision transformer, in which every cube of a clip attends to every other cube.
 
 This is CLIP's image tower with a temporal embedding, as in AVION (section 5.2). With one frame and a zero temporal
 embedding, it computes CLIP's image features. A cube is a patch of one frame, or of several consecutive frames (ViViT's
 tubelets, Arnab et al. 2021, section 3.2).
 
 Shape suffixes: B batch, C channels, T frames, H and W pixels, S time steps (T / frames per cube), P patches of a frame,
-N cubes of a clip (S * P), L tokens (1 + N), K kept cubes, V values of a cube, D width, E embedding width.
+N cubes of a clip (S * P), L tokens (1 + N), K selected cubes, V values of a cube, D width, E embedding width.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from clipmill.train.models.transformer import LayerNorm, Stack, Transformer, Tra
 
 @dataclass(frozen=True)
 class CubeGrid:
-    """Number of cubes of a clip along time, height and width. Cubes are numbered in this order."""
+    """Number of cubes of a clip along time, height and width. Cube indices count in this order."""
 
     steps: int
     rows: int
@@ -41,12 +41,16 @@ class CubeGrid:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoViTSize:
-    """Dimensions of a video tower: its transformer, and the side (pixels) and length (frames) of a cube.
+    """Dimensions of a video tower.
 
     Attributes:
-        num_views: Number of cameras that recorded a clip's moment (clipmill.train.models.views).
-        is_divided: True to attend over time, then over space, as LaViLa's tower does, instead of over all cubes at
+        trunk: Dimensions of the transformer.
+        patch_px: Side length of a cube, in pixels.
+        num_channels: Number of channels of a frame; 3 for pixels.
+        cube_frames: Number of frames in a cube.
+        is_divided: True to attend over time and then over space, as LaViLa's tower does, instead of over all cubes at
             once.
+        num_views: Number of cameras that recorded a clip (clipmill.train.models.views).
     """
 
     trunk: TransformerSize
@@ -57,16 +61,16 @@ class VideoViTSize:
     num_views: int = 1
 
     def grid(self, *, image_px: int, num_frames: int) -> CubeGrid:
-        """Return the grid of square clips; raise ValueError if they cannot be cut into complete cubes."""
+        """Return the grid of clips with square frames; raise ValueError if clips cannot be cut into complete cubes."""
         if image_px % self.patch_px:
-            raise ValueError(f"a picture of {image_px} px cannot be cut into patches of {self.patch_px} px")
+            raise ValueError(f"a frame of {image_px} px cannot be cut into patches of {self.patch_px} px")
         if num_frames % self.cube_frames:
             raise ValueError(f"{num_frames} frames cannot be cut into cubes of {self.cube_frames} frames")
         return CubeGrid(num_frames // self.cube_frames, *[image_px // self.patch_px] * 2)
 
 
 def grid_of(video_BCTHW: Tensor, *, cube_frames: int, patch_px: int) -> CubeGrid:
-    """Return the grid of clips; raise ValueError if they cannot be cut into complete cubes."""
+    """Return the grid of clips; raise ValueError if clips cannot be cut into complete cubes."""
     num_frames, height, width = video_BCTHW.shape[2:]
     if num_frames % cube_frames or height % patch_px or width % patch_px:
         raise ValueError(
@@ -83,11 +87,11 @@ def cubes_of(video_BCTHW: Tensor, *, cube_frames: int, patch_px: int) -> Tensor:
     return cubes.permute(0, 2, 4, 6, 1, 3, 5, 7)
 
 
-def pick_cubes(cubes_BShw: Tensor, numbers_BK: Tensor) -> Tensor:
-    """Select cubes by their int64 indices: [B, K, ...] from a view [B, S, h, w, ...]. Only the selection is copied."""
+def pick_cubes(cubes_BShw: Tensor, index_BK: Tensor) -> Tensor:
+    """Select cubes [B, K, ...] from a view [B, S, h, w, ...] by int64 indices, and copy only the selected cubes."""
     rows, columns = cubes_BShw.shape[2:4]
     batch_B1 = torch.arange(len(cubes_BShw), device=cubes_BShw.device)[:, None]
-    step_BK, patch_BK = numbers_BK // (rows * columns), numbers_BK % (rows * columns)
+    step_BK, patch_BK = index_BK // (rows * columns), index_BK % (rows * columns)
     return cubes_BShw[batch_B1, step_BK, patch_BK // columns, patch_BK % columns]
 
 
@@ -95,7 +99,7 @@ class CubeEmbedding(nn.Module):
     """Convolution that embeds cubes (CLIP's `conv1`), computed as a matrix product.
 
     `weight` is [D, C, p, p] for cubes of one frame, as in CLIP, and [D, C, t, p, p] for longer cubes, as in a Conv3d.
-    VideoMAE's convolution has a bias, but CLIP's convolution does not.
+    VideoMAE's convolution has a bias, and CLIP's convolution has none.
     """
 
     def __init__(self, size: VideoViTSize, *, has_bias: bool = False) -> None:
@@ -121,7 +125,7 @@ class CubeEmbedding(nn.Module):
 
 
 class TokenTower(nn.Module):
-    """Base class of video towers with blocks: `embed`, `transformer` and `finish`, in this order, compute the tokens.
+    """Base class of our video towers, which compute tokens with `embed`, `transformer` and `finish`, in this order.
 
     All video towers have `tokens`, `token_width` and `features` (one vector per clip, before any projection).
     """
@@ -151,10 +155,13 @@ class VideoViT(TokenTower):
     """Video tower that embeds clips.
 
     Args:
+        size: Dimensions of the tower.
+        image_px: Side length of the square frames or latents.
         num_frames: Number of frames per clip, a multiple of the cube length.
         embedding_width: E; None for the class token without a projection.
-        temporal_std: Standard deviation of the initial temporal embedding; 0 makes the model blind to the order of
-            frames.
+        attend: Attention function.
+        temporal_std: Standard deviation of the initial temporal embedding. If it is 0, the order of frames initially
+            has no effect.
         patch_dropout: Fraction of a clip's cubes that is dropped in training (FLIP, Li et al. 2023; AVION).
         drop_path: Probability, for each block, of skipping a branch for a clip in training; empty for none.
     """
@@ -212,7 +219,7 @@ class VideoViT(TokenTower):
         positions_SPD = self.positional_embedding[1:] + self.temporal_embedding[:, None]
         positions_BND = positions_SPD.flatten(0, 1).expand(num_clips, -1, -1)
         if self.training and self.patch_dropout:
-            kept_BK = drawn_cubes(num_clips, cubes_BN.shape[1], dropout=self.patch_dropout, device=cubes_BN.device)
+            kept_BK = draw_cubes(num_clips, cubes_BN.shape[1], dropout=self.patch_dropout, device=cubes_BN.device)
             # Drop cubes before the embedding, which also saves the computation of their embeddings.
             cubes_BN, positions_BND = (choose_rows(x, kept_BK) for x in (cubes_BN, positions_BND))
         embedded_BND = self.conv1(cubes_BN)
@@ -229,7 +236,7 @@ class VideoViT(TokenTower):
 def clip_tower(
     size: VideoViTSize, *, image_px: int, num_frames: int, embedding_width: int | None, attend: Attend, towers: Towers
 ) -> VideoViT:
-    """Return a tower of the kind `clip` with these settings."""
+    """Build a tower of the kind `clip` with these settings."""
     trunk = size.trunk
     return VideoViT(
         size,
@@ -243,12 +250,10 @@ def clip_tower(
     )
 
 
-def drawn_cubes(num_clips: int, num_cubes: int, *, dropout: float, device: torch.device) -> Tensor:
-    """Draw the cubes of each clip that remain after patch dropout: int64 [B, K], ascending.
+def draw_cubes(num_clips: int, num_cubes: int, *, dropout: float, device: torch.device) -> Tensor:
+    """Draw the indices of the cubes that remain after patch dropout, int64 [B, K], ascending.
 
-    The cubes are drawn from torch's global generator.
-
-    K = max(1, floor(num_cubes * (1 - dropout))) for all clips.
+    K is max(1, floor(num_cubes * (1 - dropout))) for all clips. torch's global generator is used.
     """
     num_kept = max(1, int(num_cubes * (1 - dropout)))
     drawn_BN = torch.rand(num_clips, num_cubes, device=device)
@@ -260,11 +265,11 @@ def choose_rows(x_BNV: Tensor, kept_BK: Tensor) -> Tensor:
     return x_BNV.gather(1, kept_BK[..., None].expand(-1, -1, x_BNV.shape[2]))
 
 
-def resampled_temporal(embedding_SD: Tensor, num_steps: int) -> Tensor:
-    """Resample a temporal embedding linearly to a different number of steps, as AVION does for 4 to 16 frames.
+def resample_temporal(embedding_SD: Tensor, num_steps: int) -> Tensor:
+    """Resample a temporal embedding linearly to a different number of steps, as AVION does from 4 to 16 frames.
 
-    Steps are equal parts of a clip, with embeddings at their centres. Beyond the first and last centres, values are
-    constant.
+    Steps are equal parts of a clip, and each embedding belongs to the centre of its step. Before the first centre and
+    after the last, values are constant.
     """
     if len(embedding_SD) == num_steps:
         return embedding_SD
@@ -272,8 +277,8 @@ def resampled_temporal(embedding_SD: Tensor, num_steps: int) -> Tensor:
     return resampled_1DS[0].T.contiguous()
 
 
-def inflated_cubes(weight_DCPP: Tensor, cube_frames: int) -> Tensor:
-    """Inflate CLIP's `conv1` to cubes of several frames (I3D). If the frames are equal, the output does not change."""
+def inflate_cubes(weight_DCPP: Tensor, cube_frames: int) -> Tensor:
+    """Inflate CLIP's `conv1` to cubes of several frames (I3D). The output for equal frames does not change."""
     if cube_frames == 1:
         return weight_DCPP
     return (weight_DCPP / cube_frames)[:, :, None].repeat(1, 1, cube_frames, 1, 1)

@@ -1,4 +1,4 @@
-"""VideoMAE's video tower: a vision transformer on all or some cubes of a clip (Tong et al. 2022, section 3).
+"""VideoMAE's masked autoencoder, and its video tower, which can process some or all cubes of a clip (Tong et al. 2022).
 
 VideoMAE's weights require these differences from `video_vit`: no class token, fixed sinusoidal positional embeddings of
 the cube index, a bias in the cube embedding, and biases for queries and values but not for keys.
@@ -29,9 +29,12 @@ class VideoMAEEncoder(TokenTower):
     """Video tower that returns one token per cube.
 
     Args:
+        size: Dimensions of the tower.
+        image_px: Side length of the square frames or latents.
         num_frames: Number of frames per clip, a multiple of the cube length.
+        attend: Attention function.
         has_last_norm: True to apply `ln_post` to the tokens. A classifier normalises the mean of the tokens instead.
-        drop_path: For each block, the probability that a branch is skipped for a clip in training; empty if it is 0.
+        drop_path: Probability, for each block, of skipping a branch for a clip in training; empty for none.
     """
 
     positions_ND: Tensor
@@ -48,29 +51,33 @@ class VideoMAEEncoder(TokenTower):
     ) -> None:
         super().__init__()
         if size.trunk.has_key_bias:
-            raise ValueError("a videomae tower's keys have no bias")
+            raise ValueError("a videomae tower must not have a bias for keys")
         self.size, width = size, size.trunk.width
         self.grid = size.grid(image_px=image_px, num_frames=num_frames)
         self.conv1 = CubeEmbedding(size, has_bias=True)
         self.register_buffer("positions_ND", sines(self.grid.cubes, width), persistent=False)
         self.transformer = Transformer(size.trunk, attend=attend, drop_path=drop_path)
         self.ln_post = LayerNorm(width, eps=size.trunk.norm_eps) if has_last_norm else None
-        start_as_videomae(self.transformer)
+        init_as_videomae(self.transformer)
 
     def forward(self, video_BCTHW: Tensor, visible_BK: Tensor | None = None) -> Tensor:
-        """Return tokens [B, K, D] of the visible cubes (int64 indices, None for all) of normalised clips."""
+        """Return the tokens [B, K, D] of the visible cubes of normalised clips.
+
+        Args:
+            visible_BK: Indices of the visible cubes, int64; None for all cubes.
+        """
         return self.finish(self.transformer(self.embed(video_BCTHW, visible_BK)))
 
     def embed(self, video_BCTHW: Tensor, /, visible_BK: Tensor | None = None) -> Tensor:
-        """Embed cubes as input of the first block, with positional embeddings, [B, K, D]; see `forward`."""
+        """Embed visible cubes as input of the first block, with positional embeddings, [B, K, D]; see `forward`."""
         cubes = cubes_of(video_BCTHW, cube_frames=self.size.cube_frames, patch_px=self.size.patch_px)
         if visible_BK is None:
-            seen_BK, positions_BKD = cubes.flatten(4).flatten(1, 3), self.positions_ND
+            cubes_BK, positions_BKD = cubes.flatten(4).flatten(1, 3), self.positions_ND
         else:
             # Select the cubes before the embedding, so that other cubes are not embedded.
-            seen_BK, positions_BKD = pick_cubes(cubes, visible_BK).flatten(2), self.positions_ND[visible_BK]
-        embedded_BKD = self.conv1(seen_BK)
-        # The result has the precision of `embedded_BKD`, which autocast may lower.
+            cubes_BK, positions_BKD = pick_cubes(cubes, visible_BK).flatten(2), self.positions_ND[visible_BK]
+        embedded_BKD = self.conv1(cubes_BK)
+        # The result has the dtype of `embedded_BKD`, which autocast may lower.
         x_BKD: Tensor = embedded_BKD + positions_BKD.to(embedded_BKD.dtype)
         return x_BKD
 
@@ -83,19 +90,19 @@ class VideoMAEEncoder(TokenTower):
         return self(video_BCTHW).mean(1)
 
 
-def sines(num_places: int, width: int) -> Tensor:
-    """Return sinusoidal positional embeddings, float32 [num_places, width] (Vaswani et al. 2017, section 3.5).
+def sines(num_positions: int, width: int) -> Tensor:
+    """Return sinusoidal positional embeddings, float32 [num_positions, width] (Vaswani et al. 2017, section 3.5).
 
-    Column 2i is sin(place / 10000 ** (2i / width)), and column 2i + 1 is the cosine of the same angle. VideoMAE's
-    places are cube indices, so a single table encodes time, height and width.
+    Column 2i is sin(position / 10000 ** (2i / width)), and column 2i + 1 is the cosine of the same angle. VideoMAE's
+    positions are cube indices, so a single table encodes time, height and width.
     """
     columns_D = torch.arange(width, dtype=torch.float64)
     periods_D = 10_000.0 ** (2 * (columns_D // 2) / width)
-    angles_ND = torch.arange(num_places, dtype=torch.float64)[:, None] / periods_D
+    angles_ND = torch.arange(num_positions, dtype=torch.float64)[:, None] / periods_D
     return torch.where(columns_D % 2 == 0, angles_ND.sin(), angles_ND.cos()).float()
 
 
-def start_as_videomae(module: nn.Module) -> None:
+def init_as_videomae(module: nn.Module) -> None:
     """Initialise linear layers as VideoMAE does: Glorot-uniform weights and zero biases.
 
     The projections of queries, keys and values are treated as one layer with 3 D outputs.
@@ -109,12 +116,12 @@ def start_as_videomae(module: nn.Module) -> None:
                 nn.init.zeros_(part.bias)
 
 
-_LAST_NORM_EPS = 1e-5  # epsilon of the decoder's last norm, which in transformers differs from the blocks' epsilon
+_LAST_NORM_EPS = 1e-5  # epsilon of the decoder's last norm; in transformers, the blocks have a different epsilon
 _MASK_TOKEN_STD = 0.02
 
 
 def decoder_size(encoder: TransformerSize, *, depth: int) -> TransformerSize:
-    """Return a decoder size for an encoder: half its width and heads (192 / 3 for S, 384 / 6 for B, 512 / 8 for L)."""
+    """Return a decoder size with half the encoder's width and heads (192 / 3 for S, 384 / 6 for B, 512 / 8 for L)."""
     return replace(encoder, width=encoder.width // 2, depth=depth, num_heads=encoder.num_heads // 2)
 
 
@@ -133,7 +140,7 @@ class MaskedDecoder(nn.Module):
         self.transformer = Transformer(size, attend=attend)
         self.ln_post = LayerNorm(size.width, eps=_LAST_NORM_EPS)
         self.head = nn.Linear(size.width, num_values)
-        start_as_videomae(self)
+        init_as_videomae(self)
         nn.init.trunc_normal_(self.mask_token, std=_MASK_TOKEN_STD)
 
     def forward(self, tokens_BKD: Tensor, visible_BK: Tensor, predicted_BM: Tensor) -> Tensor:
@@ -152,8 +159,8 @@ class MaskedDecoder(nn.Module):
         return values_BMV
 
 
-# The encoder processes the visible cubes, and a small decoder predicts the masked cubes (Tong et al. 2022, "VideoMAE",
-# section 3). Decoder masking is described in Wang et al. 2023, "VideoMAE V2", section 3.2.
+# Masked autoencoder: the encoder processes the visible cubes, and a small decoder predicts the masked cubes (Tong et
+# al. 2022, "VideoMAE", section 3). Decoder masking is described in Wang et al. 2023, "VideoMAE V2", section 3.2.
 #
 # Shape suffixes: N cubes of a clip, K visible cubes, M predicted cubes, L = K + M, D encoder width, E decoder width,
 # V values of a cube.
@@ -165,6 +172,9 @@ class MaskedAutoencoder(nn.Module):
     Args:
         size: Dimensions of the encoder, a tower of the kind videomae.
         decoder_depth: Number of decoder blocks.
+        image_px: Side length of the square frames or latents.
+        num_frames: Number of frames per clip.
+        attend: Attention function.
         towers: Settings for drop path and activation checkpointing.
     """
 
@@ -206,38 +216,39 @@ class MaskedAutoencoder(nn.Module):
             masked_BN: Mask of the cubes that are hidden from the encoder, bool; the same number in each clip.
             decoded_BN: Mask of the cubes that the decoder may predict, bool; None for all cubes. All clips must have
                 the same number of cubes that are both masked and decoded.
-            num_masked, num_predicted: Number of masked cubes per clip, and of cubes that are both masked and decoded.
-                If None, the cubes are counted, which synchronises with the device.
+            num_masked: Number of masked cubes per clip.
+            num_predicted: Number of cubes per clip that are both masked and decoded. If this or `num_masked` is None,
+                cubes are counted, which synchronises with the device.
 
         Returns:
-            [B, M, V]: cubes in ascending order, with values in VideoMAE's order (t p p c).
+            Predicted cubes in ascending order, [B, M, V], with values in VideoMAE's order (t p p c).
 
         Raises:
-            ValueError: The counted numbers differ between clips.
+            ValueError: Cubes are counted, and clips have different numbers of cubes.
         """
         num_cubes = masked_BN.shape[1]
         num_masked = count_true(masked_BN) if num_masked is None else num_masked
-        visible_BK = numbers_of(~masked_BN, num_cubes - num_masked)
+        visible_BK = true_indices(~masked_BN, num_cubes - num_masked)
         predicted_BM = predicted_cubes(masked_BN, decoded_BN, count=num_masked if decoded_BN is None else num_predicted)
         values_BMV: Tensor = self.decoder(self.video(video_BCTHW, visible_BK), visible_BK, predicted_BM)
         return values_BMV
 
 
 def predicted_cubes(masked_BN: Tensor, decoded_BN: Tensor | None = None, *, count: int | None = None) -> Tensor:
-    """Return the indices of the cubes that are masked and decoded, which the loss uses: int64 [B, M], ascending."""
-    chosen_BN = masked_BN if decoded_BN is None else masked_BN & decoded_BN
-    return numbers_of(chosen_BN, count_true(chosen_BN) if count is None else count)
+    """Return the indices of the cubes for the loss, which are masked and decoded, int64 [B, M], ascending."""
+    mask_BN = masked_BN if decoded_BN is None else masked_BN & decoded_BN
+    return true_indices(mask_BN, count_true(mask_BN) if count is None else count)
 
 
-def count_true(chosen_BN: Tensor) -> int:
-    """Return the number of true values per row; raise ValueError if rows differ. This synchronises with the device."""
-    counts = set(chosen_BN.sum(1).tolist())
+def count_true(mask_BN: Tensor) -> int:
+    """Count the true values per row; raise ValueError if rows differ. This synchronises with the device."""
+    counts = set(mask_BN.sum(1).tolist())
     if len(counts) != 1:
         raise ValueError(f"clips of a batch have different numbers of cubes: {sorted(counts)}")
     return int(counts.pop())
 
 
-def numbers_of(chosen_BN: Tensor, count: int) -> Tensor:
+def true_indices(mask_BN: Tensor, count: int) -> Tensor:
     """Return the indices of the `count` true values in each row, int64 [B, count], ascending, without synchronising."""
     # A stable sort keeps equal values in order, so the indices of true values ascend.
-    return chosen_BN.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices[:, :count]
+    return mask_BN.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices[:, :count]

@@ -1,10 +1,10 @@
-"""Video towers for several views: cameras that recorded the same moment, given as clips [B, V, C, T, H, W].
+"""Video towers for clips [B, V, C, T, H, W] with several views, which are cameras that recorded the same moment.
 
     mean    the tower processes each view as a separate clip; the output is the mean over the views
     concat  the blocks process the tokens of all views together, so that views attend to each other; a learned
-            embedding for each view, initially zero, distinguishes them
+            embedding for each view, initially zero, distinguishes the views
 
-Parameters have the same names as in a tower for one view. A clip [B, C, T, H, W] is a single view.
+Parameters have the same names as in a tower for one view. The towers also accept clips [B, C, T, H, W] of one view.
 
 Shape suffixes: B batch, V views, C channels, T frames, H and W pixels, L tokens of a view, D width.
 """
@@ -23,7 +23,7 @@ from clipmill.train.models.video_vit import TokenTower
 _CLIP_DIMS = 5
 
 
-def take_views(tower: nn.Module, *, num_views: int, rule: ViewRule) -> None:
+def accept_views(tower: nn.Module, *, num_views: int, rule: ViewRule) -> None:
     """Change a tower so that it accepts clips with several views.
 
     Raises:
@@ -32,7 +32,7 @@ def take_views(tower: nn.Module, *, num_views: int, rule: ViewRule) -> None:
     if rule == "concat":
         if not isinstance(tower, TokenTower) or not isinstance(tower.transformer, Transformer):
             raise UserError(
-                f"--towers.views is concat, and {type(tower).__name__} has no blocks that attend to all tokens at once",
+                f"--towers.views is concat, but {type(tower).__name__} has no blocks that attend to all tokens at once",
                 hint="use --towers.views mean, or --towers.kind clip with joint attention, or videomae",
                 flags=("--towers.views",),
             )
@@ -44,20 +44,20 @@ def take_views(tower: nn.Module, *, num_views: int, rule: ViewRule) -> None:
 
 
 class _Views(nn.Module):
-    """Mixin that overrides a tower's methods for several views. In the MRO, it precedes the tower's class."""
+    """Mixin that extends a tower's methods to several views. It precedes the tower's class in the MRO."""
 
     num_views: int
     view_rule: ViewRule
     view_embedding: nn.Parameter
 
     def forward(self, video: Tensor, *more: Any) -> Tensor:
-        return self._over_views(super().forward, video, *more)
+        return self._combine_views(super().forward, video, *more)
 
     def features(self, video: Tensor) -> Tensor:
-        return self._over_views(super().features, video)  # type: ignore[misc]
+        return self._combine_views(super().features, video)  # type: ignore[misc]
 
     def tokens(self, video: Tensor) -> Tensor:
-        return self._over_views(super().tokens, video)  # type: ignore[misc]
+        return self._combine_views(super().tokens, video)  # type: ignore[misc]
 
     def embed(self, video: Tensor, /, *more: Any) -> Tensor:
         if video.ndim == _CLIP_DIMS:
@@ -66,7 +66,7 @@ class _Views(nn.Module):
         joined_BLD: Tensor = (x_BVLD + self.view_embedding[:, None].to(x_BVLD.dtype)).flatten(1, 2)
         return joined_BLD
 
-    def _over_views(self, method: Callable[..., Tensor], video: Tensor, *more: Any) -> Tensor:
+    def _combine_views(self, method: Callable[..., Tensor], video: Tensor, *more: Any) -> Tensor:
         if video.ndim == _CLIP_DIMS or self.view_rule == "concat":
             return method(video, *more)
         return method(video.flatten(0, 1), *more).unflatten(0, (-1, self.num_views)).mean(1)

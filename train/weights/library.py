@@ -41,7 +41,7 @@ from clipmill.train.weights.open_clip import BUFFERS, TEXT_ROOTS, from_open_clip
 IMAGE, TEXT = "video.model.", "text.model."
 LOGIT_BIAS = "logit_bias"
 _ANY_PX = 224  # side length for towers that specify none; names of tensors do not depend on it
-_OUR_TOWERS = Towers()
+_DEFAULT_TOWERS = Towers()
 _IMAGE_COMPONENTS = ("visual", "vision_model", "visual_projection")
 # First components of the names in a CLIP's text tower, with the temperature.
 TEXT_COMPONENTS = ("text", "text_model", *TEXT_ROOTS)
@@ -101,7 +101,7 @@ def library_facts(folder: Path) -> SourceFacts:
     return facts_of_entry({name: preprocess.get(f"image_{name}", preprocess.get(name)) for name in ("mean", "std")})
 
 
-def facts_of_entry(entry: Mapping[str, Any], towers: Towers = _OUR_TOWERS) -> SourceFacts:
+def facts_of_entry(entry: Mapping[str, Any], towers: Towers = _DEFAULT_TOWERS) -> SourceFacts:
     """Return facts from open_clip's entry for a pretrained tag; `towers` are the towers that the weights are for."""
     mean, std = (rgb_values(None if entry.get(name) is None else list(entry[name])) for name in ("mean", "std"))
     lacks_quick_gelu = entry.get("quick_gelu") and not (towers.image or "").endswith("-quickgelu")

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
-from clipmill.train.models.video_vit import inflated_cubes, resampled_temporal
+from clipmill.train.models.video_vit import inflate_cubes, resample_temporal
 from clipmill.train.optim.parameters import plain_name
 from clipmill.train.weights.conversion import (
     CONV,
@@ -149,7 +149,7 @@ def _resize_tensor(name: str, tensor: torch.Tensor, new: Shape) -> tuple[ChangeK
     """Return the kind of change, the tensor with shape `new` (None if the model initialises it), and the reason."""
     old = tuple(tensor.shape)
     if name == CONV and len(old) == 4 and len(new) == 5 and old == (*new[:2], *new[3:]):
-        return "resized", inflated_cubes(tensor, new[2]), "a cube of equal frames gives what one frame gave"
+        return "resized", inflate_cubes(tensor, new[2]), "a cube of equal frames gives what one frame gave"
     if name in _PROJECTIONS and len(old) == 2 and old[0] == new[0]:
         return (
             "dropped",
@@ -166,7 +166,7 @@ def _resize_tensor(name: str, tensor: torch.Tensor, new: Shape) -> tuple[ChangeK
         )
     if name == TEMPORAL_EMBEDDING:
         why = "a different number of frames: interpolated along time"
-        return "resized", resampled_temporal(tensor.float(), new[0]).to(tensor.dtype), why
+        return "resized", resample_temporal(tensor.float(), new[0]).to(tensor.dtype), why
     if name in _TEXT_POSITIONS and old[0] > new[0]:
         return "resized", tensor[: new[0]], f"captions are cut to {new[0]} tokens"
     if name in _TEXT_POSITIONS and old[0] > _KEPT_POSITIONS:

@@ -95,7 +95,7 @@ def facts_in(folder: Path) -> SourceFacts | None:
     )
 
 
-_OUR_TOWERS = Towers()
+_DEFAULT_TOWERS = Towers()
 
 
 def path_of_weights(weights: str) -> Path:
@@ -112,7 +112,7 @@ def path_of_weights(weights: str) -> Path:
     return hub_folder(weights.removeprefix(HUB_PREFIX))
 
 
-def fetch_tag(init: Init, towers: Towers = _OUR_TOWERS, *, say: Say) -> None:
+def fetch_tag(init: Init, towers: Towers = _DEFAULT_TOWERS, *, say: Say) -> None:
     """Download weights with an open_clip or Hugging Face name, unless they are cached. Do nothing for files.
 
     Args:
@@ -133,7 +133,7 @@ def fetch_tag(init: Init, towers: Towers = _OUR_TOWERS, *, say: Say) -> None:
             file_of_tag(match[1], match[2], read_facts=None if library_format(part_towers) is None else facts_of_entry)
 
 
-def open_weights(init: Init, towers: Towers = _OUR_TOWERS) -> Source | None:
+def open_weights(init: Init, towers: Towers = _DEFAULT_TOWERS) -> Source | None:
     """Read the weights of `--init.weights` (and `--init.text`); return None if it is not set.
 
     Args:

@@ -102,9 +102,9 @@ def test_more_sequences_than_a_grid_has_room_for_are_computed_in_parts(kind: str
         inputs = qkv.to(CUDA).requires_grad_()
         q, k, v = inputs.unbind(0)
         if kind == "side by side":
-            out = attend_short(attend, q, k, v, per_tile=1 if attend is attend_naively else 2)
+            out = attend_short(attend, q, k, v, num_per_tile=1 if attend is attend_naively else 2)
         elif kind == "with a first key":
-            out = attend_short(attend, q, k, v, first=(k[:, 0], v[:, 0]), per_tile=1)
+            out = attend_short(attend, q, k, v, extra_key_value=(k[:, 0], v[:, 0]), num_per_tile=1)
         else:
             out = attend(q, k, v, packing=packing)
         out.square().sum().backward()

@@ -17,7 +17,7 @@ from clipmill.train.data.loader import SampleRequest
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.video_vit import VideoViT, clip_tower
-from clipmill.train.models.views import take_views
+from clipmill.train.models.views import accept_views
 from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from tests.train.running import train
 from tests.train.tiny_data import Caption, encode_chunk, video_sample, write_captions, write_shard
@@ -199,7 +199,7 @@ def tower_of(rule: str, **settings: Any) -> tuple[VideoViT, VideoViT]:
         for _ in range(2)
     )
     single.load_state_dict(several.state_dict())
-    take_views(several, num_views=2, rule=rule)  # type: ignore[arg-type]
+    accept_views(several, num_views=2, rule=rule)  # type: ignore[arg-type]
     return several, single
 
 

@@ -188,7 +188,11 @@ def test_an_encoder_of_pictures_and_one_of_texts_are_paired(data_dir: Path, tmp_
 
 
 REFUSED = [
-    (("--towers.image", "open_clip:RN51"), "open_clip has no tower open_clip:RN51", "nearest: RN50, RN50x16, RN101"),
+    (
+        ("--towers.image", "open_clip:RN51"),
+        "open_clip has no tower open_clip:RN51",
+        "similar names: RN50, RN50x16, RN101",
+    ),
     (("--towers.image", "timm:vit_base_patch16_siglip_22"), "timm has no tower", "vit_base_patch16_siglip_224"),
     (
         ("--towers.image", "torchvision:resnet18"),
@@ -203,10 +207,14 @@ REFUSED = [
         "--towers.attention is divided, but",
         "omit",
     ),
-    (("--towers.text", "hf:nowhere/nothing"), "the configuration of hf:nowhere/nothing is not here", "hf download"),
-    (("--towers.image", "hf:/nowhere"), "the configuration of hf:/nowhere cannot be read", "name a folder"),
-    (("--towers.image", "timm:local-dir:/nowhere"), "timm:local-dir:/nowhere: ", "name a folder"),
-    (("--towers.image", "open_clip:local-dir:/nowhere"), "no open_clip_config.json", "name a folder"),
+    (
+        ("--towers.text", "hf:nowhere/nothing"),
+        "the configuration of hf:nowhere/nothing is neither cached",
+        "hf download",
+    ),
+    (("--towers.image", "hf:/nowhere"), "the configuration of hf:/nowhere cannot be read", "use a folder"),
+    (("--towers.image", "timm:local-dir:/nowhere"), "timm:local-dir:/nowhere: ", "use a folder"),
+    (("--towers.image", "open_clip:local-dir:/nowhere"), "no readable open_clip_config.json", "use a folder"),
     (("--towers.pool-frames", "attention"), "--towers.image is not set", "use --towers.image\n"),
 ]
 

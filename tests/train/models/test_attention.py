@@ -13,7 +13,7 @@ from clipmill.train.models.attention import (
     Attend,
     attend_naively,
     attend_with_sdpa,
-    most_sequences,
+    max_sequences,
     open_attention,
     pack,
 )
@@ -86,9 +86,9 @@ def test_a_packing_knows_where_each_token_stands() -> None:
     packing = pack((2, 3, 1), device=torch.device("cpu"))
     assert packing.sequence_M.tolist() == [0, 0, 1, 1, 1, 2]
     assert packing.position_M.tolist() == [0, 1, 0, 1, 2, 0]
-    assert packing.place_M.tolist() == [0, 1, 3, 4, 5, 6]
+    assert packing.slot_M.tolist() == [0, 1, 3, 4, 5, 6]
     by_length = [
-        (length, where.tolist()) for length, where in pack((2, 1, 2), device=torch.device("cpu")).rows_by_length
+        (length, where.tolist()) for length, where in pack((2, 1, 2), device=torch.device("cpu")).tokens_by_length
     ]
     assert by_length == [(1, [2]), (2, [0, 1, 3, 4])]
     with pytest.raises(ValueError, match="each needs a token"):
@@ -112,7 +112,7 @@ def test_naive_attention_is_there_to_compare() -> None:
 
 
 def test_xformers_on_a_cpu_is_refused_in_words() -> None:
-    with pytest.raises(UserError, match="xformers has no attention for a CPU") as caught:
+    with pytest.raises(UserError, match="--attention xformers does not support a CPU") as caught:
         open_attention("xformers", device_type="cpu")
     assert "--attention sdpa" in (caught.value.hint or "")
 
@@ -137,7 +137,7 @@ def test_short_sequences_side_by_side_are_those_one_by_one(
     drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     q, k, v, *first = inputs = [x.to(dtype).requires_grad_() for x in drawn]
     of_all = (first[0], first[1]) if has_first else None
-    result = attend_short(attend_with_sdpa, q, k, v, first=of_all, per_tile=per_tile)
+    result = attend_short(attend_with_sdpa, q, k, v, extra_key_value=of_all, num_per_tile=per_tile)
     rows = []
     for item, number in product(range(2), range(6)):
         seen = [x[item, number] for x in (k, v)]
@@ -186,4 +186,4 @@ def test_sequences_that_fit_in_no_tile_together_are_computed_one_by_one() -> Non
 def test_no_call_has_more_sequences_than_kernels_can_count(
     tokens: int, heads: int, width: int, packed: bool, most: int
 ) -> None:
-    assert most_sequences(tokens, heads, width, packed=packed) == most
+    assert max_sequences(tokens, heads, width, packed=packed) == most

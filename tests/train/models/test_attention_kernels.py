@@ -9,14 +9,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from clipmill.train.models.attention import (
-    PREFERRED,
-    attend_preferring,
+    SDPA_KERNELS,
+    attend_with_kernel,
     attend_with_sdpa,
     load_xformers,
     open_attention,
     pack,
 )
-from clipmill.train.models.attention_choice import Kernel, Kernels, kernels_of, of_xformers
+from clipmill.train.models.attention_choice import Kernel, Kernels, kernels_of, xformers_kernel
 from tests.forks import Forks
 
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def test_the_kernel_is_the_one_that_runs() -> None:
     assert "aten::_scaled_dot_product_attention_math" in {event.name for event in seen.events()}
 
 
-@pytest.mark.parametrize("kernel", PREFERRED)
+@pytest.mark.parametrize("kernel", SDPA_KERNELS)
 def test_a_preferred_kernel_comes_first_when_torch_is_asked(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     orders: list[list[int]] = []
     ask = torch._fused_sdp_choice
@@ -107,16 +107,16 @@ def test_a_preferred_kernel_comes_first_when_torch_is_asked(kernel: str, monkeyp
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", note_order)
     kernels_of(kernel, *qkv_of(torch.float32))
-    expected = [backend.value for backend in PREFERRED[kernel]]
+    expected = [backend.value for backend in SDPA_KERNELS[kernel]]
     assert orders[0][: len(expected)] == expected
 
 
-@pytest.mark.parametrize("kernel", PREFERRED)
+@pytest.mark.parametrize("kernel", SDPA_KERNELS)
 def test_a_preferred_kernel_changes_nothing_but_speed(kernel: str) -> None:
     torch.manual_seed(0)
     qkv = [torch.randn(2, 17, 3, 16) for _ in range(3)]
     before = torch._C._get_sdp_priority_order()
-    torch.testing.assert_close(attend_preferring(kernel)(*qkv, causal=True), attend_with_sdpa(*qkv, causal=True))
+    torch.testing.assert_close(attend_with_kernel(kernel)(*qkv, causal=True), attend_with_sdpa(*qkv, causal=True))
     assert torch._C._get_sdp_priority_order() == before
     assert open_attention("flash", device_type="cuda").name == "flash"
 
@@ -132,4 +132,4 @@ def test_a_preferred_kernel_changes_nothing_but_speed(kernel: str) -> None:
     ],
 )
 def test_an_operator_of_xformers_is_told_by_the_library_it_is_in(operator: str, words: str) -> None:
-    assert str(of_xformers(operator)) == words
+    assert str(xformers_kernel(operator)) == words

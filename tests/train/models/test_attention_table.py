@@ -12,7 +12,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import load_settings, preset_path, presets_of
 from clipmill.train.models.attention import pack
-from clipmill.train.models.attention_choice import kernels_of, why_no_operator
+from clipmill.train.models.attention_choice import kernels_of, operator_reasons
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.transformer import TransformerSize
 from clipmill.train.models.videomae import decoder_size
@@ -78,7 +78,7 @@ def kernel_of(call: Call, capability: tuple[int, int]) -> str:
         try:
             return NAMES[str(kernels_of("xformers", *qkv, causal=call.what != "clips", packing=packing))]
         except NotImplementedError as error:
-            return why_no_operator(error)
+            return operator_reasons(error)
 
 
 def table() -> str:

@@ -6,7 +6,7 @@ from torch import nn
 
 from clipmill.train.config.model import Towers
 from clipmill.train.models.attention import attend_with_sdpa
-from clipmill.train.models.video_vit import CubeEmbedding, VideoViT, inflated_cubes, resampled_temporal
+from clipmill.train.models.video_vit import CubeEmbedding, VideoViT, inflate_cubes, resample_temporal
 from tests.train.models.small_towers import clips, small_encoder, small_size
 
 
@@ -37,11 +37,11 @@ def test_inflated_weights_give_on_equal_frames_what_one_frame_gave() -> None:
     torch.manual_seed(0)
     embedding = CubeEmbedding(small_size().video).double()
     three = CubeEmbedding(small_size(Towers(tubelet=3)).video).double()
-    three.load_state_dict({"weight": inflated_cubes(embedding.weight.detach(), 3)})
+    three.load_state_dict({"weight": inflate_cubes(embedding.weight.detach(), 3)})
     frame = clips(2, 1)
     still = frame.expand(-1, -1, 3, -1, -1)
     torch.testing.assert_close(three(three.cut(still)), embedding(embedding.cut(frame)), atol=1e-12, rtol=0)
-    assert inflated_cubes(embedding.weight, 1) is embedding.weight
+    assert inflate_cubes(embedding.weight, 1) is embedding.weight
 
 
 @pytest.mark.parametrize("tubelet", [1, 2])
@@ -76,15 +76,15 @@ def test_a_temporal_embedding_begins_as_settings_say() -> None:
 
 def test_a_temporal_embedding_for_more_frames_is_linear_between_the_centres_of_the_old() -> None:
     old = torch.tensor([[0.0, 8.0], [4.0, 0.0], [8.0, 8.0], [12.0, 0.0]])
-    new = resampled_temporal(old, 16)
+    new = resample_temporal(old, 16)
     # Part i of 16 has its centre at (i + 1/2) / 4 - 1/2 of the old parts.
     centres = ((torch.arange(16) + 0.5) / 4 - 0.5).clamp(0, 3)
     torch.testing.assert_close(new[:, 0], 4 * centres)
     between = centres.frac()
     left, right = old[centres.long(), 1], old[centres.long().add(1).clamp(max=3), 1]
     torch.testing.assert_close(new[:, 1], left + (right - left) * between)
-    assert resampled_temporal(old, 4) is old
-    torch.testing.assert_close(resampled_temporal(torch.ones(4, 2), 7), torch.ones(7, 2))
+    assert resample_temporal(old, 4) is old
+    torch.testing.assert_close(resample_temporal(torch.ones(4, 2), 7), torch.ones(7, 2))
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

@@ -11,10 +11,10 @@ from clipmill.train.models.transformer import (
     Transformer,
     TransformerSize,
     blocks_of,
-    drawn_branches,
+    draw_branch_scales,
     drop_path_of,
 )
-from clipmill.train.models.video_vit import VideoViT, choose_rows, drawn_cubes
+from clipmill.train.models.video_vit import VideoViT, choose_rows, draw_cubes
 from tests.train.models.small_towers import clips, gradients, small_encoder
 
 
@@ -41,7 +41,7 @@ def test_the_class_token_stays_and_the_asked_share_of_cubes(dropout: float, num_
 
 def test_each_clip_keeps_others_and_all_are_kept_equally_often() -> None:
     torch.manual_seed(0)
-    kept = drawn_cubes(4000, 10, dropout=0.7, device=torch.device("cpu"))
+    kept = draw_cubes(4000, 10, dropout=0.7, device=torch.device("cpu"))
     assert kept.shape == (4000, 3)
     assert (kept.diff(dim=1) > 0).all()
     counts = torch.bincount(kept.flatten(), minlength=10)
@@ -101,7 +101,7 @@ def test_a_dropped_branch_leaves_its_item_as_it_was_and_the_others_weigh_more() 
 
 def test_branches_are_kept_as_often_as_said_and_keep_the_mean() -> None:
     torch.manual_seed(0)
-    branches = drawn_branches(torch.zeros(20_000, 1, 1), 0.25)
+    branches = draw_branch_scales(torch.zeros(20_000, 1, 1), 0.25)
     assert branches.shape == (2, 20_000, 1, 1)
     assert branches.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
     for branch in branches:
@@ -114,7 +114,7 @@ def test_branches_keep_the_mean_in_half_precision(probability: float, monkeypatc
     """bfloat16 has no 1 / 0.9: a branch that is kept as often as in float32 would be 0.16 % too small on average."""
     evenly = torch.arange(100_000) / 100_000
     monkeypatch.setattr(torch, "rand", lambda *shape, device: evenly[None, :, None, None])
-    branches = drawn_branches(torch.zeros(100_000, 1, 1, dtype=torch.bfloat16), probability, count=1)
+    branches = draw_branch_scales(torch.zeros(100_000, 1, 1, dtype=torch.bfloat16), probability, count=1)
     assert branches.double().mean().item() == pytest.approx(1.0, abs=1e-4)
 
 

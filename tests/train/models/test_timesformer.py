@@ -8,7 +8,7 @@ from torch import nn
 from transformers import TimesformerConfig, TimesformerModel
 
 from clipmill.train.models.attention import Attend, attend_naively, attend_with_sdpa
-from clipmill.train.models.timesformer import TimeSformer, nearest_places, nearest_times
+from clipmill.train.models.timesformer import TimeSformer, nearest_positions, nearest_times
 from clipmill.train.models.transformer import TransformerSize, checkpoint_blocks, compile_blocks
 from clipmill.train.models.video_vit import VideoViTSize
 from clipmill.train.weights.hf_caption import from_hf_caption
@@ -22,7 +22,7 @@ FRAMES, PATCHES = 4, 16
 @pytest.fixture(autouse=True)
 def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed again for large clips is for these."""
-    monkeypatch.setattr("clipmill.train.models.timesformer.SMALL", 0)
+    monkeypatch.setattr("clipmill.train.models.timesformer.MIN_RECOMPUTED_VALUES", 0)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_tokens_and_gradients_are_transformers(theirs: TimesformerModel, attend:
 
 def test_pictures_of_another_size_are_transformers_with_the_nearest_places(theirs: TimesformerModel) -> None:
     weights = our_weights(theirs)
-    weights["positional_embedding"] = nearest_places(weights["positional_embedding"], 36)
+    weights["positional_embedding"] = nearest_positions(weights["positional_embedding"], 36)
     video = clips(2, image_px=48)
     states = in_their_order(ours_with(weights, image_px=48)(video), patches=36)
     torch.testing.assert_close(states, theirs(for_them(video)).last_hidden_state, atol=1e-11, rtol=0)
@@ -102,7 +102,7 @@ def test_other_numbers_of_frames_have_the_nearest_times_as_transformers(theirs: 
 
 def test_places_of_no_square_are_refused() -> None:
     with pytest.raises(ValueError, match="square"):
-        nearest_places(torch.zeros(17, 4), 12)
+        nearest_positions(torch.zeros(17, 4), 12)
 
 
 def test_less_is_kept_for_the_backward_pass_than_of_all_that_is_computed(theirs: TimesformerModel) -> None:

@@ -74,7 +74,7 @@ def test_every_task_takes_towers_of_any_size(moving: Path, tmp_path: Path, task:
 
 
 def test_heads_that_cannot_share_a_width_are_refused_before_training(data_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--towers\.text-width is 50, which 3 heads cannot share"):
+    with pytest.raises(UserError, match=r"--towers\.text-width 50 is not a multiple of"):
         size_of("tiny", DualEncoderTowers(text_width=50, text_heads=3))
     assert size_of("tiny", DualEncoderTowers(width=64)).video.trunk.num_heads == 2  # as wide as those of tiny
     flags = [*SMALL.split(), "--shards", data_dir, "--towers.heads", "3", "--out", tmp_path / "run"]

@@ -168,7 +168,7 @@ class CaptionerPart(nn.Module):
         """Return a cache of this part's text blocks (`Gpt2.start`)."""
         numbers = [layer.number for layer in self.layers if layer.kind == "text_block"]
         decoder = self._decoder()
-        return decoder.start(video_VND, num_tokens=num_tokens, rows_per_video=rows_per_video, numbers=numbers)
+        return decoder.start(video_VND, num_tokens=num_tokens, rows_per_video=rows_per_video, block_indices=numbers)
 
     def step(self, inputs: torch.Tensor, cache: TextCache) -> torch.Tensor:
         """Run the decoder's layers on the tokens that follow the cached tokens.
@@ -181,7 +181,7 @@ class CaptionerPart(nn.Module):
             Logits [R, W] for the next token from the last part; otherwise the part's output, [R, L, D].
         """
         decoder = self._decoder()
-        x_RLD = decoder.embed(inputs, begin=cache.num_tokens) if self.has("token_embedding") else inputs
+        x_RLD = decoder.embed(inputs, offset=cache.num_tokens) if self.has("token_embedding") else inputs
         x_RLD = decoder.run_blocks(x_RLD, cache)
         return decoder.logits(x_RLD[:, -1]) if self.is_last else x_RLD
 

@@ -97,9 +97,9 @@ class VideoClassifier(nn.Module):
             )
             width = getattr(self.video, "feature_width", width)
         if size.num_views > 1:
-            from clipmill.train.models.views import take_views
+            from clipmill.train.models.views import accept_views
 
-            take_views(self.video, num_views=size.num_views, rule=towers.views)
+            accept_views(self.video, num_views=size.num_views, rule=towers.views)
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(width, num_classes)
         nn.init.normal_(self.head.weight, std=_HEAD_STD[kind])
