@@ -1,11 +1,11 @@
-"""`ColumnSpec`: the declaration of a column, which the command line loads whenever `prep` starts.
+"""`ColumnSpec`: the declaration of a column that the command line loads.
 
 `clipmill.prep.registry` lists the columns. Code that plans, makes, shows, verifies, retries or removes a column
-receives the spec and calls the functions of the `ColumnWork`, which is loaded when it is needed. No code outside the
+receives the spec, and calls the functions of the column's `ColumnWork`, which is loaded on demand. No code outside the
 folder of a column refers to the column by name.
 
-A column with one sample for each chunk declares its settings in a `ColumnSpec`, and how it makes a sample in a
-`ChunkWork` (`prep/core/chunk_work.py`); its commands, recipe, plan, runs, reports and retries are derived from the two.
+A column with one sample per chunk declares its settings in a `ColumnSpec`, and how to make a sample in a `ChunkWork`
+(`prep/core/chunk_work.py`). Its commands, recipe, plan, runs, reports and retries are derived from these two.
 docs/plugins.md has a complete example.
 """
 
@@ -33,26 +33,26 @@ from clipmill.shards.columns import VIDEO, command_for
 
 DATA_VARIABLE = "CLIPMILL_DATA"
 ENGINE_FLAGS = ("engine", "address")  # flags that are recorded with a run if the user passed them
-# Names that settings must not have: values of every recipe, and flags of all columns (`prep/core/request.py`).
+# Names that a setting must not have, because all recipes or the flags of all columns use them (`prep/core/request.py`).
 TAKEN_SETTINGS = frozenset(
     {*("column", "schema", VIDEO, "weights"), *("data", "json", "engine", "address", "execution", "workers", "part")}
     | {"max_failures", "trial", "explain", "retry_codes", "only_variant", "part_run", "variant", "monitoring"}
 )
-WEIGHTS = "weights"  # name of the value with the path of a local model; recipes contain its hash instead
-StoredRecipe = Mapping[str, Any]  # content of a variant's recipe.json, often with the request of its last run
+WEIGHTS = "weights"  # name of the path of a local model, which is recorded with a run; recipes contain a hash instead
+StoredRecipe = Mapping[str, Any]  # content of recipe.json, in some uses merged with the request of the last run
 
 
 @dataclass(frozen=True)
 class PendingWork:
-    """Remaining work of a variant, derived from stored records only.
+    """Remaining work of a variant, derived only from stored records.
 
     Attributes:
-        num_wanted: Number of samples that the variant should hold; None if unknown.
-        wanted_shards: Ids of the shards that the variant should have; None if unknown.
-        to_make: Number of shards that need work, by state.
-        num_orphaned: Number of shards to remove because the plan no longer needs their content.
-        stale_because: Reason why a new run would make a different variant, or None.
-        left_out: Lines about what the settings omit, such as tails.
+        num_wanted: Number of samples that the variant should have; None if unknown.
+        wanted_shards: IDs of the shards that the variant should have; None if unknown.
+        to_make: Number of shards that need work, keyed by state.
+        num_orphaned: Number of shards to remove because they are no longer in the plan.
+        stale_because: Reason why a new run would make a different variant; None if it would not.
+        left_out: Lines about what the settings omit, such as the tails of videos.
     """
 
     num_wanted: int | None = None
@@ -68,7 +68,9 @@ class Addition:
     """Text lines and JSON values that a column adds to a report.
 
     Attributes:
-        about: Lines to print before the settings and the work; used by plans only.
+        lines: Lines of text.
+        values: JSON values.
+        about: Lines that the report of a plan prints before settings and work.
     """
 
     lines: Sequence[str] = ()
@@ -77,7 +79,7 @@ class Addition:
 
 
 class DeepCode(StrEnum):
-    """Problems that `prep verify --deep` can find in a sample whose checksum is correct."""
+    """Problem that `prep verify --deep` can find in a sample with a correct checksum."""
 
     UNREADABLE = "unreadable"
     PACKETS_DIFFER = "packets_differ"  # the packet table in the index does not match the demuxed packets
@@ -90,7 +92,12 @@ class DeepCode(StrEnum):
 
 @dataclass(frozen=True)
 class CheckedSample:
-    """Result of `prep verify --deep` for one sample: differences, and the number of checked frames or array rows."""
+    """Result of `prep verify --deep` for one sample.
+
+    Attributes:
+        differences: (code, message) of each problem.
+        num_checked: Number of checked frames, array rows or files.
+    """
 
     differences: list[tuple[DeepCode, str]]
     num_checked: int
@@ -103,36 +110,36 @@ def _settings_text(stored: StoredRecipe) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSpec:
-    """Declaration of a column for the command line and the upkeep of a data folder, without the code of the column.
+    """Declaration of a column for the command line and for maintenance commands, without the code of the column.
 
     Attributes:
         name: Name of the column's folder and value of `--column`: lower case, beginning with a letter. The command is
             `prep NAME`.
         package: Import name of the package with the column's code; workers must have the same version.
         work: Import path `package.module:NAME` of the column's `ChunkWork` (`prep/core/chunk_work.py`), or of its
-            `ColumnWork` (`prep/core/work.py`) if the column does not have one sample for each chunk.
+            `ColumnWork` (`prep/core/work.py`) if the column does not have one sample per chunk.
         check_sample: Import path `package.module:function` of a function (index row, members, split) -> `CheckedSample`
-            that compares a sample with its index row, to which `tar`, the path of the shard, is added. It runs in
-            workers, which load nothing else.
-        settings: Frozen dataclass whose fields are flags of `prep NAME` and `prep plan NAME`. All fields except the
-            `NOT_STORED` ones are part of the recipe (`prep/core/recipe.py`). A field `where` selects chunks. No field
+            that compares a sample with its index row. The row also contains `tar`, the path of the tar. The function
+            runs in workers that import only its module.
+        settings: Frozen dataclass whose fields are flags of `prep NAME` and `prep plan NAME`. All fields except fields
+            marked `NOT_STORED` are part of the recipe (`prep/core/recipe.py`). A field `where` selects chunks. No field
             may have a name in `TAKEN_SETTINGS`.
-        schema: Version of the recipe, incremented when the same settings begin to produce different bytes.
+        schema: Version of the recipe. Increment it when the same settings start to produce different bytes.
         help: Help of `prep NAME`: a first sentence that begins with a verb, further text, and an example.
-        plan_help: Help of `prep plan NAME`.
-        request: Import path of the dataclass with the flags that are not settings, a `Request`
-            (`prep/core/request.py`). Fields that are `KEPT` are recorded, and used again by `prep retry`.
-        plan_request: Import path of the dataclass with the additional flags of `prep plan NAME`, a `PlanRequest`.
+        plan_help: Help of `prep plan NAME`; empty for a default text.
+        request: Import path of the subclass of `Request` (`prep/core/request.py`) with the flags that are not settings.
+            Fields marked `KEPT` are recorded, and used again by `prep retry`.
+        plan_request: Import path of the subclass of `PlanRequest` with the additional flags of `prep plan NAME`.
         sample: Noun for a sample of the column, singular.
-        verb: Regular verb for making a sample, such as encode.
-        checked_noun: Noun for the items that `verify --deep` counts, singular: "decoded frame".
+        verb: Regular verb for making a sample, such as "encode".
+        checked_noun: Noun for the items that `verify --deep` counts, singular, such as "decoded frame".
         has_hours: True if `status` reports hours of video, computed from num_frames and the frame rate in the index.
-        page: Content of the page that `prep inspect --html` writes, as a clause; empty without such a page.
+        page: Description of the page that `prep inspect --html` writes, as a clause; empty if there is no page.
         read_settings: Function (stored recipe of this schema, path of local weights or None) -> settings that
-            reproduce the variant. None if stored values and settings have the same names.
-        write_flags: Function settings of a stored recipe -> flags of `prep NAME` that reproduce them. None if each
-            setting is the flag of its name.
-        settings_line: Function stored recipe -> one line with its settings.
+            reproduce the variant. None if the settings have the names of the stored values.
+        write_flags: Function settings -> flags of `prep NAME` that reproduce them. None if each setting has a flag of
+            the same name.
+        settings_line: Function stored recipe -> line of text with its settings.
     """
 
     name: str
@@ -164,22 +171,22 @@ class ColumnSpec:
 
     @property
     def is_first(self) -> bool:
-        """True for `video`, the column made from the source videos; other columns are made from it or the manifest."""
+        """True for `video`, which is made from the sources. Other columns are made from `video` or the manifest."""
         return self.name == VIDEO
 
     @property
     def activity(self) -> str:
-        """Present participle of `verb`, such as "encoding"."""
+        """Activity of a run, such as "encoding": the present participle of `verb`."""
         return f"{self.verb.removesuffix('e')}ing"
 
     @property
     def command(self) -> str:
-        """Name of the command that makes the column with settings of this type."""
+        """Command that makes the column, without `prep`."""
         return getattr(self.settings, "command", None) or command_for(self.name)
 
     @property
     def request_type(self) -> type:
-        """Dataclass with the flags that are not settings."""
+        """Subclass of `Request` with the flags that are not settings."""
         request: type = import_object(self.request)
         return request
 
@@ -187,8 +194,8 @@ class ColumnSpec:
         """Return the settings that reproduce a variant.
 
         Args:
-            stored: Recipe, and the request of the last run (`variants.stored_request`).
-            weights: Path of local weights that replace the stored ones; None for the stored ones.
+            stored: Recipe, merged with the request of the last run (`variants.stored_request`).
+            weights: Path of local weights; None for the weights in the recipe.
 
         Raises:
             UserError: The recipe was written with another version of the recipe schema, or is incomplete.
@@ -199,7 +206,7 @@ class ColumnSpec:
         return self.read_settings(stored, weights)
 
     def kept_flags(self, stored: StoredRecipe) -> dict[str, Any]:
-        """Return the flags of the last run that a retry uses again, by name."""
+        """Return the flags of the last run that a retry uses again, keyed by name."""
         kinds = marked_fields(self.request_type, KEPT)
         return {name: kind(stored[name]) for name, kind in kinds.items() if name in stored}
 
@@ -215,7 +222,7 @@ class ColumnSpec:
         return [*flags, *changed_flags(kept, dict.fromkeys(kept))]
 
     def command_line(self, stored: StoredRecipe, *, data_dir: Path) -> str:
-        """Return the command line that reproduces a stored recipe with the same engine.
+        """Return the command line that reproduces a stored recipe, with the engine of the last run.
 
         Raises:
             UserError: The recipe was written with another version of the recipe schema.
@@ -231,13 +238,16 @@ class ColumnSpec:
 
 
 def data_flags(data: Path) -> list[str]:
-    """Return the `--data` flag for a data folder; empty if the folder is the default."""
+    """Return the `--data` flag for a data folder; empty for the default folder."""
     default = Path(os.environ.get(DATA_VARIABLE, "data"))
     return [] if data.resolve() == default.resolve() else ["--data", short_path(data)]
 
 
 def short_path(path: Path) -> str:
-    """Return a path relative to the current folder if it is inside; paths in a bucket's copy are printed as URLs."""
+    """Return a path for messages: relative to the current folder if it is inside, otherwise as it is.
+
+    A path in the working copy of a bucket stays as it is, because it is replaced by a URL when it is printed.
+    """
     if mirror_of(path) is not None:
         return os.fspath(path)
     with suppress(ValueError, OSError):
@@ -246,9 +256,9 @@ def short_path(path: Path) -> str:
 
 
 def recipe_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return the differences between two recipes as `name: old → new`, in the order of the new recipe.
+    """Return the differences between two recipes as lines `name: old → new`, in the order of the new recipe.
 
-    A recipe read from a file has lists where a new recipe has tuples, so both are compared in the stored form.
+    The recipes are compared as JSON, because a recipe from a file has lists where a new recipe has tuples.
     """
     old, new = json.loads(json.dumps(old)), json.loads(json.dumps(new))
     differences = []

@@ -1,6 +1,6 @@
 """Read and verify single arrays of the columns `latents` and `text`.
 
-Commands that need a few chunks of many shards use this module. In a bucket, it fetches only the requested byte ranges.
+Commands that read a few chunks of many shards use this module. In a bucket, it fetches only the requested byte ranges.
 """
 
 import zlib
@@ -27,29 +27,29 @@ from clipmill.shards.tars import TarBytes
 
 
 def bucket_tars(data_dir: Path) -> TarBytes | None:
-    """Return a reader for byte ranges of tars if the data folder is in a bucket; None if the folder is local."""
+    """Return a reader of byte ranges for the tars of a data folder in a bucket; None if the folder is local."""
     mirror = mirror_of(data_dir)
     return None if mirror is None else BucketTars(mirror)
 
 
 @dataclass(eq=False)
 class BucketTars:
-    """`TarBytes` that fetches only the requested byte ranges, for commands that read a few chunks of many shards.
+    """`TarBytes` that fetches only the requested byte ranges of a tar in a bucket.
 
-    Opening a tar as a file would fetch all of it, half a gigabyte, for a single chunk.
+    Opening the tar as a file would fetch half a gigabyte for a single chunk.
     """
 
     mirror: Mirror
     gap_bytes = 1 << 18
 
     def name(self, path: Path) -> str:
-        """Return the local path; when a command prints it, it is replaced with the URL in the bucket."""
+        """Return the local path, which is replaced by the URL in the bucket when a command prints it."""
         return str(path)
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
         content = self.mirror.read_range(path, offset, size)
         if len(content) != size:
-            raise DamagedTar(path, f"truncated: it ends before byte {offset + size}, which the index refers to")
+            raise DamagedTar(path, f"truncated: it ends before byte {offset + size}, to which the index refers")
         return content
 
     def read_ranges(self, path: Path, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -61,7 +61,13 @@ class BucketTars:
 
 @dataclass(frozen=True)
 class ColumnArrays:
-    """The samples of a variant, with access to their arrays by row."""
+    """Samples of a variant, with access to their arrays by row.
+
+    Attributes:
+        name: Name of the column.
+        variant: Opened variant.
+        rows: Merged index of the variant.
+    """
 
     name: str
     variant: Variant
@@ -72,7 +78,7 @@ class ColumnArrays:
         """Open a variant of a column, by default the current variant.
 
         Raises:
-            UserError: The variant does not exist, or is empty.
+            UserError: The variant does not exist, is incomplete, or is empty.
         """
         opened = Variant.open(data_dir, column=name, variant=variant, tars=bucket_tars(data_dir)).require_complete()
         if not opened.num_samples:
@@ -82,16 +88,20 @@ class ColumnArrays:
         return cls(name, opened, read_chunk_rows(opened))
 
     def numbers(self, name: str) -> NDArray[Any]:
+        """Return a numeric field of all samples, [samples]."""
         values: NDArray[Any] = self.rows.table[name].to_numpy()
         return values
 
-    def array(self, at: int) -> NDArray[np.float16]:
-        """Return the array of a sample, verified.
+    def array(self, number: int) -> NDArray[np.float16]:
+        """Read and verify the array of a sample.
+
+        Args:
+            number: Row of the sample in `rows`.
 
         Raises:
             UserError: The array is damaged or missing.
         """
-        row = self.rows.table.slice(at, 1).select(["shard", "row", "offset", "size", "crc32"]).to_pylist()[0]
+        row = self.rows.table.slice(number, 1).select(["shard", "row", "offset", "size", "crc32"]).to_pylist()[0]
         shard = self.variant.shard(row["shard"])
         try:
             payload = shard.read_range(row["offset"], row["size"])
@@ -102,7 +112,7 @@ class ColumnArrays:
         array = None
         if zlib.crc32(payload) == row["crc32"]:
             if self.rows.member.endswith(".zst"):
-                shape = [int(self.numbers(name)[at]) for name in ("num_frames", "channels", "height", "width")]
+                shape = [int(self.numbers(name)[number]) for name in ("num_frames", "channels", "height", "width")]
                 payload = decompress_frame(payload, size_bytes=BLOCK_BYTES + 2 * prod(shape))
             array = load_npy(payload)
         if array is None:
@@ -113,6 +123,6 @@ class ColumnArrays:
         return array
 
     def video_rows(self, video_ids: pa.Array) -> NDArray[np.int64]:
-        """Return, for each sample, the row of its video in `video_ids` (int64); -1 if the video is not listed."""
+        """Return the row in `video_ids` of each sample's video, int64 [samples]; -1 if `video_ids` lacks the video."""
         entries, codes = self.rows.dictionary_codes("video_id")
         return pc.fill_null(pc.index_in(entries, video_ids), -1).to_numpy().astype(np.int64)[codes]

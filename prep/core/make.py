@@ -1,4 +1,4 @@
-"""Build the commands that plan and make a column (`prep NAME`, `prep plan NAME`, `prep retry`) from its spec."""
+"""Plan, make and retry any column, and build its commands (`prep NAME`, `prep plan NAME`) from its spec."""
 
 import sys
 from collections.abc import Callable
@@ -31,8 +31,8 @@ def parse_budget(text: str) -> Callable[[int], float]:
         value = -1
     if not 0 <= value <= (100 if number != text else float("inf")):
         raise UserError(
-            f'--max-failures "{text}" is not a number or percentage',
-            hint="give a number of videos such as 10, or a percentage such as 1%",
+            f'--max-failures "{text}" is neither a number nor a percentage',
+            hint="use a number of videos such as 10, or a percentage such as 1%",
         )
     return (lambda num_videos: int(num_videos * value / 100)) if number != text else (lambda num_videos: value)
 
@@ -56,7 +56,7 @@ def plan_command(column: ColumnSpec) -> Callable[..., None]:
             from clipmill.prep.core.work import work_of
 
             work, data_dir = work_of(column), require_data_folder(request.data)
-            # A dry run does not hold a lock, and workers must not write without one, so this process reads all sources.
+            # A dry run holds no lock, without which workers must not write, so this process probes all sources itself.
             run_request = column.request_type(data=request.data, engine="processes", trial=request.trial)
             column_plan = work.plan(data_dir, settings, run_request)
             if request.explain is not None and work.explain is not None:
@@ -74,7 +74,7 @@ def plan_command(column: ColumnSpec) -> Callable[..., None]:
 
 
 def _as_command(function: Callable[..., None], column: ColumnSpec, *, request: type, help: str) -> Callable[..., None]:
-    """Set the annotations, defaults and docstring of `function`, from which cyclopts builds the command."""
+    """Set the annotations, defaults and docstring of a function, from which cyclopts builds the command."""
     kinds = {"settings": column.settings, "request": request}
     has_defaults = all(field.default is not MISSING for field in fields(column.settings))
     function.__annotations__ = {name: Annotated[kind, Parameter(name="*")] for name, kind in kinds.items()}
@@ -87,30 +87,30 @@ def retry_column(column: ColumnSpec, stored: StoredRecipe, *, weights: str | Non
     """Retry the failures of a variant with the settings and flags of its last run.
 
     Args:
-        stored: Recipe and request of the last run (`variants.stored_request`).
+        stored: Recipe, merged with the request of the last run (`variants.stored_request`).
         weights: Path of local weights; None for the weights of the last run.
-        request: Flags of `prep retry`. If a flag is None, its value from the last run is used.
+        request: Flags of `prep retry`. A flag that is None has its value from the last run.
 
     Raises:
-        UserError: The recipe was written by a different version, or `make_column` raises a UserError.
-        FailedWork: The run failed, as described for `make_column`.
+        UserError: A different version wrote the recipe, or see `make_column`.
+        FailedWork: See `make_column`.
     """
     kind = column.request_type
     names = {field.name for field in fields(kind)}
-    given = {field.name: getattr(request, field.name) for field in fields(request)}
-    changed = {name: value for name, value in given.items() if value is not None and name in names}
+    values = {field.name: getattr(request, field.name) for field in fields(request)}
+    changed = {name: value for name, value in values.items() if value is not None and name in names}
     settings = column.stored_settings(stored, weights or stored.get(WEIGHTS))
     make_column(column, settings, kind(**{**column.kept_flags(stored), **changed}))
 
 
 def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
-    """Plan and make a column, and print a summary.
+    """Plan and make a column, and print the report of the run.
 
     Raises:
-        UserError: The request is invalid, or this machine lacks something that the settings require.
-        FailedWork: The run gave up (exit code 3 if object storage refused access, otherwise 1), or more videos failed
+        UserError: The request is invalid, or this machine lacks something that the settings need.
+        FailedWork: The run gave up (exit code 3 if object storage denied access, otherwise 1), or more videos failed
             than `--max-failures` allows. Failures that an earlier run reported and that this run had no reason to retry
-            are not counted.
+            do not count.
     """
     from clipmill.prep.core.data_folder import require_data_folder, writing
     from clipmill.prep.core.failure_list import FAILURES_FILE
@@ -152,18 +152,16 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
             f"{summary.gave_up}; finished work is kept; run the same command again to resume",
             exit_code=summary.exit_code,
         )
-    # If the variant is empty or not current, the run has not succeeded, so count failures of earlier runs too.
+    # If the variant is empty or not current, the run has not succeeded, so known failures count too.
     is_usable = report.values["current"] == plan.variant_dir.name and report.values["total_bytes"] > 0
     unchanged = summary.unchanged if is_usable else ()
     new = [failure for failure in summary.failures if failure not in unchanged]
     if unchanged:
-        known = count_noun(len({failure.video_id for failure in unchanged}), "video")
-        sys.stderr.write(
-            f"not counted: {known} with failures that an earlier run has reported, listed in {list_path}\n"
-        )
+        num_known = count_noun(len({failure.video_id for failure in unchanged}), "video")
+        sys.stderr.write(f"not counted: {num_known} whose failures an earlier run reported, listed in {list_path}\n")
     num_videos = len({failure.video_id for failure in new})
     failed = f"{num_videos} of {count_noun(plan.num_videos, 'video')}"
-    # If individual spans or samples failed rather than complete videos, also report the number of failures.
+    # If spans or samples failed rather than complete videos, also report how many.
     sample = column.sample
     if sample != "video" and any(failure.key is not None for failure in new):
         failed = f"{count_noun(len(new), 'span' if column.is_first else sample)} in {failed}"

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the driver that makes a column (`--metrics-port`); deploy/grafana.json displays them."""
+"""Prometheus metrics of the driver of a column (`--metrics-port`), which deploy/grafana.json displays."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -10,7 +10,7 @@ from clipmill.shards.commits import Failure
 
 
 class Meters:
-    """Metrics of all runs in this process, by column."""
+    """Metrics of all runs in this process, labelled by column."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -31,16 +31,16 @@ class Meters:
         self._done = gauge("done_samples", "Samples that are done, in shards that are not committed yet too.")
 
     def begin(self, column: str, failures: Iterable[Failure], *, num_samples: int) -> None:
-        """Set the number of samples of a run, and count the failures that are known before it starts."""
+        """Set the number of samples of a run, and count the failures that planning found."""
         self._planned.labels(column).set(num_samples)
         for counter in (self._made, self._copied, self._shards, self._bytes, self._encoded_s, self._cpu_s):
-            counter.labels(column)  # export 0 from the start, because the rate of a missing counter is unknown
+            counter.labels(column)  # export 0 from the start: without a first value, Prometheus cannot compute a rate
         self._excluded.labels(column)
         for failure in failures:
             self._failures.labels(column, failure.code).inc()
 
     def finish(self, column: str, result: ShardResult) -> None:
-        """Count the result of a shard."""
+        """Count the result of a finished shard."""
         self._cpu_s.labels(column).inc(result.cpu_s)
         for failure in result.reasons:
             self._failures.labels(column, failure.code).inc()
@@ -56,8 +56,8 @@ class Meters:
         self._excluded.labels(column).inc()
 
     def show(self, column: str, *, num_done: int) -> None:
-        """Set the number of samples that are done."""
+        """Set the number of finished samples."""
         self._done.labels(column).set(num_done)
 
 
-meters_of = cache(Meters)  # one per registry: metrics register once, but a process may run several jobs
+meters_of = cache(Meters)  # one object per registry: a metric registers once, but a process may run several jobs

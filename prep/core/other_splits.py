@@ -1,4 +1,7 @@
-"""Compute how much of the chunks of a split belongs to captions of other splits; training without captions omits it."""
+"""Compute how many seconds of each split belong to captions of other splits.
+
+Training without captions omits these seconds, so that a split never shows what other splits describe.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ _TIMES = ("start_ms", "num_frames", "fps_num", "fps_den")
 
 @dataclass(frozen=True)
 class LostTime:
-    """Seconds of a split's chunks that belong to captions of other splits, and the number of chunks affected."""
+    """Seconds of a split that belong to captions of other splits, and the number of affected chunks."""
 
     seconds: float
     num_chunks: int
@@ -37,13 +40,14 @@ def lost_times(
     begin_us: NDArray[np.int64],
     end_us: NDArray[np.int64],
 ) -> dict[str, LostTime]:
-    """Return the time that each split loses in the chunks of its videos; splits that lose nothing are omitted.
+    """Return the lost time of each split. Splits that lose no time are omitted.
 
     Args:
         divided: Videos whose captions belong to several splits.
-        splits: Split of each video in the manifest.
-        video: Video of each chunk, as a row of the manifest.
-        begin_us, end_us: Start and end of each chunk in its video, in microseconds.
+        splits: Split of each video, in manifest order.
+        video: Row in the manifest of each chunk's video.
+        begin_us: Start of each chunk in its video, in microseconds.
+        end_us: End of each chunk in its video, in microseconds.
     """
     lost: dict[str, LostTime] = {}
     is_divided = np.isin(video, divided.video)
@@ -61,7 +65,7 @@ def lost_times(
 
 
 def stored_lost_times(data_dir: Path) -> dict[str, LostTime]:
-    """Return `lost_times` for the chunks of the current variant; empty without chunks, or if no caption has a split.
+    """Return `lost_times` for the current variant of `video`; empty without chunks or without divided videos.
 
     Raises:
         UserError: The manifest is damaged.
@@ -86,10 +90,11 @@ def lost_lines(lost: Mapping[str, LostTime], *, indent: int) -> list[str]:
     """Return report lines about the lost time of each split.
 
     Args:
-        indent: Width of the column of labels.
+        lost: Lost time, keyed by split.
+        indent: Width of the column of labels, in characters.
     """
     return [
         f"{'splits':<{indent}}{split}: {time.seconds:,.1f} s of {count_noun(time.num_chunks, 'chunk')} belong to "
-        "captions of other splits, and training without captions leaves them out"
+        "captions of other splits; training without captions omits them"
         for split, time in lost.items()
     ]

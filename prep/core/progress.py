@@ -1,4 +1,4 @@
-"""Show the progress of a run on standard error: samples done, speed in video time, time left, and failures by code."""
+"""Progress of a run on standard error: finished samples, speed relative to real time, time left, and failures."""
 
 import sys
 from collections import Counter
@@ -14,27 +14,27 @@ from clipmill.prep.engines import RefusedNode
 class RunProgress:
     """Context manager that shows the progress of a run.
 
+    A KeyboardInterrupt or `Stopped` is raised again with a message about the finished shards, which are kept.
+
     Args:
-        doing: Present participle for the work, such as "encoding".
+        activity: Present participle for the work, such as "encoding".
         noun: Noun for a sample of the column, singular.
         num_samples: Number of samples that the run will make.
-        work: Number of samples, with copied samples weighted close to 0; the time left is computed from it.
+        work: Total work in samples, to which copied samples contribute almost nothing. It determines the time left.
         sample_s: Seconds of video in a sample; None to omit the speed.
         num_shards: Number of shards that the run will make.
-
-    A KeyboardInterrupt or `Stopped` is raised again with a message about the finished shards, which are kept.
     """
 
     def __init__(
-        self, doing: str, *, noun: str, num_samples: int, work: float, sample_s: float | None, num_shards: int
+        self, activity: str, *, noun: str, num_samples: int, work: float, sample_s: float | None, num_shards: int
     ) -> None:
-        self._doing, self._noun, self._num_samples, self._sample_s = doing, noun, num_samples, sample_s
+        self._noun, self._num_samples, self._sample_s = noun, num_samples, sample_s
         self._work, self._work_done, self._done = work, 0.0, 0
         self._num_shards, self._num_shards_made, self._num_kept = num_shards, 0, 0
         self._has_begun = False
         self._failures: Counter[str] = Counter()
         self._pace = ProgressRate()
-        self._activity = Activity(doing)
+        self._activity = Activity(activity)
 
     def __enter__(self) -> Self:
         self._activity.__enter__()
@@ -53,7 +53,7 @@ class RunProgress:
             raise KeyboardInterrupt(self._finished_text()) from None
 
     def start(self) -> None:
-        """Start to measure the speed; call it when the workers are ready."""
+        """Start measuring the speed. Call it when the workers are ready."""
         self._pace = ProgressRate()
 
     def finish_shard(self, num_samples: int) -> None:
@@ -62,13 +62,15 @@ class RunProgress:
         self._num_kept += num_samples
 
     def fail(self, code: str) -> None:
-        """Count one failure."""
+        """Count a failure."""
         self._failures[code] += 1
 
     def show(self, num_done: int, work_done: float, *, has_begun: bool) -> None:
-        """Show how many samples and how much work are done, including running shards.
+        """Update the display.
 
         Args:
+            num_done: Number of finished samples, including samples of running shards.
+            work_done: Finished work, in the unit of `work`.
             has_begun: True if a worker has started a shard.
         """
         self._has_begun = self._has_begun or has_begun or num_done > 0

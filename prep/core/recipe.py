@@ -1,7 +1,7 @@
-"""The recipe of a column: its settings, and everything else besides the input that determines the stored bytes.
+"""Recipe of a column: everything besides the input that determines the stored bytes, above all the settings.
 
-The settings are a frozen dataclass whose fields are the flags of the command. A recipe is stored as `recipe.json`. Its
-fingerprint is part of the variant's name, so different settings make a different variant.
+The settings are a frozen dataclass whose fields are flags of the command. A recipe is stored as `recipe.json`. Its
+fingerprint is part of the variant's name, so different settings create a different variant.
 """
 
 import hashlib
@@ -13,23 +13,23 @@ from typing import Any, Generic, TypeVar, get_args, get_type_hints
 from clipmill.manifests.errors import UserError
 from clipmill.shards.columns import VIDEO, command_for
 
-# Marks in the annotation of a field of the settings.
-NOT_STORED = "a setting that does not change what is stored"
-STORED_IF_CHANGED = "a setting that recipes omit while it has its default, as recipes from before the setting do"
-# Mark in the annotation of a field of a request.
-KEPT = "a flag that a retry uses again"
+# Marks in the annotation of a setting.
+NOT_STORED = "a setting that does not affect the stored bytes and is not part of the recipe"
+STORED_IF_CHANGED = "a setting that recipes omit at its default, because it was added later"
+# Mark in the annotation of a request's field.
+KEPT = "a flag that is recorded with a run and used again by a retry"
 
 Settings = TypeVar("Settings")
 
 
 @dataclass(frozen=True)
 class Recipe(Generic[Settings]):
-    """Everything besides its input that determines the stored bytes of a column.
+    """Everything besides the input that determines the stored bytes of a column.
 
     Attributes:
         settings: Settings of the command; for `video`, with all defaults resolved.
         values: Content of recipe.json.
-        name: Readable part of the name of the variant.
+        name: Readable part of the variant's name.
     """
 
     settings: Settings
@@ -48,18 +48,18 @@ class Recipe(Generic[Settings]):
 
     @property
     def variant(self) -> str:
-        """Name of the variant's folder: the readable part, and the first 8 digits of the fingerprint."""
+        """Name of the variant and of its folder: the readable part, and the first 8 digits of the fingerprint."""
         return f"{self.name}-{self.fingerprint[:8]}"
 
 
 def recipe_fingerprint(values: Mapping[str, Any]) -> str:
-    """Return the SHA-256 (hex) of a recipe's values as canonical JSON; variant names end with its first 8 digits."""
+    """Return the SHA-256 (hex) of a recipe's values as canonical JSON. Variant names end with its first 8 digits."""
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def stored_values(settings: Any) -> dict[str, Any]:
-    """Return the settings that change what is stored, by name."""
+    """Return the settings that are part of the recipe, keyed by name."""
     kind = type(settings)
     defaults = {field.name: field.default for field in fields(kind)}
     unchanged = {name for name in marked_fields(kind, STORED_IF_CHANGED) if getattr(settings, name) == defaults[name]}
@@ -68,12 +68,12 @@ def stored_values(settings: Any) -> dict[str, Any]:
 
 
 def values_not_stored(settings: Any) -> dict[str, Any]:
-    """Return the settings that do not change what is stored, by name."""
+    """Return the settings that are marked NOT_STORED, keyed by name."""
     return {name: getattr(settings, name) for name in marked_fields(type(settings), NOT_STORED)}
 
 
 def marked_fields(kind: type, mark: str) -> dict[str, type]:
-    """Return the fields of a dataclass that have a mark in their annotation, as name -> type without None."""
+    """Return the fields of a dataclass with a mark in their annotation, as {name: type without None}."""
     hints = get_type_hints(kind, include_extras=True)
     types: dict[str, type] = {}
     for field in fields(kind):
@@ -85,10 +85,16 @@ def marked_fields(kind: type, mark: str) -> dict[str, type]:
 
 
 def settings_from(stored: Mapping[str, Any], kind: type[Settings], *, column: str, schema: int) -> Settings:
-    """Return the settings from a stored recipe and the request of its last run (`variants.stored_request`).
+    """Return the settings that reproduce a variant.
+
+    Args:
+        stored: Recipe, merged with the request of the last run (`variants.stored_request`).
+        kind: Dataclass of the settings.
+        column: Name of the column.
+        schema: Current version of the recipe schema.
 
     Raises:
-        UserError: The recipe was written with another version of the recipe schema, or lacks a setting.
+        UserError: The recipe has a different version of the schema, or lacks a setting.
     """
     require_schema(stored, column=column, schema=schema)
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
@@ -96,13 +102,13 @@ def settings_from(stored: Mapping[str, Any], kind: type[Settings], *, column: st
     required = ["video", *(name for name in names if name not in optional)]
     if missing := [name for name in required if name not in stored]:
         raise UserError(
-            f"the recipe lacks {', '.join(map(repr, missing))}", hint=f"run `prep {column}` again to rewrite it"
+            f"the recipe lacks {', '.join(map(repr, missing))}", hint=f"run `prep {column}` again to rewrite the recipe"
         )
     return kind(**{name: stored[name] for name in names if stored.get(name) is not None})
 
 
 def require_schema(stored: Mapping[str, Any], *, column: str, schema: int) -> None:
-    """Raise a UserError if a recipe belongs to a different column or a different version of the recipe schema."""
+    """Raise a UserError if a recipe belongs to a different column, or has a different version of the schema."""
     if stored.get("schema") != schema or stored.get("column", VIDEO) != column:
         command = command_for(column, str(stored.get("codec")))
         raise UserError(
@@ -112,7 +118,7 @@ def require_schema(stored: Mapping[str, Any], *, column: str, schema: int) -> No
 
 
 def setting_flags(settings: Any) -> list[str]:
-    """Return the flags of settings: first the settings without a default, then all that differ from their default."""
+    """Return the flags of settings: first settings without a default, then settings that differ from their default."""
     values = asdict(settings)
     defaults = {field.name: field.default for field in fields(settings)}
     required = {name: values.pop(name) for name, default in defaults.items() if default is MISSING}
@@ -121,7 +127,7 @@ def setting_flags(settings: Any) -> list[str]:
 
 
 def changed_flags(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """Return the flags for all settings that differ from their defaults."""
+    """Return flags for the values that differ from their defaults."""
     flags: list[str] = []
     for name, value in values.items():
         if value is not None and value != defaults[name]:

@@ -1,6 +1,6 @@
 """`ColumnWork`: the functions that plan, make, show and maintain a column.
 
-For a column with one sample for each chunk, they are derived from its `ChunkWork` (`prep/core/chunk_work.py`).
+For a column with one sample per chunk, they are derived from its `ChunkWork` (`prep/core/chunk_work.py`).
 """
 
 import re
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """Output of a command in two forms: text lines and JSON values."""
+    """Output of a command in two forms: text and JSON values."""
 
     text: str
     values: dict[str, Any]
@@ -38,9 +38,9 @@ class PageRequest:
 
     Attributes:
         path: HTML file to write.
-        where: Expression that selects samples (clipmill.shards.where); None for all.
+        where: Expression that selects samples (clipmill.shards.where); None for all samples.
         num_samples: Number of samples to show; None for the default of the page.
-        on_sample: Function that is called with (number of samples read, number to read) after each sample.
+        on_sample: Function (number of samples read, total number) that is called after each sample.
     """
 
     path: Path
@@ -64,10 +64,11 @@ class ColumnPlan(Protocol):
 
 @dataclass(frozen=True)
 class ExtraFolder:
-    """A folder for intermediate results inside a variant's folder.
+    """Folder for intermediate results in the folder of a variant.
 
     Attributes:
-        file_names: Pattern that must match the complete name of a file; other files are never removed.
+        name: Name of the folder.
+        file_names: Pattern of the complete file names. Other files are never removed.
         is_complete: Function that returns True if a file is complete and undamaged.
     """
 
@@ -78,10 +79,11 @@ class ExtraFolder:
 
 @dataclass(frozen=True)
 class ExtraFile:
-    """A file in a variant's folder that is derived from the shards, and that a run rebuilds.
+    """File in the folder of a variant that is derived from the shards. A run rebuilds it if necessary.
 
     Attributes:
-        problem: Function that returns the reason why the file cannot be used (missing, stale or damaged), or None.
+        name: Name of the file.
+        problem: Function that returns the reason why the file is unusable (missing, stale or damaged), or None.
         publish: Function that writes the file at the end of a run if there is a problem; None if the driver writes it.
     """
 
@@ -96,28 +98,29 @@ MERGED_TABLE = ExtraFile(CHUNKS_FILE, import_late("clipmill.shards.chunk_table:c
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnWork:
-    """The functions of one column.
+    """Functions of one column.
 
     Attributes:
-        require: Function that raises UserError if this machine lacks something that the settings need; called before
-            any lock is taken.
-        plan: Function (data folder, settings, request) -> plan: the shards to make, and why.
-        run: Function (plan, settings, request, running part or None) -> summary; called while the column's lock is
+        require: Function (settings) that raises UserError if this machine lacks something that the settings need. It is
+            called before any lock is taken.
+        plan: Function (data folder, settings, request) -> plan: the shards to make, with reasons.
+        run: Function (plan, settings, request, part or None) -> summary. It is called while the lock of the column is
             held.
         plan_report: Function plan -> report.
         explain: Function (plan, chunk key or video ID) -> report on its state. None if the command has no `--explain`.
         summary_report: Function (summary, settings, path of the list of failures) -> report.
         pending: Function (data folder, variant) -> remaining work of the variant.
-        layout_file: Function stored recipe -> name of the layout file that the variant uses, or None. The name of the
-            file begins with the name of the column.
+        layout_file: Function stored recipe -> name of the layout file that the variant uses, or None. The name begins
+            with the name of the column.
         extra_folders: Folders for intermediate results in each variant.
-        extra_files: Files derived from the shards in each variant.
-        sample_report: Function (shard, row, data folder) -> report printed by `prep inspect KEY`. None: the index row.
-        sample_facts: Function (data folder, key) -> facts that `prep inspect KEY` shows besides the index row.
-        write_page: Function (variant, request) that writes the page of `prep inspect --html` and returns a report.
-            None if the column has no page.
-        next_command: Function data folder as passed by the user -> arguments of the usual command after `prep NAME`;
-            empty if there is none.
+        extra_files: Files that are derived from the shards, in each variant.
+        sample_report: Function (shard, row, data folder) -> report that `prep inspect KEY` prints. None: a report of
+            the index row.
+        sample_facts: Function (data folder, key) -> values that `prep inspect KEY` shows besides the index row.
+        write_page: Function (variant, request) that writes the page of `prep inspect --html` and returns a report. None
+            if the column has no page.
+        next_command: Function (data folder as passed by the user) -> arguments of the command that users usually run
+            next; empty if there is none.
     """
 
     require: Callable[[Any], None] = lambda settings: None
@@ -136,23 +139,23 @@ class ColumnWork:
     next_command: Callable[[Path], list[str]] = lambda data: []
 
     def file_problems(self, variant: Variant) -> list[str]:
-        """Return the problems of files that are derived from a variant's shards; the next run rebuilds these files."""
-        # A merged table that is only in a bucket is not fetched here; `prep verify` fetches and checks it.
+        """Return the problems of a variant's extra files, which the next run rebuilds."""
+        # Do not fetch a merged table that is only in a bucket; `prep verify` fetches and checks it.
         files = (
             file for file in self.extra_files if file is not MERGED_TABLE or not is_away(variant.directory / file.name)
         )
-        return [why for file in files if (why := file.problem(variant)) is not None]
+        return [problem for file in files if (problem := file.problem(variant)) is not None]
 
     def for_column(self, column: ColumnSpec) -> "ColumnWork":
-        """Return the object itself, which already has the functions of the column."""
+        """Return this object, which already has the functions of the column (see `ChunkWork.for_column`)."""
         return self
 
 
 def work_of(column: ColumnSpec) -> ColumnWork:
-    """Return the functions of a column.
+    """Import and return the functions of a column.
 
     Raises:
-        UserError: A different package provides the column, and the `work` of its spec cannot be imported.
+        UserError: The column comes from a different package, whose code cannot be imported.
     """
     try:
         work: ColumnWork = import_object(column.work).for_column(column)
@@ -161,12 +164,12 @@ def work_of(column: ColumnSpec) -> ColumnWork:
         if column.work.startswith("clipmill."):
             raise
         message = f"the column {column.name} cannot be used: {column.work}: {type(error).__name__}: {first_line(error)}"
-        hint = f"repair the package {column.package}, or uninstall it"
+        hint = f"repair or uninstall the package {column.package}"
         raise UserError(message, hint=hint) from error
 
 
 def usable_works(columns: Iterable[ColumnSpec]) -> Iterator[ColumnWork]:
-    """Yield the functions of columns; omit columns from packages that cannot be imported."""
+    """Yield the functions of columns, except columns from packages that cannot be imported."""
     for column in columns:
         with suppress(UserError):
             yield work_of(column)

@@ -245,7 +245,7 @@ def test_work_that_cannot_be_used_is_named_with_its_package() -> None:
     broken = replace(COLUMN, work="tests.prep.test_chunk_contract:NOWORK")
     with pytest.raises(UserError, match=r"the column lengths cannot be used: .*NOWORK: AttributeError") as error:
         work_of(broken)
-    assert error.value.hint == "repair the package tests, or uninstall it"
+    assert error.value.hint == "repair or uninstall the package tests"
     assert len(list(usable_works([COLUMN, broken, ARRAYS]))) == 2
 
 
@@ -317,7 +317,7 @@ def test_declared_fields_that_the_samples_lack_are_the_mistake_of_the_package(
         with installed_here(tmp_path / "wrong"):
             with pytest.raises(UserError, match=f"odd 1.0 declares for the column lengths .*: {difference}") as error:
                 stored_rows(shard_set.data, "lengths", ["lengths_value"])
-            assert "declare the fields of its ChunkWork" in str(error.value.hint)
+            assert "declare the fields of the package's ChunkWork" in str(error.value.hint)
             make_here(COLUMN, shard_set.data)
             assert difference in capsys.readouterr().err
 

@@ -16,7 +16,7 @@ FILES = ShardFiles("000004-0.tar", 1, "0", "000004-0.index.arrow", 1, "0", 3)
 COMMITS = {
     "no commit": None,
     "as planned": Commit("text", 4, "train", "planned", FILES, ()),
-    "with failures": Commit("text", 4, "train", "planned", FILES, (Failure("v", None, FailureCode.TIMEOUT, ""),)),
+    "whose failures": Commit("text", 4, "train", "planned", FILES, (Failure("v", None, FailureCode.TIMEOUT, ""),)),
     "of before": Commit("text", 4, "train", "before", FILES, ()),
 }
 RESULTS = {
@@ -35,7 +35,7 @@ NO_COMMIT, NO_TAR = (
     ("state", "commit", "problem", "result", "why"),
     [
         (ShardState.NEW, "as planned", None, "made", None),
-        (ShardState.NEW, "with failures", None, "made", None),
+        (ShardState.NEW, "whose failures", None, "made", None),
         (ShardState.NEW, "no commit", None, "made", NO_COMMIT),
         (ShardState.CHANGED, "of before", None, "made", NO_COMMIT),
         (ShardState.NEW, "as planned", "no tar", "made", NO_TAR),
@@ -48,11 +48,11 @@ NO_COMMIT, NO_TAR = (
         (ShardState.CHANGED, "of before", None, "no report", NOT_TRIED),
         (ShardState.CORRUPT, "as planned", "no tar", "no report", NOT_TRIED),
         # The commit of the failures that were to be tried again is from before the run.
-        (ShardState.RETRY, "with failures", None, "made", None),
-        (ShardState.RETRY, "with failures", None, "worker lost", "lost"),
+        (ShardState.RETRY, "whose failures", None, "made", None),
+        (ShardState.RETRY, "whose failures", None, "worker lost", "lost"),
         (ShardState.RETRY, "as planned", None, "worker lost", None),
-        (ShardState.RETRY, "with failures", None, "no report", NOT_TRIED),
-        (ShardState.CURRENT, "with failures", None, "no report", None),
+        (ShardState.RETRY, "whose failures", None, "no report", NOT_TRIED),
+        (ShardState.CURRENT, "whose failures", None, "no report", None),
         (ShardState.CURRENT, "no commit", None, "no report", REMOVED),
         (ShardState.ORPHANED, "no commit", None, "no report", None),
     ],
@@ -72,7 +72,7 @@ def test_the_outcome_of_a_shard(
     ("commit", "problem", "is_made"),
     [
         ("as planned", None, True),
-        ("with failures", None, True),
+        ("whose failures", None, True),
         ("as planned", "no tar", False),
         ("of before", None, False),
         ("no commit", None, False),

@@ -34,7 +34,7 @@ def test_every_failure_fails_one_run_and_the_nightly_runs_after_it_count_it(
 
     assert "failed: 2 of 3 videos;" in night(1).stderr
     ran = night(0)
-    assert "not counted: 2 videos with failures that an earlier run has reported" in ran.stderr
+    assert "not counted: 2 videos whose failures an earlier run reported" in ran.stderr
     assert "source_truncated" in ran.stdout and "source_unreadable" in ran.stdout
     assert night(0, "--json").summary["unchanged"] == 2
     write_video(videos / "more.mp4", seconds=1)

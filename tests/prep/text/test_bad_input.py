@@ -158,7 +158,7 @@ def test_embeddings_that_are_not_finite_are_counted_and_not_stored(
     again = make_text_plan(data, resolve(TextSettings(clip=clip)), retry_codes=frozenset({FailureCode.NOT_FINITE}))
     assert [shard.state for shard in again.shards] == [ShardState.CURRENT, ShardState.RETRY]
     arguments = ("text", "--clip", clip, "--engine", "processes", "--data", data)
-    assert "not counted: 1 video with failures that an earlier run has reported" in prep(*arguments).stderr
+    assert "not counted: 1 video whose failures an earlier run reported" in prep(*arguments).stderr
 
 
 class Losing:

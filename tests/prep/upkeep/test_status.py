@@ -181,7 +181,7 @@ def test_status_and_plan_count_the_seconds_that_captions_of_other_splits_show(
     ran = prep("manifest", "folder", videos, "--captions", table, "--data", shard_set.data, status=None)
     assert "val 1 video with 2 captions" in ran.stdout and "test 0 videos with 1 caption" in ran.stdout
     # Of its chunks of 2, 2 and 1 s, half a second of the second one is left, which is too short.
-    line = "train: 3.0 s of 2 chunks belong to captions of other splits, and training without captions leaves them out"
+    line = "train: 3.0 s of 2 chunks belong to captions of other splits; training without captions omits them"
     assert f"splits    {line}" in prep("status", "--data", shard_set.data).stdout
     assert f"splits   {line}" in prep("plan", "--data", shard_set.data, *LEN).stdout
     for command in (("status",), ("plan", *LEN)):
