@@ -40,7 +40,7 @@ from clipmill.prep.video.codecs import find_codec
 from clipmill.prep.video.column import Recipe, resolve
 from clipmill.prep.video.encode import SpanPlan, output_size, span_arguments
 from clipmill.prep.video.ffmpeg import PROGRAM_VARIABLE, find_ffmpeg
-from clipmill.prep.video.plan_inputs import Planned, make_plan
+from clipmill.prep.video.plan_inputs import PlanWithInputs, make_plan
 from clipmill.prep.video.settings import ResolvedRecipe
 
 PREP, BARE = "prep chunk", "bare ffmpeg"
@@ -161,7 +161,7 @@ class Chunkers:
         return output_size(plan.source, short_side=self._recipe.settings.short_side)
 
 
-def whole_videos(planned: Planned) -> Iterable[SpanPlan]:
+def whole_videos(planned: PlanWithInputs) -> Iterable[SpanPlan]:
     """Return one span per video, which covers all its chunks."""
     spans: dict[str, list[SpanPlan]] = {}
     for shard in planned.plan.shards:

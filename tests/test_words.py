@@ -138,7 +138,7 @@ IDEAS = {
     "manifests": (54, 787, 109, 5.9),
     "shards": (35, 445, 71, 6.3),
     "train": (207, 2832, 490, 7.3),
-    "prep": (123, 1306, 265, 8.5),
+    "prep": (122, 1306, 265, 8.5),
 }
 # Patterns of a translated sentence; CONTRIBUTING says what to write instead.
 FOREIGN = re.compile(

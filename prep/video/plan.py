@@ -1,4 +1,4 @@
-"""Plan the column `video`: the work for each shard, and the reason for it.
+"""Plan the `video` column: the work for each shard, and the reason for it.
 
 The plan is a function of the manifest, the probes, the shots, the layout, the recipe and the commits. Only the required
 files are opened. With `--cut shots`, a video whose shots have not been detected yet has no chunks in the plan; its
@@ -6,7 +6,7 @@ existing chunks are kept. The code processes tables by column, and updates the h
 planning ten million chunks takes seconds.
 
 If an encoder pass is unchanged, a worker copies its chunks from stored tars: from the tar of the shard, and from the
-tars of shards that contained a video before it was removed, renamed or moved to a different split. `with_changes` finds
+tars of shards that contained a video before it was removed, renamed or moved to a different split. `find_changes` finds
 these chunks before the run, by comparing the plan with the indexes.
 """
 
@@ -50,8 +50,8 @@ from clipmill.prep.video.spans import (
     cutting_of,
     extend_layout,
     frames_of,
+    required_rows,
     shards_of_moved_videos,
-    wanted_rows,
 )
 from clipmill.shards.columns import is_indexed
 from clipmill.shards.commits import Commit, Failure
@@ -63,11 +63,11 @@ if TYPE_CHECKING:
     from clipmill.prep.sources.shot_table import ShotTask
 
 _ROWS_AT_ONCE = 1 << 16
-_HELD = "kept, because a source cannot be read and its duration is unknown"
-_HELD_SHOTS = "kept, because the duration or the shots of a source are unknown"
-_COMPARED = (ShardState.CHANGED, ShardState.RETRY)
-_RETURNED = "videos that returned, were renamed or moved"
-_Tars = Mapping[str, tuple[StoredTar, float]]  # span fingerprint -> (tar with its chunks, mean bytes per chunk)
+_HELD_REASON = "kept, because a source cannot be read and its duration is unknown"
+_HELD_SHOTS_REASON = "kept, because the duration or the shots of a source are unknown"
+_COMPARED_STATES = (ShardState.CHANGED, ShardState.RETRY)
+_RETURNED_VIDEOS = "videos that returned, were renamed or moved"
+_Tars = Mapping[str, tuple[StoredTar, float]]  # by span fingerprint: tar with the chunks, and their mean size in bytes
 _COLUMNS = ("video_id", SPAN_COLUMN)
 
 
@@ -156,9 +156,9 @@ class Plan:
     Attributes:
         layout: Layout that assigns every span to a shard. It must be written before the work begins.
         shards: Shards, in the order of their IDs.
-        unusable: Failure code -> number of videos that cannot be used, according to their probes or to the detection of
-            their shots. A video whose source was readable earlier is not counted: its existing chunks are kept, and its
-            missing_keys chunks will fail with a failure code.
+        unusable: Number of unusable videos by failure code, according to their probes or to the detection of their
+            shots. A video whose source was readable earlier is not counted: its existing chunks are kept, and its
+            missing chunks will fail with a failure code.
         shots: Known shots of the videos, and the videos without known shots; None with `--cut even`.
         cutting: Division of all videos into chunks.
         probes: Probes of the videos, one row per video.
@@ -195,7 +195,7 @@ class Plan:
         self.cutting = cutting_of(recipe.settings, self.num_frames, shots)
         self._num_chunks = self.cutting.num_chunks
         extended = extend_layout(layout, video_ids=videos.ids, splits=videos.splits, num_chunks=self._num_chunks)
-        self.layout, self._layout_videos, rows = extended.table, extended.video_rows, extended.wanted
+        self.layout, self._layout_videos, rows = extended.table, extended.video_rows, extended.required
         self.video_rows = self._layout_videos[rows]
         self._span_index = np.asarray(self.layout["span_index"])[rows]
         self.unusable = Counter(probes["code"].filter(pa.array(self._is_unusable)).to_pylist())
@@ -239,7 +239,7 @@ class Plan:
         return keys
 
     def shards_of_moved_videos(self, stored: Collection[int]) -> dict[int, bool]:
-        """Return the shards of videos whose split has changed, as `clipmill.prep.video.spans` defines them."""
+        """Return the result of `clipmill.prep.video.spans.shards_of_moved_videos` for this plan."""
         splits = self._videos.splits
         return shards_of_moved_videos(self.layout, video_rows=self._layout_videos, splits=splits, stored=stored)
 
@@ -309,7 +309,7 @@ class Plan:
         return ShotsOfVideo(True, [(begin / fps, end / fps) for begin, end in left_out])
 
     def detection_tasks(self) -> "Iterator[ShotTask]":
-        """Yield the sources whose shots must be detected; a source of several videos is yielded only once."""
+        """Yield a task for each source whose shots must be detected. Several videos may share a source."""
         from clipmill.prep.sources.shot_table import ShotTask
 
         assert self.shots is not None
@@ -346,13 +346,13 @@ class Plan:
                 digest.update(description)
                 yield WantedShard(shard_id, split, digest.hexdigest(), count, range(begin, end))
 
-        # Shards that contain a video with unknown length or unknown shots are not changed. The length is unknown if the
-        # source is unreadable and the probe that recorded its length is lost.
+        # Shards that contain a video whose length or shots are unknown are not changed. The length is unknown if the
+        # source is unreadable and the probe that recorded the length is lost.
         held: frozenset[int] = frozenset()
         is_unknown = self._is_unusable if self.shots is None else self._is_unusable | ~self.shots.is_known
         if is_unknown.any():
             unknown = np.where(is_unknown, np.iinfo(np.int64).max, 0)
-            rows, _ = wanted_rows(
+            rows, _ = required_rows(
                 self.layout, video_rows=self._layout_videos, splits=self._videos.splits, num_chunks=unknown
             )
             held = frozenset(np.asarray(self.layout["shard_id"])[rows].tolist())
@@ -363,11 +363,11 @@ class Plan:
             orphaned_because="the videos are no longer in the manifest",
             retry_codes=retry_codes,
             unreadable=unreadable,
-            held=HeldShards(held, _HELD if self.shots is None else _HELD_SHOTS),
+            held=HeldShards(held, _HELD_REASON if self.shots is None else _HELD_SHOTS_REASON),
         )
 
     def _descriptions(self, bounds: np.ndarray) -> Iterator[memoryview]:
-        """Yield the bytes that represent the spans of each shard in its fingerprint: one line per span.
+        """Yield the part of each shard's fingerprint that describes its spans: bytes with one line per span.
 
         Args:
             bounds: First row of each shard, followed by the total number of rows.
@@ -375,7 +375,7 @@ class Plan:
         names, sources = ("source_id", "dataset", "captions_sha256"), self.probes.select(["fingerprint"])
         first = 0
         while first < len(bounds) - 1:
-            # Process many shards at a time, because an Arrow call costs as much as processing hundreds of values.
+            # Process many shards at a time, because an Arrow call takes as long as processing hundreds of values.
             last = int(np.searchsorted(bounds, bounds[first] + _ROWS_AT_ONCE, side="right")) - 1
             last = max(last, first + 1)
             part = slice(bounds[first], bounds[last])
@@ -410,15 +410,15 @@ class ShardChange:
         rows: Rows of the plan whose spans are encoded; all other spans are copied.
         num_copied: Number of chunks that are copied; None if it is unknown how much of a damaged shard is intact.
         copied_bytes: Estimated size of the copied chunks in the tar and the index.
-        because: Reason why the shard is written.
-        others: Tars of other shards, or of earlier commits, from which chunks are copied.
+        reason: Reason why the shard is written.
+        other_tars: Tars of other shards, or of earlier commits, from which chunks are copied.
     """
 
     rows: tuple[int, ...]
     num_copied: int | None
     copied_bytes: float
-    because: str
-    others: tuple[StoredTar, ...] = ()
+    reason: str
+    other_tars: tuple[StoredTar, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -426,9 +426,9 @@ class StoredSpans:
     """Spans in a tar, read from its index.
 
     Attributes:
-        spans: (video ID, fingerprint) of each span.
+        spans: Video ID and fingerprint of each span.
         has_captions: True if the samples have captions.
-        chunk_bytes: Mean size of a chunk in bytes, including its fraction of the tar and index overhead.
+        chunk_bytes: Mean size of a chunk in bytes, including its part of the tar and index overhead.
     """
 
     spans: frozenset[tuple[str, str]] = frozenset()
@@ -436,18 +436,18 @@ class StoredSpans:
     chunk_bytes: float = 0.0
 
 
-def with_changes(plan: Plan, commits: Mapping[int, Commit], variant_dir: Path) -> dict[int, ShardChange]:
-    """Compare the shards of a plan with the stored shards; return the differences by shard ID.
+def find_changes(plan: Plan, commits: Mapping[int, Commit], variant_dir: Path) -> dict[int, ShardChange]:
+    """Compare the shards of a plan with the stored shards, and return the differences by shard ID.
 
-    This function sets `num_copied` in `plan.shards`. The result omits shards without a stored chunk, and changed shards
-    whose index cannot be read.
+    This function also sets `num_copied` in `plan.shards`. The result omits shards without a stored chunk, and changed
+    shards whose index cannot be read.
     """
     if not any(shard.has_work for shard in plan.shards):
         return {}
-    shard_ids = [shard.shard_id for shard in plan.shards if shard.state in (*_COMPARED, ShardState.ORPHANED)]
-    stored = stored_spans(variant_dir, commits, compared=shard_ids)
+    shard_ids = [shard.shard_id for shard in plan.shards if shard.state in (*_COMPARED_STATES, ShardState.ORPHANED)]
+    stored = stored_spans(variant_dir, commits, shard_ids=shard_ids)
     spans_of_shard = {tar.commit.shard_id: spans for tar, spans in stored.items() if tar.commit is not None}
-    # If several tars contain a span, tars with a commit are preferred. The last entry wins, hence the reversed order.
+    # If several tars contain a span, prefer a tar with a commit: the last entry wins, hence the reversed order.
     tars = {
         fingerprint: (tar, spans.chunk_bytes)
         for tar, spans in reversed(stored.items())
@@ -457,11 +457,11 @@ def with_changes(plan: Plan, commits: Mapping[int, Commit], variant_dir: Path) -
     changes: dict[int, ShardChange] = {}
     for shard in plan.shards:
         commit = commits.get(shard.shard_id)
-        if shard.state in _COMPARED and commit is not None:
+        if shard.state in _COMPARED_STATES and commit is not None:
             if commit.files is None or shard.shard_id in spans_of_shard:
                 spans, is_moved = spans_of_shard.get(shard.shard_id, StoredSpans()), shard.shard_id in moved
                 changes[shard.shard_id] = _change(plan, shard, commit, spans, tars, has_moved_videos=is_moved)
-        elif shard.has_work and tars and (change := _change_from_others(plan, shard, tars)) is not None:
+        elif shard.has_work and tars and (change := _change_of_new_shard(plan, shard, tars)) is not None:
             changes[shard.shard_id] = change
     plan.shards = [
         replace(shard, num_copied=changes[shard.shard_id].num_copied) if shard.shard_id in changes else shard
@@ -501,7 +501,7 @@ def _change(
     removed = "removed or moved to another split" if has_moved_videos else "removed"
     reasons = [
         *([count_noun(len(added & encoded), "new video")] if added & encoded else []),
-        *([_RETURNED] if added - encoded else []),
+        *([_RETURNED_VIDEOS] if added - encoded else []),
         *([f"{count_noun(len(changed), 'video')} changed"] if changed else []),
         *([f"{count_noun(len(gone), 'video')} {removed}"] if gone else []),
     ]
@@ -511,24 +511,24 @@ def _change(
         has_captions = plan.has_captions or stored.has_captions
         reasons = ["captions changed" if has_captions else "names of videos or datasets changed"]
     copied = [tars[key[1]] for key in keys if key in missing_keys and key[1] in tars]
-    others = tuple(dict.fromkeys(tar for tar, _ in copied))
+    other_tars = tuple(dict.fromkeys(tar for tar, _ in copied))
     chunk_bytes = [stored.chunk_bytes for key in keys if key not in missing_keys] + [size for _, size in copied]
-    return ShardChange(rows, *_copied_size(plan, shard, rows, chunk_bytes), ", ".join(reasons), others)
+    return ShardChange(rows, *_copied_size(plan, shard, rows, chunk_bytes), ", ".join(reasons), other_tars)
 
 
-def _change_from_others(plan: Plan, shard: ShardPlan, tars: _Tars) -> ShardChange | None:
-    """Return the change of a new, missing_keys or damaged shard; None if no tar contains any of its chunks."""
+def _change_of_new_shard(plan: Plan, shard: ShardPlan, tars: _Tars) -> ShardChange | None:
+    """Return the change of a new, missing or damaged shard; None if no tar contains any of its chunks."""
     keys = plan.span_keys(shard.rows)
     copied = [tars[fingerprint] for _, fingerprint in keys if fingerprint in tars]
-    others = tuple(dict.fromkeys(tar for tar, _ in copied))
-    if not others:
+    other_tars = tuple(dict.fromkeys(tar for tar, _ in copied))
+    if not other_tars:
         return None
     rows = tuple(row for row, key in zip(shard.rows, keys, strict=True) if key[1] not in tars)
     if shard.state != ShardState.NEW:
-        return ShardChange(rows, None, 0.0, "", others)
+        return ShardChange(rows, None, 0.0, "", other_tars)
     encoded = {video_id for video_id, fingerprint in keys if fingerprint not in tars}
-    because = f"new videos, and {_RETURNED}" if encoded else _RETURNED
-    return ShardChange(rows, *_copied_size(plan, shard, rows, [size for _, size in copied]), because, others)
+    reason = f"new videos, and {_RETURNED_VIDEOS}" if encoded else _RETURNED_VIDEOS
+    return ShardChange(rows, *_copied_size(plan, shard, rows, [size for _, size in copied]), reason, other_tars)
 
 
 def _copied_size(plan: Plan, shard: ShardPlan, rows: Sequence[int], chunk_bytes: Sequence[float]) -> tuple[int, float]:
@@ -543,29 +543,28 @@ def _copied_size(plan: Plan, shard: ShardPlan, rows: Sequence[int], chunk_bytes:
 
 
 def stored_spans(
-    variant_dir: Path, commits: Mapping[int, Commit], *, compared: Collection[int]
+    variant_dir: Path, commits: Mapping[int, Commit], *, shard_ids: Collection[int]
 ) -> dict[StoredTar, StoredSpans]:
-    """Return the spans in the tars of the compared shards and in tars that no commit lists; omit unreadable indexes.
+    """Return the spans in the tars of the given shards and in uncommitted tars; omit tars with an unreadable index.
 
-    In a bucket, tars without a commit are not used, because a search for them costs requests and time. They are not
-    used either if the packets are in the sources, because only the commit proves that the index states the right
-    positions.
+    In a bucket, uncommitted tars are not used, because a search for them costs requests and time. They are not used for
+    an index of sources either, because only a commit proves that the positions of the packets are right.
 
     Args:
         commits: Commits of the variant, by shard ID.
-        compared: IDs of the shards whose tars are opened.
+        shard_ids: IDs of the shards whose tars are opened.
     """
-    selection = [commits[shard_id] for shard_id in compared if shard_id in commits]
+    selection = [commits[shard_id] for shard_id in shard_ids if shard_id in commits]
     tars = [StoredTar(commit.files.tar, commit) for commit in selection if commit.files is not None]
     if mirror_of(variant_dir) is None and variant_dir.is_dir() and not is_indexed(variant_dir.name):
-        others = uncommitted_tars(variant_dir, commits.values())
-        tars += [StoredTar(tar.relative_to(variant_dir).as_posix(), None) for tar in others]
+        uncommitted = uncommitted_tars(variant_dir, commits.values())
+        tars += [StoredTar(tar.relative_to(variant_dir).as_posix(), None) for tar in uncommitted]
     if not tars:
         return {}
     comparing = f"comparing {count_noun(len(tars), 'stored shard')}"
     spans_of_tar: dict[StoredTar, StoredSpans] = {}
-    with Activity(comparing) as now, ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
-        show = now.counter(comparing)
+    with Activity(comparing) as activity, ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
+        show = activity.counter(comparing)
         for number, (tar, spans) in enumerate(
             zip(tars, pool.map(lambda tar: _spans_in(variant_dir, tar), tars), strict=True), 1
         ):

@@ -1,7 +1,8 @@
 """Read the inputs of a `video` plan, turn the plan into a job for the driver, and compute the chunks still to be made.
 
-`make_plan` probes the sources, on a cluster in its workers. `with_shots` detects the shots that are missing in a plan,
-and plans again. `pending_chunks` uses only stored records; it serves the commands that maintain a data folder.
+`make_plan` probes the sources; on a cluster, it probes them in the workers. `add_missing_shots` detects the shots that
+are missing in a plan, and plans again. `pending_chunks`, for the commands that maintain a data folder, uses only stored
+records.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,16 +36,16 @@ from clipmill.prep.core.variants import make_variant, stored_recipe
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.sources.table import failed_sources, probe_sources, probes_of, read_probes
 from clipmill.prep.video.column import COLUMN, INDEX, column_of
-from clipmill.prep.video.plan import Plan, ShardChange, Videos, with_changes
+from clipmill.prep.video.plan import Plan, ShardChange, Videos, find_changes
 from clipmill.prep.video.settings import ResolvedRecipe
 from clipmill.prep.video.spans import (
     cutting_of,
     detector_key,
     frames_of,
     layout_path,
+    required_rows,
     shots_of,
     video_layout_of_commits,
-    wanted_rows,
 )
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit
@@ -63,7 +64,7 @@ _IDS_AT_ONCE = 1 << 20  # number of IDs per lookup; it is large because each loo
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlanWithInputs:
     """A plan and its inputs.
 
     Attributes:
@@ -72,7 +73,7 @@ class Planned:
         shots: Stored shots (clipmill.prep.sources.shot_table.SHOTS); None with `--cut even`.
         retry_codes: Codes of failures to retry even if nothing changed.
         changes: Differences between the shards to write and the stored shards, by shard ID.
-        detection: Result of the shot detection, if `with_shots` ran it.
+        detection: Result of the shot detection; None if `add_missing_shots` has not run it.
         read_again: IDs of the videos whose unchanged source was read again and failed again.
     """
 
@@ -97,7 +98,7 @@ class Planned:
         return self.plan.num_videos
 
     def rows_to_encode(self) -> np.ndarray:
-        """Return the rows of the plan whose spans are encoded rather than copied, int64."""
+        """Return the rows of the plan whose spans are encoded, not copied, int64."""
         rows = [np.zeros(0, np.int64)]
         # If a changed shard is not in `changes`, its index cannot be read, and its rows to encode are unknown.
         for shard in self.shards:
@@ -115,14 +116,14 @@ def make_plan(
     retry_codes: frozenset[str] = frozenset(),
     engine: "Engine | None" = None,
     part_run: "PartRun | None" = None,
-) -> Planned:
-    """Plan `recipe` for the manifest in `data_dir`. With an engine, call it while holding the lock of the column.
+) -> PlanWithInputs:
+    """Plan `recipe` for the manifest in `data_dir`. If an engine is passed, the caller must hold the column's lock.
 
     Args:
-        retry_codes: Codes of failures to retry even if nothing changed. If there are any, failed sources are probed
+        retry_codes: Codes of failures to retry even if nothing changed. If it is not empty, failed sources are probed
             again.
         engine: Engine of a cluster whose workers probe the sources; None to probe them on this machine.
-        part_run: Part of a run, among which the probing is divided; None for a command without `--part`.
+        part_run: This part of a run whose parts share the probing; None for a command without `--part`.
     """
     videos = Videos(open_videos(data_dir), path=manifest_dir(data_dir) / VIDEOS_FILE)
     divide = None
@@ -130,7 +131,7 @@ def make_plan(
         from clipmill.prep.sources.probe_parts import probe_in_parts
 
         divide = partial(probe_in_parts, part_run=part_run)
-    with Activity(looking := f"looking at {count_noun(len(videos), 'video')}") as now:
+    with Activity(title := f"inspecting {count_noun(len(videos), 'video')}") as activity:
         probes = probe_sources(
             data_dir,
             videos.column("path"),
@@ -138,11 +139,11 @@ def make_plan(
             retry_failed=bool(retry_codes),
             run=None if engine is None else partial(_run_probes, data_dir, recipe, engine),
             divide=divide,
-            on_progress=now.counter(looking),
+            on_progress=activity.counter(title),
         )
     failed = failed_sources(probes, only_temporary=not retry_codes)
     read_again = frozenset(videos.ids.take(pa.array(failed)).to_pylist())
-    probes = probes.drop_columns(["path", "mtime_ns"])  # they take half a gigabyte for ten million videos
+    probes = probes.drop_columns(["path", "mtime_ns"])  # these columns take half a gigabyte for ten million videos
     shots = _stored_shots(data_dir, recipe)
     planned = _plan_shards(data_dir, recipe, videos, probes, shots=shots, retry_codes=retry_codes)
     return replace(planned, read_again=read_again)
@@ -163,7 +164,7 @@ def _run_probes(
     from clipmill.prep.sources.probe_processes import probe_group
 
     folder = variant_dir(data_dir, VIDEO, recipe.variant)
-    make_variant(folder, dict(recipe.values))  # creates the folder for the ticket of the workers
+    make_variant(folder, dict(recipe.values))  # the ticket of the workers needs this folder
     with worker_ticket(folder, package=COLUMN.package) as ticket:
         yield from engine.run(probe_group, tasks, check=ticket, name=lambda task: task.name)
 
@@ -177,7 +178,7 @@ def _plan_shards(
     shots: pa.Table | None,
     retry_codes: frozenset[str],
     detection: "Detection | None" = None,
-) -> Planned:
+) -> PlanWithInputs:
     folder = variant_dir(data_dir, VIDEO, recipe.variant)
     stored = stored_shards(folder)
     video_shots = shots_of(recipe, probes, shots=shots, retry_failed=bool(retry_codes) and detection is None)
@@ -200,14 +201,16 @@ def _plan_shards(
         stored=stored,
         retry_codes=retry_codes,
     )
-    changes = with_changes(plan, stored.commits, folder)
-    return Planned(plan, data_dir, folder, stored.commits, videos, probes, shots, retry_codes, changes, detection)
+    changes = find_changes(plan, stored.commits, folder)
+    return PlanWithInputs(
+        plan, data_dir, folder, stored.commits, videos, probes, shots, retry_codes, changes, detection
+    )
 
 
-def with_shots(planned: Planned, engine: "Engine") -> Planned:
+def add_missing_shots(planned: PlanWithInputs, engine: "Engine") -> PlanWithInputs:
     """Detect the shots that are missing in the plan, and plan again; return `planned` if no shots are missing.
 
-    Call it while holding the lock of the column.
+    The caller must hold the lock of the column.
     """
     plan, recipe = planned.plan, planned.plan.recipe
     if plan.shots is None or planned.shots is None or not len(plan.shots.undetected):
@@ -216,7 +219,7 @@ def with_shots(planned: Planned, engine: "Engine") -> Planned:
 
     # The folder of the variant holds the ticket of the workers, and its recipe states the detector in use.
     make_variant(planned.variant_dir, dict(recipe.values))
-    # Shots that any variant uses stay in the table.
+    # The table keeps the shots that any variant uses.
     used_detectors = set()
     for variant in variants_of(planned.data_dir, VIDEO):
         with suppress(UserError):  # the variant has a different schema
@@ -224,10 +227,10 @@ def with_shots(planned: Planned, engine: "Engine") -> Planned:
             if variant_recipe.settings.cut == "shots":
                 used_detectors.add(detector_key(variant_recipe))
     needs = ("clipmill.prep.sources.detector:version_mismatch", recipe.values["scenedetect"])
-    detecting = "detecting shots"
+    title = "detecting shots"
     with (
         worker_ticket(planned.variant_dir, package=COLUMN.package, needs=needs) as ticket,
-        Activity(detecting) as now,
+        Activity(title) as activity,
     ):
         detection = detect_shots(
             planned.data_dir,
@@ -237,7 +240,7 @@ def with_shots(planned: Planned, engine: "Engine") -> Planned:
             used_detectors=used_detectors,
             engine=engine,
             check=ticket,
-            on_progress=now.counter(detecting),
+            on_progress=activity.counter(title),
         )
     detected = _plan_shards(
         planned.data_dir,
@@ -252,7 +255,7 @@ def with_shots(planned: Planned, engine: "Engine") -> Planned:
 
 
 def left_out_values(plan: Plan) -> dict[str, Any]:
-    """Return totals of the shots or tails that no chunk contains, as JSON values; empty if the plan omits no frame."""
+    """Return totals of the shots or tails that no chunk contains, as JSON values; empty if the plan cannot omit any."""
     if plan.shots is None and plan.recipe.settings.tail != "drop":
         return {}
     cutting = plan.cutting
@@ -275,14 +278,14 @@ def left_out_lines(values: Mapping[str, Any], *, cut: str) -> list[str]:
         return []
     seconds, noun = values["left_out_s"], "shot" if cut == "shots" else "tail"
     length = f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
-    because = "shorter than --min-len, and no neighbour has room" if cut == "shots" else "dropped by --tail drop"
+    reason = "shorter than --min-len, and no neighbour has room" if cut == "shots" else "dropped by --tail drop"
     return [
-        f"{count_noun(values['num_left_out'], noun)}, {length}: {because}",
-        f"in {named_videos(values['first_left_out_videos'], num_all=values['num_left_out_videos'])}",
+        f"{count_noun(values['num_left_out'], noun)}, {length}: {reason}",
+        f"in {video_list_text(values['first_left_out_videos'], num_all=values['num_left_out_videos'])}",
     ]
 
 
-def named_videos(video_ids: Sequence[str], *, num_all: int) -> str:
+def video_list_text(video_ids: Sequence[str], *, num_all: int) -> str:
     """Return the IDs of the first few videos and the number of other videos, as text."""
     more = f", and {num_all - len(video_ids):,} more" if num_all > len(video_ids) else ""
     return f"{on_one_line(', '.join(video_ids))}{more}"
@@ -293,7 +296,7 @@ def _stored_recipe(variant: Variant) -> ResolvedRecipe:
     return replace(recipe, settings=recipe.settings.settings())
 
 
-def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[ShardTask]":
+def chunk_job(planned: PlanWithInputs, *, scratch_bytes: int | None = None) -> "Job[ShardTask]":
     """Write the layout of the plan and return the plan as a job for the driver.
 
     Args:
@@ -320,9 +323,11 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
             recipe=plan.recipe,
             spans=tuple(plan.spans(shard.rows)),
             old_commit=planned.commits.get(shard.shard_id),
-            others=planned.changes[shard.shard_id].others if shard.shard_id in planned.changes else (),
+            other_tars=planned.changes[shard.shard_id].other_tars if shard.shard_id in planned.changes else (),
             captions_file=captions_file,
-            caption_groups=() if groups is None else groups.of(plan.video_rows[shard.rows.start : shard.rows.stop]),
+            caption_groups=()
+            if groups is None
+            else groups.of_videos(plan.video_rows[shard.rows.start : shard.rows.stop]),
             scratch_bytes=scratch_bytes,
         )
 
@@ -344,7 +349,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
 
 @dataclass(frozen=True)
 class CaptionGroups:
-    """The row groups of the caption table that contain each video's captions, so that workers read no other groups.
+    """The row groups of the caption table with the captions of each video, so that workers read only these groups.
 
     Attributes:
         begins: First entry of each video in `groups`, followed by the total number of entries, int64 [videos + 1].
@@ -354,7 +359,7 @@ class CaptionGroups:
     begins: np.ndarray
     groups: np.ndarray
 
-    def of(self, videos: np.ndarray) -> tuple[int, ...]:
+    def of_videos(self, videos: np.ndarray) -> tuple[int, ...]:
         """Return the row groups that contain captions of the videos in the given rows, in ascending order."""
         parts = [self.groups[self.begins[video] : self.begins[video + 1]] for video in np.unique(videos)]
         return tuple(np.unique(np.concatenate(parts)).tolist()) if parts else ()
@@ -363,29 +368,29 @@ class CaptionGroups:
 def caption_groups(captions_file: Path, video_ids: pa.Array) -> CaptionGroups:
     """Find the row groups that contain captions of each video, by reading the ID column of the caption table once."""
     videos, groups = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
-    waiting: list[pa.Array] = []  # distinct video IDs of each row group, not looked up yet
+    pending: list[pa.Array] = []  # distinct video IDs of each row group that has not been looked up yet
     numbers: list[int] = []  # numbers of these row groups
     with pq.ParquetFile(captions_file, read_dictionary=["video_id"]) as file:
         for group in range(file.num_row_groups):
             table = file.read_row_group(group, columns=["video_id"], use_threads=False)
             ids = pc.unique(table["video_id"].unify_dictionaries()).cast(pa.string())
-            waiting.append(ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids)
+            pending.append(ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids)
             numbers.append(group)
-            if sum(map(len, waiting)) < _IDS_AT_ONCE and group < file.num_row_groups - 1:
+            if sum(map(len, pending)) < _IDS_AT_ONCE and group < file.num_row_groups - 1:
                 continue
-            group_of_id = np.repeat(np.asarray(numbers, np.int32), list(map(len, waiting)))
-            positions = pc.index_in(pa.chunked_array(waiting, pa.string()), value_set=video_ids)
+            group_of_id = np.repeat(np.asarray(numbers, np.int32), list(map(len, pending)))
+            positions = pc.index_in(pa.chunked_array(pending, pa.string()), value_set=video_ids)
             rows = np.asarray(pc.fill_null(positions, -1)).astype(np.int64)
             videos.append(rows[rows >= 0])
             groups.append(group_of_id[rows >= 0])
-            waiting, numbers = [], []
+            pending, numbers = [], []
     all_videos, all_groups = np.concatenate(videos), np.concatenate(groups)
     begins = np.concatenate([[0], np.cumsum(np.bincount(all_videos, minlength=len(video_ids)))])
     return CaptionGroups(begins, all_groups[np.argsort(all_videos, kind="stable")])
 
 
 def _known_chunks(data_dir: Path, recipe: ResolvedRecipe) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the number of chunks of each video, whether it is known, and the number of videos without known shots.
+    """Return the number of chunks of each video, the mask of known numbers, and the number of videos without shots.
 
     Paths and probes, which take gigabytes for millions of videos, stay in memory only during this function.
     """
@@ -409,7 +414,7 @@ def pending_chunks(data_dir: Path, variant: Variant) -> PendingWork:
     if not has_manifest(data_dir):
         raise UserError(
             f"{data_dir} has no manifest, so the required chunks are unknown",
-            hint="create it again with `prep manifest`",
+            hint="run `prep manifest` to create it again",
         )
     recipe = _stored_recipe(variant)
     videos = Videos(open_videos(data_dir), path=manifest_dir(data_dir) / VIDEOS_FILE)
@@ -419,7 +424,7 @@ def pending_chunks(data_dir: Path, variant: Variant) -> PendingWork:
     video_shots = shots_of(recipe, probes, shots=shots, retry_failed=False) if is_known.all() else None
     if not is_known.all() or (video_shots is not None and len(video_shots.undetected)):
         # The required chunks are unknown, so it is unknown whether the variant is complete.
-        return _pending_in_part(data_dir, variant, recipe)
+        return _pending_of_known_videos(data_dir, variant, recipe)
     plan = Plan(
         recipe=recipe,
         videos=videos,
@@ -435,7 +440,7 @@ def pending_chunks(data_dir: Path, variant: Variant) -> PendingWork:
     return replace(pending, to_make=to_make, left_out=left_out)
 
 
-def _pending_in_part(data_dir: Path, variant: Variant, recipe: ResolvedRecipe) -> PendingWork:
+def _pending_of_known_videos(data_dir: Path, variant: Variant, recipe: ResolvedRecipe) -> PendingWork:
     """Return the missing part of a variant, as far as the known probes and shots determine it.
 
     If the probe or the shots of a video are unknown, all of its spans in the layout count as required.
@@ -446,7 +451,7 @@ def _pending_in_part(data_dir: Path, variant: Variant, recipe: ResolvedRecipe) -
     ids, splits = as_array(videos["video_id"]), as_array(videos["split"])
     max_chunks = np.where(is_known, num_chunks, np.iinfo(np.int64).max)
     layout_videos = video_rows_of(layout, ids)
-    layout_rows, _ = wanted_rows(layout, video_rows=layout_videos, splits=splits, num_chunks=max_chunks)
+    layout_rows, _ = required_rows(layout, video_rows=layout_videos, splits=splits, num_chunks=max_chunks)
     shard_ids = frozenset(np.asarray(layout["shard_id"])[layout_rows].tolist())
     num_missing = len(shard_ids - variant.commits.keys())
     to_make = {"missing": num_missing} if num_missing else {}

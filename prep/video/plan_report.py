@@ -1,9 +1,10 @@
 """The reports of `prep plan`: the work of a run, its reasons and its cost; with `--explain`, one chunk or video.
 
 Core-hours come from a model with two terms: the cost of reading is proportional to the number of source pixels, and the
-cost of writing to the number of output pixels. Both were fitted to runs on natural videos; trial encodes (`run_trials`)
-correct them for this machine and these videos. The number of bytes follows from the bitrate or from measured averages,
-which the trials also correct. If shards are already committed, their mean is used, because it is more accurate.
+cost of writing is proportional to the number of output pixels. Both were fitted to runs on natural videos. Trial
+encodes (`run_trials`) correct them for this machine and these videos. The number of bytes follows from the bitrate, or
+from measured averages, which the trials also correct. If shards are already committed, their mean is used, because it
+is more accurate.
 """
 
 import math
@@ -38,13 +39,7 @@ from clipmill.prep.core.failure_list import (
 from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT, FailureCode, SourceFailure
 from clipmill.prep.core.other_splits import lost_lines, lost_times
 from clipmill.prep.core.plan import ShardState, disk_use
-from clipmill.prep.core.report import (
-    NOTHING_TO_DO,
-    next_line,
-    retry_arguments,
-    states_lines,
-    states_values,
-)
+from clipmill.prep.core.report import NOTHING_TO_DO, next_line, retry_arguments, states_lines, states_values
 from clipmill.prep.core.work import Report
 from clipmill.prep.engines.choice import num_cores as count_cores
 from clipmill.prep.video.codecs import find_codec
@@ -52,11 +47,16 @@ from clipmill.prep.video.column import COLUMN, INDEX, column_of
 from clipmill.prep.video.encode import Span, SpanPlan, encode_span
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan import Plan, Workload
-from clipmill.prep.video.plan_inputs import Planned, left_out_values, named_videos
-from clipmill.prep.video.plan_videos import short_tails, sources_read_twice
+from clipmill.prep.video.plan_inputs import PlanWithInputs, left_out_values, video_list_text
 from clipmill.prep.video.settings import ChunkSettings
 from clipmill.prep.video.span_task import StagedSources
-from clipmill.prep.video.work import audio_lines, left_out_report, settings_against_current
+from clipmill.prep.video.work import (
+    audio_lines,
+    differences_from_current,
+    left_out_report,
+    short_tails,
+    sources_read_twice,
+)
 from clipmill.shards.columns import INDEXED, VIDEO
 from clipmill.shards.commits import Failure
 from clipmill.shards.dataset import current_variant
@@ -74,18 +74,18 @@ _INDEX_ROW_BYTES, _INDEX_FRAME_BYTES = 3_000, 40  # size of an index row with it
 _NO_RANGE = (1.0, 1.0, 1.0)
 _NUM_VIDEOS = 3  # number of videos in trials, in addition to the heaviest
 _SHORT_S, _LONG_S = 1.0, 4.0  # lengths of the two encoded sections of each video
-UseSection = Callable[[str, Sequence[Path]], None]  # called with a video ID and the files of an encoded section
-_IGNORE: UseSection = lambda video_id, segments: None  # noqa: E731
+OnSection = Callable[[str, Sequence[Path]], None]  # function of a video ID and the files of an encoded section
+_IGNORE: OnSection = lambda video_id, segments: None  # noqa: E731
 _MAX_COPY_BYTES = 512 << 20  # maximum size of a source that is copied for trials
-# Reasons to make or remove shards into which or from which videos move: (state, True if all videos move) -> reason.
-_MOVED = {
+# Reasons to make or remove shards into which or from which videos move, by state and by whether all videos move.
+_MOVE_REASONS = {
     (ShardState.NEW, True): "the split of the videos has changed",
     (ShardState.NEW, False): "new videos, videos that have become longer, or videos whose split has changed",
     (ShardState.ORPHANED, True): "the split of the videos has changed",
     (ShardState.ORPHANED, False): "the videos are no longer in the manifest, or their split has changed",
 }
 # States of shards whose files are not overwritten: `prep gc` removes them.
-_REPLACED = (ShardState.CHANGED, ShardState.RETRY, ShardState.ORPHANED)
+_REPLACED_STATES = (ShardState.CHANGED, ShardState.RETRY, ShardState.ORPHANED)
 
 
 @dataclass(frozen=True)
@@ -115,18 +115,18 @@ class EncodeTrials:
     skip_reasons: tuple[str, ...] = ()
 
 
-def run_trials(plan: Plan, rows: np.ndarray, work: Workload, *, use: UseSection = _IGNORE) -> EncodeTrials:
+def run_trials(plan: Plan, rows: np.ndarray, work: Workload, *, on_section: OnSection = _IGNORE) -> EncodeTrials:
     """Encode sections of a small, a medium, a large and the heaviest video among the videos to encode.
 
     The heaviest video has the most source bytes per second, scaled to the resolution of the chunks. Content that takes
     many bytes in the source, such as grain and fast motion, is also expensive to encode, so this video gives the upper
-    end of the range. The function omits videos that cannot be encoded, are too short, or require a copy that is too
-    large. It keeps no output.
+    end of the range. Videos that cannot be encoded, are too short, or require a copy that is too large are omitted. The
+    encoded sections are not kept.
 
     Args:
         rows: Rows of the plan with the spans to encode, int64 [N].
         work: Result of `plan.workload(rows)`.
-        use: Function that is called with the ID of a video and the files of its longer section.
+        on_section: Function to call with the ID of a video and the files of its longer section.
     """
     order = np.argsort(work.width * work.height * work.fps, kind="stable")
     scale = np.minimum(1.0, plan.recipe.settings.short_side / np.maximum(1, np.minimum(work.width, work.height)))
@@ -137,7 +137,7 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload, *, use: UseSection 
     indexes = sorted({heaviest, *by_size})
     trials, skip_reasons = [], []
     spans = plan.spans([int(rows[index]) for index in indexes])
-    with_sound = plan.recipe.settings.audio == "keep"
+    keeps_audio = plan.recipe.settings.audio == "keep"
     with tempfile.TemporaryDirectory() as folder, StagedSources(folder=Path(folder)) as sources:
         for index, span in zip(indexes, spans, strict=True):
             try:
@@ -146,9 +146,12 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload, *, use: UseSection 
                     size = size_text(span.source.size_bytes)
                     message = f"{span.path} has {size}, but a plan copies up to {size_text(_MAX_COPY_BYTES)}"
                     raise SourceFailure(FailureCode.SOURCE_TOO_LARGE, message)
-                path, source = sources.continuous(sources.path_of(span.path), span.source, with_sound=with_sound)
-                sections, copied = ((_SHORT_S, _IGNORE), (_LONG_S, use)), replace(span, source=source)
-                costs = [_cost(plan, copied, path, length_s=length_s, use=reader) for length_s, reader in sections]
+                path, source = sources.continuous(sources.path_of(span.path), span.source, keeps_audio=keeps_audio)
+                sections, copied = ((_SHORT_S, _IGNORE), (_LONG_S, on_section)), replace(span, source=source)
+                costs = [
+                    _measure_section(plan, copied, path, length_s=length_s, on_section=function)
+                    for length_s, function in sections
+                ]
             except SourceFailure as failure:
                 message = failure.message
                 skip_reasons.append(message if span.path in message else f"{span.path}: {message}")
@@ -161,14 +164,16 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload, *, use: UseSection 
             if long_s > short_s:
                 more_s = long_s - short_s
                 core_s, bytes_per_s = (long_core_s - short_core_s) / more_s, (long_bytes - short_bytes) / more_s
-                if core_s <= 0:  # the difference is below the clock's precision, so include the start
+                if core_s <= 0:  # the difference is below the precision of the clock, so include the start
                     core_s = long_core_s / long_s
                 if core_s > 0 and bytes_per_s > 0:
                     trials.append(EncodeTrial(index, core_s, bytes_per_s))
     return EncodeTrials(tuple(trials), tuple(skip_reasons))
 
 
-def _cost(plan: Plan, span: SpanPlan, path: Path, *, length_s: float, use: UseSection) -> tuple[float, float, int]:
+def _measure_section(
+    plan: Plan, span: SpanPlan, path: Path, *, length_s: float, on_section: OnSection
+) -> tuple[float, float, int]:
     """Encode a section from the middle of a span; return (length in seconds, CPU seconds, bytes)."""
     fps = plan.recipe.settings.fps_exact
     num_frames = min(span.span.num_frames, round(length_s * fps))
@@ -183,14 +188,14 @@ def _cost(plan: Plan, span: SpanPlan, path: Path, *, length_s: float, use: UseSe
             program=find_ffmpeg().path,
             folder=Path(folder),
         )
-        use(span.video_id, encoded.segments)
+        on_section(span.video_id, encoded.segments)
         return float(num_frames / fps), encoded.cpu_s, sum(path.stat().st_size for path in encoded.segments)
 
 
 def factor_range(measured: Sequence[float], expected: Sequence[float]) -> tuple[float, float, float]:
-    """Return the (median, lowest, highest) ratio of measured to expected costs.
+    """Return the median, the lowest and the highest ratio of measured to expected costs.
 
-    The range extends by at least a fifth to each side, because a few videos represent many.
+    The range extends by at least a fifth to each side, because a few videos represent many videos.
     """
     ratios = np.asarray(measured) / np.asarray(expected)
     median = float(np.median(ratios))
@@ -203,12 +208,12 @@ class Estimate:
 
     Attributes:
         core_hours_range, size_bytes_range: Lowest and highest value from trial encodes; None without trials.
-        num_trials: Number of videos with sections that were encoded on this machine.
+        num_trials: Number of videos whose sections were encoded on this machine.
         lacking_trials: Reasons why other videos were omitted from the trials.
         num_cores: Number of cores of this machine that the run may use.
-        wall_hours_range: Shortest duration of the run on idle cores of this machine, and longest duration under the
-            current load.
-        idle_hours: Longest duration on idle cores.
+        wall_hours_range: Shortest duration of the run if all cores of this machine are idle, and longest duration under
+            the current load.
+        idle_hours: Longest duration if all cores are idle.
     """
 
     core_hours: float
@@ -277,7 +282,7 @@ def _range(value: float, factors: tuple[float, float, float]) -> tuple[float, fl
     return value * low, value * high
 
 
-def estimate_of(planned: Planned) -> Estimate:
+def estimate_of(planned: PlanWithInputs) -> Estimate:
     """Estimate the cost of the spans that must be encoded. Chunks that are only copied cost nothing.
 
     The function encodes short sections of some videos, so that the estimate is valid for this machine and these videos.
@@ -286,12 +291,12 @@ def estimate_of(planned: Planned) -> Estimate:
     num_shards = sum(shard.has_work for shard in plan.shards)
     if plan.recipe.settings.codec == INDEXED:
         cost = _index_estimate(plan, rows)
-        return with_wall_time(cost, num_cores=count_cores(), num_shards=num_shards, load=0) if len(rows) else cost
+        return add_wall_time(cost, num_cores=count_cores(), num_shards=num_shards, load=0) if len(rows) else cost
     work, load = plan.workload(rows), os.getloadavg()[0]  # read before the trials increase it
     trials = run_trials(plan, rows, work) if len(rows) else EncodeTrials()
     cost = estimate(work, trials.trials, settings=plan.recipe.settings, bytes_per_second=_bytes_per_second(planned))
     cost = replace(cost, lacking_trials=trials.skip_reasons)
-    return with_wall_time(cost, num_cores=count_cores(), num_shards=num_shards, load=load) if len(rows) else cost
+    return add_wall_time(cost, num_cores=count_cores(), num_shards=num_shards, load=load) if len(rows) else cost
 
 
 def _index_estimate(plan: Plan, rows: np.ndarray) -> Estimate:
@@ -307,12 +312,12 @@ def _index_estimate(plan: Plan, rows: np.ndarray) -> Estimate:
     )
 
 
-def with_wall_time(cost: Estimate, *, num_cores: int, num_shards: int, load: float) -> Estimate:
+def add_wall_time(cost: Estimate, *, num_cores: int, num_shards: int, load: float) -> Estimate:
     """Add the duration of a run with one worker per core to an estimate.
 
     Args:
         num_shards: Number of shards to make; a worker makes one shard at a time.
-        load: Mean number of other processes that require a core. They get the same CPU time as the workers.
+        load: Mean number of other processes that require a core. Each gets the same CPU time as a worker.
     """
     low, high = cost.core_hours_range or (cost.core_hours, cost.core_hours)
     workers = min(num_cores, num_shards)
@@ -331,7 +336,7 @@ def container_bytes(plan: Plan, rows: np.ndarray) -> float:
     return float(num_chunks * _CHUNK_BYTES + seconds.sum() * float(settings.fps_exact) * _FRAME_BYTES)
 
 
-def _bytes_per_second(planned: Planned) -> float | None:
+def _bytes_per_second(planned: PlanWithInputs) -> float | None:
     """Return the bytes per second of video in one committed shard of this variant; None if no shard is readable."""
     for commit in planned.commits.values():
         if commit.files is None:
@@ -345,7 +350,7 @@ def _bytes_per_second(planned: Planned) -> float | None:
 
 
 def estimate_lines(cost: Estimate) -> list[str]:
-    """Return the cost of a plan as lines of a report."""
+    """Return the lines of a report about the cost of a plan."""
     if not cost.video_hours:
         return []
     core_hours, size = duration_text(3600 * cost.core_hours), size_text(round(cost.size_bytes))
@@ -359,17 +364,16 @@ def estimate_lines(cost: Estimate) -> list[str]:
         idle = duration_text(3600 * cost.idle_hours)
         trials = f"; measured by encoding 5 s of {count_noun(cost.num_trials, 'video')}" if cost.num_trials else ""
         cores = f"the {count_noun(cost.num_cores, 'core')} of this machine"
-        load = "" if busy == idle else f", up to {busy} beside the other processes that are running now"
+        load = "" if busy == idle else f", up to {busy} alongside the other processes that are running now"
         lines.append(f"         {range_text(shortest, idle)} on {cores}{load}{trials}")
     if cost.lacking_trials:
-        subject = "some videos were" if cost.num_trials else "no video was"
+        subject = "some trials were" if cost.num_trials else "all trials were"
         basis = "" if cost.num_trials else "; the estimate is based on averages of other machines and videos"
-        verb = "not tried" if cost.num_trials else "tried"
-        lines.append(f"         {subject} {verb}: {on_one_line(cost.lacking_trials[0])}{basis}")
+        lines.append(f"         {subject} omitted: {on_one_line(cost.lacking_trials[0])}{basis}")
     return lines
 
 
-def plan_report(planned: Planned) -> Report:
+def plan_report(planned: PlanWithInputs) -> Report:
     """Return the report of a plan: the work by state and reason, with an estimate.
 
     Raises:
@@ -377,19 +381,19 @@ def plan_report(planned: Planned) -> Report:
     """
     if planned.plan.has_captions:
         captions_path(planned.data_dir)  # verifies the table, because a run requires it
-    plan, cost, against = planned.plan, estimate_of(planned), settings_against_current(planned)
-    lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in against)]
-    # The plan knows specific reasons for each shard, which replace the generic reason of its state.
+    plan, cost, differences = planned.plan, estimate_of(planned), differences_from_current(planned)
+    lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in differences)]
+    # Replace the generic reason of a state by the specific reason for a shard, where the plan knows it.
     moved = plan.shards_of_moved_videos(planned.commits)
     if planned.commits:
-        why_new = "new videos, or videos that have become longer"
+        new_reason = "new videos, or videos that have become longer"
     else:
         is_first = current_variant(planned.data_dir, VIDEO) is None
-        why_new = "not made yet" if is_first else "not made with these settings yet"
-    reasons = {shard.shard_id: why_new for shard in plan.shards if shard.state == ShardState.NEW}
-    reasons |= {shard_id: change.because for shard_id, change in planned.changes.items() if change.because}
+        new_reason = "not made yet" if is_first else "not made with these settings yet"
+    reasons = {shard.shard_id: new_reason for shard in plan.shards if shard.state == ShardState.NEW}
+    reasons |= {shard_id: change.reason for shard_id, change in planned.changes.items() if change.reason}
     reasons |= {
-        shard.shard_id: _MOVED[shard.state, moved[shard.shard_id]]
+        shard.shard_id: _MOVE_REASONS[shard.state, moved[shard.shard_id]]
         for shard in plan.shards
         if shard.shard_id in moved and shard.state in (ShardState.NEW, ShardState.ORPHANED)
     }
@@ -406,17 +410,18 @@ def plan_report(planned: Planned) -> Report:
     ]
     lines += retry_lines(failed, planned)
     has_work = any(shard.has_work for shard in plan.shards)
-    shots, tails, others = _undetected_shots(plan), short_tails(plan), _of_other_splits(planned)
-    twice = sources_read_twice(planned)
+    shots, tails, lost_time = _undetected_shots(plan), short_tails(plan), _time_lost_to_other_splits(planned)
+    read_twice = sources_read_twice(planned)
     num_noted, notes = plan.notes(max_videos=MAX_ENTRIES)
     lines += [
         *shots.lines,
         *left_out_report(plan),
         *tails.lines,
-        *others.lines,
+        *lost_time.lines,
         *note_lines(notes, num_all=num_noted, indent=9),
     ]
-    # A run writes tars with encoded and copied chunks, and indexes. Estimates from stored tars include the containers.
+    # A run writes tars with encoded and copied chunks, and indexes. The upper limit adds container overhead, which an
+    # estimate from stored tars already includes.
     low, high = cost.size_bytes_range or (cost.size_bytes, cost.size_bytes)
     copied = sum(change.copied_bytes for change in planned.changes.values())
     disk = disk_use(
@@ -425,11 +430,11 @@ def plan_report(planned: Planned) -> Report:
         variant=plan.recipe.variant,
         added_bytes=(low + copied, high + copied + container_bytes(plan, planned.rows_to_encode())),
         replaced_bytes=sum(
-            planned.commits[shard.shard_id].size_bytes for shard in plan.shards if shard.state in _REPLACED
+            planned.commits[shard.shard_id].size_bytes for shard in plan.shards if shard.state in _REPLACED_STATES
         ),
     )
     if has_work:
-        lines += [*audio_lines(planned), *estimate_lines(cost), *twice.lines, *disk.lines()]
+        lines += [*audio_lines(planned), *estimate_lines(cost), *read_twice.lines, *disk.lines()]
     command = None
     if (
         has_work
@@ -446,7 +451,7 @@ def plan_report(planned: Planned) -> Report:
         lines.append(f"{NOTHING_TO_DO} until the sources can be read again" if is_incomplete else NOTHING_TO_DO)
     values = {
         "variant": plan.recipe.variant,
-        "changed_settings": against,
+        "changed_settings": differences,
         "num_videos": plan.num_videos,
         "num_chunks": plan.num_chunks,
         **states_values(plan.shards),
@@ -459,8 +464,8 @@ def plan_report(planned: Planned) -> Report:
         **shots.values,
         **left_out_values(plan),
         **tails.values,
-        **others.values,
-        **twice.values,
+        **lost_time.values,
+        **read_twice.values,
         **{"num_noted_videos": num_noted, "first_notes": notes},
     }
     return Report("\n".join(lines), values)
@@ -471,22 +476,22 @@ def can_be_retried(failed: Sequence[Failure]) -> bool:
     return any(failure.code not in SOURCE_AWAY | TRANSIENT for failure in failed)
 
 
-def retry_lines(failed: Sequence[Failure], planned: Planned) -> list[str]:
+def retry_lines(failed: Sequence[Failure], planned: PlanWithInputs) -> list[str]:
     """Return lines about earlier failures that caused missing chunks, and about the commands that retry them."""
     if not failed:
         return []
     codes, command = {failure.code for failure in failed}, column_of(planned.plan.recipe).command
-    hints = [f"`prep {command}` tries them again"] if codes & TRANSIENT else []
-    hints += [f"`prep {command}` tries them again as soon as the source can be read"] if codes & SOURCE_AWAY else []
+    hints = [f"`prep {command}` retries them"] if codes & TRANSIENT else []
+    hints += [f"`prep {command}` retries them as soon as the source can be read"] if codes & SOURCE_AWAY else []
     if can_be_retried(failed):
-        hints.append(f"`{shlex.join(retry_arguments(COLUMN, data=planned.data_dir))}` tries them again")
+        hints.append(f"`{shlex.join(retry_arguments(COLUMN, data=planned.data_dir))}` retries them")
     lines = [f"missing  chunks, because of {count_noun(len(failed), 'earlier failure')}: {codes_line(failed)}"]
     lines += entry_lines(first_failures(failed), num_all=len(failed), list_path=None, indent=" " * 9)
     return [*lines, f"         {'; '.join(hints)}"]
 
 
 def _undetected_shots(plan: Plan) -> Addition:
-    """Return the report's lines about videos whose shots the run still has to detect; empty with `--cut even`."""
+    """Return the lines of a report about videos whose shots the run must detect first; empty with `--cut even`."""
     if plan.shots is None:
         return Addition([], {})
     videos = plan.shots.undetected
@@ -505,13 +510,13 @@ def _undetected_shots(plan: Plan) -> Addition:
     lines = [
         f"unknown  {count_noun(num_videos, 'video')}, {duration_text(seconds)}: shots not detected yet;"
         f" prep chunk detects them first, in about {duration_text(3600 * core_hours)} of CPU time",
-        f"         {named_videos(first, num_all=num_videos)}",
+        f"         {video_list_text(first, num_all=num_videos)}",
     ]
     return Addition(lines if num_videos else [], values)
 
 
-def _of_other_splits(planned: Planned) -> Addition:
-    """Return the report's lines about the time that splits lose to captions of other splits; empty if none is lost."""
+def _time_lost_to_other_splits(planned: PlanWithInputs) -> Addition:
+    """Return the lines of a report about time that splits lose to captions of other splits; empty if none is lost."""
     divided = read_divided_videos(planned.data_dir)
     if divided is None:
         return Addition([], {})
@@ -530,7 +535,7 @@ def _of_other_splits(planned: Planned) -> Addition:
     )
 
 
-def explanation(planned: Planned, name: str) -> Report:
+def explanation(planned: PlanWithInputs, name: str) -> Report:
     """Explain why a run would or would not make a chunk or a video.
 
     Args:
@@ -552,7 +557,7 @@ def explanation(planned: Planned, name: str) -> Report:
         video_ids = [str(video["video_id"]) for video in videos if video["source_id"] in sources]
         if len(video_ids) != 1:
             raise UserError(
-                f'{len(video_ids) or "no"} videos "{name}" in the manifest',
+                f'the manifest has {len(video_ids) or "no"} videos named "{name}"',
                 hint="use a key or video ID from `prep inspect`, or the name in the table of captions",
             )
         video_id = video_ids[0]
@@ -565,7 +570,7 @@ def explanation(planned: Planned, name: str) -> Report:
         for failure in planned.commits[shard.shard_id].failures
         if failure.video_id == video_id
     ]
-    settings = settings_against_current(planned)
+    settings = differences_from_current(planned)
     shots = plan.shots_of_video(video_id)
     values = {
         "video_id": video_id,

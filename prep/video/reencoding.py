@@ -1,11 +1,11 @@
 """Compute the advice of `prep advise` on an index: after how many visits re-encoding saves more CPU time than it costs.
 
-    N = E / (C x (a - r))      visits of each clip after which re-encoding pays off
+    N = E / (C x (a - r))      number of visits to each clip after which re-encoding pays off
 
 E is the CPU time of encoding all videos with a recipe, and C is the number of clips. a is the CPU time of reading and
-decoding a clip from the original sources, measured on clips of random chunks; r is the same for chunks made with the
-recipe. E and r come from the trial encodes of a plan (clipmill.prep.video.plan_report), whose sections are decoded like
-chunks.
+decoding a clip from the original source, measured on clips from random chunks; r is the same for chunks made with the
+recipe. E and r come from the trial encodes of a plan (`clipmill.prep.video.plan_report`), whose sections are decoded
+like chunks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ _MAX_CPU_S = 15.0  # CPU time after which a measurement ends
 
 @dataclass(frozen=True)
 class ClipCost:
-    """CPU time and bytes for clips that were read, decoded and resized.
+    """Total cost of clips that were read, decoded and resized.
 
     Attributes:
         num_clips: Number of clips.
@@ -61,7 +61,7 @@ class ClipCost:
     read_bytes: int = 0
 
     def __add__(self, other: "ClipCost") -> "ClipCost":
-        """Return the total cost of clips from two disjoint sets of videos."""
+        """Return the total cost of the clips from two disjoint sets of videos."""
         return ClipCost(*(a + b for a, b in zip(self.values().values(), other.values().values(), strict=True)))
 
     def values(self) -> dict[str, Any]:
@@ -85,9 +85,9 @@ class _Chunk:
 
     Attributes:
         length_s: Length in seconds.
-        frame_at: Function that takes a time in seconds from the start and returns the number of the frame shown then.
-        read: Function that takes frame numbers and reads the packets that these frames require.
-        is_strict: True to raise errors that the decoder could conceal.
+        frame_at: Function that takes a time in seconds from the start, and returns the number of the frame shown.
+        read: Function that takes frame numbers, and reads the packets that these frames require.
+        is_strict: True to raise errors that the decoder could otherwise conceal.
         upright: Filter that rotates the decoded frames upright.
     """
 
@@ -105,7 +105,7 @@ def measure_sources(variant: Variant) -> ClipCost:
     """Measure reading, decoding and resizing clips from random chunks of an index.
 
     Raises:
-        UserError: A source has changed, or cannot be read.
+        UserError: A source has changed or cannot be read.
         Damaged, OSError: An index cannot be read.
     """
     rows = [(shard, row) for shard in variant.shards() for row in range(shard.num_samples)]
@@ -139,7 +139,7 @@ def _source_chunk(shard: CommittedShard, row: int) -> _Chunk:
 
 
 def _section_chunk(path: Path, video_id: str, *, recipe: Recipe) -> _Chunk:
-    """Return the chunk for an encoded section."""
+    """Return an encoded section as a chunk."""
     content, fps = path.read_bytes(), recipe.settings().fps_exact
     facts, file = read_chunk(content, fps=fps), SourceFile(str(path))
     table = PacketTable(
@@ -162,7 +162,7 @@ def _section_chunk(path: Path, video_id: str, *, recipe: Recipe) -> _Chunk:
 
 
 def _measure(chunks: Sequence[_Chunk], *, clips_per_chunk: int) -> ClipCost:
-    """Measure clips of `chunks`, one clip per chunk in each round. The first clip is a warm-up and is not counted."""
+    """Measure clips of chunks, one clip per chunk in each round. The first clip is a warm-up, and is not counted."""
     import av.error
 
     random, decoder, videos = Random(0), PacketDecoder(), set[str]()
@@ -194,7 +194,7 @@ def _measure(chunks: Sequence[_Chunk], *, clips_per_chunk: int) -> ClipCost:
 
 
 def _resize(frame: "VideoFrame") -> None:
-    """Resize the planes of a frame, as training does with a crop of the frame."""
+    """Resize the planes of a frame, as training resizes a crop of the frame."""
     import cv2
 
     for plane in (frame if "420p" in frame.format.name else frame.reformat(format="yuv420p")).planes:
@@ -206,7 +206,7 @@ def _resize(frame: "VideoFrame") -> None:
 
 @dataclass(frozen=True)
 class RecipeCost:
-    """Cost of clips made with a recipe, and cost of encoding the videos of the index with this recipe."""
+    """Cost of clips from chunks made with a recipe, and cost of encoding all videos of the index with this recipe."""
 
     clips: ClipCost
     encoding: Estimate
@@ -228,14 +228,14 @@ def measure_recipe(data_dir: Path, name: RecipeName, *, video_ids: set[str]) -> 
     rows = np.arange(len(plan.video_rows))
     rows = rows[[video_id in video_ids for video_id in plan.video_ids(plan.video_rows.tolist())]]
 
-    def use(video_id: str, segments: Sequence[Path]) -> None:
+    def measure_section(video_id: str, segments: Sequence[Path]) -> None:
         nonlocal clips
         chunks = [_section_chunk(path, video_id, recipe=recipe) for path in segments]
         clips += _measure(chunks, clips_per_chunk=_CLIPS_PER_SECTION)
 
     with Activity(f"encoding sections with recipe {name}"):
         work = plan.workload(rows)
-        trials = run_trials(plan, rows, work, use=use).trials
+        trials = run_trials(plan, rows, work, on_section=measure_section).trials
     return RecipeCost(clips, estimate(work, trials, settings=plan.recipe.settings)) if trials else None
 
 
@@ -247,7 +247,7 @@ class Advice:
         sources: Cost of clips from the sources.
         size_bytes: Total size of the sources in bytes.
         num_clips: Number of clips in an epoch.
-        clips_of: Item that each clip covers: "caption" or "chunk".
+        clip_source: Item that each clip covers: "caption" or "chunk".
         recipes: Costs of each recipe with which sections could be encoded.
         clips_per_s: Number of clips that training requires per second; None if unknown.
     """
@@ -255,7 +255,7 @@ class Advice:
     sources: ClipCost
     size_bytes: int
     num_clips: int
-    clips_of: str
+    clip_source: str
     recipes: Mapping[str, RecipeCost]
     clips_per_s: float | None = None
 
@@ -274,10 +274,15 @@ class Advice:
             ways[name] = costs | {"num_trials": recipe.encoding.num_trials}
         for way, clips in self._clips():
             ways[way.replace(" ", "_")] |= clips.values() | {"clips_per_cpu_s": 1 / clips.clip_s}
-        return {"num_clips": self.num_clips, "clips_of": self.clips_of, "clips_per_s": self.clips_per_s, "ways": ways}
+        return {
+            "num_clips": self.num_clips,
+            "clips_of": self.clip_source,
+            "clips_per_s": self.clips_per_s,
+            "ways": ways,
+        }
 
     def lines(self) -> Iterator[str]:
-        """Yield a table, a description of the measurement, and the number of visits after which re-encoding pays."""
+        """Yield a table, a description of the measurement, and the number of visits that make re-encoding pay off."""
         needs = "" if self.clips_per_s is None else f"  cores for {self.clips_per_s:.3g} clips/s"
         yield f"{'':<13}{'clips/CPU s':>12}{'bytes/clip':>12}{'all':>10}{'encoding':>12}{'pays after':>14}{needs}"
         for way, clips in self._clips():
@@ -302,17 +307,17 @@ class Advice:
                 f"          {name}: 5 s of {count_noun(trials, 'video')} encoded, "
                 f"{count_noun(section.num_clips, 'clip')} in {section.cpu_s:.1f} s; encoding is estimated from these"
             )
-        every = f"a visit of each clip is {count_noun(self.num_clips, 'clip')}, one for each {self.clips_of}"
+        every = f"a visit to each clip is {count_noun(self.num_clips, 'clip')}, one for each {self.clip_source}"
         paying = {name: visits for name in self.recipes if (visits := self.visits(name)) is not None}
         if not self.recipes:
             yield "no section of a video could be encoded; `prep plan` shows the reason"
         elif not paying:
-            yield "re-encoding never pays in CPU time: clips of the sources cost less than clips of every recipe"
+            yield "re-encoding never pays in CPU time: clips from the sources cost less than clips made with any recipe"
         else:
             best = min(paying, key=paying.__getitem__)
             ratio = short_number(self.recipes[best].encoding.size_bytes / self.size_bytes)
             yield (
-                f"re-encoding pays after {short_number(paying[best])} visits of each clip, with --recipe {best} and"
+                f"re-encoding pays after {short_number(paying[best])} visits to each clip, with --recipe {best} and"
                 f" {ratio} times the bytes of the sources; {every}"
             )
             yield f"next      for more visits: prep chunk --recipe {best}; for fewer, train on the index"
@@ -322,7 +327,7 @@ class Advice:
 
 
 def advise_on_sources(variant: Variant, data_dir: Path, *, clips_per_s: float | None) -> Advice:
-    """Measure clips from the sources of an index, and clips made with each named recipe.
+    """Measure clips from the sources of an index, and clips from chunks made with each named recipe.
 
     Raises:
         UserError: A source has changed or cannot be read, or the manifest is damaged.

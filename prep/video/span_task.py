@@ -43,13 +43,13 @@ _MAX_SHOWN_CHARS = 60  # maximum length of a value in a message
 
 
 class StagedSources:
-    """Access to sources as local files. Only one source is in use at a time, until a different source is requested.
+    """Access to sources as local files. Only one source is in use at a time; requesting another source releases it.
 
     Args:
         folder: Folder for copies with rewritten timestamps; required by the method `continuous`.
         limit_bytes: Maximum total size in bytes of the downloaded copies on this node; None to use most of the free
             space.
-        on_wait: Heartbeat function that is called repeatedly while a source is downloaded or awaited.
+        on_wait: Heartbeat function to call repeatedly while a source is downloaded, or while this worker waits.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class StagedSources:
             self._url = source
         return self._copy.path
 
-    def continuous(self, path: Path, source: SourceFacts, *, with_sound: bool) -> tuple[Path, SourceFacts]:
+    def continuous(self, path: Path, source: SourceFacts, *, keeps_audio: bool) -> tuple[Path, SourceFacts]:
         """Return a file with the packets of a source and the timestamps of its timeline, and the facts of this file.
 
         The file is the source itself if the source already has these timestamps and an encoder pass can seek in it.
@@ -99,15 +99,15 @@ class StagedSources:
         Args:
             path: Local file with the content of the source.
             source: Facts of the source.
-            with_sound: True to keep the audio, which cannot be decoded after a seek that lands inside an audio frame.
+            keeps_audio: True to keep the audio, which cannot be decoded after a seek that lands inside an audio frame.
 
         Raises:
             SourceFailure: The packets cannot be copied.
         """
         timeline = Timeline.from_json(source.timeline)
-        if timeline.is_continuous and not (timeline.is_blind and with_sound and source.num_audio):
+        if timeline.is_continuous and not (timeline.is_blind and keeps_audio and source.num_audio):
             return path, source
-        key = (source.fingerprint, with_sound)
+        key = (source.fingerprint, keeps_audio)
         if self._continuous is None or self._continuous[0] != key:
             from clipmill.prep.sources.remote import as_source_failure
             from clipmill.shards.timeline.copying import write_continuous
@@ -115,7 +115,7 @@ class StagedSources:
             assert self._folder is not None, "copies require a folder"
             target = self._folder / f"continuous.{CONTINUOUS_FORMAT}"
             with as_failure(FailureCode.DECODE_ERRORS, "its packets cannot be copied"), as_source_failure():
-                copied = write_continuous(path, target, with_sound=with_sound, on_packet=self._on_wait)
+                copied = write_continuous(path, target, with_sound=keeps_audio, on_packet=self._on_wait)
             copied = replace(copied, shape=timeline.shape, transfer=timeline.transfer, primaries=timeline.primaries)
             self._continuous = (key, target, replace(source, timeline=copied.to_json()))
         return self._continuous[1:]
@@ -124,7 +124,7 @@ class StagedSources:
         """Stop using the current source.
 
         Args:
-            is_damaged: True to delete the local copy of the source, so that the source is downloaded again.
+            is_damaged: True to also delete the local copy of the source, so that the source is downloaded again.
         """
         if self._copy is not None:
             if is_damaged:
@@ -176,16 +176,16 @@ def make_span(
         plan: Plan of the span.
         sources: Access to the sources; remote sources are copied to this node.
         recipe: Recipe of the variant.
-        program: Name or path of the FFmpeg program.
+        program: Name or path of the ffmpeg program.
         folder: Folder in scratch space.
-        on_frames: Function that is called periodically with the number of frames encoded so far.
+        on_frames: Function to call periodically with the number of frames encoded so far.
 
     Raises:
         SourceFailure: The span cannot be made.
     """
     for tries_left in reversed(range(_TRIES)):
         try:
-            # If the source has changed since the plan was made, its chunks would not match the planned fingerprint.
+            # If the source has changed since it was planned, its chunks would not match the fingerprint in the plan.
             try:
                 original = sources.path_of(plan.path)
                 fingerprint = current_fingerprint(original)
@@ -199,8 +199,8 @@ def make_span(
                 from clipmill.prep.video.source_span import index_span
 
                 return index_span(original, plan, settings=recipe.settings)
-            with_sound = recipe.settings.audio == "keep"
-            path, source = sources.continuous(original, plan.source, with_sound=with_sound)
+            keeps_audio = recipe.settings.audio == "keep"
+            path, source = sources.continuous(original, plan.source, keeps_audio=keeps_audio)
             encoded = encode_span(
                 path,
                 source=source,
@@ -217,7 +217,7 @@ def make_span(
     raise AssertionError("the last attempt returns or raises")
 
 
-def checked_chunk(
+def verify_chunk(
     path: Path, *, num_frames: int, num_source_frames: int, plan: SpanPlan, recipe: ResolvedRecipe
 ) -> ReadyChunk:
     """Demux one chunk and check it against the plan.
@@ -258,7 +258,7 @@ def _read_segments(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedReci
             f"the encoder wrote {count_noun(len(encoded.segments), 'chunk')}, expected {len(pieces)}",
         )
     return [
-        checked_chunk(path, num_frames=num_frames, num_source_frames=num_source, plan=plan, recipe=recipe)
+        verify_chunk(path, num_frames=num_frames, num_source_frames=num_source, plan=plan, recipe=recipe)
         for path, (num_frames, num_source, is_chunk) in zip(encoded.segments, pieces, strict=True)
         if is_chunk
     ]
@@ -269,7 +269,7 @@ class SpanChunks:
     """Chunks of one span: all chunks of a new span, or only the intact chunks of a stored span.
 
     Attributes:
-        chunks: Chunks, keyed by their index in the span, in ascending order.
+        chunks: Chunks by their index in the span, in ascending order.
         num_chunks: Number of chunks in the complete span.
     """
 
@@ -281,9 +281,9 @@ class SpanChunks:
 class StoredTar:
     """Tar in the folder of a variant.
 
-    An uncommitted tar, which no commit lists, remains until `prep gc` removes it. If a video returns to the manifest,
-    even under a different name, its chunks in an uncommitted tar are reused instead of being encoded again. A chunk is
-    reused only if its checksums and content show that it is intact.
+    An uncommitted tar, which no commit lists, stays until `prep gc` removes it. If a video returns to the manifest,
+    even under a different name, its chunks are copied from such a tar instead of being encoded again. A chunk is copied
+    only if its checksums and content show that it is intact.
 
     Attributes:
         tar: Path of the tar, relative to the folder of the variant; not used if there is a commit.
@@ -307,8 +307,8 @@ class OldChunks:
     """Intact chunks from stored tars that a shard can reuse, unpacked into scratch space.
 
     The chunks come from the last commit of the shard, and from other tars: tars of shards from which videos were moved,
-    or tars of earlier commits. The fingerprint of a span covers everything that determines the bytes of its chunks, but
-    not the name or the split of its video.
+    or tars of earlier commits. Spans are identified by their fingerprint, which covers everything that determines the
+    bytes of the chunks, but neither the name nor the split of the video.
     """
 
     def __init__(
@@ -316,31 +316,31 @@ class OldChunks:
         variant_dir: Path,
         commit: Commit | None,
         *,
-        others: Iterable[StoredTar],
+        other_tars: Iterable[StoredTar],
         plans: Iterable[SpanPlan],
         folder: Path,
     ) -> None:
-        """Unpack stored chunks of the planned spans into `folder`. Spans are identified by fingerprint.
+        """Unpack the stored chunks of the planned spans into `folder`.
 
         Args:
             commit: Last commit of the shard; None if the shard has no commit.
-            others: Other tars to search for spans that are still incomplete.
+            other_tars: Other tars to search for spans that are still incomplete.
             plans: Plans of the spans.
         """
         self._folder = folder
-        # {fingerprint of a span: {start of a chunk in ms: (MP4 file or packets in the source, content of the JSON)}}
+        # By fingerprint of the span and start of the chunk in ms: MP4 file or source packets, and content of the JSON.
         self._stored: dict[str, dict[int, tuple[Path | SourceChunk, dict[str, Any]]]] = {}
         fingerprints = {plan.fingerprint for plan in plans}
         if commit is not None:
             self._unpack(StoredTar("", commit).rows(variant_dir, fingerprints), fingerprints)
-        for other in others:
+        for tar in other_tars:
             complete = {
                 fingerprint
                 for fingerprint, chunks in self._stored.items()
                 if any(len(chunks) == description["span_chunks"] for _, description in chunks.values())
             }
             if incomplete := fingerprints - complete:
-                self._unpack(other.rows(variant_dir, incomplete), incomplete)
+                self._unpack(tar.rows(variant_dir, incomplete), incomplete)
 
     def _unpack(self, samples: "Iterable[SalvagedSample]", fingerprints: Collection[str]) -> None:
         for sample in samples:
@@ -369,18 +369,18 @@ class OldChunks:
             if content is None:
                 continue
             num_chunks = description["span_chunks"]
-            if not isinstance(content, Path):  # committed rows of indexed packets need no check
+            if not isinstance(content, Path):  # indexed packets in a committed row need no check
                 chunks[number] = content
                 continue
             try:
-                chunks[number] = checked_chunk(
+                chunks[number] = verify_chunk(
                     content,
                     num_frames=description["num_frames"],
                     num_source_frames=description["num_source_frames"],
                     plan=plan,
                     recipe=recipe,
                 )
-            except SourceFailure:  # the chunk does not match the plan, so it cannot be reused
+            except SourceFailure:  # the chunk does not match the plan, so it cannot be copied
                 continue
         return SpanChunks(chunks, num_chunks)
 
@@ -393,8 +393,8 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
         fps: Frame rate that converts presentation timestamps into frame indices.
 
     Raises:
-        SourceFailure: frames_differ, if the file cannot be demuxed, a frame is hidden or not on the frame grid, or the
-            bytes at the stated position of a packet differ from the packet.
+        SourceFailure: frames_differ, if the file cannot be demuxed, a frame is hidden or not on the frame grid, or a
+            packet is not at the position that the container states.
     """
     import av
     import av.error
@@ -405,7 +405,7 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
             codec = stream.codec_context.codec.canonical_name
             extradata = bytes(stream.codec_context.extradata or b"")
             first_slice = slice_reader(codec, extradata)
-            # Use integer arithmetic, because computing a Fraction per packet would take longer than reading the packet.
+            # Use integer arithmetic: computing a Fraction for each packet would take longer than reading the packet.
             frames_per_tick = (stream.time_base or Fraction(0)) * fps
             offsets: list[int] = []
             sizes: list[int] = []
@@ -426,7 +426,7 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
                     raise SourceFailure(
                         FailureCode.FRAMES_DIFFER, f"a frame is not on the {fps} fps grid: pts {packet.pts}"
                     )
-                # Readers rely on the byte ranges in the index, so the packet must be at its stated position.
+                # Readers rely on the byte ranges in the index, so each packet must be at its stated position.
                 crc32 = zlib.crc32(memoryview(packet))
                 if zlib.crc32(memoryview(content)[packet.pos : packet.pos + packet.size]) != crc32:
                     raise SourceFailure(

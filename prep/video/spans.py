@@ -1,10 +1,10 @@
 """Divide all videos of a plan into chunks, evenly or at shot boundaries, and assign their spans to shards.
 
-Cutting uses only frame counts. `shot_chunks` defines how shots that are too long or too short for a chunk are handled.
+Videos are divided by frame counts alone. `shot_chunks` defines what happens to shots that are too long or too short.
 
-The layout, which assigns spans to shards, is stored in `<data>/layout/<len>-<tail>.parquet`, or
-`<len>-shots-<hash>.parquet` with `--cut shots`, where the hash represents the settings that determine the chunks. New
-spans are assigned to new shards, in manifest order, one split after another.
+The layout, which assigns spans to shards, is stored in `<data>/layout/<len>-<tail>.parquet` or, with `--cut shots`, in
+`<len>-shots-<hash>.parquet`, in which the hash identifies the settings that determine the chunks. New spans are
+assigned to new shards, in manifest order, one split after another.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Failure
 
 MAX_SHARD_CHUNKS = 256  # about half a gigabyte at the default settings
-MIN_SHARDS = 16  # number of new shards to aim at, so that even a small dataset keeps all cores of a server busy
+MIN_SHARDS = 16  # target for the number of new shards, so that even a small dataset keeps all cores of a server busy
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ShotChunks:
     """The chunks of one video with `--cut shots`.
 
     Attributes:
-        chunks: (first frame, number of frames) of each chunk, in ascending order.
+        chunks: First frame and number of frames of each chunk, in ascending order.
         num_left_out: Number of shots that are too short for a chunk and do not fit into a neighbour.
     """
 
@@ -65,8 +65,9 @@ def shot_chunks(cuts: Sequence[int], num_frames: int, *, max_frames: int, min_fr
 
     Args:
         cuts: First frame of every shot except the first, in ascending order.
-        min_frames: Minimum length. It is at most half of `max_frames`, rounded up, so that the parts of a long shot are
-            long enough.
+        max_frames: Maximum length of a chunk.
+        min_frames: Minimum length of a chunk; at most half of `max_frames`, rounded up, so that the parts of a long
+            shot are long enough.
     """
     parts: list[tuple[int, int]] = []  # (first frame, number of frames) of each shot, or of each part of a long shot
     for shot_begin, shot_end in zip([0, *cuts], [*cuts, num_frames], strict=True):
@@ -99,7 +100,7 @@ def shot_chunks(cuts: Sequence[int], num_frames: int, *, max_frames: int, min_fr
 
 @dataclass(frozen=True)
 class EvenCutting:
-    """Chunks of equal length. A video without chunks is unusable.
+    """Division of videos into chunks of equal length. A video without chunks is unusable.
 
     Attributes:
         num_frames: Number of frames in each video, int64; 0 if it is unusable.
@@ -125,12 +126,12 @@ class EvenCutting:
 
     @property
     def frames_left_out(self) -> int:
-        """Number of frames in these tails."""
+        """Number of frames that no chunk contains."""
         return int(self._rests[self.videos_left_out].sum())
 
     @cached_property
     def videos_left_out(self) -> list[int]:
-        """Videos with such tails."""
+        """Rows of the videos whose tail no chunk contains."""
         rows: list[int] = np.flatnonzero(self._rests).tolist() if self.tail == "drop" else []
         return rows
 
@@ -139,7 +140,7 @@ class EvenCutting:
         return self.num_frames % self.chunk_frames
 
     def short_tails(self, *, max_frames: int) -> dict[int, int]:
-        """Return the row of each video whose last chunk is a tail of fewer than `max_frames` frames -> its length."""
+        """Return the length of each tail of fewer than `max_frames` frames that is a chunk, by the row of the video."""
         rest = self._rests if self.tail == "keep" else np.zeros_like(self.num_frames)
         rows = np.flatnonzero((rest > 0) & (rest < max_frames) & (self.num_frames > self.chunk_frames))
         return dict(zip(rows.tolist(), rest[rows].tolist(), strict=True))
@@ -150,12 +151,12 @@ class EvenCutting:
         return span_of(chunks, index=index, span_chunks=self.span_chunks)
 
     def span_frames(self, videos: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """Return the approximate number of frames in spans, int64, for an estimate."""
+        """Return the approximate number of frames in each span, int64, for an estimate."""
         frames_per_span = self.span_chunks * self.chunk_frames
         return np.minimum(self.num_frames[videos] - index * frames_per_span, frames_per_span)
 
     def identities(self, videos: np.ndarray) -> pa.Array:
-        """Return a string for each of the given videos (which may repeat) that identifies all chunks of the video.
+        """Return a string for each entry of `videos`, which may repeat, that identifies all chunks of the video.
 
         The strings are part of the fingerprints of shards.
         """
@@ -164,7 +165,7 @@ class EvenCutting:
 
 @dataclass(frozen=True)
 class ShotCutting:
-    """Chunks that begin and end at shot boundaries, with the interface of `EvenCutting`.
+    """Division of videos into chunks that start and end at shot boundaries, with the interface of `EvenCutting`.
 
     A video without chunks is unusable, or its shots are unknown.
 
@@ -218,14 +219,14 @@ class ShotCutting:
         return pa.array(identities, pa.string()).take(pa.array(positions))
 
     def left_out(self, video: int, *, num_frames: int) -> list[tuple[int, int]]:
-        """Return (first frame, frame after the last) of each part of a video that no chunk contains."""
+        """Return the first frame, and the frame after the last, of each part of a video that no chunk contains."""
         rows = slice(self.begins[video], self.begins[video + 1])
         begins = [*self.first_frame[rows].tolist(), num_frames]
         ends = [0, *(self.first_frame[rows] + self.chunk_frames[rows]).tolist()]
         return [(end, begin) for end, begin in zip(ends, begins, strict=True) if begin > end]
 
     def span_index(self, videos: np.ndarray, first_frame: np.ndarray) -> np.ndarray:
-        """Return the span index of the chunks that begin at these frames, int64; -1 if no chunk begins there."""
+        """Return the span index of the chunk that starts at each frame, int64; -1 if no chunk starts there."""
         from clipmill.shards.chunk_table import Moments
 
         owners = np.repeat(np.arange(len(self.begins) - 1), self.num_chunks)
@@ -236,7 +237,7 @@ class ShotCutting:
         return np.where(is_known, (rows - self.begins[videos]) // self.span_chunks, -1)
 
     def _rows(self, videos: Any, index: Any) -> tuple[Any, Any]:
-        """Return (first chunk of a span, chunk after the last), for one span or for arrays of spans."""
+        """Return the first chunk of a span, and the chunk after the last, for one span or for arrays of spans."""
         begin = self.begins[videos] + index * self.span_chunks
         return begin, np.minimum(begin + self.span_chunks, self.begins[videos + 1])
 
@@ -247,10 +248,10 @@ Cutting = EvenCutting | ShotCutting
 def shot_cutting(
     cuts: Sequence[Sequence[int] | None], num_frames: np.ndarray, *, max_frames: int, min_frames: int, span_chunks: int
 ) -> ShotCutting:
-    """Cut all videos at their shots; see `shot_chunks`.
+    """Divide all videos at their shots, as `shot_chunks` does.
 
     Args:
-        cuts: Cuts of each video; None if they are unknown, in which case the video has no chunks.
+        cuts: Cuts of each video. If they are unknown (None), the video has no chunks.
         num_frames: Number of frames of each video, int64.
     """
     chunks: list[tuple[int, int]] = []
@@ -282,7 +283,7 @@ class VideoShots:
 
     Attributes:
         cuts: First frame of every shot except the first, list<int32> [videos]; null if they are unknown.
-        failures: Row of a video -> (failure code, message) of its last detection.
+        failures: Code and message of each failed detection, by the row of the video.
         undetected: Rows of the videos whose shots must be detected, in ascending order.
     """
 
@@ -292,7 +293,7 @@ class VideoShots:
 
     @property
     def is_known(self) -> np.ndarray:
-        """Videos whose shots are known, bool [videos]."""
+        """Mask of the videos whose shots are known, bool [videos]."""
         return np.asarray(pc.is_valid(self.cuts))
 
 
@@ -336,12 +337,12 @@ def shots_of(
 
 
 def detector_key(recipe: ResolvedRecipe) -> str:
-    """Return the key of a recipe's detector in the stored shots."""
+    """Return the key that identifies the detector of a recipe in the stored shots."""
     return recipe.settings.shot_detector.key(recipe.values["scenedetect"])
 
 
 def cutting_of(settings: ChunkSettings, num_frames: np.ndarray, shots: VideoShots | None) -> Cutting:
-    """Return the chunks of all videos.
+    """Return the division of all videos into chunks.
 
     Args:
         num_frames: Number of frames of each video, int64; 0 if it is unusable.
@@ -360,12 +361,12 @@ def cutting_of(settings: ChunkSettings, num_frames: np.ndarray, shots: VideoShot
 
 
 def layout_path(data_dir: Path, settings: ChunkSettings) -> Path:
-    """Return the path of the layout for the recipe's chunks."""
+    """Return the path of the layout for chunks with these settings."""
     return data_dir / LAYOUT_FOLDER / layout_file(settings)
 
 
 def layout_file(settings: ChunkSettings) -> str:
-    """Return the file name of the layout for the recipe's chunks."""
+    """Return the file name of the layout for chunks with these settings."""
     if settings.cut == "even":
         return f"{settings.len}-{settings.tail}.parquet"
     names = ("min_len", "detector", "threshold", "min_scene_len", "fps")
@@ -381,12 +382,12 @@ class ExtendedLayout:
         table: Layout with schema LAYOUT; the original table if it contained all spans.
         video_rows: For each row of `table`, the manifest row of its video, int64; -1 if the video is not in the
             manifest.
-        wanted: Rows of `table` with required spans, in ascending order, int64.
+        required: Rows of `table` with required spans, in ascending order, int64.
     """
 
     table: pa.Table
     video_rows: np.ndarray
-    wanted: np.ndarray
+    required: np.ndarray
 
 
 def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_chunks: np.ndarray) -> ExtendedLayout:
@@ -399,7 +400,7 @@ def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, nu
         num_chunks: Number of chunks of each video (0 if it is unusable), int64.
     """
     rows_of_layout = video_rows_of(layout, video_ids)
-    required, videos = wanted_rows(layout, video_rows=rows_of_layout, splits=splits, num_chunks=num_chunks)
+    required, videos = required_rows(layout, video_rows=rows_of_layout, splits=splits, num_chunks=num_chunks)
     # Spans stay in their shards, because a move would rewrite existing shards.
     spans_per_video = -(-num_chunks // SPAN_CHUNKS)
     first = np.cumsum(spans_per_video) - spans_per_video
@@ -410,8 +411,8 @@ def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, nu
     video_rows = np.repeat(np.arange(len(num_chunks)), spans_per_video)[is_new]
     span_index = np.flatnonzero(is_new) - first[video_rows]
     span_chunks = np.minimum(num_chunks[video_rows] - span_index * SPAN_CHUNKS, SPAN_CHUNKS)
-    # Aim at MIN_SHARDS shards in total. A shard holds at least one span and, unless this span is larger, at most
-    # MAX_SHARD_CHUNKS chunks.
+    # Choose the size of shards so that there are about MIN_SHARDS. A shard holds at least one span and, unless this
+    # span is larger, at most MAX_SHARD_CHUNKS chunks.
     target = int(np.clip(-(-span_chunks.sum() // MIN_SHARDS), SPAN_CHUNKS, MAX_SHARD_CHUNKS))
     next_shard = pc.max(layout["shard_id"]).as_py() + 1 if len(layout) else 0
     tables, rows = [layout], [rows_of_layout]
@@ -444,10 +445,10 @@ def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, nu
     return ExtendedLayout(extended, np.concatenate(rows), required)
 
 
-def wanted_rows(
+def required_rows(
     layout: pa.Table, *, video_rows: np.ndarray, splits: pa.Array, num_chunks: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the result of `wanted_spans` for videos with the given numbers of chunks, int64."""
+    """Return the result of `wanted_spans` for videos with the given numbers of chunks, int64 [videos]."""
     num_spans = num_chunks // SPAN_CHUNKS + (num_chunks % SPAN_CHUNKS > 0)
     return wanted_spans(layout, video_rows=video_rows, splits=splits, num_spans=num_spans)
 
@@ -464,7 +465,7 @@ def shards_of_moved_videos(
         stored: IDs of the shards that were written.
 
     Returns:
-        Shard ID -> True if all videos of the shard move.
+        True for each such shard whose videos all move, otherwise False, by shard ID.
     """
     is_known = video_rows >= 0
     has_other_split = np.zeros(len(layout), bool)
@@ -488,7 +489,7 @@ def video_layout_of_commits(
 
     Args:
         video_ids: IDs of the videos, in manifest order.
-        cutting: Chunks of these videos. With `--cut shots`, stored chunks that it does not contain are omitted.
+        cutting: Division of these videos into chunks. With `--cut shots`, other stored chunks are omitted.
     """
     chunk_ms = float(1000 * settings.chunk_frames / settings.fps_exact)
 

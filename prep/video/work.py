@@ -1,5 +1,6 @@
-"""The `ColumnWork` of `video`: the functions that the commands call, and the reports on runs."""
+"""The `ColumnWork` of `video`: the functions that the commands call, and parts of the reports on plans and runs."""
 
+import math
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -7,12 +8,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.formatting import count_noun, duration_text
+from clipmill.manifests.formatting import count_noun, duration_text, on_one_line, size_text
 from clipmill.manifests.plugins import import_late
 from clipmill.prep.core.column import Addition
-from clipmill.prep.core.failure_list import codes_line
+from clipmill.prep.core.failure_list import MAX_ENTRIES, codes_line
 from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.report import changed_settings, retry_arguments, summary_report
 from clipmill.prep.core.request import Request
@@ -23,25 +26,29 @@ from clipmill.prep.video.column import COLUMN, IndexRecipe, Recipe
 from clipmill.prep.video.ffmpeg import find_ffmpeg, require_encoder
 from clipmill.prep.video.plan import Plan
 from clipmill.prep.video.plan_inputs import (
-    Planned,
+    PlanWithInputs,
+    add_missing_shots,
     chunk_job,
     left_out_lines,
     left_out_values,
     make_plan,
     pending_chunks,
-    with_shots,
+    video_list_text,
 )
-from clipmill.prep.video.spans import layout_file
+from clipmill.prep.video.spans import EvenCutting, layout_file
 from clipmill.prep.video.worker import remove_abandoned
 from clipmill.shards.columns import INDEXED, VIDEO
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 
 _WORKER_GB = 0.5  # memory per worker; 0.27 GB were measured for a 2160p source (benchmarks/README.md)
+_SLOW_BYTES_PER_S = 1e8  # speed of a slow disk, or of one connection to a bucket
+_UNINDEXED = '"is_indexed":false'  # part of the JSON of a timeline
+_SHORT_TAIL_S = 1  # shorter than most clips
 
 
 def _require(recipe: Recipe | IndexRecipe) -> None:
-    # Only workers import these packages, but the command reports a missing package before it starts workers.
+    # Only workers import these packages, but the command should report a missing package before it starts workers.
     for package in ("av", "ffmpeg"):
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
@@ -54,17 +61,17 @@ def _require(recipe: Recipe | IndexRecipe) -> None:
     require_encoder(ffmpeg, codec)
 
 
-def _plan(data_dir: Path, recipe: Recipe | IndexRecipe, request: Request) -> Planned:
+def _plan(data_dir: Path, recipe: Recipe | IndexRecipe, request: Request) -> PlanWithInputs:
     resolved = recipe.resolve()
     engine = None if request.cluster is None else request.open_engine(memory_gb=_WORKER_GB)
     return make_plan(data_dir, resolved, retry_codes=request.retry_codes, engine=engine, part_run=request.part_run)
 
 
-def _run(plan: Planned, recipe: Recipe | IndexRecipe, request: Request, part_run: PartRun | None) -> Summary:
+def _run(plan: PlanWithInputs, recipe: Recipe | IndexRecipe, request: Request, part_run: PartRun | None) -> Summary:
     engine = request.open_engine(memory_gb=_WORKER_GB)
     for line in (*other_settings_lines(plan), *audio_lines(plan)):
         sys.stderr.write(f"{line}\n")
-    plan = with_shots(plan, engine)
+    plan = add_missing_shots(plan, engine)
     job = replace(
         chunk_job(plan, scratch_bytes=request.scratch_bytes),
         lag_limit_s=request.lag_limit_s,
@@ -81,12 +88,12 @@ def _run(plan: Planned, recipe: Recipe | IndexRecipe, request: Request, part_run
         if num_searched:
             lines.insert(0, f"shots    detected in {count_noun(num_searched, 'source')} ({cpu_s:.1f} s of CPU time)")
     summary.added = Addition(lines, values)
-    remove_abandoned()  # folders of workers that were lost in this run or an earlier one
+    remove_abandoned()  # folders of workers that were lost in this run or an earlier run
     return summary
 
 
-def audio_lines(planned: Planned) -> list[str]:
-    """Return the notice about omitted audio that precedes the first run of a variant."""
+def audio_lines(planned: PlanWithInputs) -> list[str]:
+    """Return the lines about omitted audio that are printed before the first run of a variant."""
     plan = planned.plan
     if planned.commits or plan.recipe.settings.audio != "drop" or not plan.num_with_audio:
         return []
@@ -94,17 +101,17 @@ def audio_lines(planned: Planned) -> list[str]:
     return [f"audio    {videos} have audio, which is omitted; the score `speech` requires --audio keep"]
 
 
-def other_settings_lines(planned: Planned) -> list[str]:
-    """Return the notice that precedes a run whose settings differ from the current variant; empty if they are equal."""
+def other_settings_lines(planned: PlanWithInputs) -> list[str]:
+    """Return the lines to print before a run if its settings differ from the settings of the current variant."""
     try:
-        against, current = settings_against_current(planned), current_variant(planned.data_dir, VIDEO)
+        differences, current = differences_from_current(planned), current_variant(planned.data_dir, VIDEO)
     except UserError:
         return []  # the record is damaged, and the run rewrites it
-    if not against or current is None:
+    if not differences or current is None:
         return []
     plan, variant = planned.plan, planned.plan.recipe.variant
     rows = planned.rows_to_encode()
-    lines = [f"setting  {difference}" for difference in against]
+    lines = [f"setting  {difference}" for difference in differences]
     if len(rows) or any(shard.has_work for shard in plan.shards):
         chunks = count_noun(sum(len(span.span.chunk_frames) for span in plan.spans(rows.tolist())), "chunk")
         videos = count_noun(len(np.unique(plan.video_rows[rows])), "video")
@@ -115,16 +122,17 @@ def other_settings_lines(planned: Planned) -> list[str]:
         lines.append(f"         `{plan_line}` estimates time and disk")
     else:
         lost = lost_samples(planned.data_dir, VIDEO, variant=variant, former=current)
-        incomplete = f"lacks samples of the current one ({codes_line(lost)}), which stays current"
-        lines.append(f"variant  {variant} {incomplete if lost else 'is complete, and becomes the current one again'}")
+        incomplete = f"lacks samples of the current variant ({codes_line(lost)}), which stays current"
+        state = incomplete if lost else "is complete, and becomes the current variant again"
+        lines.append(f"variant  {variant} {state}")
     with suppress(UserError):  # the recipe is from a different version of clipmill
         command = COLUMN.command_line(Variant.open(planned.data_dir, column=VIDEO).recipe, data_dir=planned.data_dir)
         lines.append(f"         {current} is kept until `prep gc`; to use its settings: {command}")
     return lines
 
 
-def settings_against_current(planned: Planned) -> list[str]:
-    """Return the settings in which a plan differs from the current variant."""
+def differences_from_current(planned: PlanWithInputs) -> list[str]:
+    """Return the settings of a plan that differ from the settings of the current variant."""
     recipe = planned.plan.recipe
     return changed_settings(planned.data_dir, VIDEO, variant=recipe.variant, recipe=recipe.values)
 
@@ -142,6 +150,42 @@ def left_out_report(plan: Plan) -> list[str]:
     """Return the lines of a report about the parts of videos that no chunk contains."""
     lines = left_out_lines(left_out_values(plan), cut=plan.recipe.settings.cut)
     return [f"{'' if number else 'left out':<8} {line}" for number, line in enumerate(lines)]
+
+
+def sources_read_twice(planned: PlanWithInputs) -> Addition:
+    """Return the lines of a report about sources without an index, which a plan and a run each read completely."""
+    plan = planned.plan
+    videos = np.unique(plan.video_rows[planned.rows_to_encode()])
+    timelines = plan.probes["timeline"].take(pa.array(videos))
+    rows = videos[np.asarray(pc.fill_null(pc.match_substring(timelines, _UNINDEXED), False))]
+    size_bytes = int(np.asarray(plan.probes["size_bytes"])[rows].sum())
+    first = plan.video_ids(rows[:MAX_ENTRIES].tolist())
+    values = {"num_read_twice": len(rows), "read_twice_bytes": size_bytes, "first_read_twice": first}
+    duration = f"{duration_text(size_bytes / _SLOW_BYTES_PER_S)} at {size_text(round(_SLOW_BYTES_PER_S))}/s"
+    lines = [
+        f"twice    {count_noun(len(rows), 'video')} without an index (MKV, TS and others), {size_text(size_bytes)}:"
+        f" read completely by a plan, for exact times, and again by the run; each time {duration}",
+        f"         {video_list_text(first, num_all=len(rows))}",
+    ]
+    return Addition(lines if len(rows) else [], values)
+
+
+def short_tails(plan: Plan) -> Addition:
+    """Return the lines of a report about videos whose last chunk is very short; empty with `--cut shots`."""
+    if not isinstance(plan.cutting, EvenCutting):
+        return Addition([], {})
+    fps = plan.recipe.settings.fps_exact
+    tails = plan.cutting.short_tails(max_frames=math.ceil(_SHORT_TAIL_S * fps))
+    rows = list(tails)[:MAX_ENTRIES]
+    first = dict(zip(plan.video_ids(rows), (float(tails[row] / fps) for row in rows), strict=True))
+    videos = [f"{on_one_line(video)} {length_s:.2g} s" for video, length_s in first.items()]
+    more = ", ..." if len(tails) > len(first) else ""
+    lines = [
+        f"tails    {count_noun(len(tails), 'video')} with a last chunk shorter than {_SHORT_TAIL_S} s:"
+        f" {', '.join(videos)}{more}",
+        "         kept: every frame is in a chunk; --tail merge adds it to the chunk before, --tail drop omits it",
+    ]
+    return Addition(lines if tails else [], {"num_short_tails": len(tails), "first_short_tails_s": first})
 
 
 WORK = ColumnWork(

@@ -10,12 +10,12 @@ by a later worker or run.
     $TMPDIR/scratch-clipmill-<uid>/      accessible to this user only (0700), removed once it is empty
         <12 hex>/                        folder of one worker, locked while the worker is alive
             clipmill-scratch.json        the marker: program, format, name of the folder, run
-        <12 hex>.json                    a marker being moved into its folder, or out of it
+        <12 hex>.json                    a marker that is being moved into its folder, or out of it
 
-A folder is removed only if it is unlocked and holds a marker that states the name of this folder. Folders without a
-marker are never touched, and neither is anything else in $TMPDIR. A worker holds the lock of the parent folder while it
-creates or removes a folder. If this lock is free, any incomplete folder was left by a killed worker, and the marker
-beside the folder identifies it.
+A folder is removed only if it is unlocked and holds a marker with the name of this folder. Folders without a marker are
+never touched, and neither is anything else in $TMPDIR. A worker holds the lock of the parent folder while it creates or
+removes a folder. If this lock is free, any incomplete folder was left by a killed worker, and the marker beside the
+folder identifies it.
 """
 
 import errno
@@ -66,7 +66,7 @@ _MARKER_PREFIX = json.dumps({"program": _PROGRAM})[:-1].encode()  # start of eve
 
 @dataclass(frozen=True)
 class Caption:
-    """One caption; `end_s` is None if it lasts to the end of the video."""
+    """Caption of a video; `end_s` is None if the caption lasts to the end of the video."""
 
     caption_id: int
     begin_s: float
@@ -81,7 +81,7 @@ class ShardTask:
 
     Attributes:
         old_commit: Previous commit of the shard, from which unchanged chunks are copied.
-        others: Other tars that contain chunks of these spans.
+        other_tars: Other tars that contain chunks of these spans.
         captions_file: Caption table of the manifest, or None if no video has captions.
         caption_groups: Row groups of this table that contain captions of the shard's videos.
         scratch_bytes: Maximum total size of the copies of remote sources on a node; None for most of the free space.
@@ -94,7 +94,7 @@ class ShardTask:
     recipe: ResolvedRecipe
     spans: tuple[SpanPlan, ...]
     old_commit: Commit | None
-    others: tuple[StoredTar, ...]
+    other_tars: tuple[StoredTar, ...]
     captions_file: Path | None
     caption_groups: tuple[int, ...] = ()
     scratch_bytes: int | None = None
@@ -103,7 +103,7 @@ class ShardTask:
 def make_shard(task: ShardTask) -> ShardResult:
     """Make, publish and commit one shard. Running the task again writes the same bytes under the same names."""
     if task.recipe.settings.codec == INDEXED:
-        return system_errors_as_results(_make, task)
+        return system_errors_as_results(_make_shard, task)
     try:
         version = find_ffmpeg().version
     except FailedWork as error:
@@ -111,10 +111,10 @@ def make_shard(task: ShardTask) -> ShardResult:
     if version != (planned := task.recipe.values["ffmpeg"]):
         message = f"this node has ffmpeg {version}, but the plan requires {planned}"
         return stop_result(task, FailureCode.FFMPEG_DIFFERS, message)
-    return system_errors_as_results(_make, task)
+    return system_errors_as_results(_make_shard, task)
 
 
-def _make(task: ShardTask) -> ShardResult:
+def _make_shard(task: ShardTask) -> ShardResult:
     is_source = task.recipe.settings.codec == INDEXED
     program, captions, fps = "" if is_source else find_ffmpeg().path, None, task.recipe.settings.fps_exact
     if task.captions_file is not None:
@@ -135,15 +135,15 @@ def _make(task: ShardTask) -> ShardResult:
             folder=scratch, limit_bytes=task.scratch_bytes, on_wait=lambda: shard.show(shard.num_samples)
         ) as sources,
     ):
-        old = OldChunks(task.variant_dir, task.old_commit, others=task.others, plans=task.spans, folder=scratch)
+        old = OldChunks(task.variant_dir, task.old_commit, other_tars=task.other_tars, plans=task.spans, folder=scratch)
         for plan in task.spans:
-            done, starts = shard.num_samples, plan.span.chunk_starts()
+            num_done, starts = shard.num_samples, plan.span.chunk_starts()
 
             # Progress is shown in chunks, but an encoder pass reports frames.
-            def show(frames: int, done: int = done, starts: list[int] = starts) -> None:
-                shard.show(done + max(0, bisect_right(starts, starts[0] + frames) - 1))
+            def show_progress(frames: int, num_done: int = num_done, starts: list[int] = starts) -> None:
+                shard.show(num_done + max(0, bisect_right(starts, starts[0] + frames) - 1))
 
-            # Use one folder per span, so that scratch space holds the new files of only one span at a time.
+            # Each span has its own folder, so that scratch space holds the new files of only one span at a time.
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
                 span = old.span(plan, recipe=task.recipe)
                 is_new = len(span.chunks) != span.num_chunks
@@ -155,7 +155,7 @@ def _make(task: ShardTask) -> ShardResult:
                             recipe=task.recipe,
                             program=program,
                             folder=Path(folder),
-                            on_frames=show,
+                            on_frames=show_progress,
                         )
                         span = SpanChunks(dict(enumerate(new_chunks)), len(new_chunks))
                         encoded_s += float(sum(chunk.facts.num_frames for chunk in new_chunks) / fps)
@@ -216,12 +216,12 @@ def video_sample(
     settings: ChunkSettings,
     captions: Sequence[Caption] | None,
 ) -> Sample:
-    """Return the sample of chunk `number` of a span.
+    """Return the sample of a chunk.
 
     Args:
+        number: Index of the chunk in the span.
         span_chunks: Actual number of chunks in the span.
-        captions: Captions of the complete video; None if the dataset has no captions, in which case the sample has no
-            txt member.
+        captions: Captions of the complete video; None if the dataset has no captions and samples have no txt member.
     """
     fps, first_frame = settings.fps_exact, plan.span.chunk_starts()[number]
     begin_s, end_s = first_frame / fps, (first_frame + chunk.facts.num_frames) / fps
@@ -239,7 +239,7 @@ def video_sample(
         "source_fingerprint": plan.source.fingerprint,
         "dataset": plan.dataset,
         "split": split,
-        # Exact values as [numerator, denominator].
+        # These values are exact: [numerator, denominator].
         "begin_s": begin_s.as_integer_ratio(),
         "end_s": end_s.as_integer_ratio(),
         "fps": fps.as_integer_ratio(),
@@ -272,10 +272,10 @@ def video_sample(
 
 @contextmanager
 def scratch_folder(run: str = "") -> Iterator[Path]:
-    """Yield a new folder and remove it at the end; first remove folders that killed workers of this user left.
+    """Yield a new folder, which is removed at the end; first remove folders that this user's killed workers left.
 
     Args:
-        run: Description of the work, stored in the marker for information.
+        run: Description of the work, which is stored in the marker for information.
 
     Raises:
         OSError: The folder cannot be created, or its parent folder is not exclusive to this user.
@@ -285,13 +285,13 @@ def scratch_folder(run: str = "") -> Iterator[Path]:
     try:
         yield folder
     finally:
-        with suppress(OSError):  # if the removal fails, the next worker removes the folder as abandoned
+        with suppress(OSError):  # if the folder cannot be removed, the next worker removes it as abandoned
             _remove_scratch(folder)
         os.close(descriptor)
 
 
 def remove_abandoned() -> None:
-    """Remove folders that killed workers of this user left on this machine; skip folders that cannot be removed."""
+    """Remove folders that this user's killed workers left on this machine; skip folders that cannot be removed."""
     root = private_root("scratch")
     if not root.is_dir() or root.is_symlink():
         return
@@ -299,7 +299,7 @@ def remove_abandoned() -> None:
         with _lock_scratch_root(root):
             for loose in root.glob("*.json"):
                 if name := _LOOSE_MARKER.fullmatch(loose.name):
-                    with suppress(OSError):  # for example because the folder is not empty
+                    with suppress(OSError):  # for example, the folder is not empty
                         content = _read_marker(os.open(loose, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK))
                         if _is_marker_of(content, name[1]):
                             _finish_removing(root / name[1])
@@ -314,7 +314,7 @@ def remove_abandoned() -> None:
 
 
 def _make_scratch(root: Path, run: str) -> tuple[Path, int]:
-    """Create a folder with a marker under `root`; return the folder and the descriptor that holds its lock."""
+    """Create a folder with a marker in `root`; return the folder and the descriptor that holds its lock."""
     with _lock_scratch_root(root):
         folder = root / secrets.token_hex(6)
         loose = _loose_marker(folder)
@@ -338,7 +338,7 @@ def _make_scratch(root: Path, run: str) -> tuple[Path, int]:
 
 
 def _remove_scratch(folder: Path) -> None:
-    """Remove a folder whose lock is held: first its content, then the marker and the folder under the parent's lock."""
+    """Remove a locked folder: first its content, then, while holding the parent's lock, the marker and the folder."""
     for entry in folder.iterdir():
         if entry.name == _MARKER:
             continue

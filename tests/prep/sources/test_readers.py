@@ -22,7 +22,7 @@ from clipmill.prep.sources.access import SourceFacts, current_fingerprint
 from clipmill.prep.sources.probe import probe
 from clipmill.prep.video.column import Recipe, resolve
 from clipmill.prep.video.ffmpeg import find_ffmpeg
-from clipmill.prep.video.plan_inputs import Planned, make_plan, with_shots
+from clipmill.prep.video.plan_inputs import PlanWithInputs, add_missing_shots, make_plan
 from clipmill.shards.reader import Variant
 from tests.conftest import ROOT
 from tests.prep.running import chunk, manifest, wait_until
@@ -139,9 +139,9 @@ def test_a_killed_detector_does_not_change_the_chunks_of_a_video(leasable: Path)
     path = write_scenes(leasable / "videos/video.mp4", [40, 50])
     manifest(leasable / "data", path.parent)
     plan = make_plan(leasable / "data", RECIPE)
-    plans: list[Planned] = []
+    plans: list[PlanWithInputs] = []
     with lease(path):
-        detecting = threading.Thread(target=lambda: plans.append(with_shots(plan, ProcessEngine(num_workers=1))))
+        detecting = threading.Thread(target=lambda: plans.append(add_missing_shots(plan, ProcessEngine(num_workers=1))))
         detecting.start()
         for _ in range(MAX_TRIES):  # as often as an engine tries a task beside the others
             end_waiting(signal.SIGKILL, lambda: [int(child.pid or 0) for child in multiprocessing.active_children()])

@@ -48,7 +48,7 @@ def test_the_row_groups_of_a_video_hold_all_of_its_captions(
     everything = range(pq.ParquetFile(table).num_row_groups)
     rows = pq.read_table(table).to_pylist()
     for needed_rows in ([0], [3, 4, 5], [15], [], list(range(16))):
-        needed = groups.of(np.array(needed_rows, np.int64))
+        needed = groups.of_videos(np.array(needed_rows, np.int64))
         video_ids = [order[row] for row in needed_rows]
         captions_by_video = captions_of(table, video_ids, row_groups=needed)
         assert captions_by_video == captions_of(table, video_ids, row_groups=everything)
@@ -63,4 +63,4 @@ def test_the_row_groups_of_a_video_hold_all_of_its_captions(
 
 
 def test_no_videos_need_no_row_groups() -> None:
-    assert CaptionGroups(np.zeros(1, np.int64), np.zeros(0, np.int32)).of(np.zeros(0, np.int64)) == ()
+    assert CaptionGroups(np.zeros(1, np.int64), np.zeros(0, np.int32)).of_videos(np.zeros(0, np.int64)) == ()

@@ -12,7 +12,7 @@ from clipmill.prep.sources.access import source_fingerprint
 from clipmill.prep.sources.shot_table import SHOTS, ShotTask, detect_shots, read_shots
 from clipmill.prep.sources.table import PROBES
 from clipmill.prep.video.column import Recipe, resolve
-from clipmill.prep.video.plan_inputs import chunk_job, make_plan, with_shots
+from clipmill.prep.video.plan_inputs import add_missing_shots, chunk_job, make_plan
 from clipmill.prep.video.spans import detector_key, shots_of
 from tests.conftest import ROOT
 from tests.prep.here import Here
@@ -28,7 +28,7 @@ def test_failures_of_a_detection_have_the_names_of_failures_of_sources(tmp_path:
     planned = make_plan(data, RECIPE)
     (videos / "gone.mp4").unlink()
     write_scenes(videos / "replaced.mp4", [30, 30])
-    after = with_shots(planned, Here())
+    after = add_missing_shots(planned, Here())
     failures = {failure.video_id: failure.code for failure in chunk_job(after).planning_failures}
     assert failures == {"gone": "source_missing", "replaced": "source_changed"}
     assert after.plan.unusable == {"source_missing": 1, "source_changed": 1} and after.plan.num_chunks == 2
@@ -62,7 +62,7 @@ def test_a_lasting_failure_is_stored_and_tried_again_on_request_only(tmp_path: P
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from clipmill.prep.video.plan_inputs import make_plan, with_shots
+from clipmill.prep.video.plan_inputs import add_missing_shots, make_plan
 from tests.prep.scenes import RECIPE
 from tests.prep.here import Here
 
@@ -73,7 +73,7 @@ class Killed(Here):
                 os.kill(os.getpid(), signal.SIGKILL)
             yield outcome
 
-with_shots(make_plan(Path(sys.argv[1]), RECIPE), Killed())
+add_missing_shots(make_plan(Path(sys.argv[1]), RECIPE), Killed())
 """
 
 
@@ -96,7 +96,7 @@ def test_workers_find_the_same_shots_and_their_chunks_have_the_same_bytes(tmp_pa
         data = tmp_path / name
         manifest(data, tmp_path / "videos")
         if name == "processes":
-            with_shots(make_plan(data, RECIPE), ProcessEngine(num_workers=1))
+            add_missing_shots(make_plan(data, RECIPE), ProcessEngine(num_workers=1))
         assert run_here(data)["num_searched"] == (name == "here")
         shots_found.append(contents(data))
     assert shots_found[0] == shots_found[1]

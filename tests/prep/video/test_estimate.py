@@ -21,10 +21,10 @@ from clipmill.prep.video.plan import Workload
 from clipmill.prep.video.plan_report import (
     EncodeTrial,
     Estimate,
+    add_wall_time,
     estimate,
     estimate_lines,
     factor_range,
-    with_wall_time,
 )
 from tests.prep.running import Ran
 
@@ -133,23 +133,23 @@ def test_ranges_are_written_with_their_units(cost: dict[str, Any], first: str) -
 
 def test_what_else_is_running_is_told_apart() -> None:
     cost = Estimate(core_hours=3.0, size_bytes=1.0, video_hours=1.0, core_hours_range=(2.0, 4.0))
-    [_, free] = estimate_lines(with_wall_time(cost, num_cores=2, num_shards=16, load=0.0))
+    [_, free] = estimate_lines(add_wall_time(cost, num_cores=2, num_shards=16, load=0.0))
     assert free.strip() == "1.0 to 2.0 h on the 2 cores of this machine"
-    [_, busy] = estimate_lines(with_wall_time(cost, num_cores=2, num_shards=16, load=2.0))
+    [_, busy] = estimate_lines(add_wall_time(cost, num_cores=2, num_shards=16, load=2.0))
     assert (
         busy.strip()
-        == "1.0 to 2.0 h on the 2 cores of this machine, up to 4.0 h beside the other processes that are running now"
+        == "1.0 to 2.0 h on the 2 cores of this machine, up to 4.0 h alongside the other processes that are running now"
     )
 
 
 def test_a_busy_machine_and_few_shards_take_longer() -> None:
     cost = Estimate(core_hours=3.0, size_bytes=1.0, video_hours=1.0, core_hours_range=(2.0, 4.0))
-    free = with_wall_time(cost, num_cores=2, num_shards=16, load=0.0)
+    free = add_wall_time(cost, num_cores=2, num_shards=16, load=0.0)
     assert free.wall_hours_range == pytest.approx((1.0, 2.0))
-    assert with_wall_time(cost, num_cores=2, num_shards=16, load=2.0).wall_hours_range == pytest.approx((1.0, 4.0))
+    assert add_wall_time(cost, num_cores=2, num_shards=16, load=2.0).wall_hours_range == pytest.approx((1.0, 4.0))
     # The third shard waits for a worker, and then one core has nothing to do.
-    assert with_wall_time(cost, num_cores=2, num_shards=3, load=0.0).wall_hours_range == pytest.approx((1.0, 8 / 3))
-    assert with_wall_time(cost, num_cores=8, num_shards=1, load=0.0).wall_hours_range == pytest.approx((2.0, 4.0))
+    assert add_wall_time(cost, num_cores=2, num_shards=3, load=0.0).wall_hours_range == pytest.approx((1.0, 8 / 3))
+    assert add_wall_time(cost, num_cores=8, num_shards=1, load=0.0).wall_hours_range == pytest.approx((2.0, 4.0))
 
 
 @pytest.mark.nightly
@@ -168,6 +168,6 @@ def test_sources_in_a_bucket_are_tried_as_local_ones_are_or_the_plan_says_why_no
     assert planned["num_trials"] == 2 and planned["size_bytes_range"] and not planned["lacking_trials"]
     monkeypatch.setattr(estimate_module, "_MAX_COPY_BYTES", 1000)
     text = prep("plan", *quick).stdout
-    assert f"no video was tried: {bucket}/videos/" in text and "a plan copies up to 1" in text
+    assert f"all trials were omitted: {bucket}/videos/" in text and "a plan copies up to 1" in text
     assert staging._locked_root is not None
     os.close(staging._locked_root[2])  # the sweeper removes the copies

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from clipmill.manifests.errors import UserError
 from clipmill.prep.core.tables import LAYOUT, read_layout, video_rows_of, write_layout
 from clipmill.prep.video.settings import SPAN_CHUNKS
-from clipmill.prep.video.spans import MAX_SHARD_CHUNKS, extend_layout, shards_of_moved_videos, wanted_rows
+from clipmill.prep.video.spans import MAX_SHARD_CHUNKS, extend_layout, required_rows, shards_of_moved_videos
 
 Videos = list[tuple[str, str, int]]  # video_id, split, chunks
 SPLITS = ["train", "val", "test"]
@@ -30,15 +30,15 @@ def extend(layout: pa.Table, videos: Videos) -> pa.Table:
     ids, splits, chunks = columns(videos)
     extended = extend_layout(layout, video_ids=ids, splits=splits, num_chunks=chunks)
     assert extended.video_rows.tolist() == video_rows_of(extended.table, ids).tolist()
-    rows, _ = wanted_rows(extended.table, video_rows=extended.video_rows, splits=splits, num_chunks=chunks)
-    assert extended.wanted.tolist() == rows.tolist()
+    rows, _ = required_rows(extended.table, video_rows=extended.video_rows, splits=splits, num_chunks=chunks)
+    assert extended.required.tolist() == rows.tolist()
     return extended.table
 
 
 def wanted_spans(layout: pa.Table, videos: Videos) -> list[tuple[str, int]]:
     ids, splits, chunks = columns(videos)
     of_layout = video_rows_of(layout, ids)
-    rows, video_rows = wanted_rows(layout, video_rows=of_layout, splits=splits, num_chunks=chunks)
+    rows, video_rows = required_rows(layout, video_rows=of_layout, splits=splits, num_chunks=chunks)
     assert layout["video_id"].take(rows).to_pylist() == [videos[row][0] for row in video_rows]
     return list(zip(*(layout[name].take(rows).to_pylist() for name in ("video_id", "span_index")), strict=True))
 

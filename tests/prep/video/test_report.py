@@ -23,11 +23,11 @@ def test_what_failed_is_named_with_what_tries_it_again(tmp_path: Path, write_vid
 
     plan = prep_here("plan", *flags).stdout
     assert "missing  chunks, because of 1 earlier failure: 1 x decode_errors\n         bad_000000000: decode" in plan
-    assert f"         `{line}` tries them again\n" in plan and plan.splitlines()[-1] == f"next     {line}"
+    assert f"         `{line}` retries them\n" in plan and plan.splitlines()[-1] == f"next     {line}"
     assert prep_here("plan", *flags, "--json").summary["next"] == line
     explained = prep_here("plan", *flags, "--explain", "bad").stdout.splitlines()
     assert explained[1].endswith("current: chunks of the video are missing") and "decode_errors" in explained[2]
-    assert explained[-1].endswith(f"`{line}` tries them again")
+    assert explained[-1].endswith(f"`{line}` retries them")
     assert prep_here("plan", *flags, "--explain", "good").stdout.splitlines()[1].endswith("current: up to date")
 
     (videos / "good.mp4").unlink()
@@ -51,7 +51,7 @@ def test_a_plan_waits_for_sources_without_which_nothing_can_be_done(
     prep_here("chunk", *flags, "--engine", "processes", "--workers", "1", status=1)
     lines = prep_here("plan", *flags).stdout.splitlines()
     assert lines[-1] == "nothing to do until the sources can be read again"
-    assert "         `prep chunk` tries them again as soon as the source can be read" in lines
+    assert "         `prep chunk` retries them as soon as the source can be read" in lines
 
 
 def test_a_plan_names_the_sources_that_are_read_twice(tmp_path: Path, write_video: Callable[..., Path]) -> None:
