@@ -12,7 +12,7 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.shards.dataset import current_variant, reading_variants, set_current_variant
-from clipmill.shards.marks import READERS_FOLDER, read_readers, remove_unused_marks
+from clipmill.shards.marks import READERS_FOLDER, list_readers, remove_unused_marks
 from clipmill.train.data.interface import open_clips, read_clips
 from clipmill.train.inference import load_model
 from clipmill.train.run.checkpoint import all_checkpoints
@@ -188,7 +188,7 @@ def test_a_caller_in_python_names_a_variant_and_keeps_it_as_long_as_its_batches(
     def read_variants() -> list[str]:
         gc.collect()
         remove_unused_marks()
-        return [(reader.variants or {})["video"] for reader in read_readers(data).alive]
+        return [(reader.variants or {})["video"] for reader in list_readers(data).alive]
 
     for open_data in (open_clips, partial(read_clips, table={"video_id": ["v0"], "time_s": [0.0]})):
         with pytest.raises(UserError, match="variant h264-none: there is no such variant"):

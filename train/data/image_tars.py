@@ -1,14 +1,14 @@
-"""Index of image tars: location, caption and class of each image, from one pass over the headers of each tar.
+"""Index of image tars: the location, caption and class of each image, from one pass over each tar.
 
 The tars have img2dataset's layout: `jpg`, `png` or `webp`, with `txt` or `json`, and `cls` for classes. The first image
-or video in the tars decides how they are read (`names_images`): tars with images are indexed here, but tars with videos
+or video in the tars decides how they are read (`names_images`): tars with images are indexed here, and tars with videos
 are read as a stream.
 
-Image payloads are skipped. A large index is stored in the cache folder (clipmill.train.data.node_cache) under a hash of
-its tar's path, size and modification time, so that each machine makes the index only once. A remote tar is copied to
-the cache for indexing, within the cache's size limit. If the copy is evicted, images are read from the remote tar by
-byte range. A sample without an image or a caption is omitted, counted and reported. A video among the images is an
-error.
+The pass skips the contents of images. A large index is stored in the cache folder (clipmill.train.data.node_cache)
+under a hash of the tar's path, size and modification time, so that each machine makes it only once. A remote tar is
+downloaded into the cache for indexing, within the cache's size limit; if the copy is evicted later, images are read
+from the remote tar by byte range. A sample without an image or a caption is omitted, counted and reported. A video
+among the images is an error.
 """
 
 import hashlib
@@ -32,12 +32,12 @@ from clipmill.train.data.clip_frames import ClipShape
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.node_cache import choose_folder, open_shared
 from clipmill.train.data.outcomes import OmittedItems
-from clipmill.train.data.remote import copy_name, held_copy, local_copy, open_cache
+from clipmill.train.data.remote import copy_name, hold_copy, local_copy, open_cache
 from clipmill.train.data.tar_samples import (
     MAX_TEXT_BYTES,
     VIDEO_EXTENSIONS,
     TarSample,
-    Unreadable,
+    UnreadableItem,
     caption_of,
     description_of,
     expand,
@@ -45,28 +45,29 @@ from clipmill.train.data.tar_samples import (
 )
 from clipmill.train.data.workers import StuckResult, map_in_order
 
-# A sample's image is its first member in this order of extensions, which open_clip also uses.
+# If a sample has several images, the first extension in this order is used, as in open_clip.
 EXTENSIONS = ("jpg", "png", "jpeg", "webp")
-LABEL, _CLASS = "class", "cls"  # label that is stored in a member, and the member; other labels are keys of the json
-MAX_IMAGE_BYTES = 1 << 28
+LABEL, _CLASS = "class", "cls"  # label that is stored in a member, and the member's extension; others are in the json
+MAX_IMAGE_BYTES = 1 << 28  # maximum size of an image file
 _LIMITS = dict.fromkeys(("txt", "json", _CLASS), MAX_TEXT_BYTES)
 _BYTES_PER_ROW = 512  # size of a tar header; every sample has at least one header
-_NUM_AT_ONCE = 4
+_NUM_AT_ONCE = 4  # number of tars that are indexed at the same time
 _INDEX_TIMEOUT_S = 86400.0
 
 
 @dataclass(frozen=True)
 class TarIndex:
-    """The R images of a tar, in tar order.
+    """The R images of a tar, in the order of the tar.
 
     Attributes:
         keys: Key of each sample.
         captions, classes: Caption and class of each sample; '' if missing.
-        offset, size: Offset and size of each image in the tar, in bytes, int64 [R].
+        offset, size: Offset and size of each image in the tar, bytes, int64 [R].
         left_out: Samples without a readable image, by reason (`OmittedItems.as_list`).
         first_video: Key of the first sample that has a video; '' if there is none.
         damage: Reason why the tar cannot be read to its end; '' if it is intact.
-        order_sha256, content_sha256: SHA-256 hashes of keys and sizes, and of captions and classes.
+        order_sha256: SHA-256 hash of keys and sizes.
+        content_sha256: SHA-256 hash of captions and classes.
     """
 
     keys: pa.StringArray
@@ -85,16 +86,16 @@ class TarIndex:
 
 
 class ImageTars:
-    """Image tars, local or remote, and the bytes of their members. Thread-safe.
+    """Local or remote image tars, which are indexed when they are opened. Reading is thread-safe.
 
     Args:
-        tars: Paths or URLs.
+        tars: Paths or URLs of the tars.
         cache: Cache for copies of remote tars; None if all tars are local.
-        label: Label from which classes are read.
+        label: Label whose classes are indexed.
 
     Attributes:
         indexes: Index of each tar.
-        offset, size: Offset and size of the images of all tars, in bytes, int64.
+        offset, size: Offset and size of the images of all tars, bytes, int64.
 
     Raises:
         UserError: A tar cannot be read, or is compressed.
@@ -104,14 +105,14 @@ class ImageTars:
         self.tars, self._cache, self._label, self._local = tars, cache, label, LocalTars()
         self._copies: dict[str, str] = {}
         self.indexes: list[TarIndex] = []
-        with Activity(f"looking for the images in {count_noun(len(tars), 'tar')}") as activity:
+        with Activity(f"indexing the images in {count_noun(len(tars), 'tar')}") as activity:
             add = activity.adder(len(tars), unit="tar")
             done = map_in_order(
                 self._index, tars, num_threads=_NUM_AT_ONCE, num_ahead=2 * _NUM_AT_ONCE, stuck_after_s=_INDEX_TIMEOUT_S
             )
             for tar, index in done:
                 if isinstance(index, StuckResult):
-                    raise UserError(f"{tar}: {index}", hint="check whether its storage answers")
+                    raise UserError(f"{tar} cannot be indexed: {index}", hint="check that its storage responds")
                 self.indexes.append(index)
                 add(1)
 
@@ -135,11 +136,11 @@ class ImageTars:
         return int(np.searchsorted(self._first, image, side="right")) - 1
 
     def key(self, image: int) -> str:
-        """Return the name of an image's tar, and the image's key in the tar."""
+        """Return the file name of an image's tar, followed by the image's key in the tar."""
         return f"{self.name(self.tar_of(image))}/{self._keys[image].as_py()}"
 
     def read(self, tar: int, offset: int, size: int) -> bytes:
-        """Read bytes of a tar; raise OSError or DamagedTar if they cannot be read."""
+        """Read `size` bytes of a tar; raise OSError or DamagedTar if they cannot be read."""
         address = self.tars[tar]
         if self._cache is None or not is_remote(address):
             return self._local.read(Path(address), offset, size)
@@ -161,7 +162,7 @@ class ImageTars:
             def make() -> TarIndex:
                 if self._cache is None or not is_remote(tar):
                     return index_tar(tar, Path(tar), label=self._label)
-                with held_copy(tar, self._cache) as copy:
+                with hold_copy(tar, self._cache) as copy:
                     return index_tar(tar, copy.path, label=self._label)
 
             return open_shared(
@@ -175,19 +176,23 @@ class ImageTars:
             raise UserError(f"{tar} cannot be read: {error}", hint="repair it, or omit it") from error
 
 
-def holds_images(tar: str, path: Path) -> bool | None:
-    """Return True if the first sample that has an image or a video has an image; None if there is no such sample."""
+def starts_with_image(tar: str, path: Path) -> bool | None:
+    """Return True if the first image or video in a tar is an image, and None if there is neither."""
     for sample in samples_of(tar, path, limits={}):
         if isinstance(sample, TarSample):
-            if not sample.places.keys().isdisjoint(VIDEO_EXTENSIONS):
+            if not sample.locations.keys().isdisjoint(VIDEO_EXTENSIONS):
                 return False
-            if not sample.places.keys().isdisjoint(EXTENSIONS):
+            if not sample.locations.keys().isdisjoint(EXTENSIONS):
                 return True
     return None
 
 
 def index_tar(tar: str, path: Path, *, label: str = LABEL) -> TarIndex:
-    """Index the tar at `path`, including the classes of `label`. Messages refer to it as `tar`.
+    """Index the tar at `path`.
+
+    Args:
+        tar: Name of the tar for messages.
+        label: Label whose classes are indexed.
 
     Raises:
         UserError: The tar is compressed.
@@ -200,20 +205,20 @@ def index_tar(tar: str, path: Path, *, label: str = LABEL) -> TarIndex:
     left_out = OmittedItems()
     first_video, damage = "", ""
     for sample in samples_of(tar, path, limits=_LIMITS):
-        if isinstance(sample, Unreadable):
+        if isinstance(sample, UnreadableItem):
             if sample.key == tar:
                 damage = sample.detail
             else:
                 left_out.add("unreadable", f"{sample.key}, {sample.detail}")
             continue
-        extension = next((name for name in EXTENSIONS if name in sample.places), None)
-        if not sample.places.keys().isdisjoint(VIDEO_EXTENSIONS):
+        extension = next((name for name in EXTENSIONS if name in sample.locations), None)
+        if not sample.locations.keys().isdisjoint(VIDEO_EXTENSIONS):
             first_video = first_video or sample.key
         elif extension is None:
             left_out.add("without an image", sample.key)
-        elif (location := sample.places[extension])[0] is None:
+        elif (location := sample.locations[extension])[0] is None:
             raise UserError(
-                f"{tar} is compressed, and images are read in random order", hint="decompress it: gzip -d, xz -d"
+                f"{tar} is compressed, but images are read in random order", hint="decompress it with gzip -d or xz -d"
             )
         elif location[1] > MAX_IMAGE_BYTES:
             left_out.add(f"with an image of more than {MAX_IMAGE_BYTES >> 20} MiB", sample.key)
@@ -260,13 +265,14 @@ def _sha256(texts: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class ImageQuery:
-    """Query for the images in tars.
+    """Description of the images to open from tars.
 
     Attributes:
         pattern: Pattern of local or remote tars (`clipmill.train.data.tar_samples.expand`).
-        shape: Rules for cropping and resizing images. Every image fills all frames of its clip.
-        loading: Batches, threads and this rank's share.
-        cache, cache_size: Folder for copies of remote tars, and its limit (`clipmill.train.data.remote.open_cache`).
+        shape: Rules for cropping and resizing images. All frames of a clip show the same image.
+        loading: Settings of the loader: batches, threads and this rank's share.
+        cache, cache_size: Folder for copies of remote tars, and its maximum size
+            (`clipmill.train.data.remote.open_cache`).
     """
 
     pattern: str
@@ -277,7 +283,7 @@ class ImageQuery:
 
 
 def open_tars(pattern: str, *, cache: Path | None, cache_size: str | None, label: str = LABEL) -> ImageTars:
-    """Index tars; see `ImageQuery` and `ImageTars`. Raise UserError if a tar cannot be read or is compressed."""
+    """Open and index image tars (see `ImageQuery`); raise UserError if a tar cannot be read or is compressed."""
     choose_folder(cache)
     tars = expand(pattern)
     return ImageTars(tars, open_cache(cache, size=cache_size) if any(map(is_remote, tars)) else None, label=label)
@@ -291,7 +297,7 @@ def names_images(shards: str, *, cache: Path | None, cache_size: str | None) -> 
     """
     for tar in expand(shards):
         try:
-            are_images = holds_images(tar, local_copy(tar, cache=cache, size=cache_size))
+            are_images = starts_with_image(tar, local_copy(tar, cache=cache, size=cache_size))
         except OSError as error:
             raise UserError(f"{tar} cannot be read: {error}", hint="repair it, or omit it") from error
         if are_images is not None:
@@ -300,12 +306,12 @@ def names_images(shards: str, *, cache: Path | None, cache_size: str | None) -> 
 
 
 def class_names_of_images(pattern: str, *, label: str, cache: Path | None, cache_size: str | None) -> set[str]:
-    """Return the classes of images in tars; raise UserError if the tars cannot be read or lack the label."""
+    """Return the classes of the images in tars; raise UserError if the tars cannot be read or lack the label."""
     tars = open_tars(pattern, cache=cache, cache_size=cache_size, label=label)
     names = {name for index in tars.indexes for name in index.classes.unique().to_pylist() if name}
     if not names:
         raise UserError(
             f"the images of {pattern} have no label {label!r}",
-            hint=f"labels of images in tars: {LABEL} is their cls, others are keys of their json",
+            hint=f"use the label {LABEL} for the cls members of samples, or a key of their json",
         )
     return names

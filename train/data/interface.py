@@ -406,7 +406,7 @@ def read_clips(
         folder = open_folder(settings, reason="times refer to videos of a data folder")
         chunks = ChunkSet(folder.path, split=None, rule=settings.decode, tars=folder.tars)
     loading = loading_settings(settings, this_world, device=device)
-    rows = [GivenRows.of_table(table, view=view) for view in settings.view_names or ("",)]
+    rows = [GivenRows.from_table(table, view=view) for view in settings.view_names or ("",)]
     samples = open_given_moments(rows, chunks, shape, loading, offsets_us=offsets_us)
     finish_clips = ClipFinisher(
         samples=samples,

@@ -401,11 +401,11 @@ def local_copy(address: str, *, cache: Path | None, size: str | None = None) -> 
     """
     if not is_remote(address):
         return Path(address)
-    with held_copy(address, open_cache(cache, size=size)) as copy:
+    with hold_copy(address, open_cache(cache, size=size)) as copy:
         return copy.path
 
 
-def held_copy(address: str, cache: ObjectCache) -> CachedFile:
+def hold_copy(address: str, cache: ObjectCache) -> CachedFile:
     """Return a remote file's copy, which stays in the cache while it is held; raise errors as `local_copy` does."""
     folder, _, key = address.rpartition("/")
     name, size_bytes = copy_name(address)

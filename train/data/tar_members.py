@@ -1,11 +1,11 @@
-"""Sequential reader of tar members that uses bounded memory, whatever sizes the headers claim.
+"""Sequential reader of tar members in bounded memory, regardless of the sizes that headers declare.
 
-Python's tarfile reads extended headers of any size, pads sparse members with zeros, interprets a damaged header as the
-end of the tar, and expands compressed tars to any size. This module reads a member only if the caller needs it and its
-size is within a limit. Headers have a size limit, sparse members are not read, and a compressed tar is rejected if it
+Python's tarfile reads extended headers of any size, pads sparse members with zeros, treats a damaged header as the end
+of the tar, and decompresses tars to any size. This module reads a member only if the caller needs it and its size is
+within a limit. Extended headers have a size limit, sparse members are not read, and a compressed tar is rejected if it
 expands much more than tars of videos do.
 
-Names and sizes are interpreted as in tarfile: USTAR, old tars, GNU's long names, PAX.
+Names and sizes are interpreted as in tarfile: USTAR, tars before USTAR, GNU long names, PAX.
 """
 
 import bz2
@@ -26,11 +26,11 @@ from clipmill.shards.opening import DamagedTar, open_regular
 
 MAX_HEADER_BYTES = 1 << 20  # maximum size of an extended header, which contains long names or PAX records
 MAX_NAME_BYTES = 4096
-# Maximum ratio by which a compressed tar may expand. Videos hardly compress, captions by a factor of a few, and
-# decompression bombs by a factor of a thousand.
+# Maximum ratio of decompressed to compressed size. It is about 1 for videos, a small number for captions, and a
+# thousand for decompression bombs.
 MAX_EXPANSION = 64
-_FREE_BYTES = 64 << 20  # any tar may expand to this size
-_XZ_MEMORY_BYTES = 256 << 20  # four times what `xz -9` needs
+_FREE_BYTES = 64 << 20  # decompressed size up to which any ratio is allowed
+_XZ_MEMORY_BYTES = 256 << 20  # memory limit of the decompressor, four times as much as `xz -9` needs
 _PIECE_BYTES = 1 << 20
 _PAX = (b"x", b"X")
 _WITHOUT_PAYLOAD = (
@@ -42,19 +42,20 @@ _WITHOUT_PAYLOAD = (
     tarfile.FIFOTYPE,
 )
 _REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
-# Offset of the flag that a further header follows, in the first header and in further headers of a sparse member.
+# Offsets, in the first and in additional headers of a sparse member, of the flag that another header follows.
 _SPARSE_FIRST, _SPARSE_FURTHER = 482, 504
 
 
 @dataclass(frozen=True)
 class Member:
-    """A file in a tar.
+    """File in a tar.
 
     Attributes:
+        name: Name of the file.
         size_bytes: Size according to the header.
         offset: Offset of the first byte in the tar; None in a compressed tar.
-        content: Bytes; None if they are not needed or cannot be read.
-        problem: Reason why the member cannot be read, as a predicate that follows its name in messages.
+        content: Bytes of the file; None if they are not needed or cannot be read.
+        problem: Predicate that follows the name in messages and says why the file cannot be read; None if it can.
     """
 
     name: str
@@ -64,16 +65,16 @@ class Member:
     problem: str | None = None
 
 
-def members_of(path: Path, *, limit_of: Callable[[str], int]) -> Iterator[Member]:
-    """Yield the files in a tar, in order; links, folders and devices are skipped.
+def read_members(path: Path, *, limit_of: Callable[[str], int]) -> Iterator[Member]:
+    """Yield the files in a tar, in order. Links, folders and devices are skipped.
 
     Args:
-        limit_of: Function that takes a member's name and returns its maximum size in bytes, or 0 if the member is not
-            needed.
+        limit_of: Function that takes the name of a member and returns its maximum size in bytes, or 0 if the member is
+            not needed.
 
     Raises:
-        DamagedTar: The tar ends early, contains bytes that are not a member, or expands too much. Members that were
-            yielded before are intact.
+        DamagedTar: The tar ends early, contains bytes that are not a member, or expands too much. All members that have
+            been yielded are intact.
         OSError: The tar cannot be read.
     """
     with os.fdopen(open_regular(path), "rb") as file:
@@ -85,8 +86,8 @@ def members_of(path: Path, *, limit_of: Callable[[str], int]) -> Iterator[Member
 
 
 @dataclass
-class _Extended:
-    """Properties of a member from extended headers, which precede its own header."""
+class _ExtendedHeader:
+    """Properties of a member from extended headers, which precede the header of the member."""
 
     name: bytes | None = None
     size_bytes: int | None = None
@@ -94,33 +95,33 @@ class _Extended:
 
 
 class _Source:
-    """Bytes of a tar, decompressed if necessary."""
+    """Stream of the bytes of a tar, decompressed if necessary."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path = path
-        self._packed_bytes = os.fstat(file.fileno()).st_size
-        self._stream, self._is_packed = _unpack(file)
+        self._file_bytes = os.fstat(file.fileno()).st_size
+        self._stream, self._is_compressed = _unpack(file)
         self.position = 0
 
     @property
     def offset(self) -> int | None:
-        """Offset of the next byte in the file; None if it is compressed."""
-        return None if self._is_packed else self.position
+        """Offset of the next byte in the file; None if the tar is compressed."""
+        return None if self._is_compressed else self.position
 
     def block(self) -> bytes:
-        """Return the next block; it is shorter at the end of the tar."""
+        """Read the next block, which is shorter or empty at the end of the file."""
         block = self._stream.read(BLOCK_BYTES)
         self._advance(len(block))
         return block
 
     def read(self, size_bytes: int) -> bytes:
-        """Return the payload of a member or header, and skip its padding. The caller must limit the size."""
+        """Read the payload of a member or header, and skip its padding. The caller must limit the size."""
         self._require_available(size_bytes)
-        if not self._is_packed:
+        if not self._is_compressed:
             content = self._stream.read(size_bytes)
             self._advance(len(content))
         else:
-            pieces = io.BytesIO()  # grows with the data, not with what a header claims
+            pieces = io.BytesIO()  # grows with the data, regardless of the size that a header declares
             while (missing := size_bytes - pieces.tell()) and (piece := self._stream.read(min(missing, _PIECE_BYTES))):
                 self._advance(len(piece))
                 pieces.write(piece)
@@ -133,7 +134,7 @@ class _Source:
     def skip(self, size_bytes: int) -> None:
         """Skip bytes."""
         self._require_available(size_bytes)
-        if not self._is_packed:
+        if not self._is_compressed:
             self._stream.seek(size_bytes, os.SEEK_CUR)
             self._advance(size_bytes)
             return
@@ -145,21 +146,21 @@ class _Source:
             size_bytes -= len(piece)
 
     def damage(self, why: str) -> DamagedTar:
-        """Return the error that ends reading."""
-        return DamagedTar(self._path, f"the tar cannot be read from here on (byte {self.position:,}): {why}")
+        """Return the error for a tar that cannot be read any further."""
+        return DamagedTar(self._path, f"the tar cannot be read after byte {self.position:,}: {why}")
 
     def _require_available(self, size_bytes: int) -> None:
-        if not self._is_packed and self.position + size_bytes > self._packed_bytes:
+        if not self._is_compressed and self.position + size_bytes > self._file_bytes:
             raise self.damage("it was cut short")
 
     def _advance(self, num_bytes: int) -> None:
         self.position += num_bytes
-        if self._is_packed and self.position > self._packed_bytes * MAX_EXPANSION + _FREE_BYTES:
+        if self._is_compressed and self.position > self._file_bytes * MAX_EXPANSION + _FREE_BYTES:
             raise self.damage(f"it expands to more than {MAX_EXPANSION} times its size")
 
 
 def _members(source: _Source, limit_of: Callable[[str], int]) -> Iterator[Member]:
-    extended = _Extended()
+    extended = _ExtendedHeader()
     while (block := source.block()) != bytes(BLOCK_BYTES):
         if len(block) < BLOCK_BYTES:
             raise source.damage("it was cut short" if source.position else "it is empty")
@@ -171,7 +172,7 @@ def _members(source: _Source, limit_of: Callable[[str], int]) -> Iterator[Member
             raise source.damage("a member has a negative size")
         if info.type in (tarfile.GNUTYPE_LONGNAME, *_PAX):
             if info.size > MAX_HEADER_BYTES:
-                raise source.damage(f"a header claims {info.size:,} bytes, more than {MAX_HEADER_BYTES:,}")
+                raise source.damage(f"a header declares {info.size:,} bytes, more than {MAX_HEADER_BYTES:,}")
             _extend(extended, source.read(info.size), is_pax=info.type in _PAX)
             continue
         if info.type in (tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE):
@@ -179,11 +180,11 @@ def _members(source: _Source, limit_of: Callable[[str], int]) -> Iterator[Member
             continue
         if info.type not in _WITHOUT_PAYLOAD:
             yield from _member(source, info, extended, block=block, limit_of=limit_of)
-        extended = _Extended()
+        extended = _ExtendedHeader()
 
 
 def _member(
-    source: _Source, info: tarfile.TarInfo, extended: _Extended, *, block: bytes, limit_of: Callable[[str], int]
+    source: _Source, info: tarfile.TarInfo, extended: _ExtendedHeader, *, block: bytes, limit_of: Callable[[str], int]
 ) -> Iterator[Member]:
     size_bytes = info.size if extended.size_bytes is None else extended.size_bytes
     name = info.name if extended.name is None else extended.name.decode("utf-8", "surrogateescape")
@@ -191,10 +192,10 @@ def _member(
         name = name.encode("unicode_escape").decode()
     limit_bytes, problem = 0, None
     if info.type == tarfile.GNUTYPE_SPARSE:
-        # Further headers of the sparse member precede its payload.
-        has_further = block[_SPARSE_FIRST]
-        while has_further:
-            has_further = source.read(BLOCK_BYTES)[_SPARSE_FURTHER]
+        # Additional headers of the sparse member precede its payload.
+        has_more_headers = block[_SPARSE_FIRST]
+        while has_more_headers:
+            has_more_headers = source.read(BLOCK_BYTES)[_SPARSE_FURTHER]
     if extended.is_sparse or info.type == tarfile.GNUTYPE_SPARSE:
         problem = "is a sparse file, which is not read"
     elif len(name) > MAX_NAME_BYTES:
@@ -212,8 +213,8 @@ def _member(
         yield Member(name, size_bytes, offset, problem=problem)
 
 
-def _extend(extended: _Extended, payload: bytes, *, is_pax: bool) -> None:
-    """Read name, size and sparseness from the payload of an extended header; raise ValueError if it is damaged."""
+def _extend(extended: _ExtendedHeader, payload: bytes, *, is_pax: bool) -> None:
+    """Set name, size and sparseness from the payload of an extended header; raise ValueError if it is damaged."""
     if not is_pax:
         extended.name = payload.partition(b"\0")[0]
         return
@@ -236,7 +237,7 @@ def _extend(extended: _Extended, payload: bytes, *, is_pax: bool) -> None:
 
 
 def _unpack(file: BinaryIO) -> tuple[BinaryIO, bool]:
-    """Return the file or a stream of its decompressed content, and True if it is compressed."""
+    """Return the file, or a stream of its decompressed content; and True if the file is compressed."""
     magic = file.read(6)
     file.seek(0)
     if magic.startswith(b"\x1f\x8b"):
@@ -249,7 +250,7 @@ def _unpack(file: BinaryIO) -> tuple[BinaryIO, bool]:
 
 
 class _Xz(io.RawIOBase):
-    """Content of an xz file. Unlike `lzma.LZMAFile`, it limits the dictionary size that a header can request."""
+    """Stream of the content of an xz file. Unlike `lzma.LZMAFile`, it limits the memory of the decompressor."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

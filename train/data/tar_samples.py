@@ -1,15 +1,16 @@
-"""Expansion of tar patterns, and the samples in the tars, which are read sequentially without an index.
+"""Expansion of tar patterns, and samples and clips from tars that are read sequentially, without an index.
 
-A sample consists of consecutive members with the same key, as in webdataset. It is held in memory. Its size is limited;
-a sample that exceeds a limit is reported and skipped.
+A sample consists of consecutive members with the same key, as in webdataset. It is held in memory, so its size is
+limited; a sample that exceeds a limit is reported and skipped.
 
-In samples from `prep chunk`, the json contains the chunk's span in its video, and its captions. Each caption becomes a
-clip: the part of its span that lies in the chunk, because a stream cannot access the neighbouring chunk. In samples
-from video2dataset, the complete video is one clip. Its caption is the txt member, or `caption` in the json.
+In samples from `prep chunk`, the json contains the span of the chunk in its video, and the captions of the chunk. Each
+caption becomes a clip, which shows the part of the caption's span that lies in the chunk, because a stream cannot
+access the next chunk. In samples from video2dataset, the complete video is one clip. Its caption is the txt member, or
+`caption` in the json.
 
-If a sample has no video, has no caption, or cannot be read, it is a failed sample with its key. If a tar ends early, or
-contains bytes that are not a member, another failed sample follows the readable samples. A sample is omitted and
-counted if its json reports that video2dataset could not download it.
+A sample without a video or a caption, or that cannot be read, becomes a failed sample with its key. If a tar ends
+early, or contains bytes that are not a member, a failed sample follows the readable samples. A sample is omitted and
+counted if its json reports that video2dataset could not download its video.
 """
 
 import json
@@ -30,64 +31,70 @@ from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.shards.opening import DamagedTar
 from clipmill.train.data.frame_sampling import US_PER_S, to_us
-from clipmill.train.data.remote import held_copy, open_cache
-from clipmill.train.data.tar_members import Member, members_of
+from clipmill.train.data.remote import hold_copy, open_cache
+from clipmill.train.data.tar_members import Member, read_members
 from clipmill.train.data.workers import StuckResult, map_in_order
 from clipmill.train.device.random import generator
 
-MAX_SAMPLE_BYTES = 1 << 30
-MAX_TEXT_BYTES = 8 << 20  # maximum size of a json or txt; a parsed json takes twenty times as much memory
-NO_CAPTION_ID = -1
+MAX_SAMPLE_BYTES = 1 << 30  # maximum total size of the members of a sample
+MAX_TEXT_BYTES = 8 << 20  # maximum size of a json or txt member; a parsed json takes twenty times as much memory
+NO_CAPTION_ID = -1  # ID of captions that are not in a manifest
 
 VIDEO_EXTENSIONS = ("mp4", "webm", "mkv", "mov", "avi")
 _LIMITS = dict.fromkeys(VIDEO_EXTENSIONS, MAX_SAMPLE_BYTES) | dict.fromkeys(("json", "txt"), MAX_TEXT_BYTES)
 _MAX_MEMBERS = 1000  # maximum number of members per sample
-_MAX_SHOWN = 20
+_MAX_SHOWN = 20  # maximum number of members in a message
 _FAILED_STATUS = "failed_to_"  # video2dataset: failed_to_download, failed_to_subsample
 
 
 @dataclass(frozen=True)
-class Unreadable:
-    """Placeholder for a sample, or for the rest of a tar, that cannot be read."""
+class UnreadableItem:
+    """Placeholder for a sample that cannot be read, or for the rest of a tar.
+
+    Attributes:
+        key: Key of the sample, or the tar.
+        detail: Reason why it cannot be read.
+    """
 
     key: str
     detail: str
 
 
 @dataclass(frozen=True)
-class WithoutVideo:
-    """Placeholder for a sample without a video, because video2dataset could not download it. The tar is intact."""
+class MissingVideo:
+    """Placeholder for a sample whose video video2dataset could not download. The tar is intact."""
 
     key: str
 
 
 @dataclass
 class TarSample:
-    """A sample, with the members that have been read so far.
+    """Sample with the members that have been read so far.
 
     Attributes:
-        members: Contents by extension in lower case; the content is empty if it is not needed.
-        places: Offset in the tar (None if it is compressed) and size in bytes of each member.
-        problem: Reason why the sample must be skipped.
+        key: Key of the sample in its tar.
+        members: Content of each member, by lower-case extension; empty if the content is not needed.
+        locations: Offset in the tar (None if the tar is compressed) and size of each member, bytes.
+        problem: Reason why the sample must be skipped; None for an intact sample.
     """
 
     key: str
     members: dict[str, bytes] = field(default_factory=dict)
-    places: dict[str, tuple[int | None, int]] = field(default_factory=dict)
+    locations: dict[str, tuple[int | None, int]] = field(default_factory=dict)
     problem: str | None = None
 
 
 @dataclass(frozen=True)
 class StreamedClip:
-    """A clip that has not been decoded.
+    """Clip that has not been decoded.
 
     Attributes:
         key: Key of the sample in its tar.
-        content: Video file.
-        caption_id: ID in the manifest; NO_CAPTION_ID in tars from other tools.
-        text: Caption.
-        begin_us, end_us: Span relative to the first frame of the file, microseconds; None for the end of the file. The
-            span is empty if the caption's span is empty.
+        content: Bytes of the video file.
+        caption_id: ID of the caption in the manifest; NO_CAPTION_ID in tars from other tools.
+        text: Text of the caption.
+        begin_us, end_us: Span, microseconds from the first frame of the file; None for the end of the file. The span is
+            empty if the caption's span is empty.
         is_shortened: True if the caption extends beyond the file.
     """
 
@@ -100,12 +107,12 @@ class StreamedClip:
     is_shortened: bool = False
 
 
-def samples_of(tar: str, path: Path, *, limits: Mapping[str, int] = _LIMITS) -> Iterator[TarSample | Unreadable]:
-    """Yield the samples and the unreadable parts of the tar at `path`, in order.
+def samples_of(tar: str, path: Path, *, limits: Mapping[str, int] = _LIMITS) -> Iterator[TarSample | UnreadableItem]:
+    """Yield the samples of the tar at `path` in order, and a placeholder for each part that cannot be read.
 
     Args:
-        tar: Name for messages.
-        limits: Maximum size of the members that are read, in bytes, by extension.
+        tar: Name of the tar for messages.
+        limits: Maximum size in bytes of the members to read, by extension. Other members are not read.
 
     Raises:
         OSError: The tar cannot be opened or read.
@@ -122,13 +129,13 @@ def samples_of(tar: str, path: Path, *, limits: Mapping[str, int] = _LIMITS) -> 
         key, extension = parts
         is_same = sample is not None and sample.key == key
         if sample is not None and is_same and (sample.problem or extension in sample.members):
-            return 0  # the sample is skipped, so its other members are not needed
+            return 0  # the sample is skipped, so its remaining members are not needed
         held_bytes = sum(map(len, sample.members.values())) if sample is not None and is_same else 0
-        # At least one byte: 0 means that the member is not needed.
+        # The limit is at least one byte, because 0 means that the member is not needed.
         return min(limits.get(extension, 0), max(MAX_SAMPLE_BYTES - held_bytes, 1))
 
     try:
-        for member in members_of(path, limit_of=limit_of):
+        for member in read_members(path, limit_of=limit_of):
             parts, current_key = _key_and_extension(member.name), None
             if parts is None and member.problem is None:
                 continue
@@ -139,10 +146,10 @@ def samples_of(tar: str, path: Path, *, limits: Mapping[str, int] = _LIMITS) -> 
                 sample = TarSample(key)
             _add(sample, extension, member)
     except DamagedTar as error:
-        # A sample is complete only once the next sample has begun.
+        # The current sample is known to be complete only if the next sample has begun.
         if sample is not None and current_key not in (None, sample.key):
             yield _finish_sample(sample)
-        yield Unreadable(tar, error.why)
+        yield UnreadableItem(tar, error.why)
         return
     if sample is not None:
         yield _finish_sample(sample)
@@ -159,17 +166,17 @@ def _add(sample: TarSample, extension: str, member: Member) -> None:
         sample.members.clear()
     if sample.problem is None:
         sample.members[extension] = member.content or b""
-        sample.places[extension] = member.offset, member.size_bytes
+        sample.locations[extension] = member.offset, member.size_bytes
 
 
-def _finish_sample(sample: TarSample) -> TarSample | Unreadable:
-    return sample if sample.problem is None else Unreadable(sample.key, sample.problem)
+def _finish_sample(sample: TarSample) -> TarSample | UnreadableItem:
+    return sample if sample.problem is None else UnreadableItem(sample.key, sample.problem)
 
 
 def _key_and_extension(name: str) -> tuple[str, str] | None:
-    """Return the key and extension in a member's name; None if the member does not belong to a sample.
+    """Split the name of a member into key and extension; return None if the member does not belong to a sample.
 
-    Files without an extension, hidden files, and webdataset's own files (`__name__`) do not belong to a sample.
+    Files without an extension, hidden files, and webdataset's metadata (`__name__`) do not belong to a sample.
     """
     folder, slash, file_name = name.rpartition("/")
     stem, dot, extension = file_name.partition(".")
@@ -179,7 +186,7 @@ def _key_and_extension(name: str) -> tuple[str, str] | None:
     return f"{folder}{slash}{stem}", extension.lower()
 
 
-def clips_of(sample: TarSample) -> Sequence[StreamedClip | WithoutVideo]:
+def clips_of(sample: TarSample) -> Sequence[StreamedClip | MissingVideo]:
     """Return the clips of a sample.
 
     Raises:
@@ -190,7 +197,7 @@ def clips_of(sample: TarSample) -> Sequence[StreamedClip | WithoutVideo]:
     content = next((members[extension] for extension in VIDEO_EXTENSIONS if extension in members), None)
     if content is None:
         if str(description.get("status")).startswith(_FAILED_STATUS):
-            return [WithoutVideo(key)]
+            return [MissingVideo(key)]
         names = ", ".join(sorted(members)[:_MAX_SHOWN]) or "nothing"
         raise ValueError(f"no video among its members: {names}")
     if "span_fingerprint" in description:
@@ -199,16 +206,20 @@ def clips_of(sample: TarSample) -> Sequence[StreamedClip | WithoutVideo]:
             chunk = int(begin_us), int(end_us)
             return [_clip_of_caption(key, content, caption, chunk=chunk) for caption in description["captions"]]
         except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
-            raise ValueError(f"its json is not as prep writes it: {type(error).__name__}: {error}") from error
+            raise ValueError(f"its json does not have prep's format: {type(error).__name__}: {error}") from error
     text = caption_of(sample)
     if text is None:
-        raise ValueError("it has no caption: no text in a txt member, and no caption in its json")
+        raise ValueError("it has no caption, neither in a txt member nor in its json")
     return [StreamedClip(key, content, NO_CAPTION_ID, text, 0, None)]
 
 
 def caption_of(sample: TarSample) -> str | None:
-    """Return the text in a sample's txt member, or the caption in its json; raise ValueError if it cannot be read."""
-    # video2dataset and img2dataset write an empty txt if there was no caption.
+    """Return the caption of a sample, from its txt member or its json; None without a caption.
+
+    Raises:
+        ValueError: The txt or the json cannot be read.
+    """
+    # video2dataset and img2dataset write an empty txt if there is no caption.
     try:
         text = sample.members.get("txt", b"").decode()
     except UnicodeDecodeError as error:
@@ -218,7 +229,7 @@ def caption_of(sample: TarSample) -> str | None:
 
 
 def description_of(sample: TarSample) -> dict[str, Any]:
-    """Return the json of a sample, or {} without a json; raise ValueError if it cannot be read."""
+    """Return the json of a sample; {} if it has none. Raise ValueError if the json cannot be read."""
     try:
         description = json.loads(sample.members.get("json") or b"{}")
     except (ValueError, RecursionError) as error:
@@ -245,15 +256,15 @@ def _clip_of_caption(key: str, content: bytes, caption: dict[str, Any], *, chunk
     )
 
 
-MAX_TARS = 1_000_000
-PATTERN_HINT = "patterns look like DIR/{000000..000099}.tar, with as many digits as the names have"
+MAX_TARS = 1_000_000  # maximum number of tars of a pattern
+PATTERN_HINT = "use a pattern such as DIR/{000000..000099}.tar, with as many digits as the file names have"
 
-Item = StreamedClip | WithoutVideo | Unreadable
+Item = StreamedClip | MissingVideo | UnreadableItem
 
 _FETCH_TIMEOUT_S = 3600.0
-_WINDOW = 256
-_WINDOW_BYTES = 1 << 30  # limits the window if videos are long
-_MAX_DEPTH = 10  # maximum nesting of braces
+_WINDOW = 256  # number of items in the shuffle window
+_WINDOW_BYTES = 1 << 30  # maximum size of the shuffle window, which takes effect if videos are long
+_MAX_DEPTH = 10  # maximum nesting depth of braces
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?")
 _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](?:\.\.-?\d+)?")
 _NUM_LETTERS = 52
@@ -261,23 +272,23 @@ _T = TypeVar("_T")
 
 
 def expand(pattern: str) -> list[str]:
-    """Expand a pattern such as `DIR/{000000..000099}.tar` to tars, in order; `::` joins several patterns.
+    """Expand a pattern such as `DIR/{000000..000099}.tar` to paths or URLs of tars. `::` joins several patterns.
 
     Raises:
         UserError: The pattern is invalid or has too many tars, or a local tar or the first remote tar is missing.
     """
     if "pipe:" in pattern:
-        raise UserError(f"{pattern} is a command, and commands are not run", hint="name tars: DIR/{000000..000099}.tar")
-    tars = _names_of(pattern)
+        raise UserError(f"{pattern} is a command, and commands are not run", hint=PATTERN_HINT)
+    tars = _expand_names(pattern)
     missing = [tar for tar in tars if not is_remote(tar) and not Path(tar).is_file()]
     if missing:
         raise UserError(
-            f"of {count_noun(len(tars), 'tar')}, {len(missing):,} cannot be found; the first: {missing[0]}",
+            f"{len(missing):,} of {count_noun(len(tars), 'tar')} cannot be found; the first: {missing[0]}",
             hint=PATTERN_HINT,
         )
     first = next((tar for tar in tars if is_remote(tar)), None)
     if first is not None:
-        # Later tars are checked when they are needed, because a request for each would delay the run.
+        # The other remote tars are checked when they are needed, because a request for each would delay the run.
         folder, _, key = first.rpartition("/")
         try:
             open_objects(folder).info(key)
@@ -286,11 +297,11 @@ def expand(pattern: str) -> list[str]:
         except UserError:
             raise
         except OSError as error:
-            raise UserError(f"{first} cannot be read: {error}", hint="check the address") from error
+            raise UserError(f"{first} cannot be read: {error}", hint="check the URL") from error
     return tars
 
 
-def _names_of(pattern: str) -> list[str]:
+def _expand_names(pattern: str) -> list[str]:
     """Return the names to which a pattern expands. They are counted before they are generated."""
     from webdataset.shardlists import envsubst, expand_urls
 
@@ -304,15 +315,15 @@ def _names_of(pattern: str) -> list[str]:
             number = f"{num_tars:,}" if num_tars < 10**15 else "very many"
             raise UserError(f"{_shorten(pattern)} names {number} tars, more than {MAX_TARS:,}", hint=PATTERN_HINT)
         return [str(name) for name in expand_urls(pattern)]
-    # If the environment variable of a ${NAME} is missing, webdataset raises an AssertionError.
+    # webdataset raises an AssertionError if the environment variable for a ${NAME} is missing.
     except (ValueError, AssertionError) as error:
         raise UserError(f"{_shorten(pattern)} is not a pattern: {error}", hint=PATTERN_HINT) from error
 
 
 def _num_names(pattern: str, *, depth: int = 0) -> int:
-    """Count the names to which braces expand in braceexpand's grammar. A letter range counts as 52 names."""
+    """Count the names to which a pattern in braceexpand's grammar expands. A range of letters counts as 52 names."""
     if depth > _MAX_DEPTH:
-        raise ValueError(f"braces within braces, more than {_MAX_DEPTH} deep")
+        raise ValueError(f"its braces are nested more than {_MAX_DEPTH} deep")
     num = 1
     for begin, end in _outermost_braces(pattern):
         inner = pattern[begin + 1 : end]
@@ -327,18 +338,18 @@ def _num_names(pattern: str, *, depth: int = 0) -> int:
 
 
 def _outermost_braces(pattern: str) -> Iterator[tuple[int, int]]:
-    """Yield the positions of the opening and closing brace of each outermost pair of braces."""
+    """Yield the indices of the opening and the closing brace of each outermost pair of braces."""
     begin = depth = 0
-    for at, sign in _signs(pattern):
+    for index, sign in _signs(pattern):
         if sign == "{":
-            begin = begin if depth else at
+            begin = begin if depth else index
             depth += 1
         elif sign == "}":
             depth -= 1
             if depth < 0:
                 break
             if not depth:
-                yield begin, at
+                yield begin, index
     if depth:
         raise ValueError("its braces are not balanced")
 
@@ -346,16 +357,16 @@ def _outermost_braces(pattern: str) -> Iterator[tuple[int, int]]:
 def _parts(inner: str) -> Iterator[str]:
     """Yield the comma-separated parts of the text inside a pair of braces."""
     begin = depth = 0
-    for at, sign in _signs(inner):
+    for index, sign in _signs(inner):
         depth += {"{": 1, "}": -1, ",": 0}[sign]
         if sign == "," and not depth:
-            yield inner[begin:at]
-            begin = at + 1
+            yield inner[begin:index]
+            begin = index + 1
     yield inner[begin:]
 
 
 def _signs(pattern: str) -> Iterator[tuple[int, str]]:
-    """Yield braces and commas that are not escaped by a backslash, with their positions."""
+    """Return the braces and commas that are not escaped by a backslash, with their indices."""
     return ((sign.start(), sign[0]) for sign in re.finditer(r"\\.|[{},]", pattern, re.DOTALL) if sign[0] in "{},")
 
 
@@ -364,7 +375,7 @@ def _shorten(pattern: str) -> str:
 
 
 def items_in(tars: Iterable[str], *, cache: Path | None, cache_size: str | None = None) -> Iterator[Item]:
-    """Yield the clips and unreadable items in `tars`, in order. While a remote tar is read, the next tars are fetched.
+    """Yield the clips and unreadable items in tars, in order. Remote tars are downloaded ahead.
 
     Raises:
         UserError: The cache cannot be written, or is too small for the tars that are used at the same time.
@@ -374,7 +385,7 @@ def items_in(tars: Iterable[str], *, cache: Path | None, cache_size: str | None 
         if not is_remote(tar):
             return Path(tar)
         try:
-            return held_copy(tar, open_cache(cache, size=cache_size))
+            return hold_copy(tar, open_cache(cache, size=cache_size))
         except UserError:
             raise
         except OSError as error:
@@ -388,27 +399,29 @@ def items_in(tars: Iterable[str], *, cache: Path | None, cache_size: str | None 
             with outcome:
                 yield from _items_of(tar, outcome.path)
         elif isinstance(outcome, StuckResult):
-            yield Unreadable(tar, str(outcome))
+            yield UnreadableItem(tar, str(outcome))
         else:
-            yield Unreadable(tar, f"the tar cannot be read: {outcome}")
+            yield UnreadableItem(tar, f"the tar cannot be read: {outcome}")
 
 
 def _items_of(tar: str, path: Path) -> Iterator[Item]:
     try:
         for sample in samples_of(tar, path):
-            if isinstance(sample, Unreadable):
+            if isinstance(sample, UnreadableItem):
                 yield sample
                 continue
             try:
                 yield from clips_of(sample)
             except ValueError as error:
-                yield Unreadable(sample.key, str(error))
+                yield UnreadableItem(sample.key, str(error))
     except OSError as error:
-        yield Unreadable(tar, f"the tar cannot be read: {error}")
+        yield UnreadableItem(tar, f"the tar cannot be read: {error}")
 
 
 def shuffle_items(items: Iterable[_T], *, size_of: Callable[[_T], int], seed: int, epoch: int) -> Iterator[_T]:
-    """Shuffle `items` by (seed, epoch) in a window of `_WINDOW` items that take at most `_WINDOW_BYTES`.
+    """Shuffle items within a window of `_WINDOW` items, which takes at most `_WINDOW_BYTES`.
+
+    The result depends only on the items, the seed and the epoch.
 
     Args:
         size_of: Function that returns the size of an item in bytes.

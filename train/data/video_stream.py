@@ -1,15 +1,15 @@
-"""`VideoStream`: a training set of tars that are read sequentially, without an index or a manifest.
+"""`VideoStream`: training data in tars that are read sequentially, without an index or a manifest.
 
-A stream is for tars without clipmill's index: tars from other tools, or from prep if only the tars were copied. Each
-remote tar is completely fetched into the cache before it is read. A stream is much slower than a data folder: files are
-read completely and decoded through their containers, a caption across a chunk boundary is shortened (counted in
-`num_shortened`), and the number of samples is not known in advance. If there is a data folder, use its path or URL
-instead of a pattern of its tars.
+A stream is for tars without clipmill's index: tars from other tools, or tars from prep that were copied alone. Each
+remote tar is downloaded completely into the cache before it is read. A stream is much slower than a data folder: files
+are read completely and decoded through their containers, a caption across a chunk boundary is shortened (counted in
+`num_shortened`), and the number of samples is not known in advance. If you have the data folder, use its path or URL
+instead of a pattern for its tars.
 
-Each caption of a sample is a clip, which waits undecoded in the shuffle window. The loader's threads then open, decode
-and crop it. Positions count clips and failures as they leave the window. Therefore a resumed run reads up to its
-position without decoding: first through the first epoch, to count the clips, and then from the beginning of the current
-epoch.
+Each caption of a sample is a clip. Clips wait undecoded in a shuffle window; when they leave it, the loader's threads
+open, decode and crop them. Positions count clips and failures in the order in which they leave the window. To find its
+position, a resumed run reads tars without decoding: first the first epoch, to count the clips, and then the current
+epoch from its start.
 """
 
 import hashlib
@@ -35,12 +35,12 @@ from clipmill.train.data.order import permute
 from clipmill.train.data.outcomes import FailedSample, SampleFailed
 from clipmill.train.data.query import TARS_SPLIT, DataQuery
 from clipmill.train.data.samples import BatchedSamples
-from clipmill.train.data.tar_samples import StreamedClip, Unreadable, WithoutVideo, expand, items_in, shuffle_items
+from clipmill.train.data.tar_samples import MissingVideo, StreamedClip, UnreadableItem, expand, items_in, shuffle_items
 from clipmill.train.data.workers import StuckResult, map_in_order
 from clipmill.train.models.text import Tokenize
 
-_AHEAD_BYTES = 1 << 30  # total size of files that wait to be decoded, or are being decoded
-_Item = StreamedClip | Unreadable
+_AHEAD_BYTES = 1 << 30  # maximum total size of the files that wait for decoding or are being decoded
+_Item = StreamedClip | UnreadableItem
 
 
 @dataclass(frozen=True)
@@ -50,26 +50,29 @@ class _Work:
 
 
 class VideoStream(BatchedSamples):
-    """Clips from tars (clipmill.train.data.tar_samples), decoded through their containers.
+    """Samples from tars that are read sequentially (clipmill.train.data.tar_samples).
 
-    Tars are shuffled, and clips are shuffled within a window. Positions count all clips, including failures. A run
-    resumes exactly, by reading up to its position without decoding: the first epoch to count the clips, then the
-    current epoch. Every rank reads all tars and uses its share of the clips.
+    The order of the tars is shuffled, and so are the clips within a window. Runs are resumed exactly. Every rank reads
+    all tars and uses its share of the clips.
 
     Args:
         pattern: Pattern of local or remote tars (`clipmill.train.data.tar_samples.expand`).
-        tokenize: Tokenizer of captions; None for captions as text.
-        cache, cache_size: Folder for copies of remote tars, and its limit (`clipmill.train.data.remote.open_cache`).
+        shape: Rules for sampling, cropping and resizing the frames of clips.
+        tokenize: Function that tokenizes captions; None for captions as text.
+        loading: Settings for loading and batching.
+        cache, cache_size: Folder for copies of remote tars, and its maximum size
+            (`clipmill.train.data.remote.open_cache`).
 
     Attributes:
+        tars: Paths or URLs of the tars.
         fingerprint: Hash of the names and sizes of the tars.
 
     Raises:
-        UserError: A tar is missing; or, when batches are requested, the tars have fewer clips than a batch.
+        UserError: A tar is missing; or, once batches are requested, the tars contain fewer clips than a batch.
     """
 
     split = TARS_SPLIT
-    folders = frame_shape = text_width = num_samples = visits_per_epoch = None  # unknown, or absent in a stream
+    folders = frame_shape = text_width = num_samples = visits_per_epoch = None  # unknown or missing in a stream
 
     def __init__(
         self,
@@ -82,7 +85,8 @@ class VideoStream(BatchedSamples):
         cache_size: str | None = None,
     ) -> None:
         self.tars = expand(pattern)
-        # Hash the tars now, so that a run can save its state even after a tar is lost. Remote tars are hashed by name.
+        # Hash the tars now, so that a run can save its state even if a tar is deleted later. A remote tar is hashed
+        # only by its name.
         names_and_sizes = [
             (tar.rpartition("/")[2], None if is_remote(tar) else Path(tar).stat().st_size) for tar in self.tars
         ]
@@ -103,37 +107,43 @@ class VideoStream(BatchedSamples):
         return f"a stream of {count_noun(len(self.tars), 'tar')}"
 
     def describe(self) -> str:
-        """Return a line for the log: how clips are read, and the number of shortened and omitted clips so far."""
+        """Return a line for the log: how clips are read, and how many have been shortened or omitted so far."""
         return self.reader.describe()
 
     def require_different_texts(self) -> None:
         """Do nothing, because the captions of a stream are unknown until they are read."""
 
     def text(self, sample: int) -> str:
-        """Return the caption of a clip that an evaluation has shown."""
+        """Return the caption of a clip. An evaluation must have shown the clip."""
         return self.reader.shown[sample].text
 
     def key(self, sample: int) -> str:
-        """Return the key in its tar of a clip that an evaluation has shown."""
+        """Return the key of a clip's sample in its tar. An evaluation must have shown the clip."""
         return self.reader.shown[sample].key
 
     def span_s(self, sample: int) -> tuple[float, float]:
-        """Return the start and end in its file of a clip that an evaluation has shown, seconds."""
+        """Return the start and end of a clip in its file, seconds. An evaluation must have shown the clip."""
         clip = self.reader.shown[sample]
         return clip.begin_us / US_PER_S, float("inf") if clip.end_us is None else clip.end_us / US_PER_S
 
     def shown_frames(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Return an empty list, because a stream cannot go back."""
+        """Return an empty list, because a stream cannot read a sample again."""
         return []
 
 
 class StreamReader:
-    """Sequential reader of clips from tars (clipmill.train.data.loader.Reader). It numbers clips in order of arrival.
+    """Reader of clips from tars, in order of arrival (clipmill.train.data.loader.Reader).
+
+    Args:
+        tars: Paths or URLs of the tars.
+        shape: Rules for sampling, cropping and resizing the frames of clips.
+        tokenize: Function that tokenizes captions; None for captions as text.
+        open_items: Function that yields the clips and unreadable items in tars, in order.
 
     Attributes:
-        shown: Clips that evaluations have shown, without the bytes of their files.
-        num_shortened: Number of captions so far that extend beyond their file and are cut at its start or end.
-        num_without_video: Number of samples so far whose video could not be downloaded when the tar was made.
+        shown: Clips that evaluations have shown, by number, without the bytes of their files.
+        num_shortened: Number of captions read so far that extend beyond their file, and are cut at its start or end.
+        num_without_video: Number of samples read so far whose video could not be downloaded when the tar was made.
     """
 
     def __init__(
@@ -142,32 +152,32 @@ class StreamReader:
         *,
         shape: ClipShape,
         tokenize: Tokenize | None,
-        open_items: Callable[[Sequence[str]], Iterator[_Item | WithoutVideo]],
+        open_items: Callable[[Sequence[str]], Iterator[_Item | MissingVideo]],
     ) -> None:
         self._tars, self._shape, self._tokenize, self._open_items = tars, shape, tokenize, open_items
         self.shown: dict[int, StreamedClip] = {}
         self.num_shortened = self.num_without_video = 0
-        self._first_unreadable: Unreadable | None = None
+        self._first_unreadable: UnreadableItem | None = None
 
     def describe(self) -> str:
-        """Return the text for `VideoStream.describe`."""
+        """Return the line of `VideoStream.describe`."""
         tars = f"{len(self._tars)} tars" if len(self._tars) > 1 else self._tars[0]
-        parts = [f"{tars} from front to back, decoded through the container: a stream has no packet tables"]
+        parts = [f"{tars} read sequentially, decoded through the container: a stream has no packet tables"]
         if self.num_shortened:
-            parts.append(f"{count_noun(self.num_shortened, 'caption')} shortened to the borders of their chunks")
+            parts.append(f"{count_noun(self.num_shortened, 'caption')} shortened to the boundaries of their chunks")
         if self.num_without_video:
             parts.append(f"{count_noun(self.num_without_video, 'sample')} left out: the video could not be downloaded")
         return "; ".join(parts)
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[Sample]], Batch]:
-        """Return the function that collates samples into batches, for one iteration."""
+        """Return a function that collates samples into batches. Each iteration uses a new function."""
         return BatchRing(loading.batch, pin=loading.pin, can_keep=loading.can_keep).collate
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[Sample | FailedSample]:
-        """Yield samples or failures at the ascending positions of the blocks. An evaluation ends with the last tar.
+        """Yield the samples or failures at the ascending positions of the blocks. Evaluations end with the last tar.
 
         Raises:
-            UserError: The tars have no clips or, in training, fewer clips than a batch.
+            UserError: The tars contain no clips or, in training, fewer clips than a batch.
         """
         loaded = map_in_order(
             self._load,
@@ -182,7 +192,7 @@ class StreamReader:
             if isinstance(work.item, StreamedClip):
                 self.num_shortened += work.item.is_shortened
                 if work.request.seed is None:
-                    # Drop the bytes of the file, because later only the key, caption and span are needed.
+                    # Drop the bytes of the file, because only the key, the caption and the span are needed later.
                     self.shown[work.request.position] = replace(work.item, content=b"")
             if isinstance(outcome, StuckResult):
                 outcome = FailedSample(work.request.position, work.item.key, "stuck", str(outcome))
@@ -205,12 +215,12 @@ class StreamReader:
             self._require(num_items, at_least=1 if seed is None else batch)
             if seed is None:
                 return
-            # All epochs have the same length, so epochs before the next position are skipped without reading.
+            # All epochs have the same length, so complete epochs before the next position can be skipped.
             num_skipped = (request.position - position) // num_items
             epoch, position = epoch + 1 + num_skipped, position + num_skipped * num_items
 
     def _items(self, seed: int | None, *, epoch: int) -> Iterator[_Item]:
-        """Return the clips of an epoch: shuffled in training, in tar order in an evaluation."""
+        """Return the clips of an epoch: shuffled in training, in the order of the tars in an evaluation."""
         if seed is None:
             return self._read_tars(self._tars)
         order = permute(np.arange(len(self._tars)), len(self._tars), seed=seed, epoch=epoch)
@@ -219,10 +229,10 @@ class StreamReader:
 
     def _read_tars(self, tars: Sequence[str]) -> Iterator[_Item]:
         for item in self._open_items(tars):
-            if isinstance(item, WithoutVideo):
+            if isinstance(item, MissingVideo):
                 self.num_without_video += 1
                 continue
-            if isinstance(item, Unreadable):
+            if isinstance(item, UnreadableItem):
                 self._first_unreadable = self._first_unreadable or item
             yield item
 
@@ -230,15 +240,15 @@ class StreamReader:
         if num_items >= at_least:
             return
         tars = f"a stream of {count_noun(len(self._tars), 'tar')}"
-        message = f"{tars} holds fewer than the required {count_noun(at_least, 'clip')}: {self.describe()}"
+        message = f"{tars} contains fewer than the required {count_noun(at_least, 'clip')}: {self.describe()}"
         if self._first_unreadable is not None:
             key, why = self._first_unreadable.key, self._first_unreadable.detail
-            raise UserError(f"{message}; unreadable: {key}: {why}", hint="repair or omit that tar")
-        raise UserError(message, hint="name more tars, or use a smaller --batch")
+            raise UserError(f"{message}; unreadable: {key}: {why}", hint="repair or omit this tar")
+        raise UserError(message, hint="add more tars, or use a smaller --batch")
 
     def _load(self, work: _Work) -> Sample | FailedSample:
         try:
-            if isinstance(work.item, Unreadable):
+            if isinstance(work.item, UnreadableItem):
                 raise SampleFailed(work.item.key, reason="shard_unreadable", detail=work.item.detail)
             return self._sample(work.item, work.request)
         except SampleFailed as error:
@@ -255,7 +265,7 @@ class StreamReader:
             return sample
         try:
             sample["tokens"] = self._tokenize(clip.text)
-        except Exception as error:  # if a tokenizer raises any error for a foreign text, only this sample fails
+        except Exception as error:  # whatever error a tokenizer raises for a text, only this sample fails
             raise SampleFailed(clip.key, reason="undecodable", detail=f"{type(error).__name__}: {error}") from error
         return sample
 
@@ -290,18 +300,21 @@ def clip_of_file(
     begin_us: int = 0,
     end_us: int | None = None,
 ) -> tuple[Clip, list[float]]:
-    """Return a clip from a span of a video file, and the times of its frames. The frame rate may vary.
-
-    The times are in seconds from the first frame of the file.
+    """Decode a clip from a span of a video file, whose frame rate may vary.
 
     In training, `request.generator("frames")` draws the moments of the frames, and `request.generator("crop")` draws
-    the crop rectangle. In an evaluation, the clip contains the frames of `shape.views.num_clips` views, one view after
-    another.
+    the crop rectangle. In an evaluation, the frames of `shape.views.num_clips` temporal views follow one another.
 
     Args:
         content: Bytes of the complete file.
+        shape: Rules for sampling, cropping and resizing the frames.
+        request: Request with the random choices.
         key: Key of the sample, for failures.
-        begin_us, end_us: Span relative to the first frame of the file, microseconds; None for the end of the file.
+        begin_us, end_us: Span, microseconds from the first frame of the file; None for the end of the file.
+
+    Returns:
+        clip: The clip.
+        times_s: Time of each frame, seconds from the first frame of the file.
 
     Raises:
         SampleFailed: The file is truncated or cannot be decoded, a frame is missing, frames differ in resolution or
@@ -310,7 +323,7 @@ def clip_of_file(
     rng, num_views = request.generator("frames"), shape.views.num_clips
     try:
         video = PlainVideo(content)
-        # Round up, because a stride of complete frames would not fit into a span that is shorter than the frames.
+        # Round up, because a window of complete frames would not fit into a span that is slightly too short.
         end_of_file_us = math.ceil((video.end_pts - video.pts[0]) * video.time_base * US_PER_S)
         end_us = end_of_file_us if end_us is None else min(end_us, end_of_file_us)
         if end_us <= begin_us:
@@ -319,12 +332,12 @@ def clip_of_file(
         frames = _frames_on_screen(video, (begin_us, end_us), shape.sampling, rng=rng, num_views=num_views)
         decoded = video.decode(frames)
         require_frames(set(frames) - decoded.keys(), key=key)
-        pictures = [decoded[frame] for frame in frames]
-        clip = make_clip(pictures, shape, rng=request.generator("crop"), in_graph=False, key=key)
+        clip_frames = [decoded[frame] for frame in frames]
+        clip = make_clip(clip_frames, shape, rng=request.generator("crop"), in_graph=False, key=key)
         return clip, [float(video.time_base * (video.pts[frame] - video.pts[0])) for frame in frames]
     except SampleFailed:
         raise
-    except Exception as error:  # if libav raises any error for a foreign file, only this sample fails
+    except Exception as error:  # whatever error libav raises for a file, only this sample fails
         raise SampleFailed(key, reason="undecodable", detail=f"{type(error).__name__}: {error}") from error
 
 

@@ -169,10 +169,10 @@ BOMBS: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     "json": (lambda path: write_zeros(path, "bomb.json"), f"more than the limit of {MAX_TEXT_BYTES:,}", True),
     "long_name": (
         lambda path: write_zeros(path, "x", kind=tarfile.GNUTYPE_LONGNAME),
-        f"a header claims 3,221,225,472 bytes, more than {MAX_HEADER_BYTES:,}",
+        f"a header declares 3,221,225,472 bytes, more than {MAX_HEADER_BYTES:,}",
         False,
     ),
-    "pax": (lambda path: write_zeros(path, "x", kind=tarfile.XHDTYPE), "a header claims 3,221,225,472 bytes", False),
+    "pax": (lambda path: write_zeros(path, "x", kind=tarfile.XHDTYPE), "a header declares 3,221,225,472 bytes", False),
     "links": (
         lambda path: path.write_bytes(FIRST + header("bomb.mp4", 1 << 40, kind=tarfile.SYMTYPE) + LAST + END),
         "",

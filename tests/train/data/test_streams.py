@@ -156,7 +156,7 @@ def test_what_is_wrong_is_named_and_the_rest_goes_on(foreign: Path, tmp_path: Pa
     }
     assert failed["textvideo"].reason == "undecodable"
     assert "no video among its members: json, txt" in failed["novideo"].detail
-    assert "cannot be read from here on" in failed[str(tmp_path / "1.tar")].detail
+    assert "cannot be read after byte" in failed[str(tmp_path / "1.tar")].detail
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,9 @@ def test_images_are_turned_as_their_exif_data_says(kind: str) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (FILES["jpeg"][: len(FILES["jpeg"]) // 2], "damaged or was cut short"),
-        (FILES["png"][: len(FILES["png"]) // 2], "damaged or was cut short"),
-        (FILES["webp"][: len(FILES["webp"]) - 40], "damaged or was cut short"),
+        (FILES["jpeg"][: len(FILES["jpeg"]) // 2], "damaged or truncated"),
+        (FILES["png"][: len(FILES["png"]) // 2], "damaged or truncated"),
+        (FILES["webp"][: len(FILES["webp"]) - 40], "damaged or truncated"),
         (encode_image(RGB, "PNG", save_all=True, append_images=[RGB.rotate(180)]), "animated PNG"),
         (encode_image(RGB, "WEBP", save_all=True, append_images=[RGB.rotate(180)]), "animated WebP"),
         (encode_image(RGB, "GIF"), "neither JPEG, PNG nor WebP"),

@@ -54,7 +54,7 @@ def test_a_classifier_learns_the_classes_of_tars(tars: str, tmp_path: Path, caps
     assert "the model was trained on these clips" in facts(out)["evaluations"]["val"]["caution"]
     capsys.readouterr()
     assert train("classify", "--shards", tars, *SMALL, "--label", "noun", "--out", tmp_path / "other") == 2
-    assert two_lines(capsys)[1] == "hint: labels of images in tars: class is their cls, others are keys of their json"
+    assert two_lines(capsys)[1] == "hint: use the label class for the cls members of samples, or a key of their json"
 
 
 def test_an_autoencoder_is_trained_on_images_and_videos(tars: str, data_dir: Path, tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def test_what_cannot_be_shown_is_counted_and_what_fails_is_named(tmp_path: Path)
         ("hostile.tar/cut", "undecodable"),
         ("hostile.tar/gif", "undecodable"),
     ]
-    assert "cut short" in failed[0].detail and "neither JPEG, PNG nor WebP" in failed[1].detail
+    assert "truncated" in failed[0].detail and "neither JPEG, PNG nor WebP" in failed[1].detail
     assert [outcome["caption"] for outcome in samples_read if not isinstance(outcome, FailedSample)] == [
         *("good", "png", "? broken", "jpg comes first")
     ]
@@ -226,7 +226,7 @@ def test_videos_among_images_and_compressed_tars_are_errors(tmp_path: Path) -> N
     video = ("v", {"mp4": b"", "txt": b"a video"})
     write_tars(tmp_path, num_tars=1)
     write_tar(tmp_path / "00001.tar", [("i", sample(0)), video])
-    with pytest.raises(UserError, match=r"00001\.tar has a video, v, and the first sample of .*00000.tar is an image"):
+    with pytest.raises(UserError, match=r"00001\.tar has a video, v, but the first sample of .*00000.tar is an image"):
         open_images(tmp_path / "{00000..00001}.tar")
     write_tar(tmp_path / "videos.tar", [("words", {"txt": b""}), video])
     assert not names_images(str(tmp_path / "videos.tar"), cache=None, cache_size=None)

@@ -200,7 +200,7 @@ def test_several_cameras_are_read_by_their_columns(recordings: Path) -> None:
         with open_batches(recordings, {name.partition(".")[0]: table[name] for name in names}, **how) as clips:
             for row, alone in rows_in_order(clips).items():
                 assert all(torch.equal(of_both[view], its) for of_both, its in zip(both[row], alone, strict=True))
-    with pytest.raises(UserError, match="the table has the columns"):
+    with pytest.raises(UserError, match="the table has only the columns"):
         open_batches(recordings, {"video_id.top": ["slow"], "time_s": [0.0]}, views=("top", "wrist"), batch=1)
 
 
@@ -222,9 +222,9 @@ def test_rows_without_a_chunk_or_outside_of_the_video_fail_by_name(recordings: P
 @pytest.mark.parametrize(
     ("table", "changes", "words"),
     [
-        ({"video_id": ["slow", "x", "y"], "time_s": [0, 0, 0]}, {}, r"2 of 3 rows \(row 1: x, row 2: y\) name"),
-        ({"video_id": ["unmade"], "time_s": [0]}, {}, r"1 of 1 row \(row 0: unmade\) name videos without chunks"),
-        ({"video_id": ["slow"]}, {}, "the table has the columns video_id"),
+        ({"video_id": ["slow", "x", "y"], "time_s": [0, 0, 0]}, {}, r"2 of 3 rows \(row 1: x, row 2: y\) refer"),
+        ({"video_id": ["unmade"], "time_s": [0]}, {}, r"1 of 1 row \(row 0: unmade\) refer to videos without chunks"),
+        ({"video_id": ["slow"]}, {}, "the table has only the columns video_id"),
         (
             {"video_id": ["slow"], "time_s": [0], "begin_s": [2], "end_s": [1]},
             {},

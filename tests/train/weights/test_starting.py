@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.augment import pictures
+from clipmill.train.augment import model_input
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.model import DualEncoderInit, Towers
 from clipmill.train.losses.settings import Loss
@@ -58,7 +58,7 @@ def test_a_run_starts_from_weights_says_so_and_goes_on_without_them(
     data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     means: list[Any] = []
-    whole = pictures.to_model_input
+    whole = model_input.to_model_input
 
     def spy(*arguments: Any, mean: Any, **options: Any) -> Any:
         means.append(mean)

@@ -1,8 +1,9 @@
-"""Clips at given moments: a row has a video and a time, and its clip has frames at offsets from it (`read_clips`).
+"""Producer of clips at given moments (`read_clips`): each row has a video and a time, and shows frames around it.
 
-A frame is on screen until the next frame begins. Times in tables are rounded, so a frame that begins up to NEAR_US
-after a moment counts as being on screen at that moment. An offset that points outside the video or the row's span shows
-the first or last frame of the span, as LeRobot pads an episode. If the row's time lies outside, the sample fails.
+A clip has a frame for each of the given offsets from the row's time. A frame is on screen until the next frame begins.
+Times in tables are rounded, so a frame that begins up to NEAR_US after a moment counts as on screen at that moment. If
+an offset points outside the video or the row's span, the first or last frame of the span is shown, as LeRobot pads an
+episode. If the row's time lies outside, the sample fails.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,20 +26,20 @@ from clipmill.train.data.frame_sampling import US_PER_S, Moments
 from clipmill.train.data.loader import LoaderSettings, SampleRequest
 from clipmill.train.data.samples import Samples, SampleTable, Source, fingerprint_of
 
-NEAR_US = 100
-_LATEST_S = 1e9
-_NUM_NAMED = 3
+NEAR_US = 100  # tolerance of times, microseconds
+_LATEST_S = 1e9  # maximum time in a table, after the end of any video
+_NUM_NAMED = 3  # maximum number of rows in a message
 
 
 @dataclass(frozen=True)
 class GivenRows:
-    """Rows of a table, in the given order.
+    """Rows of a user's table, in order.
 
     Attributes:
-        video_id: Videos, strings [N].
-        time_us: Times in the videos, microseconds, int64 [N].
-        begin_us, end_us: Spans to which frames are limited, int64 [N]; without such columns, 0 and a time after the end
-            of any video.
+        video_id: Video of each row, strings [N].
+        time_us: Time in the video, microseconds, int64 [N].
+        begin_us, end_us: Span to which frames are limited, microseconds, int64 [N]. By default the span begins at 0 and
+            ends after any video.
     """
 
     video_id: pa.ChunkedArray
@@ -47,14 +48,15 @@ class GivenRows:
     end_us: NDArray[np.int64]
 
     @classmethod
-    def of_table(cls, table: pa.Table | Mapping[str, Any], *, view: str = "") -> "GivenRows":
-        """Read the columns `video_id` or `key` (of a chunk of the video), `time_s`, and optionally `begin_s`, `end_s`.
+    def from_table(cls, table: pa.Table | Mapping[str, Any], *, view: str = "") -> "GivenRows":
+        """Read `video_id` (or `key`, of any chunk of the video), `time_s`, and optionally `begin_s` and `end_s`.
 
         Args:
-            view: Name of a camera, whose columns, such as `video_id.top`, replace columns without a camera.
+            view: Name of a camera; columns for this camera, such as `video_id.top`, replace columns without a camera.
+                Empty if there is only one camera.
 
         Raises:
-            UserError: The table is not a table, a column is missing, or a value is not a name or a time.
+            UserError: The value is not a table, a column is missing, or a value in a column is invalid.
         """
         try:
             columns = table if isinstance(table, pa.Table) else pa.table(dict(table))
@@ -68,10 +70,10 @@ class GivenRows:
             columns = pa.table(by_name | view_columns)
         names = columns.column_names
         if not {"video_id", "key"} & set(names) or "time_s" not in names:
-            of_camera = f" for the view {view}" if view else ""
-            raise UserError(f"the table has the columns {', '.join(names) or 'none'}{of_camera}", hint=_COLUMNS)
+            suffix = f" for the view {view}" if view else ""
+            raise UserError(f"the table has only the columns {', '.join(names) or 'none'}{suffix}", hint=_COLUMNS)
         if not len(columns):
-            raise UserError("the table has no rows", hint="give a row for each clip")
+            raise UserError("the table has no rows", hint="pass one row for each clip")
         time_us = _times_us(columns, "time_s")
         begin_us = _times_us(columns, "begin_s") if "begin_s" in names else np.zeros_like(time_us)
         latest_us = np.full_like(time_us, int(_LATEST_S * US_PER_S))
@@ -79,12 +81,12 @@ class GivenRows:
         if len(reversed_rows := np.flatnonzero(end_us <= begin_us)):
             raise UserError(
                 f"end_s of row {reversed_rows[0]} of the table is not after begin_s ({len(reversed_rows):,} such rows)",
-                hint="give the begin and the end of the span that offsets must not leave",
+                hint="pass the start and the end of the span to which frames are limited",
             )
         return cls(_video_ids(columns), time_us, begin_us, end_us)
 
 
-_COLUMNS = "give an Arrow table or a mapping, with the columns video_id (or key) and time_s, seconds in the video"
+_COLUMNS = "pass an Arrow table or a mapping with the columns video_id (or key) and time_s (seconds in the video)"
 
 
 def _video_ids(columns: pa.Table) -> pa.ChunkedArray:
@@ -94,7 +96,7 @@ def _video_ids(columns: pa.Table) -> pa.ChunkedArray:
         if name == "key":
             texts = pa.chunked_array([[split_key(str(key))[0] for key in texts.to_pylist()]], pa.string())
     except (pa.ArrowException, ValueError) as error:
-        raise UserError(f"the column {name} of the table: {error}", hint=_COLUMNS) from error
+        raise UserError(f"the column {name} of the table cannot be read: {error}", hint=_COLUMNS) from error
     return texts
 
 
@@ -102,24 +104,24 @@ def _times_us(columns: pa.Table, name: str) -> NDArray[np.int64]:
     try:
         times_s = columns[name].cast(pa.float64()).fill_null(np.nan).to_numpy()
     except pa.ArrowException as error:
-        raise UserError(f"the column {name} of the table: {error}", hint="give seconds, as numbers") from error
+        raise UserError(f"the column {name} of the table cannot be read: {error}", hint="pass seconds") from error
     times_s = np.where(times_s == np.inf, _LATEST_S, times_s) if name == "end_s" else times_s
     wrong = np.flatnonzero(~(np.abs(times_s) <= _LATEST_S))
     if len(wrong):
         raise UserError(
             f"{name} of row {wrong[0]} of the table is {times_s[wrong[0]]} ({len(wrong):,} such rows)",
-            hint="give seconds from the start of the video",
+            hint="pass seconds from the start of the video",
         )
     return np.rint(times_s * US_PER_S).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class GivenMoments:
-    """Moments of rows at offsets from their times.
+    """Moments that rows show, at offsets from their times. Also the annotations that add `is_padded`.
 
     Attributes:
         rows: Rows, whose spans must lie within their videos.
-        offsets_us: Offsets in the order of frames, microseconds.
+        offsets_us: Offset of each frame, microseconds.
     """
 
     rows: GivenRows
@@ -130,20 +132,22 @@ class GivenMoments:
         rows = self.rows
         return np.maximum(np.minimum(rows.time_us + offset_us, rows.end_us - 2 * NEAR_US), rows.begin_us) + NEAR_US
 
-    def of_row(self, row: int, rng: np.random.Generator | None) -> Moments:
-        """Return the moments of a row; raise ValueError if the row's time is not in its span."""
+    def moments_of(self, row: int, rng: np.random.Generator | None) -> Moments:
+        """Return the moments of a row; raise ValueError if the row's time is not in its span. `rng` is not used."""
         time_us, begin_us, end_us = self._times_of(row)
         if not begin_us - NEAR_US <= time_us < end_us:
             span = f"[{begin_us / US_PER_S:g}, {end_us / US_PER_S:g}) s"
-            raise ValueError(f"time_s of row {row} is {time_us / US_PER_S:g}, outside of its video or span: {span}")
-        # At the end, use the frame that is on screen before it: a frame that begins there belongs to the next span.
+            raise ValueError(f"time_s of row {row} is {time_us / US_PER_S:g}, outside its video or span: {span}")
+        # Stay before the end, because a frame that begins at the end belongs to the next span.
         latest_us = end_us - 2 * NEAR_US
-        return Moments(tuple(max(min(time_us + at, latest_us), begin_us) + NEAR_US for at in self.offsets_us), 1)
+        return Moments(
+            tuple(max(min(time_us + offset, latest_us), begin_us) + NEAR_US for offset in self.offsets_us), 1
+        )
 
     def add(self, sample: Sample, request: SampleRequest) -> None:
-        """Add a mask of the padded frames to a sample."""
+        """Add the mask of padded frames to a sample."""
         time_us, begin_us, end_us = self._times_of(request.sample)
-        sample["is_padded"] = [not begin_us <= time_us + at + NEAR_US < end_us for at in self.offsets_us]
+        sample["is_padded"] = [not begin_us <= time_us + offset + NEAR_US < end_us for offset in self.offsets_us]
 
     def _times_of(self, row: int) -> tuple[int, int, int]:
         rows = self.rows
@@ -158,13 +162,13 @@ def open_given_moments(
     *,
     offsets_us: Sequence[int],
 ) -> Samples[ClipReader]:
-    """Open clips at given moments; sample i is row i. Batches have `time_s` and `is_padded`.
+    """Open clips at given moments. Sample i shows row i. Batches have `time_s` and `is_padded`.
 
     Args:
-        views: Rows of each camera; a single item if there is only one camera.
+        views: Rows for each camera; a single item if there is only one camera.
         chunks: Chunks of all videos.
-        shape: Resolution and crop of the frames.
-        offsets_us: Offsets from the time of a row, microseconds, in the order of frames; they may be repeated.
+        shape: Rules for cropping and resizing the frames.
+        offsets_us: Offset of each frame from the time of the row, microseconds. Offsets may be repeated.
 
     Raises:
         UserError: A row refers to an unknown video, or to a video without chunks.
@@ -197,15 +201,15 @@ def _open_view(rows: GivenRows, chunks: ChunkSet, *, offsets_us: Sequence[int]) 
     video = rows_of(rows.video_id, chunks.video_ids)
     if (video < 0).any():
         raise UserError(
-            f"{_named_rows(video < 0, rows)} name videos that the manifest does not have",
-            hint="the column video_id of manifest/videos.parquet has the names",
+            f"{_describe_rows(video < 0, rows)} refer to videos that are not in the manifest",
+            hint="use IDs from the column video_id of manifest/videos.parquet",
         )
     search = ChunkSearch(chunks.table)
     first_of, last_of = search.last_of(video - 1) + 1, search.last_of(video)
     if (last_of < first_of).any():
         raise UserError(
-            f"{_named_rows(last_of < first_of, rows)} name videos without chunks",
-            hint="omit these rows, or see prep status",
+            f"{_describe_rows(last_of < first_of, rows)} refer to videos without chunks",
+            hint="omit these rows, or run prep status to see why the chunks are missing",
         )
     rows = replace(rows, begin_us=np.maximum(rows.begin_us, 0), end_us=np.minimum(rows.end_us, search.end_us[last_of]))
     moments = GivenMoments(rows, offsets_us)
@@ -220,11 +224,11 @@ def _open_view(rows: GivenRows, chunks: ChunkSet, *, offsets_us: Sequence[int]) 
         end_us=rows.end_us,
         remarks=(f"{count_noun(len(first), 'row')} of {count_noun(len(np.unique(video)), 'video')}",),
     )
-    return {"table": table, "annotations": [moments], "moments": moments.of_row}
+    return {"table": table, "annotations": [moments], "moments": moments.moments_of}
 
 
-def _named_rows(is_wrong: NDArray[np.bool_], rows: GivenRows) -> str:
-    """Return the number of wrong rows, and the first few rows with their videos, as text."""
+def _describe_rows(is_wrong: NDArray[np.bool_], rows: GivenRows) -> str:
+    """Return the number of wrong rows and the first few of them with their videos, as text."""
     wrong = np.flatnonzero(is_wrong)
     first = rows.video_id.take(pa.array(wrong[:_NUM_NAMED])).to_pylist()
     names = ", ".join(f"row {row}: {name}" for row, name in zip(wrong.tolist(), first, strict=False))

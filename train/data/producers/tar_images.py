@@ -1,7 +1,7 @@
-"""Images in tars: the table of images, its reader, and the decoder of JPEG, PNG and WebP files.
+"""Producer of images in tars: their table, their reader, and a decoder for JPEG, PNG and WebP files.
 
-Each tar is indexed once (clipmill.train.data.image_tars), and images are read in random order. Images are numbered by
-tar, then by member. Samples without the requested caption or class are omitted and counted.
+Each tar is indexed once (clipmill.train.data.image_tars), and images are read in random order. Images are numbered in
+the order of the tars and their members. Samples without the requested caption or class are omitted and counted.
 """
 
 import hashlib
@@ -42,13 +42,15 @@ _NUM_READERS = 32  # number of reading threads for remote tars; a request takes 
 
 
 class ImageReader(ThreadedReader):
-    """Reader of the images of a table, whose parts are the images of all tars, in order. Thread-safe.
+    """Reader of the images in tars. Thread-safe.
 
     Sample i shows row i // repeats.
 
     Args:
-        images: Image of each row, int64 [N].
-        annotations: Entries that samples get in addition to frames.
+        tars: Tars with the images.
+        images: Number of the image that each row shows, int64 [N].
+        shape: Rules for cropping and resizing images.
+        annotations: Annotations that are added to samples, such as captions.
         repeats: Number of samples per image in an epoch. It must divide the loader's group size; an image is decoded
             once per group.
     """
@@ -66,11 +68,11 @@ class ImageReader(ThreadedReader):
         self._annotations, self._repeats = annotations, repeats
 
     def key(self, sample: int) -> str:
-        """Return the name of an image's tar, and the image's key in the tar."""
+        """Return the file name of an image's tar, followed by the image's key in the tar."""
         return self._tars.key(self._image(sample))
 
     def content(self, sample: int) -> bytes:
-        """Return the content of an image file.
+        """Read the image file of a sample.
 
         Raises:
             SampleFailed: The file cannot be read.
@@ -80,22 +82,22 @@ class ImageReader(ThreadedReader):
         try:
             size = int(self._tars.size[image])
             content = self._tars.read(tar, int(self._tars.offset[image]), size)
-        except UserError:  # refused credentials affect all tars
+        except UserError:  # rejected credentials affect all tars
             raise
         except (OSError, Damaged) as error:
             detail = f"{self._tars.tars[tar]}: {error}"
             raise SampleFailed(self.key(sample), reason="shard_unreadable", detail=detail) from error
         if len(content) < size:
-            detail = f"{self._tars.tars[tar]} is shorter than when it was indexed"
+            detail = f"{self._tars.tars[tar]} has become shorter since it was indexed"
             raise SampleFailed(self.key(sample), reason="shard_unreadable", detail=detail)
         return content
 
     def shown_frames(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Return the image as the model sees it in an evaluation, one RGB [H, W, 3]; empty if it cannot be read."""
+        """Return the image as the model sees it in an evaluation, as one RGB frame; empty if it cannot be read."""
         return super().shown_frames(sample, num_frames=1)
 
     def deviations(self) -> list[str]:
-        """Return how many times an image is shown in an epoch, as text."""
+        """Return remarks on the number of samples per image, and the number of frames that show an image."""
         num_frames = self._shape.sampling.num_frames
         return [
             f"{self._repeats} samples of each in an epoch" if self._repeats > 1 else "",
@@ -104,7 +106,7 @@ class ImageReader(ThreadedReader):
 
     @property
     def ahead(self) -> ReadAhead | None:
-        """Functions that read images of remote tars ahead of decoding; None for local tars."""
+        """Functions that read and decode the images of remote tars in two steps; None for local tars."""
         return ReadAhead(self.read, self.load_read, _NUM_READERS) if any(map(is_remote, self._tars.tars)) else None
 
     def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
@@ -112,7 +114,7 @@ class ImageReader(ThreadedReader):
         return self.load_read(self.read(requests))
 
     def read(self, requests: Sequence[SampleRequest]) -> list[tuple[SampleRequest, bytes | SampleFailed]]:
-        """Read the files of a group of requests, for `load_read`."""
+        """Read the files for a group of requests, which `load_read` then decodes."""
         contents: dict[int, bytes | SampleFailed] = {}
         for request in requests:
             row = request.sample // self._repeats
@@ -124,7 +126,7 @@ class ImageReader(ThreadedReader):
         return [(request, contents[request.sample // self._repeats]) for request in requests]
 
     def load_read(self, read: Sequence[tuple[SampleRequest, bytes | SampleFailed]]) -> list[Sample | FailedSample]:
-        """Decode and crop images that `read` has read."""
+        """Decode and crop the images that `read` returned."""
         loaded: list[Sample | FailedSample] = []
         decoded: dict[int, av.VideoFrame] = {}
         for request, content in read:
@@ -142,7 +144,7 @@ class ImageReader(ThreadedReader):
     def _decode(self, sample: int, content: bytes) -> "av.VideoFrame":
         try:
             return decode_image(content)
-        except Exception as error:  # if libav raises any error for a foreign file, only this sample fails
+        except Exception as error:  # whatever error libav raises for a file, only this sample fails
             detail = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise SampleFailed(self.key(sample), reason="undecodable", detail=detail) from error
 
@@ -162,7 +164,7 @@ class ImageReader(ThreadedReader):
         return int(self._images[sample // self._repeats])
 
 
-_HINT = "img2dataset writes such tars: jpg, png or webp, with txt or json; classes are in cls, or under a key of json"
+_HINT = "use tars with img2dataset's layout: jpg, png or webp, with txt or json; classes in cls or in a key of the json"
 
 
 def open_tar_images(
@@ -173,26 +175,28 @@ def open_tar_images(
     classes: ClassList | None = None,
     repeats: int = 1,
 ) -> Samples[ImageReader]:
-    """Open the images in tars; `clip_id` and `caption_id` are the numbers of the images.
+    """Open the images in tars. The number of an image is its `clip_id` and its `caption_id`.
 
     Args:
-        has_captions: True to omit images without a caption. Batches have `tokens` if `tokenize` is given, otherwise
+        has_captions: True to omit images without a caption. Batches then have `tokens` or, without `tokenize`,
             `caption`.
-        classes: Classes of the label. Images with other classes are omitted, and batches have `label`.
+        tokenize: Function that tokenizes captions; None for captions as text.
+        classes: Classes of the label; images with other classes are omitted, and batches have `label`. None for images
+            without labels.
         repeats: Number of samples per image in an epoch. It must divide the loader's group size; an image is decoded
             once per group.
 
     Raises:
-        UserError: The tars cannot be read, also contain videos, or have no such images.
+        UserError: The tars cannot be read, also contain videos, or contain no usable image.
     """
     label = LABEL if classes is None else classes.label
     tars = open_tars(query.pattern, cache=query.cache, cache_size=query.cache_size, label=label)
     for tar, index in zip(tars.tars, tars.indexes, strict=True):
         if index.first_video:
             raise UserError(
-                f"{tar} has a video, {index.first_video}, and the first sample of {tars.tars[0]} is an image",
-                hint="keep images and videos in separate tars; a data folder that prep made can be mixed with images, "
-                "each with its own --shards",
+                f"{tar} has a video, {index.first_video}, but the first sample of {tars.tars[0]} is an image",
+                hint="keep images and videos in separate tars; to mix videos with images, pass a data folder that prep "
+                "made and the image tars as two values of --shards",
             )
     texts = pa.chunked_array([index.captions for index in tars.indexes])
     table = _make_table(tars, texts if has_captions or tokenize else None, classes, needs_captions=has_captions)
@@ -215,7 +219,7 @@ def open_tar_images(
 
 
 def open_images(query: DataQuery) -> Samples[ImageReader]:
-    """Open the images of the tars that a task needs, with captions, with labels, or without either.
+    """Open the images that a task needs, with captions, with labels, or without either.
 
     Raises:
         UserError: See `open_tar_images`.
@@ -233,11 +237,11 @@ def open_images(query: DataQuery) -> Samples[ImageReader]:
 def _make_table(
     tars: ImageTars, texts: pa.ChunkedArray | None, classes: ClassList | None, *, needs_captions: bool
 ) -> SampleTable:
-    """Return the images with the requested captions or classes.
+    """Return the table of the images that have the requested captions or classes.
 
     Args:
-        texts: Captions of all images; None for samples without captions.
-        classes: Classes; a sample must have one of them. None for samples without classes.
+        texts: Captions of all images; None for a table without captions.
+        classes: Classes; images of other classes are omitted. None for a table without classes.
         needs_captions: True to omit images without a caption.
     """
     left_out, images = OmittedItems(), np.arange(tars.num_images)
@@ -273,7 +277,7 @@ def _make_table(
 
 
 _ORIENTATION_TAG = 0x0112
-# libav filters that turn an image upright, by EXIF orientation; orientation 1 is upright.
+# libav filters that turn an image upright, by EXIF orientation. Orientation 1 is already upright.
 _UPRIGHT: dict[int, tuple[tuple[str, str], ...]] = {
     2: (("hflip", ""),),
     3: (("hflip", ""), ("vflip", "")),
@@ -284,15 +288,15 @@ _UPRIGHT: dict[int, tuple[tuple[str, str], ...]] = {
     8: (("transpose", "cclock"),),
 }
 _EXIF_MARKS = {"mjpeg": b"Exif\0\0", "png": b"eXIf", "webp": b"EXIF"}
-_EXIF_SIZE_BYTES = 4  # size field of a WebP chunk, between its name and its content
+_EXIF_SIZE_BYTES = 4  # length of the size field of a WebP chunk, which is between its name and its content
 _JPEG_FRAMES = (b"\xc0", b"\xc1", b"\xc2")  # markers of frame headers: baseline, extended, progressive
 
 
 def decode_image(content: bytes) -> "av.VideoFrame":
     """Decode a JPEG, PNG or WebP file, and return the upright image as 8-bit YUV 4:2:0.
 
-    The YUV planes of a JPEG or lossy WebP file, mostly 4:2:0, are used unchanged, without a conversion to RGB and back.
-    The content determines the format, not the file name. CMYK, grey, palettes and 16 bits per channel are converted.
+    The YUV planes of a JPEG or lossy WebP file are used without a conversion to RGB and back; most of them are already
+    4:2:0. The format is detected from the content. CMYK, grey, palettes and 16 bits per channel are converted.
     Transparency is dropped, as by Pillow's `convert("RGB")`.
 
     Raises:
@@ -301,22 +305,22 @@ def decode_image(content: bytes) -> "av.VideoFrame":
     import av
 
     codec = _codec_of(content)
-    # Each image needs a new decoder, because libav's PNG decoder outputs noise for a second file. Creating one costs a
+    # Create a new decoder for each image, because libav's PNG decoder outputs noise for a second file. This takes a
     # tenth of the time of decoding a small JPEG.
     context = av.CodecContext.create(codec, "r")
     assert isinstance(context, av.VideoCodecContext)
     context.thread_count = 1  # the loader's threads already use all cores
-    # Report errors instead of concealing them, and limit the number of pixels, because a small file can claim any size.
+    # Report errors instead of concealing them. Limit the number of pixels, because a small file can declare any size.
     context.options = {"err_detect": "explode", "max_pixels": str(MAX_PIXELS)}
     try:
         frames = context.decode(av.Packet(content))
     except av.FFmpegError as error:
-        width, height = _claimed_size(content, codec)
+        width, height = _declared_size(content, codec)
         if width * height > MAX_PIXELS:
             raise ValueError(f"an image of {width} x {height} is larger than {MAX_PIXELS:,} pixels") from error
-        raise ValueError(f"the file is damaged or was cut short ({codec}: {error.strerror})") from error
+        raise ValueError(f"the file is damaged or truncated ({codec}: {error.strerror})") from error
     if len(frames) != 1 or frames[0].is_corrupt:
-        raise ValueError(f"the file is damaged or was cut short ({codec}: no intact image)")
+        raise ValueError(f"the file is damaged or truncated ({codec}: no intact image)")
     return as_yuv420(_turn_upright(frames[0], _orientation_of(content, codec)))
 
 
@@ -325,19 +329,19 @@ def _codec_of(content: bytes) -> str:
     if content.startswith(b"\xff\xd8\xff"):
         return "mjpeg"
     if content.startswith(b"\x89PNG\r\n\x1a\n"):
-        # Reject animations, because libav would decode their first image.
+        # Reject animations, because libav would decode only their first image.
         if b"acTL" in content[: max(content.find(b"IDAT"), 0)]:
-            raise ValueError("an animated PNG, not an image")
+            raise ValueError("the file is an animated PNG, not an image")
         return "png"
     if content.startswith(b"RIFF") and content[8:12] == b"WEBP":
         if content[12:16] == b"VP8X" and content[20] & 2:
-            raise ValueError("an animated WebP, not an image")
+            raise ValueError("the file is an animated WebP, not an image")
         return "webp"
-    raise ValueError(f"neither JPEG, PNG nor WebP: it begins with {content[:12]!r}")
+    raise ValueError(f"the file is neither JPEG, PNG nor WebP: it begins with {content[:12]!r}")
 
 
-def _claimed_size(content: bytes, codec: str) -> tuple[int, int]:
-    """Return the width and height in the header, for the error about a rejected file; (0, 0) if they are not found."""
+def _declared_size(content: bytes, codec: str) -> tuple[int, int]:
+    """Return the width and height in the header of a file that the decoder rejected; (0, 0) if they are not found."""
     if codec == "png":
         return int.from_bytes(content[16:20]), int.from_bytes(content[20:24])
     if codec == "webp":
@@ -347,23 +351,23 @@ def _claimed_size(content: bytes, codec: str) -> tuple[int, int]:
             packed = int.from_bytes(content[21:25], "little")
             return (packed & 0x3FFF) + 1, (packed >> 14 & 0x3FFF) + 1
         return int.from_bytes(content[26:28], "little") & 0x3FFF, int.from_bytes(content[28:30], "little") & 0x3FFF
-    at = 2
-    while content[at : at + 1] == b"\xff":  # a segment consists of a marker, its length and its content
-        if content[at + 1 : at + 2] in _JPEG_FRAMES:
-            return int.from_bytes(content[at + 7 : at + 9]), int.from_bytes(content[at + 5 : at + 7])
-        at += 2 + int.from_bytes(content[at + 2 : at + 4])
+    begin = 2
+    while content[begin : begin + 1] == b"\xff":  # a segment consists of a marker, its length and its content
+        if content[begin + 1 : begin + 2] in _JPEG_FRAMES:
+            return int.from_bytes(content[begin + 7 : begin + 9]), int.from_bytes(content[begin + 5 : begin + 7])
+        begin += 2 + int.from_bytes(content[begin + 2 : begin + 4])
     return 0, 0
 
 
 def _orientation_of(content: bytes, codec: str) -> int:
     """Return the orientation in a file's EXIF data, 1 to 8; 1 without EXIF data."""
     mark = _EXIF_MARKS[codec]
-    at = content.find(mark)
-    if at < 0:
+    begin = content.find(mark)
+    if begin < 0:
         return 1
-    at += len(mark) + (_EXIF_SIZE_BYTES if codec == "webp" else 0)
-    at += len(_EXIF_MARKS["mjpeg"]) if content.startswith(_EXIF_MARKS["mjpeg"], at) else 0
-    tiff = memoryview(content)[at:]
+    begin += len(mark) + (_EXIF_SIZE_BYTES if codec == "webp" else 0)
+    begin += len(_EXIF_MARKS["mjpeg"]) if content.startswith(_EXIF_MARKS["mjpeg"], begin) else 0
+    tiff = memoryview(content)[begin:]
     order = {b"II*\0": "little", b"MM\0*": "big"}.get(bytes(tiff[:4]))
     if order is None:
         return 1
@@ -386,9 +390,9 @@ def _turn_upright(frame: "av.VideoFrame", orientation: int) -> "av.VideoFrame":
     graph = Graph()
     links = [graph.add_buffer(width=frame.width, height=frame.height, format=frame.format, time_base=Fraction(1))]
     links += [graph.add(name, arguments or None) for name, arguments in _UPRIGHT[orientation]]
-    # Copy the frame, because vflip only reverses the order of the lines in memory.
+    # Copy the frame in the graph, because vflip only gives the lines a negative stride.
     graph.link_nodes(*links, graph.add("copy"), graph.add("buffersink")).configure()
     graph.push(frame)
-    turned = graph.pull()
-    assert isinstance(turned, type(frame))
-    return turned
+    upright = graph.pull()
+    assert isinstance(upright, type(frame))
+    return upright
