@@ -46,7 +46,7 @@ def test_a_preset_loads_and_says_on_top_what_it_costs(path: Path) -> None:
     [
         ("steps", 0, "from 1 to 10,000,000,000"),
         ("steps", -5, "from 1 to"),
-        ("batch", 1, "at least 2"),
+        ("batch", 1, "2 or more"),
         ("num_frames", 0, "from 1 to 1,024"),
         ("size_px", 40, "multiple of 16"),
         ("size_px", 0, "from 2 to 4,096"),

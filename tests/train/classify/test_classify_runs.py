@@ -138,7 +138,7 @@ def test_one_class_for_all_is_nothing_to_learn_from(tmp_path: Path) -> None:
     )
     settings = ClassifySettings(shards=str(tmp_path), model="tiny", size_px=32)
     attention = open_attention("sdpa", device_type="cpu")
-    with pytest.raises(UserError, match="all clips of split 'train' are of the class 'p'"):
+    with pytest.raises(UserError, match="all clips of split 'train' belong to the class 'p'"):
         ClassifyTask(settings, attention=attention, device=torch.device("cpu")).training_set(World())
 
 

@@ -33,7 +33,7 @@ def test_mixup_blends_each_clip_and_its_target_with_those_opposite() -> None:
 
 def test_cutmix_takes_one_rectangle_of_all_frames_and_as_much_of_the_target() -> None:
     video, labels = clips(), torch.tensor([0, 1, 2, 3])
-    mix = cut_around(6, 3, share=0.75, size_px=SIZE)  # a square of 4, cut off below
+    mix = cut_around(6, 3, weight=0.75, size_px=SIZE)  # a square of 4, cut off below
     assert mix == Mix(1 - 4 * 4 / 64, (4, 8, 1, 5))
     mixed = mix_clips(video, video.flip(0), mix)
     targets = mixed_targets(labels, num_classes=4, smoothing=0.0, mix=mix)
@@ -45,9 +45,9 @@ def test_cutmix_takes_one_rectangle_of_all_frames_and_as_much_of_the_target() ->
         assert targets[row].tolist() == [
             0.75 if label == row else 0.25 if label == 3 - row else 0 for label in range(4)
         ]
-    assert cut_around(0, 0, share=1.0, size_px=SIZE) == Mix(1.0, (0, 0, 0, 0))
-    edge = cut_around(7, 0, share=0.0, size_px=SIZE)
-    assert edge.box == (3, 8, 0, 4) and edge.share == 1 - 20 / 64
+    assert cut_around(0, 0, weight=1.0, size_px=SIZE) == Mix(1.0, (0, 0, 0, 0))
+    edge = cut_around(7, 0, weight=0.0, size_px=SIZE)
+    assert edge.box == (3, 8, 0, 4) and edge.weight == 1 - 20 / 64
 
 
 def test_without_either_nothing_is_mixed_and_nothing_is_drawn() -> None:
@@ -67,7 +67,7 @@ def test_what_is_drawn_is_seeded_and_has_the_beta_distributions_moments() -> Non
         == draw_mixes(3, 5, mixup=0.8, cutmix=1.0)
         != draw_mixes(4, 5, mixup=0.8, cutmix=1.0)
     )
-    shares = np.array([mix.share for mix in draw_mixes(0, 4000, mixup=0.8, cutmix=0.0)])
+    shares = np.array([mix.weight for mix in draw_mixes(0, 4000, mixup=0.8, cutmix=0.0)])
     # Of Beta(a, a): mean 1/2, variance 1 / (4 (2 a + 1)).
     assert abs(shares.mean() - 0.5) < 0.02 and abs(shares.var() - 1 / (4 * 2.6)) < 0.01
     both = draw_mixes(0, 2000, mixup=0.8, cutmix=1.0)

@@ -9,7 +9,13 @@ import pytest
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.files import load_settings, preset_path, save_settings
 from clipmill.train.config.training import OptimizerSettings
-from clipmill.train.tasks.mae.spec import MaeOptimizer, MaeSettings, check_mask, num_masked_places, without_effect
+from clipmill.train.tasks.mae.spec import (
+    MaeOptimizer,
+    MaeSettings,
+    check_mask,
+    flags_without_effect,
+    num_masked_patches,
+)
 from tests.train.running import train
 
 
@@ -90,20 +96,20 @@ def test_the_help_names_no_flag_that_is_always_refused(capsys: pytest.CaptureFix
 
 
 def test_masks_of_every_grid_hide_something_and_leave_something_with_the_ratio_of_the_hint() -> None:
-    assert num_masked_places(0.9, num_places=196) == 176
-    for num_places in range(2, 400):
+    assert num_masked_patches(0.9, num_patches=196) == 176
+    for num_patches in range(2, 400):
         with pytest.raises(UserError) as caught:
-            check_mask(1e-9, num_places=num_places)
+            check_mask(1e-9, num_patches=num_patches)
         least = float((caught.value.hint or "").split()[1])
-        check_mask(least, num_places=num_places)
-        check_mask(0.9999999, num_places=num_places)
+        check_mask(least, num_patches=num_patches)
+        check_mask(0.9999999, num_patches=num_patches)
 
 
 def test_flags_that_the_other_input_is_about_are_said() -> None:
     latents = MaeSettings(input="latents", segment="2s", crop="centre", samples_per_chunk=2, repeat="masks")
-    assert without_effect(latents) == ["--crop", "--samples-per-chunk", "--repeat"]
-    assert without_effect(MaeSettings(segment="2s", crop="centre")) == ["--segment"]
-    assert without_effect(MaeSettings()) == [] == without_effect(MaeSettings(input="latents"))
+    assert flags_without_effect(latents) == ["--crop", "--samples-per-chunk", "--repeat"]
+    assert flags_without_effect(MaeSettings(segment="2s", crop="centre")) == ["--segment"]
+    assert flags_without_effect(MaeSettings()) == [] == flags_without_effect(MaeSettings(input="latents"))
 
 
 def test_a_preset_may_be_one_command_s_own() -> None:

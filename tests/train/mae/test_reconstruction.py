@@ -7,10 +7,10 @@ from clipmill.train.models.video_vit import CubeGrid
 from clipmill.train.models.videomae import predicted_cubes
 from clipmill.train.tasks.mae.evaluation import (
     GREY,
-    clips_of,
+    assemble_clips,
+    cube_values,
     reconstruct,
     true_statistics,
-    values_of,
     visible_statistics,
 )
 from clipmill.train.tasks.mae.task import normalised_cubes
@@ -50,7 +50,7 @@ def standardise(video: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
 def test_true_predictions_with_true_statistics_give_the_picture_back(
     video: torch.Tensor, masked_places: torch.Tensor
 ) -> None:
-    statistics = true_statistics(values_of(video, **CUBES))
+    statistics = true_statistics(cube_values(video, **CUBES))
     pictures = reconstruct(video, standardise(video, masked_places), masked_places, **CUBES, statistics=statistics)
     torch.testing.assert_close(pictures.filled, video, rtol=0, atol=1e-12)
 
@@ -60,7 +60,7 @@ def test_true_targets_with_true_statistics_give_the_picture_back_where_it_is_fla
 ) -> None:
     video[:, :, :2] = 0.25
     targets = normalised_cubes(video, predicted_cubes(masked_places), **CUBES)
-    statistics = true_statistics(values_of(video, **CUBES))
+    statistics = true_statistics(cube_values(video, **CUBES))
     pictures = reconstruct(video, targets, masked_places, **CUBES, statistics=statistics)
     torch.testing.assert_close(pictures.filled, video, rtol=0, atol=1e-5)  # a target is divided by 1e-6 too much
     assert torch.equal(pictures.filled[:, :, :2], video[:, :, :2])
@@ -83,7 +83,7 @@ def test_visible_cubes_stay_as_they_are_and_hidden_ones_are_grey(
 def test_statistics_of_hidden_cubes_come_from_visible_ones_by_distance(
     video: torch.Tensor, masked_places: torch.Tensor
 ) -> None:
-    values = values_of(video, **CUBES)
+    values = cube_values(video, **CUBES)
     statistics, true = visible_statistics(values, masked_places, grid=GRID), true_statistics(values)
     places = [(number // 12, number % 12 // 4, number % 4) for number in range(NUM_CUBES)]
     for clip in range(2):
@@ -105,13 +105,13 @@ def test_statistics_of_hidden_cubes_come_from_visible_ones_by_distance(
 
 def test_nothing_of_what_is_hidden_is_in_a_picture(video: torch.Tensor, masked_places: torch.Tensor) -> None:
     predicted = torch.randn(2, 14, 96)
-    values = values_of(video, **CUBES)
+    values = cube_values(video, **CUBES)
     values[masked_places] = torch.rand_like(values[masked_places])
-    other = clips_of(values, GRID, **CUBES)
+    other = assemble_clips(values, GRID, **CUBES)
     first, second = (reconstruct(clip, predicted, masked_places, **CUBES) for clip in (video, other))
     assert torch.equal(first.filled, second.filled) and torch.equal(first.masked, second.masked)
 
 
 def test_a_clip_of_which_nothing_is_visible_is_refused(video: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="a clip has no visible cube"):
-        visible_statistics(values_of(video, **CUBES), torch.ones(2, NUM_CUBES, dtype=torch.bool), grid=GRID)
+        visible_statistics(cube_values(video, **CUBES), torch.ones(2, NUM_CUBES, dtype=torch.bool), grid=GRID)

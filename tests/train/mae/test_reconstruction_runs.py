@@ -25,7 +25,7 @@ from clipmill.train.models.video_vit import CubeGrid, VideoViTSize
 from clipmill.train.models.videomae import predicted_cubes
 from clipmill.train.report.results import write_page
 from clipmill.train.run.folder import RunFolder
-from clipmill.train.tasks.mae.evaluation import Pictures, ReconstructionResult, evaluate_reconstruction, picture_uri
+from clipmill.train.tasks.mae.evaluation import Display, ReconstructionResult, evaluate_reconstruction, image_uri
 from clipmill.train.tasks.mae.spec import MaeSettings
 from clipmill.train.tasks.mae.task import MaskedClips, Masking, normalised_cubes
 from tests.train.latents.written import Chunk
@@ -63,7 +63,7 @@ def evaluate_model(model: nn.Module, num_clips: int = 40, **changes: Any) -> Rec
     batches.insert(0, LoadedBatch(Batch(), (failure,), Cursor(0)))
     clips = MaskedClips(inputs=lambda batch, rows: video[batch["position"][rows]], masking=MASKING, size=SIZE, std=None)
     given: dict[str, Any] = {
-        "pictures": Pictures({3, 39}, (0, 2), lambda clips: clips / 2 + 0.5),
+        "display": Display({3, 39}, (0, 2), lambda clips: clips / 2 + 0.5),
         "autocast": nullcontext,
         "device": torch.device("cpu"),
     }
@@ -111,8 +111,8 @@ def picture_of(uri: str) -> np.ndarray[Any, Any]:
 
 def test_small_pictures_lose_nothing() -> None:
     frame = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    assert np.array_equal(picture_of(picture_uri(frame)), frame)
-    assert picture_uri(np.zeros((224, 224, 3), np.uint8)).startswith("data:image/jpeg")
+    assert np.array_equal(picture_of(image_uri(frame)), frame)
+    assert image_uri(np.zeros((224, 224, 3), np.uint8)).startswith("data:image/jpeg")
 
 
 def test_a_run_ends_with_pictures_of_held_out_clips(
@@ -225,7 +225,7 @@ def test_nothing_from_outside_becomes_markup(tmp_path: Path) -> None:
         "picture_rule",
         "command",
     )
-    uris = [picture_uri(np.zeros((2, 2, 3), np.uint8))]
+    uris = [image_uri(np.zeros((2, 2, 3), np.uint8))]
     clip = {"key": HOSTILE, "begin_s": 0.0, "end_s": 1.0, "loss": 0.5}
     result = {
         **dict.fromkeys(words, HOSTILE),

@@ -1,7 +1,8 @@
-"""Score a classifier on a split (top-1, top-5 and mean class accuracy), and read the classes of a run.
+"""Evaluation of a classifier: top-1, top-5 and mean class accuracy on a split, and the classes of a run.
 
-A class's probability is the mean, over a clip's views, of the softmax of the logits. The probability of a verb or noun
-in EPIC-KITCHENS-100 is the sum over all actions that have it, or 0 if no action has it. Logits are never summed.
+The probabilities of a clip's classes are the softmax of the logits, averaged over the clip's views. The probability of
+a verb or noun in EPIC-KITCHENS-100 is the sum of the probabilities of all actions with this verb or noun, or 0 if there
+are none.
 
 Shape suffixes: N samples, B batch, V views, K classes, M marginal classes (verbs or nouns).
 """
@@ -37,10 +38,10 @@ def view_mean(logits_BVK: torch.Tensor) -> torch.Tensor:
 
 
 def marginal_probabilities(probabilities_BK: torch.Tensor, part_K: torch.Tensor) -> torch.Tensor:
-    """Return the probabilities of the parts of classes (verbs or nouns), [B, M].
+    """Return the probabilities of parts of the classes (verbs or nouns), [B, M].
 
     Args:
-        part_K: Part of each class, int64; M is its maximum + 1.
+        part_K: Number of each class's part, int64. M is the highest number + 1.
     """
     num_parts = int(part_K.max()) + 1
     sums_BM = probabilities_BK.new_zeros(len(probabilities_BK), num_parts)
@@ -48,25 +49,28 @@ def marginal_probabilities(probabilities_BK: torch.Tensor, part_K: torch.Tensor)
 
 
 def ranks(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
-    """Return the rank of the correct class, int64 [B]; 1 is best. Equal probabilities are ranked by ascending class."""
-    right_B1 = probabilities_BK.gather(1, label_B[:, None])
-    higher_BK = probabilities_BK > right_B1
-    lower_BK = torch.arange(probabilities_BK.shape[1], device=label_B.device) < label_B[:, None]
-    return 1 + (higher_BK | ((probabilities_BK == right_B1) & lower_BK)).sum(dim=1)
+    """Return the rank of the correct class, int64 [B]; 1 is best.
+
+    Classes with equal probabilities are ranked by ascending number.
+    """
+    correct_B1 = probabilities_BK.gather(1, label_B[:, None])
+    is_higher_BK = probabilities_BK > correct_B1
+    is_earlier_BK = torch.arange(probabilities_BK.shape[1], device=label_B.device) < label_B[:, None]
+    return 1 + (is_higher_BK | ((probabilities_BK == correct_B1) & is_earlier_BK)).sum(dim=1)
 
 
 def hits(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
-    """Return two bools per clip, [B, 2]: the correct class is first, and it is among the first five."""
+    """Return two bools per clip, [B, 2]: True if the correct class is first, and True if it is among the first five."""
     return torch.stack([ranks(probabilities_BK, label_B) <= k for k in _TOP], dim=1)
 
 
 @dataclass
 class Tally:
-    """Numbers of samples and of correct predictions per class.
+    """Counts of samples and correct predictions per class.
 
     Attributes:
-        num_right: Correct predictions of each class, top-1 and top-5, int64 [K, 2].
-        num_all: Samples of each class, int64 [K].
+        num_right: Number of correct predictions (top-1 and top-5) for each class, int64 [K, 2].
+        num_all: Number of samples of each class, int64 [K].
     """
 
     num_right: torch.Tensor
@@ -86,17 +90,23 @@ class Tally:
         self.num_all.index_add_(0, label_B, torch.ones_like(label_B))
 
     def metrics(self) -> dict[str, float]:
-        """Return top1 and top5 over samples, and mean_class: the mean top-1 over the classes that occur."""
+        """Return `top1` and `top5`, and `mean_class`, the mean of the top-1 accuracies of all classes with samples."""
         num_samples = int(self.num_all.sum())
         top1, top5 = (self.num_right.sum(dim=0).double() / max(num_samples, 1)).tolist()
-        occurs = self.num_all > 0
-        by_class = self.num_right[occurs, 0].double() / self.num_all[occurs].double()
+        has_samples = self.num_all > 0
+        by_class = self.num_right[has_samples, 0].double() / self.num_all[has_samples].double()
         return {"top1": top1, "top5": top5, "mean_class": by_class.mean().item() if len(by_class) else 0.0}
 
 
 @dataclass
 class ClassTallies:
-    """Tallies of a classifier's classes and, if its classes are actions, of verbs and nouns."""
+    """Tallies for the classes of a classifier and, if the classes are actions, for verbs and nouns.
+
+    Attributes:
+        tallies: Tally of each kind of class, by label.
+        parts: Verb or noun of each class, int64 [K], by label; empty if the classes are not actions.
+        predictions: Predictions for each kind of class, by label.
+    """
 
     classes: ClassList
     device: torch.device
@@ -123,7 +133,7 @@ class ClassTallies:
         self.predictions.setdefault(name, []).append(predictions)
 
     def by_class(self) -> list[dict[str, Any]]:
-        """Return this rank's results by class, for each kind of class; see `Predictions.by_class`."""
+        """Return this rank's results by class (`Predictions.by_class`), for each kind of class."""
         return [
             Predictions.join(self.predictions[name]).by_class(
                 self.classes.names if name == self.classes.label else list(map(str, range(len(tally.num_all)))),
@@ -134,7 +144,7 @@ class ClassTallies:
         ]
 
     def metrics(self, world: World) -> dict[str, float]:
-        """Return `<label>_top1` and other metrics over all ranks. All ranks must call it."""
+        """Return the metrics over all ranks as `<label>_top1` and so on. All ranks must call it."""
         metrics: dict[str, float] = {}
         for name, tally in self.tallies.items():
             total = Tally(world.sum(tally.num_right), world.sum(tally.num_all))
@@ -148,8 +158,10 @@ class ClassResult:
 
     Attributes:
         metrics: Metrics over all ranks (`ClassTallies.metrics`).
-        num_samples, num_failed: Numbers of samples and failures over all ranks.
-        failed, by_class: This rank's failures and results by class.
+        num_samples: Number of scored samples on all ranks.
+        num_failed: Number of failed samples on all ranks.
+        failed: Samples that failed on this rank.
+        by_class: Results of this rank by class.
     """
 
     metrics: dict[str, float]
@@ -159,7 +171,7 @@ class ClassResult:
     by_class: list[dict[str, Any]]
 
 
-@torch.no_grad()  # not inference_mode, because training also uses tensors that a model caches
+@torch.no_grad()  # not inference_mode, because training reuses tensors that the model caches
 def score_classifier(
     model: nn.Module,
     batches: Iterable[LoadedBatch],
@@ -173,8 +185,9 @@ def score_classifier(
     """Score a model in evaluation mode on this rank's part of a split. All ranks must call it.
 
     Args:
-        inputs: Function that takes a batch and returns clips [B, C, T, H, W], with the frames of all views one after
-            the other.
+        inputs: Function that takes a batch and returns clips [B, C, T, H, W], in which the frames of all views follow
+            one another.
+        num_views: Number of views per clip.
 
     Raises:
         FailedWork: No clip could be decoded, or logits are not finite.
@@ -206,11 +219,11 @@ _PARTS = "; verbs and nouns are sums over their actions"
 
 
 def score_run(opened: OpenedRun, flags: ClassificationFlags) -> Score:
-    """Score a run's latest checkpoint on all clips of a split.
+    """Score the latest checkpoint of a run on all clips of a split.
 
     Raises:
-        UserError: The split has no clips, or the files do not fit the classes.
-        FailedWork: No clip could be decoded.
+        UserError: The split has no clips, or the class files do not fit the classes.
+        FailedWork: No clip could be decoded, or logits are not finite.
     """
     opened.require_whole()
     settings, trained, task = opened.settings, opened.trained, opened.task
@@ -246,19 +259,22 @@ def score_run(opened: OpenedRun, flags: ClassificationFlags) -> Score:
 
 
 def names_of_numbers(classes: ClassList, files: Sequence[Path]) -> dict[str, dict[str, str]]:
-    """Return the names of numbered classes, by label and number; for actions, also the names of verbs and nouns.
+    """Return the names of numbered classes, by label and number. For actions, include the names of verbs and nouns.
 
     Args:
-        files: Class file of the label, or for actions the files of verbs and nouns; empty for no names.
+        files: Class file of the label, or the files of verbs and nouns for actions; empty for no names.
 
     Raises:
-        UserError: The number of files is wrong, a file has no name for a class, or the classes have names.
+        UserError: The classes are not numbers, the number of files is wrong, or a file has no name for a class.
     """
     parts = classes.parts or {classes.label: np.array([int(name) for name in classes.names if name.isdecimal()])}
     if not files:
         return {}
     if any(len(part) < len(classes) for part in parts.values()):
-        raise UserError(f"classes of the label {classes.label!r} are not numbers", hint="omit --classes")
+        raise UserError(
+            f"--classes names numbered classes, but the classes of the label {classes.label!r} are not numbers",
+            hint="omit --classes",
+        )
     if len(files) != len(parts):
         raise UserError(
             f"--classes lists {count_noun(len(files), 'file')}, but {classes.label} needs {len(parts)}",
@@ -277,8 +293,8 @@ def names_of_numbers(classes: ClassList, files: Sequence[Path]) -> dict[str, dic
     return names_of_label
 
 
-def kept_classes(run: RunFolder) -> dict[str, ClassList]:
-    """Return the classes that a run was trained on, as an argument for its task (`TaskSpec.run_arguments`).
+def classes_of_run(run: RunFolder) -> dict[str, ClassList]:
+    """Return the classes of a run, as an argument for its task (`TaskSpec.run_arguments`).
 
     Raises:
         UserError: `run` is not a run of `train classify`.
@@ -289,5 +305,5 @@ def kept_classes(run: RunFolder) -> dict[str, ClassList]:
     except (KeyError, TypeError) as error:
         raise UserError(
             f"{run.facts} lists no classes: {run.path} is not a run of train classify",
-            hint="other commands score other runs: train eval --help",
+            hint="see train eval --help for the evaluations of other runs",
         ) from error

@@ -1,4 +1,4 @@
-"""Export classifiers for VideoMAE's code, transformers and as programs; convert VideoMAE's classifiers from both."""
+"""Export of classifiers (VideoMAE, transformers, torch.export, ONNX), and conversion of VideoMAE's classifiers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,23 +20,23 @@ from clipmill.train.weights.files import read_config
 from clipmill.train.weights.source import Say, Source, effective_clip_settings
 from clipmill.train.weights.videomae import exported_videomae
 
-# Clips of VideoMAE's classifiers: 16 frames, every fourth of the video, which no file records.
+# VideoMAE's classifiers were trained on clips of 16 frames, every fourth frame of a video. No file records this.
 _NUM_FRAMES, _STRIDE = 16, 4
 
 
 def adopted_classifier(source: Source, path: Path, *, say: Say) -> AdoptedModel | None:
-    """Convert the weights of a fine-tuned VideoMAE to a classifier; None if they have no classification layer.
+    """Convert the weights of a fine-tuned VideoMAE to a classifier; None if the weights have no classification layer.
 
-    The names of classes come from `id2label` in config.json; without that file, classes have no names.
+    The names of the classes come from `id2label` in config.json. Without this file, the classes are numbered.
 
     Raises:
-        UserError: The number of classes in config.json is wrong.
+        UserError: `id2label` is malformed, or does not fit the number of classes.
     """
     head = source.converted.tensors.get("head.weight")
     if head is None or source.kind is None:
         return None
     config = read_config(path / "config.json") or {}
-    with deferred_checks():  # the checks are about --model
+    with deferred_checks():  # the checks of --model do not apply to these weights
         settings = ClassifySettings(
             model=model_name_of(source),
             num_frames=num_frames_of(source, default=config.get("num_frames", _NUM_FRAMES)),
@@ -45,10 +45,10 @@ def adopted_classifier(source: Source, path: Path, *, say: Say) -> AdoptedModel 
             size_px=frame_px_of(source, default=ClassifySettings.size_px),
         )
         settings = effective_clip_settings(settings, source, say=say)
-    say(f"weights: clips are {settings.num_frames} frames, one in {_STRIDE}, as VideoMAE's classifiers were trained")
+    say(f"weights: clips have {settings.num_frames} frames, one in {_STRIDE}, as VideoMAE's classifiers were trained")
     names = _class_names(config.get("id2label"), num_classes=len(head), path=path)
     if all(name == f"LABEL_{number}" for number, name in enumerate(names)) and names:
-        say(f"weights: id2label of {path / 'config.json'} only numbers the classes: write their names in this file")
+        say(f"weights: id2label in {path / 'config.json'} contains only numbers; add the names of the classes there")
     size = match_size(size_of(settings.model, settings.towers), source)
     return AdoptedModel(
         settings=settings,
@@ -66,7 +66,7 @@ def _class_names(labels: object, *, num_classes: int, path: Path) -> tuple[str, 
         names = tuple(str(labels[str(number)]) for number in range(len(labels)))
     except (AssertionError, KeyError) as error:
         raise UserError(
-            f"{path / 'config.json'}: id2label is not a mapping from the numbers 0, 1, ... to names of classes",
+            f"{path / 'config.json'}: id2label does not map the numbers 0, 1, ... to the names of classes",
             hint="download the folder again",
         ) from error
     if len(names) != num_classes or len(set(names)) < num_classes:
@@ -78,7 +78,7 @@ def _class_names(labels: object, *, num_classes: int, path: Path) -> tuple[str, 
 
 
 def exported_classifier(request: ExportRequest) -> Exported:
-    """Export a classifier. All formats except torch and onnx need a videomae tower.
+    """Export a classifier to the requested format. All formats except torch and onnx need a videomae tower.
 
     Raises:
         UserError: The format cannot represent the classifier or its tower.
@@ -103,7 +103,7 @@ def exported_classifier(request: ExportRequest) -> Exported:
             flags=("--format",),
         )
     require_format(request.form, ("hf", "videomae", *PROGRAM_FORMATS), what="a classifier of videos")
-    # VideoMAE's checkpoints do not contain names of classes.
+    # VideoMAE's checkpoints do not contain the names of the classes.
     classes = request.task.classes.names if request.form == "hf" else ()
     return exported_videomae(
         request.settings,

@@ -1,4 +1,7 @@
-"""`TaskSpec` of the classifier; its settings; flags and table of its evaluation. Imports no heavy library."""
+"""`TaskSpec` of `train classify`, its settings, and the flags and the table of its evaluation.
+
+This module imports no heavy library, so that help and the checks of flags are fast.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -38,12 +41,12 @@ _ALPHA = Range(0, 100)
 class ClassEvaluation(EvaluationSettings):
     """Evaluation of a classifier during training."""
 
-    # The split is always read, because the model's classes include its classes.
+    # Without EVERY, because the split is always read: its classes are classes of the model.
     split: str = "val"
     clips: Annotated[int, VIEWS, EVERY] = 1
     """Number of temporal views per clip. Probabilities are averaged over all views."""
     crops: Annotated[int, VIEWS, EVERY] = 1
-    """Number of spatial crops per view, spread over the longer side; 1: the centre, 3: both ends and the centre."""
+    """Number of spatial crops per view, spread along the longer side. 1: the centre; 3: both ends and the centre."""
 
 
 @Parameter(name="*")
@@ -58,21 +61,21 @@ class ClassifySettings(LatentSettings):
     """Length of a segment of latents, such as 5s. A segment has the label of the caption that covers most of it.
     Default: the stored segments of a video VAE; 5s for other latents."""
     repeats: Annotated[int, groups.CLIPS, Range(1, 1000)] = 1
-    """Number of samples per clip (repeated augmentation), decoded once, with different frames and crops."""
+    """Number of samples per clip, with different frames and crops (repeated augmentation). The clip is decoded once."""
     label: Annotated[str, CLASSES, FIRST_RUN] = "class"
-    """Label column to classify: class (Kinetics), action (EPIC-KITCHENS: verb and noun), or a different label."""
+    """Label column with the classes: class (Kinetics), action (EPIC-KITCHENS: verb and noun), or any other label."""
     dropout: Annotated[float, CLASSES, FRACTION] = 0.0
     """Dropout probability before the classification head."""
     label_smoothing: Annotated[float, CLASSES, FIRST_RUN, FRACTION] = 0.0
-    """Label smoothing. Fraction of the target that is spread over all classes."""
+    """Label smoothing: fraction of the target that is spread over all classes."""
     mixup: Annotated[float, CLASSES, FIRST_RUN, _ALPHA] = 0.0
-    """Alpha of mixup's Beta distribution; 0: no mixup. With --cutmix, one of the two is drawn for each batch."""
+    """Alpha of mixup's Beta distribution; 0 disables mixup. With --cutmix, each batch uses one of the two."""
     cutmix: Annotated[float, CLASSES, FIRST_RUN, _ALPHA] = 0.0
-    """Alpha of CutMix's Beta distribution; 0: no CutMix."""
+    """Alpha of CutMix's Beta distribution; 0 disables CutMix."""
     evaluate: Annotated[ClassEvaluation, groups.EVALUATION] = field(default_factory=ClassEvaluation)
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for towers that the task or the input does not support, and for augmentation without effect."""
+        """Yield errors for towers that the task or the input does not support, and for settings without effect."""
         yield from super().rules()
         if (kind := self.towers.kind) not in (None, "clip", "videomae", LIBRARY):
             yield UserError(
@@ -87,7 +90,7 @@ class ClassifySettings(LatentSettings):
         if (self.mixup or self.cutmix) and self.batch < 2:
             yield UserError(
                 f"--batch is {self.batch}, but --mixup and --cutmix mix two clips",
-                hint="use 2 or more",
+                hint="use --batch 2 or more",
                 flags=("--batch", "--mixup", "--cutmix"),
             )
 
@@ -95,13 +98,13 @@ class ClassifySettings(LatentSettings):
         for option in fields(Augment):
             if getattr(self.augment, option.name) != option.default:
                 yield UserError(
-                    f"{self.augment.flag(option.name)} applies to frames in pixels, not to latents",
+                    f"{self.augment.flag(option.name)} applies to pixels, not to latents",
                     hint="omit it with --input latents, or use --input pixels",
                     flags=(self.augment.flag(option.name),),
                 )
         if self.repeats > 1:
             yield UserError(
-                f"--repeats is {self.repeats}, but latents are not decoded, so it saves no work",
+                f"--repeats is {self.repeats}, which saves no work, because latents are not decoded",
                 hint="omit it with --input latents",
                 flags=("--repeats",),
             )
@@ -122,19 +125,19 @@ class ClassificationFlags(Checked):
     clips: Annotated[int, VIEWS] = 1
     """Number of temporal views per clip. Probabilities are averaged over all views."""
     crops: Annotated[int, VIEWS] = 1
-    """Number of spatial crops per view, spread over the longer side; 1: the centre, 3: both ends and the centre."""
+    """Number of spatial crops per view, spread along the longer side. 1: the centre; 3: both ends and the centre."""
 
     classes: Annotated[tuple[Path, ...], Parameter(negative="")] = ()
     """Class file, as for train eval zero-shot, whose names are shown instead of class numbers. For actions, use the
-    flag twice: the file of verbs, then the file of nouns."""
+    flag twice: first the file of verbs, then the file of nouns."""
 
     def evaluation(self) -> ClassEvaluation:
-        """Return the same evaluation as settings of an evaluation during training."""
+        """Return these flags as the settings of an evaluation during training."""
         return ClassEvaluation(split=self.split, clips=self.clips, crops=self.crops)
 
 
 def classification_table(result: dict[str, Any]) -> Table:
-    """Return a table with one row per kind of class."""
+    """Return a table with one row for the label and, for actions, rows for verbs and nouns."""
     rows, clips = [], count_noun(result["num_samples"], "clip")
     for name, num_classes in result["num_classes"].items():
         shares = [result["numbers"][f"{name}_{key}"] for key in ("top1", "top5", "mean_class")]
@@ -164,7 +167,7 @@ TASK = TaskSpec(
     example="train classify --shards data --preset tiny --label motion --out runs/classes",
     settings=ClassifySettings,
     make=import_late("clipmill.train.tasks.classify.task:ClassifyTask"),
-    run_arguments=import_late("clipmill.train.tasks.classify.evaluation:kept_classes"),
+    run_arguments=import_late("clipmill.train.tasks.classify.evaluation:classes_of_run"),
     effective_settings=import_late("clipmill.train.weights.source:effective_clip_settings"),
     evaluations=(CLASSIFICATION, PROBE),
     formats={

@@ -1,8 +1,8 @@
-"""Task `train classify`: model, objective with mixup and CutMix, and fine-tuning of a tower on labelled clips.
+"""Task `train classify`: samples, model and objective for fine-tuning a video tower on labelled clips.
 
-Mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019): one mixing ratio and one kind of mixing are drawn per batch,
-from torch's CPU generator. Clip i of B is mixed with clip B - 1 - i, and its target with that clip's target, with the
-same ratio. CutMix replaces the same rectangle in all frames.
+The objective supports mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019). The kind of mixing and the mixing ratio
+are drawn once per batch, from torch's CPU generator. Clip i of B clips is mixed with clip B - 1 - i, and their targets
+are mixed with the same ratio. CutMix replaces the same rectangle in all frames.
 
 Shape suffixes: B batch, R rows of a microbatch, K classes, D width, C channels, T frames, F frames in a segment of
 latents, H and W height and width in pixels (or in values of a latent).
@@ -45,22 +45,25 @@ from clipmill.train.weights.loading import LoadedWeights, fit_to
 from clipmill.train.weights.source import Say, Source
 
 _FEATURE_NORM = "fc_norm."
-# Standard deviation of the last layer's initial weights. 0.01 is AVION's value; VideoMAE uses 0.02 times init_scale,
-# 0.001.
+# Standard deviation of the last layer's initial weights. 0.01 is AVION's value. VideoMAE multiplies 0.02 by its
+# init_scale of 0.001.
 _HEAD_STD = {"clip": 0.01, "videomae": 2e-5, LIBRARY: 0.01}
 
 
 class VideoClassifier(nn.Module):
-    """Classifier of clips: one feature vector per clip, dropout, and a linear layer with small initial weights.
+    """Classifier of clips: a video tower, dropout, and a linear layer with small initial weights.
 
-    The feature vector is the class token of a CLIP tower without CLIP's projection, or a library's embedding, or the
-    mean of all tokens of a videomae tower. In the last case, a layer norm follows the mean and replaces the tower's
-    last norm, as in VideoMAE's fine-tuning.
+    The feature vector of a clip is the class token of a CLIP tower before the projection, the embedding of a library's
+    tower, or the mean of all tokens of a videomae tower. After the mean, a layer norm replaces the last norm of the
+    videomae tower, as in VideoMAE's fine-tuning.
 
     The tower's parameters are named `video.*`, as in other tasks. The classifier adds `fc_norm.*` and `head.*`.
 
     Args:
-        size: Size of the tower; `towers` has its kind.
+        size: Size of the tower.
+        towers: Settings of the tower, including its kind.
+        image_px: Side length of the frames.
+        dropout: Dropout probability before the linear layer.
     """
 
     video: VideoViT | VideoMAEEncoder | LibraryImage
@@ -113,7 +116,7 @@ class VideoClassifier(nn.Module):
         return logits_BK
 
     def features(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
-        """Return the input of the last layer, [B, D]."""
+        """Return the feature vectors of clips, the input of the linear layer, [B, D]."""
         if isinstance(self.video, VideoMAEEncoder):
             assert self.fc_norm is not None
             features_BD: torch.Tensor = self.fc_norm(self.video.features(video_BCTHW))
@@ -133,7 +136,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
     """The task of `train classify`.
 
     Args:
-        classes: Classes of an existing run. Default: they are read with the training set.
+        classes: Classes of an existing run. Default: read the classes from the data when the training set is opened.
     """
 
     name = "classify"
@@ -141,13 +144,13 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
     def __init__(self, settings: ClassifySettings, *, classes: ClassList | None = None, **opened: Any) -> None:
         super().__init__(settings, **opened)
         self._classes = classes
-        self._held_out: dict[str, Samples[Any]] = {}
+        self._evaluation_samples: dict[str, Samples[Any]] = {}
         self.columns: tuple[str, ...] = (LATENTS,) if settings.reads_latents else (VIDEO,)
 
     @property
     def classes(self) -> ClassList:
         """Classes of the model, in order."""
-        assert self._classes is not None  # passed to the task, or read by training_set
+        assert self._classes is not None  # set by the constructor or by `training_set`
         return self._classes
 
     def facts(self) -> dict[str, Any]:
@@ -155,10 +158,10 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         return {"classes": self.classes.as_json(), **super().facts()}
 
     def training_set(self, world: World) -> "AnySamples":
-        """Open this rank's part of the labelled clips, or segments of latents, of the training split.
+        """Open this rank's part of the labelled clips, or segments of latents, in the training split.
 
         Raises:
-            UserError: The split is empty, or all clips belong to one class.
+            UserError: The split is empty, or all its clips belong to one class.
         """
         settings = self._settings
         if self._classes is None:
@@ -168,33 +171,34 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         if len(np.unique(samples.labels)) < 2:
             name = self.classes.names[int(samples.labels[0])]
             raise UserError(
-                f"all clips of split {settings.split!r} are of the class {name!r}: there is nothing to tell apart",
+                f"all clips of split {settings.split!r} belong to the class {name!r}, but at least two are needed",
                 hint="use more data, or a different --label",
             )
         if settings.evaluate.every:
-            # Open the data now, so that mistakes in their settings are reported before training starts.
+            # Open the data now, so that errors in their settings are reported before training starts.
             for data in settings.evaluated_data():
                 with data.explain_errors():
-                    held_out = self.with_data(data.shards).samples(data.split, world, views=_views(settings.evaluate))
-                self._held_out[data.name] = held_out
-                self.note_evaluation(data, held_out)
+                    task = self.with_data(data.shards)
+                    evaluation_samples = task.samples(data.split, world, views=_views(settings.evaluate))
+                self._evaluation_samples[data.name] = evaluation_samples
+                self.note_evaluation(data, evaluation_samples)
         return samples
 
     def samples(self, split: str, world: World, *, views: Views | None = None, repeats: int = 1) -> "Samples[Any]":
         """Open this rank's part of the labelled samples of a split.
 
         Args:
-            views: Views for an evaluation.
-            repeats: Number of samples per clip, in training.
+            views: Views of each clip in an evaluation; None for training.
+            repeats: Number of samples per clip, for training.
 
         Raises:
-            UserError: The split is empty, or contradicts the settings.
+            UserError: The split is empty, or does not fit the settings.
         """
         settings = self._settings
         loading = loader_settings(settings, world, device=self._device)
         loading = replace(loading, group=loading.group * repeats)
         if views is not None:
-            # Reduce the batch size, because a clip needs memory for all its views.
+            # Reduce the batch size, because all views of a clip are in memory at the same time.
             loading = replace(loading, batch=max(1, loading.batch // len(views)))
         query = DataQuery(
             settings=settings,
@@ -209,42 +213,48 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         return samples
 
     def fit_weights(self, model: VideoClassifier, source: Source, *, say: Say) -> LoadedWeights:
-        """Fit weights to the tower. The last layer always has new weights."""
-        # A text tower, CLIP's projection, a decoder, the last layer of a classifier, and the last norm of a masked
-        # autoencoder's encoder are not used. The norm of a classifier's features is used.
+        """Fit weights to the tower, and to the norm of the features if the weights have one.
+
+        The last layer always keeps its new weights. A text tower, CLIP's projection, a decoder, the last layer of a
+        classifier, and the last norm of a masked autoencoder's encoder are not used.
+        """
         tower = nn.Module()
         tower.video = model.video
         norm = getattr(model, "fc_norm", None)
         if norm is not None and any(name.startswith(_FEATURE_NORM) for name in source.converted.tensors):
             tower.fc_norm = norm
-        unused = dict(UNUSED_PARTS)
+        unused_parts = dict(UNUSED_PARTS)
         if not any(name.startswith("video.ln_post.") for name in tower.state_dict()):
-            unused["video.ln_post."] = (
+            unused_parts["video.ln_post."] = (
                 "the encoder's last norm (video.ln_post), which a new norm after the mean of its tokens replaces"
             )
         return fit_to(
             tower,
-            without_parts(source, unused, model="a classifier", say=say),
+            without_parts(source, unused_parts, model="a classifier", say=say),
             allow=self._settings.init.allow,
             say=say,
         )
 
     def build_objective(self, samples: "AnySamples", world: World) -> Objective:
-        """Return the objective: cross-entropy with mixed targets."""
+        """Build the objective, the cross-entropy with mixed targets."""
         inputs: Callable[[Batch, slice], torch.Tensor] = partial(self.inputs, is_training=True)
         return SoftCrossEntropy(
-            inputs, self._settings, num_classes=len(self.classes), side=picture_size(samples, self._settings)[1]
+            inputs, self._settings, num_classes=len(self.classes), frame_px=picture_size(samples, self._settings)[1]
         )
 
     def inputs(self, batch: Batch, rows: slice = slice(None), *, is_training: bool = False) -> torch.Tensor:
-        """Return the model's input, clips [B, C, T, H, W], for the given rows of a batch."""
+        """Return the model's input, normalised clips [B, C, T, H, W], for the given rows of a batch."""
         if batch["input"] == "latents":
             positions = batch["position"][rows].numpy() if is_training else None
             return self._frames(batch["latents"][rows], positions).float().transpose(1, 2)
         return self.pixels(batch, rows, mean=CLIP_MEAN, std=CLIP_STD, is_training=is_training)
 
     def _frames(self, latents_BFCHW: torch.Tensor, positions: Positions | None) -> torch.Tensor:
-        """Return frames [B, T, C, H, W] of segments of latents: random frames with `positions`, otherwise centred."""
+        """Select frames [B, T, C, H, W] from segments of latents.
+
+        Args:
+            positions: Positions of the samples, from which random frames are drawn; None for centred frames.
+        """
         count, seed = self._settings.num_frames, self._settings.seed
         if self._settings.sampling == "stride":
             offset = None if positions is None else draw_uniform(positions, 1, seed=seed, purpose="window")[:, 0]
@@ -253,10 +263,10 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         return spread_frames(latents_BFCHW, num_frames=count, offset_BK=offset)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Return accuracies on the evaluation data, as `<name>/<metric>`."""
+        """Return the accuracies on all evaluation data, as `<name>/<metric>`."""
         evaluation = self._settings.evaluate
         metrics: dict[str, float] = {}
-        for name, samples in self._held_out.items():
+        for name, samples in self._evaluation_samples.items():
             every = every_for(len(samples), at_most=evaluation.max_samples)
             result = self.score(model, samples, world, views=_views(evaluation), every=every)
             metrics |= split_metrics(name, result.metrics, num_failed=result.num_failed)
@@ -265,7 +275,12 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
     def score(
         self, model: nn.Module, samples: "Samples[Any]", world: World, *, views: Views, every: int = 1
     ) -> ClassResult:
-        """Score a model in evaluation mode on samples that were opened with `views`. All ranks must call it."""
+        """Score a model in evaluation mode. All ranks must call it.
+
+        Args:
+            samples: Samples that were opened with the same `views`.
+            every: Interval of the samples to score; 1 for all samples.
+        """
         return score_classifier(
             model,
             count_batches(samples.evaluation_batches(every=every), "classifying", total=-(-len(samples) // every)),
@@ -277,7 +292,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         )
 
     def new_model(self, samples: "AnySamples") -> VideoClassifier:
-        """Build a tower for the clips of `samples`, with a new last layer."""
+        """Build a classifier for the resolution of `samples`."""
         settings = self._settings
         if self._shape is not None:
             size, image_px = self._shape.size.video, self._shape.image_px
@@ -298,16 +313,16 @@ def _views(evaluation: ClassEvaluation) -> Views:
     return Views(num_clips=evaluation.clips, num_crops=evaluation.crops)
 
 
-# Index of the random draw for a batch's mix; the indices of microbatches start at 0.
+# Index with which a batch's mix seeds the generators. The indices of microbatches start at 0.
 _MIXING = -1
 
 
 class SoftCrossEntropy(Objective):
-    """Cross-entropy with soft targets, averaged over the batch.
+    """Objective of a classifier: the cross-entropy with soft targets, averaged over the batch.
 
     Args:
-        inputs: Function that takes a batch and a slice of its rows, and returns their clips [R, C, T, H, W].
-        side: Height and width of the clips.
+        inputs: Function that takes a batch and a slice of its rows, and returns normalised clips [R, C, T, H, W].
+        frame_px: Height and width of the frames.
     """
 
     def __init__(
@@ -316,22 +331,22 @@ class SoftCrossEntropy(Objective):
         settings: ClassifySettings,
         *,
         num_classes: int,
-        side: int,
+        frame_px: int,
     ) -> None:
         super().__init__()
-        self._inputs, self._settings, self._num_classes, self._side = inputs, settings, num_classes, side
+        self._inputs, self._settings, self._num_classes, self._frame_px = inputs, settings, num_classes, frame_px
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
-        """Add the gradients of this rank's part of the batch; return the loss of the complete batch."""
+        """Accumulate this rank's gradients, and return the loss of the global batch."""
         settings = self._settings
         num_samples = len(batch["label"])
         with step.seed_generators(_MIXING):
-            mix = draw_mix(mixup=settings.mixup, cutmix=settings.cutmix, size_px=self._side)
+            mix = draw_mix(mixup=settings.mixup, cutmix=settings.cutmix, size_px=self._frame_px)
         targets_BK = mixed_targets(
             batch["label"], num_classes=self._num_classes, smoothing=settings.label_smoothing, mix=mix
         )
 
-        def loss_of(rows: slice) -> torch.Tensor:
+        def compute_loss(rows: slice) -> torch.Tensor:
             clips_RCTHW = self._inputs(batch, rows)
             if mix != NO_MIX:
                 opposite = slice(num_samples - rows.stop, num_samples - rows.start)
@@ -339,28 +354,30 @@ class SoftCrossEntropy(Objective):
                 clips_RCTHW = mix_clips(clips_RCTHW, partners.flip(0), mix)
             with step.autocast():
                 logits_RK = model(clips_RCTHW)
-            share = (rows.stop - rows.start) / num_samples
-            return soft_cross_entropy(logits_RK.float(), targets_BK[rows]) * share
+            # Weight the loss by the microbatch's fraction of the batch, so that the sum of all microbatches is the mean
+            # over the batch.
+            fraction = (rows.stop - rows.start) / num_samples
+            return soft_cross_entropy(logits_RK.float(), targets_BK[rows]) * fraction
 
-        losses = backward_microbatches(loss_of, num_samples=num_samples, step=step)
+        losses = backward_microbatches(compute_loss, num_samples=num_samples, step=step)
         return {"loss": step.world.sum(sum(losses[1:], losses[0])).double() / step.world.size}
 
 
 def soft_cross_entropy(logits_RK: torch.Tensor, targets_RK: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy between targets and the softmax of logits, averaged over rows."""
+    """Return the cross-entropy between soft targets and logits, averaged over the rows (scalar)."""
     return -(targets_RK * logits_RK.log_softmax(dim=1)).sum(dim=1).mean()
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Mixing of the clips in a batch with their partners.
+    """Parameters for mixing the clips of a batch with their partners.
 
     Attributes:
-        share: Weight of a clip's target in [0, 1]; the partner's target has the weight 1 - share.
-        box: Rows [top, bottom) and columns [left, right) that come from the partner; None for mixup.
+        weight: Weight of a clip's target in [0, 1]. The weight of its partner's target is 1 - weight.
+        box: Top, bottom, left and right edges of the rectangle that comes from the partner, for CutMix; None for mixup.
     """
 
-    share: float
+    weight: float
     box: tuple[int, int, int, int] | None = None
 
 
@@ -368,26 +385,30 @@ NO_MIX = Mix(1.0)
 
 
 def draw_mix(*, mixup: float, cutmix: float, size_px: int) -> Mix:
-    """Draw the mix of a batch.
+    """Draw the mixing parameters of a batch.
 
     Args:
-        mixup, cutmix: Alpha of the Beta distribution of the clip's share; 0 turns it off. If both are positive, each
-            is used for half of the batches.
+        mixup, cutmix: Alpha of the Beta distribution from which the weight is drawn; 0 disables mixup or CutMix. If
+            both are positive, each of them is used for half of the batches.
     """
     if not mixup and not cutmix:
         return NO_MIX
     is_cut = bool(cutmix) and (not mixup or torch.rand(()).item() < 0.5)
     alpha = torch.tensor(cutmix if is_cut else mixup, dtype=torch.float64)
-    share = torch.distributions.Beta(alpha, alpha).sample().item()
+    weight = torch.distributions.Beta(alpha, alpha).sample().item()
     if not is_cut:
-        return Mix(share)
-    top, left = (int(torch.randint(size_px, ())) for _ in range(2))
-    return cut_around(top, left, share=share, size_px=size_px)
+        return Mix(weight)
+    row, column = (int(torch.randint(size_px, ())) for _ in range(2))
+    return cut_around(row, column, weight=weight, size_px=size_px)
 
 
-def cut_around(row: int, column: int, *, share: float, size_px: int) -> Mix:
-    """Return the mix for a square of area 1 - `share` around a pixel, clipped to the frame, with the actual share."""
-    half = int(size_px * math.sqrt(1 - share)) // 2
+def cut_around(row: int, column: int, *, weight: float, size_px: int) -> Mix:
+    """Return CutMix parameters for a square around a pixel.
+
+    The square covers the fraction 1 - `weight` of the frame's area, and is clipped to the frame. The result has the
+    weight that corresponds to the clipped area.
+    """
+    half = int(size_px * math.sqrt(1 - weight)) // 2
     top, bottom = max(row - half, 0), min(row + half, size_px)
     left, right = max(column - half, 0), min(column + half, size_px)
     return Mix(1 - (bottom - top) * (right - left) / size_px**2, (top, bottom, left, right))
@@ -396,7 +417,7 @@ def cut_around(row: int, column: int, *, share: float, size_px: int) -> Mix:
 def mix_clips(clips_BCTHW: torch.Tensor, partners_BCTHW: torch.Tensor, mix: Mix) -> torch.Tensor:
     """Mix clips with their partners."""
     if mix.box is None:
-        return mix.share * clips_BCTHW + (1 - mix.share) * partners_BCTHW
+        return mix.weight * clips_BCTHW + (1 - mix.weight) * partners_BCTHW
     top, bottom, left, right = mix.box
     mixed_BCTHW = clips_BCTHW.clone()
     mixed_BCTHW[..., top:bottom, left:right] = partners_BCTHW[..., top:bottom, left:right]
@@ -404,12 +425,12 @@ def mix_clips(clips_BCTHW: torch.Tensor, partners_BCTHW: torch.Tensor, mix: Mix)
 
 
 def mixed_targets(label_B: torch.Tensor, *, num_classes: int, smoothing: float, mix: Mix) -> torch.Tensor:
-    """Return the targets of a complete batch, float32 [B, K]; each row sums to 1.
+    """Return the targets of a batch after label smoothing and mixing, float32 [B, K]. Each row sums to 1.
 
     Args:
-        smoothing: Label smoothing (Szegedy et al. 2016, section 7).
+        smoothing: Label smoothing (Szegedy et al. 2016, section 7), the fraction that is spread over all classes.
     """
-    # torch's one_hot would check the range of the labels, and the CPU would wait for the GPU.
+    # torch's one_hot checks the range of the labels, which would make the CPU wait for the GPU.
     one_hot_BK = (label_B[:, None] == torch.arange(num_classes, device=label_B.device)).float()
     smooth_BK = one_hot_BK * (1 - smoothing) + smoothing / num_classes
-    return mix.share * smooth_BK + (1 - mix.share) * smooth_BK.flip(0)
+    return mix.weight * smooth_BK + (1 - mix.weight) * smooth_BK.flip(0)

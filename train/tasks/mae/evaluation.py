@@ -1,10 +1,10 @@
-"""Evaluate the reconstruction of masked cubes: the loss on the clips of a split, and images for the results page.
+"""Evaluation of the reconstruction of masked cubes: the loss on the clips of a split, and images for the results page.
 
-A model predicts the values of each masked cube, minus their mean and divided by their standard deviation, per channel
-(clipmill.train.tasks.mae.task). An image also needs a mean and a standard deviation, which are averages over the
-clip's visible cubes with weights 1 / d^4, where d is the distance between cubes, counted in cubes along time, height
-and width. Images do not depend on the values of masked cubes. Published images often use the masked cubes' statistics;
-docs/mae.md discusses the consequences.
+The model predicts the values of each masked cube, normalised per channel by their mean and standard deviation
+(clipmill.train.tasks.mae.task). To show an image, these statistics must be estimated: they are averages over the clip's
+visible cubes with weights 1 / d^4, where d is the distance between two cubes, counted in cubes along time, height and
+width. Therefore the images do not depend on the values of the masked cubes. Published images often use the statistics
+of the masked cubes; docs/mae.md discusses the consequences.
 
 Shape suffixes: B clips, C channels, T frames, H and W pixels, N cubes per clip, M masked cubes per clip, R masked
 cubes of all clips, V values of a cube in one channel, K values of a cube in all channels (V * C, channels last), G
@@ -35,20 +35,26 @@ from clipmill.train.models.video_vit import CubeGrid, VideoViTSize, cubes_of, gr
 from clipmill.train.models.videomae import predicted_cubes
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.run.tracking import count_batches
-from clipmill.train.tasks.mae.spec import RECONSTRUCTION, TASK, MaeSettings, ReconstructionFlags, num_masked_places
+from clipmill.train.tasks.mae.spec import RECONSTRUCTION, TASK, MaeSettings, ReconstructionFlags, num_masked_patches
 from clipmill.train.tasks.mae.task import MaskedClips
 from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from clipmill.train.weights.source import Say
 
-_AT_ONCE = 32  # number of clips per forward pass; a training batch may be too large for one GPU
-_POWER = 4  # exponent of the distance; docs/mae.md compares it with other exponents
+_CLIPS_PER_PASS = 32  # number of clips per forward pass; a training batch may be too large for one GPU
+_POWER = 4  # exponent of the distance; docs/mae.md compares it to other exponents
 GREY = 0.5
 ToDisplay = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class ReconstructedClip:
-    """Frames of one clip, each uint8 RGB [G, H, W, 3]: original, masked, and with masked cubes filled in."""
+    """Displayed frames of one clip: original, masked, and with the masked cubes filled in; uint8 RGB [G, H, W, 3] each.
+
+    Attributes:
+        sample: Index of the sample.
+        key: Key of the chunk.
+        loss: Mean squared error of the clip.
+    """
 
     sample: int
     key: str
@@ -65,6 +71,8 @@ class ReconstructionResult:
     Attributes:
         loss: Mean squared error of the normalised values of all masked cubes.
         flat_loss: Loss of predicting the mean of each cube.
+        num_samples: Number of evaluated clips.
+        failed: Samples that could not be decoded.
         clips: Clips to display.
     """
 
@@ -76,13 +84,13 @@ class ReconstructionResult:
 
 
 @dataclass(frozen=True)
-class Pictures:
+class Display:
     """Selection of the clips and frames to display.
 
     Attributes:
         samples: Indices of the clips.
-        frames: Indices of the displayed frames of a clip.
-        to_display: Function that maps the model's input, [B, C, T, H, W], to values from 0 to 1.
+        frames: Indices of the displayed frames in a clip.
+        to_display: Function that maps the model's input [B, C, T, H, W] to displayable values from 0 to 1.
     """
 
     samples: Collection[int]
@@ -96,11 +104,16 @@ def evaluate_reconstruction(
     batches: Iterable[LoadedBatch],
     masked: MaskedClips,
     *,
-    pictures: Pictures,
+    display: Display,
     autocast: Callable[[], AbstractContextManager[None]],
     device: torch.device,
 ) -> ReconstructionResult:
-    """Evaluate a model in evaluation mode. A sample's mask depends only on its index and the seed.
+    """Evaluate a model in evaluation mode. The mask of a sample depends only on the seed and the index of the sample.
+
+    Args:
+        masked: Source of inputs and targets.
+        display: Selection of the clips and frames to display.
+        autocast: Function that returns the autocast context of the model's precision.
 
     Raises:
         FailedWork: No clip could be decoded, or predictions are not finite.
@@ -114,8 +127,8 @@ def evaluate_reconstruction(
         if not loaded.batch:
             continue
         batch = to_device(loaded.batch, device)
-        for begin in range(0, len(batch["position"]), _AT_ONCE):
-            rows = slice(begin, begin + _AT_ONCE)
+        for start in range(0, len(batch["position"]), _CLIPS_PER_PASS):
+            rows = slice(start, start + _CLIPS_PER_PASS)
             clips_BCTHW, numbers_B = masked.inputs(batch, rows), batch["position"][rows]
             masked_BN = masking.draw(numbers_B, device=device, is_training=False).masked_BN
             num_masked = masking.counts.num_masked
@@ -128,11 +141,11 @@ def evaluate_reconstruction(
             ).double()
             losses.append(losses_B2.cpu())
             for row, number in enumerate(numbers_B.tolist()):
-                if number in pictures.samples:
+                if number in display.samples:
                     clip = slice(row, row + 1)
-                    shown = clips_BCTHW[clip], values_BMV[clip], masked_BN[clip]
-                    frames = _frames(*shown, size=masked.size, pictures=pictures)
-                    key = batch["key"][begin + row]
+                    tensors = clips_BCTHW[clip], values_BMV[clip], masked_BN[clip]
+                    frames = _render_frames(*tensors, size=masked.size, display=display)
+                    key = batch["key"][start + row]
                     clips.append(ReconstructedClip(number, key, losses_B2[row, 0].item(), *frames))
     if not losses:
         raise FailedWork(f"none of {count_noun(len(failed), 'clip')} could be decoded")
@@ -142,24 +155,24 @@ def evaluate_reconstruction(
     return ReconstructionResult(loss, flat_loss, sum(map(len, losses)), tuple(failed), tuple(clips))
 
 
-def _frames(
+def _render_frames(
     clip_1CTHW: torch.Tensor,
     values_1MV: torch.Tensor,
     masked_1N: torch.Tensor,
     *,
     size: VideoViTSize,
-    pictures: Pictures,
+    display: Display,
 ) -> list[NDArray[np.uint8]]:
-    """Return the displayed frames of one clip: original, masked, and with masked cubes filled in."""
-    # Predictions are normalised per cube and channel, so they do not depend on `to_display`, which is affine per
+    """Return the displayed frames of one clip: original, masked, and with the masked cubes filled in."""
+    # `to_display` is an affine map per channel, which does not affect predictions that are normalised per cube and
     # channel.
-    shown = reconstruct(
-        pictures.to_display(clip_1CTHW), values_1MV, masked_1N, cube_frames=size.cube_frames, patch_px=size.patch_px
+    clips = reconstruct(
+        display.to_display(clip_1CTHW), values_1MV, masked_1N, cube_frames=size.cube_frames, patch_px=size.patch_px
     )
     frames = []
-    for clip in (shown.original, shown.masked, shown.filled):
-        video_CGHW = clip[0][:, list(pictures.frames)]
-        # Show the first three channels as RGB; repeat channels if there are fewer.
+    for clip in (clips.original, clips.masked, clips.filled):
+        video_CGHW = clip[0][:, list(display.frames)]
+        # Show the first three channels as RGB, and repeat channels if there are fewer.
         rgb_GHW3 = video_CGHW[torch.arange(3) % len(video_CGHW)].permute(1, 2, 3, 0)
         frames.append((rgb_GHW3.float().clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy())
     return frames
@@ -167,7 +180,7 @@ def _frames(
 
 @dataclass(frozen=True)
 class Statistics:
-    """Mean and unbiased standard deviation of each cube and channel, each [B, N, C]."""
+    """Mean and unbiased standard deviation of each cube and channel, [B, N, C] each."""
 
     mean_BNC: torch.Tensor
     std_BNC: torch.Tensor
@@ -175,48 +188,50 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """Clips: original, masked, and with masked cubes filled in; each [B, C, T, H, W]."""
+    """Clips: original, masked, and with the masked cubes filled in; [B, C, T, H, W] each."""
 
     original: torch.Tensor
     masked: torch.Tensor
     filled: torch.Tensor
 
 
-def values_of(video_BCTHW: torch.Tensor, *, cube_frames: int, patch_px: int) -> torch.Tensor:
-    """Return the values of all cubes of clips, [B, N, V, C], in the order in which the model predicts them."""
+def cube_values(video_BCTHW: torch.Tensor, *, cube_frames: int, patch_px: int) -> torch.Tensor:
+    """Split clips into cubes, and return their values, [B, N, V, C], in the order in which the model predicts them."""
     cubes = cubes_of(video_BCTHW, cube_frames=cube_frames, patch_px=patch_px)
     return cubes.permute(0, 1, 2, 3, 5, 6, 7, 4).flatten(4, 6).flatten(1, 3)
 
 
-def clips_of(values_BNVC: torch.Tensor, grid: CubeGrid, *, cube_frames: int, patch_px: int) -> torch.Tensor:
-    """Invert `values_of`: return clips [B, C, T, H, W]."""
+def assemble_clips(values_BNVC: torch.Tensor, grid: CubeGrid, *, cube_frames: int, patch_px: int) -> torch.Tensor:
+    """Assemble clips [B, C, T, H, W] from the values of their cubes, the inverse of `cube_values`."""
     shape = (grid.steps, grid.rows, grid.columns)
     cubes = values_BNVC.unflatten(1, shape).unflatten(4, (cube_frames, patch_px, patch_px))
     return cubes.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
 
 def true_statistics(values_BNVC: torch.Tensor) -> Statistics:
-    """Return the statistics by which targets are normalised."""
+    """Return the statistics of the cubes' values, by which targets are normalised."""
     return Statistics(values_BNVC.mean(2), values_BNVC.std(2))
 
 
 def visible_statistics(values_BNVC: torch.Tensor, masked_BN: torch.Tensor, *, grid: CubeGrid) -> Statistics:
-    """Return statistics of visible cubes; masked cubes get averages over visible cubes with weights 1 / distance^4.
+    """Return the statistics of visible cubes, and estimates for masked cubes.
+
+    An estimate is the average over the clip's visible cubes with weights 1 / distance^4.
 
     Raises:
         ValueError: A clip has no visible cube.
     """
     if masked_BN.all(dim=1).any():
         raise ValueError("a clip has no visible cube for the statistics")
-    true = true_statistics(values_BNVC)
-    mean_BNC, std_BNC = true.mean_BNC.clone(), true.std_BNC.clone()
+    statistics = true_statistics(values_BNVC)
+    mean_BNC, std_BNC = statistics.mean_BNC.clone(), statistics.std_BNC.clone()
     lengths = (grid.steps, grid.rows, grid.columns)
     position_N3 = torch.cartesian_prod(*(torch.arange(length, device=masked_BN.device) for length in lengths)).float()
     for clip, masked_N in enumerate(masked_BN):
         distance = torch.cdist(position_N3[masked_N], position_N3[~masked_N])
         weights = torch.nn.functional.normalize(distance**-_POWER, p=1.0, dim=1).to(mean_BNC.dtype)
-        mean_BNC[clip, masked_N] = weights @ true.mean_BNC[clip, ~masked_N]
-        std_BNC[clip, masked_N] = weights @ true.std_BNC[clip, ~masked_N]
+        mean_BNC[clip, masked_N] = weights @ statistics.mean_BNC[clip, ~masked_N]
+        std_BNC[clip, masked_N] = weights @ statistics.std_BNC[clip, ~masked_N]
     return Statistics(mean_BNC, std_BNC)
 
 
@@ -229,32 +244,35 @@ def reconstruct(
     patch_px: int,
     statistics: Statistics | None = None,
 ) -> Reconstruction:
-    """Fill in the masked cubes of clips. Visible cubes remain unchanged.
+    """Fill in the masked cubes of clips with predicted values. Visible cubes do not change.
 
     Args:
         video_BCTHW: Values to display, from 0 to 1.
         predicted_BMK: Normalised values of the masked cubes, in the order of their indices, channels last.
-        statistics: Statistics that undo the normalisation. Default: `visible_statistics`.
+        masked_BN: True for masked cubes.
+        statistics: Statistics with which to undo the normalisation. Default: `visible_statistics`.
     """
     size = {"cube_frames": cube_frames, "patch_px": patch_px}
     grid, num_channels = grid_of(video_BCTHW, **size), video_BCTHW.shape[1]
-    values_BNVC = values_of(video_BCTHW, **size)
+    values_BNVC = cube_values(video_BCTHW, **size)
     statistics = statistics or visible_statistics(values_BNVC, masked_BN, grid=grid)
     mean_R1C, std_R1C = statistics.mean_BNC[masked_BN][:, None], statistics.std_BNC[masked_BN][:, None]
     predicted_RVC = predicted_BMK.flatten(0, 1).unflatten(1, (-1, num_channels)).to(values_BNVC.dtype)
     masked_BNVC = values_BNVC.masked_fill(masked_BN[..., None, None], GREY)
     filled_BNVC = values_BNVC.masked_scatter(masked_BN[..., None, None], predicted_RVC * std_R1C + mean_R1C)
-    return Reconstruction(video_BCTHW, clips_of(masked_BNVC, grid, **size), clips_of(filled_BNVC, grid, **size))
+    return Reconstruction(
+        video_BCTHW, assemble_clips(masked_BNVC, grid, **size), assemble_clips(filled_BNVC, grid, **size)
+    )
 
 
 _NUM_CLIPS = 4
 _MAX_FRAMES = 4
-_FEW_PX = 96  # images with shorter sides are enlarged without interpolation, and stored losslessly
+_SMALL_PX = 96  # images with a shorter side are enlarged without interpolation, and stored losslessly
 _PROTOCOL = (
     "mean squared error of the normalised values of masked cubes (per cube and channel); baseline: the error of "
     "predicting the mean of each cube; explained: 1 - loss / baseline"
 )
-_PICTURES = {
+_PICTURE_RULES = {
     "pixels": "The model sees the cubes that are not grey. It predicts masked cubes up to their mean and standard "
     "deviation, which its targets do not contain; the pictures take both from visible cubes, weighted by "
     "distance. Cubes that are too bright or too dark as a whole are therefore due to this rule, and patterns "
@@ -266,11 +284,11 @@ _PICTURES = {
 }
 
 
-def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, chosen: str = "") -> Score:
-    """Reconstruct the masked cubes of a split's clips with a run's latest checkpoint.
+def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, split_remark: str = "") -> Score:
+    """Reconstruct the masked cubes of a split's clips with the latest checkpoint of a run.
 
     Args:
-        chosen: Reason for the choice of the split, if the user did not choose it.
+        split_remark: Name of the split and the reason for its choice, if the user did not choose it.
 
     Raises:
         UserError: The split has no clips.
@@ -283,12 +301,12 @@ def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, chosen: str = ""
     every = every_for(len(samples), at_most=flags.max_samples)
     clips: MaskedClips = task.masked_clips(samples)
     grid = clips.masking.grid
-    num_masked = num_masked_places(settings.mask_ratio, num_places=grid.patches)
+    num_masked = num_masked_patches(settings.mask_ratio, num_patches=grid.patches)
     result = evaluate_reconstruction(
         model,
         count_batches(samples.evaluation_batches(every=every), "reconstructing", total=-(-len(samples) // every)),
         clips,
-        pictures=Pictures(
+        display=Display(
             samples=frozenset(evenly_spaced_items(range(0, len(samples), every), at_most=_NUM_CLIPS)),
             frames=evenly_within(range(settings.num_frames), at_most=_MAX_FRAMES),
             to_display=_to_display(settings),
@@ -301,7 +319,7 @@ def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, chosen: str = ""
         samples=samples,
         clip=describe_clip(settings, samples, is_consecutive=True),
         values={
-            "split_chosen": chosen,
+            "split_chosen": split_remark,
             "mask": f"the same {num_masked:,} of {grid.patches:,} patches at all {grid.steps} time steps, "
             f"seed {settings.seed}",
             "share_hidden": clips.masking.counts.num_masked / grid.cubes,
@@ -309,8 +327,8 @@ def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, chosen: str = ""
             "num_samples": result.num_samples,
             "loss": result.loss,
             "flat_loss": result.flat_loss,
-            "picture_rule": _PICTURES[settings.input],
-            "has_few_pixels": any(clip.original.shape[2] < _FEW_PX for clip in result.clips),
+            "picture_rule": _PICTURE_RULES[settings.input],
+            "has_few_pixels": any(clip.original.shape[2] < _SMALL_PX for clip in result.clips),
             "shown": _figures(result.clips, samples, num_frames=settings.num_frames),
         },
         failed=result.failed,
@@ -318,31 +336,34 @@ def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, chosen: str = ""
 
 
 def reconstruct_at_end(run: RunFolder, settings: MaeSettings, *, say: Say) -> None:
-    """Reconstruct clips at the end of a run, from the evaluation split or, without one, from the training split.
+    """Reconstruct clips at the end of a run, from the evaluation split or, if it cannot be used, the training split.
 
-    Errors are printed, and do not make the run fail.
+    Errors are printed, but do not make the run fail.
     """
     for folder in settings.folders:
-        # In a mixture, each folder has a separate result. The result of a single folder is a result for the run's data.
+        # In a mixture, each folder has a separate result. The result of a single folder counts for the run's data.
         _reconstruct(run, settings, shards=folder if len(settings.folders) > 1 else None, say=say)
 
 
 def _reconstruct(run: RunFolder, settings: MaeSettings, *, shards: str | None, say: Say) -> None:
-    held_out, suffix = settings.evaluate.split, "" if shards is None else f" of {shards}"
+    split, suffix = settings.evaluate.split, "" if shards is None else f" of {shards}"
     try:
         try:
-            evaluate(TASK, RECONSTRUCTION, run, ReconstructionFlags(split=held_out), shards=shards)
+            evaluate(TASK, RECONSTRUCTION, run, ReconstructionFlags(split=split), shards=shards)
         except UserError as error:
-            chosen = f"{settings.split}, which the model was trained on, because {held_out} cannot be used: {error}"
-            say(f"reconstruction{suffix}: split {chosen}")
-            with_reason = replace(RECONSTRUCTION, score=partial(score_run, chosen=chosen))
-            evaluate(TASK, with_reason, run, ReconstructionFlags(split=settings.split), shards=shards)
+            remark = f"{settings.split}, which the model was trained on, because {split} cannot be used: {error}"
+            say(f"reconstruction{suffix}: split {remark}")
+            spec = replace(RECONSTRUCTION, score=partial(score_run, split_remark=remark))
+            evaluate(TASK, spec, run, ReconstructionFlags(split=settings.split), shards=shards)
     except (UserError, FailedWork) as error:
-        say(f"reconstruction{suffix}: no pictures: {error}")
+        say(f"reconstruction{suffix}: no images: {error}")
 
 
 def _to_display(settings: MaeSettings) -> ToDisplay:
-    """Return a function that maps inputs to values in [0, 1]: undo normalisation, or give latents false colours."""
+    """Return a function that maps the model's input to values in [0, 1].
+
+    The function undoes the normalisation of pixels, and scales latents to false colours.
+    """
     if settings.reads_latents:
         return lambda latents: latents / (2 * FALSE_COLOUR_STDS) + 0.5
     mean_C111, std_C111 = (
@@ -353,17 +374,17 @@ def _to_display(settings: MaeSettings) -> ToDisplay:
 
 
 def _figures(clips: Sequence[ReconstructedClip], samples: Samples[Any], *, num_frames: int) -> list[dict[str, Any]]:
-    """Return clips as JSON-serialisable values, in the order of the split."""
+    """Return the displayed clips as JSON-serialisable values, in the order of the split."""
     figures = []
     for clip in sorted(clips, key=lambda clip: clip.sample):
         begin_s, end_s = samples.shown_span_s(clip.sample, num_frames=num_frames)
-        pictures = {
-            name: [picture_uri(frame) for frame in getattr(clip, name)] for name in ("original", "masked", "filled")
+        images = {
+            name: [image_uri(frame) for frame in getattr(clip, name)] for name in ("original", "masked", "filled")
         }
-        figures.append({"key": clip.key, "begin_s": begin_s, "end_s": end_s, "loss": clip.loss, **pictures})
+        figures.append({"key": clip.key, "begin_s": begin_s, "end_s": end_s, "loss": clip.loss, **images})
     return figures
 
 
-def picture_uri(frame: NDArray[np.uint8]) -> str:
+def image_uri(frame: NDArray[np.uint8]) -> str:
     """Return an image (uint8 RGB [H, W, 3]) as a data URI: JPEG, or PNG if it is small."""
-    return png_uri(frame) if min(frame.shape[:2]) < _FEW_PX else jpeg_uri(frame)
+    return png_uri(frame) if min(frame.shape[:2]) < _SMALL_PX else jpeg_uri(frame)

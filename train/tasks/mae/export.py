@@ -1,4 +1,4 @@
-"""Convert masked autoencoders from and to VideoMAE's checkpoints and transformers' VideoMAEForPreTraining."""
+"""Conversion of masked autoencoders to and from VideoMAE's checkpoints and transformers' VideoMAEForPreTraining."""
 
 from pathlib import Path
 
@@ -16,12 +16,15 @@ from clipmill.train.weights.videomae import exported_videomae
 
 
 def adopted_autoencoder(source: Source, path: Path, *, say: Say) -> AdoptedModel | None:
-    """Convert the weights of a VideoMAE, with or without decoder; None for a classifier or other weights."""
+    """Convert the weights of a VideoMAE with or without a decoder to a masked autoencoder.
+
+    The result is None for a classifier and for other weights.
+    """
     shapes = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
     if source.kind != "videomae" or "head.weight" in shapes:
         return None
     depth = depth_of(shapes, "decoder")
-    with deferred_checks():  # the checks are about --model
+    with deferred_checks():  # the checks of --model do not apply to these weights
         settings = MaeSettings(
             model=model_name_of(source),
             num_frames=(read_config(path / "config.json") or {}).get("num_frames", MaeSettings.num_frames),
@@ -35,7 +38,7 @@ def adopted_autoencoder(source: Source, path: Path, *, say: Say) -> AdoptedModel
 
 
 def exported_autoencoder(request: ExportRequest) -> Exported:
-    """Export a masked autoencoder.
+    """Export a masked autoencoder to the requested format.
 
     Raises:
         UserError: The format cannot represent a masked autoencoder.
@@ -49,7 +52,7 @@ def exported_autoencoder(request: ExportRequest) -> Exported:
         form=request.form,
         model={
             "architectures": ["VideoMAEForPreTraining"],
-            # In transformers, the encoder ends with a layer norm only without mean pooling.
+            # In transformers, the encoder has a last layer norm only without mean pooling.
             "use_mean_pooling": False,
             "norm_pix_loss": True,
             "decoder_hidden_size": decoder.width,

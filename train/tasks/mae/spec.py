@@ -1,4 +1,7 @@
-"""`TaskSpec` of the masked autoencoder; its settings; flags and table of its evaluation. Imports no heavy library."""
+"""`TaskSpec` of `train mae`, its settings, and the flags and the table of its evaluation.
+
+This module imports no heavy library, so that help and the checks of flags are fast.
+"""
 
 import math
 from collections.abc import Iterator
@@ -26,12 +29,14 @@ DecoderMask = Literal["none", "random", "running-cell"]
 Repeat = Literal["clips", "masks"]
 
 MASKS = help_group("Masks", 6)
-_RATIO = Range(above=0, below=1, hint="use a number above 0 and below 1: some cubes are masked, and some are visible")
-_OF_PIXELS = (
+_RATIO = Range(
+    above=0, below=1, hint="use a number above 0 and below 1, so that some cubes are masked and some are visible"
+)
+_PIXEL_SETTINGS = (
     *("sampling", "stride", "size_px", "crop", "min_crop_area", "short_side_px", "augment"),
     *("samples_per_chunk", "repeat", "decode"),
 )
-_OF_LATENTS = ("segment", "max_segments")
+_LATENT_SETTINGS = ("segment", "max_segments")
 _BETA2 = 0.95
 _CELL_RATIOS = (0.25, 0.5, 0.75)
 
@@ -43,18 +48,18 @@ class MaeOptimizer(OptimizerSettings):
     beta2: Annotated[float | None, FRACTION] = None
     """Second beta. Default: 0.95 for adamw, 0.999 for lamb, 0.99 for lion."""
     lr_batch: Annotated[int | None, COUNT] = 256
-    """Reference batch size: learning rates are multiplied by --batch / this (linear scaling)."""
+    """Reference batch size. Learning rates are multiplied by --batch divided by this value (linear scaling)."""
 
     def number(self, name: str) -> float:
-        """Return the effective value."""
+        """Return the effective value of a setting."""
         return _BETA2 if (name, self.name, self.beta2) == ("beta2", "adamw", None) else super().number(name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaeTowers(Towers):
-    """Settings of an encoder of the kind videomae.
+    """Settings of the encoder, a tower of the kind videomae.
 
-    The help omits settings that the encoder does not use, but a run's settings include them.
+    Settings that the encoder does not use are hidden in the help, but are included in the settings of a run.
     """
 
     kind: Annotated[Kind | None, groups.HIDDEN] = "videomae"
@@ -67,7 +72,7 @@ class MaeTowers(Towers):
     patch_dropout: Annotated[float, groups.HIDDEN] = 0.0
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for settings that the help omits, if they do not have their defaults."""
+        """Yield errors for hidden settings that do not have their default values."""
         hint = "omit it: train mae supports only the kind videomae"
         if self.image is not None:
             yield UserError(
@@ -101,29 +106,31 @@ class MaeSettings(LatentSettings):
 
     segment: Annotated[str | None, groups.CLIPS] = None
     """Length of a segment of latents, such as 5s. A clip consists of --num-frames consecutive frames of a segment.
-    Default: the stored segments of a video VAE; 5s for other latents."""
+    Default: the stored segments of a video VAE, and 5s for other latents."""
     max_segments: Annotated[int | None, groups.CLIPS, Range(1, 10**9)] = None
     """Maximum number of segments per training video, spread evenly over the video. Default: all segments."""
     num_frames: NumFrames = 16
     sampling: Sampling = "stride"
     crop: Crop = "multi-scale"
     samples_per_chunk: Annotated[int, groups.CLIPS, COUNT] = 1
-    """Number of samples drawn from each chunk per epoch. They are consecutive, and the chunk is decoded once."""
+    """Number of samples drawn from each chunk per epoch. They are consecutive, so the chunk is decoded once."""
     repeat: Annotated[Repeat, groups.CLIPS] = "clips"
-    """Differences between the samples of a chunk. clips: frames, crop and mask; masks: only crop and mask."""
+    """Difference between the samples of a chunk. clips: different frames, crops and masks; masks: the same frames with
+    different crops and masks."""
 
     lr: LearningRate = 1.5e-4
-    """Peak learning rate. It applies to a batch of --optimizer.lr-batch, and is reached after warmup."""
+    """Peak learning rate for a batch of --optimizer.lr-batch, reached at the end of the warmup."""
     weight_decay: WeightDecay = 0.05
     optimizer: Annotated[MaeOptimizer, groups.OPTIMIZER] = field(default_factory=MaeOptimizer)
     towers: Annotated[MaeTowers, groups.TOWERS] = field(default_factory=MaeTowers)
 
     mask_ratio: Annotated[float, MASKS, FIRST_RUN, _RATIO] = 0.9
-    """Fraction of patches to mask. Tube masking: the same patches in all frames, drawn per clip."""
+    """Fraction of patches to mask. The same patches are masked in all frames of a clip (tube masking)."""
     decoder_mask: Annotated[DecoderMask, MASKS] = "none"
-    """Masked patches that the decoder skips, to save work: none, random ones, or running cells (VideoMAE V2)."""
+    """Masked patches that the decoder does not predict, to save work: none, random patches, or running cells (VideoMAE
+    V2)."""
     decoder_mask_ratio: Annotated[float, MASKS, _RATIO, GoesWith("decoder_mask", ("random", "running-cell"))] = 0.5
-    """Fraction of the masked patches that --decoder-mask skips."""
+    """Fraction of the masked patches that --decoder-mask omits."""
     decoder_depth: Annotated[int, MASKS, FIRST_RUN, Range(1, 1000)] = 4
     """Number of decoder blocks."""
     evaluate: Annotated[ProbeEvaluation, groups.EVALUATION, groups.SEVERAL] = field(default_factory=ProbeEvaluation)
@@ -133,12 +140,12 @@ class MaeSettings(LatentSettings):
         return ("video", "decoder")
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for masks that leave no visible or no masked patch, and for contradictory settings."""
+        """Yield errors for masks without a visible or a masked patch, and for settings that contradict each other."""
         yield from super().rules()
         if self.views is not None:
             yield UserError(
-                f"--views is {self.views}, but train mae trains on chunks of single cameras",
-                hint="omit it: chunks of all cameras are used",
+                f"--views is {self.views}, but each clip of train mae is from a single camera",
+                hint="omit it: the chunks of all cameras are used",
                 flags=("--views",),
             )
         if self.augment.erase:
@@ -149,7 +156,8 @@ class MaeSettings(LatentSettings):
             )
         if self.decoder_mask == "running-cell" and self.decoder_mask_ratio not in _CELL_RATIOS:
             yield UserError(
-                f"--decoder-mask-ratio is {self.decoder_mask_ratio}, but a running cell has four patches",
+                f"--decoder-mask-ratio is {self.decoder_mask_ratio}, but a running cell omits one, two or three of its "
+                "four patches",
                 hint="use 0.25, 0.5 or 0.75, or --decoder-mask random",
                 flags=("--decoder-mask-ratio",),
             )
@@ -163,36 +171,38 @@ class MaeSettings(LatentSettings):
             misfits = list(errors_of(check_picture, self.model, self.towers, size_px=self.size_px))
             yield from misfits
             if not misfits:
-                num_places = (self.size_px // patch_px_of(self.model, self.towers)) ** 2
-                yield from errors_of(check_mask, self.mask_ratio, num_places=num_places)
+                num_patches = (self.size_px // patch_px_of(self.model, self.towers)) ** 2
+                yield from errors_of(check_mask, self.mask_ratio, num_patches=num_patches)
 
 
-def without_effect(settings: MaeSettings) -> list[str]:
-    """Return the changed flags that have no effect with the chosen input."""
-    defaults, unused = MaeSettings(), _OF_PIXELS if settings.reads_latents else _OF_LATENTS
-    flags = [name.replace("_", "-") for name in unused if getattr(settings, name) != getattr(defaults, name)]
+def flags_without_effect(settings: MaeSettings) -> list[str]:
+    """Return the flags that were changed, but have no effect with the selected input."""
+    defaults, names = MaeSettings(), _PIXEL_SETTINGS if settings.reads_latents else _LATENT_SETTINGS
+    flags = [name.replace("_", "-") for name in names if getattr(settings, name) != getattr(defaults, name)]
     if settings.reads_latents and (settings.init.pixel_mean, settings.init.pixel_std) != (None, None):
         flags.append("init.pixel-*")
     return [f"--{flag}" for flag in flags]
 
 
-def check_mask(ratio: float, *, num_places: int) -> None:
+def check_mask(ratio: float, *, num_patches: int) -> None:
     """Raise a UserError if a mask leaves no cube of a time step visible, or no cube to reconstruct."""
-    num_masked = num_masked_places(ratio, num_places=num_places)
-    if 0 < num_masked < num_places:
+    num_masked = num_masked_patches(ratio, num_patches=num_patches)
+    if 0 < num_masked < num_patches:
         return
     # Round up, so that the suggested ratio masks at least one cube.
-    least = math.ceil(1e4 / num_places) / 1e4
+    lowest = math.ceil(1e4 / num_patches) / 1e4
     raise UserError(
-        f"--mask-ratio {ratio} masks {num_masked} of the {count_noun(num_places, 'cube')} of a time step",
-        hint=f"use {least} or more, less than 1" if num_places > 1 else "use larger frames: a visible cube must remain",
+        f"--mask-ratio {ratio} masks {num_masked} of the {count_noun(num_patches, 'cube')} of a time step",
+        hint=f"use {lowest} or more, but less than 1"
+        if num_patches > 1
+        else "use larger frames, so that a visible cube remains",
         flags=("--mask-ratio",),
     )
 
 
-def num_masked_places(ratio: float, *, num_places: int) -> int:
-    """Return the number of masked cubes in a time step: rounded down, as in VideoMAE (176 of 196)."""
-    return int(ratio * num_places)
+def num_masked_patches(ratio: float, *, num_patches: int) -> int:
+    """Return the number of masked cubes in a time step, rounded down as in VideoMAE (176 of 196)."""
+    return int(ratio * num_patches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,12 +212,12 @@ class ReconstructionFlags(Checked):
     split: str = "val"
     """Split to evaluate on."""
     max_samples: Annotated[int, Range(least=1)] = 1000
-    """Maximum number of clips. Every k-th clip of the split is used, with the smallest sufficient k (for 12 of 52
-    clips: 11 clips, every 5th)."""
+    """Maximum number of clips. Every k-th clip of the split is used, with the smallest sufficient k (for at most 12 of
+    52 clips: every 5th, which are 11 clips)."""
 
 
 def reconstruction_table(result: dict[str, Any]) -> Table:
-    """Return a table with the loss, beside the loss of predicting the mean of each cube."""
+    """Return a table with the loss, the loss of predicting the mean of each cube, and the explained fraction."""
     loss, flat = result["loss"], result["flat_loss"]
     explained = 1 - loss / flat if flat else None
     cells = (
@@ -217,8 +227,7 @@ def reconstruction_table(result: dict[str, Any]) -> Table:
     )
     clips = count_noun(result["num_samples"], "clip")
     detail = f"{clips}, {percent(result['share_hidden'])} masked"
-    more = {"mask": result["mask"], "split": result["split_chosen"]}
-    protocol = protocol_of(result, clips, **more)
+    protocol = protocol_of(result, clips, mask=result["mask"], split=result["split_chosen"])
     columns = ("loss", "baseline", "explained")
     return Table(
         "Reconstruction of masked cubes", columns, (Row(f"clips of {result['split']}", detail, cells),), protocol
@@ -233,7 +242,7 @@ def _strips(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 RECONSTRUCTION = EvaluationSpec(
     name="reconstruction",
-    help="Evaluate the reconstruction of masked patches: loss on a split, and examples on the results page.",
+    help="Evaluate the reconstruction of masked patches: the loss on a split, and examples on the results page.",
     example="train eval reconstruction runs/mae --shards data",
     run_help="Run folder of train mae.",
     settings=ReconstructionFlags,

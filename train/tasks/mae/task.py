@@ -1,16 +1,16 @@
-"""Task `train mae`: masks and objective of a masked autoencoder (VideoMAE) for pixels or latents without captions.
+"""Task `train mae`: samples, masks and objective of a masked autoencoder (VideoMAE, Tong et al. 2022).
 
-Clips [B, C, T, H, W] come with the positions of their samples in the run. `tube_masks` draws the masked cubes, and
-`decoded_cubes` draws the predicted cubes among them. The model embeds only the visible cubes, and returns values
-[B, M, V] of the predicted cubes. `normalised_cubes` computes their targets. The loss is the mean squared error (Tong et
-al. 2022).
+The task trains on pixels or latents, without captions. A batch holds clips [B, C, T, H, W] and the positions of their
+samples in the run. `tube_masks` draws the masked cubes, and `decoded_cubes` draws the predicted cubes among them. The
+model embeds only the visible cubes, and returns the values [B, M, V] of the predicted cubes. `normalised_cubes`
+computes their targets. The loss is the mean squared error.
 
-Masks are drawn on the device, and depend only on the seed and the sample's position. Ranks, resumption and
-microbatches do not affect them.
+Masks are drawn on the device, and depend only on the seed and the position of the sample, but not on ranks, resumption
+or microbatches.
 
 Shape suffixes: B batch of a rank, C channels, T frames, H and W pixels, F frames in a segment of latents, S time
-steps, P patches per step, N cubes per clip (S * P, in the order of time, row, column), M predicted cubes per clip,
-t frames and p pixels (height and width) of a cube, V values of a cube (t * p * p * C, in this order); R rows of a
+steps, P patches per step, N cubes per clip (S * P, ordered by time, row and column), M predicted cubes per clip, t
+frames and p pixels (height and width) of a cube, V values of a cube (t * p * p * C, in this order); R rows of a
 microbatch, or R and C rows and columns of patches.
 """
 
@@ -39,19 +39,19 @@ from clipmill.train.evaluation.probing import LoopProbe
 from clipmill.train.losses.objective import Objective, backward_microbatches
 from clipmill.train.models.video_vit import CubeGrid, VideoViTSize, cubes_of, pick_cubes
 from clipmill.train.models.videomae import MaskedAutoencoder, predicted_cubes
-from clipmill.train.tasks.mae.spec import DecoderMask, MaeSettings, check_mask, num_masked_places, without_effect
+from clipmill.train.tasks.mae.spec import DecoderMask, MaeSettings, check_mask, flags_without_effect, num_masked_patches
 from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from clipmill.train.weights.loading import LoadedWeights, fit_to
 from clipmill.train.weights.source import Say, Source, effective_clip_settings
 
-# Numbers of the patches in a 2 x 2 cell, in order around the cell, so that consecutive numbers are neighbours.
+# Numbers of the patches in a 2 x 2 cell. They run around the cell, so that consecutive numbers are neighbours.
 _CELL = ((0, 1), (3, 2))
 _CELL_PATCHES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskCounts:
-    """Numbers per clip of masked cubes, and of predicted cubes among them; equal for all clips."""
+    """Number of masked cubes per clip, and number of predicted cubes among them. Both are equal for all clips."""
 
     num_masked: int
     num_predicted: int
@@ -60,20 +60,20 @@ class MaskCounts:
 def mask_counts(
     grid: CubeGrid, *, mask_ratio: float, decoder_mask: DecoderMask, decoder_mask_ratio: float
 ) -> MaskCounts:
-    """Return the counts of `tube_masks` and `decoded_cubes`."""
-    num_masked = grid.steps * num_masked_places(mask_ratio, num_places=grid.patches)
+    """Return the numbers of cubes per clip that `tube_masks` and `decoded_cubes` draw."""
+    num_masked = grid.steps * num_masked_patches(mask_ratio, num_patches=grid.patches)
     num_skipped = 0 if decoder_mask == "none" else int(decoder_mask_ratio * num_masked)
     return MaskCounts(num_masked=num_masked, num_predicted=num_masked - num_skipped)
 
 
 def tube_masks(positions_B: torch.Tensor, grid: CubeGrid, *, ratio: float, seed: int) -> torch.Tensor:
-    """Draw tube masks, bool [B, N]: the same int(ratio * P) patches at every step (VideoMAE, section 3.2).
+    """Draw tube masks, bool [B, N], which mask the same int(ratio * P) patches at every step (VideoMAE, section 3.2).
 
     Args:
-        positions_B: Positions of the samples in the run, int64, on the device that draws the masks.
+        positions_B: Positions of the samples in the run, int64, on the device on which the masks are drawn.
     """
     draws_BP = device_uniform(positions_B, grid.patches, seed=seed, purpose="tube mask")
-    masked_BP = _lowest_mask(draws_BP, num_masked_places(ratio, num_places=grid.patches))
+    masked_BP = _lowest_mask(draws_BP, num_masked_patches(ratio, num_patches=grid.patches))
     return masked_BP.repeat(1, grid.steps)
 
 
@@ -86,16 +86,18 @@ def decoded_cubes(
     ratio: float,
     seed: int,
 ) -> torch.Tensor:
-    """Draw the predicted cubes, bool [B, N]: exactly M - int(ratio * M) of the M masked cubes of each clip.
-
-    random: any masked cubes. running-cell: each cell of 2 x 2 patches keeps a fraction 1 - ratio of its patches. With
-        each step, the kept patches move by one around the cell (Qing et al. 2022, "MAR"), with a random start per clip.
-        If the number of steps is a multiple of 4, every patch is kept in equally many steps, so the number of masked
-        cubes that are kept is right for any tubes. Otherwise, random cubes are dropped or added.
+    """Draw the predicted cubes, bool [B, N]: exactly n - int(ratio * n) of the n masked cubes of each clip.
 
     VideoMAE V2 (section 3.2) draws decoder masks over all cubes, and computes the loss on the intersection of both
-    masks, whose size differs between clips. Here, cubes are drawn among the masked cubes, so their number is the same
-    for all clips, and batches are dense.
+    masks, whose size differs between clips. Here, the predicted cubes are drawn among the masked cubes, so their number
+    is the same for all clips, and batches are dense.
+
+    Args:
+        kind: random: draw any masked cubes. running-cell: each cell of 2 x 2 patches keeps the fraction 1 - ratio of
+            its patches. From step to step, the kept patches move by one around the cell (Qing et al. 2022, "MAR"), with
+            a random start per clip. If the number of steps is a multiple of 4, every patch is kept equally often, so
+            the number of kept cubes is exact for any tube mask. Otherwise, random cubes are dropped or added.
+        ratio: Fraction of the masked cubes that are not predicted.
     """
     device = masked_BN.device
     priority_BN = device_uniform(positions_B, grid.cubes, seed=seed, purpose="decoder mask", device=device)
@@ -111,8 +113,8 @@ def running_cells(starts_B: torch.Tensor, grid: CubeGrid, *, ratio: float) -> to
     """Return a mask of the cubes that running cells keep, bool [B, N].
 
     Args:
-        starts_B: Patch of a cell (0 to 3, around the cell) that is kept first in the first step, int64.
-        ratio: Fraction of a cell's patches that is dropped at each step: 0.25, 0.5 or 0.75.
+        starts_B: Number of the first kept patch of each cell in the first step (0 to 3, around the cell), int64.
+        ratio: Fraction of the cell's patches that is dropped at each step: 0.25, 0.5 or 0.75.
     """
     device = starts_B.device
     cell = constant_tensor(_CELL, device, torch.int64)
@@ -124,14 +126,23 @@ def running_cells(starts_B: torch.Tensor, grid: CubeGrid, *, ratio: float) -> to
 
 
 def _lowest_mask(values_BN: torch.Tensor, count: int | torch.Tensor) -> torch.Tensor:
-    """Return a mask of each row's `count` lowest values, bool [B, N]; `count` is an int or int64 [B, 1]."""
+    """Return a mask of the lowest values in each row, bool [B, N].
+
+    Args:
+        count: Number of values, or int64 [B, 1] for a separate number per row.
+    """
     ranks_BN = values_BN.argsort(dim=1).argsort(dim=1)
     return ranks_BN < count
 
 
 @dataclass(frozen=True)
 class Masks:
-    """Masks of the masked cubes, bool [B, N], and of the predicted cubes among them; None if all are predicted."""
+    """Masks of a batch.
+
+    Attributes:
+        masked_BN: True for masked cubes, bool.
+        decoded_BN: True for predicted cubes, bool; None if all masked cubes are predicted.
+    """
 
     masked_BN: torch.Tensor
     decoded_BN: torch.Tensor | None
@@ -139,7 +150,7 @@ class Masks:
 
 @dataclass(frozen=True)
 class Masking:
-    """Generator of a run's masks, for clips with a given grid of cubes."""
+    """Generator of the masks of a run, for clips with a given grid of cubes."""
 
     settings: MaeSettings
     grid: CubeGrid
@@ -156,7 +167,7 @@ class Masking:
         )
 
     def draw(self, positions_B: torch.Tensor, *, device: torch.device, is_training: bool = True) -> Masks:
-        """Draw masks for the samples at the given positions. Outside training, all masked cubes are predicted."""
+        """Draw masks for the samples at the given positions, int64 [B]. Evaluations predict all masked cubes."""
         settings, grid, positions_B = self.settings, self.grid, send(positions_B, device)
         masked_BN = tube_masks(positions_B, grid, ratio=settings.mask_ratio, seed=settings.seed)
         if settings.decoder_mask == "none" or not is_training:
@@ -177,13 +188,13 @@ _EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedClips:
-    """Functions for the inputs and targets of the model.
+    """Inputs and targets of the model for batches of clips.
 
     Attributes:
         inputs: Function that takes a batch and a slice of its rows, and returns normalised clips [R, C, T, H, W].
         masking: Generator of the masks.
         size: Size of the encoder, which defines the cubes.
-        std: Standard deviations by which the clips' channels were divided; None if they were not divided.
+        std: Standard deviations by which `inputs` divides the channels; None if it does not divide them.
     """
 
     inputs: Callable[[Batch, slice], torch.Tensor]
@@ -192,7 +203,7 @@ class MaskedClips:
     std: Sequence[float] | None
 
     def targets(self, clips_RCTHW: torch.Tensor, predicted_RM: torch.Tensor) -> torch.Tensor:
-        """Return the targets for clips (`normalised_cubes`)."""
+        """Return the targets of the predicted cubes (`normalised_cubes`)."""
         return normalised_cubes(
             clips_RCTHW,
             predicted_RM,
@@ -203,10 +214,10 @@ class MaskedClips:
 
 
 class MaskedReconstruction(Objective):
-    """Mean squared error over the predicted cubes of all clips of a batch (VideoMAE, section 3).
+    """Objective of a masked autoencoder: the mean squared error over the predicted cubes (VideoMAE, section 3).
 
     Every clip has the same number of predicted cubes, so the mean over microbatches and ranks is the mean over the
-    batch.
+    global batch.
     """
 
     def __init__(self, clips: MaskedClips) -> None:
@@ -214,11 +225,11 @@ class MaskedReconstruction(Objective):
         self._clips = clips
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
-        """Add the gradients of this rank's part of the batch; return the loss of the complete batch."""
+        """Accumulate this rank's gradients, and return the loss of the global batch."""
         num_samples, masking = len(batch["position"]), self._clips.masking
         counts = masking.counts
 
-        def loss_of(rows: slice) -> torch.Tensor:
+        def compute_loss(rows: slice) -> torch.Tensor:
             clips_RCTHW = self._clips.inputs(batch, rows)
             masks = masking.draw(batch["position"][rows], device=clips_RCTHW.device)
             predicted_RM = predicted_cubes(masks.masked_BN, masks.decoded_BN, count=counts.num_predicted)
@@ -231,10 +242,11 @@ class MaskedReconstruction(Objective):
                     num_masked=counts.num_masked,
                     num_predicted=counts.num_predicted,
                 )
-            # Scale by the microbatch's fraction of the batch, so that the microbatches sum to the mean over the batch.
+            # Weight the loss by the microbatch's fraction of the batch, so that the sum of all microbatches is the mean
+            # over the batch.
             return reconstruction_loss(values_RMV, targets_RMV) * ((rows.stop - rows.start) / num_samples)
 
-        losses = backward_microbatches(loss_of, num_samples=num_samples, step=step)
+        losses = backward_microbatches(compute_loss, num_samples=num_samples, step=step)
         return {"loss": step.world.sum(torch.stack(losses).sum()).double() / step.world.size}
 
 
@@ -247,17 +259,17 @@ def normalised_cubes(
     patch_px: int,
     std: Sequence[float] | None = None,
 ) -> torch.Tensor:
-    """Return targets for predicted cubes, [B, M, V], at least float32: (x - mean) / (sqrt(unbiased variance) + 1e-6).
+    """Return the targets of the predicted cubes, [B, M, V]: (x - mean) / (sqrt(unbiased variance) + 1e-6).
 
-    Mean and variance are computed over the t * p * p values of a cube in one channel (VideoMAE, section 3.3; its code
-    and transformers use the same constants).
+    The mean and the variance are computed over the t * p * p values of a cube in one channel (VideoMAE, section 3.3;
+    its code and transformers use the same constants). The dtype is at least float32.
 
     Args:
-        video_BCTHW: Clips, the model's input.
-        predicted_BM: Indices of the cubes, int64.
-        std: Standard deviations by which the clips' channels were divided; None for latents. VideoMAE defines targets
-            on pixels before this division. The division changes only the effect of the constant 1e-6, so 1e-6 is
-            divided by `std` as well.
+        video_BCTHW: Clips, as passed to the model.
+        predicted_BM: Indices of the predicted cubes, int64.
+        std: Standard deviations by which the channels were divided; None for latents. VideoMAE computes targets from
+            pixels before this division, which changes only the effect of the constant 1e-6. Therefore 1e-6 is also
+            divided by `std`.
     """
     cubes = cubes_of(video_BCTHW, cube_frames=cube_frames, patch_px=patch_px)
     targets_BMtppC = pick_cubes(cubes.permute(0, 1, 2, 3, 5, 6, 7, 4), predicted_BM)
@@ -271,7 +283,7 @@ def normalised_cubes(
 
 
 def reconstruction_loss(predicted_BMV: torch.Tensor, targets_BMV: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared error over the predicted cubes, computed with the targets' dtype."""
+    """Return the mean squared error over the predicted cubes (scalar), in the dtype of the targets."""
     return functional.mse_loss(predicted_BMV.to(targets_BMV.dtype), targets_BMV)
 
 
@@ -293,17 +305,17 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         self.columns: tuple[str, ...] = (LATENTS,) if settings.reads_latents else (VIDEO,)
 
     def training_set(self, world: World) -> "AnySamples":
-        """Open this rank's part of the chunks, or of the segments of latents, of the training split.
+        """Open this rank's part of the chunks, or segments of latents, in the training split.
 
         Raises:
-            UserError: The split is empty, cannot be cut and masked as the settings require, or the data lack the
-                evaluation split.
+            UserError: The split is empty, cannot be cropped and masked as the settings require, or the data do not have
+                the evaluation split.
         """
         settings = self._settings
         per_chunk = settings.samples_per_chunk
         samples = self.open_mixture(lambda task: task.samples(settings.split, world, per_chunk=per_chunk))
         if settings.evaluate.split != ProbeEvaluation.split:
-            # At its end, the run reconstructs clips of this split. Only the default split may be missing.
+            # At the end of the run, clips of this split are reconstructed. Only the default split may be missing.
             for folder in settings.folders:
                 if not kind_of(folder).has_manifest:
                     continue
@@ -311,7 +323,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
                     path = open_data_folder(folder, cache=settings.cache, column=None).path
                     find_split_videos(path, settings.evaluate.split)
         if settings.evaluate.every:
-            # Open the probes now, so that mistakes in their settings are reported before training starts.
+            # Open the probes now, so that errors in their settings are reported before training starts.
             self._probes = [self._open_probe(data, world) for data in settings.evaluated_data()]
         return samples
 
@@ -332,7 +344,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
             per_chunk: Number of samples per chunk.
 
         Raises:
-            UserError: The split is empty, or contradicts the settings.
+            UserError: The split is empty, or does not fit the settings.
         """
         settings = self._settings
         query = DataQuery(
@@ -345,36 +357,36 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         )
         samples: Samples[Any] = open_samples(query)
         if (shape := samples.frame_shape) is not None:
-            check_mask(settings.mask_ratio, num_places=(shape.height // LATENT_PATCH) ** 2)
+            check_mask(settings.mask_ratio, num_patches=(shape.height // LATENT_PATCH) ** 2)
         return samples
 
     def build_objective(self, samples: "AnySamples", world: World) -> Objective:
-        """Return the objective: the reconstruction error of masked cubes."""
+        """Build the objective, the reconstruction error of the masked cubes."""
         return MaskedReconstruction(self.masked_clips(samples, is_training=True))
 
     def masked_clips(self, samples: "AnySamples", *, is_training: bool = False) -> MaskedClips:
-        """Return the functions for inputs and targets of the clips of `samples`."""
+        """Return the source of inputs and targets for the clips of `samples`."""
         settings = self._settings
         return MaskedClips(
             inputs=partial(self.inputs, is_training=is_training),
             masking=self.masking(samples),
             size=self.size(samples),
-            # Latents are not divided.
+            # Latents are not divided by a standard deviation.
             std=None if settings.reads_latents else settings.init.pixel_std or IMAGENET_STD,
         )
 
     def size(self, samples: "AnySamples") -> VideoViTSize:
-        """Return the size of the encoder for the clips of `samples`."""
+        """Return the size of the encoder, which may depend on the clips of `samples`."""
         return self._shape.size.video if self._shape is not None else picture_size(samples, self._settings)[0]
 
     def masking(self, samples: "AnySamples") -> Masking:
         """Return the generator of masks for the clips of `samples`."""
         settings, size = self._settings, self.size(samples)
-        side = self._side(samples) // size.patch_px
-        return Masking(settings, CubeGrid(settings.num_frames // size.cube_frames, side, side))
+        num_rows = self._frame_px(samples) // size.patch_px
+        return Masking(settings, CubeGrid(settings.num_frames // size.cube_frames, num_rows, num_rows))
 
     def inputs(self, batch: Batch, rows: slice = slice(None), *, is_training: bool = False) -> torch.Tensor:
-        """Return the model's input, clips [B, C, T, H, W], for the given rows of a batch."""
+        """Return the model's input, normalised clips [B, C, T, H, W], for the given rows of a batch."""
         settings = self._settings
         if batch["input"] == "latents":
             window_offset_B = None
@@ -389,9 +401,9 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         return self.pixels(batch, rows, mean=IMAGENET_MEAN, std=IMAGENET_STD, is_training=is_training)
 
     def fit_all_parameters(self, model: MaskedAutoencoder, source: Source, *, say: Say) -> LoadedWeights:
-        """Fit weights to the encoder and decoder, or only to the encoder if the weights have no decoder.
+        """Fit weights to the encoder and the decoder, or only to the encoder if the weights have no decoder.
 
-        If the weights have no last norm, as with transformers' use_mean_pooling, the encoder's last norm is removed.
+        The last norm of the encoder is removed if the weights have none, as with transformers' `use_mean_pooling`.
         """
         names = source.converted.tensors
         if "video.ln_post.weight" not in names:
@@ -403,27 +415,27 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         return fit_to(parts, source, say=say)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Return metrics of the probes of all evaluation data, as `<name>/<metric>`."""
+        """Run the probes on all evaluation data, and return their metrics as `<name>/<metric>`."""
         return {name: value for probe in self._probes for name, value in probe(model, world).items()}
 
     def new_model(self, samples: "AnySamples") -> MaskedAutoencoder:
-        """Build encoder and decoder for the clips of `samples`."""
+        """Build the encoder and the decoder for the clips of `samples`."""
         settings = self._settings
         return MaskedAutoencoder(
             self.size(samples),
             decoder_depth=settings.decoder_depth,
-            image_px=self._side(samples),
+            image_px=self._frame_px(samples),
             num_frames=settings.num_frames,
             attend=self._attention.attend,
             towers=settings.towers,
         )
 
-    def _side(self, samples: "AnySamples") -> int:
+    def _frame_px(self, samples: "AnySamples") -> int:
         return self._shape.image_px if self._shape is not None else picture_size(samples, self._settings)[1]
 
 
 def effective_settings(settings: MaeSettings, source: Source | None, *, say: Say) -> MaeSettings:
     """Return the settings that apply with the weights of `source` (`effective_clip_settings`)."""
-    if unused := without_effect(settings):
-        say(f"without effect with --input {settings.input}, from flags or a preset: {', '.join(unused)}")
+    if flags := flags_without_effect(settings):
+        say(f"without effect with --input {settings.input}, from flags or a preset: {', '.join(flags)}")
     return effective_clip_settings(settings, source, say=say)
