@@ -1,8 +1,8 @@
 """TimeSformer: divided space-time attention (Bertasius et al. 2021, section 3.3, "T+S").
 
-Each patch first attends over time, to the patches at its
-position in all frames, and then over space, to the patches of its frame and the class token. The class token takes part
-only in spatial attention: it is repeated for each frame, and its outputs are averaged.
+Each patch first attends over time, to the patches at its position in all frames, and then over space, to the patches of
+its frame and the class token. The class token takes part only in spatial attention: it is repeated for each frame, and
+its outputs are averaged.
 
 Shape suffixes: B batch, C channels, T frames, H and W pixels, P patches of a frame, N patches of a clip (T * P, frame
 by frame), L tokens (1 + N), D width, h heads, K width of a head.

@@ -12,7 +12,8 @@ from clipmill.train.config.model import Towers
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.captioner import Gpt2Block
 from clipmill.train.models.dual_encoder import DualEncoder
-from clipmill.train.models.timesformer import DividedBlock, SpaceTimeBlock
+from clipmill.train.models.space_time import SpaceTimeBlock
+from clipmill.train.models.timesformer import DividedBlock
 from clipmill.train.models.transformer import Block, Stack, TransformerSize, blocks_of, compile_blocks
 from tests.train.models.small_towers import captions, clips, gradients, small_encoder
 
