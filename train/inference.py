@@ -163,19 +163,19 @@ class LoadedModel:
         if isinstance(texts, str):
             raise UserError(f"encode_text takes a list of strings, not the single string {texts!r}", hint=_TEXTS_HINT)
         try:
-            texts = list(texts)
+            strings: list[Any] = list(texts)
         except TypeError:
             error = f"encode_text takes a list of strings, not {quote_value(texts)}"
             raise UserError(error, hint=_TEXTS_HINT) from None
-        for text in texts:
+        for text in strings:
             if not isinstance(text, str):
                 error = f"encode_text takes strings, but the list contains {quote_value(text)}"
                 raise UserError(error, hint=_TEXTS_HINT)
         tokenize = self.model.tokenize
         parts = [torch.empty(0, self.opened.shape.size.embedding_width, device=self.device)]
         with self.opened.trained.precision.autocast():
-            for start in range(0, len(texts), _TEXTS_AT_ONCE):
-                ids = np.stack([tokenize(text) for text in texts[start : start + _TEXTS_AT_ONCE]])
+            for start in range(0, len(strings), _TEXTS_AT_ONCE):
+                ids = np.stack([tokenize(text) for text in strings[start : start + _TEXTS_AT_ONCE]])
                 parts.append(self.model.embed_text(send(ids, self.device)).float())
         return torch.cat(parts)
 

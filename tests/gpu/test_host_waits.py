@@ -128,7 +128,7 @@ def test_a_number_that_is_not_finite_ends_the_run_at_its_step(
 def test_fp16_leaves_a_step_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device, name: Any
 ) -> None:
-    monkeypatch.setattr("clipmill.train.device.precision._FIRST_SCALE", 1024.0)
+    monkeypatch.setattr("clipmill.train.device.precision._INITIAL_SCALE", 1024.0)
     chosen = settings(tmp_path / "run", precision="fp16", optimizer=OptimizerSettings(name=name), lr=0.01)
     run = train_plane(chosen, FaultyTask({6: ["gradient"]}), device=device)
     lines = read_lines(run.metrics)

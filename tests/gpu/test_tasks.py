@@ -76,7 +76,7 @@ def test_float16_with_its_scale_learns_what_float32_learns(
 def test_an_overflow_is_left_out_and_the_scale_halves_and_grows_again(
     runs: Runs, device: torch.device, is_dry_run: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "_FIRST_SCALE", 2.0**17 if is_dry_run else 2.0**40)
+    monkeypatch.setattr(precision, "_INITIAL_SCALE", 2.0**17 if is_dry_run else 2.0**40)
     monkeypatch.setattr(precision, "_STEPS_TO_DOUBLE", 2)
     num_steps = 8 if is_dry_run else 50
     # A CPU is slow in float16.

@@ -198,7 +198,7 @@ def test_a_bug_in_the_next_step_loses_no_line_of_a_good_one(tmp_path: Path, faul
 @pytest.mark.parametrize("name", nightly_beyond(["adamw", "lamb"], ["adamw", "lion", "lamb", "sgd"]))
 def test_fp16_leaves_a_step_out_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any) -> None:
     """Stopped right after the step that was left out, and right before it, it is the undisturbed run."""
-    monkeypatch.setattr("clipmill.train.device.precision._FIRST_SCALE", 1024.0)
+    monkeypatch.setattr("clipmill.train.device.precision._INITIAL_SCALE", 1024.0)
     faults: dict[int, list[Fault]] = {2: ["gradient"], 6: ["gradient"]}
     changes: dict[str, Any] = {"precision": "fp16", "optimizer": OptimizerSettings(name=name, ema=0.8), "lr": 0.01}
     run = train_plane(settings(tmp_path / "run", **changes), FaultyTask(faults))

@@ -188,7 +188,7 @@ def test_a_caller_in_python_names_a_variant_and_keeps_it_as_long_as_its_batches(
     def read_variants() -> list[str]:
         gc.collect()
         remove_unused_marks()
-        return [(reader.variants or {})["video"] for reader in list_readers(data).alive]
+        return [(reader.variants or {})["video"] for reader in list_readers(data).active]
 
     for open_data in (open_clips, partial(read_clips, table={"video_id": ["v0"], "time_s": [0.0]})):
         with pytest.raises(UserError, match="variant h264-none: there is no such variant"):

@@ -277,7 +277,7 @@ def member_rows(variant: Variant) -> ChunkRows:
     try:
         return read_chunk_rows(variant)
     except DamagedIndex as error:
-        raise unusable_error(error.path, column, error.why) from error
+        raise unusable_error(error.path, column, error.reason) from error
     except Damaged as error:
         raise UserError(str(error), hint=f"run prep {column}, which rebuilds the table") from error
     except OSError as error:

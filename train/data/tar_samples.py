@@ -149,7 +149,7 @@ def samples_of(tar: str, path: Path, *, limits: Mapping[str, int] = _LIMITS) -> 
         # The current sample is known to be complete only if the next sample has begun.
         if sample is not None and current_key not in (None, sample.key):
             yield _finish_sample(sample)
-        yield UnreadableItem(tar, error.why)
+        yield UnreadableItem(tar, error.reason)
         return
     if sample is not None:
         yield _finish_sample(sample)

@@ -90,7 +90,7 @@ class Progress:
             done = amount_text(step, self._num_steps, self._unit)
             self._activity.say(
                 lambda: join_parts(done, self._pace.rate(), self._pace.time_left(self._num_steps), text),
-                share=step / self._num_steps,
+                fraction=step / self._num_steps,
             )
             if sys.stdout.isatty():
                 return

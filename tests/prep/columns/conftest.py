@@ -34,7 +34,7 @@ def commands_here(folder: Path) -> Iterator[None]:
             patch.setattr(f"clipmill.prep.{module}.ProcessEngine", lambda num_workers, gpus=None: Here())
         # Every command would start a process that reads its sources.
         readers: list[probe_processes.Reader] = []
-        patch.setattr(probe_processes, "probe_each", partial(probe_processes.probe_each, kept=readers))
+        patch.setattr(probe_processes, "probe_each", partial(probe_processes.probe_each, pool=readers))
         yield
         for reader in readers:
             reader.end()

@@ -66,7 +66,7 @@ def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "_SMALL_BYTES", 0)
     monkeypatch.setattr(remote, "_FIRST_BYTES", 700)
     monkeypatch.setattr(remote, "_MAX_BYTES", 3000)
-    monkeypatch.setattr(remote, "_KEPT_BYTES", 8000)
+    monkeypatch.setattr(remote, "_CACHE_BYTES", 8000)
     monkeypatch.setattr(access, "_FINGERPRINT_BYTES", 500)
 
 

@@ -21,7 +21,7 @@ def test_a_run_goes_on_with_moments_averages_and_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any, precision: str
 ) -> None:
     # Too large at first, so that steps are left out; soon doubled again.
-    monkeypatch.setattr("clipmill.train.device.precision._FIRST_SCALE", 2.0**22)
+    monkeypatch.setattr("clipmill.train.device.precision._INITIAL_SCALE", 2.0**22)
     monkeypatch.setattr("clipmill.train.device.precision._STEPS_TO_DOUBLE", 3)
     chosen = {"optimizer": OptimizerSettings(name=name, ema=0.8, layer_decay=0.9), "precision": precision, "lr": 0.01}
     whole = train_plane(settings(tmp_path / "whole", **chosen))
