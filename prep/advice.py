@@ -1,25 +1,26 @@
 """Estimate whether a disk or a bucket keeps up with training, for `prep advise`.
 
-The estimate is an inequality, which is evaluated for each way to read a clip:
+The estimate is an inequality, which is evaluated for each way of reading a clip:
 
     B x b <= S_r x delta                  b = rho x T for whole chunks: AVION, arXiv 2309.16669, equation 3
 
-B is the batch size in clips, b the bytes that are read for a clip, rho the bytes per second of video, T the chunk
-length in seconds, S_r the read speed of the disk in bytes per second, and delta the time of a training step in seconds
-without waiting for data. The bytes of a clip's packets, or of a segment of latents, do not depend on the chunk length.
+B is the batch size in clips, b the number of bytes read for a clip, rho the bytes per second of video, T the chunk
+length in seconds, S_r the read speed of the disk in bytes per second, and delta the duration of a training step in
+seconds, without waiting for data. The bytes of a clip's packets, or of a segment of latents, do not depend on T.
 
 If N nodes read the same disk, B is the batch size of all nodes together, and S_r is the speed that the disk delivers to
-all nodes together. A single node measures at most this speed, and perhaps only the speed of its network link. S_r is
+all nodes together. A single node may measure less than this speed, for example because of its network link. S_r is
 therefore between the measured speed and N times the measured speed.
 
-The read speed is measured on a sample of shards (`open_column`, `disk_speed`, `bucket_speed`). Step times come from the
-files in the folder of a training run (`read_run_steps`), since prep does not import train.
+The read speed is measured on a sample of shards (`open_column`, `measure_disk`, `measure_bucket`). Step times come from
+the files in the folder of a training run (`read_run_steps`), because prep does not import train.
 
 A bucket serves many requests at once, each with a latency of tens of milliseconds:
 
     requests in flight = requests per second x latency        (Little's law: Little 1961, Operations Research 9)
-    reading ranges:           E x C x b / N  bytes per node   for E epochs of C clips
-    whole tars into a cache:  D              bytes per node, if the cache holds them; less from E = N x D / (C x b) on
+
+E epochs of C clips transfer E x C x b / N bytes to each node if ranges are read. If complete tars are copied into a
+cache that can hold them, all D bytes are transferred to each node once, which is less from E = N x D / (C x b) on.
 """
 
 import json
@@ -47,7 +48,7 @@ from clipmill.shards.reader import CommittedShard, Variant
 _SOURCE = "AVION, arXiv:2309.16669, equation 3"
 _USD_PER_GET = 0.40e-6  # S3 Standard in us-east-1
 _GETS_PER_S = 5_500  # minimum request rate that S3 supports per prefix
-WHOLE = "whole chunks"
+WHOLE = "whole chunks"  # one of the ways of reading a clip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +56,13 @@ class Load:
     """Load that training puts on a disk or a bucket.
 
     Attributes:
-        batch: Clips per step on all nodes together (B).
-        step_s: Step time in seconds (delta).
+        batch: Clips per step of all nodes together (B).
+        step_s: Duration of a step in seconds, without waiting for data (delta).
         read_bytes_per_s: Read speed in bytes per second (S_r), measured by one node or specified for all nodes.
-        video_bytes_per_s: Bytes per second of video (rho), or of latents if training reads latents.
+        video_bytes_per_s: Bytes of chunks per second of video (rho), or bytes of latents if training reads latents.
         chunk_s: Chunk length in seconds (T).
         clip_bytes: Bytes of a clip (b) by the kind of data that is read: packets, latents.
-        num_nodes, gpus_per_node: Size of the cluster; all nodes read the disk.
+        num_nodes, gpus_per_node: Size of the cluster. All nodes read the same disk.
         is_total: True if S_r is the speed of all nodes together; False if one node measured it.
     """
 
@@ -95,11 +96,11 @@ class Load:
 
     @cached_property
     def ways(self) -> dict[str, float]:
-        """Bytes per clip for each way to read it."""
+        """Bytes per clip for each way of reading it."""
         return {WHOLE: self.video_bytes_per_s * self.chunk_s, **self.clip_bytes}
 
     def headroom(self, way: str) -> float:
-        """Number of times that a batch can be read during one step."""
+        """Return the number of times that a batch can be read during one step."""
         return self.readable_bytes / (self.batch * self.ways[way])
 
 
@@ -109,7 +110,7 @@ class Bucket:
 
     Attributes:
         latency_s: Latency of a request for one range of a clip, in seconds.
-        requests_per_clip: Mean number of ranges per clip, after ranges with short gaps were merged.
+        requests_per_clip: Mean number of ranges per clip. Ranges with a short gap between them are merged.
         set_bytes, num_shards: Total size in bytes and number of the tars of the variant.
         clips_per_epoch: Clips per epoch (C).
     """
@@ -125,7 +126,7 @@ class Bucket:
         """Return the figures as JSON values."""
         load, values = self.load, {"latency_s": self.latency_s, "set_bytes": self.set_bytes}
         values |= {"num_shards": self.num_shards, "clips_per_epoch": self.clips_per_epoch}
-        if "packets" not in load.clip_bytes:  # train fetches complete tars of columns other than video
+        if "packets" not in load.clip_bytes:  # for columns other than video, train fetches complete tars
             return values | {"fetch_s": self.set_bytes / load.read_bytes_per_s}
         per_s, per_epoch = load.clips_per_s * self.requests_per_clip, self.clips_per_epoch * self.requests_per_clip
         return values | {
@@ -141,31 +142,34 @@ class Bucket:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield lines about the requests of training."""
+        """Yield lines of text about the requests."""
         load, values = self.load, self.values()
         tars = f"{size_text(self.set_bytes)} in {count_noun(self.num_shards, 'request')} on each node"
         if "fetch_s" in values:
             yield (
-                f"whole tars of latents are fetched into a cache: {tars}, which takes {values['fetch_s']:,.0f} s; an "
-                f"epoch of {count_noun(self.clips_per_epoch, 'clip')} takes "
+                f"complete tars of latents are fetched into a cache: {tars}, which takes {values['fetch_s']:,.0f} s; "
+                f"an epoch of {count_noun(self.clips_per_epoch, 'clip')} takes "
                 f"{self.clips_per_epoch / load.clips_per_s:,.0f}"
-                f" s. With a --cache-size below that, they are fetched again in each epoch"
+                f" s. With a --cache-size below {size_text(self.set_bytes)}, tars are fetched again in each epoch"
             )
             return
         each, limit = values["requests_in_flight_per_gpu"], ""
         if values["requests_per_s"] > _GETS_PER_S:
-            limit = f", more than the {_GETS_PER_S:,}/s that S3 promises per prefix: expect 503 answers and retries"
+            limit = f", more than the {_GETS_PER_S:,}/s that S3 guarantees per prefix: expect 503 responses and retries"
         yield f"requests      {values['requests_per_s']:,.0f}/s, {self.requests_per_clip:.2f} per clip{limit}"
         yield (
             f"in flight     {values['requests_per_s']:,.0f}/s x {self.latency_s * 1000:.0f} ms = "
-            f"{values['requests_in_flight']:.1f} (Little's law), {each:.1f} per GPU; a process of train keeps up to "
+            f"{values['requests_in_flight']:.1f} (Little's law), {each:.1f} per GPU; a train process has up to "
             f"{READERS}: {'enough' if each <= READERS else 'not enough, use a closer bucket or more processes'}"
         )
         yield (
             f"cost          {values['requests_per_epoch']:,.0f} requests per epoch of "
             f"{count_noun(self.clips_per_epoch, 'clip')}, USD {values['usd_per_epoch']:.2g} at USD 0.40 per million"
         )
-        yield f"local cache   {tars}; transfers less than ranges from {values['epochs_until_cache_pays']:.1f} epochs on"
+        yield (
+            f"local cache   {tars}; transfers less than reading ranges from "
+            f"{values['epochs_until_cache_pays']:.1f} epochs on"
+        )
 
 
 def advice_values(load: Load) -> dict[str, Any]:
@@ -196,10 +200,10 @@ def advice_values(load: Load) -> dict[str, Any]:
 
 
 def advice_text(load: Load, origin: Mapping[str, str], *, storage: str = "disk") -> str:
-    """Return lines with the figures, their sources, and the conclusions.
+    """Return the figures, their sources, and the conclusions as lines of text.
 
     Args:
-        origin: Descriptions of where step, read speed, bitrate and clips come from.
+        origin: Description of the source of each figure: step, read_speed, bitrate, clips.
         storage: "disk" or "bucket".
     """
     lines = [f"step          {load.step_s:.3g} s, {count_noun(load.batch, 'clip')}  ({origin['step']})"]
@@ -214,15 +218,15 @@ def advice_text(load: Load, origin: Mapping[str, str], *, storage: str = "disk")
         f"bitrate       {size_text(load.video_bytes_per_s)}/s  ({origin['bitrate']})",
         f"clips         {origin['clips']}",
         "",
-        f"B x b <= S_r x delta: bytes that a step reads, and the {size_text(load.readable_bytes)} that the {storage} "
-        "delivers in its time",
+        f"B x b <= S_r x delta: the bytes that a step reads, compared with the {size_text(load.readable_bytes)} that "
+        f"the {storage} delivers during the step",
     ]
     for way, clip_bytes in load.ways.items():
         headroom, nodes, longest = load.headroom(way), count_noun(load.num_nodes, "node"), ""
         if way == WHOLE:
-            longest = f"; the longest chunk that it sustains is {load.longest_chunk_s:.3g} s ({_SOURCE})"
-        # If one of several nodes measured the speed, three verdicts are possible: all nodes together get between this
-        # speed and this speed times the number of nodes.
+            longest = f"; chunks may be up to {load.longest_chunk_s:.3g} s long ({_SOURCE})"
+        # If one of several nodes measured the speed, all nodes together get between this speed and this speed times the
+        # number of nodes, so there are three possible verdicts.
         if headroom >= 1:
             least = "" if load.is_total else f", even if {nodes} together get only the speed that this node measured"
             verdict = f"fine, {headroom:.1f} times as much is delivered{least}"
@@ -230,7 +234,7 @@ def advice_text(load: Load, origin: Mapping[str, str], *, storage: str = "disk")
             verdict = f"too much, reading takes {1 / headroom:.1f} times as long as the step"
         else:
             needed = size_text(load.clips_per_s * clip_bytes)
-            verdict = f"fine only if {nodes} together get {needed}/s: give their speed with --read-speed"
+            verdict = f"fine only if {nodes} together get {needed}/s: pass their speed with --read-speed"
         lines.append(
             f"{way:<13} {load.batch:,} x {size_text(clip_bytes)} = {size_text(load.batch * clip_bytes)}, "
             f"{size_text(load.clips_per_s * clip_bytes / load.num_nodes)}/s per node: {verdict}{longest}"
@@ -238,8 +242,8 @@ def advice_text(load: Load, origin: Mapping[str, str], *, storage: str = "disk")
     return "\n".join(lines)
 
 
-READERS = 32  # number of threads with which a process of train reads clips ahead from a bucket
-SEGMENT_S = 5.0  # train's default for --segment
+READERS = 32  # number of threads with which a train process prefetches clips from a bucket
+SEGMENT_S = 5.0  # default of train's --segment
 _MAX_THREADS, _NUM_LATENCIES = 128, 25
 _MAX_SHARDS = 64  # maximum number of sampled shards, spread evenly over the variant
 _CHUNKS_PER_SHARD, _CLIPS_PER_CHUNK, _CLIP_FRAMES = 8, 4, 4
@@ -250,17 +254,19 @@ Ranges = Sequence[tuple[int, int]]  # (offset, size) in a tar
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """Statistics of the reads that training makes from the current variant of a column.
+    """Statistics of a sample of the reads that training makes from the current variant of a column.
 
     Attributes:
         bytes_per_s: Bytes of chunks, or of their latents, per second of video.
         chunk_s: Median length of a chunk in seconds.
-        clip_bytes, requests_per_clip: Mean bytes and ranges of a clip (only its packets are read) or of a segment.
-        clips_per_epoch: Number of chunks, or of segments of latents.
-        clips: Description of the clips over which the means are taken.
+        clip_bytes, requests_per_clip: Mean number of bytes and of ranges that are read for a clip, or for a segment of
+            latents. Only the packets of a clip are read.
+        clips_per_epoch: Number of chunks, or of segments of latents, in the variant.
+        clips: Description of the clips or segments over which the means are taken.
         set_bytes: Total size of the tars in bytes.
-        sampled: Sampled shards, out of `num_shards`.
-        reads: Reads of the clips in the sampled shards.
+        num_shards: Number of shards in the variant.
+        sampled_shards: Sample of these shards.
+        reads: Reads of clips or chunks in the sampled shards.
     """
 
     name: str
@@ -273,7 +279,7 @@ class Column:
     clips: str
     set_bytes: int
     num_shards: int
-    sampled: list[CommittedShard]
+    sampled_shards: list[CommittedShard]
     reads: list[tuple[CommittedShard, Ranges]]
 
 
@@ -290,7 +296,7 @@ def open_column(variant: Variant, name: str) -> Column:
     shards = variant.shards()
     if not shards:
         raise UserError(
-            "the current variant has no chunks: all of them failed", hint="run `prep status` for the reasons"
+            "the current variant has no chunks, because all of them failed", hint="run `prep status` for the reasons"
         )
     sampled = shards[:: -(-len(shards) // _MAX_SHARDS)]
     times = pa.concat_tables([shard.index.select(["num_frames", "fps_num", "fps_den"]) for shard in sampled])
@@ -322,15 +328,15 @@ def open_column(variant: Variant, name: str) -> Column:
         clips=clips,
         set_bytes=sum(shard.tar_bytes for shard in shards),
         num_shards=len(shards),
-        sampled=list(sampled),
+        sampled_shards=list(sampled),
         reads=reads,
     )
 
 
 def clip_reads(shards: Sequence[CommittedShard]) -> list[tuple[CommittedShard, Ranges]]:
-    """Return the reads of random clips of four frames; only the packets of these frames are read.
+    """Return the reads of random clips with four frames. Only the packets of these frames are read.
 
-    The clips resemble the clips of a training set without long captions: 1 to 4 s, at any time in a chunk.
+    The clips resemble clips of a training set without long captions: they are 1 to 4 s long, at any time in a chunk.
     """
     rng, reads = Random(0), list[tuple[CommittedShard, Ranges]]()
     for shard in shards:
@@ -348,22 +354,22 @@ def clip_reads(shards: Sequence[CommittedShard]) -> list[tuple[CommittedShard, R
 
 
 def chunk_reads(shards: Sequence[CommittedShard]) -> list[tuple[CommittedShard, Ranges]]:
-    """Return the reads of all complete chunks, or of their latents, in random order."""
+    """Return the reads of all chunks, or of their latents, in random order. Chunks are read completely."""
     members = [(shard, row) for shard in shards for row in range(shard.num_samples)]
     Random(0).shuffle(members)
     return [(shard, [shard.member_range(row, shard.extensions[0])]) for shard, row in members]
 
 
 def packet_ranges(table: PacketTable, frames: Sequence[int], *, gap_bytes: int) -> list[tuple[int, int]]:
-    """Return the ranges (offset, size) of a chunk that are read for `frames`; gaps of up to `gap_bytes` are merged.
+    """Return the ranges (offset, size) of a chunk that are read for `frames`.
 
-    A chunk with open GOPs is read completely.
+    Ranges with a gap of up to `gap_bytes` bytes between them are merged. A chunk with open GOPs is read completely.
     """
     if not table.has_closed_gops:
         return [(0, int(table.offset.max() + table.size[table.offset.argmax()]))]
-    needed = table.packets_for(frames)
-    starts = table.offset[needed].tolist()
-    ends = (table.offset[needed].astype(np.int64) + table.size[needed]).tolist()
+    positions = table.packets_for(frames)
+    starts = table.offset[positions].tolist()
+    ends = (table.offset[positions].astype(np.int64) + table.size[positions]).tolist()
     ranges: list[tuple[int, int]] = []
     for start, end in zip(starts, ends, strict=True):
         if ranges and 0 <= start - sum(ranges[-1]) <= gap_bytes:
@@ -373,21 +379,24 @@ def packet_ranges(table: PacketTable, frames: Sequence[int], *, gap_bytes: int) 
     return ranges
 
 
-def disk_speed(column: Column) -> tuple[ReadSpeed, str]:
+def measure_disk(column: Column) -> tuple[ReadSpeed, str]:
     """Measure the disk by reading complete chunks in random order; return the speed, and a note on the method.
 
     Raises:
         Damaged, OSError: A tar cannot be read.
     """
-    for shard in column.sampled:
+    for shard in column.sampled_shards:
         drop_cache(shard.tar_path)
-    speed = measure_reads([partial(_read, shard, ranges) for shard, ranges in chunk_reads(column.sampled)])
+    speed = measure_reads([partial(_read, shard, ranges) for shard, ranges in chunk_reads(column.sampled_shards)])
     method = f"measured on {count_noun(speed.num_reads, 'chunk')} in random order, one at a time, page cache dropped"
     return speed, method
 
 
-def bucket_speed(column: Column, *, num_processes: int) -> tuple[ReadSpeed, ReadSpeed, str]:
-    """Measure a bucket: send single requests first, and then read clips in parallel, as processes of train would.
+def measure_bucket(column: Column, *, num_processes: int) -> tuple[ReadSpeed, ReadSpeed, str]:
+    """Measure a bucket: send single requests, then read clips in parallel, as train processes do.
+
+    Args:
+        num_processes: Number of train processes per node.
 
     Returns:
         Speed of single requests, speed of all threads together, and a note on the method.
@@ -404,8 +413,8 @@ def bucket_speed(column: Column, *, num_processes: int) -> tuple[ReadSpeed, Read
     clips = [partial(_read, shard, ranges) for shard, ranges in reads]
     parallel = measure_reads(clips, num_threads=num_threads, repeats=True)
     method = (
-        f"measured from this machine on {count_noun(parallel.num_reads, 'clip')}, {num_threads} at a time; one request "
-        f"alone takes {single.read_s * 1000:.0f} ms, 95th percentile {single.slow_read_s * 1000:.0f} ms"
+        f"measured from this machine on {count_noun(parallel.num_reads, 'clip')}, {num_threads} at a time; a single "
+        f"request takes {single.read_s * 1000:.0f} ms, 95th percentile {single.slow_read_s * 1000:.0f} ms"
     )
     return single, parallel, method
 
@@ -415,8 +424,8 @@ def _read(shard: CommittedShard, ranges: Ranges) -> int:
 
 
 METRICS_FILE, SETTINGS_FILE, FACTS_FILE = "metrics.jsonl", "settings.yaml", "run.json"
-_WARM_UP_SHARE = 0.1
-_PROCESSES = re.compile(r"(\d+)(?:, \w+(?:, (\d+) x \d+ stages.*)?)?")  # format of train: "4, ddp, 2 x 2 stages"
+_WARM_UP_FRACTION = 0.1
+_PROCESSES = re.compile(r"(\d+)(?:, \w+(?:, (\d+) x \d+ stages.*)?)?")  # as train writes it: "4, ddp, 2 x 2 stages"
 _BATCH = re.compile(r"^batch: *(\d+) *$", re.MULTILINE)
 
 
@@ -425,9 +434,11 @@ class RunSteps:
     """Step statistics of a training run.
 
     Attributes:
-        step_s: Median step time in seconds, without waiting for data.
-        batch: Clips per step of all processes together.
-        num_readers: Number of processes that read data: all of them, or the first stage of each pipeline.
+        step_s: Median duration of a step in seconds, without waiting for data.
+        num_steps: Number of steps over which the median is taken.
+        batch: Clips per step of all processes together; None if unknown.
+        num_readers: Number of processes that read data (all processes, or the first stage of each pipeline); None if
+            unknown.
     """
 
     step_s: float
@@ -437,12 +448,15 @@ class RunSteps:
 
 
 def read_run_steps(run: Path) -> RunSteps:
-    """Read the step statistics from the files of a run; the first tenth of the steps, at least one, is warm-up.
+    """Read the step statistics of a training run. The first tenth of the steps, at least one step, is warm-up.
+
+    Args:
+        run: Folder of the run.
 
     Raises:
-        UserError: The folder does not belong to a run, or the run has too few steps.
+        UserError: The folder is not the folder of a run, or the run has too few steps.
     """
-    hint = "give a run folder written by train, or --step-time SECONDS"
+    hint = "use a run folder written by train, or --step-time SECONDS"
     path = run / METRICS_FILE
     try:
         lines = path.read_text().splitlines()
@@ -450,17 +464,17 @@ def read_run_steps(run: Path) -> RunSteps:
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}", hint=hint) from None
     steps = []
     for line in lines:
-        with suppress(ValueError, TypeError, KeyError):  # skip lines without these values, and a truncated line
+        with suppress(ValueError, TypeError, KeyError):  # skip truncated lines, and lines without these values
             values: Any = json.loads(line)
             seconds = float(values["step_s"]) - float(values["data_wait_s"])
             if math.isfinite(seconds):
                 steps.append(seconds)
-    steps = steps[max(1, int(len(steps) * _WARM_UP_SHARE)) :]
+    steps = steps[max(1, int(len(steps) * _WARM_UP_FRACTION)) :]
     if not steps:
         raise UserError(f"{path} has no steps after the warm-up", hint=hint)
     step_s = statistics.median(steps)
     if step_s <= 0:
-        raise UserError(f"the step time in {path} is {step_s:g} s without the wait for data", hint=hint)
+        raise UserError(f"the step time in {path} is {step_s:g} s, without waiting for data", hint=hint)
     batch = num_readers = None
     with suppress(OSError, UnicodeDecodeError):
         match = _BATCH.search((run / SETTINGS_FILE).read_text())

@@ -1,4 +1,4 @@
-"""Entry point of the `prep` command: the list of its subcommands, which are loaded when they are called."""
+"""The program `prep`. Its commands are registered by import path, and loaded when they are called."""
 
 import signal
 import sys
@@ -23,7 +23,7 @@ First run:
 """
 
 
-# Name of a command -> import path and first help line. The code of a command is loaded when it is called.
+# Name of a command -> (import path, first line of its help).
 _FIRST_COMMANDS = {
     "manifest": ("clipmill.prep.commands.manifest:app", "Read videos and captions of a dataset into the manifest."),
 }
@@ -73,7 +73,7 @@ _LAST_COMMANDS = {
 
 
 def build_app() -> App:
-    """Build the command line, with the commands of every column."""
+    """Build the command line with all commands, including one for each column."""
     app = App(
         name="prep",
         help=HELP,
@@ -81,8 +81,8 @@ def build_app() -> App:
         version_flags=["--version"],
         config=check_values,
         group_parameters=OPTIONS,
-        suppress_keyboard_interrupt=False,  # run_command prints the message for an interruption
-        # The last value wins, so flags passed through `script.sh "$@"` override the flags in the script.
+        suppress_keyboard_interrupt=False,  # `run_command` prints the message
+        # If a flag is repeated, the last value wins, so flags passed through `script.sh "$@"` override the script's.
         default_parameter=Parameter(allow_repeating=True),
     )
     columns = {

@@ -1,15 +1,15 @@
-"""Registry of the columns of clipmill, and of the columns that installed packages provide (docs/plugins.md)."""
+"""Registry of the columns: the built-in columns, and the columns that installed packages provide (docs/plugins.md)."""
 
 from clipmill.manifests.plugins import Parts
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.shards.columns import CAPTIONS, COLUMN_NAME, LATENTS, SCORES, TEXT, VIDEO
 
-# First help line of the command that makes each column; `prep --help` shows it without loading the column.
+# First help line of the command that makes each column. `prep --help` shows it without loading the column.
 SUMMARIES = {
     VIDEO: "Encode the videos of the manifest as chunks, and write them to WebDataset shards.",
     LATENTS: "Encode frames of the chunks with a VAE, and write the latents to shards.",
     TEXT: "Encode each unique caption of the manifest once, with a CLIP text tower from open_clip or a T5 encoder.",
-    SCORES: "Score the chunks: motion, sharpness, brightness, black and frozen shares, bars, cuts, speech, perceptual "
+    SCORES: "Score the chunks: motion, sharpness, brightness, black and frozen frames, bars, cuts, speech, perceptual "
     "hash.",
     CAPTIONS: "Caption the chunks with a vision-language model, either a local one or a server with OpenAI's API.",
 }
@@ -19,7 +19,7 @@ COLUMNS = Parts(
     group="columns",
     kind=ColumnSpec,
     builtin={name: f"clipmill.prep.{name}.column:COLUMN" for name in SUMMARIES},
-    # Reserved names: other commands of `prep`, and folders in a data folder.
+    # Names that plug-in columns must not have: other commands of `prep`, and folders in a data folder.
     taken=(
         "advise",
         "chunk",
@@ -40,15 +40,15 @@ COLUMNS = Parts(
 
 
 def columns() -> tuple[ColumnSpec, ...]:
-    """Return all columns; `video`, which is made from the source videos, comes first."""
+    """Return the specs of all columns, beginning with `video`, from whose chunks most other columns are made."""
     return tuple(COLUMNS.list_usable())
 
 
 def column_named(name: str) -> ColumnSpec:
-    """Return the column called `name`."""
+    """Return the spec of the column called `name`."""
     return COLUMNS[name]
 
 
 def column_names() -> tuple[str, ...]:
-    """Return the names of all columns, without loading the columns."""
+    """Return the names of all columns without loading their specs."""
     return tuple(COLUMNS)

@@ -1,13 +1,13 @@
 """Synthetic videos: a dataset of moving shapes for demos, and videos whose pixels encode the frame number for tests.
 
-No ffmpeg program is needed: PyAV encodes the videos in this process, with one thread per video, so that the bytes are
-reproducible.
+PyAV encodes the videos in this process, so no ffmpeg program is needed. Each video is encoded with one thread, so that
+its bytes are reproducible.
 
-The number, seed, length and mode of a video in the dataset determine its pixels and its file name. An existing file was
-published completely, so it is not made again, and a larger dataset leaves the existing videos unchanged. Every fifth
-video is in the split val. Scenes last 3 to 6 s (the last one is longer if the remainder would be too short) and tile
-the video. Each scene has a caption, with colour, shape and motion as labels. The background is plain and dark, with a
-level that differs between videos.
+The index, seed, length and mode of a video determine its pixels and its file name. Files are published atomically, so
+an existing file is complete, and is not made again; a larger dataset leaves the existing videos unchanged. Every fifth
+video is in the split val. A video is a sequence of scenes of 3 to 6 s each; the last scene is longer if the rest would
+be too short for a scene. Each scene has a caption, with colour, shape and motion as labels. The background is plain and
+dark, with a level that differs between videos.
 """
 
 import hashlib
@@ -32,14 +32,14 @@ from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
 from clipmill.manifests.locks import folder_lock
 from clipmill.manifests.publish import publish_atomically, remove_temporaries
 
-# Timestamps are in quarters of a frame, so that variable frame rates are exact in the container's time base.
+# Timestamps are in quarters of a frame, so that variable frame rates are exact in the time base of the container.
 TICKS_PER_FRAME = 4
-_UNITY, _UNITY_W = 1 << 16, 1 << 30
+_UNITY, _UNITY_W = 1 << 16, 1 << 30  # the number 1 in a display matrix: 16.16 and 2.30 fixed point
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoTrack:
-    """Parameters of a video track: frame rate, coded resolution, and encoder."""
+    """Parameters of a video track: frame rate, coded resolution in pixels, and encoder."""
 
     fps: Fraction
     width: int
@@ -55,12 +55,13 @@ def encode_video(
     """Write a file with one video track.
 
     Args:
-        pictures: One array per frame in `picture_format` (an FFmpeg pixel format: gray, yuv420p, ...).
+        pictures: Picture of each frame.
         ticks: Presentation timestamp of each frame in units of 1 / (TICKS_PER_FRAME x fps) seconds, in ascending order.
+        picture_format: FFmpeg pixel format of the pictures, such as gray or yuv420p.
     """
     import av
 
-    # Use a single thread: the bytes must not depend on the machine, and starting threads for a picture takes longer.
+    # Use a single thread, so that the bytes do not depend on the machine. For small pictures, threads are not faster.
     with av.open(str(path), "w") as container:
         stream = container.add_stream(track.codec, rate=track.fps, options={"threads": "1", **track.options})
         if not isinstance(stream, av.VideoStream):
@@ -76,13 +77,13 @@ def encode_video(
 
 
 def set_rotation(path: Path, *, degrees: int, width: int, height: int) -> None:
-    """Set the display matrix of an MP4's first track, so that players rotate its pictures clockwise by `degrees`.
+    """Set the display matrix of the first track of an MP4 file, so that players rotate its pictures.
 
     The muxer has no option for this, so the matrix is written into the track header box (ISO 14496-12, 8.3.2).
 
     Args:
-        width: Coded width of the pictures.
-        height: Coded height of the pictures.
+        degrees: Clockwise rotation: 90, 180 or 270.
+        width, height: Coded resolution of the pictures in pixels.
     """
     matrices = {
         90: (0, _UNITY, 0, -_UNITY, 0, 0, height * _UNITY, 0, _UNITY_W),
@@ -109,7 +110,8 @@ COLOURS = {
     "white": (235, 128, 128),
     "purple": (106, 202, 222),
 }
-# Start and end position of the centre as fractions of width and height, and radius as a fraction of the height.
+# First and last position of the centre, as fractions of width and height; first and last radius, as fractions of
+# height.
 MOTIONS = {
     "moves to the left": ((0.85, 0.5), (0.15, 0.5), (0.17, 0.17)),
     "moves to the right": ((0.15, 0.5), (0.85, 0.5), (0.17, 0.17)),
@@ -123,7 +125,7 @@ COMBINATIONS = tuple(product(COLOURS, SHAPES, MOTIONS))
 
 @dataclass(frozen=True)
 class Scene:
-    """A scene with one moving shape, shown from begin_s to end_s."""
+    """A scene with one moving shape, shown from `begin_s` to `end_s` seconds."""
 
     begin_s: float
     end_s: float
@@ -142,10 +144,14 @@ class Scene:
 
 
 def plan_scenes(*, duration_s: float, seed: int, split: str, number: int) -> list[Scene]:
-    """Plan scenes that fill the video with index `number` in `split`.
+    """Plan the scenes of a video.
 
-    All videos of a split draw from a shuffled deck of all combinations, so that few captions repeat before most
-    combinations have occurred. The content of a video does not depend on the number of videos.
+    All videos of a split draw from a shuffled deck of all combinations of colour, shape and motion, so that few
+    captions repeat before most combinations have occurred. The content of a video does not depend on the number of
+    videos.
+
+    Args:
+        number: Index of the video in its split.
     """
     rng = random.Random(f"{seed} {split} {number}")
     max_scenes = int(duration_s / SHORTEST_SCENE_S) + 1
@@ -166,17 +172,17 @@ def plan_scenes(*, duration_s: float, seed: int, split: str, number: int) -> lis
 
 
 def draw_scenes(scenes: list[Scene], *, fps: Fraction, num_frames: int, seed: int) -> Iterator[np.ndarray]:
-    """Yield frames as yuv420p, uint8[HEIGHT * 3 / 2, WIDTH], on a plain background."""
-    # The background is a uniform dark level with a weak colour. Unlike the texture of natural videos, random texture
-    # cannot be predicted from its surroundings, and would dominate the loss of a masked autoencoder.
+    """Yield the frames of a video in yuv420p, uint8 [HEIGHT * 3 / 2, WIDTH]."""
+    # The background is uniform and dark, with a weak colour. Random texture would dominate the loss of a masked
+    # autoencoder, because, unlike the texture of natural videos, it cannot be predicted from its surroundings.
     rng = np.random.default_rng(seed)
     background = np.empty((HEIGHT * 3 // 2, WIDTH), np.uint8)
     background[:HEIGHT] = rng.integers(50, 100)
     for plane in background[HEIGHT:].reshape(2, HEIGHT // 2, WIDTH // 2):
         plane[:] = rng.integers(122, 134)
     scene_number = 0
-    for n in range(num_frames):
-        time_s = float(n / fps)
+    for frame_number in range(num_frames):
+        time_s = float(frame_number / fps)
         while time_s >= scenes[scene_number].end_s and scene_number + 1 < len(scenes):
             scene_number += 1
         frame = background.copy()
@@ -185,12 +191,12 @@ def draw_scenes(scenes: list[Scene], *, fps: Fraction, num_frames: int, seed: in
 
 
 def _draw(frame: np.ndarray, scene: Scene, time_s: float) -> None:
-    done = (time_s - scene.begin_s) / (scene.end_s - scene.begin_s)
+    progress = (time_s - scene.begin_s) / (scene.end_s - scene.begin_s)
     (x0, y0), (x1, y1), (radius0, radius1) = MOTIONS[scene.motion]
-    radius = HEIGHT * (radius0 + (radius1 - radius0) * done)
-    x = WIDTH * (x0 + (x1 - x0) * done + scene.shift[0])
-    y = HEIGHT * (y0 + (y1 - y0) * done + scene.shift[1])
-    # The bounding box of the shape, aligned to even pixels because chroma has half the resolution.
+    radius = HEIGHT * (radius0 + (radius1 - radius0) * progress)
+    x = WIDTH * (x0 + (x1 - x0) * progress + scene.shift[0])
+    y = HEIGHT * (y0 + (y1 - y0) * progress + scene.shift[1])
+    # Align the bounding box of the shape to even pixels, because chroma has half the resolution.
     left, top = max(0, int(x - radius) & ~1), max(0, int(y - radius) & ~1)
     right, bottom = min(WIDTH, int(x + radius + 2) & ~1), min(HEIGHT, int(y + radius + 2) & ~1)
     if left >= right or top >= bottom:
@@ -207,7 +213,7 @@ def _draw(frame: np.ndarray, scene: Scene, time_s: float) -> None:
             arm = 0.3 * radius
             mask = ((abs(dx) <= arm) & (abs(dy) <= radius)) | ((abs(dy) <= arm) & (abs(dx) <= radius))
         case _:
-            raise ValueError(f"no shape is called {scene.shape!r}")
+            raise ValueError(f"unknown shape {scene.shape!r}")
     luma, *chroma = COLOURS[scene.colour]
     frame[top:bottom, left:right][mask] = luma
     planes = frame[HEIGHT:].reshape(2, HEIGHT // 2, WIDTH // 2)
@@ -216,9 +222,9 @@ def _draw(frame: np.ndarray, scene: Scene, time_s: float) -> None:
 
 
 LABELS = {f"label_{name}": pa.string() for name in ("colour", "shape", "motion")}
-# Part of every file name: increment it when the same settings produce different pictures.
+# Part of every file name. Increment it when a change of the code changes the pictures for the same settings.
 GENERATION = 2
-# Several rates, because real collections mix frame rates.
+# Videos have different frame rates, as in real collections.
 FRAME_RATES = (Fraction(30), Fraction(30000, 1001), Fraction(25), Fraction(24))
 VIDEOS_PER_VAL = 5  # every fifth video is in the split val
 FRAME_NUMBER_CAPTION_S = 5.0
@@ -233,7 +239,11 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True)
 class SyntheticVideo:
-    """A video to make; its file name contains everything that determines its pixels."""
+    """A video of the dataset. Its source ID depends on everything that determines the pixels.
+
+    Attributes:
+        number: Index of the video in the dataset.
+    """
 
     mode: Mode
     number: int
@@ -271,7 +281,7 @@ class SyntheticVideo:
         return captions
 
     def write(self, path: Path) -> None:
-        """Encode the video and publish it as `path`."""
+        """Encode the video, and publish it as `path`."""
         if self.mode is Mode.FRAME_NUMBERS:
             FrameNumberVideo(num_frames=self.num_frames, fps=self.fps, width=WIDTH, height=HEIGHT).write(path)
             return
@@ -301,12 +311,13 @@ def make_synthetic(
     dataset: str = "synthetic",
     on_video: Callable[[int], None] = lambda num_done: None,
 ) -> Reading:
-    """Make the videos that do not exist yet, and read all of them as a dataset.
+    """Make the videos that do not exist yet; return all videos as a dataset.
 
     Args:
-        directory: Folder for the files; it is created if missing.
+        directory: Folder of the files, which is created if it is missing.
         minutes: Length of each video in minutes.
-        on_video: Function that is called after each video with the number of videos that exist.
+        dataset: Name of the dataset.
+        on_video: Function that is called after each video, with the number of existing videos.
     """
     directory = directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
@@ -314,8 +325,8 @@ def make_synthetic(
     paths = [directory / f"{video.source_id}.mp4" for video in videos]
     with folder_lock(directory), ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
         remove_temporaries(directory, matches={path.name for path in paths}.__contains__)
-        # An existing file is complete and has these settings: it was published atomically, and its name contains a
-        # hash of the settings.
+        # An existing file is complete, because it was published atomically, and has these settings, because its name
+        # contains a hash of them.
         futures = [
             pool.submit(video.write, path) for video, path in zip(videos, paths, strict=True) if not path.exists()
         ]
@@ -335,24 +346,26 @@ def make_synthetic(
     return builder.build()
 
 
-# Repeating sequence of frame durations (ticks) in a variable-frame-rate video; their mean is TICKS_PER_FRAME.
+# Frame durations of a video with a variable frame rate, in ticks. The sequence repeats; its mean is TICKS_PER_FRAME.
 VARIABLE_DURATIONS = (4, 4, 6, 2, 8, 3, 1, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrameNumberVideo:
-    """A video whose n-th frame shows the number `first_number` + n (`read_frame_number`).
+    """A video whose frame n shows the number `first_number` + n, which `read_frame_number` reads.
 
-    It can have the irregularities of real files: start offsets, variable frame rates, rotation and open GOPs.
+    It can have irregularities of real files: a start offset, a variable frame rate, rotation, and open GOPs.
 
     Attributes:
-        width, height: Display resolution after rotation, in pixels. Odd values need a pixel format without chroma
-            subsampling (yuv444p), or a codec that supports them (mpeg4, mjpeg).
-        start_offset_s: Presentation time of the first frame, rounded to a quarter of a frame.
-        variable_rate: True to use the frame durations VARIABLE_DURATIONS; the mean frame rate is `fps`.
-        rotation_degrees: Clockwise rotation, 0, 90, 180 or 270, stored in the display matrix; pictures are coded
-            rotated back.
-        open_gop: True to allow frames after a key frame to depend on the previous GOP (libx264 and libx265).
+        width, height: Resolution after rotation in pixels. Odd values need a pixel format without chroma subsampling
+            (yuv444p), or a codec that supports them (mpeg4, mjpeg).
+        start_offset_s: Presentation time of the first frame in seconds, rounded to a quarter of a frame.
+        variable_rate: True for the frame durations VARIABLE_DURATIONS. The mean frame rate is `fps`.
+        rotation_degrees: Clockwise rotation in the display matrix: 0, 90, 180 or 270. The coded pictures are rotated in
+            the opposite direction.
+        open_gop: True for open GOPs, in which frames after a key frame may depend on the previous GOP (libx264 and
+            libx265).
+        gop: Number of frames in a GOP.
     """
 
     num_frames: int
@@ -413,11 +426,14 @@ _DARK_BELOW, _LIGHT_ABOVE = 96, 160
 
 
 def draw_frame_number(number: int, *, width: int, height: int) -> np.ndarray:
-    """Draw `number` as a picture (uint8[height, width], 0 or 255) that stays readable after scaling and compression.
+    """Draw a number as a picture that remains readable after scaling and compression.
 
     The picture is a grid of 8 x 4 black or white cells: 20 bits of the number and 12 bits of its CRC-32, row by row,
-    most significant bit first. A cell is read as the mean of its central region, so any resolution from about 32 x 16
-    pixels works. Blending two frames produces grey cells, and a grey cell is an error.
+    most significant bit first. Since a cell is read as the mean of its central region, any resolution from about 32 x
+    16 pixels works. Blending two frames produces grey cells, which are an error when the number is read.
+
+    Returns:
+        Picture with values 0 and 255, uint8 [height, width].
 
     Raises:
         ValueError: `number` is not in [0, MAX_FRAME_NUMBER].
@@ -433,7 +449,10 @@ def draw_frame_number(number: int, *, width: int, height: int) -> np.ndarray:
 
 
 def read_frame_number(picture: np.ndarray) -> int:
-    """Read the number in a picture of any resolution: [H, W] grey or [H, W, 3] RGB, values 0 to 255.
+    """Read the number in a picture of any resolution.
+
+    Args:
+        picture: Grey [H, W] or RGB [H, W, 3] picture with values from 0 to 255.
 
     Raises:
         ValueError: A cell is neither black nor white, or the check bits do not match.
@@ -442,23 +461,23 @@ def read_frame_number(picture: np.ndarray) -> int:
     if grey.ndim == 3:
         grey = grey.mean(axis=2)
     height, width = grey.shape
-    # Two matrix products are ten times as fast as separate means of each region, and tests read many frames.
+    # Two matrix products are ten times as fast as a mean for each region, which matters because tests read many frames.
     levels = _region_weights(_ROWS, height) @ grey @ _region_weights(_COLUMNS, width).T
     code = 0
     for cell, level in enumerate(levels.ravel().tolist()):
         if _DARK_BELOW <= level <= _LIGHT_ABOVE:
             row, column = divmod(cell, _COLUMNS)
-            raise ValueError(f"cell {row},{column} of the frame code has level {level:.0f}: neither black nor white")
+            raise ValueError(f"cell {row},{column} of the frame code has level {level:.0f}, neither black nor white")
         code = code << 1 | (level > _LIGHT_ABOVE)
     number = code >> _CHECK_BITS
     if code & ((1 << _CHECK_BITS) - 1) != _check(number):
-        raise ValueError(f"the frame code reads {number}, but its check bits do not fit")
+        raise ValueError(f"the frame code is {number}, but its check bits do not match")
     return number
 
 
 @cache
 def _region_weights(num_cells: int, length: int) -> np.ndarray:
-    """Return the pixel weights for the means over the central regions of cells, float32[num_cells, length]."""
+    """Return the weights of pixels in the means over the central regions of cells, float32 [num_cells, length]."""
     weights = np.zeros((num_cells, length), np.float32)
     for index in range(num_cells):
         first, last = index * length / num_cells, (index + 1) * length / num_cells

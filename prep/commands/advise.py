@@ -83,7 +83,7 @@ def advise(
     """
     from clipmill.manifests.formatting import parse_bitrate, size_text
     from clipmill.manifests.progress import Activity
-    from clipmill.prep.advice import Bucket, Load, advice_text, advice_values, bucket_speed, disk_speed, open_column
+    from clipmill.prep.advice import Bucket, Load, advice_text, advice_values, measure_bucket, measure_disk, open_column
     from clipmill.prep.core.column_arrays import bucket_tars
     from clipmill.prep.core.data_folder import require_data_folder
     from clipmill.shards.dataset import current_variant
@@ -109,14 +109,14 @@ def advise(
             columns = {name: open_column(variant, name) for name, variant in opened.items()}
             column = columns[request.column]
             if is_remote:
-                single, parallel, method = bucket_speed(column, num_processes=gpus_per_node)
+                single, parallel, method = measure_bucket(column, num_processes=gpus_per_node)
                 latency_s = single.read_s
                 if request.read_speed is None:
                     # A bucket delivers this speed to each node.
                     per_node = "" if num_nodes == 1 else f"{num_nodes} x {size_text(round(parallel.bytes_per_s))}/s, "
                     read_bytes_per_s, speed_source = parallel.bytes_per_s * num_nodes, f"{per_node}{method}"
             elif request.read_speed is None:
-                speed, speed_source = disk_speed(column)
+                speed, speed_source = measure_disk(column)
                 read_bytes_per_s, is_total = speed.bytes_per_s, num_nodes == 1
     except (Damaged, OSError) as error:
         raise UserError(f"the shards cannot be read: {error}", hint="run `prep verify` to find the damage") from None
@@ -133,7 +133,7 @@ def advise(
         gpus_per_node=gpus_per_node,
         is_total=is_total,
     )
-    sampled = f"{len(column.sampled)} of {count_noun(column.num_shards, 'shard')} of {column.variant}"
+    sampled = f"{len(column.sampled_shards)} of {count_noun(column.num_shards, 'shard')} of {column.variant}"
     clips = "; ".join(facts.clips for facts in columns.values())
     origin = {
         "step": step.origin,

@@ -25,7 +25,7 @@ from clipmill.shards.opening import Damaged
 from clipmill.shards.packets import SourceFrames
 from clipmill.shards.reader import CommittedShard
 from clipmill.shards.timeline.model import US_PER_S, Timeline
-from clipmill.shards.timeline.pictures import Upright
+from clipmill.shards.timeline.pictures import UprightFilter
 
 if TYPE_CHECKING:
     from av.video.frame import VideoFrame
@@ -170,7 +170,7 @@ class SourceContent(ChunkContent):
         table, video_id = tables.packet_table(self.row), self.video.index["video_id"][self.row].as_py()
         closed = tables.has_closed_gops(self.row)
         timeline = Timeline.from_json(self.source.timeline)
-        upright = Upright(timeline.shape, aspect=timeline.aspects[0][1])
+        upright = UprightFilter(timeline.shape, aspect=timeline.aspects[0][1])
         counts = Counter(source_indices)  # several frames of the chunk may show the same source frame
         try:
             source_file = SourceFile(source_location(self.video.index_path, video_id))
@@ -181,7 +181,7 @@ class SourceContent(ChunkContent):
             )
             for number, frame in frames:
                 if number in counts:
-                    yield from repeat(upright.frame(frame), counts.pop(number))
+                    yield from repeat(upright.apply(frame), counts.pop(number))
         except (DamagedPacket, Damaged, OSError, Inaccessible, KeyError) as error:
             raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"the source cannot be read: {error}") from None
         except (av.error.FFmpegError, ValueError) as error:

@@ -1,1 +1,1 @@
-"""Export of columns to the formats of other tools."""
+"""Exports of columns to formats that other tools read."""

@@ -1,4 +1,4 @@
-"""Export latents and texts as a cache for diffusion-pipe (tdrussell/diffusion-pipe), which uses it with --trust_cache.
+"""Export latents and texts as a cache for diffusion-pipe (tdrussell/diffusion-pipe), which reads it with --trust_cache.
 
     dataset.toml                                                     the dataset configuration for the trainer
     segments/cache/MODEL/metadata/grouping_keys.json                 [[1.0, F]]
@@ -7,14 +7,15 @@
     segments/cache/MODEL/cache_1.000xSxSxF/latents/                  items with latents
     segments/cache/MODEL/ar_frames_1.000_F/text_embeddings_1/        items with texts, for models with a T5
 
-S is the side length of the frames in pixels, and F is the number of frames in a segment. Items are concatenated in
-shard_N.bin, each as torch.save writes it. The SQLite file metadata.db contains their locations: the table `items` has
-the shard of each item and its number in the shard, and `shard_N` has offsets and sizes. Texts are in the order of the
-list of segments. Latents are in the order in which the trainer shuffles this list, with a hash of S and F as the seed.
+S is the side length of the frames in pixels, and F is the number of frames in a segment. The files shard_N.bin contain
+the items one after another, in the format of torch.save. The SQLite file metadata.db has their locations: the table
+`items` has the shard of each item and its index in the shard, and `shard_N` has offsets and sizes. Texts are in the
+order of the list of segments. Latents are in the order in which the trainer shuffles this list, with a hash of S and F
+as the seed.
 
-The table `fingerprint` in metadata.db is empty. At its first start, the trainer inserts the fingerprint that it
-computes from the list of segments. At later starts, it deletes a cache with a different fingerprint. Because the
-trainer writes to metadata.db, this file is never linked from an older cache.
+The table `fingerprint` in metadata.db is empty. When the trainer starts for the first time, it inserts the fingerprint
+that it computes from the list of segments. Later, it deletes a cache with a different fingerprint. Since the trainer
+writes to metadata.db, the file is never linked from an older cache.
 """
 
 import hashlib
@@ -40,10 +41,10 @@ class _Model:
     """A model that the trainer supports.
 
     Attributes:
-        name: Name in the trainer, which is also the name of a folder of the cache; None if the user has to pass it.
-        side_step: Step in pixels; the trainer rounds side lengths to multiples of the step.
-        entries: Names of the entries in a text item: the vectors, and their number or mask. None if the text encoders
-            are not T5.
+        name: Name in the trainer, which is also the name of a folder in the cache; None if the user must pass it.
+        side_step: Number of pixels to whose multiples the trainer rounds the side lengths of frames.
+        entries: Names of the entries in a text item: the vectors, and their number or mask. None if the model does not
+            use T5.
         num_tokens: Number of vectors in a text item, including padding.
     """
 
@@ -69,7 +70,7 @@ class _Item:
 
     Attributes:
         mark: String that changes with the content of the item.
-        shard: ID of the item's shard in the column.
+        shard: ID of the shard in the column from which the item is made.
         values: Function that returns the content of the item.
     """
 
@@ -81,7 +82,7 @@ class _Item:
 def write_diffusion_pipe_cache(
     data_dir: Path, destination: Path, flags: DiffusionPipeFlags, show: Progress
 ) -> Exported:
-    """Write the cache for diffusion-pipe.
+    """Write a cache for diffusion-pipe.
 
     Raises:
         UserError: See `Segments` and `write_cache`; or the trainer has no model for the VAE, size or texts.
@@ -93,7 +94,7 @@ def write_diffusion_pipe_cache(
     if name is None:
         raise UserError(
             "the name of the model is unknown, because diffusion-pipe names LTX-Video after its weights file",
-            hint="use --model with the name of the file in single_file_path, without .safetensors",
+            hint="pass --model with the name of the file in single_file_path, without .safetensors",
         )
     cache, bucket = f"segments/cache/{name}", (1.0, size, size, num_frames)
     latents_shard = segments.latents.numbers("shard")
@@ -143,17 +144,21 @@ def _model(segments: Segments) -> _Model:
     model = _MODELS.get((kind, int(recipe["factor"])))
     if model is None:
         classes = " or ".join(dict.fromkeys(kind for kind, _ in _MODELS))
-        raise UserError(f"diffusion-pipe has no model for {kind} with factor {recipe['factor']}", hint=f"use {classes}")
+        raise UserError(
+            f"diffusion-pipe has no model for the VAE {kind} with factor {recipe['factor']}",
+            hint=f"use latents from {classes}",
+        )
     if int(recipe["size"]) % model.side_step:
         raise UserError(
-            f"for this model, diffusion-pipe requires frames whose sides are multiples of {model.side_step} pixels, but"
-            f" these sides have {recipe['size']}",
+            f"the side length of the frames, {recipe['size']} pixels, is not a multiple of {model.side_step}, as"
+            " diffusion-pipe requires for this model",
             hint="make latents with a different --size",
         )
     max_tokens = int(segments.text_recipe["max_tokens"]) if segments.has_texts else 0
     if max_tokens > model.num_tokens:
         raise UserError(
-            f"the texts have up to {max_tokens} tokens, but diffusion-pipe takes {model.num_tokens} for this model",
+            f"the texts have up to {max_tokens} tokens, but diffusion-pipe accepts up to {model.num_tokens} for this"
+            " model",
             hint=f"make texts with --max-tokens {model.num_tokens}",
         )
     return model
@@ -172,12 +177,13 @@ def _text(segments: Segments, model: _Model, segment: Segment) -> dict[str, Any]
 
 
 def _items(folder: str, items: Sequence[_Item], order: Sequence[int]) -> Iterator[Part]:
-    """Yield the files with `items`, in which equal items are stored once.
+    """Yield the files with `items`. Equal items are stored only once.
 
     Args:
-        order: Index of the item at each position of the cache.
+        folder: Folder of the files in the cache.
+        order: Index in `items` of the item at each position of the cache.
     """
-    locations: dict[str, tuple[int, int]] = {}  # mark of an item -> (shard, number in the shard)
+    locations: dict[str, tuple[int, int]] = {}  # mark of an item -> (shard, index in the shard)
     shards: dict[int, list[_Item]] = {}
     segments: dict[int, list[int]] = {}
     for number, item in enumerate(items):
@@ -194,7 +200,7 @@ def _items(folder: str, items: Sequence[_Item], order: Sequence[int]) -> Iterato
         for item in shard_items:
             content = torch_bytes(item.values())
             if len(content) != size:
-                raise RuntimeError(f"an item has {len(content)} bytes, but the first one has {size}")
+                raise RuntimeError(f"an item has {len(content)} bytes, but the first item has {size}")
             yield content
 
     def database() -> bytes:
@@ -218,7 +224,7 @@ def _items(folder: str, items: Sequence[_Item], order: Sequence[int]) -> Iterato
 
 
 def _metadata(folder: str, captioned: list[Segment], *, num_frames: int, mark: str) -> Iterator[Part]:
-    """Yield the files with the list of segments. The listed video files do not exist; the trainer never opens them."""
+    """Yield the files with the list of segments. The trainer never opens the listed video files, which do not exist."""
     columns = {
         "image_spec": pa.array([[None, f"{segment.name}.mp4"] for segment in captioned], pa.list_(pa.string())),
         "mask_file": pa.nulls(len(captioned)),

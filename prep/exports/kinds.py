@@ -1,4 +1,4 @@
-"""The commands `prep export KIND`, with one row in `KINDS` for each kind: its flags, help and writer."""
+"""The commands `prep export KIND`: `KINDS` has a row for each kind, with its flags, writer and help."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ from clipmill.manifests.publish import TEMPORARY_PREFIX, rename, target_of, temp
 from clipmill.manifests.settings import Checked, Range
 from clipmill.prep.core.request import Data, Json
 
-Progress = Callable[[int, int | None], None]  # called with (number of samples done, total number of samples)
+Progress = Callable[[int, int | None], None]  # function that is called with (number of samples done, total number)
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Exported:
     Attributes:
         noun: Singular noun for a sample.
         num_samples: Number of samples in the export.
-        num_written: Number of samples that this run wrote; all other samples were already up to date.
-        left_out: Reason -> number of samples that were omitted.
+        num_written: Number of samples that this run wrote. All other samples were already up to date.
+        left_out: Reason -> number of samples that were omitted for this reason.
     """
 
     noun: str
@@ -45,21 +45,21 @@ class ExportKind:
     Attributes:
         name: Name of the command.
         flags: Frozen dataclass whose fields are the flags. All fields have defaults.
-        writer: Import path `package.module:function`. The function takes the data folder, the destination, an instance
-            of `flags`, and a `Progress`, and returns `Exported`. A rerun must write only changed files, and a killed
-            run must not leave anything that looks like a complete export.
-        text: Help text of the command.
+        writer: Import path `package.module:function` of a function that writes the export. It takes the data folder,
+            the destination, an instance of `flags` and a `Progress`, and returns `Exported`. A rerun must write only
+            changed files, and a killed run must not leave anything that looks like a complete export.
+        help_text: Help text of the command.
     """
 
     name: str
     flags: type[Any]
     writer: str
-    text: str
+    help_text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZarrFlags(Checked):
-    """The flags of `prep export zarr`."""
+    """Flags of `prep export zarr`."""
 
     split: str = "train"
     """Split of the manifest to export."""
@@ -71,12 +71,12 @@ class ZarrFlags(Checked):
     """Number of segments per Zarr chunk, 1 or more, for example the training batch size."""
 
     level: Annotated[int, Parameter(allow_leading_hyphen=True), Range(0, 9)] = 5
-    """Compression level for Blosc with Zstandard, 0 to 9."""
+    """Compression level of Blosc with Zstandard, 0 to 9."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerFlags(Checked):
-    """The flags of exports for trainers of video models."""
+    """Flags of the exports for trainers of video models."""
 
     split: str = "train"
     """Split of the manifest to export."""
@@ -84,12 +84,12 @@ class TrainerFlags(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionPipeFlags(TrainerFlags):
-    """The flags of `prep export diffusion-pipe`."""
+    """Flags of `prep export diffusion-pipe`."""
 
     model: str | None = None
-    """Name of the model in diffusion-pipe, which is also the name of its folder in the cache. Default, depending on the
-    latents: wan, wan2.2_5b, hunyuan-video or hunyuan_video_1.5. Required for LTX-Video: the name of the file in
-    single_file_path, without .safetensors."""
+    """Name of the model in diffusion-pipe, which is also the name of its folder in the cache. Default: wan, wan2.2_5b,
+    hunyuan-video or hunyuan_video_1.5, depending on the latents. For LTX-Video, the name is required: the name of the
+    file in single_file_path, without .safetensors."""
 
     def rules(self) -> Iterator[UserError]:
         """Yield an error if the model is not a valid folder name."""
@@ -109,8 +109,8 @@ KINDS = (
         """Write latents and text embeddings as a Zarr store for segment loaders.
 
         The arrays are base_frames [segments, frames, C, h, w], clip_emb [videos, D] and segment_to_video [segments].
-        The embedding of a video is the embedding of its first caption. A rerun does nothing if columns and flags have
-        not changed and no file is missing.
+        The embedding of a video is the embedding of its first caption. A rerun does nothing if columns and flags are
+        unchanged and no file is missing.
 
         Example: prep export zarr segments.zarr --chunk 32
 
@@ -203,7 +203,7 @@ def _command(kind: ExportKind) -> Callable[..., None]:
         show(Report("\n".join(lines), asdict(export)), json=json)
 
     command.__annotations__["flags"] = Annotated[kind.flags, Parameter(name="*")]
-    command.__doc__ = kind.text
+    command.__doc__ = kind.help_text
     return command
 
 
@@ -213,7 +213,7 @@ for _kind in KINDS:
 
 @contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Yield a new folder, and rename it to `folder` when the block succeeds; remove leftovers of killed runs.
+    """Yield a new folder, which replaces `folder` when the block succeeds. Leftovers of killed runs are removed.
 
     If `folder` is a link, its target is replaced.
     """
@@ -227,7 +227,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     lock = try_lock(temporary)
     try:
         yield temporary
-        os.sync()  # one call for thousands of files
+        os.sync()  # faster than syncing thousands of files one by one
         if folder.exists():
             old = rename(folder, temporary_path(folder))
             rename(temporary, folder)

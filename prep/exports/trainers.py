@@ -1,7 +1,7 @@
-"""Exports for trainers of video models: caches with latents and text sequences, one caption per segment.
+"""Exports for trainers of video models, which read latents and text sequences from a cache.
 
-A trainer's cache has separate files for latents and texts. They are written into a new folder, which then replaces the
-old folder. Unchanged files are linked from the old folder. This module also contains the exports for two trainers with
+A segment of latents has one caption. The files of a cache are written into a new folder, which then replaces the old
+folder; unchanged files are linked from the old folder. This module also contains the exports for two trainers with
 simple file formats:
 
 finetrainers (huggingface/finetrainers) reads precomputed data with --precomputation_reuse:
@@ -10,7 +10,7 @@ finetrainers (huggingface/finetrainers) reads precomputed data with --precomputa
     finetrainers-precomputed-data/latent-N.pt      the parameters of the posterior
 
 The trainer samples the posterior of each segment, and normalises the sample. The exported mean is the output of the
-VAE. The exported standard deviation is almost zero, because the deviation of the posterior is not stored.
+VAE. The exported standard deviation is almost zero, because the column does not contain the standard deviation.
 
 musubi-tuner (kohya-ss/musubi-tuner, format_version 1.0.1) trains from its cache without the VAE and T5. A segment has
 two safetensors files, whose names have the same prefix:
@@ -18,9 +18,9 @@ two safetensors files, whose names have the same prefix:
     NAME_00000-FFF_WWWWxHHHH_ARCH.safetensors   latents_T'xhxw_DTYPE [C, T', h, w]
     NAME_ARCH_te.safetensors                    varlen_t5_DTYPE [L, D]
 
-FFF is the number of frames of video; WWWW and HHHH are the width and height in pixels. Latents for Wan are normalised
-per channel. Latents for HunyuanVideo are neither shifted nor scaled, because the trainer does this. The text encoders
-of HunyuanVideo are not T5, so the trainer's own script must encode its texts.
+FFF is the number of video frames; WWWW and HHHH are the width and height in pixels. Latents for Wan are normalised per
+channel. Latents for HunyuanVideo are neither shifted nor scaled, because the trainer does this. HunyuanVideo does not
+use T5, so its texts must be encoded by the trainer's own script.
 """
 
 import hashlib
@@ -53,17 +53,17 @@ if TYPE_CHECKING:
 
 RECORD_FILE = "clipmill.json"
 _SCHEMA = 1
-_MAKE_TEXTS = f"make sequences: prep {command_for(TEXT)} --encoder t5:NAME"
+_MAKE_TEXTS = f"run prep {command_for(TEXT)} --encoder t5:NAME, which makes sequences"
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment of latents with the first caption that overlaps it.
+    """A segment of latents, and the first caption that overlaps it.
 
     Attributes:
-        name: Key of the chunk, and number of the segment in the chunk.
-        sample, number: Row of the chunk in the table of latents, and number of the segment in the chunk's array.
-        text_sample, text: Row of the video in the table of texts, and number of the text in the video's array.
+        name: Key of the chunk, and index of the segment in the chunk.
+        sample, number: Row of the chunk in the table of latents, and index of the segment in the array of the chunk.
+        text_sample, text: Row of the video in the table of texts, and index of the text in the array of the video.
         caption: Text of the caption.
     """
 
@@ -76,16 +76,19 @@ class Segment:
 
 
 class Segments:
-    """The segments of a split that have a caption; if texts are exported, the caption must have a stored sequence.
+    """The captioned segments of a split. If texts are exported, the caption of a segment must have a stored sequence.
 
     Args:
-        with_texts: VAE classes whose models use sequences from a T5.
+        with_texts: VAE classes whose models use sequences from a T5, so that texts are exported.
 
     Attributes:
+        latents: Column of latents.
+        recipe: Recipe of the latents.
         kind: VAE class.
         has_texts: True if texts are exported.
-        left_out: Number of segments without such a caption.
-        num_of_others: Number of segments that contain video from other splits.
+        num_uncaptioned: Number of segments without a caption, or without a caption that has a sequence. It is counted
+            during iteration.
+        num_other_split: Number of segments that contain video from other splits. It is counted during iteration.
 
     Raises:
         UserError: A column is missing, or does not contain segments or sequences.
@@ -98,13 +101,13 @@ class Segments:
         if not self.recipe.get("latent_frames"):
             raise UserError(
                 f"{self.latents.variant.directory} has latents of individual frames, not of segments",
-                hint=f"make latents with the VAE of a video model: {how_to_make(LATENTS, data_dir)}",
+                hint=f"run {how_to_make(LATENTS, data_dir)} with the VAE of a video model",
             )
-        self.kind, self.left_out, self.num_of_others = str(self.recipe["kind"]), 0, 0
+        self.kind, self.num_uncaptioned, self.num_other_split = str(self.recipe["kind"]), 0, 0
         self.has_texts = self.kind in with_texts
         if self.has_texts and not self.text_recipe.get("max_tokens"):
             raise UserError(
-                f"{self.text.variant.directory} has CLIP embeddings, but trainers take sequences", hint=_MAKE_TEXTS
+                f"{self.text.variant.directory} has CLIP embeddings, but trainers need sequences", hint=_MAKE_TEXTS
             )
         self._stored = lru_cache(maxsize=1)(self.latents.array)
         self._stored_text = lru_cache(maxsize=1)(lambda sample: self.text.array(sample))
@@ -117,10 +120,10 @@ class Segments:
         samples = np.flatnonzero((video_row >= 0) & is_member[video_row])
         if not len(samples):
             splits = ", ".join(sorted(split_names(videos, divided)))
-            raise UserError(f"no latents of split {self._split!r}", hint=f"splits of the manifest: {splits}")
+            raise UserError(f"no latents of split {self._split!r}", hint=f"use one of the splits {splits}")
         table, frames = self.latents.rows.table, int(self.recipe["latent_frames"])
         seconds = frames / (table["fps_num"][0].as_py() / table["fps_den"][0].as_py())
-        self.left_out = self.num_of_others = 0
+        self.num_uncaptioned = self.num_other_split = 0
         for sample in samples[np.lexsort((start_ms[samples], video_row[samples]))].tolist():
             video_id = video_ids[int(video_row[sample])].as_py()
             for number in range(int(self.latents.numbers("num_frames")[sample]) // frames):
@@ -130,9 +133,9 @@ class Segments:
                     begin_us, end_us = (np.array([round(at_s * 1e6)]) for at_s in (begin_s, begin_s + seconds))
                     times = {"begin_us": begin_us, "end_us": end_us}
                     if not divided.shows_only(self._split, video=video_row[[sample]], **times)[0]:
-                        self.num_of_others += 1
+                        self.num_other_split += 1
                         continue
-                # The first caption that overlaps the segment and, if texts are exported, has a sequence.
+                # Find the first caption that overlaps the segment and, if texts are exported, has a sequence.
                 text_sample, row_of = self._texts.get(video_id, (0, {})) if self.has_texts else (0, None)
                 for caption_id, caption_begin_s, caption_end_s, caption in self._captions.get(video_id, ()):
                     overlaps = caption_begin_s < begin_s + seconds and caption_end_s > begin_s
@@ -141,7 +144,7 @@ class Segments:
                         yield Segment(name, sample, number, text_sample, text, caption)
                         break
                 else:
-                    self.left_out += 1
+                    self.num_uncaptioned += 1
 
     @cached_property
     def text(self) -> ColumnArrays:
@@ -153,23 +156,23 @@ class Segments:
 
     @property
     def text_recipe(self) -> dict[str, Any]:
-        """Recipe of the texts."""
+        """Recipe of the column of texts."""
         return self.text.variant.recipe
 
     @property
     def num_frames(self) -> int:
-        """Number of frames in a segment."""
+        """Number of video frames in a segment."""
         return int(str(self.recipe["segment"])[:-1])
 
     def stored_latents(self, segment: Segment) -> "torch.Tensor":
-        """Return the stored latents, [C, T', h, w]."""
+        """Return the stored latents of a segment, [C, T', h, w]."""
         import torch
 
         array = torch.from_numpy(self._stored(segment.sample)[segment.number])
         return array.view(torch.bfloat16) if self.recipe["dtype"] == "bfloat16" else array
 
     def raw_latents(self, segment: Segment) -> "torch.Tensor":
-        """Return the output of the VAE, neither shifted nor scaled, float32 [C, T', h, w]."""
+        """Return the output of the VAE for a segment, neither shifted nor scaled, float32 [C, T', h, w]."""
         import torch
 
         latents = self.stored_latents(segment).float() / float(self.recipe["scaling_factor"])
@@ -181,11 +184,11 @@ class Segments:
 
     @property
     def statistics(self) -> tuple[list[float] | None, list[float] | None]:
-        """Mean and standard deviation per channel that normalise the latents; None without normalisation."""
+        """Mean and standard deviation of each channel for the normalisation; None if latents are not normalised."""
         return self.recipe["latents_mean"], self.recipe["latents_std"]
 
     def sequence(self, segment: Segment) -> "torch.Tensor":
-        """Return the text encoder's vectors for the tokens of the caption, float16 [L, D]."""
+        """Return the vectors of the text encoder for the tokens of a segment's caption, float16 [L, D]."""
         import torch
 
         lengths = self.text.rows.table["row_tokens"][segment.text_sample].as_py()
@@ -231,8 +234,9 @@ class Part:
         path: Path within the cache.
         mark: String that changes with the content of the file.
         content: Function that returns the bytes of the file in pieces.
-        segments: Numbers of the segments in the file.
-        is_kept: True to link the file as long as its mark is unchanged; False if the trainer may write to the file.
+        segments: Indices of the segments in the file.
+        is_kept: True to link the file from the old folder if its mark is unchanged; False if the trainer may write to
+            the file.
     """
 
     path: str
@@ -251,13 +255,13 @@ def write_cache(
     show: Progress,
     derived: str | None = None,
 ) -> Exported:
-    """Write the files of all segments, unless `destination` is up to date; keep unrelated files in this folder.
+    """Write a cache with all captioned segments, unless `destination` is up to date. Unrelated files are kept.
 
     Args:
-        parts: Function that takes segments and returns the files of the cache.
+        parts: Function that takes the segments, and returns the files of the cache.
         form: Name and version of the format.
         show: Function that is called with (number of segments done, total number of segments).
-        derived: Subfolder with files that the trainer derives from the cache; these files are not kept.
+        derived: Subfolder with files that the trainer derives from the cache. These files are not kept.
 
     Raises:
         UserError: No segment has a caption, or `destination` exists and was not written by prep export.
@@ -269,13 +273,13 @@ def write_cache(
             old = {path: bytes.fromhex(digest).hex() for path, digest in files.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise UserError(
-                f"{destination} exists and was not written by prep export", hint="remove it, or use another name"
+                f"{destination} exists, but was not written by prep export", hint="remove it, or use a different name"
             ) from None
     captioned = list(segments)
     requirement = "a caption that has a sequence" if segments.has_texts else "a caption"
     left_out = {
-        f"segments without {requirement}": segments.left_out,
-        "segments with seconds of other splits": segments.num_of_others,
+        f"segments without {requirement}": segments.num_uncaptioned,
+        "segments with seconds of other splits": segments.num_other_split,
     }
     if not captioned:
         make = _MAKE_TEXTS if segments.has_texts else "add captions to the videos"
@@ -299,8 +303,8 @@ def write_cache(
             show(len(seen), len(captioned))
         for path in destination.rglob("*"):
             name = path.relative_to(destination)
-            is_ours = str(name) in (*old, *record, RECORD_FILE) or name.parts[0] == derived
-            if not is_ours and (path.is_file() or path.is_symlink()):
+            is_unrelated = str(name) not in (*old, *record, RECORD_FILE) and name.parts[0] != derived
+            if is_unrelated and (path.is_file() or path.is_symlink()):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 _link(path, folder / name)
         (folder / RECORD_FILE).write_text(json.dumps({"format": form, "files": record}))
@@ -317,7 +321,7 @@ def torch_bytes(values: dict[str, Any]) -> bytes:
 
 
 def _link(source: Path, path: Path) -> bool:
-    """Link `path` to `source`, or copy it if links are not possible; return False if `source` no longer exists."""
+    """Link or copy `source` to `path`; return False if `source` no longer exists."""
     with suppress(FileNotFoundError):
         try:
             os.link(source, path)
@@ -328,8 +332,8 @@ def _link(source: Path, path: Path) -> bool:
 
 
 _FOLDER = "finetrainers-precomputed-data"
-_LOG_VARIANCE = -1e4  # the trainer clips it to -30; for Wan, after dividing by latents_std
-# VAE class -> name of the entry with a caption's mask, or None.
+_LOG_VARIANCE = -1e4  # the trainer clips the value to -30 (for Wan, after dividing it by latents_std)
+# VAE class -> name of the entry with the mask of a caption; None if the model uses no mask.
 _MODELS = {
     "AutoencoderKLWan": None,
     "AutoencoderKLLTXVideo": "encoder_attention_mask",
@@ -338,7 +342,7 @@ _MODELS = {
 
 
 def write_finetrainers_data(data_dir: Path, destination: Path, flags: TrainerFlags, show: Progress) -> Exported:
-    """Write the precomputed data of finetrainers.
+    """Write precomputed data for finetrainers.
 
     Raises:
         UserError: See `Segments` and `write_cache`; or the trainer has no model with this VAE and a T5.
@@ -347,7 +351,7 @@ def write_finetrainers_data(data_dir: Path, destination: Path, flags: TrainerFla
     if segments.kind not in _MODELS:
         raise UserError(
             f"finetrainers has no model with the VAE {segments.kind} and the text encoder T5",
-            hint=f"use {' or '.join(_MODELS)}",
+            hint=f"use latents from {' or '.join(_MODELS)}",
         )
 
     def parts(captioned: list[Segment]) -> Iterator[Part]:
@@ -395,12 +399,12 @@ _ARCHITECTURES = {
     "AutoencoderKLHunyuanVideo": ("hv", "hunyuan_video", False),
     "AutoencoderKLHunyuanVideo15": ("hv15", "hunyuan_video_1_5", False),
 }
-_WAN_5B = {"channels": 48, "factor": 16}  # the VAE of Wan 2.2 TI2V-5B, which the trainer does not support
+_WAN_5B = {"channels": 48, "factor": 16}  # properties of the VAE of Wan 2.2 TI2V-5B, which the trainer lacks
 _WITH_T5 = ("AutoencoderKLWan",)
 
 
 def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, show: Progress) -> Exported:
-    """Write the cache of musubi-tuner.
+    """Write a cache for musubi-tuner.
 
     Raises:
         UserError: See `Segments` and `write_cache`; or the trainer has no architecture with this VAE.
@@ -408,11 +412,14 @@ def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, s
     segments = Segments(data_dir, split=flags.split, with_texts=_WITH_T5)
     kind, recipe = segments.kind, segments.recipe
     if kind not in _ARCHITECTURES:
-        raise UserError(f"musubi-tuner has no architecture with {kind}", hint=f"use {' or '.join(_ARCHITECTURES)}")
+        raise UserError(
+            f"musubi-tuner has no architecture with the VAE {kind}",
+            hint=f"use latents from {' or '.join(_ARCHITECTURES)}",
+        )
     if kind == "AutoencoderKLWan" and any(recipe.get(name) == value for name, value in _WAN_5B.items()):
         raise UserError(
-            "the latents are from the VAE of Wan 2.2 TI2V-5B (48 channels, factor 16), a model that musubi-tuner does"
-            " not have",
+            "the latents are from the VAE of Wan 2.2 TI2V-5B (48 channels, factor 16), which musubi-tuner does not"
+            " support",
             hint="use prep export diffusion-pipe, or make latents with the VAE of Wan 2.1, which Wan 2.2 14B uses too",
         )
     short, full, is_normalised = _ARCHITECTURES[kind]

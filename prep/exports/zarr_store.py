@@ -1,11 +1,11 @@
-"""Export latents and text embeddings as a Zarr store of segments, as section 2 of the VideoDataLoader document defines.
+"""Export latents and text embeddings as a Zarr store of segments (VideoDataLoader document, section 2).
 
     base_frames [S, F, C, h, w]  float16, latents of S segments with F frames each
     clip_emb [V, D]              float16, one text embedding per video
     segment_to_video [S]         int64, row of each segment's video in clip_emb
 
-Segments are in manifest order of their videos, and then in order of time. The store uses Zarr format 2, which versions
-2 and 3 of the zarr library can read. Chunks are compressed by Blosc with Zstandard.
+Segments are ordered by video (as in the manifest) and time. The store uses Zarr format 2, which versions 2 and 3 of the
+zarr library can read. Chunks are compressed by Blosc with Zstandard.
 """
 
 import hashlib
@@ -29,20 +29,20 @@ from clipmill.prep.exports.kinds import Exported, Progress, ZarrFlags, replaced_
 from clipmill.shards.columns import LATENTS, TEXT, how_to_make
 
 FRAMES, EMBEDDINGS, VIDEOS = "base_frames", "clip_emb", "segment_to_video"
-_MARK = "clipmill"  # attribute that identifies the inputs of a store that this module wrote
+_MARK = "clipmill"  # attribute of a store with the inputs from which it was written
 _SCHEMA = 1
-# Number of segments per write, rounded up to complete chunks; zarr compresses the chunks of one write in parallel.
+# Number of segments per write, rounded up to complete chunks. zarr compresses the chunks of a write in parallel.
 _SEGMENTS_AT_ONCE = 64
 _ROWS_AT_ONCE = 1 << 14  # number of rows per chunk in the small arrays
-_ALL_CHUNKS: Any = {"write_empty_chunks": True}  # so that a missing file always means that data was lost
+_ALL_CHUNKS: Any = {"write_empty_chunks": True}  # so that a missing file always means that data were lost
 
 
 def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: Progress) -> Exported:
     """Write the store, unless the store at `destination` is up to date and complete.
 
     Raises:
-        UserError: Zarr is not installed; columns are missing or damaged; latents are not float16 or differ in shape;
-            or `destination` exists and was not written by prep export zarr.
+        UserError: zarr is not installed; columns are missing or damaged; latents are not float16 or differ in shape;
+            or `destination` exists, but was not written by `prep export zarr`.
     """
     try:
         import zarr
@@ -51,13 +51,13 @@ def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: 
     latents, text = (ColumnArrays.open(data_dir, name) for name in (LATENTS, TEXT))
     if text.variant.recipe.get("max_tokens"):
         raise UserError(
-            f"a Zarr store has text embeddings, but {text.variant.directory} has sequences",
+            f"a Zarr store needs text embeddings, but {text.variant.directory} has sequences",
             hint=f"run {how_to_make(TEXT, data_dir)}",
         )
     if latents.variant.recipe.get("latent_frames"):
         raise UserError(
-            f"a Zarr store has latents of frames, but {latents.variant.directory} has segments from a video VAE",
-            hint="make latents with an image VAE, or export the segments for a trainer: prep export --help",
+            f"a Zarr store needs latents of frames, but {latents.variant.directory} has segments from a video VAE",
+            hint="make latents with an image VAE, or export the segments for a trainer (see prep export --help)",
         )
     variants = (latents.variant, text.variant)
     inputs = [f"{variant.directory.name} {variant.commits.digest.decode()}" for variant in variants]
@@ -89,7 +89,7 @@ class _Segments:
         frame: First latent frame of each segment in its chunk, int64 [S].
         video: Row of each segment's video in `embeddings`, int64 [S].
         embeddings: Text embedding of each video, float16 [V, D].
-        left_out: Reason -> number of omitted segments or remainders.
+        left_out: Reason -> number of segments, or of ends of chunks, that are omitted for this reason.
     """
 
     shape: tuple[int, ...]
@@ -107,7 +107,7 @@ def _find_segments(data_dir: Path, latents: ColumnArrays, text: ColumnArrays, fl
     samples = np.flatnonzero((video_row >= 0) & is_member[video_row])
     if not len(samples):
         splits = ", ".join(sorted(split_names(videos, divided)))
-        raise UserError(f"no latents of split {flags.split!r}", hint=f"splits of the manifest: {splits}")
+        raise UserError(f"no latents of split {flags.split!r}", hint=f"use one of the splits {splits}")
     samples = samples[np.lexsort((latents.numbers("start_ms")[samples], video_row[samples]))]
     num_frames, shape = _segment_shape(latents, samples, flags.segment)
     embeddings = _embeddings(data_dir, text, videos, split=flags.split)
@@ -119,7 +119,7 @@ def _find_segments(data_dir: Path, latents: ColumnArrays, text: ColumnArrays, fl
     }
     samples, per_chunk = samples[is_captioned], per_chunk[is_captioned]
     sample = np.repeat(samples, per_chunk)
-    # The number of a segment within its chunk determines its first frame.
+    # Number the segments in each chunk, which determines their first frames.
     number = np.arange(len(sample)) - np.repeat(np.cumsum(per_chunk) - per_chunk, per_chunk)
     if divided is not None:
         frame_s = latents.numbers("fps_den")[sample] / latents.numbers("fps_num")[sample]
@@ -139,14 +139,18 @@ def _find_segments(data_dir: Path, latents: ColumnArrays, text: ColumnArrays, fl
 
 
 def _segment_shape(latents: ColumnArrays, samples: NDArray[np.int64], segment: str) -> tuple[int, tuple[int, ...]]:
-    """Return (number of frames in a segment, shape of the latents of a frame)."""
+    """Return the number of latent frames in a segment, and the shape of a latent frame.
+
+    Raises:
+        UserError: Latents are not float16 or differ in shape, or the segment is not a whole number of frames.
+    """
     names = ["fps_num", "fps_den", "channels", "height", "width", "dtype"]
     kinds = latents.rows.table.take(pa.array(samples)).select(names).group_by(names).aggregate([]).to_pylist()
     first = kinds[0]
     if len(kinds) > 1 or first["dtype"] != "float16":
         shapes = " and ".join(f"{kind['dtype']} {kind['channels']}x{kind['height']}x{kind['width']}" for kind in kinds)
         raise UserError(
-            f"a Zarr store has float16 latents of one shape, but {latents.variant.directory} has {shapes}",
+            f"a Zarr store needs float16 latents with the same shape, but {latents.variant.directory} has {shapes}",
             hint="make all latents with the same settings and --dtype float16",
         )
     seconds = parse_length(segment, flag="--segment")
@@ -157,7 +161,7 @@ def _segment_shape(latents: ColumnArrays, samples: NDArray[np.int64], segment: s
     ):
         raise UserError(
             f"--segment {segment} is {float(num_frames):g} latent frames"
-            + (f", and the crop changes every {crop_period}" if crop_period else ""),
+            + (f", but the crop changes every {crop_period}" if crop_period else ", which is not a whole number"),
             hint=f"use {crop_period} divided by a whole number"
             if crop_period
             else "use a length with a whole number of frames",
@@ -204,7 +208,7 @@ def _write(store: Any, segments: _Segments, latents: ColumnArrays, flags: ZarrFl
         shape=(num_segments, *segments.shape),
         chunks=(flags.chunk, *segments.shape),
         dtype=np.float16,
-        fill_value=np.nan,  # value of a chunk whose file is lost, for example in an interrupted copy
+        fill_value=np.nan,  # value of chunks whose files are lost, for example in an interrupted copy
         compressors=blosc,
         config=_ALL_CHUNKS,
     )
@@ -224,10 +228,10 @@ def _write(store: Any, segments: _Segments, latents: ColumnArrays, flags: ZarrFl
 
 
 def _mark_at(destination: Path) -> dict[str, Any] | None:
-    """Return the inputs of the store at `destination`; None if the store or one of its files is missing.
+    """Return the inputs from which the store at `destination` was written; None if the store or a file is missing.
 
     Raises:
-        UserError: `destination` exists and was not written by prep export zarr.
+        UserError: `destination` exists, but was not written by `prep export zarr`.
     """
     import zarr
 
@@ -240,14 +244,14 @@ def _mark_at(destination: Path) -> dict[str, Any] | None:
         mark = None
     if not isinstance(mark, dict):
         raise UserError(
-            f"{destination} exists and was not written by prep export zarr", hint="remove it, or use another name"
+            f"{destination} exists, but was not written by prep export zarr", hint="remove it, or use a different name"
         )
     arrays = (FRAMES, EMBEDDINGS, VIDEOS)
     for name in arrays:
         array: Any = store.get(name)
         if array is None:
             return None
-        # Chunks divide only the first dimension.
+        # The arrays are chunked only along the first dimension.
         suffix, files = ".0" * (array.ndim - 1), {path.name for path in (destination / name).iterdir()}
         if not files.issuperset(f"{number}{suffix}" for number in range(array.nchunks)):
             return None

@@ -28,12 +28,13 @@ COLUMN = ColumnSpec(
     work="clipmill.prep.scores.work:WORK",
     check_sample="clipmill.prep.scores.score:check_scores",
     settings=ScoresSettings,
-    schema=3,  # increment it when the same settings begin to produce other values: methods, frames, thresholds
+    schema=3,  # increment it when a change of methods, frames or thresholds changes values for the same settings
     help="""
-    Score the chunks: motion, sharpness, brightness, black and frozen shares, bars, cuts, speech, perceptual hash.
+    Score the chunks: motion, sharpness, brightness, black and frozen frames, bars, cuts, speech, perceptual hash.
 
-    It scores the chunks of the current video variant; each run scores only what is new, changed, missing or damaged.
-    After the chunks have been re-encoded, run it again: until then, the existing scores are kept.
+    The command scores the chunks of the current variant of video. A further run scores only chunks that are new,
+    changed, missing or damaged. Run it again after the chunks have been re-encoded; until then, the existing scores are
+    kept.
 
     Example:
 
@@ -41,5 +42,5 @@ COLUMN = ColumnSpec(
     """,
     verb="score",
     has_hours=False,
-    page="the distribution of each score, pictures along it, and what --where keeps and drops",
+    page="the distribution of each score with example pictures, and the chunks that --where keeps and drops",
 )

@@ -1,31 +1,31 @@
 """Measures from which the scores of a chunk are computed: motion, cuts, focus, black, frozen, bars, hash, speech.
 
-Analysed frames:
+These frames of a chunk are analysed:
 
     samples      reference frames about half a second apart, which the decoder needs anyway, and the last frame
     neighbours   the frame a tenth of a second after each sample, for motion
     middle       the middle frame, for the perceptual hash
     refined      all frames between two samples whose difference may be due to a cut
 
-Luma is always in full range (0 black, 255 white), regardless of the range that the codec stores.
+Luma always has the full range (0 black, 255 white), regardless of the range that the codec stores.
 
-Motion: the flow between a sample and its neighbour is DIS (Kroeger et al., Fast Optical Flow using Dense Inverse
-Search, ECCV 2016) in OpenCV's implementation, on small luma. The camera motion is the similarity transform
-(translation, rotation, zoom) that explains the flow at the textured points of a grid, by least median of squares. All
-other flow is object motion. Flow cannot be observed without texture, so pixels without texture are assumed to follow
-the camera. If texture covers too little of the picture to distinguish a moving camera from a moving object, the camera
-is assumed to be still.
+Motion: the optical flow between a sample and its neighbour is computed on small luma with OpenCV's implementation of
+DIS (Kroeger et al., Fast Optical Flow using Dense Inverse Search, ECCV 2016). The camera motion is the similarity
+transform (translation, rotation, zoom) that explains the flow at the textured points of a grid, by least median of
+squares. All other flow is object motion. Without texture, flow cannot be observed, so pixels without texture are
+assumed to follow the camera. If texture covers too little of the picture to distinguish a moving camera from a moving
+object, the camera is assumed to be still.
 
 Cuts: PySceneDetect's ContentDetector compares each frame with the previous frame that it received. It receives all
-samples. If the difference of two samples is below `REFINE_SHARE` of the threshold, it receives no frames between them;
-otherwise it receives every frame between them, so that a cut is found at its exact frame. The method misses a short
-shot between two samples that look alike, and a cut whose two samples differ too little although consecutive frames
-differ enough.
+samples. If two samples differ by less than `REFINE_FRACTION` of the threshold, it receives no frames between them.
+Otherwise, it receives every frame between them, so that a cut is found at its exact frame. The method misses a short
+shot between two samples that look alike, and a cut between two samples that differ too little, although consecutive
+frames differ enough.
 
 Speech: WebRTC's voice activity detector decides for each window of 30 ms whether it is loud in the frequency bands of
-speech; tones and noise may be loud in these bands too. However, the loudness of speech changes with every syllable,
-about four times a second (Scheirer and Slaney, Construction and Evaluation of a Robust Multifeature Speech/Music
-Discriminator, ICASSP 1997). Therefore windows count only if the loudness varies within the second around them.
+speech. Tones and noise may be loud in these bands too, but the loudness of speech changes with every syllable, about
+four times a second (Scheirer and Slaney, Construction and Evaluation of a Robust Multifeature Speech/Music
+Discriminator, ICASSP 1997). Therefore, a window counts only if the loudness varies within the second around it.
 """
 
 from bisect import bisect_right
@@ -52,20 +52,22 @@ from scenedetect.scene_manager import compute_downscale_factor
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.shards.format import PACKET_REFERENCE
 
-SAMPLE_STEP_S = Fraction(8, 15)  # 16 frames at 30 frames per second: the distance of the P frames in a comb
-NEIGHBOUR_STEP_S = Fraction(1, 10)  # long enough for a new frame even in a source with 10 frames per second
-SMALL_SIDE_PX = 128  # longer side of the small luma
+SAMPLE_STEP_S = Fraction(8, 15)  # 16 frames at 30 frames per second, the distance of P frames with the GOP layout comb
+NEIGHBOUR_STEP_S = Fraction(1, 10)  # long enough for a new frame, even in a source with 10 frames per second
+SMALL_SIDE_PX = 128  # longer side of small luma
 Luma = NDArray[np.uint8]  # [H, W]
 
 _FULL_RANGE = np.clip(np.round((np.arange(256) - 16) * (255 / 219)), 0, 255).astype(np.uint8)
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """Indices of the frames to decode in the first pass, ascending.
+class FrameChoice:
+    """Indices of the frames to decode in the first pass, in ascending order.
 
     Attributes:
+        samples: Samples.
         pairs: Pairs (sample, neighbour); empty if the chunk has a single frame.
+        middle: Middle frame.
     """
 
     samples: list[int]
@@ -73,17 +75,18 @@ class Chosen:
     middle: int
 
     @property
-    def all(self) -> list[int]:
-        return sorted({*self.samples, *(later for _, later in self.pairs), self.middle})
+    def all_frames(self) -> list[int]:
+        return sorted({*self.samples, *(neighbour for _, neighbour in self.pairs), self.middle})
 
 
 def choose_frames(
     num_frames: int, *, fps: Fraction, packet_frame: Sequence[int], packet_flags: Sequence[int]
-) -> Chosen:
+) -> FrameChoice:
     """Choose the frames of a chunk to analyse, from its packet table (clipmill.shards.format.VIDEO_FIELDS).
 
-    The next sample is the last reference frame within SAMPLE_STEP_S after a sample. If no reference frame is that
-    close, it is the first one within twice that time, otherwise the frame after SAMPLE_STEP_S, at any decoding cost.
+    The sample that follows a sample is the last reference frame within SAMPLE_STEP_S. If there is none, it is the first
+    reference frame within twice that time. If there is none either, it is the frame after SAMPLE_STEP_S, even if
+    decoding it is expensive.
     """
     step = max(1, int(SAMPLE_STEP_S * fps))
     references = sorted(
@@ -91,23 +94,23 @@ def choose_frames(
     )
     samples, last = [0], num_frames - 1
     while samples[-1] < last:
-        at = samples[-1]
-        after = bisect_right(references, at)
-        within = bisect_right(references, at + step)
-        if within > after:
-            at = references[within - 1]
-        elif after < len(references) and references[after] < at + 2 * step:
-            at = references[after]
+        frame = samples[-1]
+        next_reference = bisect_right(references, frame)
+        end_reference = bisect_right(references, frame + step)
+        if end_reference > next_reference:
+            frame = references[end_reference - 1]
+        elif next_reference < len(references) and references[next_reference] < frame + 2 * step:
+            frame = references[next_reference]
         else:
-            at += step
-        samples.append(min(at, last))
+            frame += step
+        samples.append(min(frame, last))
     gap = min(max(1, round(NEIGHBOUR_STEP_S * fps)), max(last, 1))
     pairs = [(sample, sample + gap) for sample in samples if sample + gap <= last]
-    return Chosen(samples, pairs, num_frames // 2)
+    return FrameChoice(samples, pairs, num_frames // 2)
 
 
 def full_luma(frame: VideoFrame) -> Luma:
-    """Return the luma of a frame in full range, [H, W]."""
+    """Return the luma of a frame with the full range, uint8 [H, W]."""
     if frame.format.name not in ("yuv420p", "yuvj420p"):
         frame = frame.reformat(format="yuv420p")
     plane = frame.planes[0]
@@ -119,7 +122,7 @@ def full_luma(frame: VideoFrame) -> Luma:
 
 
 def small_luma(luma: Luma) -> Luma:
-    """Scale the luma down to a longer side of SMALL_SIDE_PX by area averaging; smaller luma is not enlarged."""
+    """Scale luma down to a longer side of SMALL_SIDE_PX by area averaging. Smaller luma is not scaled up."""
     height, width = luma.shape
     scale = min(1.0, SMALL_SIDE_PX / max(width, height))
     size = (max(1, round(width * scale)), max(1, round(height * scale)))
@@ -130,18 +133,24 @@ Flow = NDArray[np.float32]  # [H, W, 2]: x and y in pixels
 Mask = NDArray[np.bool_]  # [H, W]
 
 _GRID_PX = 6
-_TEXTURE = 4.0  # mean absolute luma gradient, in levels per pixel, around a textured pixel
+_MIN_TEXTURE = 4.0  # minimum mean absolute luma gradient around a textured pixel, in levels per pixel
 _TEXTURE_WINDOW_PX = 9
-_CELLS = 3  # the picture has 3 x 3 cells
-_MIN_CELLS = 6  # number of cells that need texture before a camera is estimated
-_MIN_CELL_POINTS = 2
-_REST_PX = 0.03
-_MIN_SIDE_PX = 16  # DIS needs a few patches of 8 pixels
+_CELLS = 3  # the picture is divided into 3 x 3 cells
+_MIN_CELLS = 6  # minimum number of cells with texture for estimating the camera motion
+_MIN_CELL_POINTS = 2  # minimum number of textured points in a cell with texture
+_MIN_GAIN_PX = 0.03  # minimum reduction of the median error by a moving camera
+_MIN_SIDE_PX = 16  # minimum side of a picture; DIS needs a few patches of 8 pixels
 
 
 @dataclass(frozen=True)
 class Motion:
-    """Mean displacements over the picture, in the unit of the flow."""
+    """Mean displacements over the picture, in the unit of the flow.
+
+    Attributes:
+        all: Displacement by camera and objects.
+        camera: Displacement by the camera.
+        objects: Remaining displacement.
+    """
 
     all: float
     camera: float
@@ -149,7 +158,7 @@ class Motion:
 
 
 def optical_flow(first: Luma, second: Luma) -> Flow | None:
-    """Return the flow from the first small luma to the second; None if the picture is too small."""
+    """Return the optical flow between two pictures, given as small luma; None if they are too small."""
     if min(first.shape) < _MIN_SIDE_PX:
         return None
     dis: Any = cv2.DISOpticalFlow  # the type stub lacks the optional initial flow
@@ -158,10 +167,10 @@ def optical_flow(first: Luma, second: Luma) -> Flow | None:
 
 
 def texture_mask(luma: Luma) -> Mask:
-    """Return True for each pixel with texture around it, bool [H, W]."""
+    """Return True for each pixel that is surrounded by texture, bool [H, W]."""
     gradients = [cv2.convertScaleAbs(cv2.Sobel(luma, cv2.CV_16S, dx, dy, scale=1 / 8)) for dx, dy in ((1, 0), (0, 1))]
     window = (_TEXTURE_WINDOW_PX, _TEXTURE_WINDOW_PX)
-    return np.asarray(sum(cv2.blur(gradient.astype(np.float32), window) for gradient in gradients) >= _TEXTURE)
+    return np.asarray(sum(cv2.blur(gradient.astype(np.float32), window) for gradient in gradients) >= _MIN_TEXTURE)
 
 
 def split_motion(flow: Flow, texture: Mask) -> Motion:
@@ -172,7 +181,7 @@ def split_motion(flow: Flow, texture: Mask) -> Motion:
 
 
 def camera_flow(flow: Flow, texture: Mask) -> Flow:
-    """Return the flow caused by a moving camera, [H, W, 2]; zero if the camera motion cannot be estimated."""
+    """Estimate the flow that a moving camera causes, [H, W, 2]; zero if it cannot be estimated."""
     grid = np.zeros_like(texture)
     grid[_GRID_PX // 2 :: _GRID_PX, _GRID_PX // 2 :: _GRID_PX] = True
     rows, columns = np.nonzero(grid & texture)
@@ -187,9 +196,11 @@ def camera_flow(flow: Flow, texture: Mask) -> Flow:
     a, b, c, d, e, f = np.asarray(transform, np.float32).ravel()
     x, y = np.arange(width, dtype=np.float32), np.arange(height, dtype=np.float32)[:, None]
     camera = np.stack([(a - 1) * x + (b * y + c), d * x + ((e - 1) * y + f)], axis=2)
-    # Prefer a camera at rest unless a moving camera explains the median point clearly better.
-    moving, still = (_lengths((flow - other)[rows, columns]) for other in (camera, np.zeros_like(flow)))
-    return camera if np.median(still) - np.median(moving) > _REST_PX else np.zeros_like(flow)
+    # Assume a still camera unless a moving camera explains the flow at the median point clearly better.
+    moving_error, still_error = (
+        _lengths((flow - estimate)[rows, columns]) for estimate in (camera, np.zeros_like(flow))
+    )
+    return camera if np.median(still_error) - np.median(moving_error) > _MIN_GAIN_PX else np.zeros_like(flow)
 
 
 def _lengths(flow: Flow) -> NDArray[np.float32]:
@@ -200,9 +211,9 @@ def _mean_length(flow: Flow) -> float:
     return float(_lengths(flow).mean(dtype=np.float64))
 
 
-REFINE_SHARE = 0.5
-MIN_SHOT_FRAMES = 15  # PySceneDetect's default: cuts that are closer are merged
-_DETECTOR_FPS = 30.0  # the detector counts frames, so the rate has no effect
+REFINE_FRACTION = 0.5  # fraction of the threshold from which the frames between two samples are analysed
+MIN_SHOT_FRAMES = 15  # PySceneDetect's default; cuts that are closer together are merged
+_DETECTOR_FPS = 30.0  # the value has no effect, because the detector counts frames
 Picture = NDArray[np.uint8]  # [H, W, 3], BGR
 
 
@@ -218,7 +229,7 @@ def analysis_picture(picture: Picture) -> Picture:
 
 def intervals_to_refine(samples: Sequence[tuple[int, Picture]], *, threshold: float) -> list[range]:
     """Return the frames between neighbouring samples (index, picture) that may contain a cut."""
-    detector = ContentDetector(threshold=REFINE_SHARE * threshold, min_scene_len=0)
+    detector = ContentDetector(threshold=REFINE_FRACTION * threshold, min_scene_len=0)
     intervals = []
     for previous, (frame, picture) in zip([0, *(frame for frame, _ in samples)], samples, strict=False):
         if detector.process_frame(FrameTimecode(frame, _DETECTOR_FPS), picture) and frame - previous > 1:
@@ -227,11 +238,16 @@ def intervals_to_refine(samples: Sequence[tuple[int, Picture]], *, threshold: fl
 
 
 def find_cuts(frames: Iterable[tuple[int, Picture]], *, threshold: float) -> list[int]:
-    """Return the first frame of each new shot in ascending order; `frames` are (index, picture) in order, from 0."""
+    """Return the index of the first frame of each new shot, in ascending order.
+
+    Args:
+        frames: (index, picture) of frames in order, beginning with frame 0.
+        threshold: Threshold of the detector.
+    """
     detector = ContentDetector(threshold=threshold, min_scene_len=MIN_SHOT_FRAMES)
     cuts: list[int] = []
     for frame, picture in frames:
-        # The chunk may begin in the middle of a shot, so a cut in its first frames does not end a short shot.
+        # The chunk may begin in the middle of a shot, so a cut in its first frames must not count as a short shot.
         time = FrameTimecode(frame + MIN_SHOT_FRAMES if frame else 0, _DETECTOR_FPS)
         cuts += [cut.frame_num - MIN_SHOT_FRAMES for cut in detector.process_frame(time, picture)]
     return cuts
@@ -239,10 +255,11 @@ def find_cuts(frames: Iterable[tuple[int, Picture]], *, threshold: float) -> lis
 
 BLACK_LEVEL = 25  # maximum luma of a black pixel: 0.10 of the range, as in ffmpeg's blackdetect
 BLACK_PIXELS = 0.98  # minimum fraction of black pixels in a black frame, as in blackdetect
-BAR_LEVEL = 9.3  # mean luma of a line of a bar: 24 in limited range, as in ffmpeg's cropdetect
-STILL_DIFFERENCE = 3.0  # maximum mean absolute difference, in levels, in a block of a frozen picture; compression: 0.9
-MAX_AGAIN = 2.0  # maximum difference, in levels, that re-encoding at a key frame may cause in all blocks
-_BLOCK_PX = 8  # side of a block of the small luma, whose longer side has 16 blocks
+BAR_LEVEL = 9.3  # maximum mean luma of a line in a bar: 24 in limited range, as in ffmpeg's cropdetect
+# Maximum mean absolute difference between the blocks of frozen pictures, in levels. Compression causes about 0.9.
+STILL_DIFFERENCE = 3.0
+MAX_KEY_FRAME_DIFFERENCE = 2.0  # maximum difference of all blocks that a key frame may cause, in levels
+_BLOCK_PX = 8  # side of a block of small luma, so that its longer side has 16 blocks
 MIN_FROZEN_S = 1.0  # minimum duration of a standstill
 _HASH_SIDE, _PICTURE_SIDE = 8, 32
 # The lowest frequencies of the DCT-II, [8, 32], scaled as in scipy.fftpack.
@@ -252,50 +269,58 @@ _COSINES = 2 * np.cos(
 
 
 @dataclass(frozen=True)
-class Look:
-    """The small luma of a decoded frame, and whether the frame is black."""
+class FrameSummary:
+    """Summary of a decoded frame: its index, its small luma, and whether it is black."""
 
     frame: int
     luma: Luma
     is_black: bool
 
     @classmethod
-    def of(cls, frame: int, luma: Luma) -> "Look":
-        """Reduce the full-resolution luma of the frame with index `frame`."""
+    def of(cls, frame: int, luma: Luma) -> "FrameSummary":
+        """Summarize the frame with index `frame` and full-resolution luma `luma`."""
         num_black = np.count_nonzero(luma <= BLACK_LEVEL)
         return cls(frame, small_luma(luma), bool(num_black >= BLACK_PIXELS * luma.size))
 
 
-def shown_frames(looks: Sequence[Look], *, num_frames: int) -> NDArray[np.float64]:
-    """Return the number of frames that each look represents, halfway to its neighbours; the sum is `num_frames`."""
-    frames = np.array([look.frame for look in looks], np.float64)
-    borders = np.concatenate([[0.0], (frames[:-1] + frames[1:] + 1) / 2, [float(num_frames)]])
-    return np.diff(borders)
+def frames_per_summary(summaries: Sequence[FrameSummary], *, num_frames: int) -> NDArray[np.float64]:
+    """Return the number of frames that each summary represents, float64 [summaries]; the sum is `num_frames`.
+
+    A summary represents the frames up to halfway to the next and the previous summary.
+    """
+    frames = np.array([summary.frame for summary in summaries], np.float64)
+    boundaries = np.concatenate([[0.0], (frames[:-1] + frames[1:] + 1) / 2, [float(num_frames)]])
+    return np.diff(boundaries)
 
 
-def frozen_frames(looks: Sequence[Look], *, num_frames: int, min_frames: float, key_frames: Sequence[int]) -> float:
+def frozen_frames(
+    summaries: Sequence[FrameSummary], *, num_frames: int, min_frames: float, key_frames: Sequence[int]
+) -> float:
     """Return the total number of frames in standstills of at least `min_frames` frames.
 
-    As in ffmpeg's freezedetect, a standstill lasts while frames look like its first frame, so slow changes end it.
-    Unlike in freezedetect, a change in a single block also ends it, because a small object may move. Compression
+    As in ffmpeg's freezedetect, a standstill lasts as long as frames look like its first frame, so a slow change ends
+    it. Unlike in freezedetect, a change in a single block also ends it, because a small object may move. Compression
     changes all blocks after a key frame, so frames are also compared with the first frame after the key frame.
 
     Args:
+        summaries: Summaries of frames, in ascending order of index.
+        num_frames: Number of frames in the chunk.
         key_frames: Indices of the key frames, in ascending order.
     """
-    borders = np.concatenate([[0.0], np.cumsum(shown_frames(looks, num_frames=num_frames))])
-    groups = [bisect_right(key_frames, look.frame) for look in looks]
-    # `begin` is the first look of the standstill, `first` the first look of its last group between key frames.
+    boundaries = np.concatenate([[0.0], np.cumsum(frames_per_summary(summaries, num_frames=num_frames))])
+    groups = [bisect_right(key_frames, summary.frame) for summary in summaries]
+    lumas = [summary.luma for summary in summaries]
+    # `begin` is the first summary of the standstill, `first` the first summary of its last group between key frames.
     num_frozen, begin, first = 0.0, 0, 0
-    for number in range(1, len(looks) + 1):
-        if number < len(looks):
+    for number in range(1, len(summaries) + 1):
+        if number < len(summaries):
             is_same_group = groups[number] == groups[first]
-            if (not is_same_group or _is_still(looks[first].luma, looks[number].luma)) and (
-                groups[number] == groups[begin] or _is_still(looks[begin].luma, looks[number].luma, has_key_frame=True)
+            if (not is_same_group or _is_still(lumas[first], lumas[number])) and (
+                groups[number] == groups[begin] or _is_still(lumas[begin], lumas[number], has_key_frame=True)
             ):
                 first = first if is_same_group else number
                 continue
-        length = float(borders[number] - borders[begin])
+        length = float(boundaries[number] - boundaries[begin])
         if number - begin > 1 and length >= min(min_frames, num_frames):
             num_frozen += length
         begin = first = number
@@ -306,12 +331,13 @@ def _is_still(first: Luma, second: Luma, *, has_key_frame: bool = False) -> bool
     """Return True if nothing moves between two frames.
 
     Args:
-        has_key_frame: True if a key frame lies between the frames. The median difference is then due to compression.
+        has_key_frame: True if there is a key frame between the frames. The median difference is then attributed to
+            compression.
     """
     difference = cv2.absdiff(first, second).astype(np.float32)
     size = (max(1, first.shape[1] // _BLOCK_PX), max(1, first.shape[0] // _BLOCK_PX))
     blocks = cv2.resize(difference, size, interpolation=cv2.INTER_AREA)
-    compression = min(float(np.median(blocks)), MAX_AGAIN) if has_key_frame else 0.0
+    compression = min(float(np.median(blocks)), MAX_KEY_FRAME_DIFFERENCE) if has_key_frame else 0.0
     return bool(blocks.max() <= STILL_DIFFERENCE + compression)
 
 
@@ -322,29 +348,29 @@ def sharpness(luma: Luma) -> float:
 
 
 @dataclass(frozen=True)
-class Lines:
-    """Mean luma of each row, float32 [H], and each column, float32 [W], of a frame."""
+class LineMeans:
+    """Mean luma of each row, float32 [H], and of each column, float32 [W], of a frame."""
 
     rows: NDArray[np.float32]
     columns: NDArray[np.float32]
 
     @classmethod
-    def of(cls, luma: Luma) -> "Lines":
+    def of(cls, luma: Luma) -> "LineMeans":
         rows, columns = (cv2.reduce(luma, axis, cv2.REDUCE_AVG, dtype=cv2.CV_32F) for axis in (1, 0))
         return cls(np.asarray(rows.ravel(), np.float32), np.asarray(columns.ravel(), np.float32))
 
 
 @dataclass(frozen=True)
-class Active:
-    """The part of the picture inside the bars, in pixels; the ends are exclusive."""
+class ActiveArea:
+    """The part of the picture between the bars, in pixels. `bottom` and `right` are exclusive."""
 
     top: int
     bottom: int
     left: int
     right: int
 
-    def of_small(self, small: Luma, *, height: int, width: int) -> tuple[slice, slice]:
-        """Return the rows and columns of a small luma that are entirely inside the bars.
+    def slice_small(self, small: Luma, *, height: int, width: int) -> tuple[slice, slice]:
+        """Return the slices of the rows and columns of small luma that are entirely between the bars.
 
         Args:
             height, width: Full resolution of the frame.
@@ -356,27 +382,33 @@ class Active:
         )
 
 
-def active_part(lines: Sequence[Lines]) -> Active | None:
-    """Return the part inside the bars, the outer lines that are black in all frames; None if all lines are black."""
+def find_active_area(lines: Sequence[LineMeans]) -> ActiveArea | None:
+    """Find the part of the picture between the bars; return None if all lines are black.
+
+    Bars are the outer lines that are black in all frames.
+    """
     rows = np.flatnonzero(np.max([line.rows for line in lines], axis=0) > BAR_LEVEL)
     columns = np.flatnonzero(np.max([line.columns for line in lines], axis=0) > BAR_LEVEL)
     if not len(rows) or not len(columns):
         return None
-    return Active(int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1)
+    return ActiveArea(int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1)
 
 
 def phash(rgb: NDArray[np.uint8]) -> int:
-    """Return the 64-bit perceptual hash of a picture [H, W, 3]: ImageHash's `phash`, first bit highest.
+    """Return the 64-bit perceptual hash of a picture, equal to ImageHash's `phash`. The first bit is the highest.
 
-    A bit is set if one of the lowest 8 x 8 frequencies of the cosine transform of the 32 x 32 luma exceeds the median.
-    Grey conversion and the Lanczos filter use Pillow's integer arithmetic, so that hashes are bit-identical.
+    Each bit is set if one of the lowest 8 x 8 frequencies of the cosine transform of the 32 x 32 luma exceeds their
+    median. Grey conversion and the Lanczos filter use the integer arithmetic of Pillow, so hashes are bit-identical.
+
+    Args:
+        rgb: Picture, uint8 [H, W, 3].
     """
     weights = np.array([19595, 38470, 7471], np.int64)  # Pillow's conversion to L
     grey = ((rgb.astype(np.int64) @ weights + 0x8000) >> 16).astype(np.int64)
     for _ in range(2):  # along the width, then along the height
         coefficients = _lanczos(grey.shape[1])
         grey = np.clip((grey @ coefficients + (1 << 21)) >> 22, 0, 255).T
-    # Round, so that frequencies that are zero by symmetry are exactly zero, regardless of the order of summation.
+    # Round, so that frequencies that vanish by symmetry are exactly zero, regardless of the order of summation.
     low = np.round(_COSINES @ grey.astype(np.float64) @ _COSINES.T, 6)
     bits = (low > np.median(low)).ravel()
     return int.from_bytes(np.packbits(bits).tobytes(), "big")
@@ -384,7 +416,10 @@ def phash(rgb: NDArray[np.uint8]) -> int:
 
 @lru_cache(maxsize=64)
 def _lanczos(length: int) -> NDArray[np.int64]:
-    """Return Pillow's coefficients [length, 32] for reducing `length` pixels to 32 by Lanczos, in units of 2^-22."""
+    """Return Pillow's coefficients for reducing `length` pixels to 32 with a Lanczos filter, in units of 2^-22.
+
+    The shape is [length, 32].
+    """
     scale = length / _PICTURE_SIDE
     stretch = max(scale, 1.0)
     support = 3 * stretch
@@ -392,8 +427,8 @@ def _lanczos(length: int) -> NDArray[np.int64]:
     for out in range(_PICTURE_SIDE):
         centre = (out + 0.5) * scale
         begin, end = max(int(centre - support + 0.5), 0), min(int(centre + support + 0.5), length)
-        at = (np.arange(begin, end) - centre + 0.5) / stretch
-        weights = np.where(np.abs(at) < 3, np.sinc(at) * np.sinc(at / 3), 0.0)
+        distances = (np.arange(begin, end) - centre + 0.5) / stretch
+        weights = np.where(np.abs(distances) < 3, np.sinc(distances) * np.sinc(distances / 3), 0.0)
         scaled = weights / weights.sum() * (1 << 22)
         table[begin:end, out] = np.trunc(scaled + np.where(scaled < 0, -0.5, 0.5))
     return table
@@ -401,11 +436,11 @@ def _lanczos(length: int) -> NDArray[np.int64]:
 
 RATE_HZ = 16_000
 WINDOW_MS = 30
-_WINDOW = RATE_HZ * WINDOW_MS // 1000  # samples
-_AGGRESSIVENESS = 3  # mode of the detector, 0 to 3; 3 gives the fewest false alarms
-_AROUND = 16  # number of windows before and after a window: about a second in total
-_MIN_VARIATION_DB = 3.0  # minimum standard deviation; a tone has 0, white noise 0.3
-_FLOOR_DB = -60.0  # relative to full scale; anything below is silence
+_WINDOW_SAMPLES = RATE_HZ * WINDOW_MS // 1000
+_AGGRESSIVENESS = 3  # mode of the detector, 0 to 3; mode 3 has the fewest false alarms
+_NUM_CONTEXT = 16  # number of windows before and after a window, about a second in total
+_MIN_VARIATION_DB = 3.0  # minimum standard deviation of the loudness; a tone has 0, white noise 0.3
+_FLOOR_DB = -60.0  # relative to full scale; lower values are silence
 
 
 def is_speech(samples: NDArray[np.int16]) -> NDArray[np.bool_]:
@@ -414,14 +449,14 @@ def is_speech(samples: NDArray[np.int16]) -> NDArray[np.bool_]:
     Args:
         samples: Mono samples at RATE_HZ.
     """
-    windows = samples[: len(samples) // _WINDOW * _WINDOW].reshape(-1, _WINDOW)
+    windows = samples[: len(samples) // _WINDOW_SAMPLES * _WINDOW_SAMPLES].reshape(-1, _WINDOW_SAMPLES)
     detector = webrtcvad.Vad(_AGGRESSIVENESS)
     is_voiced = np.array([detector.is_speech(window.tobytes(), RATE_HZ) for window in windows], bool)
     power = (windows.astype(np.float64) ** 2).mean(axis=1) / 2.0**30
     loudness_db = 10 * np.log10(np.maximum(power, 10 ** (_FLOOR_DB / 10)))
     # Compute the standard deviation of the loudness around each window.
-    count = np.arange(len(loudness_db))
-    begin, end = np.maximum(count - _AROUND, 0), np.minimum(count + _AROUND + 1, len(loudness_db))
+    number = np.arange(len(loudness_db))
+    begin, end = np.maximum(number - _NUM_CONTEXT, 0), np.minimum(number + _NUM_CONTEXT + 1, len(loudness_db))
     sums, squares = (np.concatenate([[0.0], np.cumsum(terms)]) for terms in (loudness_db, loudness_db**2))
     mean = (sums[end] - sums[begin]) / (end - begin)
     deviation_db = np.sqrt(np.maximum((squares[end] - squares[begin]) / (end - begin) - mean**2, 0.0))
@@ -429,10 +464,10 @@ def is_speech(samples: NDArray[np.int16]) -> NDArray[np.bool_]:
 
 
 def decode_audio(content: bytes) -> NDArray[np.int16] | None:
-    """Return the first audio track of an MP4 file, mono at RATE_HZ; None without audio, or if the track is empty.
+    """Decode the first audio track of an MP4 file to mono samples at RATE_HZ; None if there is no audio.
 
     Raises:
-        SourceFailure: decode_errors.
+        SourceFailure: The audio cannot be decoded (decode_errors).
     """
     parts = []
     if not content:

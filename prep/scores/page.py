@@ -36,10 +36,10 @@ from clipmill.shards.where import parse_where
 _HEIGHT_PX = 108
 _JPEG_QUALITY = 80
 NUM_SELECTED = 12  # number of pictures of chunks that a selection keeps, and of chunks that it drops
-NUM_CUT_CHUNKS = 8  # number of chunks whose cuts are shown: the chunks with the most cuts
-NUM_CUT_PICTURES = 6
+NUM_CUT_CHUNKS = 8  # number of chunks whose cuts are shown; they are the chunks with the most cuts
+NUM_CUT_PICTURES = 6  # maximum number of pictures of cuts per chunk
 SHOWN = tuple(score for score in SCORES if score.title)
-_PICKED = (("lowest", 0.0), ("1st quartile", 0.25), ("median", 0.5), ("3rd quartile", 0.75), ("highest", 1.0))
+_LANDMARKS = (("lowest", 0.0), ("1st quartile", 0.25), ("median", 0.5), ("3rd quartile", 0.75), ("highest", 1.0))
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Thumbnail:
 
 
 class Chunks:
-    """The rows of the merged table (clipmill.shards.scores), and their chunks.
+    """The rows of the merged table of `scores`, and the chunks that they describe.
 
     Args:
-        table: Merged table.
-        video: Variant of video that was scored.
+        table: Merged table (clipmill.shards.scores).
+        video: Variant of `video` that was scored.
     """
 
     def __init__(self, table: pa.Table, *, video: Variant) -> None:
@@ -65,7 +65,7 @@ class Chunks:
         self._shards = [shard for shard in video.shards() if is_readable(shard)]
         self._locations: dict[int, tuple[CommittedShard, int] | None] = {}
 
-    def copy_of(self, row: int) -> str | None:
+    def duplicate_key(self, row: int) -> str | None:
         """Return the key of the earlier chunk that a chunk duplicates; None if the chunk is unique."""
         first = self.table["duplicate_of"][row].as_py()
         return None if first < 0 else key_of_row(self.table, first)
@@ -82,22 +82,23 @@ class Chunks:
         *,
         on_picture: Callable[[int, int], None],
     ) -> dict[tuple[int, float | None], Thumbnail]:
-        """Return pictures by (row, seconds in the chunk); the middle frame has None in place of seconds.
+        """Return pictures of chunks by (row, time in the chunk in seconds); the time of a middle frame is None.
 
         Args:
             middles: Rows whose middle frame is shown.
-            moments_s: Row -> times of additional frames.
+            moments_s: Row -> times of additional frames in seconds.
+            on_picture: Function that is called with (number of chunks done, total number of chunks).
         """
         pictures: dict[tuple[int, float | None], Thumbnail] = {}
         rows = dict.fromkeys([*middles, *moments_s])
-        for done, row in enumerate(rows, 1):
+        for num_done, row in enumerate(rows, 1):
             moments: list[float | None] = [*([None] if row in middles else []), *moments_s.get(row, ())]
             pictures |= {(row, moment): picture for moment, picture in self._decode_chunk(row, moments).items()}
-            on_picture(done, len(rows))
+            on_picture(num_done, len(rows))
         return pictures
 
     def _decode_chunk(self, row: int, moments: Sequence[float | None]) -> dict[float | None, Thumbnail]:
-        """Return the pictures of a chunk, which is decoded once, or the reason why they are missing."""
+        """Decode a chunk once, and return its pictures, or the reason why they are missing."""
         location = self._find(row)
         if location is None:
             return dict.fromkeys(moments, Thumbnail(None, problem="not in the video column, or damaged"))
@@ -121,7 +122,7 @@ class Chunks:
         return {moment: pictures[frame] for moment, frame in moment_frames.items()}
 
     def _find(self, row: int) -> tuple[CommittedShard, int] | None:
-        """Return the shard of a chunk, and its row in the shard's index; None if no shard contains the chunk."""
+        """Return the shard of a chunk, and the row of the chunk in its index; None if no shard contains the chunk."""
         if row not in self._locations:
             key = key_of_row(self.table, row)
             locations = ((shard, pc.index(shard.index["key"], key).as_py()) for shard in self._shards)
@@ -131,7 +132,11 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Selection:
-    """The chunks that an expression keeps: bool [chunks], in the order of the table."""
+    """The chunks that an expression keeps.
+
+    Attributes:
+        is_kept: True for each row of the table that is kept, bool [chunks].
+    """
 
     expression: str
     is_kept: NDArray[np.bool_]
@@ -142,28 +147,29 @@ class Selection:
         return int(self.is_kept.sum())
 
     @property
-    def share(self) -> float:
+    def fraction(self) -> float:
         """Fraction of kept chunks."""
         return self.num_kept / max(1, len(self.is_kept))
 
 
 def write_scores_page(variant: Variant, request: PageRequest) -> Report:
-    """Publish the page of the current variant; with an expression, the page also shows the kept and dropped chunks.
+    """Publish the page of the current variant. With an expression, the page also shows the kept and dropped chunks.
 
     Raises:
-        UserError: The page cannot be written, `variant` is not the current variant, its merged table is missing or
-            stale, or the page does not support the request.
+        UserError: The page cannot be written; `variant` is not the current variant; its merged table is missing or
+            stale; or the page does not support the request.
     """
     require_page_path(request.path, flag="--html")
     if request.num_samples is not None:
         raise UserError(
-            "--chunks does not apply to column scores", hint="the page shows the distributions of all chunks; omit it"
+            "--chunks has no effect for the column scores, whose page shows the distributions of all chunks",
+            hint="omit --chunks",
         )
     data_dir = variant.directory.parent.parent
     scores = open_scores(data_dir)
     if scores.variant.directory != variant.directory:
         raise UserError(
-            f"--html shows the current variant of scores, {scores.variant.directory.name}", hint="omit --variant"
+            f"--html shows only the current variant of scores, {scores.variant.directory.name}", hint="omit --variant"
         )
     chunks = Chunks(scores.table, video=Variant.open(data_dir))
     selection = None
@@ -196,8 +202,8 @@ def write_scores_page(variant: Variant, request: PageRequest) -> Report:
 
 
 def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[int, int], None]) -> dict[str, Any]:
-    """Return the values with which to render the template."""
-    # Represent unknown values as NaN.
+    """Return the values of the template."""
+    # Unknown values become NaN.
     columns = {
         score.name: np.asarray(chunks.table[score.name].cast(pa.float64()).to_numpy(), np.float64) for score in SHOWN
     }
@@ -217,7 +223,11 @@ def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[
     pictures = chunks.thumbnails(middles, {row: _cut_frames_s(chunks, row) for row in cut}, on_picture=on_picture)
 
     def mark(row: int, name: str = "", value: float | None = None) -> dict[str, Any]:
-        chunk = {"picture": pictures[row, None], "key": key_of_row(chunks.table, row), "copy_of": chunks.copy_of(row)}
+        chunk = {
+            "picture": pictures[row, None],
+            "key": key_of_row(chunks.table, row),
+            "copy_of": chunks.duplicate_key(row),
+        }
         return {**chunk, "name": name, "value": value}
 
     num_videos = len(set(chunks.table["video_id"].chunk(0).indices.to_pylist()))
@@ -259,13 +269,16 @@ def _cut_frames_s(chunks: Chunks, row: int) -> list[float]:
 
 
 def landmarks(values: NDArray[np.float64]) -> list[tuple[str, int]]:
-    """Return (name, row) of the chunks with the lowest, highest and quartile values; NaN marks unknown values.
+    """Return (name, row) of the chunks with the lowest and highest value, and with the quartiles.
 
-    Each chunk is listed only once, so a small number of chunks has fewer landmarks.
+    A chunk is returned only once, so few chunks have fewer landmarks.
+
+    Args:
+        values: Value of each chunk, float64 [chunks]; NaN if unknown.
     """
-    known = np.flatnonzero(~np.isnan(values))
-    in_order = known[np.argsort(values[known], kind="stable")]
+    known_rows = np.flatnonzero(~np.isnan(values))
+    in_order = known_rows[np.argsort(values[known_rows], kind="stable")]
     names: dict[int, str] = {}
-    for name, share in _PICKED if len(in_order) else ():
-        names.setdefault(int(in_order[round(share * (len(in_order) - 1))]), name)
+    for name, fraction in _LANDMARKS if len(in_order) else ():
+        names.setdefault(int(in_order[round(fraction * (len(in_order) - 1))]), name)
     return [(name, row) for row, name in names.items()]

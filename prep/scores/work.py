@@ -1,4 +1,4 @@
-"""The `ChunkWork` of `scores`: how samples are made, the library versions in the recipe, and the merged table."""
+"""The `ChunkWork` of `scores`: making of samples, library versions in the recipe, merged table, and page."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -26,7 +26,7 @@ from clipmill.shards.score_fields import SCORES_FIELDS
 from clipmill.shards.writer import Sample
 
 _KEY = ("video_id", "start_ms")
-_LIBRARIES = {  # name in the recipe -> distributions; the first installed one is used
+_LIBRARIES = {  # name in the recipe -> names of distributions; the first installed distribution is used
     "av": ("av",),
     "opencv": ("opencv-python-headless", "opencv-python", "opencv-contrib-python-headless", "opencv-contrib-python"),
     "scenedetect": ("scenedetect-headless", "scenedetect"),
@@ -41,7 +41,7 @@ def _make(chunks: Chunks, recipe: Recipe[ScoresSettings]) -> Iterator[Sample | S
 
 
 def installed_libraries() -> str:
-    """Return the versions of the libraries that compute the scores, on one line.
+    """Return the names and versions of the libraries that compute the scores, separated by commas.
 
     Raises:
         UserError: A library is not installed.
@@ -58,23 +58,27 @@ def installed_libraries() -> str:
 
 
 def version_mismatch(planned: str) -> str | None:
-    """Return the reason why this machine must not score for a plan with the libraries `planned`; None if it may."""
+    """Return the reason why this machine must not score chunks for a plan; None if it may.
+
+    Args:
+        planned: Libraries in the recipe of the plan (`installed_libraries`).
+    """
     try:
         available = installed_libraries()
     except UserError as error:
         return str(error)
-    return None if available == planned else f"its libraries are {available}; the plan requires {planned}"
+    return None if available == planned else f"it has {available}, but the plan requires {planned}"
 
 
 def _table_problem(variant: Variant) -> str | None:
-    """Return the reason why the merged table is unusable; None if it is usable, or if the variant has no scores."""
+    """Return the reason why the merged table is unusable; None if it is usable, or if all chunks failed."""
     from clipmill.shards.scores import score_table_problem
 
     return score_table_problem(variant) if any(commit.files for commit in variant.commits.values()) else None
 
 
 def _sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
-    """Return the fact `duplicate_of`: the key of a near-duplicate chunk, or None; empty if it is unknown."""
+    """Return the fact `duplicate_of`: the key of a near-duplicate chunk, or None. Return no fact if it is unknown."""
     from clipmill.shards.scores import open_scores
 
     video_id, start_ms = split_key(key)

@@ -25,10 +25,10 @@ from av.video.stream import VideoStream
 from clipmill.manifests.storage.urls import Location
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources.access import OpenSource, SourceFacts, as_failure, fingerprint_of, open_source
-from clipmill.shards.timeline.model import open_container, track_of, video_tracks
+from clipmill.shards.timeline.model import find_track, open_container, video_tracks
 from clipmill.shards.timeline.pictures import Picture, first_picture
 from clipmill.shards.timeline.reading import has_index, indexed_timeline, read_timeline
-from clipmill.shards.timeline.truncation import missing_index, truncation
+from clipmill.shards.timeline.truncation import find_missing_index, find_truncation
 
 
 def probe(location: Location, *, on_read: Callable[[], None] = lambda: None) -> SourceFacts:
@@ -48,7 +48,9 @@ def probe(location: Location, *, on_read: Callable[[], None] = lambda: None) -> 
         with open_video(source) as container:
             stream = next(iter(video_tracks(container)), None)
             is_indexed = stream is not None and has_index(container, stream)
-            missing = None if is_indexed else truncation(file, size_bytes=size_bytes, format_name=container.format.name)
+            missing = (
+                None if is_indexed else find_truncation(file, size_bytes=size_bytes, format_name=container.format.name)
+            )
             if missing:
                 raise SourceFailure(FailureCode.SOURCE_TRUNCATED, missing)
             if stream is None:
@@ -71,7 +73,7 @@ def probe(location: Location, *, on_read: Callable[[], None] = lambda: None) -> 
             raise SourceFailure(FailureCode.SOURCE_TRUNCATED, timeline.cut)
         if timeline.track != track.index:  # the first track has only one frame
             with open_video(source) as container:
-                track = _read_track(container, track_of(container, timeline.track))
+                track = _read_track(container, find_track(container, timeline.track))
         picture = track.picture
         timeline = replace(timeline, shape=picture.shape, transfer=picture.transfer, primaries=picture.primaries)
         timeline = replace(timeline, is_indexed=is_indexed)
@@ -104,7 +106,7 @@ def open_video(source: OpenSource) -> Iterator[InputContainer]:
     except SourceFailure as failure:
         if failure.code != FailureCode.SOURCE_UNREADABLE:
             raise
-        missing = missing_index(cast("IO[bytes]", source.file), size_bytes=source.size_bytes)
+        missing = find_missing_index(cast("IO[bytes]", source.file), size_bytes=source.size_bytes)
         if missing is None:
             raise
         raise SourceFailure(FailureCode.SOURCE_TRUNCATED, missing) from None

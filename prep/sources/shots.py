@@ -18,8 +18,8 @@ from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources.access import as_failure, open_source
 from clipmill.prep.sources.detector import PICTURE_PX, Detector
 from clipmill.prep.sources.probe import open_video
-from clipmill.shards.timeline.model import Timeline, track_of
-from clipmill.shards.timeline.pictures import shown_frames
+from clipmill.shards.timeline.model import Timeline, find_track
+from clipmill.shards.timeline.pictures import displayed_frames
 from clipmill.shards.timeline.reading import read_timeline
 
 # Bit-exact scaling, so that all machines compare the same pixels.
@@ -76,10 +76,10 @@ def _output_pictures(
             open_video(source) as container,
             as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"),
         ):
-            track_of(container, timeline.track).codec_context.thread_count = 1  # videos are decoded in parallel
+            find_track(container, timeline.track).codec_context.thread_count = 1  # videos are decoded in parallel
             scaler = _Scaler()
             last_frame, next_number = None, 0
-            for time_s, frame in shown_frames(container, timeline, packets, skips_damage=True):
+            for time_s, frame in displayed_frames(container, timeline, packets, skips_damage=True):
                 number = min(output_number(time_s, fps=fps), num_frames)
                 if last_frame is not None and number > next_number:
                     yield scaler.scale(last_frame), number - next_number

@@ -32,7 +32,7 @@ from clipmill.shards.opening import Damaged
 from clipmill.shards.packets import PacketTable
 from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.shards.timeline.model import US_PER_S, Timeline
-from clipmill.shards.timeline.pictures import Upright
+from clipmill.shards.timeline.pictures import UprightFilter
 
 if TYPE_CHECKING:
     from av.video.frame import VideoFrame
@@ -98,7 +98,7 @@ class _Chunk:
     codec: str
     extradata: bytes
     is_strict: bool
-    upright: Upright
+    upright: UprightFilter
 
 
 def measure_sources(variant: Variant) -> ClipCost:
@@ -134,7 +134,7 @@ def _source_chunk(shard: CommittedShard, row: int) -> _Chunk:
         codec,
         extradata,
         not table.has_recovery_points,
-        Upright(timeline.shape, aspect=timeline.aspects[0][1]),
+        UprightFilter(timeline.shape, aspect=timeline.aspects[0][1]),
     )
 
 
@@ -157,7 +157,7 @@ def _section_chunk(path: Path, video_id: str, *, recipe: Recipe) -> _Chunk:
         facts.codec,
         facts.extradata,
         True,
-        Upright(Timeline().shape),
+        UprightFilter(Timeline().shape),
     )
 
 
@@ -178,7 +178,7 @@ def _measure(chunks: Sequence[_Chunk], *, clips_per_chunk: int) -> ClipCost:
                 codec=chunk.codec, extradata=chunk.extradata, packets=packets, is_strict=chunk.is_strict
             ):
                 if number in frames:
-                    _resize(chunk.upright.frame(frame))
+                    _resize(chunk.upright.apply(frame))
         except (DamagedPacket, Damaged, OSError, Inaccessible, ValueError, av.error.FFmpegError) as error:
             raise UserError(
                 f"a clip of video {chunk.video_id} cannot be read: {error}", hint="run `prep index` again"

@@ -27,7 +27,7 @@ from clipmill.prep.video.settings import ChunkSettings
 from clipmill.shards.columns import SOURCE_MEMBER
 from clipmill.shards.decoding import PacketDecoder
 from clipmill.shards.format import PACKET_KEY, PACKET_RECOVERY, PACKET_REFERENCE
-from clipmill.shards.timeline.model import Timeline, open_container, track_of
+from clipmill.shards.timeline.model import Timeline, find_track, open_container
 from clipmill.shards.timeline.reading import read_timeline
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
         path.open("rb") as file,
     ):
         name = container.format.name
-        track = track_of(container, known.track)
+        track = find_track(container, known.track)
         codec = track.codec_context.codec.canonical_name if track.codec_context else "unknown"
         if not any(part in name for part in _CONTAINERS) or codec not in _CODECS:
             raise SourceFailure(

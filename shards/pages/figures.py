@@ -1,6 +1,6 @@
-"""Figures for the HTML pages: images and small clips (JPEG, PNG, H.264 in mp4) as data URIs, and histograms for SVG.
+"""Figures for HTML pages: images and small clips (JPEG, PNG, H.264 in mp4) as data URIs, and histograms for SVG.
 
-A page shows evenly spaced samples of a larger set, and evenly spaced frames of a clip.
+Pages show evenly spaced samples of a larger set, and evenly spaced frames of a clip.
 """
 
 import base64
@@ -25,19 +25,23 @@ _ENCODER = {"crf": "29", "preset": "veryfast", "threads": "1"}
 
 
 def evenly_spaced_items(items: Sequence[Item], *, at_most: int) -> list[Item]:
-    """Return at most `at_most` evenly spaced items, including the first and the last item."""
+    """Return up to `at_most` evenly spaced items of a sequence, including the first and the last item."""
     last, count = len(items) - 1, min(len(items), at_most)
     return [items[round(number * last / max(1, count - 1))] for number in range(count)]
 
 
 def evenly_within(items: Sequence[Item], *, at_most: int) -> list[Item]:
-    """Divide a sequence into at most `at_most` equal parts, and return the middle item of each part."""
+    """Divide a sequence into up to `at_most` equal parts, and return the middle item of each part."""
     count = min(len(items), at_most)
     return [items[(2 * number + 1) * len(items) // (2 * count)] for number in range(count)]
 
 
 def data_uri(content: bytes, kind: str) -> str:
-    """Return content as a data URI. `kind` is the media type, such as image/jpeg."""
+    """Encode content as a data URI.
+
+    Args:
+        kind: Media type, such as image/jpeg.
+    """
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
@@ -52,7 +56,12 @@ def png_uri(frame: "NDArray[np.uint8]") -> str:
 
 
 def small_clip(frames: "Iterable[av.VideoFrame]", *, fps: Fraction) -> bytes:
-    """Encode one or more frames as H.264 in mp4, scaled down to a short side of at most 240 pixels."""
+    """Encode frames as H.264 in mp4, scaled down to a short side of at most SHORT_SIDE_PX pixels.
+
+    Args:
+        frames: Frames with the same resolution, at least one.
+        fps: Frame rate of the clip.
+    """
     import av
     from av.video.stream import VideoStream
 
@@ -72,7 +81,7 @@ def small_clip(frames: "Iterable[av.VideoFrame]", *, fps: Fraction) -> bytes:
 
 
 def small_frame(frame: "av.VideoFrame") -> "av.VideoFrame":
-    """Scale a frame down to the resolution of a small clip."""
+    """Scale a frame down to the resolution that `small_clip` uses."""
     width, height = _small_size(frame)
     return frame.reformat(width=width, height=height, format="yuv420p")
 
@@ -97,13 +106,12 @@ def _encode_image(
     return b"".join(bytes(packet) for packet in [*encoder.encode(image), *encoder.encode(None)])
 
 
-NUM_BINS = 32  # maximum number of bins
-# Maximum number of labels on the axis: if each bar represents one integer, and if each bar represents several integers.
-_NUM_LABELS, _NUM_RANGES = 8, 4
-# The histogram of an unbounded quantity omits its tail if the highest value exceeds the end by more than _TAIL_FACTOR.
-_TAIL_FRACTION = 0.01  # fraction of the values in the tail
-_NUM_OUTLIERS = 5  # number of values in the tail if there are few values, but at most a tenth of all values
-_TAIL_FACTOR = 1.5
+MAX_BINS = 32
+# Maximum number of labels on the axis, if a bar represents a single integer, and if it represents several integers.
+_MAX_LABELS, _MAX_RANGE_LABELS = 8, 4
+# A histogram of unbounded values omits a long tail: the last percent of the values, or the last five if there are few
+# values (at most a tenth of them), if the highest value is more than 1.5 times the value at which the tail begins.
+_TAIL_FRACTION, _TAIL_VALUES, _TAIL_FACTOR = 0.01, 5, 1.5
 
 
 @dataclass(frozen=True)
@@ -111,9 +119,10 @@ class Bar:
     """A bar of a histogram.
 
     Attributes:
-        left: Position of its left edge, in units of the SVG.
-        text: Range of the values in the bar and their number, as text.
-        heights: Height for all values (`all`), and for the values that a selection keeps (`kept`), in percent.
+        left: Position of the left edge in units of the SVG.
+        text: Range and number of the values in the bar, as text.
+        heights: Height for all values (`all`) and for the values that a selection keeps (`kept`), in percent. Without a
+            selection, there is only `kept`.
     """
 
     left: int
@@ -127,9 +136,9 @@ class Histogram:
 
     Attributes:
         begin, end: Lower edge of the first bin, and upper edge of the last bin.
-        counts: Number of values in each bin, int64 [bins]; the last bin also counts all values above `end`.
+        counts: Number of values in each bin, int64 [bins]. The last bin also counts values above `end`.
         kept: Number of values in each bin that a selection keeps, int64 [bins]; None without a selection.
-        is_cut: True if values lie above `end`.
+        is_cut: True if some values are above `end`.
         is_count: True if the values are integers.
     """
 
@@ -151,7 +160,7 @@ class Histogram:
 
     @property
     def max_count(self) -> int:
-        """Number of values in the highest bar."""
+        """Number of values in the bin with the most values, at least 1."""
         return max(int(self.counts.max()), 1)
 
     def span_text(self, unit: str) -> str:
@@ -175,9 +184,10 @@ class Histogram:
         return bars
 
     def ticks(self, unit: str) -> list[str]:
-        """Return the labels of the axis: for integers, one per bar; for other values, the start, middle and end.
+        """Return the labels of the axis.
 
-        Bars for integers that are not labelled have an empty label.
+        Integers have one label per bin. If there are many bins, most labels are empty. Other values have three labels,
+        at the start, middle and end of the axis.
         """
         unit = f" {unit}" if unit else ""
         if not self.is_count:
@@ -186,7 +196,7 @@ class Histogram:
             return ticks
         num_bins = len(self.counts)
         is_single = self.end - self.begin == num_bins
-        step = -(-num_bins // (_NUM_LABELS if is_single else _NUM_RANGES))
+        step = -(-num_bins // (_MAX_LABELS if is_single else _MAX_RANGE_LABELS))
         first = 0 if is_single else step // 2
         ticks = [self.bin_text(number) if number % step == first else "" for number in range(num_bins)]
         ticks[num_bins - 1 - (num_bins - 1 - first) % step] += unit
@@ -200,20 +210,21 @@ def histogram(
     is_count: bool = False,
     is_kept: NDArray[np.bool_] | None = None,
 ) -> Histogram:
-    """Compute the histogram of at least one value. Unknown values must be removed first.
+    """Compute the histogram of values.
 
     Args:
-        bounds: Range of the values; None without an upper bound: the histogram then begins at 0 and omits a long tail,
-            so that a few large values do not squeeze all other values into one bin.
-        is_count: True if the values are integers; all bins then hold the same number of integers.
-        is_kept: True for each value whose sample a selection keeps, bool [values].
+        values: Values, at least one. Unknown values must be removed first.
+        bounds: Range of the values; None if there is no upper bound. Without bounds, the histogram begins at 0 and
+            omits a long tail, so that a few large values do not squeeze all other values into one bin.
+        is_count: True if the values are integers. Each bin then contains the same number of integers.
+        is_kept: True for each value whose sample a selection keeps, bool [values]; None without a selection.
     """
-    highest, num_bins = float(values.max()), NUM_BINS
+    highest, num_bins = float(values.max()), MAX_BINS
     if is_count:
-        num_bins = min(NUM_BINS, int(highest) + 1)
+        num_bins = min(MAX_BINS, int(highest) + 1)
         begin, end = 0.0, float(-(-(int(highest) + 1) // num_bins) * num_bins)
     else:
-        num_above = max(int(_TAIL_FRACTION * len(values)), min(_NUM_OUTLIERS, len(values) // 10))
+        num_above = max(int(_TAIL_FRACTION * len(values)), min(_TAIL_VALUES, len(values) // 10))
         tail = float(np.sort(values)[-1 - num_above])  # the value at which a long tail begins
         begin, end = bounds or (0.0, tail if highest > _TAIL_FACTOR * tail else highest)
     end = end if end > begin else begin + 1.0

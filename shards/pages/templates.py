@@ -1,7 +1,7 @@
-"""Templates for the HTML pages that `prep` and `train` write, the title of a page, and its content security policy.
+"""Load the templates of the HTML pages that `prep` and `train` write, and compute their content security policy.
 
-A page extends `page.html.j2`. Text from users and files never becomes markup: values are escaped, and their invisible
-characters are made visible.
+A page extends `page.html.j2`. Text from users and files never becomes markup: values are escaped, and invisible
+characters in them are made visible.
 """
 
 import base64
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _FOLDER = Path(__file__).parent
 SEARCH_SCRIPT = (_FOLDER / "search.js").read_text(encoding="utf-8")
-_TITLE = re.compile("<title>([^<]*) · clipmill</title>")  # title of every page
-_TITLE_BYTES = 4096  # number of bytes at the start of a page in which the title must be
+_TITLE = re.compile("<title>([^<]*) · clipmill</title>")
+_TITLE_BYTES = 4096  # the title is in the first bytes of a page
 
 
 def page_title(path: Path) -> str | None:
@@ -45,22 +45,29 @@ def page_title(path: Path) -> str | None:
 
 
 def require_page_path(path: Path, *, flag: str) -> None:
-    """Raise a UserError if the folder of a page does not exist, or if `path` is a file that clipmill did not write."""
+    """Raise a UserError unless a page can be written to `path`.
+
+    The folder must exist, and an existing file must be a page that clipmill wrote.
+
+    Args:
+        flag: Flag whose value is the path.
+    """
     if not path.parent.is_dir():
         raise UserError(f"there is no folder {path.parent} ({flag})", hint=f"create it, or use a different {flag}")
     if path.exists() and not (path.is_file() and page_title(path) is not None):
-        raise UserError(f"{path} exists and is not a page of clipmill ({flag})", hint=f"use a different {flag}")
+        raise UserError(f"{path} ({flag}) exists, but is not a page of clipmill", hint=f"use a different {flag}")
 
 
 def load_template(path: Path) -> "Template":
-    """Load a jinja2 template. It can also use the templates in this folder."""
+    """Load a jinja2 template, which can also use the templates in the folder of this module."""
     return _environment(path.parent).get_template(path.name)
 
 
 def policy(scripts: Sequence[str], media: str = "data:") -> str:
-    """Return the content security policy of a page: the page loads only clips, and runs only `scripts`.
+    """Return the content security policy of a page that runs only its own scripts, and loads only clips.
 
     Args:
+        scripts: Source code of the scripts.
         media: Allowed sources of clips.
     """
     directives = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; media-src {media}"
@@ -72,7 +79,7 @@ def policy(scripts: Sequence[str], media: str = "data:") -> str:
 
 @cache
 def _environment(folder: Path) -> "Environment":
-    """Return the jinja2 environment of a folder, so that a process compiles each template only once."""
+    """Return the jinja2 environment of a folder. It is cached, so that a process compiles each template only once."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -86,7 +93,7 @@ def _environment(folder: Path) -> "Environment":
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # `markup` is only for scripts and rendered sections that come from clipmill itself.
+    # The filter `markup` is only for scripts and sections that clipmill itself has written.
     environment.filters |= {
         "clock": clock,
         "counted": count_noun,

@@ -1,4 +1,4 @@
-"""Copies of irregular sources with continuous timestamps."""
+"""Copy irregular sources to files with continuous timestamps."""
 
 import os
 from bisect import bisect_right
@@ -16,8 +16,8 @@ from clipmill.shards.timeline.model import (
     US_PER_S,
     Timeline,
     TrackPackets,
+    find_track,
     open_container,
-    track_of,
 )
 from clipmill.shards.timeline.reading import LONGEST_FRAME_S, RESTART_S, read_timeline
 
@@ -35,11 +35,12 @@ def write_continuous(
     with_sound: bool,
     on_packet: Callable[[], None] = lambda: None,
 ) -> Timeline:
-    """Copy a source, packet by packet, to a file with the timestamps of its timeline; return the new file's timeline.
+    """Copy the packets of a source to a file, with the timestamps of its timeline; return the timeline of the file.
 
     Nothing is re-encoded. The first audio stream keeps its offset to the video of the same part.
 
     Args:
+        with_sound: True to copy the first audio stream too.
         on_packet: Function that is called for every packet that is read.
 
     Raises:
@@ -54,7 +55,7 @@ def write_continuous(
         open_container(f"file:{os.fspath(source)}") as container,
         av.open(os.fspath(target), "w", format=CONTINUOUS_FORMAT) as output,
     ):
-        track = track_of(container, timeline.track)
+        track = find_track(container, timeline.track)
         sounds = list(container.streams.audio)[:1] if with_sound else []
         video = _VideoWriter(output, track, packets, start=timeline.start)
         writers: dict[int, Any] = {track.index: video}
@@ -69,11 +70,11 @@ def write_continuous(
 
 
 class _VideoWriter:
-    """Writer for the packets of the video track, with the times of the timeline.
+    """Writer for the packets of the video track.
 
     Attributes:
-        start: Timestamp of time 0 in the file that is written, in seconds.
-        offsets: Time in seconds to add to the timestamps of each part.
+        start: Timestamp of time 0 in the written file, in seconds.
+        offsets: Time to add to the timestamps of each part, in seconds.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class _VideoWriter:
         # Decoding times must increase, and must not be later than presentation times.
         ordered = np.maximum.accumulate(ordered - np.arange(len(ordered))) + np.arange(len(ordered))
         delay = int((ordered - packets.times).max(initial=0))
-        shift = delay + round((1 - start) / self._unit)  # sound may begin a little earlier
+        shift = delay + round((1 - start) / self._unit)  # leave a second, because the sound may begin a little earlier
         self.start = start + shift * self._unit
         self._times, self._decoding_times = packets.times + shift, ordered + shift - delay
         self._firsts = [first for first, _ in packets.restarts]
@@ -93,7 +94,7 @@ class _VideoWriter:
         self._number, self._last_key = 0, NO_TIME
 
     def position(self) -> tuple[int, Fraction]:
-        """Return the number of the part that is being written, and its length so far in seconds."""
+        """Return the index of the part that is being written, and its length so far in seconds."""
         row = max(0, self._number - 1)
         part = bisect_right(self._firsts, row) - 1
         return part, int(self._times[row] - self._times[self._firsts[part]]) * self._unit
@@ -102,7 +103,7 @@ class _VideoWriter:
         """Write the next packet."""
         packet.pts, packet.dts = int(self._times[self._number]), int(self._decoding_times[self._number])
         self._number += 1
-        # The muxer aborts the process if keyframes are not in ascending order of time.
+        # The muxer aborts the process if the times of keyframes do not increase.
         packet.is_keyframe = packet.is_keyframe and packet.pts > self._last_key
         self._last_key = max(self._last_key, packet.pts if packet.is_keyframe else NO_TIME)
         for copy in self._filter(packet):
@@ -113,8 +114,8 @@ class _VideoWriter:
 class _SoundWriter:
     """Writer for the packets of an audio track.
 
-    Audio and video timestamps do not restart at the same packet. A part of the audio begins where the audio timestamps
-    restart, at most a second after the part of the video. Audio that overlaps the previous part is omitted.
+    The timestamps of audio and video do not restart at the same packet. A part of the audio begins where the audio
+    timestamps restart, at most a second after the part of the video. Audio that overlaps the previous part is omitted.
     """
 
     def __init__(self, output: "OutputContainer", sound: "Stream", video: _VideoWriter) -> None:
@@ -145,9 +146,11 @@ class _SoundWriter:
 
 
 def _add_stream(output: "OutputContainer", stream: Any) -> tuple[Any, Callable[[Any], list[Any]]]:
-    """Add a stream to `output` with the parameters of `stream`; return it, and a function that converts its packets.
+    """Add a stream with the parameters of `stream` to `output`.
 
-    Parameter sets are stored within the packets, because parameter sets in a header could not change.
+    Returns:
+        The new stream, and a function that converts packets for it. It moves parameter sets from the header into the
+        packets, because they may change within the stream.
     """
     from av.bitstream import BitStreamFilterContext
 

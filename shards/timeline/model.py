@@ -1,4 +1,4 @@
-"""Data of a source: its timeline, the shape of its frames, and its packets. Functions that open a source."""
+"""Timeline, frame shape and packets of a source, and functions that open a source."""
 
 import json
 import math
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from av.container import InputContainer
     from av.video.stream import VideoStream
 
-DEMUXERS = f"{CONTAINERS},h264,hevc"
-CONTINUOUS_FORMAT = "nut"  # container format that supports any codec, and timestamps in any unit
+DEMUXERS = f"{CONTAINERS},h264,hevc"  # allowed formats of sources: value of libav's option `format_whitelist`
+CONTINUOUS_FORMAT = "nut"  # container format that supports all codecs, and timestamps in any unit
 
 US_PER_S = 1_000_000
 ONE = Fraction(1)
-NO_TIME = np.iinfo(np.int64).min
-_MIN_FRAME_BYTES = 24  # size from which a packet certainly contains a frame
+NO_TIME = np.iinfo(np.int64).min  # placeholder for a missing timestamp
+_MIN_FRAME_BYTES = 24  # minimum size of a packet that certainly contains a frame
 Filter = tuple[str, dict[str, str]]  # name and options of a filter of libavfilter
 
 
@@ -30,7 +30,7 @@ class TimelineError(ValueError):
     """The frames of a source cannot be placed on one timeline.
 
     Attributes:
-        code: Kind of the problem, a failure code of `prep`.
+        code: Failure code of `prep`.
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -43,7 +43,7 @@ class Shape:
     """Crop and orientation of the frames of a source.
 
     Attributes:
-        crop: Numbers of pixels that the container crops: left, top, right, bottom.
+        crop: Number of pixels that the container crops at each edge: left, top, right, bottom.
         matrix: Display matrix without translation: a, b, c, d. The point (x, y) is displayed at (a x + c y, b x + d y).
     """
 
@@ -52,11 +52,11 @@ class Shape:
 
     @property
     def is_transposed(self) -> bool:
-        """True if rows of the coded frame are displayed as columns."""
+        """True if the rows of a coded frame are displayed as columns."""
         return self._kind() == "transposed"
 
     def crop_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return the resolution of a coded frame after the crop, at least 1x1."""
+        """Return the width and height of a coded frame after cropping, at least 1x1."""
         left, top, right, bottom = self.crop
         return max(1, width - left - right), max(1, height - top - bottom)
 
@@ -81,21 +81,21 @@ class Shape:
 
     @property
     def is_turned(self) -> bool:
-        """True if the frame is rotated by an angle that is not a multiple of 90 degrees."""
+        """True if frames are rotated by an angle that is not a multiple of 90 degrees."""
         return self._kind() == "turned"
 
     @property
     def degrees(self) -> float:
-        """Clockwise rotation of the frame in degrees, from 0 up to 360."""
+        """Clockwise rotation of frames in degrees, in [0, 360)."""
         a, b, _, _ = self.matrix
         return math.degrees(math.atan2(b, a)) % 360
 
     def _kind(self) -> str:
         a, b, c, d = (abs(value) for value in self.matrix)
-        slack = 0.02 * max(a, b, c, d)  # about one degree
-        if max(b, c) <= slack:
+        tolerance = 0.02 * max(a, b, c, d)  # about one degree
+        if max(b, c) <= tolerance:
             return "upright"
-        return "transposed" if max(a, d) <= slack else "turned"
+        return "transposed" if max(a, d) <= tolerance else "turned"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,18 +105,18 @@ class Timeline:
     Attributes:
         track: Index of the video stream in the container.
         start: Timestamp of time 0 in seconds.
-        seek_start: Timestamp that libav treats as time 0 when it seeks, if it differs from `start`.
+        seek_start: Timestamp that libav treats as time 0 when it seeks; None if it is `start`.
         end: End of the last frame in seconds from time 0.
-        last: Time of the last frame in seconds.
-        rate: Frames per second, the average if it varies; 0 if unknown.
-        missing: Seconds between the last packet and the end in the header, if they exceed the rounding of containers.
+        last: Start of the last frame in seconds from time 0.
+        rate: Average frame rate in frames per second; 0 if unknown.
+        missing: Seconds of video that the header announces after the last packet; 0 within the rounding of containers.
         cut: Description of the missing end of a truncated file; empty if the file is complete.
-        is_continuous: True if the timestamps of the file, minus `start`, are the timeline.
+        is_continuous: True if the timeline equals the timestamps of the file minus `start`.
         is_blind: True if a seek may land between two keyframes, or in the middle of an audio frame.
-        is_indexed: True if an index in the file lists its packets; otherwise a probe reads all packets.
+        is_indexed: True if an index in the file lists its packets. Otherwise, a probe reads all packets.
         key_gap: Longest time between two keyframes in seconds; 0 if every seek lands on a keyframe.
         shape: Crop and orientation of the frames.
-        aspects: Pixel aspect ratios (width / height), each with the time in seconds from which it is valid; the first
+        aspects: Pairs (time in seconds, pixel aspect ratio from that time on). The ratio is width / height; the first
             time is 0.
         transfer: Transfer characteristics of the first frame (ISO/IEC 23091-2), 2 if unknown.
         primaries: Color primaries of the first frame (ISO/IEC 23091-2), 2 if unknown.
@@ -142,12 +142,12 @@ class Timeline:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Return the fields that a reader of frames needs, as JSON; an empty string for an ordinary source."""
-        ordinary = Timeline()
+        """Return the fields that readers of frames need, as JSON; empty if all of them have their default values."""
+        default = Timeline()
         values: dict[str, Any] = {
             name: getattr(self, name)
             for name in self.__dataclass_fields__
-            if name in _STORED and getattr(self, name) != getattr(ordinary, name)
+            if name in _STORED and getattr(self, name) != getattr(default, name)
         }
         values |= {name: str(values[name]) for name in ("start", "seek_start", "key_gap") if name in values}
         if "shape" in values:
@@ -157,7 +157,7 @@ class Timeline:
         return json.dumps(values, separators=(",", ":")) if values else ""
 
     def aspect_at(self, time: Fraction) -> Fraction:
-        """Return the width of a pixel divided by its height, after rotation, at a time in seconds."""
+        """Return the pixel aspect ratio (width / height, after rotation) at a time in seconds."""
         aspect = [aspect for begin, aspect in self.aspects if begin <= max(time, Fraction(0))][-1]
         return 1 / aspect if self.shape.is_transposed else aspect
 
@@ -193,15 +193,14 @@ _STORED = frozenset(
 
 @dataclass(frozen=True)
 class TrackPackets:
-    """The packets of the video track in file order; times are in units of the stream.
+    """The packets of the video track in file order. Times are in units of the stream.
 
     Attributes:
-        times: Presentation times, int64 [packets]: the timestamps of the file, or, if the source is not continuous, the
-            corrected timestamps.
-        durations: Durations, 0 where unknown, int64 [packets].
-        is_shown: True if the packet is displayed, bool [packets]. Edit lists hide packets that are needed only to
-            decode other packets.
-        restarts: First packet of each part, and the offset that is added to the timestamps of the part.
+        times: Presentation times, int64 [packets]. They are corrected if the source is not continuous.
+        durations: Durations, int64 [packets]; 0 where unknown.
+        is_shown: True for each packet that is displayed, bool [packets]. Edit lists hide packets that are needed only
+            to decode other packets.
+        restarts: Pairs (first packet of a part, offset that was added to the timestamps of the part).
     """
 
     times: NDArray[np.int64]
@@ -211,10 +210,10 @@ class TrackPackets:
 
 
 def open_container(file: "str | IO[bytes]", *, formats: str = DEMUXERS) -> "InputContainer":
-    """Open a source with an allowlist of demuxers and protocols.
+    """Open a source, with an allowlist of demuxers and protocols.
 
     Args:
-        file: URL of a local file (`file:PATH`), or its bytes.
+        file: URL of a local file (`file:PATH`), or a file object.
         formats: Names of the allowed demuxers.
 
     Raises:
@@ -227,10 +226,10 @@ def open_container(file: "str | IO[bytes]", *, formats: str = DEMUXERS) -> "Inpu
 
 
 def video_tracks(container: "InputContainer") -> "list[VideoStream]":
-    """Return the candidates for the main video stream, the best candidate first.
+    """Return the video streams of a container; the first one is the main stream.
 
-    Cover images and thumbnails are omitted. As in players, a stream that the container marks as default comes first,
-    and a stream with a single frame comes last.
+    Cover images and thumbnails are omitted. As in players, streams that the container marks as default come first, and
+    streams with a single frame come last.
     """
     import av
 
@@ -246,46 +245,49 @@ def video_tracks(container: "InputContainer") -> "list[VideoStream]":
     )
 
 
-def start_of(container: "InputContainer") -> Fraction:
-    """Return the timestamp of time 0 in seconds. libav rounds it to microseconds, but not the starts of its streams."""
+def container_start(container: "InputContainer") -> Fraction:
+    """Return the exact timestamp of time 0 in seconds.
+
+    libav rounds the start of the container to microseconds, but not the starts of its streams.
+    """
     start = Fraction(container.start_time or 0, US_PER_S)
-    exact = (
+    exact_starts = (
         stream.start_time * stream.time_base
         for stream in container.streams
         if stream.start_time is not None and stream.time_base
     )
-    return next((time for time in exact if abs(time - start) * US_PER_S <= 1), start)
+    return next((time for time in exact_starts if abs(time - start) * US_PER_S <= 1), start)
 
 
-def track_of(container: "InputContainer", index: int) -> "VideoStream":
-    """Return a video stream by its index in the container."""
+def find_track(container: "InputContainer", index: int) -> "VideoStream":
+    """Return the video stream with this index in the container."""
     return next(stream for stream in container.streams.video if stream.index == index)
 
 
-def aspect_of(stream: "VideoStream") -> Fraction:
-    """Return the pixel aspect ratio (width / height). The container's value takes precedence, as in players."""
+def pixel_aspect(stream: "VideoStream") -> Fraction:
+    """Return the pixel aspect ratio (width / height). As in players, the value of the container takes precedence."""
     aspect = stream.sample_aspect_ratio or ONE
     return aspect if aspect > 0 else ONE
 
 
-def rate_of(stream: "VideoStream") -> Fraction:
-    """Return the average frames per second of a stream; 0 if unknown."""
+def average_rate(stream: "VideoStream") -> Fraction:
+    """Return the average frame rate of a stream in frames per second; 0 if unknown."""
     return stream.average_rate or stream.guessed_rate or Fraction(0)
 
 
 def frame_times(
     source: "str | os.PathLike[str]", timeline: Timeline, *, begin: Fraction, end: Fraction
 ) -> NDArray[np.float64]:
-    """Return the times in seconds of the frames of a continuous source that begin from about `begin` to `end`.
+    """Return the times of the frames of a continuous source that begin between about `begin` and `end`, in seconds.
 
-    The times are the sorted timestamps of the packets; nothing is decoded. Very small packets are omitted, because in
-    some codecs they mean that a frame is skipped, so the decoder does not output a frame.
+    Nothing is decoded: the times are the sorted timestamps of the packets. Very small packets are omitted, because in
+    some codecs they mean that the decoder skips a frame.
 
     Raises:
         av.FFmpegError: A packet cannot be read.
     """
     with open_container(f"file:{os.fspath(source)}", formats=f"{DEMUXERS},{CONTINUOUS_FORMAT}") as container:
-        stream = track_of(container, timeline.track)
+        stream = find_track(container, timeline.track)
         unit = stream.time_base or ONE
         if begin > 0:
             container.seek(math.floor((begin + timeline.start) / unit), stream=stream)

@@ -1,4 +1,4 @@
-"""Decode the frames of a source as players display them: cropped and upright, with their times."""
+"""Decode the frames of a source as players display them: cropped and upright."""
 
 import io
 from collections.abc import Iterator
@@ -8,20 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from clipmill.shards.timeline.model import ONE, Shape, Timeline, TimelineError, TrackPackets, track_of, video_tracks
+from clipmill.shards.timeline.model import ONE, Shape, Timeline, TimelineError, TrackPackets, find_track, video_tracks
+from clipmill.shards.timeline.truncation import ebml_header
 
 if TYPE_CHECKING:
     import av
     from av.container import InputContainer
     from av.video.stream import VideoStream
 
-_MAX_ASPECT = 64  # limit, above which a damaged header with a few rows would require a frame of gigabytes
+_MAX_ASPECT = 64  # limit for pixel aspect ratios; a larger ratio in a damaged header could require a frame of gigabytes
 _TRANSFERS = {16: "PQ", 18: "HLG"}
 
 
 @dataclass(frozen=True)
 class Picture:
-    """The first frame of a source as it is displayed: upright, cropped, with square pixels."""
+    """Properties of the first frame of a source as it is displayed: upright, cropped, with square pixels.
+
+    Attributes:
+        transfer, primaries: See `clipmill.shards.timeline.model.Timeline`.
+        notes: Unusual properties of the video, one sentence each.
+    """
 
     width: int
     height: int
@@ -32,15 +38,15 @@ class Picture:
 
 
 def first_picture(container: "InputContainer", stream: "VideoStream") -> Picture:
-    """Decode the first frame of a container that was just opened.
+    """Decode the first frame of a newly opened container.
 
     Raises:
-        TimelineError: There is no decoder, no frame, or the frame's shape is implausible.
+        TimelineError: There is no decoder or no frame, or the shape of the frame is implausible.
         av.FFmpegError: The frame cannot be decoded.
     """
     if stream.codec_context is None:
         raise TimelineError("decode_errors", "no decoder for the video stream")
-    stream.codec_context.thread_count = 1  # only one frame is decoded; more threads would use more memory
+    stream.codec_context.thread_count = 1  # for a single frame, more threads would only use more memory
     frame = next(container.decode(stream), None)
     if frame is None:
         raise TimelineError("zero_duration", "the video stream has no frames")
@@ -80,9 +86,9 @@ def _display_matrix(frame: "av.VideoFrame") -> tuple[float, float, float, float]
 
 
 def _container_crop(container: "InputContainer", stream: "VideoStream") -> tuple[int, int, int, int]:
-    """Return the crop in the header of a container: left, top, right, bottom, in pixels.
+    """Return the crop in the header of a container in pixels: left, top, right, bottom.
 
-    PyAV does not expose the crop. libav writes it to the header of a Matroska file, as four elements with known IDs.
+    PyAV does not expose the crop. However, libav writes it to the header of a Matroska file, as four EBML elements.
     """
     import av
 
@@ -97,16 +103,16 @@ def _container_crop(container: "InputContainer", stream: "VideoStream") -> tuple
         return (0, 0, 0, 0)  # Matroska does not support the codec
     crop = dict.fromkeys(_CROP_ELEMENTS, 0)
     path, content, position = list(_PATH_TO_CROP), header.getvalue(), 0
-    while position < len(content):
-        element, header_bytes, length = _ebml_element(content[position : position + 12])
+    while (header := ebml_header(content[position : position + 12])) is not None:
+        element, header_bytes, length = header
         if path and element == path[0]:
             path.pop(0)
             position += header_bytes  # enter the element
             continue
         if not path and element in crop:
             begin = position + header_bytes
-            crop[element] = int.from_bytes(content[begin : begin + length], "big")
-        position += header_bytes + length
+            crop[element] = int.from_bytes(content[begin : begin + (length or 0)], "big")
+        position += header_bytes + (length or 0)
     left, top, right, bottom = crop.values()
     return left, top, right, bottom
 
@@ -115,30 +121,23 @@ _PATH_TO_CROP = (0x18538067, 0x1654AE6B, 0xAE, 0xE0)  # Segment, Tracks, TrackEn
 _CROP_ELEMENTS = (0x54CC, 0x54BB, 0x54DD, 0x54AA)  # PixelCropLeft, Top, Right, Bottom
 
 
-def _ebml_element(head: bytes) -> tuple[int, int, int]:
-    """Return the ID, header size and content size (in bytes) of the EBML element at the start of `head`."""
-    id_bytes, length_bytes = 9 - head[0].bit_length(), 9 - head[9 - head[0].bit_length()].bit_length()
-    length = int.from_bytes(head[id_bytes : id_bytes + length_bytes], "big") & (1 << 7 * length_bytes) - 1
-    return int.from_bytes(head[:id_bytes], "big"), id_bytes + length_bytes, length
-
-
-def shown_frames(
+def displayed_frames(
     container: "InputContainer", timeline: Timeline, packets: TrackPackets | None, *, skips_damage: bool = False
 ) -> "Iterator[tuple[Fraction, av.VideoFrame]]":
-    """Decode a source; yield its frames, upright and cropped, with their times in seconds from time 0.
+    """Decode a source, and yield (time in seconds, frame) for each frame, upright and cropped.
 
     Args:
-        container: A newly opened container.
+        container: Newly opened container.
         packets: Packets of the track, from `read_timeline`; required if the timeline is not continuous.
-        skips_damage: Omit packets that cannot be decoded instead of raising an error.
+        skips_damage: True to omit packets that cannot be decoded; False to raise an error.
 
     Raises:
         av.FFmpegError: A packet cannot be read or decoded.
     """
     import av
 
-    stream = track_of(container, timeline.track)
-    unit, upright = stream.time_base or ONE, Upright(timeline.shape)
+    stream = find_track(container, timeline.track)
+    unit, upright = stream.time_base or ONE, UprightFilter(timeline.shape)
     number = 0
     for packet in container.demux(stream):
         if packet.size and not timeline.is_continuous:
@@ -154,25 +153,25 @@ def shown_frames(
         for frame in frames:
             time = frame.dts if frame.pts is None else frame.pts
             if time is not None:
-                yield time * unit - timeline.start, upright.frame(frame)
+                yield time * unit - timeline.start, upright.apply(frame)
 
 
-class Upright:
-    """Filter that crops frames and turns them upright. It rebuilds its graph if their resolution or format changes.
+class UprightFilter:
+    """Filter that crops frames and turns them upright. The graph is rebuilt if their resolution or format changes.
 
     Args:
-        aspect: Pixel aspect ratio (width / height) of the stream; output frames have square pixels.
+        aspect: Pixel aspect ratio (width / height) of the input. The output has square pixels.
     """
 
     def __init__(self, shape: Shape, *, aspect: Fraction = ONE) -> None:
         square = [("scale", {"w": f"2*round(iw*{aspect}/2)", "h": "ih"})] if aspect != ONE else []
         filters = [*shape.crop_filters(), *square, *shape.orientation_filters()]
-        self._filters = [*filters, ("copy", {})] if filters else []  # flipped frames have lines in descending order
+        self._filters = [*filters, ("copy", {})] if filters else []  # copy, because a flip only reverses the line order
         self._graph: Any = None
         self._graph_key: tuple[int, int, str] | None = None
 
-    def frame(self, frame: "av.VideoFrame") -> "av.VideoFrame":
-        """Return a frame as it is displayed, with its time."""
+    def apply(self, frame: "av.VideoFrame") -> "av.VideoFrame":
+        """Return a frame as it is displayed. Its time does not change."""
         if not self._filters:
             return frame
         from av.filter import Graph

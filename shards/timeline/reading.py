@@ -1,6 +1,7 @@
-"""Read timelines from the packets of a source, or from the index of an MP4. Only a few keyframes are decoded.
+"""Read the timeline of a source from its packets, or from the index of an MP4.
 
-Some containers omit times or contain wrong times, which this module repairs.
+Some containers omit times or contain wrong times, which this module repairs. It decodes only a few keyframes, except
+for an AVI with B frames, whose order is known only to the decoder.
 """
 
 import io
@@ -20,9 +21,9 @@ from clipmill.shards.timeline.model import (
     Timeline,
     TimelineError,
     TrackPackets,
-    aspect_of,
-    rate_of,
-    start_of,
+    average_rate,
+    container_start,
+    pixel_aspect,
     video_tracks,
 )
 
@@ -33,26 +34,31 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 
-RESTART_S = Fraction(1, 5)  # minimum decrease of decoding times at a restart; smaller decreases are a muxer's rounding
-_GAP_S, _GAP_FRAMES = 5.0, 50  # minimum pause between two frames that is noted
+RESTART_S = Fraction(1, 5)  # minimum decrease of decoding times at a restart; muxers cause smaller ones by rounding
+_GAP_S, _GAP_FRAMES = 5.0, 50  # minimum pause between two frames to note
 MPEG_VIDEO = frozenset({"mpeg1video", "mpeg2video"})
-_MAX_GUESS_FRAMES = 4  # largest error of libav's guess of a missing timestamp, in frames or fields
+_MAX_GUESS_FRAMES = 4  # maximum error when libav guesses a missing timestamp, in frames or fields
 _ROUNDING = 0.25  # tolerance for rounded times, in frames
 
-LONGEST_FRAME_S = 3600  # largest step between timestamps; after a larger step, a timestamp is damaged or in a new part
+LONGEST_FRAME_S = 3600  # maximum step between timestamps; a larger step means damage, or the start of a new part
 
 
 def times_in_display_order(
     times: NDArray[np.int64], durations: NDArray[np.int64], is_b: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the presentation times of MPEG-1 or MPEG-2 pictures in a program stream, and the times in display order.
+    """Repair the presentation times of MPEG-1 or MPEG-2 pictures in a program stream.
 
-    Such a stream has a timestamp only for every few pictures. libav guesses the others, sometimes wrongly. In display
+    Such a stream has timestamps only for some pictures. libav guesses the others, sometimes incorrectly. In display
     order, B pictures come before the reference picture that precedes them in the file, and each picture begins when the
-    previous picture ends. A timestamp from the file is accepted in two cases: if it is very close to the expected time,
-    because sums of durations are rounded; or if it is more than a few pictures away, because there is a gap, or
-    timestamps restart. The number of preceding pictures is the same in display order and in the file, so times decrease
-    at the same picture in both orders.
+    previous picture ends. A timestamp is accepted in two cases: if it is very close to the expected time, because sums
+    of durations are rounded; or if it is more than a few pictures away, because there is a gap, or timestamps restart.
+
+    Args:
+        times, durations: Presentation times from libav and durations, in file order, int64 [pictures].
+        is_b: True for B pictures, bool [pictures].
+
+    Returns:
+        Repaired times in file order, and in display order. At a restart, both decrease at the same index.
     """
     display: list[int] = []
     reference = None
@@ -63,20 +69,20 @@ def times_in_display_order(
             display += [] if reference is None else [reference]
             reference = row
     display += [] if reference is None else [reference]
-    repaired, due = times.copy(), int(times[display[0]])
+    repaired, expected = times.copy(), int(times[display[0]])
     for row in display:
-        length, error = int(durations[row]), abs(int(times[row]) - due)
+        length, error = int(durations[row]), abs(int(times[row]) - expected)
         if error > _MAX_GUESS_FRAMES * length or error < length * _ROUNDING:
-            due = int(times[row])
-        repaired[row] = due
-        due += length
+            expected = int(times[row])
+        repaired[row] = expected
+        expected += length
     return repaired, repaired[display]
 
 
-def key_steps(times: NDArray[np.int64], is_key: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return times that decrease only where timestamps restart, for a container without decoding times.
+def restart_times(times: NDArray[np.int64], is_key: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return times that decrease only where timestamps restart, for containers without decoding times.
 
-    A keyframe is displayed after all frames that precede it in the file.
+    A keyframe is displayed after all frames that precede it in the file. If its time is earlier, timestamps restart.
     """
     latest = np.maximum.accumulate(times)
     restarts = np.flatnonzero(is_key[1:] & (times[1:] < latest[:-1])) + 1
@@ -93,11 +99,16 @@ def find_restarts(
     unit: Fraction,
     may_wrap: bool,
 ) -> tuple[tuple[int, int], ...]:
-    """Find restarts of the timestamps; return the first packet of each part, and the offset to add to its timestamps.
+    """Find the parts between restarts of the timestamps.
 
     Args:
         steps_s: Seconds from each packet to the next packet in decoding order.
+        times, lengths: Presentation times and durations of the packets, in units of the stream.
+        unit: Unit of the stream in seconds.
         may_wrap: True if a part after a restart may seem to begin hours later.
+
+    Returns:
+        Pairs (first packet of a part, offset to add to the timestamps of the part).
 
     Raises:
         TimelineError: A timestamp is damaged.
@@ -107,9 +118,9 @@ def find_restarts(
     restarts, offset = [(0, 0)], 0
     for first, end in pairwise([*firsts, len(times)]):
         if (is_jump[first - 1] and not may_wrap) or (end - first < 2 and first > 1):
-            jump = f"jump by {steps_s[first - 1] / 3600:,.1f} hours" if is_jump[first - 1] else "go back"
-            where = f"at packet {first} ({float((int(times[first - 1]) - int(times[0])) * unit):.2f} s)"
-            raise TimelineError("bad_timestamps", f"the timestamps {jump} {where}")
+            change = f"jump by {steps_s[first - 1] / 3600:,.1f} hours" if is_jump[first - 1] else "go back"
+            location = f"at packet {first} ({float((int(times[first - 1]) - int(times[0])) * unit):.2f} s)"
+            raise TimelineError("bad_timestamps", f"the timestamps {change} {location}")
         begin = restarts[-1][0]
         last = begin + int(np.argmax(times[begin:first]))
         offset += int(times[last] + lengths[last]) - int(times[first:end].min())
@@ -118,7 +129,7 @@ def find_restarts(
 
 
 def gap_notes(times: NDArray[np.int64], *, unit: Fraction, start: Fraction) -> list[str]:
-    """Return a note if there are pauses between frames that are much longer than a frame."""
+    """Return a note if some pauses between frames are much longer than a frame."""
     in_order = np.sort(times)
     steps = np.diff(in_order)
     if not len(steps):
@@ -132,7 +143,7 @@ def gap_notes(times: NDArray[np.int64], *, unit: Fraction, start: Fraction) -> l
 
 
 def sequence_header(packet: "Packet[Stream]", *, codec: str) -> bytes:
-    """Return the bytes at the start of a key packet that define the resolution of its frames; empty if unknown."""
+    """Return the bytes of a keyframe packet that define the resolution of its frames; empty if unknown."""
     if codec not in ("h264", "hevc", "mpeg1video", "mpeg2video", "vp8"):
         return b""
     head = bytes(memoryview(packet)[:2048])
@@ -146,8 +157,8 @@ def sequence_header(packet: "Packet[Stream]", *, codec: str) -> bytes:
     return next((unit[1:5] for unit in units if unit[:1] == b"\xb3"), b"")
 
 
-def decoded_shape(stream: "VideoStream", content: bytes) -> tuple[int, int, Fraction] | None:
-    """Return the width, height and pixel aspect ratio of a key packet; None if it cannot be decoded by itself."""
+def decode_shape(stream: "VideoStream", content: bytes) -> tuple[int, int, Fraction] | None:
+    """Decode a keyframe packet to find its width, height and pixel aspect ratio; None if it cannot be decoded alone."""
     import av
 
     decoder: Any = av.VideoCodecContext.create(stream.codec_context.codec.name, "r")
@@ -162,10 +173,11 @@ def decoded_shape(stream: "VideoStream", content: bytes) -> tuple[int, int, Frac
     return frames[0].width, frames[0].height, aspect if aspect > 0 else ONE
 
 
-def decoded_order(container: "InputContainer", stream: "VideoStream", *, num_packets: int) -> NDArray[np.int64] | None:
-    """Decode to find the rank of each packet in presentation order; None if packets are displayed in file order.
+def decode_order(container: "InputContainer", stream: "VideoStream", *, num_packets: int) -> NDArray[np.int64] | None:
+    """Decode a stream to find the rank of each packet in presentation order, int64 [packets].
 
-    The container has only decoding times, so only the decoder knows the order.
+    This is needed if a container has only decoding times. The result is None if packets are displayed in file order, or
+    if the ranks cannot be determined.
     """
     import av
 
@@ -184,14 +196,14 @@ def decoded_order(container: "InputContainer", stream: "VideoStream", *, num_pac
         except av.error.InvalidDataError:
             continue
     if sorted(numbers) != list(range(num_packets)):
-        return None  # some packets contain two frames or none, so the ranks are no better than libav's times
+        return None  # some packets contain two frames or none, so the times from libav are as good as the ranks
     order = np.empty(num_packets, np.int64)
     order[numbers] = np.arange(num_packets)
     return order
 
 
-def num_avi_frames(file: "IO[bytes]", track: int) -> int:
-    """Return the number of frames in the index of an AVI, including frames without bytes; 0 if there is no index."""
+def count_avi_frames(file: "IO[bytes]", track: int) -> int:
+    """Return the number of frames in the index of an AVI, including empty frames; 0 if there is no index."""
     position, size_bytes = 12, file.seek(0, io.SEEK_END)
     while position + 8 <= size_bytes:
         file.seek(position)
@@ -204,8 +216,11 @@ def num_avi_frames(file: "IO[bytes]", track: int) -> int:
     return 0
 
 
-def is_cut_avi(file: "IO[bytes]") -> bool:
-    """Return True if an outermost list of an AVI extends beyond its end. Files above 1 GB have several such lists."""
+def is_truncated_avi(file: "IO[bytes]") -> bool:
+    """Return True if an outermost list of an AVI extends beyond the end of the file.
+
+    Files above 1 GB have several outermost lists.
+    """
     position, size_bytes = 0, file.seek(0, io.SEEK_END)
     while position < size_bytes:
         file.seek(position)
@@ -217,27 +232,27 @@ def is_cut_avi(file: "IO[bytes]") -> bool:
     return position > size_bytes
 
 
-# Streams without a container. The timestamps that libav generates for them change after a seek.
-_RAW = frozenset({"h264", "hevc", "mpegvideo"})
+# Formats of streams without a container. libav generates timestamps for them, which change after a seek.
+_RAW_FORMATS = frozenset({"h264", "hevc", "mpegvideo"})
 # Formats without a list of keyframes, in which a seek may land on any packet.
-_BLIND_SEEKS = frozenset({"mpegts", "mpeg", "wtv", "rm"})
+_BLIND_SEEK_FORMATS = frozenset({"mpegts", "mpeg", "wtv", "rm"})
 # Formats with 33-bit timestamps. libav unwraps them, so a part may seem to begin a day after the previous part.
-_WRAPPING = frozenset({"mpegts", "mpeg", "wtv"})
-# Formats that store decoding times. For other formats, libav derives them from presentation times.
-_WITH_DECODING_TIMES = ("mpegts", "mpeg", "wtv", "mp4", "avi", "flv", "mxf")
-# Containers with a duration in the header, which is not estimated from the bitrate; among these, containers whose
-# duration is the end of the last frame, even if the first frame begins later than 0.
-_WITH_HEADER_DURATION = ("matroska", "mp4", "flv", "asf", "mxf", "ivf")
+_WRAPPING_FORMATS = frozenset({"mpegts", "mpeg", "wtv"})
+# Formats that store decoding times. For other formats, libav derives decoding times from presentation times.
+_DECODING_TIME_FORMATS = ("mpegts", "mpeg", "wtv", "mp4", "avi", "flv", "mxf")
+# Formats with a duration in the header. For other formats, libav may estimate the duration from the bitrate.
+_DURATION_FORMATS = ("matroska", "mp4", "flv", "asf", "mxf", "ivf")
+# Formats whose duration is the end of the last frame, even if the first frame begins later than 0.
 _DURATION_IS_END = ("matroska", "asf")
-_HEADER_SLACK_S = Fraction(1)  # tolerance, because containers round and pad the durations in their headers
-# Limits that reject damaged timestamps, which can span centuries: a day, or 600 seconds per frame if that is more.
+_HEADER_TOLERANCE_S = Fraction(1)  # containers round and pad the durations in their headers
+# Maximum plausible duration: a day, or 600 seconds per frame if that is more. Damaged timestamps may span centuries.
 _LONGEST_S, _LONGEST_MEAN_FRAME_S = 24 * 3600, 600
 _FLV_HEADER = b"FLV\1"
-_MAX_SHAPES = 200  # maximum number of shapes per stream; in a damaged stream, every keyframe could have a new shape
+_MAX_SHAPES = 200  # maximum number of shapes to record per stream; in a damaged stream, every keyframe may have one
 
 
 def has_index(container: "InputContainer", stream: "VideoStream") -> bool:
-    """Return True if the file has an index with the time and position of each packet (MP4), so no packet is needed."""
+    """Return True if the file (MP4) has an index with the time and position of each packet of a stream."""
     is_listed = "mp4" in container.format.name and bool(stream.duration) and stream.frames > 0
     return is_listed and stream.frames == len(stream.index_entries)
 
@@ -247,16 +262,19 @@ def indexed_timeline(container: "InputContainer", stream: "VideoStream", *, size
 
     Packets are read only if the index and the duration in the header disagree, and only from the end of the file.
 
+    Args:
+        size_bytes: Size of the file.
+
     Raises:
         TimelineError: The file is shorter than its index states, or its times are impossible.
         av.FFmpegError: A packet cannot be read.
     """
     entries, unit = stream.index_entries, stream.time_base or ONE
-    held_bytes = max(entries[row].pos + entries[row].size for row in range(max(0, len(entries) - 100), len(entries)))
-    if held_bytes > size_bytes:
+    end_byte = max(entries[row].pos + entries[row].size for row in range(max(0, len(entries) - 100), len(entries)))
+    if end_byte > size_bytes:
         raise TimelineError(
             "source_truncated",
-            f"truncated: the index refers to bytes up to {held_bytes}, but the file has {size_bytes} bytes",
+            f"truncated: the index refers to bytes up to {end_byte}, but the file has {size_bytes} bytes",
         )
     last = len(entries) - 1
     while last > 0 and entries[last].is_discard:
@@ -264,32 +282,36 @@ def indexed_timeline(container: "InputContainer", stream: "VideoStream", *, size
     first = next((row for row in range(last) if not entries[row].is_discard), 0)
     step = (entries[last].timestamp - entries[max(first, last - 20)].timestamp) / max(1, min(20, last - first))
     begin = stream.start_time or 0
-    listed = begin + entries[last].timestamp - entries[first].timestamp + step
+    index_end = begin + entries[last].timestamp - entries[first].timestamp + step
     end = begin + (stream.duration or 0)
-    if last != len(entries) - 1 or abs(listed - end) > 2 * step + 1:
-        # Find the start and end of the last frame, from the packets that follow the last keyframe.
+    if last != len(entries) - 1 or abs(index_end - end) > 2 * step + 1:
+        # Find the start and end of the last frame among the packets after the last keyframe.
         container.seek(entries[last].timestamp, stream=stream)
         begin = end = 0
         for packet in container.demux(stream):
             if packet.size and packet.pts is not None and not packet.is_discard and packet.pts >= begin:
                 begin, end = packet.pts, packet.pts + (packet.duration or 0)
         if last != len(entries) - 1:
-            end = _edited_end(stream, last=begin, end=end)
-    start = start_of(container)
+            end = _apply_edit_list(stream, last=begin, end=end)
+    start = container_start(container)
     timeline = Timeline(
         track=stream.index,
         start=start,
         end=end * unit - start,
-        rate=rate_of(stream),
-        aspects=((Fraction(0), aspect_of(stream)),),
+        rate=average_rate(stream),
+        aspects=((Fraction(0), pixel_aspect(stream)),),
     )
     return _check_timeline(timeline, num_packets=len(entries))
 
 
-def _edited_end(stream: "VideoStream", *, last: int, end: int) -> int:
-    """Return the end of the last frame that an edit list displays. The edit may end within this frame."""
-    edited = (stream.start_time or 0) + (stream.duration or 0)
-    return min(end, edited) if edited > last else end
+def _apply_edit_list(stream: "VideoStream", *, last: int, end: int) -> int:
+    """Return the end of the last frame that an edit list displays. The edit may end within the frame.
+
+    Args:
+        last, end: Start and end of the frame without the edit list.
+    """
+    edit_end = (stream.start_time or 0) + (stream.duration or 0)
+    return min(end, edit_end) if edit_end > last else end
 
 
 def read_timeline(
@@ -298,31 +320,31 @@ def read_timeline(
     file: "IO[bytes] | None" = None,
     on_packet: "Callable[[Packet[Stream]], None]" = lambda packet: None,
 ) -> tuple[Timeline, TrackPackets]:
-    """Read all packets of a source once, without decoding them.
+    """Read all packets of a source once; return the timeline and the packets of its main video stream.
 
     Args:
-        container: A newly opened container, from which nothing has been read.
-        file: The bytes of the file, for facts about an AVI or FLV that libav does not report.
+        container: Newly opened container.
+        file: File object of the source, to read facts about an AVI or FLV that libav does not report.
         on_packet: Function that is called with every non-empty packet, in file order.
 
     Raises:
         TimelineError: There is no video stream, or its times are impossible.
         av.FFmpegError: A packet cannot be read.
     """
-    start = start_of(container)
+    start = container_start(container)
     tracks = video_tracks(container)
     if not tracks:
         kinds = sorted({str(stream.type) for stream in container.streams})
         raise TimelineError("no_video", f"no video stream (streams: {', '.join(kinds) or 'none'})")
     lists = {stream.index: _PacketList(stream) for stream in tracks}
-    held_bytes = 0
-    ends: dict[int, int] = {}  # end of each stream in its unit; a Fraction per packet would double the time
+    end_byte = 0
+    ends: dict[int, int] = {}  # end of each stream in its unit; computing a Fraction per packet would double the time
     units: dict[int, Fraction] = {}
     for packet in container.demux():
         if not packet.size:
             continue
         on_packet(packet)
-        held_bytes = max(held_bytes, (packet.pos or 0) + packet.size)
+        end_byte = max(end_byte, (packet.pos or 0) + packet.size)
         if packet.stream_index in lists:
             lists[packet.stream_index].add(packet)
         time, index = packet.dts if packet.pts is None else packet.pts, packet.stream_index
@@ -330,36 +352,36 @@ def read_timeline(
             if index not in units:
                 ends[index], units[index] = time, packet.time_base or Fraction(0)
             ends[index] = max(ends[index], time + (packet.duration or 0))
-    any_end = max([start, *(ends[index] * unit for index, unit in units.items() if unit)])
-    nonempty = [stream for stream in tracks if len(lists[stream.index].times) > 1]
-    track = lists[(nonempty or tracks)[0].index]
-    timeline, packets = track.on_timeline(container, file=file, start=start)
+    last_end = max([start, *(ends[index] * unit for index, unit in units.items() if unit)])
+    nonempty_tracks = [stream for stream in tracks if len(lists[stream.index].times) > 1]
+    track = lists[(nonempty_tracks or tracks)[0].index]
+    timeline, packets = track.build_timeline(container, file=file, start=start)
     if container.format.name == "flv" and file is not None:
-        file.seek(held_bytes)
+        file.seek(end_byte)
         if _FLV_HEADER in file.read(1024):
             raise TimelineError(
                 "bad_timestamps",
-                f"a second FLV file begins after byte {held_bytes}, at {float(timeline.end):.2f} s, but libav does not"
+                f"a second FLV file begins after byte {end_byte}, at {float(timeline.end):.2f} s, but libav does not"
                 " read it: split the file at that byte",
             )
-    missing, cut = _missing_end(container, track, timeline, any_end=any_end, file=file)
+    missing, cut = _find_missing_end(container, track, timeline, last_end=last_end, file=file)
     return _check_timeline(replace(timeline, missing=missing, cut=cut), num_packets=len(track.times)), packets
 
 
 class _PacketList:
-    """The packets of one video stream that have been read so far."""
+    """The packets of a video stream that have been read so far, in file order."""
 
     def __init__(self, stream: "VideoStream") -> None:
         self.stream = stream
-        self.num_listed = len(stream.index_entries)  # number of index entries when the file was opened
-        self.times: list[int] = []  # presentation times, or decoding times where presentation times are missing
+        self.num_indexed = len(stream.index_entries)  # number of index entries when the file was opened
+        self.times: list[int] = []  # presentation times; decoding times where presentation times are missing
         self.decoding_times: list[int] = []
         self.durations: list[int] = []
         self.flags: list[int] = []  # 1: keyframe, 2: hidden by an edit list
         self.num_untimed = 0  # number of packets before the first packet with a timestamp
-        self.is_cut = False
+        self.is_cut = False  # True if the last packet is truncated
         self.is_bidirectional: list[bool] = []  # True for B pictures; only for MPEG-1 and MPEG-2
-        self.key_packets: list[tuple[int, bytes]] = []  # key packets with a new sequence header
+        self.key_packets: list[tuple[int, bytes]] = []  # index and bytes of keyframe packets with a new sequence header
         self._header = b""
 
     def add(self, packet: "Packet[Stream]") -> None:
@@ -368,14 +390,14 @@ class _PacketList:
         self.is_cut = packet.is_corrupt
         time = dts if pts is None else pts
         if time is None:
-            self.num_untimed += not any(known != NO_TIME for known in self.times[-1:])
+            self.num_untimed += self.times[-1:] in ([], [NO_TIME])
             time = NO_TIME
         self.times.append(time)
         self.decoding_times.append(time if dts is None else dts)
         self.durations.append(packet.duration or 0)
         self.flags.append(packet.is_keyframe + 2 * packet.is_discard)
         codec = self.stream.codec_context.name if self.stream.codec_context else ""
-        if codec in MPEG_VIDEO:  # find B pictures (ISO/IEC 13818-2, 6.2.3)
+        if codec in MPEG_VIDEO:  # read the type of the picture (ISO/IEC 13818-2, 6.2.3)
             head = bytes(memoryview(packet)[:2048])
             begin = head.find(b"\0\0\1\0")
             self.is_bidirectional.append(0 <= begin < len(head) - 5 and head[begin + 5] >> 3 & 7 == 3)
@@ -385,12 +407,12 @@ class _PacketList:
                 self._header = header
                 self.key_packets.append((len(self.times) - 1, bytes(packet)))
 
-    def on_timeline(
+    def build_timeline(
         self, container: "InputContainer", *, file: "IO[bytes] | None", start: Fraction
     ) -> "tuple[Timeline, TrackPackets]":
-        """Return the timeline and the packets of this stream."""
+        """Return the timeline of the stream, and its packets with corrected times."""
         stream, name, num_packets = self.stream, container.format.name, len(self.times)
-        if name in _RAW or self.num_untimed == num_packets > 0:
+        if name in _RAW_FORMATS or self.num_untimed == num_packets > 0:
             codec = stream.codec_context.name if stream.codec_context else "unknown"
             raise TimelineError(
                 "bad_timestamps",
@@ -403,29 +425,31 @@ class _PacketList:
         unit = stream.time_base or ONE
         times, dts = np.array(self.times, np.int64), np.array(self.decoding_times, np.int64)
         durations, flags = np.array(self.durations, np.int64), np.array(self.flags, np.int64)
-        if (missing := times == NO_TIME).any():  # in the middle of the stream
+        if (missing := times == NO_TIME).any():  # replace missing times by the latest time before them
             times[missing] = np.maximum.accumulate(times)[missing]
             dts[missing] = times[missing]
         is_shown, is_key = flags & 2 == 0, flags & 1 == 1
-        order = decoded_order(container, stream, num_packets=num_packets) if name == "avi" else None
+        order = decode_order(container, stream, num_packets=num_packets) if name == "avi" else None
         is_retimed = order is not None
         if order is not None:
             times = np.sort(dts)[order]
         elif name == "mpeg" and self.is_bidirectional:
-            # libav's decoding times are also guesses: they restart one picture too late.
+            # libav also guesses the decoding times, which restart one picture too late.
             file_times = times
             times, dts = times_in_display_order(times, durations, np.array(self.is_bidirectional))
             is_retimed = bool((times != file_times).any())
-        elif name in _WRAPPING:
-            # If a muxer omits decoding times, libav guesses them from the previous frame, which may be in another part.
+        elif name in _WRAPPING_FORMATS:
+            # If decoding times are missing, libav guesses them from the previous frame, which may be in another part.
             is_guess = (dts > times) | (times - dts > LONGEST_FRAME_S / float(unit))
             dts = np.where(is_guess, times, dts)
-        steps = np.diff(np.unique(times))  # a frame without a duration lasts as long as the previous frame
-        frame = int(steps[-1]) if len(steps) else max(1, round(1 / (rate_of(stream) or Fraction(30)) / unit))
-        lengths = np.where(durations > 0, durations, frame)
-        has_dts = any(known in name for known in _WITH_DECODING_TIMES)
-        steps_s = np.diff(dts if has_dts else key_steps(times, is_key)) * float(unit)
-        restarts = find_restarts(steps_s, times, lengths, unit=unit, may_wrap=name in _WRAPPING)
+        steps = np.diff(np.unique(times))  # a frame without a duration lasts as long as the last step
+        default_length = (
+            int(steps[-1]) if len(steps) else max(1, round(1 / (average_rate(stream) or Fraction(30)) / unit))
+        )
+        lengths = np.where(durations > 0, durations, default_length)
+        has_dts = any(format_name in name for format_name in _DECODING_TIME_FORMATS)
+        steps_s = np.diff(dts if has_dts else restart_times(times, is_key)) * float(unit)
+        restarts = find_restarts(steps_s, times, lengths, unit=unit, may_wrap=name in _WRAPPING_FORMATS)
         notes = []
         if order is not None:
             notes.append("the container has no presentation times: frames are displayed in the order of the decoder")
@@ -433,42 +457,42 @@ class _PacketList:
             times[first:next_first] += offset
         if len(restarts) > 1:
             first, times_text = restarts[1][0], "once" if len(restarts) == 2 else f"{len(restarts) - 1} times"
-            where = f"at packet {first} ({float(int(times[first:].min()) * unit - start):.2f} s)"
-            notes.append(f"timestamps restart {times_text}, first {where}: the parts follow one another")
+            location = f"at packet {first} ({float(int(times[first:].min()) * unit - start):.2f} s)"
+            notes.append(f"timestamps restart {times_text}, first {location}: the parts follow one another")
         last = int(np.argmax(np.where(is_shown, times, NO_TIME))) if num_packets else 0
         end = int(times[last] + lengths[last]) if num_packets else 0
-        # libav returns packets that an edit list hides only if other packets need them for decoding.
+        # Of the packets that an edit list hides, libav returns only those needed to decode other packets.
         has_hidden = bool(num_packets) and (num_packets < stream.frames or not is_shown[int(np.argmax(times))])
         if "mp4" in name and has_hidden:
-            end = _edited_end(stream, last=int(times[last]), end=end)
+            end = _apply_edit_list(stream, last=int(times[last]), end=end)
         if name == "avi" and file is not None and stream.average_rate == 1 / unit:
-            end = max(end, num_avi_frames(file, stream.index))  # dropped frames at the end repeat the last frame
-        aspects, changes = self._changes(times, unit=unit, start=start)
-        is_blind = name in _BLIND_SEEKS
+            end = max(end, count_avi_frames(file, stream.index))  # empty frames at the end repeat the last frame
+        aspects, shape_notes = self._find_shapes(times, unit=unit, start=start)
+        is_blind = name in _BLIND_SEEK_FORMATS
         keys = np.concatenate([np.sort(times[is_key & is_shown]), [end]])
         timeline = Timeline(
             track=stream.index,
             start=start,
             end=end * unit - start,
             last=int(times[last]) * unit - start if num_packets else Fraction(0),
-            rate=rate_of(stream),
+            rate=average_rate(stream),
             is_continuous=len(restarts) == 1 and not is_retimed,
             is_blind=is_blind,
             key_gap=int(np.diff(keys).max(initial=0)) * unit if is_blind else Fraction(0),
             aspects=aspects,
-            notes=(*notes, *gap_notes(times[is_shown], unit=unit, start=start), *changes),
+            notes=(*notes, *gap_notes(times[is_shown], unit=unit, start=start), *shape_notes),
         )
         return timeline, TrackPackets(times, durations, is_shown, restarts)
 
-    def _changes(
+    def _find_shapes(
         self, times: NDArray[np.int64], *, unit: Fraction, start: Fraction
     ) -> tuple[tuple[tuple[Fraction, Fraction], ...], list[str]]:
-        """Return the pixel aspect ratios with the times from which they hold, and a note if the shape changes."""
+        """Return the pixel aspect ratios (`Timeline.aspects`), and a note if resolution or aspect ratio change."""
         stream = self.stream
-        aspects = [(Fraction(0), aspect_of(stream))]
+        aspects = [(Fraction(0), pixel_aspect(stream))]
         sizes: list[tuple[Fraction, str]] = []
         for row, packet in self.key_packets if len(self.key_packets) > 1 else []:
-            if (shape := decoded_shape(stream, packet)) is None:
+            if (shape := decode_shape(stream, packet)) is None:
                 continue
             width, height, aspect = shape
             time = Fraction(0) if not sizes else int(times[row]) * unit - start
@@ -487,27 +511,31 @@ class _PacketList:
         return tuple(aspects), [note]
 
 
-def _missing_end(
+def _find_missing_end(
     container: "InputContainer",
     track: _PacketList,
     timeline: Timeline,
     *,
-    any_end: Fraction,
+    last_end: Fraction,
     file: "IO[bytes] | None",
 ) -> tuple[Fraction, str]:
-    """Return the seconds between the last packet and the end in the header, and a description of the loss."""
+    """Return the seconds of video that are missing at the end of a truncated file, and a description; 0 if unknown.
+
+    Args:
+        last_end: End of the last packet of any stream in seconds.
+    """
     header = Fraction(container.duration or 0, US_PER_S)
     if not any(name in container.format.name for name in _DURATION_IS_END):
         header += timeline.start
-    has_header = any(name in container.format.name for name in _WITH_HEADER_DURATION)
-    if container.format.name == "avi" and timeline.rate and file is not None and is_cut_avi(file):
-        # Without the index at its end, libav estimates the duration of an AVI from its size.
+    has_header = any(name in container.format.name for name in _DURATION_FORMATS)
+    if container.format.name == "avi" and timeline.rate and file is not None and is_truncated_avi(file):
+        # A truncated AVI has lost the index at its end, so libav estimates the duration from the size of the file.
         header, has_header = timeline.start + track.stream.frames / timeline.rate, True
-    if "mp4" in container.format.name and 0 < len(track.times) == track.num_listed <= track.stream.frames:
-        has_header = False  # every packet in the index was read; libav may omit packets that an edit list hides
-    if has_header and any_end < header - _HEADER_SLACK_S:
-        cut = f"truncated: {float(header):.2f} s in the header, but the packets end at {float(any_end):.2f} s"
-        return header - any_end, cut
+    if "mp4" in container.format.name and 0 < len(track.times) == track.num_indexed <= track.stream.frames:
+        has_header = False  # all packets in the index were read; libav may omit packets that an edit list hides
+    if has_header and last_end < header - _HEADER_TOLERANCE_S:
+        cut = f"truncated: {float(header):.2f} s in the header, but the packets end at {float(last_end):.2f} s"
+        return header - last_end, cut
     return Fraction(0), f"the last of {len(track.times)} frames is truncated" if track.is_cut else ""
 
 

@@ -1,7 +1,6 @@
-"""Detection of truncated files, in which the structure of the container extends beyond the end of the file.
+"""Detect truncated files, in which the structure of the container extends beyond the end of the file.
 
-Only the sizes in headers are read, jumping from one element to the next, so that a check of hours of video reads only a
-few kilobytes.
+A check reads only the headers of elements, and skips their content, so it reads a few kilobytes of hours of video.
 """
 
 import io
@@ -11,17 +10,18 @@ _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
 _ASF_DATA = bytes.fromhex("3626b2758e66cf11a6d900aa0062ce6c")
 _OGG_LONGEST_PAGE = 27 + 255 + 255 * 255
 _FLV_TAGS = frozenset({8, 9, 18})  # audio, video, script data
-_INDEX_BOXES = frozenset({b"moof", b"moov", b"meta"})  # meta is the index of images
+_INDEX_BOXES = frozenset({b"moof", b"moov", b"meta"})  # meta is the index of an image file
 _MEDIA_BOXES = frozenset({b"mdat", b"moof", b"moov"})
 
 
-def truncation(file: "IO[bytes]", *, size_bytes: int, format_name: str) -> str | None:
-    """Describe the missing part of a truncated file; return an empty string if it is complete, None if unknown.
+def find_truncation(file: "IO[bytes]", *, size_bytes: int, format_name: str) -> str | None:
+    """Describe the missing end of a truncated file; return an empty string if the file is complete, None if unknown.
 
     MPEG-TS, MPEG-PS and raw streams do not contain sizes. Live recordings, Ogg and FLV contain the size of each part,
-    but not the number of parts: if such a file ends between two parts, the result is None.
+    but not the number of parts, so the result is None if such a file ends between two parts.
 
     Args:
+        size_bytes: Size of the file.
         format_name: Name of the demuxer in libav.
 
     Raises:
@@ -34,11 +34,14 @@ def truncation(file: "IO[bytes]", *, size_bytes: int, format_name: str) -> str |
 
 
 def require_complete(content: bytes, *, format_name: str) -> None:
-    """Raise ValueError for a truncated file in memory, and for a file that does not contain its size.
+    """Raise a ValueError if a file in memory is truncated, or if its container does not show whether it is.
 
-    libav would decode the rest as if it were a complete, shorter video.
+    libav would decode a truncated file as if it were a complete, shorter video.
+
+    Args:
+        format_name: Name of the demuxer in libav.
     """
-    problem = truncation(io.BytesIO(content), size_bytes=len(content), format_name=format_name)
+    problem = find_truncation(io.BytesIO(content), size_bytes=len(content), format_name=format_name)
     if problem is None:
         name = format_name.partition(",")[0]
         problem = f"this {name} file does not contain its size, so it may be truncated: convert it to mp4 or mkv"
@@ -46,8 +49,11 @@ def require_complete(content: bytes, *, format_name: str) -> None:
         raise ValueError(problem)
 
 
-def missing_index(file: "IO[bytes]", *, size_bytes: int) -> str | None:
-    """Return a message for an MP4 file that ends before its index, so libav cannot open it; None for other files.
+def find_missing_index(file: "IO[bytes]", *, size_bytes: int) -> str | None:
+    """Describe the problem if an MP4 file ends before its index, so that libav cannot open it; None for other files.
+
+    Args:
+        size_bytes: Size of the file.
 
     Raises:
         OSError: The file cannot be read.
@@ -58,7 +64,7 @@ def missing_index(file: "IO[bytes]", *, size_bytes: int) -> str | None:
         head = file.read(16)
         if head[4:8] in _INDEX_BOXES or (position == 0 and head[4:8] != b"ftyp"):
             return None
-        if (length := _box_bytes(head)) == 0:  # up to the end of the file
+        if (length := _box_bytes(head)) == 0:  # the box extends to the end of the file
             break
         if length < 8:
             return None
@@ -66,34 +72,36 @@ def missing_index(file: "IO[bytes]", *, size_bytes: int) -> str | None:
     return "truncated: its index (box moov) is missing" if position else None
 
 
-def _matroska(file: "IO[bytes]", size_bytes: int) -> str | None:
+def _check_matroska(file: "IO[bytes]", size_bytes: int) -> str | None:
     position = 0
     while position < size_bytes:
         file.seek(position)
         head = file.read(12)
         header = ebml_header(head)
         if header is None:
-            return _cut("an element header", size_bytes + 1, size_bytes) if len(head) < 12 and any(head) else None
+            is_cut = len(head) < 12 and any(head)
+            return _describe_truncation("an element header", size_bytes + 1, size_bytes) if is_cut else None
         element, header_bytes, length = header
         position += header_bytes
-        if length is None:  # live stream: descend into it and treat clusters and blocks as one level
+        if length is None:  # live stream: continue with the elements inside, as if they followed this element
             if element not in (_SEGMENT, _CLUSTER):
                 return None
             continue
         position += length
         if position > size_bytes:
-            return _cut(
-                {_SEGMENT: "the segment", _CLUSTER: "a cluster"}.get(element, "an element"), position, size_bytes
-            )
+            part = {_SEGMENT: "the segment", _CLUSTER: "a cluster"}.get(element, "an element")
+            return _describe_truncation(part, position, size_bytes)
         if element == _SEGMENT:
             return ""
     return None
 
 
 def ebml_header(head: bytes) -> tuple[int, int, int | None] | None:
-    """Return the ID, header size and content size (None if unknown), in bytes, of the EBML element at `head`'s start.
+    """Parse the header of the EBML element at the start of `head` (RFC 8794, sections 4 to 6).
 
-    Returns None if `head` is too short or does not begin with an element (RFC 8794, sections 4 to 6).
+    Returns:
+        ID, size of the header, and size of the content (None if unknown) in bytes; None if `head` is too short, or does
+        not begin with an element.
     """
     id_bytes = 9 - head[0].bit_length() if head else 9
     if id_bytes > 4 or len(head) <= id_bytes:
@@ -101,22 +109,22 @@ def ebml_header(head: bytes) -> tuple[int, int, int | None] | None:
     length_bytes = 9 - head[id_bytes].bit_length()
     if length_bytes > 8 or len(head) < id_bytes + length_bytes:
         return None
-    is_unknown = (1 << 7 * length_bytes) - 1
-    length = int.from_bytes(head[id_bytes : id_bytes + length_bytes], "big") & is_unknown
+    unknown_length = (1 << 7 * length_bytes) - 1
+    length = int.from_bytes(head[id_bytes : id_bytes + length_bytes], "big") & unknown_length
     element = int.from_bytes(head[:id_bytes], "big")
-    return element, id_bytes + length_bytes, None if length == is_unknown else length
+    return element, id_bytes + length_bytes, None if length == unknown_length else length
 
 
-def _asf(file: "IO[bytes]", size_bytes: int) -> str | None:
+def _check_asf(file: "IO[bytes]", size_bytes: int) -> str | None:
     position = 0
     while position + 24 <= size_bytes:
         file.seek(position)
         head = file.read(24)
         length = int.from_bytes(head[16:], "little")
         if head[:16] == _ASF_DATA:
-            # A size of 0, or of 50 bytes, which is only the header, denotes a live stream.
+            # A live stream has the size 0, or 50 bytes, which is the size of the header.
             if position + length > size_bytes:
-                return _cut("the data object", position + length, size_bytes)
+                return _describe_truncation("the data object", position + length, size_bytes)
             return "" if length > 50 else None
         if length < 24:
             return None
@@ -124,7 +132,7 @@ def _asf(file: "IO[bytes]", size_bytes: int) -> str | None:
     return None
 
 
-def _avi(file: "IO[bytes]", size_bytes: int) -> str | None:
+def _check_avi(file: "IO[bytes]", size_bytes: int) -> str | None:
     position, is_listed = 0, False
     while position + 12 <= size_bytes:
         file.seek(position)
@@ -135,13 +143,13 @@ def _avi(file: "IO[bytes]", size_bytes: int) -> str | None:
             continue
         if head[:4] == b"LIST" and kind == b"movi" and 0 < length < 0xFFFFFFF0:
             if position + 8 + length > size_bytes:
-                return _cut("the frame list", position + 8 + length, size_bytes)
+                return _describe_truncation("the frame list", position + 8 + length, size_bytes)
             is_listed = True
         position += 8 + length + length % 2
     return "" if is_listed else None
 
 
-def _ogg(file: "IO[bytes]", size_bytes: int) -> str | None:
+def _check_ogg(file: "IO[bytes]", size_bytes: int) -> str | None:
     begin = max(0, size_bytes - _OGG_LONGEST_PAGE)
     file.seek(begin)
     tail = file.read()
@@ -152,25 +160,25 @@ def _ogg(file: "IO[bytes]", size_bytes: int) -> str | None:
     segments = tail[page + 27 : page + 27 + num_segments]
     end = page + 27 + num_segments + sum(segments)
     if len(segments) < num_segments or end > len(tail):
-        return _cut("the last page", begin + max(end, len(tail) + 1), size_bytes)
+        return _describe_truncation("the last page", begin + max(end, len(tail) + 1), size_bytes)
     return None
 
 
-def _mp4(file: "IO[bytes]", size_bytes: int) -> str | None:
+def _check_mp4(file: "IO[bytes]", size_bytes: int) -> str | None:
     position, has_media, has_end, last_fragment, fragments_end = 0, False, False, 0, 0
     while position + 8 <= size_bytes:
         file.seek(position)
         head = file.read(16)
         length, kind = _box_bytes(head), head[4:8]
-        if length < 8:  # 0 means up to the end of the file
+        if length < 8:  # 0 means that the box extends to the end of the file
             if kind in _MEDIA_BOXES:
                 return None
             break  # padding
         if position + length > size_bytes and kind in _MEDIA_BOXES:
-            return _cut(f"box {kind.decode()}", position + length, size_bytes)
+            return _describe_truncation(f"box {kind.decode()}", position + length, size_bytes)
         has_media |= kind == b"mdat"
-        has_end |= kind == b"mfra"  # the index at the end of a fragmented file
-        if kind == b"sidx" and not last_fragment:  # an index before all fragments, or before the first fragment
+        has_end |= kind == b"mfra"  # index at the end of a fragmented file
+        if kind == b"sidx" and not last_fragment:  # index before the first fragment, of all fragments or of this one
             file.seek(position)
             fragments_end = position + length + _indexed_bytes(file.read(min(length, size_bytes)))
         elif kind == b"moof":
@@ -178,27 +186,27 @@ def _mp4(file: "IO[bytes]", size_bytes: int) -> str | None:
         position += length
     if last_fragment and not has_end:
         if fragments_end > size_bytes:
-            return _cut("the last fragment", fragments_end, size_bytes)
+            return _describe_truncation("the last fragment", fragments_end, size_bytes)
         return "" if fragments_end > last_fragment else None
     return "" if has_media else None
 
 
 def _indexed_bytes(box: bytes) -> int:
     """Return the total size of the fragments that a sidx box lists (ISO/IEC 14496-12); 0 if it lists only one."""
-    begin = 32 if box[8:9] == b"\1" else 24  # the box has two times of 4 or 8 bytes, and a reserved half-word
+    begin = 32 if box[8:9] == b"\1" else 24  # depends on the size of two times in the box: 4 or 8 bytes each
     num_fragments = int.from_bytes(box[begin + 6 : begin + 8], "big")
     sizes = [int.from_bytes(box[i : i + 4], "big") & 0x7FFFFFFF for i in range(begin + 8, len(box) - 3, 12)]
     return sum(sizes[:num_fragments]) if num_fragments > 1 else 0
 
 
 def _box_bytes(head: bytes) -> int:
-    """Return the size in the first 16 bytes of an MP4 box; 0 means up to the end of the file."""
+    """Return the size of an MP4 box from its first 16 bytes; 0 if the box extends to the end of the file."""
     length = int.from_bytes(head[:4], "big")
     return int.from_bytes(head[8:], "big") if length == 1 and len(head) == 16 else length
 
 
-def _flv(file: "IO[bytes]", size_bytes: int) -> str | None:
-    # In a complete file, the last four bytes contain the size of the preceding tag, as after every tag.
+def _check_flv(file: "IO[bytes]", size_bytes: int) -> str | None:
+    # Every tag is followed by its size, so the last four bytes of a complete file are the size of the last tag.
     file.seek(size_bytes - 4)
     tag_bytes = int.from_bytes(file.read(4), "big")
     begin = size_bytes - 4 - tag_bytes
@@ -216,12 +224,12 @@ def _flv(file: "IO[bytes]", size_bytes: int) -> str | None:
             return None
         end = position + 11 + int.from_bytes(head[1:], "big")
         if len(head) < 4 or end > size_bytes:
-            return _cut("the last tag", max(end, size_bytes + 1), size_bytes)
+            return _describe_truncation("the last tag", max(end, size_bytes + 1), size_bytes)
         position = end + 4
     return None
 
 
-def _gif(file: "IO[bytes]", size_bytes: int) -> str | None:
+def _check_gif(file: "IO[bytes]", size_bytes: int) -> str | None:
     file.seek(0)
     position, length = 13 + _color_table_bytes(file.read(13)[10:11]), 0
     while position < size_bytes:
@@ -229,7 +237,7 @@ def _gif(file: "IO[bytes]", size_bytes: int) -> str | None:
         head = file.read(10)
         if head[:1] == b";":  # trailer
             return ""
-        if head[:1] not in (b"!", b","):  # an extension, an image
+        if head[:1] not in (b"!", b","):  # neither an extension nor an image
             return None
         position += 2 if head[:1] == b"!" else 11 + _color_table_bytes(head[9:10])
         length = 1
@@ -238,15 +246,24 @@ def _gif(file: "IO[bytes]", size_bytes: int) -> str | None:
             length = file.read(1)[0]
             position += 1 + length
     is_cut = length > 0 or position > size_bytes
-    return _cut("a block", max(position, size_bytes + 1), size_bytes) if is_cut else None
+    return _describe_truncation("a block", max(position, size_bytes + 1), size_bytes) if is_cut else None
 
 
 def _color_table_bytes(flags: bytes) -> int:
     return 3 << (flags[0] & 7) + 1 if flags and flags[0] & 0x80 else 0
 
 
-def _cut(part: str, end: int, size_bytes: int) -> str:
+def _describe_truncation(part: str, end: int, size_bytes: int) -> str:
     return f"truncated: {part} ends at byte {end}, but the file has {size_bytes} bytes"
 
 
-_CHECKS = {"matroska": _matroska, "asf": _asf, "avi": _avi, "ogg": _ogg, "mp4": _mp4, "flv": _flv, "gif": _gif}
+# Name of the demuxer in libav -> check with the signature (file, size in bytes), and the result of `find_truncation`.
+_CHECKS = {
+    "matroska": _check_matroska,
+    "asf": _check_asf,
+    "avi": _check_avi,
+    "ogg": _check_ogg,
+    "mp4": _check_mp4,
+    "flv": _check_flv,
+    "gif": _check_gif,
+}

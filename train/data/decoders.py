@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from av.container import InputContainer
     from av.video.stream import VideoStream
 
-    from clipmill.shards.timeline.pictures import Upright
+    from clipmill.shards.timeline.pictures import UprightFilter
 
 
 DecodeRule = Literal["packets", "filter", "plain"]
@@ -255,7 +255,7 @@ class ChunkDecoder:
 
         def handle_requested(number: int, frame: av.VideoFrame) -> None:
             if number in missing:
-                handle_frame(number, frame if upright is None else upright.frame(frame))
+                handle_frame(number, frame if upright is None else upright.apply(frame))
                 missing.discard(number)
 
         try:
@@ -278,19 +278,19 @@ class ChunkDecoder:
             raise SampleFailed(content.key, reason="undecodable", detail=detail) from error
         require_frames(missing, key=content.key)
 
-    def _shape_filter(self, timeline_json: str) -> "Upright":
+    def _shape_filter(self, timeline_json: str) -> "UprightFilter":
         """Return the filter that crops and rotates the frames of a source file.
 
         Each thread keeps its last filter, because building a filter is slow.
         """
         if getattr(self._local, "timeline", None) != timeline_json:
             from clipmill.shards.timeline.model import Timeline
-            from clipmill.shards.timeline.pictures import Upright
+            from clipmill.shards.timeline.pictures import UprightFilter
 
             timeline = Timeline.from_json(timeline_json)
             self._local.timeline = timeline_json
-            self._local.upright = Upright(timeline.shape, aspect=timeline.aspects[0][1])
-        upright: Upright = self._local.upright
+            self._local.upright = UprightFilter(timeline.shape, aspect=timeline.aspects[0][1])
+        upright: UprightFilter = self._local.upright
         return upright
 
 

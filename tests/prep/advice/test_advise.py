@@ -17,7 +17,7 @@ from clipmill.prep.advice import (
     Load,
     advice_text,
     advice_values,
-    disk_speed,
+    measure_disk,
     open_column,
     packet_ranges,
     read_run_steps,
@@ -104,10 +104,10 @@ def test_the_requests_in_flight_are_rate_times_latency() -> None:
     assert needs["requests_in_flight"] == pytest.approx(256 / 1.5 * 1.25 * 0.06)
     assert needs["epochs_until_cache_pays"] == pytest.approx(2 * 60e9 / (400_000 * 100_000))
     text = "\n".join(bucket.lines())
-    assert "213/s x 60 ms = 12.8 (Little's law), 1.6 per GPU; a process of train keeps up to 32: enough" in text
+    assert "213/s x 60 ms = 12.8 (Little's law), 1.6 per GPU; a train process has up to 32: enough" in text
     assert "500,000 requests per epoch" in text and "USD 0.2 at" in text and "from 3.0 epochs on" in text
     slow = "\n".join(replace(bucket, latency_s=3.0, load=replace(load, step_s=0.05)).lines())
-    assert "not enough" in slow and "more than the 5,500/s that S3 promises" in slow
+    assert "not enough" in slow and "more than the 5,500/s that S3 guarantees" in slow
     tars = "\n".join(replace(bucket, load=replace(load, clip_bytes={"latents": 164_000.0})).lines())
     assert "60 GB in 200 requests on each node, which takes 150 s" in tars
     assert "an epoch of 400,000 clips takes 2,344 s" in tars
@@ -139,7 +139,7 @@ def test_a_set_is_measured_by_what_is_in_it(shard_set: ShardSet) -> None:
     column = open_column(variant, "video")
     assert column.bytes_per_s == pytest.approx(sum(sizes) / 8)  # videos of 5 and 3 s
     assert 0 < column.clip_bytes < sum(sizes) / len(sizes) and len(column.reads) == 4 * len(sizes)
-    speed, how = disk_speed(column)
+    speed, how = measure_disk(column)
     assert speed.num_reads == len(sizes) and speed.bytes_per_s > 0 and f"{len(sizes)} chunks" in how
 
 

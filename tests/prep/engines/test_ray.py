@@ -270,7 +270,7 @@ def test_a_cluster_of_another_version_is_refused(cluster: Any) -> None:
         ray.shutdown()
         client = ray._raylet.GcsClient(address=cluster.address)
         client.internal_kv_put(key, known, True, namespace)
-    assert "the same Ray on every node" in str(raised.value.hint)
+    assert "the same versions of Python and Ray on this machine" in str(raised.value.hint)
 
 
 @pytest.mark.parametrize(

@@ -321,8 +321,8 @@ def test_what_cannot_be_exported_is_named(texts: Path, tmp_path: Path) -> None:
     write(texts, "AutoencoderKLWan", latent_frames=None)
     assert "latents of individual frames" in refusal_of("out")
     for recipe, flags, words in (
-        ({"size": 40}, (), "multiples of 16 pixels"),
-        ({"kind": "AutoencoderKLLTXVideo", "factor": 32}, (), "use --model with the name of the file"),
+        ({"size": 40}, (), "is not a multiple of 16"),
+        ({"kind": "AutoencoderKLLTXVideo", "factor": 32}, (), "pass --model with the name of the file"),
         ({}, ("--model", "../wan"), "is not a folder name"),
     ):
         of_vae: dict[str, Any] = {"kind": "AutoencoderKLWan", **recipe}

@@ -16,15 +16,15 @@ from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.scores.measures import (
     MIN_SHOT_FRAMES,
     RATE_HZ,
-    Look,
+    FrameSummary,
     choose_frames,
+    frames_per_summary,
     frozen_frames,
     full_luma,
     is_speech,
     optical_flow,
     phash,
     sharpness,
-    shown_frames,
     split_motion,
     texture_mask,
 )
@@ -110,15 +110,15 @@ def test_samples_are_about_half_a_second_apart_for_any_gop(
     flags = [PACKET_REFERENCE if frame % every == 0 else 0 for frame in range(num_frames)]
     chosen = choose_frames(num_frames, fps=Fraction(fps), packet_frame=range(num_frames), packet_flags=flags)
     assert chosen.samples == samples
-    assert chosen.all == sorted(set(chosen.all)) and max(chosen.all) < num_frames
+    assert chosen.all_frames == sorted(set(chosen.all_frames)) and max(chosen.all_frames) < num_frames
 
 
-def looks(*luma: tuple[int, int]) -> list[Look]:
-    return [Look.of(frame, np.full((72, 128), level, np.uint8)) for frame, level in luma]
+def looks(*luma: tuple[int, int]) -> list[FrameSummary]:
+    return [FrameSummary.of(frame, np.full((72, 128), level, np.uint8)) for frame, level in luma]
 
 
 def test_every_frame_of_the_time_belongs_to_one_look() -> None:
-    shown = shown_frames(looks((0, 9), (4, 9), (5, 9), (9, 9)), num_frames=12)
+    shown = frames_per_summary(looks((0, 9), (4, 9), (5, 9), (9, 9)), num_frames=12)
     assert shown.tolist() == [2.5, 2.5, 2.5, 4.5] and shown.sum() == 12
 
 
@@ -149,7 +149,7 @@ def test_a_standstill_lasts_across_key_frames(
     after = before + np.uint8(everywhere)
     after[8:16, 8:16] = 100 + in_a_block
     pictures = [before] * 3 + [after] * 3
-    seen = [Look.of(10 * number, picture) for number, picture in enumerate(pictures)]
+    seen = [FrameSummary.of(10 * number, picture) for number, picture in enumerate(pictures)]
     keys = [0, 30] if behind_a_key_frame else [0]
     assert frozen_frames(seen, num_frames=60, min_frames=40, key_frames=keys) == frozen
 

@@ -65,7 +65,7 @@ def test_the_page_of_chunks_has_their_scores_and_the_distribution_of_motion(
         (("--where", "speed > 1", "--html", "PAGE"), "there is no name speed"),
         (("--where", "words > 1", "--html", "PAGE"), "the page shows chunks"),
         (("--where", "motion > 1"), "--where has no effect without a page"),
-        (("--chunks", "5", "--html", "PAGE"), "--chunks does not apply to column scores"),
+        (("--chunks", "5", "--html", "PAGE"), "--chunks has no effect for the column scores"),
         (("--chunks", "5"), "--chunks has no effect without a page"),
         (("--html", "missing/PAGE"), "there is no folder"),
     ],

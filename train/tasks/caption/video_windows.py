@@ -22,8 +22,8 @@ import numpy as np
 from clipmill.manifests.errors import ClipmillError, UserError
 from clipmill.manifests.formatting import count_noun, parse_length
 from clipmill.manifests.progress import Activity, ProgressRate, amount_text, join_parts
-from clipmill.shards.timeline.model import Timeline, TimelineError, TrackPackets, open_container, track_of
-from clipmill.shards.timeline.pictures import first_picture, shown_frames
+from clipmill.shards.timeline.model import Timeline, TimelineError, TrackPackets, find_track, open_container
+from clipmill.shards.timeline.pictures import displayed_frames, first_picture
 from clipmill.shards.timeline.reading import read_timeline
 from clipmill.train.augment.colour import colour_kind
 from clipmill.train.data.clip_frames import Planes, Rectangle, as_yuv420, crop_clip
@@ -89,7 +89,7 @@ def read_timing(path: Path) -> VideoTiming:
     with _open_container(path) as container, path.open("rb") as file:
         timeline, packets = read_timeline(container, file=file)
     with _open_container(path) as container:
-        picture = first_picture(container, track_of(container, timeline.track))
+        picture = first_picture(container, find_track(container, timeline.track))
         timeline = replace(timeline, shape=picture.shape)
     num_frames = int(packets.is_shown.sum())
     mean = timeline.last / (num_frames - 1) if num_frames > 1 else Fraction(0)
@@ -113,10 +113,10 @@ def frames_of(path: Path, timing: VideoTiming) -> Iterator[TimedFrame]:
     last, num_frames, timeline = Fraction(-1), 0, timing.timeline
     try:
         with _open_container(path) as container:
-            stream = track_of(container, timeline.track)
+            stream = find_track(container, timeline.track)
             stream.thread_type = "AUTO"
             stream.codec_context.options = {"err_detect": "explode"}  # report errors instead of concealing them
-            for time_s, frame in shown_frames(container, timeline, timing.packets):
+            for time_s, frame in displayed_frames(container, timeline, timing.packets):
                 if frame.is_corrupt:
                     # A recording may start between two key frames, so its first frames lack their key frame.
                     if not num_frames:
