@@ -1,13 +1,13 @@
 """Cards of the HTML page that `prep inspect --html` writes: frames, captions, source, scores and clip of each chunk.
 
-If all clips together take at most EMBEDDED_BYTES, the page embeds them, and is a single file. Otherwise they are in
-`chunks.files/`, beside `chunks.html`. A clip is an exact copy of the chunk if browsers play the codec and all copies
-together take at most COPIED_BYTES. Otherwise it is a preview: a short H.264 video at a low resolution. No browser plays
-MJPEG in MP4, and only some play HEVC.
+If all clips together take at most EMBEDDED_BYTES, they are embedded in the page, which is then a single file. Otherwise
+they are in `chunks.files/`, beside `chunks.html`. A clip is an exact copy of the chunk if browsers play the codec and
+all copies together take at most COPIED_BYTES. Otherwise it is a preview: a short H.264 video at a low resolution. No
+browser plays MJPEG in MP4, and only some browsers play HEVC.
 
-The name of a clip contains the checksum of its chunk. Therefore rewriting a page keeps its clips, and an open page
-never plays a different chunk. The clips are written first, and then the pages that link to them. Clips without a link
-are removed last.
+The file name of a clip contains the checksum of its chunk. Therefore clips are reused when a page is rewritten, and an
+open page never plays a different chunk. Clips are written before the pages that link to them; clips without a link are
+removed last.
 """
 
 import json
@@ -42,21 +42,21 @@ from clipmill.shards.reader import CommittedShard
 from clipmill.shards.score_fields import SCORES
 
 _JPEG_QUANTISER = 5  # range: 2 (best) to 31
-_DECODERS = {"av1": "libdav1d"}  # libav's native av1 decoder requires hardware
+_DECODERS = {"av1": "libdav1d"}  # libav's own av1 decoder requires hardware
 PREVIEW_S = 20.0  # maximum length of a preview
 EMBEDDED_BYTES = 8_000_000  # maximum total size of clips inside the page
 COPIED_BYTES = 256_000_000  # maximum total size of clips that are copies of chunks
 _BROWSER_CODECS = ("h264", "vp9", "av1")
 _OUTPUT_NAME = re.compile(r"[A-Za-z0-9_-]+-[0-9a-f]{8}(-preview)?\.mp4|page-\d+\.html|all\.html")
-_MAX_CAPTIONS = 3  # number of captions shown; the other captions are folded
-_MAX_FOLDED, _MAX_FOLDED_CHARS = 100, 20_000
+_MAX_CAPTIONS = 3  # maximum number of captions shown; the other captions are folded
+_MAX_FOLDED, _MAX_FOLDED_CHARS = 100, 20_000  # maximum number and total length of folded captions
 _MAX_CAPTION_CHARS = 1000
 _NUM_PICTURES = 4
 _PICTURE_HEIGHT_PX = 108
 
 
 class NoPicture(Exception):
-    """Error raised if the decoder does not return a requested frame."""
+    """Exception raised if the decoder does not return a requested frame."""
 
 
 def decode_frames(content: bytes, row: dict[str, Any], *, frames: Sequence[int]) -> list[VideoFrame]:
@@ -121,7 +121,7 @@ def preview(chunk: ChunkContent) -> bytes:
 
 @dataclass(frozen=True)
 class Clip:
-    """A clip of a page. `url` is a data URI, or a file name in the folder of the page."""
+    """A clip on a page. `url` is a data URI, or a file name in the folder of the page."""
 
     url: str
     size_bytes: int
@@ -135,18 +135,18 @@ class Clip:
 
 @dataclass(frozen=True)
 class ClipPlan:
-    """The form of a page's clips, and the reason for it as text."""
+    """Form of the clips on a page: previews or copies, embedded or in files; and the reason for this form, as text."""
 
     is_preview: bool
     is_embedded: bool
-    why: str
+    reason: str
 
 
 def plan_clips(codec: str, *, total_bytes: int) -> ClipPlan:
-    """Choose the form of a page's clips.
+    """Choose the form of the clips on a page.
 
     Args:
-        codec: libav's name of the codec.
+        codec: Name of the codec in libav.
         total_bytes: Total size of the chunks on the page.
     """
     if codec not in _BROWSER_CODECS:
@@ -162,7 +162,7 @@ def plan_clips(codec: str, *, total_bytes: int) -> ClipPlan:
 
 
 class ClipFolder:
-    """Folder with the clips of a page: `chunks.files/` beside `chunks.html`. Thread-safe.
+    """Folder with the clips of a page: `chunks.files/` beside `chunks.html`. This class is thread-safe.
 
     Raises:
         UserError: The path exists, but is not a folder.
@@ -194,7 +194,7 @@ class ClipFolder:
             ) from None
 
     def stored_size(self, name: str, *, size_bytes: int | None = None) -> int:
-        """Return the size of an existing clip in bytes; 0 if it does not exist or its size is not `size_bytes`."""
+        """Return the size of a stored clip in bytes; 0 if it is missing, or if its size is not `size_bytes`."""
         with suppress(OSError):
             stored_bytes = (self.path / name).stat().st_size
             return stored_bytes if size_bytes in (None, stored_bytes) else 0
@@ -212,11 +212,11 @@ class ClipFolder:
             free_bytes = shutil.disk_usage(self.path).free
             raise UserError(
                 f"{self.path / name} cannot be written: {error.strerror}",
-                hint=f"{size_text(free_bytes)} are free; show fewer chunks with --chunks, or write to another disk",
+                hint=f"use a lower --chunks, or write to another disk: only {size_text(free_bytes)} are free here",
             ) from None
 
     def sweep(self, kept: Collection[str]) -> None:
-        """Remove clips and pages of earlier runs except `kept`, and the folder if it is empty; keep all other files."""
+        """Remove clips and pages of earlier runs that are not in `kept`; remove the folder if it is then empty."""
         with suppress(OSError):
             for path in list(self.path.iterdir()):
                 if path.name not in kept and _OUTPUT_NAME.fullmatch(path.name):
@@ -226,7 +226,7 @@ class ClipFolder:
 
 @dataclass(frozen=True)
 class CaptionLine:
-    """A caption on a card. Times are seconds in the video; `end_s` is None for the end of the video."""
+    """Caption on a card, with its start and end in seconds in the video; `end_s` is None at the end of the video."""
 
     text: str
     begin_s: float
@@ -242,14 +242,14 @@ class CaptionLine:
 
     @property
     def times(self) -> str:
-        """Start and end time, in the format of a video player."""
+        """Start and end, in the format of a video player."""
         end = "the end" if self.end_s is None else clock(self.end_s, decimals=1)
         return f"{clock(self.begin_s, decimals=1)} to {end}"
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A frame: `source` is a JPEG image as a data URI, and `time_s` is its time in the chunk in seconds."""
+    """Frame on a card: a JPEG image as a data URI, and its time in the chunk in seconds."""
 
     source: str
     time_s: float
@@ -260,11 +260,11 @@ class Card:
     """One chunk on the page.
 
     Attributes:
-        location: Location in the data folder, as text: shard and row.
+        location: Shard and row of the chunk, as text.
         facts: Codec, resolution and frame rate, as text.
-        scores: Score name -> value.
+        scores: Scores by name.
         model_caption: Generated caption from the column `captions`; empty if there is none.
-        labels: (name, value) of the labels on captions that overlap the chunk.
+        labels: Names and values of the labels on captions that overlap the chunk.
         problem: Reason why the chunk cannot be shown. Such a chunk has neither pictures nor a clip.
     """
 
@@ -289,12 +289,12 @@ class Card:
 
     @property
     def label_values(self) -> str:
-        """Labels as a JSON list of strings such as "success=true", which the filters of the page use."""
+        """Labels for the filters of the page: a JSON list of strings such as "success=true"."""
         return json.dumps([f"{name}={value}" for name, value in self.labels])
 
     @property
-    def sorting(self) -> list[tuple[str, float]]:
-        """Scores by which a page can be sorted, and their values."""
+    def sort_values(self) -> list[tuple[str, float]]:
+        """Names and values of the scores by which a page can be sorted."""
         return [
             (score.name, self.scores[score.name]) for score in SCORES if score.sort_label and score.name in self.scores
         ]
@@ -311,7 +311,7 @@ class Card:
 
     @property
     def times(self) -> str:
-        """Start and end time in the video, in the format of a video player."""
+        """Start and end in the video, in the format of a video player."""
         return f"{clock(self.begin_s, decimals=3)} to {clock(self.end_s, decimals=3)}"
 
     @property
@@ -322,7 +322,7 @@ class Card:
 
     @property
     def caption_groups(self) -> tuple[Sequence[CaptionLine], Sequence[CaptionLine], int]:
-        """(Captions shown, folded captions, number of captions that are not listed)."""
+        """Captions to show, captions to fold, and number of captions that are not listed."""
         remaining = self.captions[_MAX_CAPTIONS:]
         folded = remaining[:_MAX_FOLDED]
         chars = accumulate(len(caption.short_text) for caption in folded)
@@ -331,7 +331,7 @@ class Card:
 
 
 def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: ClipFolder) -> dict[str, Any]:
-    """Read the fields of a card from its shard; for a damaged chunk, return the readable fields and the `problem`.
+    """Return the fields of a card that are read from the shard; for a damaged chunk, the readable fields and `problem`.
 
     Raises:
         UserError: The clip cannot be written.
@@ -354,7 +354,7 @@ def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: Cli
         )
         chunk = read_chunk(shard, row)
         frames = evenly_within(range(entry["num_frames"]), at_most=_NUM_PICTURES)
-        # An encoded chunk allows decoding only the required packets; an indexed chunk is decoded from its source.
+        # In an encoded chunk, only the required packets are decoded. An indexed chunk is decoded from its source.
         pictures = decode_frames(chunk.mp4, entry, frames=frames) if chunk.mp4 else chunk.frames(frames)
         details["pictures"] = tuple(
             Picture(data_uri(jpeg(picture, height=_PICTURE_HEIGHT_PX), "image/jpeg"), float(number / fps))
@@ -371,12 +371,12 @@ def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: Cli
 
 
 def _make_clip(chunk: ChunkContent, entry: dict[str, Any], *, plan: ClipPlan, folder: ClipFolder) -> Clip:
-    """Return the clip of a chunk, and write its file unless an earlier run has written it."""
+    """Return the clip of a chunk; its file is written unless an earlier run has written it."""
     content, is_preview = chunk.mp4, plan.is_preview or not chunk.mp4
     if plan.is_embedded and content:
         return Clip(data_uri(content, "video/mp4"), len(content), is_preview=False)
-    # The name is safe in any file system and URL. It contains the checksum of the member that holds the frames or their
-    # location.
+    # The name is valid in any file system and URL. It contains the checksum of the tar member with the frames, or with
+    # their location.
     crc32 = entry["mp4_crc32" if "mp4_crc32" in entry else f"{SOURCE_MEMBER}_crc32"]
     name = f"{safe_video_id(entry['key'])}-{crc32:08x}{'-preview' if is_preview else ''}.mp4"
     size_bytes = folder.stored_size(name, size_bytes=None if is_preview else len(content))

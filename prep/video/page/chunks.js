@@ -1,6 +1,6 @@
 "use strict";
-// Plays clips in place, and filters, searches and sorts the chunks of the page. Without this script, the page shows the
-// same chunks, with the browser's video controls under the images.
+// Play clips in place, and filter, search and sort the chunks of the page. Without this script, the page shows the same
+// chunks, with the browser's video controls below the images.
 (() => {
   const root = document.documentElement;
   root.classList.add("js");
@@ -19,7 +19,7 @@
     button.addEventListener("click", () => {
       clip.classList.add("playing");
       video.focus();
-      video.play().catch(() => {}); // the handler of "error" reports it
+      video.play().catch(() => {}); // the "error" handler reports a failure
     });
     video.addEventListener("play", () => {
       for (const other of grid.querySelectorAll(".playing video")) if (other !== video) other.pause();
@@ -40,8 +40,8 @@
   const count = form.querySelector("output"), clear = form.querySelector("button"), none = document.querySelector(".none");
   const filters = [...form.querySelectorAll("select:not([name=sort])")];
   const labels = new Map(cards.map((card) => [card, JSON.parse(card.dataset.labels ?? "[]")]));
-  // A chunk has several values of a label if captions change during it.
-  const has = (card, { name, value }) => !value || (name.startsWith("label=")
+  // A chunk may have several values for a label, because it may overlap several captions.
+  const matches = (card, { name, value }) => !value || (name.startsWith("label=")
     ? labels.get(card).includes(`${name.slice(6)}=${value}`) : card.dataset[name] === value);
   const all = document.querySelectorAll("a[data-all]");
 
@@ -49,7 +49,7 @@
     const words = wordsOf(field("q"));
     let shown = 0;
     for (const card of cards) {
-      const isShown = contains(card, words) && filters.every((filter) => has(card, filter));
+      const isShown = contains(card, words) && filters.every((filter) => matches(card, filter));
       card.hidden = !isShown;
       shown += isShown;
       if (!isShown) card.querySelector("video")?.pause();

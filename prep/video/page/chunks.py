@@ -1,6 +1,6 @@
 """Read all chunks of a variant for the page of `prep inspect --html`, choose chunks to show, and compute statistics.
 
-The functions scale to a million chunks, because they map a single table and read the captions in batches.
+The functions scale to a million chunks: they map a single table, and read captions in batches.
 """
 
 from collections.abc import Mapping
@@ -31,33 +31,36 @@ from clipmill.shards.where import parse_where
 
 _COLUMNS = ("start_ms", "num_frames", "fps_num", "fps_den", "size", "shard", "row")
 _SPLITS = ("train", "val", "test")  # splits listed first, in this order
-BRIEF = tuple(score.name for score in SCORES if score.is_brief)
+BRIEF_SCORES = tuple(score.name for score in SCORES if score.is_brief)
 _BATCH_CAPTIONS = 1 << 18
-_MAX_TIME_MS = 1e15  # limit that is longer than any video
-# Distinct video IDs; the video of each chunk; other columns of the chunks.
+_MAX_TIME_MS = 1e15  # upper limit for times, longer than any video
+# Distinct video IDs, the video of each chunk, and the other columns of the chunks.
 _Rows = tuple[pa.Array, NDArray[np.int32], pa.Table]
 
 
 @dataclass(frozen=True)
 class Hole:
-    """A shard that is at least partly unreadable. `num_chunks` is None if its commit is damaged."""
+    """A shard that is at least partly unreadable. `split` and `num_chunks` are None if its commit is damaged."""
 
     shard_id: int
     split: str | None
     num_chunks: int | None
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks ordered by video and start, one entry of each array per chunk.
+    """Chunks ordered by video and start. Each array has one entry per chunk.
 
     Attributes:
         video_ids: Distinct video IDs.
         video: Video of each chunk, as an index into `video_ids`, in ascending order.
-        start_ms, duration_s, size_bytes: Start of each chunk in its video, its duration, and the size of its MP4 file.
+        start_ms: Start of each chunk in its video.
+        duration_s: Duration of each chunk.
+        size_bytes: Size of the MP4 file of each chunk or, in an index of sources, of its packets.
         split: Split of each chunk, as an index into `splits`.
-        shard, row: Shard ID of each chunk, and its row in the shard's index.
+        shard: Shard ID of each chunk.
+        row: Row of each chunk in the index of its shard.
         holes: Shards that cannot be read, by shard ID.
     """
 
@@ -80,7 +83,7 @@ class Chunks:
         return chunk_key(self.video_ids[int(self.video[number])].as_py(), int(self.start_ms[number]))
 
     def take(self, rows: NDArray[np.integer] | NDArray[np.bool_]) -> "Chunks":
-        """Return the chunks in `rows`, which holds indices or a mask."""
+        """Return the chunks that `rows`, an array of indices or a mask, selects."""
         names = ("video", "start_ms", "duration_s", "size_bytes", "split", "shard", "row")
         arrays = {name: getattr(self, name)[rows] for name in names}
         return Chunks(video_ids=self.video_ids, splits=self.splits, holes=self.holes, **arrays)
@@ -98,29 +101,30 @@ class Chunks:
         )
         if not is_kept.any():
             raise UserError(
-                f"--where '{parsed.text}' matches none of the {len(self):,} chunks", hint="use a weaker condition"
+                f"--where '{parsed.text}' matches none of the {len(self):,} chunks",
+                hint="use a less restrictive condition",
             )
         return self.take(is_kept)
 
 
 def read_chunks(variant: Variant) -> Chunks:
-    """Return the chunks of a variant from its merged table or, if the table cannot be used, from the readable indexes.
+    """Read the chunks of a variant from its merged table or, if the table cannot be used, from the readable indexes.
 
     Raises:
         UserError: No shard can be read.
     """
     holes = {
-        shard_id: Hole(shard_id, None, None, why)
+        shard_id: Hole(shard_id, None, None, reason)
         if (commit := variant.commits.get(shard_id)) is None
-        else Hole(shard_id, commit.split, commit.files.num_samples if commit.files else 0, why)
-        for shard_id, (_, why) in problems_of(variant).items()
+        else Hole(shard_id, commit.split, commit.files.num_samples if commit.files else 0, reason)
+        for shard_id, (_, reason) in problems_of(variant).items()
     }
     split_of = {commit.shard_id: commit.split for commit in variant.commits.values() if commit.files is not None}
     rows = None
     if len(holes) < len(split_of) + len(variant.damaged):
         with suppress(Damaged, OSError):  # the indexes have the same content
             merged = read_chunk_rows(variant, columns=("video_id", *_COLUMNS))
-            rows = _in_order(*merged.dictionary_codes("video_id"), merged.table)
+            rows = _sort_rows(*merged.dictionary_codes("video_id"), merged.table)
     if rows is None:
         rows = _read_indexes(variant, holes)
     if rows is None:
@@ -146,8 +150,8 @@ def read_chunks(variant: Variant) -> Chunks:
     )
 
 
-def _in_order(ids: pa.Array, codes: NDArray[np.int32], table: pa.Table) -> _Rows:
-    """Sort the chunks by video, in the order of first occurrence, and then by start; `ids` may contain duplicates."""
+def _sort_rows(ids: pa.Array, codes: NDArray[np.int32], table: pa.Table) -> _Rows:
+    """Sort the chunks by start and video, in the order in which `ids`, which may have duplicates, lists the videos."""
     distinct = ids.dictionary_encode()
     video = distinct.indices.to_numpy()[codes]
     order = order_of(video, table["start_ms"].to_numpy())
@@ -157,12 +161,12 @@ def _in_order(ids: pa.Array, codes: NDArray[np.int32], table: pa.Table) -> _Rows
 
 
 def _read_indexes(variant: Variant, holes: dict[int, Hole]) -> _Rows | None:
-    """Read the chunks from all readable indexes; add other shards to `holes`. Return None if no index is readable."""
+    """Read the chunks from all readable indexes; None if no index is readable. Other shards are added to `holes`."""
     parts = []
     for shard in variant.shards():
         if not is_readable(shard):
-            why = "its index cannot be read"
-            holes.setdefault(shard.shard_id, Hole(shard.shard_id, shard.split, shard.num_samples, why))
+            reason = "its index cannot be read"
+            holes.setdefault(shard.shard_id, Hole(shard.shard_id, shard.split, shard.num_samples, reason))
             continue
         index = shard.index
         part = index.select(["video_id", "start_ms", "num_frames", "fps_num", "fps_den"])
@@ -180,14 +184,14 @@ def _read_indexes(variant: Variant, holes: dict[int, Hole]) -> _Rows | None:
         return None
     rows = pa.concat_tables(parts)
     coded = rows["video_id"].combine_chunks().dictionary_encode()
-    return _in_order(coded.dictionary, coded.indices.to_numpy(), rows)
+    return _sort_rows(coded.dictionary, coded.indices.to_numpy(), rows)
 
 
 def choose_chunks(chunks: Chunks, *, num_chunks: int) -> NDArray[np.int64]:
     """Return the rows of up to `num_chunks` chunks, evenly spaced in each split, in ascending order.
 
-    Half of the chunks are divided equally between the splits, and the other half in proportion to the size of each
-    split. Thus even a validation split of one percent is included.
+    Half of the chunks are divided equally among the splits, and the other half in proportion to the size of each split.
+    Therefore even a validation split of one percent is included.
     """
     sizes = np.bincount(chunks.split, minlength=len(chunks.splits))
     total = min(num_chunks, len(chunks))
@@ -195,7 +199,7 @@ def choose_chunks(chunks: Chunks, *, num_chunks: int) -> NDArray[np.int64]:
     unpicked = sizes - evenly
     exact = unpicked * (total - int(evenly.sum())) / max(1, int(unpicked.sum()))
     counts = evenly + np.floor(exact).astype(np.int64)
-    # The counts are rounded down. The splits with the largest remainders get the remaining chunks.
+    # The counts were rounded down. The splits with the largest remainders get the remaining chunks.
     remainder_order = np.argsort(np.floor(exact) - exact, kind="stable")
     counts[remainder_order[: total - int(counts.sum())]] += 1
     picked = [
@@ -220,7 +224,7 @@ class SplitTotal:
 
 @dataclass(frozen=True)
 class Distribution:
-    """A histogram with its title and unit; `about` describes the values."""
+    """Histogram with its title and unit; `about` describes the values."""
 
     title: str
     unit: str
@@ -230,15 +234,20 @@ class Distribution:
 
 @dataclass(frozen=True)
 class ChunkScores:
-    """Scores of chunks: `rows` holds the row of each chunk in the score table, -1 for a chunk without scores."""
+    """Scores of chunks.
+
+    Attributes:
+        table: Table of scores.
+        rows: Row of each chunk in the table; -1 for a chunk without scores.
+    """
 
     table: pa.Table
     rows: NDArray[np.int64]
 
-    def of(self, number: int) -> dict[str, float]:
+    def values(self, number: int) -> dict[str, float]:
         """Return the known scores of a chunk."""
         row = int(self.rows[number])
-        values = {name: self.table[name][row].as_py() for name in BRIEF} if row >= 0 else {}
+        values = {name: self.table[name][row].as_py() for name in BRIEF_SCORES} if row >= 0 else {}
         return {name: float(value) for name, value in values.items() if value is not None}
 
 
@@ -259,7 +268,7 @@ def scores_of(chunks: Chunks, data_dir: Path) -> ChunkScores | None:
     Raises:
         UserError: The table of scores is missing or cannot be used.
     """
-    table = open_scores(data_dir, columns={"video_id", "start_ms", *BRIEF}).table
+    table = open_scores(data_dir, columns={"video_id", "start_ms", *BRIEF_SCORES}).table
     rows = find_chunks(table, video_ids=chunks.video_ids, video_row=chunks.video, start_ms=chunks.start_ms)
     return ChunkScores(table, rows) if (rows >= 0).any() else None
 
@@ -278,7 +287,7 @@ def model_captions_of(chunks: Chunks, data_dir: Path) -> dict[int, str]:
 
 
 def labels_of(chunks: Chunks, numbers: NDArray[np.int64], data_dir: Path) -> dict[int, tuple[tuple[str, str], ...]]:
-    """Return the labels of the captions that overlap the chunks in `numbers`: (name, value) pairs by chunk number.
+    """Return the names and values of the labels on captions that overlap the chunks in `numbers`, by chunk number.
 
     Raises:
         UserError: There is no manifest, or it is damaged.
@@ -296,8 +305,8 @@ def labels_of(chunks: Chunks, numbers: NDArray[np.int64], data_dir: Path) -> dic
     return {number: tuple(labels) for number, labels in labels_by_chunk.items()}
 
 
-def num_captions(chunks: Chunks, data_dir: Path) -> NDArray[np.int64]:
-    """Return the number of captions in the manifest that overlap each chunk, int64 [chunks].
+def count_captions(chunks: Chunks, data_dir: Path) -> NDArray[np.int64]:
+    """Count the captions in the manifest that overlap each chunk: int64 [chunks].
 
     The caption table is read in batches, because tens of millions of captions do not fit into memory.
 
@@ -326,11 +335,11 @@ def num_captions(chunks: Chunks, data_dir: Path) -> NDArray[np.int64]:
 def distributions(
     chunks: Chunks, *, captions: NDArray[np.int64] | None, scores: ChunkScores | None
 ) -> list[Distribution]:
-    """Return the distributions of all quantities that are known."""
+    """Return the distribution of each quantity that is known."""
     kbit_s = chunks.size_bytes * 8 / np.maximum(chunks.duration_s, 1e-3) / 1000
     known = [
         Distribution("Length", "s", "seconds of video in each chunk", histogram(chunks.duration_s)),
-        Distribution("Bit rate", "kbit/s", "size of each MP4 file by its length", histogram(kbit_s)),
+        Distribution("Bit rate", "kbit/s", "size of each MP4 file divided by its length", histogram(kbit_s)),
     ]
     if captions is not None and captions.any():
         about = "captions of the manifest that overlap each chunk"

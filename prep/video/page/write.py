@@ -1,6 +1,6 @@
-"""Write the page of `prep inspect --html`: choose chunks, write their clips and the pages, and return the final report.
+"""Write the page of `prep inspect --html`: choose chunks, write their clips and the pages, and return the report.
 
-Only the cards of the selected chunks are read, one page at a time.
+Only the cards of the chosen chunks are read, one page at a time.
 """
 
 import os
@@ -33,10 +33,10 @@ from clipmill.prep.video.page.chunks import (
     Distribution,
     SplitTotal,
     choose_chunks,
+    count_captions,
     distributions,
     labels_of,
     model_captions_of,
-    num_captions,
     read_chunks,
     scores_of,
     split_totals,
@@ -68,15 +68,18 @@ _LENGTH = re.compile(r"(\d[\d./]*)(ms|s|m|min|h)")
 
 @dataclass(frozen=True)
 class Header:
-    """Text about all chunks at the top of the first page.
+    """Text about all chunks, at the top of the first page.
 
     Attributes:
         variant: Name of the variant.
-        summary: Number of chunks, videos and bytes, and which chunks are shown.
-        settings: (description of the settings, all settings in their stored form).
-        notes: Reasons why information is not shown.
+        summary: Number of chunks, videos and bytes, and the selection of chunks that are shown.
+        settings: Description of the settings, and all settings as they are stored.
+        tiles: Values and names of totals.
+        splits: Totals of each split.
+        distributions: Distributions of lengths, scores and other quantities.
+        notes: Reasons why information is missing.
         holes: Descriptions of the shards that cannot be read.
-        clips: Form of the clips.
+        clips: Description of the clips.
     """
 
     variant: str
@@ -90,10 +93,10 @@ class Header:
     clips: str
 
 
-def summary(everything: Chunks, chunks: Chunks, *, num_shown: int, variant: Variant, where: str | None) -> str:
-    """Return the number of chunks, videos and bytes, and which chunks are shown, as text."""
+def summary(all_chunks: Chunks, chunks: Chunks, *, num_shown: int, variant: Variant, where: str | None) -> str:
+    """Describe the number of chunks, videos and bytes, and the selection of chunks that are shown."""
     num_videos = len(np.unique(chunks.video))
-    selection = f"{len(chunks):,} of {count_noun(len(everything), 'chunk')}, selected by {where}," if where else ""
+    selection = f"{len(chunks):,} of {count_noun(len(all_chunks), 'chunk')}, selected by {where}," if where else ""
     size = size_text(int(variant.tar_files.sizes.sum() if where is None else chunks.size_bytes.sum()))
     total = f"{selection or count_noun(len(chunks), 'chunk')} of {count_noun(num_videos, 'video')}, {size}"
     limit = "" if num_shown == len(chunks) else f"; showing {num_shown:,} evenly spaced chunks of all splits"
@@ -102,7 +105,7 @@ def summary(everything: Chunks, chunks: Chunks, *, num_shown: int, variant: Vari
 
 
 def tiles(chunks: Chunks, variant: Variant) -> list[tuple[str, str]]:
-    """Return the totals as (value, name) pairs."""
+    """Return pairs of the value and the name of each total."""
     seconds, size_bytes = float(chunks.duration_s.sum()), int(chunks.size_bytes.sum())
     totals = [
         (f"{len(np.unique(chunks.video)):,}", "videos"),
@@ -116,7 +119,7 @@ def tiles(chunks: Chunks, variant: Variant) -> list[tuple[str, str]]:
     return [*totals, (f"{failures:,}", "failed parts of videos: see prep status")] if failures else totals
 
 
-def settings_words(recipe: Mapping[str, Any]) -> str:
+def describe_settings(recipe: Mapping[str, Any]) -> str:
     """Describe the settings that a recipe.json contains."""
     parts = [_CODEC_NAMES.get(str(recipe.get("codec")), str(recipe.get("codec", "")))]
     for name, text in (
@@ -129,7 +132,7 @@ def settings_words(recipe: Mapping[str, Any]) -> str:
             parts.append(text.format(recipe[name]))
     if (keyint := recipe.get("keyint")) is not None:
         layout, details = f"a key frame every {keyint} frames", _LAYOUTS.get(gop := str(recipe.get("gop")))
-        layout = layout if details is None else f"{gop}{keyint}: {layout}{details}"  # begins as in the variant's name
+        layout = layout if details is None else f"{gop}{keyint}: {layout}{details}"  # as in the name of the variant
         parts.append("key frames only" if keyint == 1 else layout)
     if (length := recipe.get("len")) is not None:
         length = _LENGTH.sub(r"\1 \2", str(length))
@@ -146,8 +149,8 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
     require_page_path(request.path, flag="--html")
     folder = ClipFolder(request.path)
     data_dir = variant.directory.parent.parent
-    everything = read_chunks(variant)
-    chunks = everything if request.where is None else everything.select(request.where, data_dir)
+    all_chunks = read_chunks(variant)
+    chunks = all_chunks if request.where is None else all_chunks.select(request.where, data_dir)
     picked = choose_chunks(chunks, num_chunks=request.num_samples or PAGE_CHUNKS)
     codec = str(variant.recipe.get("codec"))
     codec = CODECS[codec].decoder if codec in CODECS else codec
@@ -155,28 +158,28 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
     count = -(-len(picked) // PAGE_CHUNKS)
     if count > 1 or not plan.is_embedded:
         folder.make()
-    # Scores and generated captions belong to the current variant. If they cannot be read, the page has a note instead.
+    # Scores and generated captions belong to the current variant. If they cannot be read, the page shows a note.
     notes: list[str] = []
     is_current = current_variant(data_dir, VIDEO) == variant.directory.name
     has_scores, has_model_captions = (
         is_current and (data_dir / column).is_dir() for column in (SCORES_COLUMN, CAPTIONS)
     )
-    scores = _or_note(lambda: scores_of(chunks, data_dir), notes) if has_scores else None
-    model_captions = _or_note(lambda: model_captions_of(chunks, data_dir), notes) if has_model_captions else {}
-    captions = _or_note(lambda: num_captions(chunks, data_dir), notes)
+    scores = _read_or_note(lambda: scores_of(chunks, data_dir), notes) if has_scores else None
+    model_captions = _read_or_note(lambda: model_captions_of(chunks, data_dir), notes) if has_model_captions else {}
+    captions = _read_or_note(lambda: count_captions(chunks, data_dir), notes)
     labels = {} if captions is None else labels_of(chunks, picked, data_dir)
     holes = []
     for hole in chunks.holes.values():
         content = "" if hole.num_chunks is None else f" ({hole.split}, {count_noun(hole.num_chunks, 'chunk')})"
-        holes.append(show_urls(f"Shard {hole.shard_id:06d}{content}: {hole.why}"))
-    clips = f"Clips are {plan.why}."
+        holes.append(show_urls(f"Shard {hole.shard_id:06d}{content}: {hole.reason}"))
+    clips = f"Clips are {plan.reason}."
     if plan.is_preview:
         encoding = f"encoded again as H.264 with a short side of 240 pixels, up to {PREVIEW_S:.0f} s"
-        clips = f"Clips are previews, {encoding}: {plan.why}."
+        clips = f"Clips are previews, {encoding}: {plan.reason}."
     header = Header(
         variant=variant.directory.name,
-        summary=summary(everything, chunks, num_shown=len(picked), variant=variant, where=request.where),
-        settings=(settings_words(variant.recipe), settings_line(variant.recipe)),
+        summary=summary(all_chunks, chunks, num_shown=len(picked), variant=variant, where=request.where),
+        settings=(describe_settings(variant.recipe), settings_line(variant.recipe)),
         tiles=tiles(chunks, variant),
         splits=split_totals(chunks),
         distributions=distributions(chunks, captions=captions, scores=scores),
@@ -184,8 +187,8 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
         holes=holes,
         clips=clips,
     )
-    known = _Known(scores, model_captions or {}, labels)
-    cards = _cards(variant, chunks, picked, known=known, plan=plan, folder=folder, on_card=request.on_sample)
+    extra = _ChunkDetails(scores, model_captions or {}, labels)
+    cards = _cards(variant, chunks, picked, extra=extra, plan=plan, folder=folder, on_card=request.on_sample)
     return _publish(cards, header, request.path, folder=folder, plan=plan, num_shown=len(picked), num_all=len(chunks))
 
 
@@ -243,7 +246,7 @@ def _publish(
         "folder": os.fspath(folder.path) if kept else None,
     }
     total = (
-        count_noun(num_all, "chunk") if num_shown == num_all else f"{num_shown:,} of {num_all:,} chunks, drawn evenly"
+        count_noun(num_all, "chunk") if num_shown == num_all else f"{num_shown:,} of {num_all:,} chunks, evenly spaced"
     )
     lines = [f"{path}: {total}{f', on {count} pages' if count > 1 else ''}"]
     problems = [f"{count_noun(len(header.holes), 'shard')} missing or damaged"] if header.holes else []
@@ -263,7 +266,7 @@ def _publish(
 
 
 @dataclass(frozen=True)
-class _Known:
+class _ChunkDetails:
     """Information about chunks that is not in their shards: scores, and captions and labels by chunk number."""
 
     scores: ChunkScores | None
@@ -276,14 +279,14 @@ def _cards(
     chunks: Chunks,
     picked: NDArray[np.int64],
     *,
-    known: _Known,
+    extra: _ChunkDetails,
     plan: ClipPlan,
     folder: ClipFolder,
     on_card: Callable[[int, int], None],
 ) -> Iterator[Card]:
-    """Yield the cards in order. Only the cards of one page are in memory at a time."""
+    """Yield the cards in order. Only the cards of a single page are in memory at a time."""
     data_dir = variant.directory.parent.parent
-    paths: dict[str, str] = {}  # source files of the shown videos that the manifest contains
+    paths: dict[str, str] = {}  # source files of the videos on the page, if the manifest contains them
     with suppress(UserError):
         videos = read_videos(data_dir)
         video_ids = chunks.video_ids.take(np.unique(chunks.video[picked]))
@@ -305,15 +308,15 @@ def _cards(
             size_bytes=int(chunks.size_bytes[number]),
             location=f"shard {shard_id:06d}, row {row}",
             path=paths.get(video_id, ""),
-            scores={} if known.scores is None else known.scores.of(number),
-            model_caption=known.model_captions.get(number, ""),
-            labels=known.labels.get(number, ()),
+            scores={} if extra.scores is None else extra.scores.values(number),
+            model_caption=extra.model_captions.get(number, ""),
+            labels=extra.labels.get(number, ()),
         )
         details = read_details(variant.shard(shard_id), row, plan=plan, folder=folder)
         if "problem" in details:
             hole = chunks.holes.get(shard_id)
-            why = details["problem"] if hole is None else f"cannot be shown: {hole.why}"
-            details["problem"] = show_urls(why)
+            problem = details["problem"] if hole is None else f"cannot be shown: {hole.reason}"
+            details["problem"] = show_urls(problem)
         return replace(card, **details)
 
     with ThreadPoolExecutor(num_threads) as pool:
@@ -324,8 +327,8 @@ def _cards(
                 yield card
 
 
-def _or_note(read: Callable[[], Any], notes: list[str]) -> Any:
-    """Return the result of `read`; if it raises UserError, add the reason to `notes`."""
+def _read_or_note(read: Callable[[], Any], notes: list[str]) -> Any:
+    """Return the result of `read`; if it raises a UserError, add the reason to `notes` and return None."""
     try:
         return read()
     except UserError as error:
@@ -335,12 +338,12 @@ def _or_note(read: Callable[[], Any], notes: list[str]) -> Any:
 
 @dataclass(frozen=True)
 class Pages:
-    """Linked pages: the first page is beside the folder; the other pages and a list of all chunks are in the folder.
+    """One of several linked pages. The first page is beside the folder that holds the other pages and the list.
 
     Attributes:
         name: File name of the first page.
         folder: URL of the folder, relative to the first page.
-        number: Number of this page; 0 for the list.
+        number: Number of this page; 0 for the list of all chunks.
         count: Number of pages.
         num_shown: Number of chunks on all pages.
     """
@@ -386,7 +389,7 @@ def page_values(cards: Sequence[tuple[Card, int]], header: Header, pages: Pages,
 
     Args:
         cards: Cards of the page, each with the number of the page that shows its images.
-        media: Sources of clips that the content security policy permits.
+        media: Sources of clips, for the content security policy.
     """
     part = ", list of chunks" if pages.is_list else "" if pages.number == 1 else f", page {pages.number}"
     page_cards = [card for card, _ in cards]

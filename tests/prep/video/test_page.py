@@ -19,7 +19,7 @@ from clipmill.prep.core.work import PageRequest
 from clipmill.prep.synthetic import read_frame_number
 from clipmill.prep.video.page import cards, write
 from clipmill.prep.video.page.cards import CaptionLine, Card
-from clipmill.prep.video.page.chunks import Chunks, choose_chunks, num_captions, read_chunks
+from clipmill.prep.video.page.chunks import Chunks, choose_chunks, count_captions, read_chunks
 from clipmill.prep.video.page.write import TEMPLATE, write_chunk_page
 from clipmill.shards.pages import templates
 from clipmill.shards.pages.figures import Histogram, histogram
@@ -117,7 +117,7 @@ def test_what_browsers_do_not_play_is_encoded_again(
 ) -> None:
     made = {codec: cards.plan_clips(codec, total_bytes=1000) for codec in ("h264", "av1", "vp9", "hevc", "mjpeg")}
     assert [plan.is_preview for plan in made.values()] == [False, False, False, True, True]
-    assert "browsers do not play MJPEG in MP4" in made["mjpeg"].why
+    assert "browsers do not play MJPEG in MP4" in made["mjpeg"].reason
     assert cards.plan_clips("h264", total_bytes=10**9).is_preview
     monkeypatch.setattr(cards, "COPIED_BYTES", 0)
     report = write_chunk_page(Variant(shard_set.variant), PageRequest(tmp_path / "page.html", num_samples=1))
@@ -150,7 +150,7 @@ def test_the_captions_of_chunks_are_counted_as_the_shards_have_them(shard_set: S
     stored = {sample["__key__"]: len(json.loads(sample["json"])["captions"]) for sample in variant.iterate()}
     for _ in range(2):
         chunks = read_chunks(variant)
-        counts = num_captions(chunks, shard_set.data)
+        counts = count_captions(chunks, shard_set.data)
         assert {chunks.key(row): int(count) for row, count in enumerate(counts)} == stored and counts.any()
         (shard_set.variant / "chunks.arrow").unlink(missing_ok=True)  # then from the indexes
 

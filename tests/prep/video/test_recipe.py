@@ -11,7 +11,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.prep.cli import app
 from clipmill.prep.core.column import recipe_differences
 from clipmill.prep.video.column import COLUMN, NAMED_RECIPES, Recipe, resolve
-from clipmill.prep.video.page.write import settings_words
+from clipmill.prep.video.page.write import describe_settings
 from clipmill.prep.video.settings import ChunkSettings
 
 
@@ -33,10 +33,10 @@ def test_a_length_without_a_right_unit_is_refused(length: str) -> None:
 
 
 def test_the_name_of_the_layout_is_explained_where_it_is_shown() -> None:
-    words = settings_words(Recipe().settings().__dict__)
+    words = describe_settings(Recipe().settings().__dict__)
     assert "comb90: a key frame every 90 frames with a P frame every 16 frames" in words
-    assert "CRF 24" in words and "key frames only" in settings_words(Recipe(recipe="fast").settings().__dict__)
-    assert "800kbit/s" in settings_words(Recipe(bitrate="0.8M").settings().__dict__)
+    assert "CRF 24" in words and "key frames only" in describe_settings(Recipe(recipe="fast").settings().__dict__)
+    assert "800kbit/s" in describe_settings(Recipe(bitrate="0.8M").settings().__dict__)
 
 
 @pytest.mark.parametrize(
