@@ -1,6 +1,6 @@
-"""Compute the state of each shard in the plan of a column, with a reason, and the disk use of the plan.
+"""Compute the state of each shard in a plan, with a reason, and the disk use of the plan. All columns use this module.
 
-All columns use this module. The states result from comparing the shards that should exist with the stored shards.
+A plan compares the shards that should exist with the stored shards.
 """
 
 import os
@@ -40,7 +40,7 @@ class ShardState(StrEnum):
     ORPHANED = "orphaned"  # committed, but no longer in the plan
 
 
-Problems = Mapping[int, tuple[ShardState, str]]  # {shard ID: (MISSING or CORRUPT, reason)}
+Problems = Mapping[int, tuple[ShardState, str]]  # (MISSING or CORRUPT, reason), keyed by shard ID
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ def plan_shards(
     Args:
         shards: Shards that should exist.
         stored: Stored shards of the variant.
-        what_changed: Plural noun phrase for the inputs, used in the reason if the fingerprint differs.
-        orphaned_because: Reason for orphaned shards.
+        what_changed: Plural noun phrase for the inputs, such as "its chunks", for the reason of changed shards.
+        orphaned_because: Reason why stored shards are no longer in the plan.
         retry_codes: Codes of failures to retry even if nothing has changed, in addition to transient failures.
         unreadable: IDs of videos whose sources currently cannot be read.
         held: Shards to leave unchanged.
@@ -157,7 +157,7 @@ def plan_shards(
             unreadable=unreadable,
             what_changed=what_changed,
         )
-        # The planned content is currently incomplete, so keep the stored shard instead of replacing it.
+        # The planned content of a held shard is unknown, so keep the stored shard.
         if state == ShardState.CHANGED and shard.shard_id in held.shard_ids:
             yield _stored_plan(commits[shard.shard_id], ShardState.CURRENT, held.because)
             continue
@@ -198,7 +198,7 @@ def state_of(
         problem: Problem with the stored shard, as in `StoredShards.problems`; None if there is no problem.
         retry_codes: Codes of failures to retry even if nothing has changed.
         unreadable: IDs of videos whose sources currently cannot be read.
-        what_changed: Plural noun phrase for the inputs, used in the reason if the fingerprint differs.
+        what_changed: Plural noun phrase for the inputs, such as "its chunks", for the reason of changed shards.
     """
     if problem is not None:
         return problem
@@ -212,13 +212,13 @@ def state_of(
         if failure.code in retry_codes or (failure.code in SOURCE_AWAY and failure.video_id not in unreadable)
     )
     if retried:
-        listed = ", ".join(f"{count} x {code}" for code, count in sorted(retried.items()))
-        return ShardState.RETRY, f"earlier failures are retried: {listed}"
+        counts = ", ".join(f"{count} x {code}" for code, count in sorted(retried.items()))
+        return ShardState.RETRY, f"earlier failures are retried: {counts}"
     return ShardState.CURRENT, "up to date"
 
 
 def _stored_plan(commit: Commit, state: ShardState, reason: str) -> ShardPlan:
-    """Return the plan for a stored shard that is either kept unchanged or removed."""
+    """Return the plan of a stored shard that is kept unchanged or removed."""
     return ShardPlan(
         shard_id=commit.shard_id,
         split=commit.split,
@@ -231,12 +231,12 @@ def _stored_plan(commit: Commit, state: ShardState, reason: str) -> ShardPlan:
 
 
 def with_work(shards: Sequence[ShardPlan]) -> list[ShardPlan]:
-    """Return the shards that need work, largest first, so that a large shard is not the last one to start."""
+    """Return the shards that need work, largest first, so that no large shard starts last."""
     return sorted((shard for shard in shards if shard.has_work), key=lambda shard: -shard.num_chunks)
 
 
 def pending_of(shards: Sequence[ShardPlan]) -> PendingWork:
-    """Summarise the plan of a variant."""
+    """Return the remaining work of a variant, given its planned shards."""
     planned = [shard for shard in shards if shard.state != ShardState.ORPHANED]
     return PendingWork(
         num_wanted=sum(shard.num_chunks for shard in planned),
@@ -247,7 +247,7 @@ def pending_of(shards: Sequence[ShardPlan]) -> PendingWork:
 
 
 def stored_shards(folder: Path) -> StoredShards:
-    """Read the commits in the folder of a variant, and check the files that the commits list."""
+    """Read the commits in the folder of a variant, and check the files in the commits."""
     records = read_commits(folder)
     problems = file_problems(folder, records.commits)
     for damaged in records.damaged:
@@ -256,10 +256,7 @@ def stored_shards(folder: Path) -> StoredShards:
 
 
 def file_problems(folder: Path, commits: Mapping[int, Commit]) -> dict[int, tuple[ShardState, str]]:
-    """Return the problems of shards whose files are missing or damaged, keyed by shard ID.
-
-    Only a quick check of each file is made.
-    """
+    """Return the shards whose files are missing or damaged, as found by a quick check, keyed by shard ID."""
     return {
         shard_id: (ShardState.MISSING if problems[0].code in _MISSING else ShardState.CORRUPT, problems[0].message)
         for shard_id, problems in quick_problems(folder, commits.values()).items()
@@ -267,10 +264,7 @@ def file_problems(folder: Path, commits: Mapping[int, Commit]) -> dict[int, tupl
 
 
 def problems_of(variant: Variant) -> dict[int, tuple[str, str]]:
-    """Return the problems of a variant as {shard ID: (problem, reason)}.
-
-    Only a quick check of the files that the commits list is made.
-    """
+    """Return the problems that a quick check of a variant's files finds, as {shard ID: (state, reason)}."""
     problems: dict[int, tuple[str, str]] = {
         shard_id: (str(state), reason)
         for shard_id, (state, reason) in file_problems(variant.directory, variant.commits).items()
@@ -289,16 +283,15 @@ def is_readable(shard: CommittedShard) -> bool:
 
 @dataclass(frozen=True)
 class DiskUse:
-    """Disk use before and after a plan is run, in bytes, if no variant is removed.
+    """Disk use of a column in bytes, before and after the plan runs, if no variant is removed.
 
     Attributes:
         data_bytes: Size of the complete data folder before the run.
-        variant_bytes: Size of each variant of the planned column, keyed by the name of the variant.
+        variant_bytes: Size of each variant of the column before the run, keyed by name.
         has_variant: True if `variant_bytes` contains the planned variant.
         added_bytes: Minimum and maximum size of the files that the run writes, including copies; None if unknown.
         freed_bytes: Size of the files that `prep gc` removes once the planned variant is complete, unless training runs
-            are reading the files. The files are the other variants of the column, and the shards of the planned variant
-            that are replaced or removed.
+            read them: other variants of the column, and shards of the planned variant that are replaced or removed.
         free_bytes: Free space on the disk; None if the data folder is in a bucket or the free space is unknown.
     """
 
@@ -311,11 +304,11 @@ class DiskUse:
 
     @property
     def fits(self) -> bool:
-        """True unless the free space may be too small for the added files."""
+        """False if the free space may be too small for the added files."""
         return self.free_bytes is None or self.added_bytes is None or self.added_bytes[1] <= self.free_bytes
 
     def values(self) -> dict[str, Any]:
-        """Return the disk use as values that JSON can represent."""
+        """Return the disk use as JSON values."""
         added = None if self.added_bytes is None else list(self.added_bytes)
         return {
             "data_bytes": self.data_bytes,
@@ -333,7 +326,7 @@ class DiskUse:
         now = f"{size_text(column_bytes)}{variants} now" if variants else "nothing of this column yet"
         parts = [now]
         if self.added_bytes is None:
-            parts.append("how much is added is unknown")
+            parts.append("an unknown size to be added")
         elif self.added_bytes[1]:
             low, high = (size_text(round(size)) for size in self.added_bytes)
             parts.append(f"{range_text(low, high) if self.added_bytes[0] else f'at most {high}'} to be added")
@@ -346,7 +339,7 @@ class DiskUse:
             kept = f"{what} {'is' if num_others == 1 else 'are'} kept beside it"
             lines.append(f"         {kept}; then `prep gc` frees up to {size_text(self.freed_bytes)}")
         if not self.fits:
-            lines.append("warning  this may not fit on the disk: free some space, or give a folder on another disk")
+            lines.append("warning  this may not fit on the disk: free some space, or use a folder on a different disk")
         return lines
 
 
@@ -358,7 +351,7 @@ def disk_use(
     added_bytes: tuple[float, float] | None,
     replaced_bytes: int = 0,
 ) -> DiskUse:
-    """Measure the disk use of a data folder, before and after a plan is run.
+    """Measure the disk use of a data folder, before and after the plan of a column runs.
 
     Args:
         column: Name of the planned column.
@@ -390,6 +383,6 @@ def folder_bytes(folder: Path) -> int:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
                 else:
-                    with suppress(OSError):  # the file was removed after the folder had been listed
+                    with suppress(OSError):  # the file was removed after the folder was listed
                         total += entry.stat(follow_symlinks=False).st_size
     return total

@@ -38,7 +38,7 @@ _REASONS = {
     ShardState.MISSING: "files are missing",
     ShardState.CORRUPT: "files are damaged; intact samples are copied",
 }
-# States whose reasons are listed shard by shard.
+# States in which each shard is listed with its reason.
 _LISTED = (ShardState.MISSING, ShardState.CORRUPT)
 
 
@@ -66,9 +66,8 @@ def states_lines(
 
     Args:
         sample: Noun for a sample of the column, singular.
-        verb: Regular verb for making a sample, such as encode.
-        reasons: Reasons why single shards are made again or removed, by shard id. For other shards, the reason follows
-            from their state.
+        verb: Regular verb for making a sample, such as "encode".
+        reasons: Reasons to show instead of the reasons in the plan, keyed by shard ID.
     """
     lines = []
     kept = [shard for shard in shards if shard.state == ShardState.CURRENT]
@@ -79,13 +78,13 @@ def states_lines(
         lines.append(f"kept     {held}{f'; {num_failed:,} failed, see prep status' if num_failed else ''}")
         hold_reasons = {shard.reason for shard in kept if shard.reason.startswith("kept, ")}
         lines += [f"         {reason.removeprefix('kept, ')}" for reason in sorted(hold_reasons)]
-    # Shards with the same reason share a line: a plan may have thousands of them.
+    # Shards with the same reason share a line, because a plan may have thousands of shards.
     groups: dict[str, _Group] = {}
     for shard in shards:
         if shard.has_work:
             reason = _REASONS.get(shard.state, shard.reason)
             if shard.state == ShardState.CHANGED:
-                reason = f"{shard.reason}; what is unchanged is copied"
+                reason = f"{shard.reason}; unchanged samples are copied"
             group = groups.setdefault((reasons or {}).get(shard.shard_id, reason), _Group())
             group.num_shards += 1
             group.num_copied += shard.num_copied or 0
@@ -103,7 +102,7 @@ def states_lines(
 
 
 def states_values(shards: Sequence[ShardPlan], *, sample: str = "chunk") -> dict[str, Any]:
-    """Return the JSON values of `states_lines`."""
+    """Return the content of `states_lines` as JSON values."""
     states, held = Counter(str(shard.state) for shard in shards), Counter[str]()
     for shard in shards:
         held[str(shard.state)] += shard.num_chunks
@@ -122,12 +121,12 @@ def states_values(shards: Sequence[ShardPlan], *, sample: str = "chunk") -> dict
 
 
 def next_line(command: str) -> str:
-    """Return the line of a report with the next command."""
+    """Return the line of a report that shows the next command."""
     return f"next     {command}"
 
 
 def changed_settings(data_dir: Path, column: str, *, variant: str, recipe: Mapping[str, Any]) -> list[str]:
-    """Return the differences of a planned recipe from the current variant; empty if it makes the current variant."""
+    """Return the differences between the recipe of the current variant and a planned recipe, as lines of text."""
     current = current_variant(data_dir, column)
     if current is None or current == variant:
         return []
@@ -148,11 +147,11 @@ def summary_report(
 
     Args:
         list_path: Path of the list of failures.
-        speed: Text about the speed of the work, if any was done.
+        speed: Speed of the work as text; None to omit it.
         no_work_reason: Reason why there was no work; None for the usual reason.
-        verb: Regular verb for making a sample, such as encode.
-        retry_command: Arguments of the command that retries the failures of the column.
-        extra_values: Additional JSON values, placed before the common ones.
+        verb: Regular verb for making a sample, such as "encode".
+        retry_command: Command that retries the failures of the column, as a list of arguments.
+        extra_values: Further JSON values, placed before the common values.
     """
     lines = [f"variant  {summary.variant}"]
     if summary.num_shards_made and summary.failures and not summary.num_encoded + summary.num_reused:
@@ -187,7 +186,7 @@ def summary_report(
 
 
 def _work(group: _Group, sample: str, verb: str) -> str:
-    """Return the work of a group as text, such as "12 chunks encoded and 6 copied into 2 shards"."""
+    """Describe the work of a group of shards, such as "12 chunks encoded and 6 copied into 2 shards"."""
     into = f"into {count_noun(group.num_shards, 'shard')}"
     made = f"{count_noun(group.num_made, sample)} {verb.removesuffix('e')}ed"
     if not group.is_known:
@@ -200,7 +199,15 @@ def _work(group: _Group, sample: str, verb: str) -> str:
 
 
 def publish_page(path: Path, template: Path, **values: Any) -> int:
-    """Render and publish a page, remove temporary files of killed commands, and return the size of the page in bytes.
+    """Render a template, and publish the page.
+
+    Args:
+        path: HTML file to write. Temporary files that killed commands left beside it are removed.
+        template: Path of the template.
+        values: Values for the template.
+
+    Returns:
+        Size of the page in bytes.
 
     Raises:
         UserError: The page cannot be written.
@@ -213,21 +220,23 @@ def publish_page(path: Path, template: Path, **values: Any) -> int:
             remove_temporaries(path.parent, matches=path.name.__eq__)
             publish_bytes(path, content)
     except OSError as error:
-        raise UserError(f"--html {path} cannot be written: {error.strerror}", hint="give another file") from None
+        raise UserError(f"--html {path} cannot be written: {error.strerror}", hint="use a different path") from None
     return len(content)
 
 
 def with_ending(
     report: Report, column: ColumnSpec, variant_dir: Path, *, data: Path, has_ended: bool, gave_up: bool = False
 ) -> Report:
-    """Return the report of a run, extended by the total of its variant and the next command.
+    """Append the totals of the variant and the next command to the report of a run.
 
     Args:
-        report: Report of the run. The report of a part includes `PartRun.values`: if other parts ended before their
+        report: Report of the run. The report of a part contains `PartRun.values`: if other parts ended before their
             shards were made, the next command makes these shards.
+        column: Column of the run.
+        variant_dir: Folder of the variant.
         data: Data folder as passed by the user.
-        has_ended: False for a part that leaves finishing the run to other parts.
-        gave_up: True if the run ended before all shards were tried.
+        has_ended: False for a part that is not the last one, which leaves finishing the run to other parts.
+        gave_up: True if the run ended before all shards were attempted.
     """
     variant = Variant(variant_dir)
     files = [commit.files for commit in variant.commits.values() if commit.files is not None]
@@ -243,25 +252,25 @@ def with_ending(
         f" {size_text(num_bytes)}: {folder}"
     ]
     current = current_variant(variant_dir.parent.parent, column.name)
-    # The variant can be used although some videos failed, unless an earlier variant is still the current one.
+    # The variant is usable even if some videos failed, unless a former variant is still the current one.
     is_done = has_ended and current == variant_dir.name and not gave_up
-    words: Sequence[str] = ()
+    next_command: Sequence[str] = ()
     if not_made := report.values.get("part", {}).get("not_made", {}):  # shards of parts that have ended
-        words = shlex.split(column.command_line(stored_request(variant), data_dir=data))
-        words = [*words, "--part", *not_made] if len(not_made) == 1 else words
+        next_command = shlex.split(column.command_line(stored_request(variant), data_dir=data))
+        next_command = [*next_command, "--part", *not_made] if len(not_made) == 1 else next_command
     if has_ended and current is not None and current != variant_dir.name:
-        words = words or retry_arguments(column, data=data)
+        next_command = next_command or retry_arguments(column, data=data)
         lost = lost_samples(variant_dir.parent.parent, column.name, variant=variant_dir.name, former=current)
         lines += [
             f"current  {current} stays the current variant: {_why_not_current(variant_dir.name, lost)}",
-            f"         to complete {variant_dir.name} and make it the current one, run: {shlex.join(words)}",
+            f"         to complete {variant_dir.name} and make it the current one, run: {shlex.join(next_command)}",
         ]
         if column.name in (VIDEO, LATENTS, TEXT):
-            use = f"give the training command --variant {variant_dir.name}"
-            lines.append(f"         to train on {variant_dir.name} as it is, {use}")
+            flag = f"add --variant {variant_dir.name} to the training command"
+            lines.append(f"         to train on {variant_dir.name} as it is, {flag}")
     elif num_samples and is_done:
-        words = words or work_of(column).next_command(data)
-    command = shlex.join(words) if words else None
+        next_command = next_command or work_of(column).next_command(data)
+    command = shlex.join(next_command) if next_command else None
     unused_bytes = _unused_bytes(variant, files, data=data, column=column.name) if is_done else 0
     if unused_bytes:
         gc = shlex.join(["prep", "gc", *data_flags(data)])
@@ -283,11 +292,11 @@ def _why_not_current(variant: str, lost: Sequence[Failure]) -> str:
 
 
 def why_unfinished(column: ColumnSpec, variant_dir: Path, *, current: str) -> str:
-    """Return the reason why the variant of the last run is not current, and the command that completes it."""
+    """Explain why the variant of the last run is not the current variant, and which command completes it."""
     data = variant_dir.parent.parent
     lost = lost_samples(data, column.name, variant=variant_dir.name, former=current)
     command = shlex.join(retry_arguments(column, data=data))
-    with suppress(UserError):  # a different version of clipmill wrote the recipe
+    with suppress(UserError):  # the recipe was written by a different version of clipmill
         command = command if lost else column.command_line(stored_request(Variant(variant_dir)), data_dir=data)
     reason = _why_not_current(variant_dir.name, lost)
     return f"{current} stays the current variant: {reason}; to complete it, run: {command}"
@@ -299,10 +308,10 @@ def retry_arguments(column: ColumnSpec, *, data: Path) -> list[str]:
 
 
 def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, column: str) -> int:
-    """Return the size in bytes of the files that `prep gc` would remove: shards without a commit, and other variants.
+    """Return the size in bytes of the files that `prep gc` would remove: files without a commit, and other variants.
 
-    Files that have readers are not counted, because `prep gc` keeps them. Return 0 in a bucket, where listing the files
-    costs requests.
+    Files with readers do not count, because `prep gc` keeps them. For a bucket, return 0, because listing files costs
+    requests.
     """
     if mirror_of(data) is not None:
         return 0
@@ -328,8 +337,8 @@ def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, 
     except (OSError, UserError):  # `prep gc` reports the cause
         return 0
     unused_bytes = sum(folder_bytes(directory.parent / name) for name in others if not readers.find(column, name))
-    # A training run that resumes reads only committed shards, but a running process may still read shards that it has
-    # opened.
+    # A training run that is resumed reads only committed shards, but a running process may still read other files that
+    # it has opened.
     if all(reader.is_run for reader in readers.find(column, directory.name)):
         for path in stray:
             with suppress(OSError):  # the file was removed after the folder was listed
@@ -339,20 +348,25 @@ def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, 
 
 @dataclass(frozen=True)
 class Length:
-    """Seconds of video in the shards with a readable index, and the number of shards with an unreadable one."""
+    """Duration of the video in a variant.
+
+    Attributes:
+        seconds: Seconds of video in the shards with a readable index.
+        num_unread: Number of shards with an unreadable index.
+    """
 
     seconds: float
     num_unread: int
 
 
 def length_text(seconds: float, *, num_unread: int) -> str:
-    """Return a length of video as text, with the number of unreadable shards."""
+    """Return the duration of video as text, with the number of unreadable shards."""
     unread = f" without {count_noun(num_unread, 'unreadable shard')}" if num_unread else ""
     return f"{duration_text(seconds)} of video{unread}"
 
 
 def length_of(variant: Variant) -> Length:
-    """Return the length of the video in a variant."""
+    """Return the duration of the video in a variant."""
     known = variant.commits.shard_seconds()
     unknown = [shard for shard in variant.shards() if shard.shard_id not in known]
     with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
@@ -368,7 +382,7 @@ def _seconds(shard: CommittedShard) -> float | None:
 
 
 def with_file_problems(report: Report, column: ColumnSpec, variant_dir: Path, *, data_dir: Path) -> Report:
-    """Return the report of a plan with the damaged files that the run rebuilds from the shards.
+    """Append the unusable files that a run rebuilds from the shards to the report of a plan without other work.
 
     Raises:
         UserError: The records of the variant are damaged.
@@ -381,7 +395,7 @@ def with_file_problems(report: Report, column: ColumnSpec, variant_dir: Path, *,
         return report
     command = column.command_line(stored, data_dir=data_dir)
     lines = [line for line in report.text.splitlines() if line != NOTHING_TO_DO]
-    lines += [f"table    {problem}; it will be written from the shards" for problem in problems]
+    lines += [f"table    {problem}; the run rebuilds it from the shards" for problem in problems]
     return Report(
         "\n".join([*lines, next_line(command)]), {**report.values, "file_problems": problems, "next": command}
     )

@@ -1,4 +1,4 @@
-"""Driver that runs the plan of a column: make each shard that needs work, and update the records of the variant.
+"""Driver of any column: make each shard of a plan that needs work, and update the records of the variant.
 
 All state is in the commits, so a run can be killed and restarted at any time.
 """
@@ -33,7 +33,7 @@ from clipmill.shards.dataset import begin_variant, current_variant, set_current_
 from clipmill.shards.lists import finish_run
 from clipmill.shards.reader import Variant
 
-# Number of consecutive shards that must stop for the same reason before the run gives up, keyed by failure code.
+# Number of consecutive shards that stop for the same reason after which the run gives up, keyed by failure code.
 _MOST_STOPS = {FailureCode.DISK_FULL: 3, FailureCode.ACCESS_REFUSED: 3, FailureCode.ENDPOINT_FAILED: 3}
 _MOST_STOPS |= dict.fromkeys(SOURCE_AWAY, 3)  # the file system with the sources was probably unmounted
 _MOST_STOPS |= {FailureCode.ENDPOINT_REFUSED: 1, FailureCode.OTHER_MODEL: 1, FailureCode.STORAGE_REFUSED: 1}
@@ -51,8 +51,8 @@ class Summary:
         num_chunks: Number of samples in the committed shards.
         num_encoded: Number of samples that this run made.
         num_reused: Number of stored samples that this run reused.
-        num_bytes_written: Total size in bytes of the tars that this run wrote.
-        encoded_s: Seconds of video that this run encoded, or read to make samples.
+        num_bytes_written: Total size of the tars that this run wrote, in bytes.
+        encoded_s: Seconds of video that this run encoded or read to make samples.
         cpu_s: User and system CPU time of the workers, in seconds.
         wall_s: Wall-clock time of the run, in seconds.
         failures: All failures, including failures of earlier runs that were not retried.
@@ -87,13 +87,13 @@ class Summary:
         return len({failure.video_id for failure in self.failures})
 
     def failures_by_code(self) -> dict[str, int]:
-        """Return the number of failures, keyed by failure code, in descending order."""
+        """Return the number of failures of each code, most frequent first."""
         return dict(Counter(failure.code for failure in self.failures).most_common())
 
 
 @dataclass(frozen=True)
 class Job(Generic[W]):
-    """Plan of a column in the form that the driver runs.
+    """Plan of a column, in the form that the driver runs.
 
     Attributes:
         column: Spec of the column.
@@ -101,18 +101,17 @@ class Job(Generic[W]):
         variant_dir: Folder of the variant.
         recipe: Content of recipe.json.
         shards: All shards of the plan, including shards without work.
-        make: Function that takes a task, makes and commits one shard, and returns the result. The function must be
-            defined at module level, because it is sent to workers.
+        make: Function that takes a task, makes and commits one shard, and returns the result. It must be defined at
+            module level, because it is sent to workers.
         task: Function that takes a shard and returns its task, the argument of `make`.
         video_ids: Function that takes a shard and returns the IDs of its videos. An ID may occur more than once.
-        planning_failures: Failures that do not belong to a shard, such as unusable sources.
+        planning_failures: Failures found by planning that do not belong to a shard, such as unusable sources.
         chunk_s: Seconds of video in a full chunk, for the progress bar; None to omit the speed.
-        needs: Requirements on the worker's machine (`clipmill.prep.engines.admission.Ticket`); None if there are none.
-        lag_limit_s: Maximum time in seconds to wait for commits that workers have reported but that are not visible
-            yet.
-        read_again: IDs of the videos whose unusable sources were read again because the failure may be temporary.
-        where: Condition that selects the samples of the plan, recorded with the variant; None for all samples.
-        request_values: Further values of the request that are recorded with the variant, keyed by flag name.
+        needs: Requirements on a worker's machine (`clipmill.prep.engines.admission.Ticket`); None if there are none.
+        lag_limit_s: Maximum time in seconds until commits that workers have reported are visible.
+        read_again: IDs of the videos whose unusable sources were read again, because the failure may be temporary.
+        where: Condition that selects the samples of the plan, to record with the variant; None for all samples.
+        request_values: Further values of the request to record with the variant, keyed by flag name.
     """
 
     column: ColumnSpec
@@ -142,8 +141,8 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
     The caller must hold the lock of the column (`clipmill.prep.core.data_folder.writing`).
 
     Args:
-        part_run: Part that this process makes (`ColumnWork.run`); None to make all shards. The last part to finish
-            updates the records.
+        engine: Engine that runs the tasks.
+        part_run: Part that this process makes; None to make all shards. The last part to end updates the records.
     """
     folder = job.variant_dir
     if part_run is not None:
@@ -153,7 +152,7 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
     has_work = any(shard.has_work for shard in job.shards)
     if has_work and (part_run is None or part_run.is_first):
         remove_variant_temporaries(folder)
-    # The first variant of a column is readable while it grows. A later one becomes current only once complete.
+    # The first variant of a column is current while it grows. A later variant becomes current once it is complete.
     begin_variant(job.data_dir, job.column.name, job.variant)
     if part_run is not None:
         part_run.begin()
@@ -194,8 +193,8 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
     if not work:
         return
     num_chunks = {shard.shard_id: shard.num_chunks for shard in work}
-    # Mean cost of a sample in each shard, relative to making the sample. Copying a sample costs about 2% of making it.
-    shares = {shard.shard_id: 1.0 - 0.98 * (shard.num_copied or 0) / max(1, shard.num_chunks) for shard in work}
+    # Mean cost of a sample in each shard, where making a sample costs 1 and copying a sample costs about 0.02.
+    costs = {shard.shard_id: 1.0 - 0.98 * (shard.num_copied or 0) / max(1, shard.num_chunks) for shard in work}
     column, num_samples, meters = job.column.name, sum(num_chunks.values()), None
     if (registry := metrics_registry()) is not None:
         from clipmill.prep.core.meters import meters_of
@@ -206,7 +205,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
         job.column.activity,
         noun=job.column.sample,
         num_samples=num_samples,
-        work=sum(num_chunks[shard_id] * share for shard_id, share in shares.items()),
+        work=sum(num_chunks[shard_id] * cost for shard_id, cost in costs.items()),
         sample_s=job.chunk_s,
         num_shards=len(work),
     )
@@ -217,7 +216,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
 
     made, work_done = 0, 0.0
     num_alike, last_code = 0, None  # number of consecutive shards with the same stop reason
-    running = RunningChunks(job.variant_dir, shard_ids=num_chunks.keys(), shares=shares)
+    running = RunningChunks(job.variant_dir, shard_ids=num_chunks.keys(), costs=costs)
     with worker_ticket(job.variant_dir, package=job.column.package, needs=job.needs) as ticket, progress:
         command = job.column.command
         for outcome in engine.run(job.make, tasks(), check=ticket, name=lambda task: f"{command} {task.shard_id:06d}"):
@@ -232,7 +231,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                     outcome.task, loss_code(crashed=outcome.crashed), outcome.lost or ""
                 )
                 made += result.num_chunks
-                work_done += num_chunks[result.shard_id] * shares[result.shard_id]
+                work_done += num_chunks[result.shard_id] * costs[result.shard_id]
                 running.finish(result.shard_id)
                 if meters is not None:
                     meters.finish(column, result)
@@ -251,7 +250,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                     if stop.code == FailureCode.DISK_FULL:
                         summary.gave_up = f"stopped, because the disk was full for {num_alike} consecutive shards"
                         return
-                    # Let the running shards finish, because responses that a server is computing have been paid for.
+                    # Let the running shards finish: the responses that a server is computing are already paid for.
             num_running = running.num_done()
             if meters is not None:
                 meters.show(column, num_done=made + num_running)
@@ -264,13 +263,14 @@ def _finish(
     """Remove orphaned commits, write the lists, and make the variant current if it is complete.
 
     Args:
-        part_job: Job that contains only the shards of this process.
+        part_job: The same job with only the shards of this process.
+        results: Results that workers reported, keyed by shard ID.
     """
     orphaned = {shard.shard_id for shard in job.shards if shard.state == ShardState.ORPHANED}
     planned = {shard.shard_id for shard in job.shards} - orphaned
     commits = finish_run(job.variant_dir, dropped=orphaned, planned=planned)
     if job.lag_limit_s:
-        # On network file systems, shards that workers have reported may become visible with a delay.
+        # On network file systems, new commits may become visible with a delay.
         made = {shard_id for shard_id, result in results.items() if result.stopped_by is None}
         unseen_ids = made & _missing_shards(part_job, commits, results, gave_up=summary.gave_up).keys()
         unseen = [(shard.shard_id, shard.plan_fingerprint) for shard in part_job.shards if shard.shard_id in unseen_ids]
@@ -280,15 +280,15 @@ def _finish(
     missing = _missing_shards(job, commits, results, gave_up=summary.gave_up, part_run=part_run)
     _account(part_job, commits, summary, results, missing)
     summary.failures = [*job.planning_failures, *summary.failures]
-    left = []
+    not_made = []
     for shard_id, stop in missing.items():
         if part_run is not None and not part_run.part.holds(shard_id):
             part_run.count_not_made(shard_id)
-            left.append(Failure(shard_name(shard_id), None, str(stop.code), stop.message))
-    write_failures(job.variant_dir / FAILURES_FILE, [*summary.failures, *left])
+            not_made.append(Failure(shard_name(shard_id), None, str(stop.code), stop.message))
+    write_failures(job.variant_dir / FAILURES_FILE, [*summary.failures, *not_made])
     try:
         update_chunk_table(Variant(job.variant_dir), column=job.column.name)
-    except (UserError, Inaccessible) as error:  # without the table, training reads the indexes instead, which is slower
+    except (UserError, Inaccessible) as error:  # without the table, training reads the indexes, which is slower
         hint = f"hint: {error.hint}\n" if isinstance(error, UserError) and error.hint else ""
         sys.stderr.write(f"warning: {error}\n{hint}")
     if missing or not summary.num_chunks:  # an empty variant must not replace a different variant
@@ -305,7 +305,7 @@ def _account(
     results: dict[int, ShardResult],
     missing: dict[int, Stop],
 ) -> None:
-    """Add the totals of the commits, and the work done in this run, to the summary."""
+    """Add the totals of the commits and the work of this run to the summary."""
     summary.num_shards = sum(commit.files is not None for commit in commits.values())
     summary.num_chunks = sum(commit.files.num_samples for commit in commits.values() if commit.files)
     for shard in with_work(part_job.shards):
@@ -314,14 +314,14 @@ def _account(
         summary.num_shards_made += 1
         summary.num_shards_empty += commits[shard.shard_id].files is None
         result = results.get(shard.shard_id)
-        if result is not None and result.stopped_by is None:  # otherwise, the worker was lost after its commit
+        if result is not None and result.stopped_by is None:  # otherwise, the worker was lost after the commit
             summary.num_encoded += result.num_chunks - result.num_reused
             summary.num_reused += result.num_reused
             summary.num_bytes_written += result.num_bytes
             summary.encoded_s += result.encoded_s
             summary.cpu_s += result.cpu_s
     summary.failures = [failure for commit in commits.values() for failure in commit.failures]
-    # A missing shard counts as a failure of each of its videos. In state RETRY, only videos that failed earlier count.
+    # A missing shard counts as a failure of each of its videos; in state RETRY, only of the videos that failed earlier.
     for shard in part_job.shards:
         if (stop := missing.get(shard.shard_id)) is not None:
             commit = commits.get(shard.shard_id)
@@ -339,8 +339,8 @@ def _missing_shards(
     part_run: PartRun | None = None,
 ) -> dict[int, Stop]:
     """Return the reasons why shards are not on disk as planned, keyed by shard ID."""
-    due = {shard.shard_id: commits[shard.shard_id] for shard in with_work(job.shards) if shard.shard_id in commits}
-    problems = file_problems(job.variant_dir, due)
+    made = {shard.shard_id: commits[shard.shard_id] for shard in with_work(job.shards) if shard.shard_id in commits}
+    problems = file_problems(job.variant_dir, made)
     missing = {}
     for shard in job.shards:
         number = shard.shard_id
@@ -381,7 +381,7 @@ def why_missing(
         return None
     is_stored = commit is not None and commit.plan_fingerprint == shard.plan_fingerprint and problem is None
     if other_part is not None:
-        return None if is_stored else Stop(FailureCode.SHARD_MISSING, f"part {other_part} has not made it")
+        return None if is_stored else Stop(FailureCode.SHARD_MISSING, f"part {other_part} has not made the shard")
     stop = None if result is None else result.stopped_by
     # A lost worker may have committed its shard before it disappeared.
     if is_stored and (stop is None or stop.code in (FailureCode.WORKER_LOST, FailureCode.WORKER_CRASHED)):
@@ -391,11 +391,12 @@ def why_missing(
     if stop is not None:
         return stop
     if result is not None:
-        message = f"the worker reported success, but in {variant_dir}: {problem or 'no commit for this plan'}"
+        reason = problem or "there is no commit for this plan"
+        message = f"the worker reported success, but in {variant_dir}: {reason}"
     elif shard.has_work:
         message = f"not attempted: {gave_up or 'the run ended before'}"
     else:
-        message = "its commit was removed during the run"
+        message = "the commit was removed during the run"
     return Stop(FailureCode.SHARD_MISSING, message)
 
 
@@ -410,17 +411,18 @@ def unchanged_failures(
     """Return the failures that an earlier run reported and that this run had no reason to retry.
 
     Args:
+        failures: Failures of this run.
         reported: Failures that an earlier run listed.
         shards: Shards of the plan.
-        read_again: IDs of the videos whose sources were read again because the failure may be temporary.
+        read_again: IDs of the videos whose sources were read again, because the failure may be temporary.
     """
     if not reported:
         return frozenset()
     retried: set[Failure] = set()
-    due = {shard.shard_id: shard.state for shard in with_work(shards)}
-    for shard_id, commit in read_commits_of(variant_dir, due).items():
-        # If a shard is made again for a different reason, its permanent failures recur, but were not retried.
-        is_retried = due[shard_id] == ShardState.RETRY
+    states = {shard.shard_id: shard.state for shard in with_work(shards)}
+    for shard_id, commit in read_commits_of(variant_dir, states).items():
+        # In a shard that is made again for a different reason, permanent failures recur, but do not count as retried.
+        is_retried = states[shard_id] == ShardState.RETRY
         retried.update(failure for failure in commit.failures if is_retried or failure.code in SOURCE_AWAY)
     return frozenset(
         failure

@@ -1,8 +1,8 @@
 """Make a shard of any column in a worker: add samples, record failures, show progress, commit, and return the result.
 
-A worker writes its progress to a heartbeat, a small file in `<variant>/.tmp-running/`. The driver's progress bar and
-`prep status` in another terminal read it from any node of a cluster. Heartbeats are temporary: each run starts by
-deleting the heartbeats of earlier runs. System errors become results with failure codes.
+A worker writes its progress to a heartbeat, a small file in `<variant>/.tmp-running/`. The driver and `prep status`
+read the heartbeats of all nodes of a cluster. A run deletes the heartbeats of earlier runs when it starts. System
+errors become results with failure codes.
 """
 
 import errno
@@ -36,7 +36,7 @@ from clipmill.shards.writer import Sample, ShardWriter
 RUNNING_FOLDER = f"{TEMPORARY_PREFIX}running"
 _INTERVAL_S = 0.5
 _STALE_S = 60.0
-_MAX_READING = 0.02  # maximum fraction of the driver's time for reading heartbeats
+_MAX_READING = 0.02  # maximum fraction of the driver's time that is spent on reading heartbeats
 
 
 class ShardWork(Protocol):
@@ -47,7 +47,7 @@ class ShardWork(Protocol):
 
 
 class NewShardWork(ShardWork, Protocol):
-    """Interface of a task whose shard `begin_shard` makes."""
+    """Interface of a task that makes a shard with `begin_shard`."""
 
     @property
     def variant_dir(self) -> Path: ...
@@ -60,7 +60,7 @@ W = TypeVar("W", bound=ShardWork)
 
 @dataclass(frozen=True)
 class Stop:
-    """Reason why no commit was written for a shard; it counts as a failure of all videos in the shard."""
+    """Reason why no commit was written for a shard. It counts as a failure of all videos in the shard."""
 
     code: FailureCode
     message: str
@@ -68,13 +68,14 @@ class Stop:
 
 @dataclass(frozen=True)
 class ShardResult:
-    """Result of making a shard, as reported by its worker.
+    """Result of a task that makes a shard, as reported by its worker.
 
     Attributes:
+        shard_id: ID of the shard.
         num_chunks: Number of samples in the committed shard.
-        num_reused: Number of samples that were copied from the previous shard without encoding.
-        num_bytes: Size of the tar in bytes; the summary omits 0.
-        failures: Failures listed in the commit.
+        num_reused: Number of samples that were copied from stored shards.
+        num_bytes: Size of the tar in bytes.
+        failures: Failures recorded in the commit.
         stopped_by: Reason why no commit was written, or None.
         encoded_s: Seconds of video that were encoded or read to make samples.
         cpu_s: User and system CPU time in seconds, including child processes.
@@ -91,20 +92,20 @@ class ShardResult:
 
     @property
     def reasons(self) -> "list[Stop | Failure]":
-        """All failures."""
+        """Failures of samples, and the reason why no commit was written."""
         return [*self.failures, *([] if self.stopped_by is None else [self.stopped_by])]
 
     @property
     def machine_fault(self) -> MachineFault | None:
         """Failure that the worker's machine may have caused, or None."""
-        # If a mount is lost in the middle of a shard, the shard has some new samples. A machine without the mount, or
-        # whose programs do not run, makes no samples at all.
-        sure = MACHINE_FAULTS if self.has_new_samples else MACHINE_FAULTS | MOUNT_FAULTS
-        doubtful = MOUNT_FAULTS if self.has_new_samples else PROGRAM_FAULTS
-        for codes in (sure, doubtful):
+        # A machine that lacks a mount, or whose programs do not run, makes no sample at all. If the shard has new
+        # samples, a mount may have been lost while the shard was made.
+        sure_codes = MACHINE_FAULTS if self.has_new_samples else MACHINE_FAULTS | MOUNT_FAULTS
+        doubtful_codes = MOUNT_FAULTS if self.has_new_samples else PROGRAM_FAULTS
+        for codes in (sure_codes, doubtful_codes):
             for failure in self.reasons:
                 if failure.code in codes:
-                    return MachineFault(f"{failure.code}: {failure.message}", is_doubtful=codes is doubtful)
+                    return MachineFault(f"{failure.code}: {failure.message}", is_doubtful=codes is doubtful_codes)
         return None
 
     @property
@@ -114,14 +115,14 @@ class ShardResult:
 
     @property
     def common_cause(self) -> Stop | None:
-        """Reason why no commit was written or no sample was made, if it may stop other shards too; otherwise None."""
+        """Reason why no commit or no sample was made, if it may affect other shards too; otherwise None."""
         if self.stopped_by is not None:
             return self.stopped_by
-        shared = {FailureCode.STORAGE_REFUSED}  # affects other shards even if this shard has new samples
+        codes = {FailureCode.STORAGE_REFUSED}  # affects other shards even if this shard has new samples
         if not self.has_new_samples:
-            shared |= {FailureCode.DISK_FULL, FailureCode.ACCESS_REFUSED, *SOURCE_AWAY}
+            codes |= {FailureCode.DISK_FULL, FailureCode.ACCESS_REFUSED, *SOURCE_AWAY}
         causes = (Stop(FailureCode(failure.code), failure.message) for failure in self.failures)
-        return next((cause for cause in causes if cause.code in shared), None)
+        return next((cause for cause in causes if cause.code in codes), None)
 
 
 def stop_result(work: ShardWork, code: FailureCode, message: str) -> ShardResult:
@@ -130,14 +131,14 @@ def stop_result(work: ShardWork, code: FailureCode, message: str) -> ShardResult
 
 
 def system_errors_as_results(make: Callable[[W], ShardResult], work: W) -> ShardResult:
-    """Call `make(work)`, and return its result with the CPU time that the call took.
+    """Call `make(work)`, and return its result with the CPU time of the call.
 
-    Errors caused by the machine or the bucket (disk full, out of memory, unreadable file) become a result.
+    Errors of the machine or the bucket (disk full, out of memory, unreadable file) become results with failure codes.
     """
-    begin_cpu_s = cpu_s()
+    start_cpu_s = cpu_s()
     try:
         result = make(work)
-        return replace(result, cpu_s=cpu_s() - begin_cpu_s)
+        return replace(result, cpu_s=cpu_s() - start_cpu_s)
     except StorageRefused as error:
         return stop_result(work, refusal_code(error), str(error))
     except OSError as error:
@@ -154,22 +155,28 @@ def system_errors_as_results(make: Callable[[W], ShardResult], work: W) -> Shard
 
 
 def cpu_s() -> float:
-    """Return the user and system CPU time in seconds of this process and the child processes that it has waited for."""
+    """Return the user and system CPU time in seconds of this process and its finished child processes."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 @dataclass(frozen=True)
 class ShardProgress:
-    """Progress of a running shard."""
+    """Progress of a running shard.
+
+    Attributes:
+        shard_id: ID of the shard.
+        num_chunks: Number of planned samples.
+        num_done: Number of finished samples.
+    """
 
     shard_id: int
-    num_chunks: int  # number of chunks planned
+    num_chunks: int
     num_done: int
 
 
 class Heartbeat:
-    """Context manager that writes a shard's progress while its block runs."""
+    """Context manager that writes the progress of a shard to a file, and removes the file at the end."""
 
     def __init__(self, variant_dir: Path, shard_id: int, *, num_chunks: int) -> None:
         self._path = variant_dir / RUNNING_FOLDER / f"{shard_id:06d}.json"
@@ -187,25 +194,25 @@ class Heartbeat:
             self._path.unlink(missing_ok=True)
 
     def show(self, num_done: int) -> None:
-        """Record that `num_done` chunks are done; the file is written at most twice a second."""
+        """Record the number of finished samples. The file is written at most twice a second."""
         now_s = time.monotonic()
         if now_s - self._written_s < _INTERVAL_S:
             return
         self._written_s = now_s
         text = json.dumps(asdict(ShardProgress(self._shard_id, self._num_chunks, num_done)))
-        # A failed heartbeat must not fail the shard: if the disk is full, writing the shard reports it.
+        # A heartbeat that cannot be written must not fail the shard. If the disk is full, writing the shard fails.
         with suppress(OSError):
             self._path.parent.mkdir(exist_ok=True)
             self._path.write_text(text)
 
 
 class NewShard:
-    """A shard while it is being made (`begin_shard`).
+    """Shard that is being made (`begin_shard`).
 
     Attributes:
-        failures: Failures of its samples so far.
-        show: Function that reports the number of finished samples; `add` calls it.
-        check: Function that raises a ValueError if `add` would reject a sample.
+        failures: Failures of samples so far.
+        show: Function that records the number of finished samples. `add` calls it.
+        check: Function that raises a ValueError for a sample that `add` would reject.
     """
 
     def __init__(self, work: NewShardWork, writer: ShardWriter, beat: Heartbeat, *, column: str, split: str) -> None:
@@ -220,18 +227,31 @@ class NewShard:
         return self._writer.num_samples
 
     def add(self, sample: Sample, *, content: bytes = b"") -> None:
-        """Append a sample; `content` enters the hash in the file names, together with the plan."""
+        """Append a sample.
+
+        Args:
+            content: Bytes to include in the hash in the file names, besides the fingerprint of the plan.
+        """
         self._writer.add(sample)
         self._content.update(content)
         self.show(self.num_samples)
 
     def fail(self, failure: Failure, *, content: str) -> None:
-        """Record the failure of a sample; `content` enters the hash in the file names, together with the plan."""
+        """Record the failure of a sample.
+
+        Args:
+            content: Text to include in the hash in the file names, besides the fingerprint of the plan.
+        """
         self.failures.append(failure)
         self._content.update(content.encode())
 
     def commit(self, *, num_reused: int = 0, encoded_s: float = 0.0) -> ShardResult:
-        """Publish the files of the shard, if it has samples, and its commit; return the result."""
+        """Publish the files of the shard, if it has samples, and the commit; return the result.
+
+        Args:
+            num_reused: Number of samples that were copied from stored shards.
+            encoded_s: Seconds of video that were encoded or read to make samples.
+        """
         work, num_samples = self._work, self.num_samples
         files = self._writer.publish(self._content.hexdigest()) if num_samples else None
         failures = tuple(self.failures)
@@ -251,7 +271,7 @@ def begin_shard(
     fields: Sequence[pa.Field],
     num_planned: int,
 ) -> Iterator[NewShard]:
-    """Start a shard, and remove its files at the end unless it was committed.
+    """Context manager that starts a shard, and removes its files at the end unless the shard was committed.
 
     Args:
         work: Task of the worker.
@@ -267,24 +287,25 @@ def begin_shard(
 
 
 class RunningChunks:
-    """Counter of finished chunks in running shards, for the progress bar of the driver.
+    """Counter of finished samples in running shards, for the progress bar of the driver.
 
     Reading the heartbeats of thousands of workers takes time, especially on a network disk. They are read at most once
     a second, and less often if reading takes long.
 
     Args:
-        shard_ids: Ids of the shards to count; other parts of the run may write heartbeats too.
-        shares: Fraction of a shard's chunks that count as work, by shard id; the other chunks are copied at almost no
-            cost. Shards that are not listed have no chunks to copy.
+        variant_dir: Folder of the variant.
+        shard_ids: IDs of the shards to count. Other parts of the run may also write heartbeats.
+        costs: Mean cost of a sample in each shard, keyed by shard ID: 1 for a sample that is made, and less for a
+            sample that is copied. Default: 1.
 
     Attributes:
         has_begun: True once a worker has started a shard.
     """
 
     def __init__(
-        self, variant_dir: Path, *, shard_ids: Container[int], shares: Mapping[int, float] | None = None
+        self, variant_dir: Path, *, shard_ids: Container[int], costs: Mapping[int, float] | None = None
     ) -> None:
-        self._variant_dir, self._shard_ids, self._shares = variant_dir, shard_ids, shares or {}
+        self._variant_dir, self._shard_ids, self._costs = variant_dir, shard_ids, costs or {}
         self._num_done: dict[int, int] = {}
         self.has_begun = False
         self._total = 0
@@ -295,27 +316,27 @@ class RunningChunks:
         self._total -= self._num_done.pop(shard_id, 0)
 
     def work_done(self) -> float:
-        """Return the work done in running shards, in chunks, as of the last call of `num_done`."""
-        return sum(done * self._shares.get(shard_id, 1.0) for shard_id, done in self._num_done.items())
+        """Return the cost of the finished samples in running shards, as of the last call of `num_done`."""
+        return sum(num_done * self._costs.get(shard_id, 1.0) for shard_id, num_done in self._num_done.items())
 
     def num_done(self) -> int:
-        """Return the number of chunks done when the heartbeats were last read."""
-        begin_s = time.monotonic()
-        if begin_s >= self._next_s:
+        """Return the number of finished samples in running shards, as of the last reading of the heartbeats."""
+        start_s = time.monotonic()
+        if start_s >= self._next_s:
             running = running_shards(self._variant_dir)
             self._num_done = {shard.shard_id: shard.num_done for shard in running if shard.shard_id in self._shard_ids}
             self.has_begun = self.has_begun or bool(self._num_done)
             self._total = sum(self._num_done.values())
             end_s = time.monotonic()
-            self._next_s = end_s + max(1.0, (end_s - begin_s) / _MAX_READING)
+            self._next_s = end_s + max(1.0, (end_s - start_s) / _MAX_READING)
         return self._total
 
 
 def running_shards(variant_dir: Path) -> list[ShardProgress]:
-    """Return the progress of all shards with a heartbeat within the last minute."""
+    """Return the progress of all shards with a heartbeat from the last minute."""
     running = []
     for path in sorted((variant_dir / RUNNING_FOLDER).glob("*.json")):
-        # The file may be deleted or half written while it is read.
+        # The file may be deleted or incompletely written while it is read.
         with suppress(OSError, ValueError, TypeError):
             if time.time() - path.stat().st_mtime < _STALE_S:
                 running.append(ShardProgress(**parse_json(path.read_text())))

@@ -16,7 +16,7 @@ FILES = ShardFiles("000004-0.tar", 1, "0", "000004-0.index.arrow", 1, "0", 3)
 COMMITS = {
     "no commit": None,
     "as planned": Commit("text", 4, "train", "planned", FILES, ()),
-    "whose failures": Commit("text", 4, "train", "planned", FILES, (Failure("v", None, FailureCode.TIMEOUT, ""),)),
+    "with failures": Commit("text", 4, "train", "planned", FILES, (Failure("v", None, FailureCode.TIMEOUT, ""),)),
     "of before": Commit("text", 4, "train", "before", FILES, ()),
 }
 RESULTS = {
@@ -25,7 +25,7 @@ RESULTS = {
     "worker lost": ShardResult(4, stopped_by=Stop(FailureCode.WORKER_LOST, "lost")),
     "disk full": ShardResult(4, stopped_by=Stop(FailureCode.DISK_FULL, "full")),
 }
-NOT_TRIED, REMOVED = "not attempted: the run ended before", "its commit was removed during the run"
+NOT_TRIED, REMOVED = "not attempted: the run ended before", "the commit was removed during the run"
 NO_COMMIT, NO_TAR = (
     f"the worker reported success, but in data: {why}" for why in ("no commit for this plan", "no tar")
 )
@@ -35,7 +35,7 @@ NO_COMMIT, NO_TAR = (
     ("state", "commit", "problem", "result", "why"),
     [
         (ShardState.NEW, "as planned", None, "made", None),
-        (ShardState.NEW, "whose failures", None, "made", None),
+        (ShardState.NEW, "with failures", None, "made", None),
         (ShardState.NEW, "no commit", None, "made", NO_COMMIT),
         (ShardState.CHANGED, "of before", None, "made", NO_COMMIT),
         (ShardState.NEW, "as planned", "no tar", "made", NO_TAR),
@@ -48,11 +48,11 @@ NO_COMMIT, NO_TAR = (
         (ShardState.CHANGED, "of before", None, "no report", NOT_TRIED),
         (ShardState.CORRUPT, "as planned", "no tar", "no report", NOT_TRIED),
         # The commit of the failures that were to be tried again is from before the run.
-        (ShardState.RETRY, "whose failures", None, "made", None),
-        (ShardState.RETRY, "whose failures", None, "worker lost", "lost"),
+        (ShardState.RETRY, "with failures", None, "made", None),
+        (ShardState.RETRY, "with failures", None, "worker lost", "lost"),
         (ShardState.RETRY, "as planned", None, "worker lost", None),
-        (ShardState.RETRY, "whose failures", None, "no report", NOT_TRIED),
-        (ShardState.CURRENT, "whose failures", None, "no report", None),
+        (ShardState.RETRY, "with failures", None, "no report", NOT_TRIED),
+        (ShardState.CURRENT, "with failures", None, "no report", None),
         (ShardState.CURRENT, "no commit", None, "no report", REMOVED),
         (ShardState.ORPHANED, "no commit", None, "no report", None),
     ],
@@ -72,7 +72,7 @@ def test_the_outcome_of_a_shard(
     ("commit", "problem", "is_made"),
     [
         ("as planned", None, True),
-        ("whose failures", None, True),
+        ("with failures", None, True),
         ("as planned", "no tar", False),
         ("of before", None, False),
         ("no commit", None, False),
@@ -90,7 +90,7 @@ def test_a_shard_of_another_part_counts_as_it_lies_there(
         result=None,
         other_part=Part(2, 3),
     )
-    assert reason == (None if is_made else Stop(FailureCode.SHARD_MISSING, "part 2/3 has not made it"))
+    assert reason == (None if is_made else Stop(FailureCode.SHARD_MISSING, "part 2/3 has not made the shard"))
 
 
 def test_why_the_run_ended_is_said() -> None:

@@ -140,7 +140,7 @@ def test_parts_at_once_that_are_killed_and_run_again_leave_the_bytes_of_one_comm
     assert current_variant(data, "video") == quick, "a variant with a gap became the current one"
     variant = rans[last].summary["variant"]
     listed = (data / "video" / variant / "failures.jsonl").read_text()
-    assert "part 2/3 has not made it" in listed
+    assert "part 2/3 has not made the shard" in listed
     again = end_of(start_part(data, "2/3"))
     assert again.summary["part"] == {"part": "2/3", "is_last": True, "num_running": 0, "not_made": {}}
     assert current_variant(data, "video") == variant

@@ -44,7 +44,7 @@ def test_a_group_has_one_line_with_its_numbers() -> None:
 def test_what_is_unknown_beforehand_is_a_limit() -> None:
     changed = shard(0, ShardState.CHANGED, 12, "its chunks have changed")
     assert states_lines([changed], verb="score") == [
-        "to do    at most 12 chunks scored into 1 shard: its chunks have changed; what is unchanged is copied"
+        "to do    at most 12 chunks scored into 1 shard: its chunks have changed; unchanged samples are copied"
     ]
 
 
