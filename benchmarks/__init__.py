@@ -1,1 +1,1 @@
-"""Benchmarks: the docstring of each program describes its method, README.md lists the results."""
+"""Benchmarks. The docstring of each program describes its method, and README.md lists the results."""

@@ -1,4 +1,4 @@
-"""Peak memory that torch allocates for some work."""
+"""Measure the peak memory that torch allocates during a call."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(work: Callable[[], object], *, device: torch.device) -> int:
-    """Return the peak number of bytes that `work` allocates in addition to the memory in use before."""
+    """Return the peak number of bytes that `work` allocates, in addition to the bytes that are allocated before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
@@ -15,7 +15,7 @@ def peak_bytes(work: Callable[[], object], *, device: torch.device) -> int:
         work()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    # Torch's own record of allocations: exact, even if the C library delays returning memory.
+    # Torch's record of allocations is exact, even if the C library returns memory late.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None

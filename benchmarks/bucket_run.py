@@ -1,19 +1,20 @@
-"""Cost of checkpoints to the steps of a training, for a run in a bucket and for a run on a disk.
+"""Cost of checkpoints during training, for a run in a bucket and for a run on a disk.
 
     python -m benchmarks.bucket_run [--steps N] [--every N] [--rounds N] [--latency S] [--batch N] [--json FILE]
 
-A tiny dual encoder is trained on synthetic clips. A local S3 server (moto's) has the run; a proxy in front of it delays
-every answer. Both are on the last core, and training is on the others, as if the server were another machine. The runs
-take turns.
+A tiny dual encoder is trained on synthetic clips. A local S3 server (moto) stores the run, and a proxy in front of the
+server delays every response. Both run on the last core, and training runs on the other cores, as if the server were
+another machine. The two kinds of run take turns. All figures are medians over the rounds:
 
-- `step ms`: median of the steps during which no checkpoint is written. All figures are medians over the rounds.
-- `waits ms`: time that the loop waits for a checkpoint: copying the state, and the end of the checkpoint before.
-- `upload s`: time from the copy of the state until the checkpoint is complete.
-- `cost ms`: what a checkpoint adds to the steps until it is complete, `waits ms` included.
-- `CPU ms`: CPU time of the process for a step, checkpoints included; uploading may use cores that the steps leave free.
-- `% every 5 min`: `cost ms` as a share of `INTERVAL_S`; the target is at most 2.
+- `step ms`: median time of the steps during which no checkpoint is written
+- `waits ms`: time that the loop waits for a checkpoint: to copy the state, and to finish the previous checkpoint
+- `upload s`: time from the copy of the state until the checkpoint is complete
+- `cost ms`: time that a checkpoint adds to the steps until it is complete, including `waits ms`
+- `CPU ms`: CPU time of the process per step, including checkpoints; an upload may use cores that the steps leave idle
+- `% every 5 min`: `cost ms` as a percentage of `INTERVAL_S`; the target is at most 2
 
-`--every` has to be longer than the upload, as it is in trainings: a checkpoint waits for the end of the one before.
+The time of `--every` steps must exceed the time of an upload, as in real training, because a checkpoint waits until the
+previous one is complete.
 """
 
 import os
@@ -53,19 +54,19 @@ _VIDEOS = tuple("abcdef")
 
 
 def main() -> None:
-    """Measure, and print the table."""
+    """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
-    parser.add_argument("--steps", type=int, default=150, help="steps of a run")
-    parser.add_argument("--every", type=int, default=60, help="steps between checkpoints")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind")
-    parser.add_argument("--latency", type=float, default=0.05, help="delay of every answer, in seconds")
-    parser.add_argument("--batch", type=int, default=8, help="clips of a step")
+    parser.add_argument("--steps", type=int, default=150, help="number of steps per run (default 150)")
+    parser.add_argument("--every", type=int, default=60, help="number of steps between checkpoints (default 60)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of runs of each kind (default 3)")
+    parser.add_argument("--latency", type=float, default=0.05, help="delay of every response in seconds (default 0.05)")
+    parser.add_argument("--batch", type=int, default=8, help="number of clips per step (default 8)")
     chosen = parser.parse_args()
     measured: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in (LOCAL, BUCKET)}
     folder, cores = Path(tempfile.mkdtemp(prefix="bucket-run-")), sorted(os.sched_getaffinity(0))
     try:
         _write_data(folder / "data")
-        os.sched_setaffinity(0, cores[-1:])  # the servers, which are children, stay there
+        os.sched_setaffinity(0, cores[-1:])  # the servers inherit this core
         with (
             s3_server() as server,
             faulty(server.port) as proxy,
@@ -78,7 +79,7 @@ def main() -> None:
             for number, name in turns([LOCAL, BUCKET], chosen.rounds + 1):
                 out = folder / f"run-{number}" if name == LOCAL else local_folder(f"{bucket}/run-{number}")
                 figures = _measure(chosen, folder / "data", out)
-                for column, value in figures.items() if number else ():  # the first round warms up
+                for column, value in figures.items() if number else ():  # the first round is a warm-up
                     measured[name][column].append(value)
     finally:
         os.sched_setaffinity(0, cores)
@@ -99,7 +100,7 @@ def _write_data(data: Path) -> None:
 
 
 def _measure(chosen: Namespace, data: Path, out: Path) -> dict[str, float]:
-    """Train once, and return the figures by column."""
+    """Train once, and return the figures of the run by column."""
     settings = DualEncoderSettings(
         shards=str(data),
         out=out,
@@ -117,13 +118,13 @@ def _measure(chosen: Namespace, data: Path, out: Path) -> dict[str, float]:
     with _timed_checkpoints() as checkpoints:
         launch(find_task("dual-encoder"), settings, resume=False, provenance=Provenance())
     steps_s = [line["step_s"] for line in read_lines(RunFolder(out).metrics)]
-    # The index of a step is its number - 1; the step after a checkpoint begins with the copy of the state.
+    # Step n has index n - 1. The step after a checkpoint begins with the copy of the state.
     spans = {
         step: range(step, next((end for end in range(step, len(steps_s)) if sum(steps_s[step:end]) > s), len(steps_s)))
         for step, s in checkpoints.written.items()
         if step < len(steps_s)
     }
-    busy = {0, *(number for span in spans.values() for number in span)}  # the first step loads its code
+    busy = {0, *(number for span in spans.values() for number in span)}  # the first step imports modules
     step_s = statistics.median(time_s for number, time_s in enumerate(steps_s) if number not in busy)
     (first, began_s), *_, (last, ended_s) = checkpoints.cpu.items()
     return {
@@ -138,12 +139,12 @@ def _measure(chosen: Namespace, data: Path, out: Path) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Checkpoints:
-    """Seconds of each checkpoint, by step.
+    """Times of the checkpoints in seconds, by step.
 
     Attributes:
-        waits: Time that the loop waits for it.
-        written: Time until it is complete.
-        cpu: CPU time of the process when it begins.
+        waits: Time that the loop waits for the checkpoint.
+        written: Time until the checkpoint is complete.
+        cpu: CPU time of the process at the start of the checkpoint.
     """
 
     waits: dict[int, float] = field(default_factory=dict)
@@ -153,7 +154,7 @@ class _Checkpoints:
 
 @contextmanager
 def _timed_checkpoints() -> Iterator[_Checkpoints]:
-    """Yield the times of the checkpoints that are written in the block."""
+    """Yield the times of the checkpoints that are written within the block."""
     times, began_s = _Checkpoints(), dict[int, float]()
     save, write = CheckpointWriter.save, CheckpointWriter._write
 

@@ -1,20 +1,20 @@
-"""Captioners: divided attention and decoding, compared with transformers.
+"""Captioners: training of the encoder and decoding of captions, compared with transformers.
 
     python -m benchmarks.caption [--parts encoder decoding] [--device cuda|cpu] [--rounds N] [--json FILE]
 
-encoder: forward and backward pass of TimeSformer-B (8 frames of 224 px, 1569 tokens), clipmill's attention compared
-with transformers' TimesformerModel, which computes attention eagerly: the same weights and clips; their losses are
-compared before timing. `checkpointed` computes each block twice (--towers.activation-checkpointing). On a CPU: float32,
-CPU seconds, and the memory that torch allocates; on a GPU: bfloat16 autocast, and the allocator's peak. Memory is the
-peak of a pass, excluding weights and clips. Targets: at least 1.2 times the speed on a CPU and 1.5 times on a GPU, at
-most 0.7 times the memory.
+encoder: forward and backward pass of TimeSformer-B (8 frames of 224 px, 1569 tokens), compared with TimesformerModel of
+transformers, which computes attention eagerly. Both have the same weights and clips, and their losses are compared
+before the timing. `checkpointed` computes each block twice (--towers.activation-checkpointing). On a CPU: float32, CPU
+seconds, and the memory that torch allocates; on a GPU: bfloat16 autocast, and the allocator's peak. Memory is the peak
+of a pass, without weights and clips. Targets: at least 1.2 times the speed on a CPU and 1.5 times on a GPU, at most 0.7
+times the memory.
 
-decoding: captions of 30 tokens by GPT-2 (124 M parameters) for clips encoded in advance, compared with transformers'
-`generate` with its cache and the same weights. The logits of both are compared first, and identical tokens are counted.
-Target: at least 1.0 times the tokens a second of greedy decoding.
+decoding: captions of 30 tokens by GPT-2 (124 M parameters) for clips encoded in advance, compared with `generate` of
+transformers with its cache and the same weights. The logits of both are compared first, and equal tokens are counted.
+Target: at least as many tokens per second in greedy decoding.
 
-The variants take turns in every round, in rotating order; figures are medians over the rounds, ratios are medians of
-the ratios within each round.
+The variants take turns in every round, in rotating order. Figures are medians over the rounds, and ratios are medians
+of the ratios within each round.
 """
 
 import statistics
@@ -91,10 +91,10 @@ def main() -> None:
 
 
 def encoder_rows(ours: Captioner, theirs: Any, clips: torch.Tensor, *, num_rounds: int) -> list[dict[str, Any]]:
-    """Return a row for each variant of training the encoder.
+    """Return a table row for each variant of the encoder.
 
     Raises:
-        RuntimeError: their losses differ.
+        RuntimeError: The losses of the variants differ.
     """
     device = clips.device
     variants = encoder_variants(ours, theirs, clips)
@@ -119,10 +119,10 @@ def encoder_rows(ours: Captioner, theirs: Any, clips: torch.Tensor, *, num_round
 
 
 def encoder_variants(ours: Captioner, theirs: Any, clips: torch.Tensor) -> dict[str, Callable[[], float]]:
-    """Return the compared passes; each returns its loss.
+    """Return functions that run a forward and backward pass of each variant, and return its loss.
 
     Raises:
-        RuntimeError: their losses differ.
+        RuntimeError: The losses of the variants differ.
     """
     tower = ours.video.train()
     theirs.encoder.train()
@@ -139,26 +139,26 @@ def encoder_variants(ours: Captioner, theirs: Any, clips: torch.Tensor) -> dict[
     }
     losses = {variant: work() for variant, work in variants.items()}
     if any(abs(loss - losses[HF]) > _CLOSE * losses[HF] for loss in losses.values()):
-        raise RuntimeError(f"different losses with the same weights: {losses}")
+        raise RuntimeError(f"the losses with the same weights differ: {losses}")
     return variants
 
 
 def check_logits(ours: Captioner, theirs: Any, states: torch.Tensor) -> None:
-    """Put both models into evaluation mode, and raise a RuntimeError if their logits differ."""
+    """Switch both models to evaluation mode, and raise a RuntimeError if their logits differ."""
     ours.eval()
     theirs.eval()
     tokens = torch.arange(len(states) * 5, device=states.device).view(len(states), 5)
     with torch.no_grad():
         expected = theirs.decoder(input_ids=tokens, encoder_hidden_states=states).logits
         if (ours.decoder(tokens, states) - expected).abs().max() > _CLOSE * expected.abs().max():
-            raise RuntimeError("different logits with the same weights")
+            raise RuntimeError("the logits with the same weights differ")
 
 
 def decoding_rows(ours: Captioner, theirs: Any, states: torch.Tensor, *, num_rounds: int) -> list[dict[str, Any]]:
-    """Return a row for each decoding method and implementation.
+    """Return a table row for each decoding method and implementation.
 
     Raises:
-        RuntimeError: their logits differ.
+        RuntimeError: The logits of the implementations differ.
     """
     device = states.device
     check_logits(ours, theirs, states)
@@ -168,9 +168,9 @@ def decoding_rows(ours: Captioner, theirs: Any, states: torch.Tensor, *, num_rou
             OURS: lambda settings=settings: write(ours, states, settings),  # type: ignore[misc]
             HF: lambda settings=settings: generate(theirs, states, settings),  # type: ignore[misc]
         }
-        written = {variant: work() for variant, work in variants.items()}
-        length = min(one.shape[1] for one in written.values())
-        same = (written[OURS][:, :length] == written[HF][:, :length]).float().mean().item()
+        tokens = {variant: work() for variant, work in variants.items()}
+        length = min(variant_tokens.shape[1] for variant_tokens in tokens.values())
+        same = (tokens[OURS][:, :length] == tokens[HF][:, :length]).float().mean().item()
         times = in_turn(variants, device=device, num_rounds=num_rounds, title=f"{DECODING}, {method}")
         count = len(states) * max_tokens_of(settings)
         rows += [
@@ -191,7 +191,7 @@ def decoding_rows(ours: Captioner, theirs: Any, states: torch.Tensor, *, num_rou
 def in_turn(
     variants: dict[str, Callable[[], Any]], *, device: torch.device, num_rounds: int, title: str
 ) -> dict[str, list[float]]:
-    """Return the seconds of each variant, one value per round."""
+    """Return the times of each variant in seconds, one per round."""
     times: dict[str, list[float]] = {variant: [] for variant in variants}
     names = list(variants)
     for number in range(num_rounds):
@@ -203,7 +203,7 @@ def in_turn(
 
 
 def ratio(theirs: list[float], ours: list[float]) -> float:
-    """Return the median of the ratios within each round."""
+    """Return the median over the rounds of `theirs` divided by `ours`."""
     return statistics.median(their / our for their, our in zip(theirs, ours, strict=True))
 
 

@@ -2,16 +2,18 @@
 
     python -m benchmarks.caption_pipeline [--stages 2] [--microbatches 2 4 8 16] [--schedules gpipe 1f1b] [--json FILE]
 
-A TimeSformer of 8 blocks (width 192, 4 frames of 112 px) and a GPT-2 of 2 blocks, partitioned so that the stages have
-equal compute; microbatches of 2 clips, so that more microbatches mean a larger batch. One process with one thread per
-stage.
+The model is a TimeSformer of 8 blocks (width 192, 4 frames of 112 px) with a GPT-2 of 2 blocks, partitioned so that all
+stages compute for about the same time. A microbatch has 2 clips, so more microbatches mean a larger batch. Each stage
+is a process with one thread.
 
-`bubble` is the fraction of a step in which a stage is idle, by its own clock, averaged over the stages; `theory` is (p
-- 1) / (m + p - 1) for p equally fast stages, m microbatches and free communication. `slowest / mean` is the compute
-  time of the slowest stage divided by the mean over the stages: the excess over 1 is a bubble too.
-`speed / one` is the samples per second relative to one process with one thread; `theory x p` is p (1 - theory).
+- `bubble`: fraction of a step in which a stage is idle, averaged over the stages
+- `theory`: (p - 1) / (m + p - 1), the bubble of p equally fast stages with m microbatches and free communication
+- `slowest / mean`: compute time of the slowest stage divided by the mean over the stages; a value above 1 adds to the
+  bubble
+- `speed / one`: samples per second relative to one process with one thread
+- `theory x p`: p (1 - theory)
 
-Each round covers all numbers of microbatches; figures are medians over the rounds.
+Each round covers all numbers of microbatches. Figures are medians over the rounds.
 """
 
 import json
@@ -46,13 +48,13 @@ from clipmill.train.tasks.caption.task import CaptionLoss
 
 NUM_FRAMES, IMAGE_PX, VOCABULARY, NUM_TOKENS, MICROBATCH = 4, 112, 1000, 16, 2
 DEPTH = 8
-# Layers per stage for about equal compute: the decoder's layers, with few tokens, cost little.
+# Layers per stage for about equal compute. The layers of the decoder are cheap, because they have few tokens.
 CUTS = {2: "5,9", 3: "4,3,7", 4: "3,2,2,7"}
 CPU = torch.device("cpu")
 
 
 def new_captioner() -> Captioner:
-    """Create the captioner, with the same weights each time."""
+    """Create the captioner. Its weights are the same each time."""
     torch.manual_seed(0)
     trunk = TransformerSize(width=192, depth=DEPTH, num_heads=3)
     tower = TimeSformer(
@@ -64,13 +66,13 @@ def new_captioner() -> Captioner:
 
 
 class Clock:
-    """Accumulates the time spent in calls."""
+    """Timer that adds up the time spent in calls."""
 
     def __init__(self) -> None:
         self.s = 0.0
 
     def timing(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a call so that its time is accumulated."""
+        """Wrap a function so that the time of its calls is added."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             began_s = time.perf_counter()
@@ -85,7 +87,7 @@ class Clock:
 def steps_of(
     model: nn.Module, world: World, *, microbatches: list[int], num_rounds: int, clock: Clock
 ) -> dict[int, list[tuple[float, float]]]:
-    """Return for each number of microbatches the seconds of the steps, and of this process's computations in them."""
+    """Return the time of each step and of this process's computations in it, in seconds, by number of microbatches."""
     clips = torch.randn(max(microbatches) * MICROBATCH, 3, NUM_FRAMES, IMAGE_PX, IMAGE_PX)
     targets = torch.randint(0, VOCABULARY, (len(clips), 1, NUM_TOKENS))
     objective = CaptionLoss(lambda batch, rows: clips[rows], end_id=0, label_smoothing=0.0)
@@ -102,7 +104,7 @@ def steps_of(
 
 
 def run_as_rank(schedule: Schedule, microbatches: list[int], num_rounds: int, out: Path) -> None:
-    """Run one of the processes launched by the parent."""
+    """Run one stage, in a process that `measured` launched."""
     from torch.distributed.pipelining import PipelineStage
 
     torch.set_num_threads(1)
@@ -121,7 +123,7 @@ def run_as_rank(schedule: Schedule, microbatches: list[int], num_rounds: int, ou
 
 
 def measured(size: int, schedule: str, microbatches: list[int], num_rounds: int) -> list[dict[str, Any]]:
-    """Launch the processes, and return their measurements."""
+    """Launch a process for each stage, and return their measurements."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -178,7 +180,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--schedules", nargs="+", choices=("gpipe", "1f1b"), default=["gpipe", "1f1b"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rank", type=Path, help="used by the benchmark itself: one process of a launch")
+    parser.add_argument("--rank", type=Path, help="run one stage; the benchmark uses this flag for its processes")
     arguments = parser.parse_args()
     shared = {"microbatches": arguments.microbatches, "num_rounds": arguments.rounds}
     if arguments.rank is not None:
@@ -195,7 +197,7 @@ def main() -> None:
     print_report(
         f"Captioner on {arguments.stages} stages, gloo, microbatches of {MICROBATCH} clips",
         rows,
-        notes=["`bubble` includes stage imbalance and communication, `theory` does not."],
+        notes=["`bubble` includes the imbalance of stages and communication; `theory` does not."],
         json_path=arguments.json,
     )
 

@@ -1,4 +1,4 @@
-"""Captioners of clipmill and transformers with the same weights: encoder passes and caption decoding."""
+"""Encoder passes and decoding with captioners of clipmill and transformers that have the same weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ END = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Model sizes of a captioner."""
+    """Dimensions of a captioner."""
 
     width: int
     depth: int
@@ -33,14 +33,14 @@ class Shape:
 
     @property
     def tower(self) -> TimeSformerShape:
-        """Return the shape of the encoder."""
+        """Dimensions of the encoder."""
         trunk = TransformerSize(width=self.width, depth=self.depth, num_heads=self.num_heads, norm_eps=NORM_EPS)
         size = VideoViTSize(trunk=trunk, patch_px=self.patch_px)
         return TimeSformerShape(size=size, image_px=self.image_px, num_frames=self.num_frames)
 
 
 def captioners(shape: Shape, *, device: torch.device) -> tuple[Captioner, Any]:
-    """Create both captioners. transformers' encoder supports eager attention only; its GPT-2 uses SDPA."""
+    """Create both captioners. The encoder of transformers supports only eager attention; its GPT-2 uses SDPA."""
     from transformers import VisionEncoderDecoderConfig, VisionEncoderDecoderModel
 
     torch.manual_seed(0)
@@ -63,7 +63,7 @@ def captioners(shape: Shape, *, device: torch.device) -> tuple[Captioner, Any]:
 
 
 def take(encode: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, clips: torch.Tensor) -> float:
-    """Run one forward and backward pass of an encoder, and return the loss."""
+    """Run a forward and backward pass of an encoder, and return the loss."""
     model.zero_grad(set_to_none=True)
     with torch.autocast(clips.device.type, dtype=torch.bfloat16, enabled=clips.is_cuda):
         tokens = encode(clips)
@@ -73,7 +73,7 @@ def take(encode: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, clips
 
 
 class FromStates:
-    """The decoder alone, applied to encoder states."""
+    """Decoder without an encoder: its input is the encoder's states."""
 
     def __init__(self, decoder: Gpt2) -> None:
         self._decoder = decoder
@@ -88,7 +88,7 @@ class FromStates:
 
 
 def write(ours: Captioner, states: torch.Tensor, settings: DecodingSettings) -> torch.Tensor:
-    """Decode with clipmill, up to the maximum number of tokens."""
+    """Decode the maximum number of tokens with clipmill."""
     settings = replace(settings, min_tokens=max_tokens_of(settings) - 1)
     samples = range(len(states))
     return generate_captions(FromStates(ours.decoder), states, settings, end_id=END, samples=samples).tokens_VL
@@ -96,7 +96,7 @@ def write(ours: Captioner, states: torch.Tensor, settings: DecodingSettings) -> 
 
 @torch.no_grad()
 def generate(theirs: Any, states: torch.Tensor, settings: DecodingSettings) -> torch.Tensor:
-    """Decode with transformers' `generate`."""
+    """Decode the maximum number of tokens with `generate` of transformers."""
     from transformers.modeling_outputs import BaseModelOutput
 
     found: torch.Tensor = theirs.generate(

@@ -1,16 +1,22 @@
-"""Throughput of `prep captions --endpoint` against a server that answers each request after a fixed time.
+"""Throughput of `prep captions --endpoint` with a server that responds to each request after a fixed time.
 
     python -m benchmarks.captions [--chunks N] [--in-flight N ...] [--latency S] [--json FILE]
 
-The server is a process that reads each request, waits (200 ms), and sends an answer, any number at a time: with N
-requests in flight, it answers N / latency requests a second at most, the bound. `answers/s` is what the command
-reached, from the first request to the last answer, `steady` between the first and the last fifth of the answers, and
-`of bound` of the latter should be near 1. `at the server` is the mean number of requests that it had. `CPU ms` is what
-the command and its workers took for each chunk beyond the start: the difference of two runs, one of a quarter of the
-chunks, divided by the difference of their chunks. It has decoding, JPEG, the client, the journal and the shards. The
-rest is `start, CPU s`: the command, and its workers until their first request. The server takes `its CPU ms` of the
-same cores. Chunks are of 1 s and 96 lines, with 4 frames each, so that few cores can decode as fast as the bound asks,
-and a video fills a shard.
+The server is a process that reads each request, waits (200 ms), and sends a response. It handles any number of requests
+at a time, so with N requests in flight, the throughput is at most N / latency, the bound.
+
+- `answers/s`: responses per second from the first request to the last response
+- `steady`: the same without the first and the last fifth of the responses
+- `of bound`: `steady` divided by the bound, which should be near 1
+- `at the server`: mean number of requests that the server is handling
+- `CPU ms`: CPU time per chunk of the command and its workers, without their start: the difference of two runs, of all
+  and of a quarter of the chunks, divided by the difference of the numbers of chunks. It includes decoding, JPEG
+  compression, the client, the journal and the shards.
+- `start, CPU s`: the remaining CPU time: start of the command, and of its workers until their first request
+- `its CPU ms`: CPU time of the server per chunk, on the same cores
+
+Chunks have 1 s, 96 lines and 4 frames per request, so that a few cores can decode as fast as the bound requires, and
+each video fills a shard.
 """
 
 import asyncio
@@ -27,7 +33,7 @@ from benchmarks.measure import prep_command, run_measured
 from benchmarks.report import parser_for, print_report
 
 MODEL = "stub"
-SECONDS = 256  # of a video
+SECONDS = 256  # duration of a video
 _ANSWER = {
     "id": "1",
     "object": "chat.completion",
@@ -39,7 +45,7 @@ _ANSWER = {
 
 
 def serve(pipe: Connection, latency_s: float) -> None:
-    """Answer requests; for each object that is received, send what `Seen` holds, and begin anew."""
+    """Respond to HTTP requests. For each object received from `pipe`, send the fields of `Seen`, and reset them."""
     content = json.dumps(_ANSWER).encode()
     head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n".encode()
     times: list[tuple[float, float]] = []
@@ -71,25 +77,30 @@ def serve(pipe: Connection, latency_s: float) -> None:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the server saw of a run: when each request came and was answered, and its own CPU seconds."""
+    """Record of the server about a run.
+
+    Attributes:
+        times: Times of arrival and response of each request, in seconds.
+        cpu_s: CPU time of the server in seconds.
+    """
 
     times: list[tuple[float, float]]
     cpu_s: float
 
     @property
     def wall_s(self) -> float:
-        """Seconds from the first request to the last answer."""
+        """Time from the first request to the last response, in seconds."""
         return max(end_s for _, end_s in self.times) - min(begin_s for begin_s, _ in self.times)
 
     def steady(self) -> float:
-        """Return the answers a second without the first and the last fifth of them."""
+        """Return the responses per second, without the first and the last fifth of the responses."""
         ends_s = sorted(end_s for _, end_s in self.times)
         first, last = len(ends_s) // 5, len(ends_s) * 4 // 5
         return (last - first) / (ends_s[last] - ends_s[first])
 
 
 def caption(data: Path, address: str, *, in_flight: int) -> tuple[int, float]:
-    """Caption all chunks, with a prompt of their own; return their number, and the CPU seconds."""
+    """Caption all chunks with a new prompt, and return the number of chunks and the CPU seconds."""
     flags = ("--endpoint", address, "--model", MODEL, "--frames", "4", "--prompt", f"{in_flight} at a time")
     engine = ("--engine", "processes", "--in-flight", str(in_flight), "--json")
     usage = run_measured(prep_command("captions", *flags, *engine, "--data", data))
@@ -99,7 +110,7 @@ def caption(data: Path, address: str, *, in_flight: int) -> tuple[int, float]:
 def measure(
     few: Path, all_: Path, address: str, seen: Callable[[], Seen], *, in_flight: int, latency_s: float
 ) -> dict[str, object]:
-    """Caption both sets of chunks."""
+    """Caption the small and the complete set of chunks, and return a table row."""
     num_few, few_cpu_s = caption(few, address, in_flight=in_flight)
     seen()
     num_chunks, cpu_s = caption(all_, address, in_flight=in_flight)
@@ -123,7 +134,7 @@ def measure(
 
 
 def make_chunks(data: Path, *, num_chunks: int) -> Path:
-    """Make about as many chunks of 1 s."""
+    """Make about `num_chunks` chunks of 1 s."""
     seconds = max(1, min(SECONDS, num_chunks))
     made = ("--videos", str(max(1, num_chunks // seconds)), "--minutes", str(seconds / 60))
     run_measured(prep_command("manifest", "synthetic", *made, "--data", data))
@@ -135,9 +146,11 @@ def make_chunks(data: Path, *, num_chunks: int) -> Path:
 def main() -> None:
     """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
-    parser.add_argument("--chunks", type=int, default=6144, help="number of chunks, about (default 6144)")
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[16, 64], help="requests (default 16 64)")
-    parser.add_argument("--latency", type=float, default=0.2, help="seconds to an answer (default 0.2)")
+    parser.add_argument("--chunks", type=int, default=6144, help="approximate number of chunks (default 6144)")
+    parser.add_argument(
+        "--in-flight", type=int, nargs="+", default=[16, 64], help="numbers of requests (default 16 64)"
+    )
+    parser.add_argument("--latency", type=float, default=0.2, help="seconds until a response (default 0.2)")
     arguments = parser.parse_args()
     ours, theirs = multiprocessing.Pipe()
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, arguments.latency), daemon=True)
@@ -156,7 +169,7 @@ def main() -> None:
             rows.append(measure(few, all_, address, seen, in_flight=in_flight, latency_s=arguments.latency))
     ours.send(False)
     server.join()
-    notes = [f"The server answers after {arguments.latency:g} s."]
+    notes = [f"The server responds after {arguments.latency:g} s."]
     print_report("prep captions with a server", rows, notes=notes, json_path=arguments.json)
 
 

@@ -4,24 +4,24 @@
 
 Every variant encodes the same files to 15 s chunks with a short side of 288 pixels, one process at a time:
 
-    prep chunk           the whole command, processes engine, one worker: probing, planning, encoding, verifying,
+    prep chunk           complete command, processes engine, one worker: probing, planning, encoding, verifying,
                          packing, publishing
-    prep chunk, ray      the same through a Ray instance of its own; including its daemons
-    bare ffmpeg          only the same encoder passes, one by one: the lower bound
-    one pass per video   the same recipe, without cutting passes every five minutes
-    call per chunk       `-ss S -i VIDEO -t 15` for each chunk, with this recipe's resize, rate and encoder settings
+    prep chunk, ray      the same with a new Ray instance, including its daemons
+    bare ffmpeg          only the encoder passes of the command, one after the other: the lower bound
+    one pass per video   the same recipe, without a new pass every five minutes
+    call per chunk       `-ss S -i VIDEO -t 15` for each chunk, with the size, rate and encoder settings of the recipe
     LaViLa's call        `-ss S -i VIDEO -vf scale -t 15` for each chunk, with the defaults of ffmpeg and x264
-                         (preset medium, the source's rate, audio kept); its output differs
+                         (preset medium, the rate of the source, with audio); its output differs
 
-CPU time is measured: user and system seconds of the whole process tree, since wall time is unreliable on a shared
-machine. The variants take turns within a round, and the order rotates from round to round. Figures are medians over the
-rounds; ratios are medians of the ratios within each round. `/ bare` is the cost relative to the lower bound (target for
+CPU time is the user and system time of the complete process tree; wall time is unreliable on a shared machine. The
+variants take turns within a round, and the order rotates from round to round. Figures are medians over the rounds, and
+ratios are medians of the ratios within each round. `/ bare` is the cost relative to the lower bound (target for
 `prep chunk`: at most 1.05), `/ prep` the cost relative to `prep chunk` (target for one call per chunk: at least 1.25).
-`/ own passes` divides a run of `prep chunk` by the CPU time of the encoder passes within that same run: it is not
-affected by noise between runs. Starting Python costs one or two seconds per run, so very short sets look worse than
-long ones.
+`/ own passes` divides the CPU time of `prep chunk` by the CPU time of the encoder passes in the same run, so that noise
+between runs does not affect it. Starting Python costs one or two seconds per run, so the ratios are worse for very
+short videos.
 
-Without VIDEOS, synthetic ones are generated; the targets apply to natural videos.
+Without VIDEOS, synthetic videos are generated. The targets apply to natural videos.
 """
 
 import shutil
@@ -55,7 +55,7 @@ exit $code
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one variant: seconds of CPU and wall time, and CPU seconds in its encoder passes if known."""
+    """Cost of a variant: CPU and wall time in seconds, and the CPU time of its encoder passes if it is known."""
 
     cpu_s: float
     wall_s: float
@@ -63,7 +63,7 @@ class Cost:
 
 
 class Chunkers:
-    """The variants of chunking one data folder's videos; each call runs one and returns its cost."""
+    """Variants of chunking the videos of a data folder. The method of a variant runs it and returns its cost."""
 
     def __init__(self, data: Path, recipe: ResolvedRecipe, *, scratch: Path, program: str) -> None:
         self._data, self._recipe, self._scratch, self._program = data, recipe, scratch, program
@@ -72,7 +72,7 @@ class Chunkers:
         self._videos = list(whole_videos(planned))
 
     def all(self) -> dict[str, Callable[[], Cost]]:
-        """Return name -> variant."""
+        """Return the variants by name."""
         return {
             PREP: lambda: self.prep_chunk("processes"),
             BARE: lambda: self._run(map(self._span_command, self._spans)),
@@ -93,13 +93,13 @@ class Chunkers:
         return sum(video.source.end_s for video in self._videos)
 
     def prep_chunk(self, engine: str) -> Cost:
-        """Run the whole command in a data folder that contains only a manifest."""
+        """Run the complete command in a data folder that contains only a manifest."""
         data = self._scratch / "data"
         shutil.copytree(self._data / "manifest", data / "manifest")
         settings = self._recipe.settings
         command = prep_command("chunk", "--len", settings.len, "--data", data, "--engine", engine, "--workers", "1")
         try:
-            if engine == "ray":  # Ray's daemon does not wait for its workers, so the kernel does not account for them
+            if engine == "ray":  # Ray's daemon does not wait for its workers, so the kernel does not count their time
                 watched = run_watched(command)
                 return Cost(watched.cpu_s, watched.wall_s)
             with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
@@ -162,7 +162,7 @@ class Chunkers:
 
 
 def whole_videos(planned: PlanWithInputs) -> Iterable[SpanPlan]:
-    """Return one span per video, which covers all its chunks."""
+    """Return a span for each video that covers all of its chunks."""
     spans: dict[str, list[SpanPlan]] = {}
     for shard in planned.plan.shards:
         for plan in planned.plan.spans(shard.rows):
@@ -174,7 +174,7 @@ def whole_videos(planned: PlanWithInputs) -> Iterable[SpanPlan]:
 
 
 def make_manifest(videos: Path | None, data: Path, *, num_synthetic: int, minutes: float) -> None:
-    """Write the manifest of a folder of videos; without one, of generated synthetic videos."""
+    """Write the manifest of a folder of videos; if `videos` is None, of synthetic videos."""
     if videos is not None:
         run_measured(prep_command("manifest", "folder", videos.resolve(), "--data", data))
         return
@@ -183,13 +183,13 @@ def make_manifest(videos: Path | None, data: Path, *, num_synthetic: int, minute
 
 
 def children_s(times: str) -> float:
-    """Parse the second line of the shell's `times`: user and system seconds of its children, as `0m1.25s`."""
+    """Parse the second line of the shell's `times`: user and system time of its children, such as `0m1.25s`."""
     parts = (word.removesuffix("s").split("m") for word in times.splitlines()[1].split())
     return sum(60 * int(minutes) + float(seconds) for minutes, seconds in parts)
 
 
 def rows_of(costs: dict[str, list[Cost]]) -> list[dict[str, object]]:
-    """Return one row of the table for each variant."""
+    """Return a table row for each variant."""
 
     def ratio(name: str, base: str) -> float | None:
         if base not in costs:
@@ -222,8 +222,8 @@ def main() -> None:
     parser.add_argument("videos", nargs="?", type=Path, metavar="VIDEOS", help="folder of videos to cut")
     parser.add_argument("--rounds", type=int, default=3, help="number of runs of each variant (default 3)")
     parser.add_argument("--variants", nargs="+", metavar="VARIANT", help="names of the variants to run")
-    parser.add_argument("--synthetic", type=int, default=4, metavar="N", help="synthetic videos (default 4)")
-    parser.add_argument("--minutes", type=float, default=5.0, help="length of each (default 5)")
+    parser.add_argument("--synthetic", type=int, default=4, metavar="N", help="number of synthetic videos (default 4)")
+    parser.add_argument("--minutes", type=float, default=5.0, help="length of each synthetic video (default 5)")
     arguments = parser.parse_args()
     ffmpeg = find_ffmpeg()
     with tempfile.TemporaryDirectory() as folder:

@@ -2,40 +2,41 @@
 
     python benchmarks/decode.py [VIDEOS] [--quick] [--json FILE]
 
-Pieces of 15 s at 30 fps, short side 288, are cut losslessly from a folder of VIDEOS (without VIDEOS they are generated,
-with texture, panning, rotation and noise) and encoded as several sets of chunks:
+Pieces of 15 s at 30 fps with a short side of 288 pixels are cut losslessly from a folder of VIDEOS. Without VIDEOS, the
+pieces are generated, with texture, panning, rotation and noise. They are encoded as several sets of chunks:
 
     x264 default   `ffmpeg -i PIECE -c:v libx264`: CRF 23, preset medium, a keyframe every 250 frames; clipmill reads
-                   these files as they are (`prep index`)
+                   these files without re-encoding (`prep index`)
     x264, GOP 30   the same with a keyframe every 30 frames
     own            `prep chunk` with its default recipe
     closed GOP     `prep chunk --gop closed`
     fast           `prep chunk --recipe fast`: every frame is a keyframe
 
-The same clips are read from each set: the same frames, and one RandomResizedCrop(0.5-1.0) to 224 pixels per clip with
-the same rectangles; 4 frames of a span of 1 to 4 s, or 16 frames with a stride of 4 as in VideoMAE. The variants:
+Every variant reads the same clips from each set: the same frames, with one RandomResizedCrop(0.5-1.0) to 224 pixels per
+clip and the same rectangles. A clip has 4 frames from a span of 1 to 4 s, or 16 frames with a stride of 4 as in
+VideoMAE. The variants:
 
     clipmill       the code path of training: packets read from the shard, checksums verified; YUV planes
     clipmill, rgb  the same, converted to RGB on the CPU
     clipmill, uncropped
-                   the same, with the decoder's frames unchanged
+                   the same, with the frames as the decoder returns them
     decord, torchcodec (seek mode exact, and approximate), PyAV, OpenCV
-                   open the chunk's file, decode the frames to RGB, crop and resize them with OpenCV; `torchcodec,
+                   open the file of the chunk, decode the frames to RGB, crop and resize them with OpenCV; `torchcodec,
                    kept open` opens each file once, in approximate mode
-    libavcodec     clipmill's packets, preloaded in memory, fed to the same decoder; nothing is read,
+    libavcodec     clipmill's packets, preloaded into memory, are sent to the same decoder; nothing is read,
                    verified, cropped or resized: the lower bound
 
-Each variant is a persistent process with one thread and its files in the page cache. Before timing, its clips are
-compared with sequential decoding of the chunk; `wrong frames` counts those that differ from the requested ones (YUV
-planes must be identical). A turn is as many passes over the clips as fit into half a second; all variants take turns in
-every round, in rotating order. The figures are clips per CPU second of the variant's process: medians over the rounds;
-ratios are medians of the ratios within each round. `/ decord` is relative to decord on the x264 default chunks,
-`/ libavcodec` relative to libavcodec on the same chunks.
+Each variant is a persistent process with one thread and its files in the page cache. Before the timing, its clips are
+compared with sequential decoding of the chunk. `wrong frames` counts the frames that differ from the requested frames
+(YUV planes must be identical). A turn repeats complete passes over the clips for at least half a second. All variants
+take turns in every round, in rotating order. The figures are clips per CPU second of the variant's process: medians
+over the rounds. Ratios are medians of the ratios within each round. `/ decord` is relative to decord on the x264
+default chunks, `/ libavcodec` relative to libavcodec on the same chunks.
 
-Targets: 12 times decord on x264 default chunks with at most 1.6 times their bytes, 8 times with 16 frames; on own
-chunks 3.5 times decord and 2.5 times torchcodec (the best of its ways); on x264's files 1.5 times torchcodec; uncropped
-0.9 of libavcodec; less than 10 % of the CPU outside libavcodec and the resize; two loader threads 0.98 of two
-concurrent processes with one thread each and the same work, which is what two cores can reach.
+Targets: 12 times decord on x264 default chunks, with at most 1.6 times their bytes, and 8 times with 16 frames; on own
+chunks 3.5 times decord and 2.5 times the best variant of torchcodec; on x264's files 1.5 times torchcodec; uncropped
+0.9 times libavcodec; less than 10 % of the CPU time outside libavcodec and the resize; two loader threads 0.98 times
+two concurrent processes with one thread each and the same work, which is the limit of two cores.
 """
 
 import argparse
@@ -99,13 +100,13 @@ from benchmarks.report import Rows, parser_for, print_report
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 
 AT_LEAST_S, LOADER_AT_LEAST_S = 0.5, 1.0
-NUM_LOADER_TURNS = 3  # per round: other load on the machine changes from second to second
+NUM_LOADER_TURNS = 3  # number per round; several, because the load of the machine changes from second to second
 NUM_CAPTIONS, NUM_CHECKED_CHUNKS = 512, 2
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A variant's program in benchmarks.decode_peers, and the Python interpreter with its packages."""
+    """Program of a variant in benchmarks.decode_peers, and the Python interpreter that has its packages."""
 
     module: str
     words: tuple[str, ...] = ()
@@ -124,13 +125,13 @@ VARIANTS = {
     PYAV: Entry("pyav_seek", (), PEERS_PYTHON),
     OPENCV: Entry("opencv_seek", (), PEERS_PYTHON),
 }
-# Number of loader processes and threads per process, by variant.
+# Threads of each loader process, by variant.
 LOADER_PROCESSES = {
     LOADERS[0]: {"loader of 1 thread": 1},
     LOADERS[1]: {"loader of 2 threads": 2},
     LOADERS[2]: {"loader of process 1": 1, "loader of process 2": 1},
 }
-# Without OpenCV where it is slowest: half a second per clip with 16 seeks among 250 frames.
+# OpenCV is omitted where it is slowest: it takes half a second per clip with 16 seeks among 250 frames.
 CASES: list[Case] = [
     *((X264_DEFAULT, SHORT, variant) for variant in (OURS, UNCROPPED, FLOOR, *OTHERS)),
     *((X264_SHORT, SHORT, variant) for variant in (OURS, UNCROPPED, FLOOR, DECORD, *TORCHCODEC)),
@@ -144,7 +145,7 @@ CASES: list[Case] = [
 
 
 def draw_clips(folder: Path, name: str, *, num_chunks: int, num_clips: int) -> dict[str, list[Clip]]:
-    """Draw about equally many clips from each chunk; half as many of 16 frames."""
+    """Draw about the same number of clips from each chunk: `num_clips` of 4 frames, and half as many of 16 frames."""
     import av
 
     from clipmill.train.data.clip_frames import rectangle_of
@@ -169,7 +170,7 @@ def draw_clips(folder: Path, name: str, *, num_chunks: int, num_clips: int) -> d
 
 
 class Decoders:
-    """The variants' and additional programs by name, with the reasons why some are unavailable."""
+    """Programs of the variants and additional programs by name, with the reasons why some are unavailable."""
 
     def __init__(self, names: list[str], folder: Path, *, stack: ExitStack) -> None:
         self._running: dict[str, PeerProcess] = {}
@@ -198,7 +199,7 @@ class Decoders:
         return name in self._running
 
     def ask(self, name: str, do: str, **details: Any) -> dict[str, Any] | None:
-        """Send a request to a variant; None if it is unavailable, or reports a missing dependency."""
+        """Send a request to a variant; return None if the variant or one of its dependencies is not installed."""
         if name not in self._running:
             return None
         try:
@@ -210,10 +211,10 @@ class Decoders:
 
 
 def race(variants: Decoders, cases: list[Case], *, num_rounds: int) -> Measured:
-    """Check every case, then time them in turns.
+    """Check the frames of every case, and then time the cases in turns.
 
     Raises:
-        RuntimeError: clipmill returned a frame other than the requested one.
+        RuntimeError: clipmill returned a different frame than the requested frame.
     """
     measured = Measured({}, {}, {name: [] for name in LOADERS}, {}, variants.missing)
     for case in cases:
@@ -226,7 +227,7 @@ def race(variants: Decoders, cases: list[Case], *, num_rounds: int) -> Measured:
             raise RuntimeError(f"{case}: {found}")
         measured.rates[case], measured.wrong[case] = [], (found["num_wrong"], found["num_frames"])
     for name in LOADERS:
-        _load(variants, name, at_least_s=0)  # opens the files, so that the processes of a pair start together
+        _load(variants, name, at_least_s=0)  # open the files first, so that the processes of a pair start together
     for number in range(num_rounds):
         running = list(measured.rates)
         begin = number * len(running) // num_rounds
@@ -251,7 +252,7 @@ def _measure_beside(variants: Decoders, measured: Measured) -> None:
 
 
 def _load(variants: Decoders, name: str, *, at_least_s: float) -> tuple[float, float] | None:
-    """Return clips per second of wall time and per CPU second, over all concurrent processes of a variant."""
+    """Return clips per second of wall time and per CPU second, over all processes of a variant together."""
     processes = LOADER_PROCESSES[name]
     ask = partial(variants.ask, do="load", set=OWN, at_least_s=at_least_s)
     with ThreadPoolExecutor(len(processes)) as pool:
@@ -270,8 +271,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_for(__doc__ or "")
     parser.add_argument("videos", nargs="?", type=Path, metavar="VIDEOS", help="folder of videos to cut pieces from")
     parser.add_argument("--pieces", type=int, default=12, help="number of pieces of 15 s (default 12)")
-    parser.add_argument("--clips", type=int, default=36, help="clips of 4 frames, and half as many of 16 (default 36)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant (default 5)")
+    parser.add_argument(
+        "--clips", type=int, default=36, help="number of clips of 4 frames; half as many have 16 (default 36)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="number of turns of each variant (default 5)")
     parser.add_argument(
         "--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="VARIANT", help="only these"
     )

@@ -2,16 +2,16 @@
 
     python -m benchmarks.encoding [VIDEOS] [--rounds 3] [--json FILE]
 
-The chunks of a folder of videos are encoded by three VAEs, on one thread: `tiny`, for which the overhead outside the
-model matters most, one of Stable Diffusion's architecture (84 M parameters) with random weights, at a size and frame
-rate that a CPU can handle, and a narrow one of Wan's, which encodes one segment at a time. A text tower of ViT-B-32's
-architecture with random weights encodes captions of 5 to 20 words, and of 90.
+Three VAEs encode the chunks of a folder of videos on one thread: `tiny`, for which the overhead outside the model
+matters most; a VAE with Stable Diffusion's architecture (84 M parameters) and random weights, at a size and frame rate
+that a CPU can handle; and a narrow VAE with Wan's architecture, which encodes one segment at a time. A text tower with
+ViT-B-32's architecture and random weights encodes captions of 5 to 20 words, and of 90 words.
 
-The plain loops (benchmarks.plain_loops) are minimal scripts with the same weights: decode each chunk whole by PyAV,
-pick the frames, crop, resize, collect a batch, encode, save; tokenise a batch by open_clip, encode, normalise, save.
-They verify nothing. Both variants are complete commands, including imports. CPU seconds of all processes; the variants
-take turns, figures are medians, ratios are medians of the ratios within each round. Target: at least 0.95 times the
-rate of the plain loop.
+The plain loops (benchmarks.plain_loops) are minimal scripts with the same weights: decode each complete chunk with
+PyAV, select frames, crop, resize, collect a batch, encode, save; or tokenise a batch with open_clip, encode, normalise,
+save. They verify nothing. Both variants are complete commands, including imports. Figures are CPU seconds of all
+processes. The variants take turns; figures are medians, and ratios are medians of the ratios within each round. Target:
+at least 0.95 times the rate of the plain loop.
 """
 
 import shutil
@@ -34,7 +34,7 @@ TEXT_BATCH = 32
 CLIP = "ViT-B-32"
 TINY = "tiny"
 ENGINE = ("--engine", "processes", "--workers", "1", "--num-gpus", "0")
-# Name; size in pixels, fps and segment length; or number of words and number of captions.
+# Description, size in pixels, frames per second and length of a segment.
 LATENTS = {
     TINY: ("tiny, 256 px, 4 a second", 256, "4", "5s"),
     "sd": ("Stable Diffusion's shape, 64 px, one in 4 s", 64, "1/4", "4s"),
@@ -45,7 +45,7 @@ _WORDS = ("a", "the", "person", "dog", "opens", "cuts", "onion", "door", "red", 
 
 
 def make_vae() -> Any:
-    """Create a VAE of Stable Diffusion's architecture with random weights."""
+    """Create a VAE with Stable Diffusion's architecture and random weights."""
     import torch
     from diffusers import AutoencoderKL
 
@@ -59,7 +59,7 @@ def make_vae() -> Any:
 
 
 def make_wan() -> Any:
-    """Create a narrow VAE of Wan's architecture with random weights."""
+    """Create a narrow VAE with Wan's architecture and random weights."""
     import torch
     from diffusers import AutoencoderKLWan
 
@@ -75,7 +75,7 @@ def save_vae(folder: Path, case: str) -> Path:
 
 
 def save_clip(folder: Path) -> Path:
-    """Save random weights of the model CLIP."""
+    """Save random weights for the open_clip model `CLIP`."""
     import open_clip
     import torch
     from safetensors.torch import save_file
@@ -87,7 +87,7 @@ def save_clip(folder: Path) -> Path:
 
 
 def words_of(rng: np.random.Generator, lengths: tuple[int, int]) -> str:
-    """Draw a text whose number of words lies between the two lengths."""
+    """Draw a text whose number of words is between the two lengths."""
     return " ".join(rng.choice(_WORDS, rng.integers(lengths[0], lengths[1] + 1)))
 
 
@@ -117,7 +117,13 @@ def compare(
     num_rounds: int,
     forget: Callable[[], None],
 ) -> list[dict[str, object]]:
-    """Return rows for both variants; `forget` removes our output before each round, `count` returns its size."""
+    """Time both variants in turns, and return a table row for each.
+
+    Args:
+        ours, plain: Command lines of `prep` and of the plain loop.
+        count: Function that returns the number of encoded items.
+        forget: Function that removes the output of `prep` before each round.
+    """
     seconds: dict[str, list[float]] = {"prep": [], "plain loop": []}
     for number in range(num_rounds):
         forget()
@@ -139,7 +145,7 @@ def compare(
 
 
 def forget_column(data: Path, column: str) -> None:
-    """Remove the output of a round."""
+    """Remove the column that the last round made."""
     shutil.rmtree(data / column, ignore_errors=True)
     path = data / "dataset.json"
     if path.exists():
@@ -149,7 +155,7 @@ def forget_column(data: Path, column: str) -> None:
 
 
 def latents_rows(folder: Path, videos: Path | None, *, case: str, num_rounds: int) -> list[dict[str, object]]:
-    """Return the rows of one VAE for the chunks of `videos`, or of a short synthetic video."""
+    """Return the table rows of a VAE, for the chunks of `videos` or of a short synthetic video."""
     what, size, fps, segment = LATENTS[case]
     vae = TINY if case == TINY else str(save_vae(folder, case))
     data = folder / f"{case}-data"
@@ -175,7 +181,7 @@ def latents_rows(folder: Path, videos: Path | None, *, case: str, num_rounds: in
 
 
 def text_rows(folder: Path, *, case: str, num_rounds: int) -> list[dict[str, object]]:
-    """Return the rows of the text tower for captions of one length."""
+    """Return the table rows of the text tower, for captions of one range of lengths."""
     what, lengths, count = TEXTS[case]
     weights = save_clip(folder)
     data = write_captions(folder, name=case, lengths=lengths, count=count)
@@ -193,7 +199,7 @@ def text_rows(folder: Path, *, case: str, num_rounds: int) -> list[dict[str, obj
 def main() -> None:
     """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
-    parser.add_argument("videos", type=Path, nargs="?", help="folder of videos (default: a short synthetic one)")
+    parser.add_argument("videos", type=Path, nargs="?", help="folder of videos (default: a short synthetic video)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", nargs="+", choices=[*LATENTS, *TEXTS], default=[*LATENTS, *TEXTS])
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Provenance of the results: machine, Python, ffmpeg, commit and date, included in every table and JSON file."""
+"""Environment of the results, which every table and JSON file contains: machine, Python, ffmpeg, commit and date."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def machine() -> str:
-    """Return the processor, and the number of cores available to this process."""
+    """Return the name of the processor, and the number of cores available to this process."""
     names = [
         line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
@@ -20,14 +20,14 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """Return the commit; `-dirty` if files differ from it, `unknown` in a copy without its history."""
+    """Return the commit, with `-dirty` if files differ from it; `unknown` without a git history."""
     command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
     described = subprocess.run(command, capture_output=True, text=True)
     return described.stdout.strip() if described.returncode == 0 else "unknown"
 
 
 def ffmpeg_version() -> str:
-    """Return the version of the ffmpeg used by `prep`; `none` on a machine without it."""
+    """Return the version of the ffmpeg that `prep` uses; `none` without ffmpeg."""
     from clipmill.prep.video.ffmpeg import find_ffmpeg
 
     try:

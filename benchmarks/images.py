@@ -1,18 +1,19 @@
-"""Loading images of tars: clipmill against open_clip's own loader and webdataset, on the same tars.
+"""Loading images from tars: clipmill compared with open_clip's loader and webdataset, on the same tars.
 
     python -m benchmarks.images [TARS] [--images N] [--short-side PX] [--batch N] [--rounds N] [--json FILE]
 
-TARS is a pattern of tars of JPEG files with `txt`; when left out, they are made up: smooth noise at several scales,
-4:3, JPEG quality 95 as img2dataset writes it. Each loader gives an epoch per turn, in turns, in this process: batches
-of captions as CLIP's tokens, and of random crops of 0.9 to 1.0 of an image at 224 px, as open_clip trains with. CPU
-time is that of the whole process; `/ open_clip` is the median over the rounds of the ratio of CPU times. The target is
-at least 1.
+TARS is a pattern of tars with JPEG files and `txt` captions. Without TARS, images are generated: smooth noise at
+several scales, 4:3, JPEG quality 95 as img2dataset writes it. The loaders take turns in this process, and load an epoch
+in each turn: batches of captions as CLIP's tokens, and of random crops of 0.9 to 1.0 of an image at 224 px, as in
+open_clip's training. CPU time is the time of the complete process; `/ open_clip` is the median over the rounds of the
+ratio of CPU times. The target is at least 1.
 
-clipmill: what `train dual-encoder` loads, uint8 planes that become the model's input on the device.
-clipmill, normalised: the same, with that conversion on the CPU: float32 RGB, as the others give.
-open_clip: `open_clip_train.data.get_wds_dataset` with open_clip's training transform. No worker process, whose
-communication would come on top. It needs pandas and, as of open_clip 3.3, webdataset 0.2.86; without them the row is
-left out, and ratios are to webdataset.
+clipmill: the batches that `train dual-encoder` loads: uint8 planes, which are converted to the model's input on the
+device.
+clipmill, normalised: the same with the conversion on the CPU: float32 RGB, like the other loaders.
+open_clip: `open_clip_train.data.get_wds_dataset` with open_clip's training transform, and without a worker process,
+whose communication would add to the time. It needs pandas and, for open_clip 3.3, webdataset 0.2.86. Without them, this
+row is omitted, and ratios are relative to webdataset.
 webdataset: its documented pipeline (shuffle, decode to PIL, map, batched) with torchvision's RandomResizedCrop.
 """
 
@@ -51,15 +52,15 @@ SIZE_PX, MIN_AREA, WORKERS, QUALITY = 224, 0.9, 2, 95
 NUM_TARS, NUM_DIFFERENT = 4, 40
 NOISE_SCALES = (4, 16, 64, 256)
 
-Epoch = Callable[[], int]  # gives an epoch, and returns the number of its images
+Epoch = Callable[[], int]  # loads an epoch, and returns the number of images
 
 
 def main() -> None:
     """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
-    parser.add_argument("tars", nargs="?", help="pattern of tars; made up when left out")
-    parser.add_argument("--images", type=int, default=1000, help="images made up")
-    parser.add_argument("--short-side", type=int, default=256, help="of these, in pixels")
+    parser.add_argument("tars", nargs="?", help="pattern of tars (default: generated tars)")
+    parser.add_argument("--images", type=int, default=1000, help="number of generated images (default 1000)")
+    parser.add_argument("--short-side", type=int, default=256, help="their short side in pixels (default 256)")
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
@@ -77,7 +78,7 @@ def main() -> None:
 
 
 def make_tars(folder: Path, *, num_images: int, side_px: int) -> str:
-    """Tars of made-up images, as a pattern."""
+    """Write tars of generated images, and return their pattern."""
     rng = np.random.default_rng(0)
     files = [_image(rng, width=side_px * 4 // 3, height=side_px) for _ in range(min(NUM_DIFFERENT, num_images))]
     for number in range(NUM_TARS):
@@ -178,7 +179,7 @@ def _measure(ways: dict[str, Epoch], *, num_rounds: int) -> list[dict[str, objec
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         found = ways[way]()
         taken[way].append((time.process_time() - cpu_s, time.perf_counter() - wall_s))
-        assert found == num_images[way], f"{way} gave {found} images, and {num_images[way]} before"
+        assert found == num_images[way], f"{way} loaded {found} images, but {num_images[way]} in the first epoch"
     other = taken.get("open_clip", taken["webdataset"])
     return [
         {

@@ -2,30 +2,32 @@
 
     python -m benchmarks.latents [--quick] [--values normal|ar1] [--json FILE]
 
-Every loader reads the same dataset in its own format: 5000 segments of 20 x 4 x 32 x 32 float16 and the text embedding
-of the segment's video, one of 100 (`make peers` installs the other libraries; rows of missing ones are empty):
+Every loader reads the same dataset in its own format: 5000 segments of 20 x 4 x 32 x 32 float16, with the text
+embedding of the segment's video, which is one of 100. `make peers` installs the other libraries; the rows of missing
+libraries are empty.
 
     LatentLoader      clipmill's columns: 1700 chunks of 15 s in tars, three segments each, two in the last of a video;
                       all epochs after the first, which verifies the checksums of the records
-      first visits    the same, with every epoch like the first one: checksums verified
-    seed, N workers   Zarr, Blosc with zstd, one segment a chunk, worker processes, shared memory, queues
-    seed, chunks of 8 the same with 2 workers and eight segments a chunk
-    webdataset        tars with one sample a segment, shuffle buffer of 300, in the loading process
-    litdata           its chunks, StreamingDataLoader without worker processes
+      first visits    the same, but every epoch verifies the checksums
+    seed, N workers   Zarr, Blosc with zstd, one segment per Zarr chunk, worker processes, shared memory, queues
+    seed, chunks of 8 the same with 2 workers and eight segments per Zarr chunk
+    webdataset        tars with one sample per segment, shuffle buffer of 300, in the loading process
+    litdata           litdata's chunks, StreamingDataLoader without worker processes
     MDS               mosaicml-streaming's shards on the local disk, DataLoader without worker processes
-    npy memmap        one memory-mapped file, batches gathered by NumPy into a new array: no tars, no keys, no resuming
-    memcpy            the same bytes, segment by segment, into a ring of buffers: the lower bound
+    npy memmap        one memory-mapped file; NumPy gathers batches into a new array: no tars, no keys, no resuming
+    memcpy            the same bytes, copied segment by segment into a ring of buffers: the lower bound
 
-Each loader is a persistent process. Before timing, it loads an epoch whose bytes are compared with the dataset: every
-segment once, with its text. Then the loaders take turns, in an order that rotates from round to round; a turn is as
-many whole epochs as fit into half a second. All data are shuffled and in memory; shuffling is included in the time.
-Batches are not processed further. Figures are medians over the rounds; ratios are medians of the ratios within each
-round: `/ seed` relative to the better of the seed's two rows (target for the LatentLoader: at least 8 at batch 1, 10 at
-batch 32), `/ memcpy` relative to memcpy (target: at least 0.70, aim: 0.90).
+Each loader is a persistent process. Before the timing, it loads an epoch, whose bytes are compared with the dataset:
+every segment once, with its text. The loaders then take turns, in an order that rotates from round to round. A turn
+consists of as many complete epochs as fit into half a second. All data are in memory. The time includes shuffling, and
+nothing is done with the batches. Figures are medians over the rounds. Ratios are medians of the ratios within each
+round: `/ seed` is relative to the better of the two seed rows (target for the LatentLoader: at least 8 at batch 1, 10
+at batch 32), `/ memcpy` is relative to memcpy (target: at least 0.70, aim: 0.90).
 
-Then the anonymous memory of a LatentLoader's process after an epoch (target: under 300 MB whatever the size), for this
-dataset and for larger ones, whose tars are hard links to the first; `imports` is the memory before the loader is
-created, mainly torch. Finally, the time of 1000 seeks to random positions below a billion (target: under 1 ms).
+A second table has the anonymous memory of a LatentLoader's process after an epoch (target: under 300 MB for any size),
+for this dataset and for larger datasets, whose tars are hard links to the first tars. `imports` is the memory before
+the loader is created, which is mainly torch's. A third table has the time of 1000 seeks to random positions below a
+billion (target: under 1 ms).
 """
 
 import argparse
@@ -53,7 +55,7 @@ Rates = dict[str, list[float]]  # segments per second by loader, one value per r
 
 @dataclass(frozen=True)
 class Entry:
-    """A loader's program in benchmarks.latent_peers, and the Python interpreter with its packages."""
+    """Program of a loader in benchmarks.latent_peers, and the Python interpreter that has its packages."""
 
     module: str
     words: tuple[str, ...] = ()
@@ -61,7 +63,7 @@ class Entry:
 
     @property
     def folder(self) -> str:
-        """Return the name of the folder of its format, which loaders of the same format share."""
+        """Name of the folder with the dataset in the loader's format. Loaders with the same format share it."""
         options = [word for word in ("--video", "--chunk") if word in self.words]
         return "".join([self.module, *options])
 
@@ -84,7 +86,11 @@ VARIANTS = {
 def start_variants(
     names: list[str], folder: Path, *, stack: ExitStack
 ) -> tuple[dict[str, PeerProcess], dict[str, str]]:
-    """Start the loaders and have each create its format; return those that run, and why others do not."""
+    """Start the loaders, and let each write the dataset in its format.
+
+    Returns:
+        The running loaders by name, and the reason why each other loader is missing.
+    """
     running, missing = {}, {}
     for name in names:
         entry = VARIANTS[name]
@@ -114,16 +120,16 @@ def start_variants(
 def race(
     variants: dict[str, PeerProcess], *, batch: int, num_rounds: int, at_least_s: float, wanted: tuple[int, str]
 ) -> Rates:
-    """Check each loader with one batch size, then time them in turns.
+    """Check the output of each loader with a batch size, and then time the loaders in turns.
 
     Raises:
-        RuntimeError: a loader's output differs from the dataset.
+        RuntimeError: The output of a loader differs from the dataset.
     """
     for name, variant in variants.items():
         variant.ask("open", batch=batch)
         found = variant.ask("check")
         if (found["num_distinct"], found["digest"]) != wanted:
-            raise RuntimeError(f"{name}, batch {batch}: {found}, the set has {wanted}")
+            raise RuntimeError(f"{name}, batch {batch}: loaded {found}, but the dataset has {wanted}")
     rates: Rates = {name: [] for name in variants}
     for number in range(num_rounds):
         names = list(variants)
@@ -137,7 +143,7 @@ def race(
 
 
 def rows_of(batch: int, rates: Rates, names: list[str]) -> list[dict[str, object]]:
-    """Return one row of the table for each loader, including missing ones."""
+    """Return a table row for each loader, including missing loaders."""
     seeds = [max(pair) for pair in zip(*(rates[name] for name in SEEDS if name in rates), strict=True)]
 
     def ratio(name: str, base: list[float]) -> float | None:
@@ -160,11 +166,11 @@ def rows_of(batch: int, rates: Rates, names: list[str]) -> list[dict[str, object
 
 
 def measure_costs(folder: Path, *, copies: list[int]) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
-    """Measure the memory of loaders of ever larger datasets, and the seeks of the last."""
+    """Return table rows with the memory of loaders for several sizes, and with the time of seeks for the last size."""
     segments = open_segment_set(folder / "set")
     memory_rows, jumps = [], {}
     for num_copies in copies:
-        _progress(f"memory: {num_copies} times the set")
+        _progress(f"memory: {num_copies} times the dataset")
         with tempfile.TemporaryDirectory(dir=folder) as name:
             num_chunks = write_columns(Path(name), segments, num_copies=num_copies)
             usage = run_measured([sys.executable, "-m", "benchmarks.latent_peers.loader_costs", name])
@@ -200,7 +206,7 @@ def _parser() -> argparse.ArgumentParser:
         help="normal: independent frames; ar1: correlated frames",
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256], help="batch sizes (default 1 32 256)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant (default 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="number of turns of each loader (default 5)")
     parser.add_argument(
         "--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="VARIANT", help="only these"
     )
@@ -209,10 +215,10 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         nargs="+",
         default=[1, 8, 64],
-        help="copies of the set for the memory measurement (default 1 8 64)",
+        help="sizes for the memory measurement, in copies of the dataset (default 1 8 64)",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="a tenth of the set, one round: rough figures within a minute"
+        "--quick", action="store_true", help="a tenth of the dataset, one round: rough figures within a minute"
     )
     return parser
 
@@ -226,7 +232,7 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        _progress("making the set")
+        _progress("making the dataset")
         make_segment_set(
             folder / "set",
             num_segments=arguments.segments,

@@ -1,10 +1,10 @@
-"""Runs one command and records its cost; a separate program, started by `benchmarks.measure`.
+"""Run a command and record its cost. `benchmarks.measure` starts this program.
 
     python -I -S launch.py USAGE.json COMMAND [ARGUMENT ...]
 
-A small process between the benchmark and the command is needed because on Linux a child starts with its parent's peak
-memory. It adopts orphaned processes of the command (daemons and their workers), so that the CPU time of the whole tree
-is counted when it has exited.
+On Linux, a child process starts with the peak memory of its parent, so a small process between the benchmark and the
+command is necessary. This process adopts orphaned processes of the command (daemons and their workers), so that the CPU
+time of the complete process tree is counted.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ ORPHANS_LIMIT_S = 20.0
 
 
 def main() -> int:
-    """Run the command, wait for all its descendants, and return its exit status."""
+    """Run the command, wait for all of its descendants, and return its exit status."""
     usage_path, *command = sys.argv[1:]
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     begin_s = time.perf_counter()
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def wait_for_orphans() -> int:
-    """Wait until every adopted process has exited; return 1 if some have not within the limit."""
+    """Wait until every adopted process has exited; return 1 if a process is still running at the time limit."""
     deadline_s = time.monotonic() + ORPHANS_LIMIT_S
     while time.monotonic() < deadline_s:
         try:

@@ -1,22 +1,23 @@
-"""Loading clips with more and more workers: latency and throughput by way of decoding and length of chunks.
+"""Loading clips with an increasing number of workers: latency and throughput by decoding path and chunk length.
 
     python -m benchmarks.loader_scaling [VIDEOS] [--workers 1 2 ...] [--kinds threads processes]
         [--decode plain filter packets] [--lengths 5 15 60] [--clips 1024] [--num-videos N] [--rounds N] [--json FILE]
 
-It has the rows of AVION's figure 5: a pool of M workers samples clips of 4 frames, RandomResizedCrop to 224 px. By
-default M doubles from 1 up to the cores that there are. A worker is a thread of one loader, as in training, or a
-process with a loader of one thread. The ways of decoding:
+The table has the rows of AVION's figure 5: a pool of M workers samples clips of 4 frames, RandomResizedCrop to 224 px.
+By default, M doubles from 1 to the number of cores. A worker is a thread of one loader, as in training, or a process
+with a loader of one thread. The decoding paths:
 
-    plain      decode the whole chunk, then crop the frames that are used (figure 5's standard pipeline)
-    filter     the crop is a filter of libav's graph (Fused DecodeCrop)
+    plain      decode the complete chunk, then crop the frames of the clip (the standard pipeline in figure 5)
+    filter     the crop is a filter in libav's graph (Fused DecodeCrop)
     packets    decode only the packets that the frames need, crop planes (the default of training)
 
-`latency ms` is the time that a worker takes for a clip (5a), `clips/s a worker` the throughput per worker (5b),
-`clips/s` that of the pool (5c); wall time of --clips clips, median over the rounds. `/ plain` compares clips/s at the
-same number and kind of workers and length. `CPU ms` is the CPU time per clip, which other programs disturb less.
+`latency ms` is the time that a worker takes for a clip (5a), `clips/s a worker` the throughput per worker (5b), and
+`clips/s` the throughput of the pool (5c), in wall time for --clips clips, as medians over the rounds. `/ plain`
+compares clips/s with the same number and kind of workers and the same length. `CPU ms` is the CPU time per clip, which
+other programs affect less.
 
-Videos are of one minute, or of the longest of --lengths if that is more, made up unless VIDEOS is given; each chunk
-length is a data folder of the same videos.
+The videos last one minute, or as long as the longest of --lengths. They are generated unless VIDEOS are given. Each
+chunk length is a data folder with the same videos.
 """
 
 import os
@@ -46,12 +47,12 @@ KINDS = ("threads", "processes")
 def main() -> None:
     """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
-    parser.add_argument("videos", nargs="?", type=Path, help="folder of videos; made up when left out")
+    parser.add_argument("videos", nargs="?", type=Path, help="folder of videos (default: generated videos)")
     parser.add_argument("--workers", type=int, nargs="+", default=doubled(len(os.sched_getaffinity(0))))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--decode", nargs="+", choices=DECODE, default=list(DECODE))
-    parser.add_argument("--lengths", type=int, nargs="+", default=[5, 15, 60], help="seconds of a chunk")
-    parser.add_argument("--clips", type=int, default=1024, help="clips of a turn")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[5, 15, 60], help="chunk lengths in seconds")
+    parser.add_argument("--clips", type=int, default=1024, help="number of clips per turn (default 1024)")
     parser.add_argument("--num-videos", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
@@ -59,8 +60,8 @@ def main() -> None:
         folder = Path(scratch)
         make_data(folder, videos=arguments.videos, num_videos=arguments.num_videos, lengths=arguments.lengths)
         taken: dict[Case, list[Taken]] = {}
-        # A loader of one thread in a process of its own is the same as a thread.
-        pools = [one for one in product(arguments.kinds, arguments.workers) if one != ("processes", 1)]
+        # A single process with a loader of one thread is the same as a single thread.
+        pools = [pool for pool in product(arguments.kinds, arguments.workers) if pool != ("processes", 1)]
         for decode, (kind, num_workers) in product(arguments.decode, pools):
             pool = Pool(folder, kind=kind, num_workers=num_workers, decode=decode)
             for _, length in turns([str(one) for one in arguments.lengths], arguments.rounds):
@@ -72,13 +73,13 @@ def main() -> None:
 
 
 def doubled(most: int) -> list[int]:
-    """1, 2, 4, ... and `most`."""
+    """Return 1, 2, 4, ... and `most`."""
     return sorted({most, *(1 << power for power in range(most.bit_length()))})
 
 
 @dataclass(frozen=True, order=True)
 class Case:
-    """A row of the table."""
+    """Pool, decoding path and chunk length of a table row."""
 
     length_s: int
     decode: str
@@ -88,7 +89,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Taken:
-    """Clips per second of wall time of the pool, and CPU seconds of a clip."""
+    """Clips per second of wall time of the pool, and CPU seconds per clip."""
 
     clips_per_s: float
     cpu_s: float
@@ -104,7 +105,7 @@ class Pool:
         self._peers = [PeerProcess(Path(sys.executable), module, *words, folder=folder) for _ in range(num_processes)]
 
     def load(self, name: str, *, num_clips: int) -> Taken:
-        """Load about so many clips of a set, shared by the processes."""
+        """Load about `num_clips` clips from a data folder, divided among the processes."""
         share = -(-num_clips // len(self._peers))
         with ThreadPoolExecutor(len(self._peers)) as asking:
             answers = list(asking.map(lambda peer: peer.ask("load", set=name, at_least=share), self._peers))
@@ -118,7 +119,7 @@ class Pool:
 
 
 def rows_of(taken: dict[Case, list[Taken]]) -> list[dict[str, object]]:
-    """The rows of the table, by length, way of decoding, and workers."""
+    """Return the table rows, in order of length, decoding path and workers."""
     speeds = {case: statistics.median(one.clips_per_s for one in its) for case, its in taken.items()}
     rows: list[dict[str, object]] = []
     for case in sorted(taken, key=lambda case: (case.length_s, DECODE.index(case.decode), case.kind, case.num_workers)):
@@ -139,7 +140,7 @@ def rows_of(taken: dict[Case, list[Taken]]) -> list[dict[str, object]]:
 
 
 def make_data(folder: Path, *, videos: Path | None, num_videos: int, lengths: list[int]) -> None:
-    """Make a data folder for each length of chunks, of the same videos."""
+    """Make a data folder with the same videos for each chunk length."""
     program, pieces, minutes = find_ffmpeg().path, folder / "pieces", folder / "videos"
     per_video = -(-max(SHORTEST_VIDEO_S, *lengths) // PIECE_S)
     pieces.mkdir()

@@ -1,12 +1,12 @@
-"""Cost of a contrastive loss without the model: from embeddings to their gradients, 2048 pairs of width 512.
+"""Cost of a contrastive loss without a model: from embeddings to their gradients, for 2048 pairs of width 512.
 
     python -m benchmarks.losses [--rounds 11] [--pairs 2048] [--width 512] [--device cpu] [--json FILE]
 
-Each implementation starts from embeddings of unit length and computes the gradients of the embeddings and of the loss's
-own parameters, including per-sample state and logged values. Ours is `backward` of the objective as the training loop
-calls it, with an identity model; open_clip's is its loss class and autograd. The implementations take turns. On a CPU:
-CPU seconds of this process on one thread, since the machine may be shared; on a GPU: CUDA events. Figures are medians;
-ratios are medians of the ratios within each round.
+Each implementation takes embeddings of unit length, and computes the gradients of the embeddings and of the parameters
+of the loss, including per-sample state and logged values. Ours is `backward` of the objective, as the training loop
+calls it, with an identity model. open_clip's is its loss class with autograd. The implementations take turns. On a CPU:
+CPU seconds of this process on one thread, because the machine may be shared; on a GPU: CUDA events. Figures are
+medians, and ratios are medians of the ratios within each round.
 """
 
 import statistics
@@ -30,7 +30,7 @@ NUM_SAMPLES = 100_000  # rows of the per-sample state
 
 
 class Embeddings(nn.Module):
-    """A model whose output is its own parameters."""
+    """Model that returns its parameters."""
 
     def __init__(self, num_pairs: int, width: int) -> None:
         super().__init__()
@@ -39,12 +39,12 @@ class Embeddings(nn.Module):
         self.text = nn.Parameter(nn.functional.normalize(video + 2 * noise, dim=1))
 
     def forward(self, clips: torch.Tensor, captions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all embeddings."""
+        """Return the embeddings of all clips and captions."""
         return self.video, self.text
 
 
 def our_variant(kind: str, model: Embeddings, batch: Batch, device: torch.device) -> Callable[[], None]:
-    """Return a function that computes the gradients of an objective, with moving averages updated by half."""
+    """Return a function that computes the gradients of clipmill's objective, with a moving average of gamma 0.5."""
     settings = Loss(kind=kind, **({"gamma": 0.5, "gamma_schedule": "constant"} if LOSSES[kind].is_global else {}))  # type: ignore[arg-type]
     dataset = DatasetSize(num_clips=NUM_SAMPLES, num_captions=NUM_SAMPLES, num_epochs=10)
     inputs = (model.video, model.text)
@@ -60,7 +60,7 @@ def our_variant(kind: str, model: Embeddings, batch: Batch, device: torch.device
 
 
 def their_variant(name: str, model: Embeddings, device: torch.device) -> Callable[[], None]:
-    """Return a function that computes the gradients of open_clip's loss with autograd."""
+    """Return a function that computes the gradients of an open_clip loss with autograd."""
     import open_clip.loss
 
     log_scale = nn.Parameter(torch.tensor(2.66, device=device))
@@ -81,7 +81,7 @@ def their_variant(name: str, model: Embeddings, device: torch.device) -> Callabl
 
 
 def openings_of(num_pairs: int, width: int, device: torch.device) -> dict[str, Callable[[], Callable[[], None]]]:
-    """Return functions that open each implementation, ours first, all with the same embeddings."""
+    """Return functions that open each implementation with the same embeddings, ours first."""
     torch.manual_seed(0)
     model = Embeddings(num_pairs, width).to(device)
     ids = torch.randperm(NUM_SAMPLES)[:num_pairs]
@@ -107,7 +107,7 @@ def main() -> None:
     names = list(variants)
     taken: dict[str, list[float]] = {name: [] for name in names}
     for number in range(-1, arguments.rounds):
-        # Each round starts with another implementation.
+        # Each round starts with a different implementation.
         for place in range(len(names)):
             name = names[(place + number) % len(names)]
             seconds = seconds_of(variants[name], device=device)

@@ -1,8 +1,8 @@
-"""Generated data folders of any size without encoding: all files have the real format, and the videos are empty.
+"""Generate data folders of any size without encoding. All files have the real format, and the videos are empty.
 
-Everything that planning reads is written as by `prep`: manifest, source files, probes, layout, commits and their table.
-The shards are valid ones with payloads of a few bytes, or, for millions of chunks, tars of the right length only, and
-links to one valid index for each number of chunks. Nothing is flushed to disk.
+Everything that a plan reads is written as `prep` writes it: manifest, source files, probes, layout, commits and their
+table. The shards are valid, with payloads of a few bytes. For millions of chunks, the tars have only the right length,
+and the indexes are links to one valid index for each number of chunks. Nothing is flushed to disk.
 """
 
 import errno
@@ -37,7 +37,7 @@ from clipmill.shards.writer import Sample, ShardWriter
 
 COLUMN = "video"
 _VIDEOS_PER_FOLDER = 1000
-_CHUNK_BYTES = 1_800_000  # of a typical chunk; for the files of the right length
+_CHUNK_BYTES = 1_800_000  # size of a typical chunk, for the files that have only the right length
 _NO_SHA256 = "0" * 64
 
 
@@ -45,7 +45,7 @@ def make_videos(data: Path, *, num_videos: int, chunks_per_video: int, recipe: R
     """Write the manifest, empty source files and links to them, and probes that describe non-empty videos."""
     numbers = np.arange(num_videos)
     names = pc.binary_join_element_wise("video", _digits(numbers, 7), "-")
-    # All folders are links to the first: ten million files would take as many inodes.
+    # All other folders are links to the first folder, because ten million files would need as many inodes.
     folders = pc.binary_join_element_wise(f"{data}/sources", _digits(numbers // _VIDEOS_PER_FOLDER, 4), "/")
     files = pc.binary_join_element_wise(_digits(numbers % _VIDEOS_PER_FOLDER, 3), "mp4", ".")
     paths = pc.binary_join_element_wise(folders, files, "/")
@@ -101,10 +101,10 @@ def _digits(numbers: np.ndarray, width: int) -> pa.Array:
 
 
 def commit_everything(data: Path, *, recipe: ResolvedRecipe, num_real_shards: int | None = None) -> int:
-    """Commit every shard of the plan, in the state that the plan requires; return their number.
+    """Commit every shard of the plan, in the state that the plan requires, and return the number of shards.
 
     Args:
-        num_real_shards: number of shards with samples; the tars of the others have the right length only. None: all
+        num_real_shards: Number of shards with samples. The tars of other shards have only the right length. None if all
             shards have samples.
     """
     plan = make_plan(data, recipe).plan
@@ -135,7 +135,7 @@ def commit_everything(data: Path, *, recipe: ResolvedRecipe, num_real_shards: in
 
 @contextmanager
 def _without_flushing() -> Iterator[None]:
-    """Leave out fsync, which would take most of the time for thousands of small files."""
+    """Disable fsync within the block, because it would take most of the time for thousands of small files."""
     with mock.patch("os.fsync", lambda descriptor: None):
         yield
 
@@ -176,7 +176,7 @@ def _samples(plan: Plan, shard: ShardPlan) -> Iterator[Sample]:
 
 
 def _linked_files(folder: Path, shard: ShardPlan, indexes: dict[int, ShardFiles]) -> ShardFiles:
-    """Make a tar and Energon's index of the right length, and link the index of a shard with as many chunks."""
+    """Make a tar and Energon's index of the right length, and link the index of a shard with as many chunks to them."""
     name, linked = ShardName(shard.shard_id, shard.plan_fingerprint), indexes[shard.num_chunks]
     make_folder((folder / name.tar).parent)
     tar_bytes = shard.num_chunks * _CHUNK_BYTES
@@ -185,7 +185,7 @@ def _linked_files(folder: Path, shard: ShardPlan, indexes: dict[int, ShardFiles]
             file.truncate(length)
     try:
         os.link(folder / linked.index, folder / name.index)
-    except OSError as error:  # a file system has a limit of links, such as 65,000
+    except OSError as error:  # a file system limits the number of links to a file, for example to 65,000
         if error.errno != errno.EMLINK:
             raise
         shutil.copyfile(folder / linked.index, folder / name.index)

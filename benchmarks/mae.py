@@ -2,27 +2,28 @@
 
     python -m benchmarks.mae [VIDEOS] [--parts model data latents] [--device cuda|cpu] [--rounds N] [--json FILE]
 
-model: forward and backward pass of VideoMAE (16 frames of 224 px, 1408 of 1568 cubes hidden, decoder of 4 blocks),
-clipmill's MaskedAutoencoder with its targets and loss, compared with transformers' VideoMAEForPreTraining with SDPA:
-the same weights, clips and masks; their losses are compared before timing. On a CPU: float32, CPU seconds, and the
-memory that torch allocates; on a GPU: bfloat16 autocast, and the allocator's peak. Memory is the peak of a pass,
-excluding weights, clips and masks. Targets: at least 1.0 times the speed, at most 1.0 times the memory.
+model: forward and backward pass of VideoMAE (16 frames of 224 px, 1408 of 1568 cubes hidden, decoder of 4 blocks):
+clipmill's MaskedAutoencoder with targets and loss, compared with VideoMAEForPreTraining of transformers with SDPA. Both
+have the same weights, clips and masks, and their losses are compared before the timing. On a CPU: float32, CPU seconds,
+and the memory that torch allocates; on a GPU: bfloat16 autocast, and the allocator's peak. Memory is the peak of a
+pass, without weights, clips and masks. Targets: at least 1.0 times the speed, at most 1.0 times the memory.
 
-data: pieces of 15 s of VIDEOS (without VIDEOS they are generated), encoded by plain ffmpeg calls (x264 default) and by
-`prep chunk` (own), decoded through the container (plain) or by packets. A step is that of `train mae` (16 frames, 4
-apart, multi-scale crop, flip, masks, optimizer) on batches from the loader and on a batch in memory, in turn.
-`data / step` is the fraction of a step's wall time that is saved if the batch is in memory, `waits` the fraction that a
-step waits for its batch, `data / CPU` the fraction of CPU time spent on loading, `speed / first` compares wall times
-with the first row. The first row is the conventional pipeline, the last that of `train mae`. Target on a GPU: 5 % with
-packets. On a CPU the model is `tiny`, so that loading is significant, and shares the cores with the loader.
+data: steps of `train mae` (16 frames, 4 apart, multi-scale crop, flip, masks, optimizer), in turns on batches from the
+loader and on a batch in memory. The chunks are pieces of 15 s of VIDEOS (generated without VIDEOS), encoded by plain
+ffmpeg calls (x264 default) or by `prep chunk` (own), and decoded through the container (plain) or by packets.
+`data / step` is the fraction of a step's wall time that is saved if the batch is in memory, `waits` the fraction of the
+time that a step waits for its batch, and `data / CPU` the fraction of CPU time spent on loading. `speed / first`
+compares wall times with the first row, which is the conventional pipeline; the last row is the pipeline of `train mae`.
+Target on a GPU: 5 % with packets. On a CPU, the model is `tiny`, so that the time of loading is significant, and shares
+the cores with the loader.
 
-latents: `train mae` on pixels and on latents with the same number of cubes (28 x 28, the VAE output for 224 px),
-batches from the loader: samples per CPU second, on a GPU per second.
+latents: `train mae` with batches from the loader, on pixels and on latents with the same number of cubes (28 x 28, the
+VAE output for 224 px), in samples per CPU second; on a GPU, per second.
 
-Decoding alone (16 frames with a stride of 4) is compared with decord and others in benchmarks/decode.py.
+benchmarks/decode.py compares only the decoding (16 frames with a stride of 4) with decord and other libraries.
 
-The variants take turns in every round, in rotating order; figures are medians over the rounds, ratios are medians of
-the ratios within each round.
+The variants take turns in every round, in rotating order. Figures are medians over the rounds, and ratios are medians
+of the ratios within each round.
 """
 
 import os
@@ -45,13 +46,13 @@ from clipmill.train.tasks.mae.spec import MaeSettings
 
 MB = 1024**2
 MODEL, DATA, LATENTS = "model", "data", "latents"
-# A chunk's encoding, and the method of decoding.
+# Encoding of the chunks, and decoding path.
 VARIANTS = ((X264_DEFAULT, "plain"), (OWN, "plain"), (OWN, "packets"))
 _CLOSE = 1e-3  # tolerance of the losses in bfloat16
 
 
 def data_settings(size_px: int, *, device: torch.device) -> dict[str, Any]:
-    """Return the data loading settings of `train mae`."""
+    """Return the settings of `train mae` that affect the loading of data."""
     cores = len(os.sched_getaffinity(0))
     shared = {"size_px": size_px, "device": device.type, "augment": Augment(flip=0.5)}
     if device.type == "cuda":
@@ -62,10 +63,10 @@ def data_settings(size_px: int, *, device: torch.device) -> dict[str, Any]:
 def model_rows(
     name: str, *, image_px: int, batch: int, device: torch.device, num_rounds: int, num_steps: int
 ) -> list[dict[str, Any]]:
-    """Return a row for each model.
+    """Return a table row for each implementation of the model.
 
     Raises:
-        RuntimeError: their losses differ.
+        RuntimeError: The losses of the implementations differ.
     """
     ours = OurSteps(name, image_px=image_px, decoder_depth=4, device=device)  # type: ignore[arg-type]
     variants: dict[str, Steps] = {OURS: ours, HF: HfSteps(ours.model, device=device)}
@@ -73,7 +74,7 @@ def model_rows(
     masks = ours.masks(batch, device=device)
     losses = {variant: take(steps, clips, masks) for variant, steps in variants.items()}
     if abs(losses[OURS] - losses[HF]) > _CLOSE * losses[HF]:
-        raise RuntimeError(f"different losses with the same weights: {losses}")
+        raise RuntimeError(f"the losses with the same weights differ: {losses}")
     memory = {variant: peak_bytes_of_pass(steps, clips, masks) for variant, steps in variants.items()}
     times: dict[str, list[float]] = {variant: [] for variant in variants}
     for number in range(num_rounds):
@@ -98,7 +99,7 @@ def model_rows(
 def data_rows(
     folder: Path, settings: dict[str, Any], *, device: torch.device, num_rounds: int, num_steps: int
 ) -> list[dict[str, Any]]:
-    """Return a row for each kind of chunks and each method of decoding."""
+    """Return a table row for each encoding of the chunks and each decoding path."""
     variants = {}
     for name, decode in VARIANTS:
         chosen = MaeSettings(shards=str(data_folder(folder, name)), decode=decode, **settings)  # type: ignore[arg-type]
@@ -131,7 +132,7 @@ def data_rows(
 def latent_rows(
     folder: Path, settings: dict[str, Any], *, device: torch.device, num_rounds: int, num_steps: int
 ) -> list[dict[str, Any]]:
-    """Return a row for pixels and one for latents."""
+    """Return a table row for pixels and a row for latents."""
     shards = str(data_folder(folder, OWN))
     inputs: dict[str, dict[str, Any]] = {
         "pixels": {"size_px": LATENT_PX},
@@ -162,13 +163,13 @@ def main() -> None:
     parser = parser_for(__doc__ or "")
     parser.add_argument("videos", type=Path, nargs="?", help="folder of videos (default: synthetic videos)")
     parser.add_argument("--parts", nargs="+", choices=(MODEL, DATA, LATENTS), default=[MODEL, DATA, LATENTS])
-    parser.add_argument("--model", default="b16", help="model size of the part model (default b16)")
+    parser.add_argument("--model", default="b16", help="model size for `model` (default b16)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batch", type=int, help="batch size of the part model (default 2 on a CPU, 32 on a GPU)")
+    parser.add_argument("--batch", type=int, help="batch size for `model` (default 2 on a CPU, 32 on a GPU)")
     parser.add_argument("--size-px", type=int, default=224)
     parser.add_argument("--pieces", type=int, default=12, help="number of pieces of 15 s (default 12)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, help="timed steps per turn (default 2 on a CPU, 10 on a GPU)")
+    parser.add_argument("--steps", type=int, help="number of timed steps per turn (default 2 on a CPU, 10 on a GPU)")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     is_cuda = device.type == "cuda"
@@ -207,8 +208,8 @@ def main() -> None:
         first,
         notes=[
             f"torch {torch.__version__}, {arguments.rounds} rounds; pieces: {', '.join(names) or 'none'}.",
-            "Targets: at least 1.0 times transformers' speed, at most 1.0 times its memory; waiting for data at most",
-            "5 % of a step on a GPU. For decoding compared with decord, see benchmarks/decode.py.",
+            "Targets: at least 1.0 times the speed of transformers, at most 1.0 times its memory; at most 5 % of a",
+            "step on a GPU spent waiting for data. benchmarks/decode.py compares decoding with decord.",
         ],
         json_path=arguments.json,
         further=dict(others),

@@ -1,4 +1,4 @@
-"""Steps of `train mae` on data folders: the same pieces of video in several kinds of chunks, and as latents."""
+"""Steps of `train mae` on data folders with the same pieces of video, as several kinds of chunks and as latents."""
 
 import shutil
 import time
@@ -35,7 +35,7 @@ _VARIANT, _FINGERPRINT = "h264-x264-default-00000000", "00" * 32
 
 
 def make_folders(folder: Path, *, videos: Path | None, num_pieces: int, program: str, has_latents: bool) -> list[str]:
-    """Create a data folder of each kind, and return the names of the pieces; `data_folder` returns the paths."""
+    """Create a data folder of each kind, and return the names of the pieces. `data_folder` returns the paths."""
     pieces, captions = folder / "pieces", folder / "captions.csv"
     pieces.mkdir()
     names = pieces_of(videos, pieces, num_pieces=num_pieces, program=program)
@@ -50,7 +50,7 @@ def make_folders(folder: Path, *, videos: Path | None, num_pieces: int, program:
 
 
 def as_data_folder(folder: Path) -> None:
-    """Move the files encoded by plain ffmpeg calls to a data folder with the manifest of `prep chunk`'s."""
+    """Move the files from plain ffmpeg calls to a data folder with the manifest of the folder of `prep chunk`."""
     data = data_folder(folder, X264_DEFAULT)
     shutil.copytree(data_folder(folder, OWN) / "manifest", data / "manifest")
     videos = read_videos(data)
@@ -86,7 +86,7 @@ class DataSteps:
         self._number = 0
 
     def from_memory(self, count: int) -> tuple[float, float]:
-        """Return wall and CPU seconds of a step on a preloaded batch."""
+        """Return the wall and CPU seconds of a step on a batch in memory."""
         batches = self._samples.batches(position=0, max_failures=0)
         batch = to_device(next(batches).batch, self._device)
         batches.close()
@@ -100,10 +100,10 @@ class DataSteps:
         return wall_s, cpu_s
 
     def from_loader(self, count: int) -> tuple[float, float, float]:
-        """Return wall and CPU seconds of a step, and the wall seconds that it waits for its batch."""
+        """Return the wall and CPU seconds of a step, and the wall seconds that the step waits for its batch."""
         batches = prefetch(self._samples.batches(position=0, max_failures=0), self._device)
         try:
-            # Consume batches prefetched before the timing.
+            # Use up the batches that were loaded before the timing.
             for _ in range(self._settings.batches_ahead + 2):
                 self._take(next(batches).batch)
             return self._timed(_only_batches(batches), count)

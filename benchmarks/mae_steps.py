@@ -1,4 +1,4 @@
-"""Masked autoencoder steps of clipmill and Hugging Face with the same weights, clips and masks."""
+"""Steps of masked autoencoders of clipmill and transformers with the same weights, clips and masks."""
 
 from typing import Protocol
 
@@ -24,7 +24,7 @@ class Steps(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """Return encoder and decoder."""
+        """Encoder and decoder."""
         ...
 
     def loss(self, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ class Steps(Protocol):
 
 
 class OurSteps:
-    """The steps of `train mae`."""
+    """Steps of `train mae`."""
 
     def __init__(self, model: ModelName, *, image_px: int, decoder_depth: int, device: torch.device) -> None:
         towers = Towers(kind="videomae")
@@ -69,7 +69,7 @@ class OurSteps:
 
 
 class HfSteps:
-    """The steps of VideoMAEForPreTraining with SDPA, which computes its targets itself."""
+    """Steps of VideoMAEForPreTraining with SDPA. The model computes its targets."""
 
     def __init__(self, ours: MaskedAutoencoder, *, device: torch.device) -> None:
         from transformers import VideoMAEConfig, VideoMAEForPreTraining
@@ -94,22 +94,22 @@ class HfSteps:
         self.model = VideoMAEForPreTraining._from_config(config, attn_implementation="sdpa").to(device)
         state, its_names = {}, self.model.state_dict()
         for name, tensor in to_hf_videomae(ours.state_dict()).items():
-            # Some versions use other names for these biases in memory than in files.
+            # Some versions of transformers use different names for these biases in memory and in files.
             other = name.replace("q_bias", "query.bias").replace("v_bias", "value.bias")
             state[other if other in its_names else name] = tensor
-        # Some versions also have a key bias, which does not affect attention.
+        # Some versions also have a bias for keys, which does not affect attention.
         state |= {name: bias for name, bias in its_names.items() if name.endswith("key.bias") and name not in state}
         self.model.load_state_dict(state)
 
     def loss(self, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> torch.Tensor:
-        """Compute the model's own loss."""
+        """Return the loss that the model computes."""
         with _autocast(clips_BCTHW.device):
             found: torch.Tensor = self.model(clips_BCTHW.transpose(1, 2), bool_masked_pos=masked_BN).loss
         return found
 
 
 def take(steps: Steps, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> float:
-    """Run one forward and backward pass, and return the loss."""
+    """Run a forward and backward pass, and return the loss."""
     steps.model.zero_grad(set_to_none=True)
     loss = steps.loss(clips_BCTHW, masked_BN)
     loss.backward()
@@ -117,12 +117,12 @@ def take(steps: Steps, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> fl
 
 
 def seconds(steps: Steps, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor, *, count: int) -> float:
-    """Return the mean seconds of `count` passes; CPU time on a CPU."""
+    """Return the mean time of `count` passes in seconds; on a CPU, CPU time."""
     return seconds_of(lambda: take(steps, clips_BCTHW, masked_BN), device=clips_BCTHW.device, count=count)
 
 
 def peak_bytes_of_pass(steps: Steps, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> int:
-    """Return the peak memory of a pass including gradients, excluding weights, clips and masks."""
+    """Return the peak memory of a pass in bytes, with gradients, and without weights, clips and masks."""
     steps.model.zero_grad(set_to_none=True)
     return peak_bytes(lambda: take(steps, clips_BCTHW, masked_BN), device=clips_BCTHW.device)
 

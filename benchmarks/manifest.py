@@ -1,9 +1,9 @@
-"""Time and memory of `prep manifest ego4d` on millions of narrations, and of a rerun that matches existing IDs.
+"""Time and memory of `prep manifest ego4d` with millions of narrations, in a first run and in a run that matches IDs.
 
     python -m benchmarks.manifest [--narrations N] [--json FILE]
 
-The narrations are generated, in the format of Ego4D's narration.json. Targets: under 60 s and 1 GB each. `peak MB` is
-the resident memory of the command, including shared libraries.
+The narrations are generated, in the format of Ego4D's narration.json. `peak MB` is the peak resident memory of the
+command, including shared libraries. Targets for each run: under 60 s and 1 GB.
 """
 
 import json
@@ -21,7 +21,7 @@ NOUNS = ("the knife", "a red bowl", "the drawer", "the tap", "a piece of wood", 
 
 
 def write_narrations(path: Path, videos: Path, *, num_narrations: int) -> None:
-    """Write a file in the format of Ego4D's narration.json, and a one-byte file for each of its videos."""
+    """Write narrations in the format of Ego4D's narration.json, and a one-byte file for each of the videos."""
     rng = random.Random(0)
     with path.open("w") as file:
         file.write('{"version": "v1", "videos": {')
@@ -51,7 +51,7 @@ def write_narrations(path: Path, videos: Path, *, num_narrations: int) -> None:
 
 
 def measure(run: str, *, videos: Path, annotations: Path, data: Path) -> dict[str, object]:
-    """Run the command once, and return the row of the table."""
+    """Run the command once, and return a table row."""
     command = prep_command("manifest", "ego4d", videos, "--annotations", annotations, "--data", data, "--json")
     usage = run_measured(command)
     summary = json.loads(usage.stdout)

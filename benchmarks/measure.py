@@ -1,4 +1,4 @@
-"""The cost of a command: CPU seconds of its process tree, wall time and peak memory."""
+"""Measure the cost of a command: CPU time of its process tree, wall time and peak memory."""
 
 import json
 import os
@@ -16,13 +16,13 @@ LAUNCH = Path(__file__).with_name("launch.py")
 
 @dataclass(frozen=True)
 class Usage:
-    """The cost of one command.
+    """Cost of a command.
 
     Attributes:
-        cpu_s: user and system seconds of the command and all its descendants.
-        wall_s: wall time in seconds.
-        peak_bytes: peak resident memory of its largest process (including shared pages on Linux).
-        stdout: its output.
+        cpu_s: User and system time of the command and all of its descendants, in seconds.
+        wall_s: Wall time in seconds.
+        peak_bytes: Peak resident memory of the largest process in bytes (including shared pages on Linux).
+        stdout: Standard output of the command.
     """
 
     cpu_s: float
@@ -35,7 +35,7 @@ def run_measured(command: Sequence[str], *, folder: Path | None = None) -> Usage
     """Run a command to completion in `folder`.
 
     Raises:
-        RuntimeError: the command failed, or left processes behind that do not exit.
+        RuntimeError: The command failed, or left processes that do not exit.
     """
     with tempfile.NamedTemporaryFile(suffix=".json") as usage_file:
         launched = subprocess.run(
@@ -46,13 +46,13 @@ def run_measured(command: Sequence[str], *, folder: Path | None = None) -> Usage
             text=True,
         )
         if launched.returncode:
-            raise RuntimeError(f"{' '.join(command)} ended with {launched.returncode}:\n{launched.stderr[-2000:]}")
+            raise RuntimeError(f"{' '.join(command)} exited with {launched.returncode}:\n{launched.stderr[-2000:]}")
         usage = json.loads(Path(usage_file.name).read_bytes())
     if not usage.pop("is_whole"):
-        raise RuntimeError(f"{' '.join(command)} left processes behind that do not exit")
+        raise RuntimeError(f"{' '.join(command)} left processes that do not exit")
     return Usage(**usage, stdout=launched.stdout)
 
 
 def prep_command(*arguments: str | Path) -> list[str]:
-    """Return the command line of `prep`, run with this Python from this checkout."""
+    """Return a command line of `prep`, for this Python interpreter and this checkout."""
     return [sys.executable, "-m", "clipmill.prep.cli", *map(str, arguments)]

@@ -1,14 +1,14 @@
-"""Peak memory of the processes of `prep chunk` for short and long videos, which must not grow with the duration.
+"""Peak memory of the processes of `prep chunk`, which must not grow with the duration of the videos.
 
     python -m benchmarks.memory [--minutes M ...] [--json FILE]
 
-The whole command (processes engine, one worker) encodes one synthetic video of each duration to one shard. The process
-tree is sampled ten times a second. Each process reports its own peak resident memory, so nothing between samples is
-missed; shared libraries are counted in every process that uses them.
+The complete command (processes engine, one worker) encodes a synthetic video of each duration to one shard. The process
+tree is sampled ten times per second. The kernel reports the peak resident memory of each process, so peaks between two
+samples are not missed. Shared libraries are counted in every process that uses them.
 
-`driver MB` is the command itself, `worker MB` the process that makes the shard, `ffmpeg MB` the largest of its encoder
-passes (there is one at a time), `together MB` the sum of the three. A worker keeps only the shard's index and the frame
-times of one span, so memory grows by a few kilobytes per chunk.
+`driver MB` is the memory of the command itself, `worker MB` of the process that makes the shard, and `ffmpeg MB` of the
+largest encoder pass (passes run one at a time). `together MB` is the sum of the three. A worker keeps only the index of
+the shard and the frame times of one span, so its memory grows by a few kilobytes per chunk.
 """
 
 import tempfile
@@ -20,7 +20,7 @@ from benchmarks.tree import Process, run_watched
 
 
 def role_of(process: Process) -> str:
-    """Return driver, worker, ffmpeg, or other for multiprocessing's helper processes."""
+    """Return driver, worker or ffmpeg; other for the helper processes of multiprocessing."""
     words = " ".join(process.command)
     if "-progress" in process.command:
         return "ffmpeg"
@@ -30,7 +30,7 @@ def role_of(process: Process) -> str:
 
 
 def measure_length(folder: Path, *, minutes: float) -> dict[str, object]:
-    """Encode one video of that duration."""
+    """Encode a video of the given duration, and return a table row."""
     data = folder / "data"
     run_measured(prep_command("manifest", "synthetic", "--videos", "1", "--minutes", str(minutes), "--data", data))
     watched = run_watched(prep_command("chunk", "--data", data, "--engine", "processes", "--workers", "1"))

@@ -1,11 +1,11 @@
-"""A mixture of ten data folders against one folder of the same chunks: clips and latents per second of CPU time.
+"""Clips and latents per CPU second from a mixture of ten data folders, and from one folder with the same chunks.
 
     python -m benchmarks.mixture VIDEOS [--pieces N] [--folders N] [--rounds N] [--json FILE]
 
-Pieces of VIDEOS are encoded with `prep chunk`, and their latents with a tiny VAE: all of them in one folder, and the
-same ones again, distributed over the folders of the mixture. The loaders are those of `train dual-encoder`. They take
-turns, and a turn is a whole number of epochs, so that both load the same clips. `/ one folder` is the ratio of CPU time
-of the whole process: the median over the rounds, with the quartiles. The target is at least 0.97.
+Pieces of VIDEOS are encoded with `prep chunk`, and their latents with a tiny VAE. One folder contains all pieces, and
+the folders of the mixture contain the same pieces, divided among them. The loaders of `train dual-encoder` take turns.
+A turn consists of complete epochs, so that both loaders load the same clips. `/ one folder` is the ratio of the CPU
+times of the complete process: the median over the rounds, with the quartiles. The target is at least 0.97.
 
 Clips: 4 frames of 224 px, 2 threads. Latents: segments of 5 s with captions.
 """
@@ -38,16 +38,16 @@ CPU = torch.device("cpu")
 NUM_FRAMES, SIZE_PX, WORKERS = 4, 224, 2
 CLIP_S, CLIPS_PER_PIECE, STEP_S = 4.0, 60, 0.18  # spans that overlap, so that a folder has many samples
 BATCH = 15
-LATENT_EPOCHS = 160  # for each epoch of clips
+LATENT_EPOCHS = 160  # number of epochs of latents for each epoch of clips
 
 
 def main() -> None:
     """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
-    parser.add_argument("videos", nargs="?", type=Path, help="folder of videos; made up when left out")
-    parser.add_argument("--pieces", type=int, default=20, help="a multiple of --folders")
+    parser.add_argument("videos", nargs="?", type=Path, help="folder of videos (default: generated videos)")
+    parser.add_argument("--pieces", type=int, default=20, help="number of pieces, a multiple of --folders (default 20)")
     parser.add_argument("--folders", type=int, default=10)
-    parser.add_argument("--epochs", type=int, default=1, help="epochs of clips in a turn")
+    parser.add_argument("--epochs", type=int, default=1, help="number of epochs of clips per turn (default 1)")
     parser.add_argument("--rounds", type=int, default=21)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -86,7 +86,7 @@ def _make_data(folder: Path, pieces: list[Path]) -> Path:
 
 
 def _samples(folders: tuple[Path, ...], kind: str) -> TrainingSet:
-    """The loader of a run, on pixels or latents."""
+    """Open the samples of a training run, on pixels or latents."""
     shards = tuple(map(str, folders))
     settings = DualEncoderSettings(
         shards=shards if len(shards) > 1 else shards[0],
@@ -113,7 +113,7 @@ def _measure(ways: dict[str, TrainingSet], kind: str, *, num_epochs: int, num_ro
                 pass
 
     for samples in ways.values():
-        read(samples, 0)  # the page cache, checksums, and memory
+        read(samples, 0)  # fills the page cache, verifies checksums and allocates memory
     taken: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for number, way in turns(list(ways), num_rounds):
         wall_s, cpu_s = time.perf_counter(), time.process_time()

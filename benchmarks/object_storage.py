@@ -1,14 +1,15 @@
-"""Object storage: the cost of a request, and of a data folder in a bucket against a local one.
+"""Object storage: the cost of a request, and of a data folder in a bucket compared with a local folder.
 
     python -m benchmarks.object_storage [--requests N] [--videos N] [--rounds N] [--latency-ms MS] [--json FILE]
 
-The server is moto's, on this machine, behind a proxy that counts requests and adds latency. Two tables:
+moto's S3 server runs on this machine, behind a proxy that counts requests and adds latency. There are two tables:
 
-- Reading objects of 190 kB (a chunk of 15 s) one after another with clipmill's client (obstore), boto3 and s3fs:
-  requests and CPU ms of the client per object. The clients take turns; `make peers` installs those that are missing,
-  and a row is left out without them.
-- `prep chunk` of synthetic videos of half a minute into a local folder, into a bucket, and into one with latency: CPU s
-  and wall s of the command with its workers, and what the proxy saw. `nothing to do` is the same command again.
+- Objects of 190 kB (a chunk of 15 s) are read one after another with clipmill's client (obstore), boto3 and s3fs:
+  requests and CPU ms of the client per object. The clients take turns. `make peers` installs boto3 and s3fs; the rows
+  of missing clients are omitted.
+- `prep chunk` encodes synthetic videos of half a minute into a local folder, into a bucket, and into a bucket with
+  latency: CPU s and wall s of the command with its workers, and the traffic through the proxy. `nothing to do` is a
+  second run of the same command.
 """
 
 import json
@@ -38,7 +39,7 @@ LEN = ("--len", "500ms", "--preset", "ultrafast", "--short-side", "96")
 
 @contextmanager
 def storage() -> Iterator[tuple[S3Server, Faults]]:
-    """Start a server and its proxy; the environment leads to them."""
+    """Start a server and a proxy within the block, and set the environment variables for clients."""
     with s3_server() as server, faulty(server.port) as proxy:
         before = dict(os.environ)
         os.environ.update(server.environment(endpoint=proxy.endpoint))
@@ -50,7 +51,7 @@ def storage() -> Iterator[tuple[S3Server, Faults]]:
 
 
 def measure_clients(proxy: Faults, *, num_requests: int, num_rounds: int, folder: Path) -> tuple[list[Any], list[str]]:
-    """Return a row for each client that is installed, and notes on the others."""
+    """Return a table row for each installed client, and a note about each missing client."""
     objects = open_objects(f"s3://{BUCKET}")
     keys = [f"objects/{number:04d}" for number in range(NUM_OBJECTS)]
     for key in keys:
@@ -101,7 +102,7 @@ def measure_clients(proxy: Faults, *, num_requests: int, num_rounds: int, folder
 def measure_prep(
     proxy: Faults, *, num_videos: int, num_rounds: int, latency_s: float, folder: Path
 ) -> list[dict[str, object]]:
-    """Return the rows of `prep chunk`."""
+    """Return the table rows of `prep chunk`."""
     places = {
         "local": (None, 0.0),
         "bucket": (f"s3://{BUCKET}/data", 0.0),
@@ -141,10 +142,10 @@ def measure_prep(
 def main() -> None:
     """Run the benchmark and print its tables."""
     parser = parser_for(__doc__ or "")
-    parser.add_argument("--requests", type=int, default=1000, help="objects that each client reads (default 1000)")
+    parser.add_argument("--requests", type=int, default=1000, help="number of objects per client (default 1000)")
     parser.add_argument("--videos", type=int, default=16, help="number of synthetic videos (default 16)")
     parser.add_argument("--rounds", type=int, default=3, help="number of rounds (default 3)")
-    parser.add_argument("--latency-ms", type=float, default=50.0, help="latency of an answer (default 50)")
+    parser.add_argument("--latency-ms", type=float, default=50.0, help="latency of a response in ms (default 50)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, storage() as (server, proxy):
         folder = Path(name)

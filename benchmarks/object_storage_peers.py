@@ -1,8 +1,8 @@
-"""The clients that `benchmarks.object_storage` compares, each in its own process: `object_storage_peers NAME ADDRESS`.
+"""Program of the clients that `benchmarks.object_storage` compares: `object_storage_peers NAME ADDRESS`.
 
     {"do": "get", "keys": [...]}     read objects one after another: {"bytes": ..., "cpu_s": ..., "seconds": ...}
 
-boto3 and s3fs are installed in the peers' environment, without clipmill.
+Each client runs in a separate process. boto3 and s3fs are in the environment of `make peers`, without clipmill.
 """
 
 import argparse
@@ -17,14 +17,14 @@ Read = Callable[[str], bytes]
 
 
 def open_clipmill(bucket: str) -> Read:
-    """Return the client of clipmill, over obstore."""
+    """Return a reader with clipmill's client, which uses obstore."""
     from clipmill.manifests.storage.objects import open_objects
 
     return open_objects(f"s3://{bucket}").read
 
 
 def open_boto3(bucket: str) -> Read:
-    """Return the client of AWS."""
+    """Return a reader with AWS's client, boto3."""
     import boto3
 
     client = boto3.client("s3")
@@ -32,7 +32,7 @@ def open_boto3(bucket: str) -> Read:
 
 
 def open_s3fs(bucket: str) -> Read:
-    """Return the client of fsspec, over aiobotocore."""
+    """Return a reader with fsspec's client, s3fs, which uses aiobotocore."""
     import s3fs
 
     client = s3fs.S3FileSystem(endpoint_url=os.environ["AWS_ENDPOINT_URL"])

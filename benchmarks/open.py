@@ -1,18 +1,19 @@
-"""The cost of opening a training set, by the number of chunks: CPU time and memory of one rank and of eight.
+"""Cost of opening a training set, by number of chunks: CPU time and memory of one rank and of eight ranks.
 
     python -m benchmarks.open [--chunks 10000 10000000] [--chunks-per-video 1] [--captions 35000000] [--json FILE]
 
-The data are made (benchmarks.open_data): ten chunks a video unless --chunks-per-video is given, 240 a shard, no
-videos. `first` is a rank that finds an
-empty cache and computes what all ranks of the machine share; `next` opens the same set afterwards; `8 ranks` open it at
-the same time with an empty cache, and figures are those of all of them together. Each rank is a process of its own, and
-opens the set, computes its fingerprint, describes it, and asks for the first positions of the order.
+The data are generated without videos (benchmarks.open_data): 240 chunks per shard, and ten chunks per video unless
+--chunks-per-video is given. Each rank is a process that opens the training set, computes its fingerprint, describes it,
+and looks up the first positions of the order. `first` is a rank that finds an empty cache, and computes the data that
+all ranks of the machine share. `next` opens the same set afterwards. `8 ranks` open it at the same time with an empty
+cache; the figures are the sums over these ranks.
 
-CPU is that of opening, after the imports. `private` is anonymous memory beyond the imports with the set open, and
-`peak` its highest value while it was opened, sampled every 50 ms. `PSS` and `USS` (smaps_rollup, beyond the imports)
-count pages of mapped files too: PSS by the number of processes that map them, USS those that one process alone has
-touched; the kernel reclaims these when memory is short. `merge` is the cost of writing the merged table from indexes,
-`merge, one part` of writing the last of its parts, with the others verified, and `indexes` of opening without it.
+CPU time is the time of opening, without imports. `private` is the anonymous memory with the set open, and `peak` its
+maximum while the set is opened, sampled every 50 ms; both without the memory of imports. `PSS` and `USS` (from
+smaps_rollup, without imports) include pages of mapped files: PSS divides a page among the processes that map it, and
+USS counts only pages that a single process has touched. The kernel reclaims such pages when memory is short. `merge` is
+the cost of writing the merged table from indexes, `merge, one part` of writing the last of its parts and verifying the
+others, and `indexes` of opening the set without a merged table.
 """
 
 import argparse
@@ -44,8 +45,10 @@ def main() -> None:
     parser.add_argument("--captions", type=int, help="number of captions; default: 3.5 per chunk")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--ranks", type=int, default=NUM_RANKS)
-    parser.add_argument("--indexes-up-to", type=int, default=10**6, help="chunks up to which indexes are written too")
-    parser.add_argument("--folder", type=Path, help="where to write the data; default: the system's temporary folder")
+    parser.add_argument(
+        "--indexes-up-to", type=int, default=10**6, help="maximum number of chunks with indexes (default 10^6)"
+    )
+    parser.add_argument("--folder", type=Path, help="folder for the data (default: the system's temporary folder)")
     parser.add_argument("--rank", nargs=2, metavar=("FOLDER", "SET"), help=argparse.SUPPRESS)
     parser.add_argument("--merge", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -68,7 +71,7 @@ def main() -> None:
 
 
 def measure(folder: Path, num_chunks: int, arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """Return the rows of the table for one number of chunks."""
+    """Return the table rows for a number of chunks."""
     from benchmarks.open_data import write_column, write_manifest_of
 
     data, has_indexes = folder / "data", num_chunks <= arguments.indexes_up_to
@@ -104,7 +107,7 @@ def measure(folder: Path, num_chunks: int, arguments: argparse.Namespace) -> lis
 
 
 def run_merge(data: Path) -> dict[str, Any]:
-    """Write the parts of the merged table that are missing; return what it cost."""
+    """Write the missing parts of the merged table in a new process, and return the cost."""
     command = [sys.executable, "-m", "benchmarks.open", "--merge", str(data)]
     found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
     figures: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
@@ -112,7 +115,7 @@ def run_merge(data: Path) -> dict[str, Any]:
 
 
 def run_ranks(data: Path, name: str, num_ranks: int, *, cache: Path) -> dict[str, Any]:
-    """Open a set in some processes at once; return what it cost all of them together."""
+    """Open a set in several processes at once, and return the cost of all processes together."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.open", "--rank", str(data), name]
     ranks = [
@@ -164,7 +167,7 @@ def _reply(rank: "subprocess.Popen[str]") -> dict[str, Any]:
 
 
 def _is_ready(rank: "subprocess.Popen[str]") -> bool:
-    """Whether the rank waits for its next line, with the set open."""
+    """Return True if the rank has opened the set, and waits for its next line."""
     assert rank.stdout is not None
     return bool(select.select([rank.stdout], [], [], 0)[0])
 
@@ -182,7 +185,7 @@ def _anonymous_mb(pid: int) -> float:
 
 
 def open_as_rank(data: Path, name: str) -> None:
-    """Open a set as a rank does, between two lines of standard input."""
+    """Open a set as a rank does. Start, and later exit, when a line arrives on standard input."""
     import numpy as np
 
     from clipmill.train.data.chunks import ClipQuery
@@ -225,7 +228,7 @@ def open_as_rank(data: Path, name: str) -> None:
 
 
 def merge(data: Path) -> None:
-    """Write the merged table of `video` from its indexes, and print what it cost."""
+    """Write the merged table of `video` from its indexes, and print the cost."""
     import resource
 
     from clipmill.shards.chunk_table import update_chunk_table
@@ -233,7 +236,7 @@ def merge(data: Path) -> None:
 
     base_mb = _anonymous_mb(os.getpid())
     begin_s = time.process_time()
-    assert update_chunk_table(Variant.open(data), column="video"), "the table was there"
+    assert update_chunk_table(Variant.open(data), column="video"), "the merged table exists already"
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     cpu_s = round(time.process_time() - begin_s, 2)
     figures = {"CPU s": cpu_s, "of one": cpu_s, "private MB": "", "peak MB": round(peak_mb - base_mb)}

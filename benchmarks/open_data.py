@@ -1,8 +1,8 @@
-"""Data folders of millions of chunks for `benchmarks.open`, without a single video: tables, commits and indexes.
+"""Generate data folders with millions of chunks for `benchmarks.open`, without videos: tables, commits and indexes.
 
-Manifest, merged tables, table of commits and contents.json are those that `prep` would write. Commits exist in their
-table alone, as in a copy of a folder. Tars are files of the right length that take no room on the disk. Indexes of
-`video` are written with two packets per chunk, if they are asked for; a real one has 450.
+The manifest, the merged tables, the table of commits and contents.json are as `prep` writes them. Commits exist only in
+their table, as in a copy of a folder. Tars have the right length, but are sparse files. On request, indexes of `video`
+are written, with two packets per chunk; a real chunk has 450.
 """
 
 import hashlib
@@ -42,11 +42,11 @@ CHUNK_BYTES = {"video": 190_000, "latents": 512 + 60 * 128}  # latents: 60 frame
 _MEMBERS = {"video": "mp4", "latents": "latents.npy"}
 _FINGERPRINT = "0" * 64
 _ROWS = 131_072
-_WORDS = 9  # of a narration, with its 45 bytes
+_WORDS = 9  # number of words in a narration, which has 45 bytes
 
 
 def video_ids(first: int, count: int) -> pa.Array:
-    """Ids of consecutive videos, as long as those of Kinetics."""
+    """Return IDs of consecutive videos, as long as the IDs of Kinetics."""
     numbers = pc.utf8_lpad(pa.array(np.arange(first, first + count)).cast(pa.string()), 8, "0")
     return pc.binary_join_element_wise("video", numbers, "-")
 
@@ -54,7 +54,7 @@ def video_ids(first: int, count: int) -> pa.Array:
 def write_manifest_of(
     data: Path, *, num_chunks: int, num_captions: int, chunks_per_video: int = CHUNKS_PER_VIDEO
 ) -> None:
-    """Write videos of as many chunks each and their captions: one narrator, and rewritten narrations after them."""
+    """Write a manifest of videos with `chunks_per_video` chunks each, and of narrations and rewritten narrations."""
     folder = data / "manifest"
     folder.mkdir(parents=True)
     num_videos = -(-num_chunks // chunks_per_video)
@@ -81,7 +81,7 @@ def write_manifest_of(
 
 
 def _captions(num_captions: int, num_videos: int, *, length_s: float) -> Iterator[pa.Table]:
-    """A seventh are narrations, in the order of videos and times; then come six rewritten ones of each."""
+    """Yield captions: first one seventh of narrations, by video and time, and then six rewritten texts of each."""
     num_narrations = max(-(-num_captions // 7), 1)
     for first in range(0, num_captions, _ROWS):
         ids = np.arange(first, min(first + _ROWS, num_captions))
@@ -119,7 +119,7 @@ def write_column(
     chunks_per_shard: int = CHUNKS_PER_SHARD,
     chunks_per_video: int = CHUNKS_PER_VIDEO,
 ) -> None:
-    """Write a column: commits, tars that take no room, its merged table, and its indexes if they are asked for."""
+    """Write a column: commits, sparse tars, the merged table and, if `has_indexes` is True, indexes."""
     folder = variant_dir(data, column, VARIANTS[column])
     (folder / COMMITS_FOLDER).mkdir(parents=True)
     num_shards = -(-num_chunks // chunks_per_shard)
@@ -156,7 +156,7 @@ def write_column(
     confirm_folders(folder, sha256=sha256, folders=commit_folders(folder))
     set_current_variant(data, column, VARIANTS[column])
     commits = open_table_commits(folder)
-    assert commits is not None, "the table of commits does not count"
+    assert commits is not None, "the table of commits is not valid"
     for part, of_folder in commits.split_by_folder():
         first, last = min(of_folder), max(of_folder)
         number = np.arange(first * chunks_per_shard, min((last + 1) * chunks_per_shard, num_chunks))
@@ -170,7 +170,7 @@ def _stride(column: str) -> int:
 
 
 def _part(column: str, number: np.ndarray, chunks_per_shard: int, chunks_per_video: int) -> pa.Table:
-    """The rows of some chunks, by their numbers, in a merged table."""
+    """Return the rows of chunks in a merged table, given the numbers of the chunks."""
     row = (number % chunks_per_shard).astype(np.int32)
     video = number // chunks_per_video
     codes = pa.array((video - video[0]).astype(np.int32))
@@ -231,7 +231,7 @@ def _index(first: int, count: int, chunks_per_video: int) -> pa.Table:
 
 
 def describe_sizes(data: Path) -> str:
-    """The sizes of the tables, for the notes."""
+    """Describe the sizes of the tables, for the notes."""
     sizes: Counter[str] = Counter()
     for path in data.rglob("*"):
         if path.name in (CHUNKS_FILE, CAPTIONS_FILE, VIDEOS_FILE):

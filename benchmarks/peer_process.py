@@ -1,7 +1,7 @@
-"""Persistent benchmark processes: starting them, sending requests, and answering.
+"""Persistent benchmark processes: start them, send requests, and respond to requests.
 
-A request and its answer are one line of JSON each. This file requires only the standard library, because clipmill is
-not installed in the peers' environment.
+A request and its response are one line of JSON each. This module needs only the standard library, because clipmill is
+not installed in the environment of `make peers`.
 """
 
 import json
@@ -20,21 +20,21 @@ _STDERR_CHARS = 3000
 
 
 class NotInstalled(Exception):
-    """The program's Python interpreter, or one of its dependencies, is missing."""
+    """The Python interpreter or a dependency of a program is missing."""
 
 
 class PeerProcess:
-    """A running program; it is idle between requests.
+    """Running program, which is idle between requests.
 
     Args:
-        python: the Python that runs it.
-        module: full name of the program.
-        words: its command-line arguments.
-        folder: its working directory.
-        environment: additional environment variables.
+        python: Python interpreter that runs the program.
+        module: Full name of the program's module.
+        words: Command-line arguments.
+        folder: Working directory.
+        environment: Additional environment variables.
 
     Raises:
-        NotInstalled: the interpreter does not exist.
+        NotInstalled: The interpreter does not exist.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class PeerProcess:
         )
 
     def ask(self, do: str, **details: Any) -> dict[str, Any]:
-        """Send one request and wait for its answer.
+        """Send a request, and wait for the response.
 
         Raises:
-            NotInstalled: a dependency is missing.
-            RuntimeError: the program exited instead of answering.
+            NotInstalled: A dependency of the program is missing.
+            RuntimeError: The program exited without a response.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -72,20 +72,20 @@ class PeerProcess:
             self._process.stdin.write(json.dumps({"do": do, **details}) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has exited, as the missing answer will show
+            pass  # the program has exited, so the response will be missing
         line = self._process.stdout.readline()
         if not line:
             self._process.wait()
             self._stderr.seek(0)
             stderr = self._stderr.read().decode(errors="replace")[-_STDERR_CHARS:]
-            raise RuntimeError(f"{self._module} exited with {self._process.returncode} on request {do!r}:\n{stderr}")
+            raise RuntimeError(f"{self._module} exited with {self._process.returncode} at request {do!r}:\n{stderr}")
         answer: dict[str, Any] = json.loads(line)
         if "missing" in answer:
             raise NotInstalled(answer["missing"])
         return answer
 
     def end(self) -> None:
-        """Terminate the program."""
+        """End the program."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -93,8 +93,8 @@ class PeerProcess:
 
 
 def answer_requests(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Answer requests until the input ends (the program's side)."""
-    # Libraries may print: their output goes to stderr, and stdout is reserved for answers.
+    """Respond to requests until the input ends. The program calls this function."""
+    # Libraries may print to stdout. Redirect their output to stderr, and reserve stdout for responses.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:

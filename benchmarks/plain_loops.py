@@ -1,4 +1,4 @@
-"""Encoding latents and text in a plain loop: the baseline of `benchmarks.encoding`.
+"""Encode latents and text in plain loops, which are the baseline of `benchmarks.encoding`.
 
 python -m benchmarks.plain_loops latents DATA VAE SIZE FPS BATCH OUT
 python -m benchmarks.plain_loops text DATA WEIGHTS BATCH OUT
@@ -19,11 +19,11 @@ from clipmill.shards.reader import Variant
 if TYPE_CHECKING:
     import torch
 
-SEGMENT_FRAMES = 9  # of benchmarks.encoding's case for a VAE of videos
+SEGMENT_FRAMES = 9  # as in the case for a video VAE in benchmarks.encoding
 
 
 def latents(data: Path, vae: str, *, size: int, fps: Fraction, batch: int, out: Path) -> None:
-    """Decode every chunk completely, keep the selected frames, and encode them in batches."""
+    """Decode every chunk completely, select frames, and encode the frames in batches."""
     import av
     import torch
     from torch.nn import functional
@@ -63,7 +63,7 @@ def latents(data: Path, vae: str, *, size: int, fps: Fraction, batch: int, out: 
 
 
 def encode_pictures(model: Any, pictures: "torch.Tensor") -> np.ndarray:
-    """Encode uint8 pictures [N, 3, H, W] to latents, on the model's device and in its precision."""
+    """Encode uint8 frames [N, 3, H, W] to latents, on the device of the model and in its precision."""
     import torch
 
     with torch.inference_mode():
@@ -73,7 +73,7 @@ def encode_pictures(model: Any, pictures: "torch.Tensor") -> np.ndarray:
 
 
 def encode_segment(model: Any, pictures: "torch.Tensor") -> np.ndarray:
-    """Encode a segment uint8 [F, 3, H, W] with a VAE of Wan, normalised per channel: [1, C, T', h, w]."""
+    """Encode a uint8 segment [F, 3, H, W] with Wan's VAE to latents [1, C, T', h, w], normalised per channel."""
     import torch
 
     mean, std = (torch.tensor(one).view(-1, 1, 1, 1) for one in (model.config.latents_mean, model.config.latents_std))
@@ -85,7 +85,7 @@ def encode_segment(model: Any, pictures: "torch.Tensor") -> np.ndarray:
 
 
 def encode_texts(model: Any, tokenize: Any, texts: list[str], *, device: str = "cpu") -> np.ndarray:
-    """Encode one batch of texts."""
+    """Encode a batch of texts."""
     import torch
 
     with torch.inference_mode():
@@ -123,7 +123,7 @@ def _vae(name: str):  # type: ignore[no-untyped-def]
 
 
 def main() -> None:
-    """Run the loop named in the command line."""
+    """Run the loop that the command line selects."""
     kind, *words = sys.argv[1:]
     if kind == "latents":
         data, vae, size, fps, batch, out = words

@@ -1,24 +1,24 @@
-"""CPU time, wall time and memory of the commands that look at all shards, for 1 and 10 million chunks.
+"""CPU time, wall time and memory of the commands that read all shards, for 1 and 10 million chunks.
 
     python -m benchmarks.plan [--chunks N ...] [--runs N] [--with-short] [--folder DIR] [--json FILE]
 
-First, a data folder with that many chunks is made without encoding: real manifest, probes, layout, and commits with
-their table; empty source files; and shards of which one for each number of chunks is real. The tars of the others have
-only the right length, and their indexes are links (`benchmarks.made_data`). Then whole commands are run:
+First, a data folder with this number of chunks is made without encoding: manifest, probes, layout, commits and their
+table are real, and source files are empty. One shard for each number of chunks is real. The tars of the other shards
+have only the right length, and their indexes are links (`benchmarks.made_data`). Then complete commands run:
 
     plan, nothing committed    prep plan, before any shard is committed
-    first chunk                prep chunk, which writes the merged table and nothing else
+    first chunk                prep chunk, which writes only the merged table
     plan                       prep plan, with everything committed
     chunk                      prep chunk with nothing to do: everything is checked, nothing is made
-    part                       the same with --part 1/2, which looks for sources to share
+    part                       the same with --part 1/2, which looks for sources whose probing the parts share
     status                     prep status
     gc                         prep gc --dry-run
     quick check                existence, sizes and times of all files of the shards, as plan, status and gc check them
-    records                    prep chunk without the table of commits, reading every record
+    records                    prep chunk without the table of commits, which reads every record
 
-`wall s` is from the start of Python to its exit, `peak MB` the resident memory of the command, including shared
-libraries. Figures are medians of the runs, which alternate between the phases. --with-short adds as many videos as
-chunks to the videos of 40 chunks.
+`wall s` is the time from the start of Python to its exit, and `peak MB` the peak resident memory of the command,
+including shared libraries. Figures are medians of the runs, which alternate between the phases. The videos have 40
+chunks; --with-short also measures videos of one chunk.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def plan_new(data: Path, *, num_chunks: int) -> Usage:
 
 
 def phases(data: Path, *, recipe: ResolvedRecipe, num_chunks: int) -> dict[str, Callable[[], Usage]]:
-    """Return what is measured with everything committed, by name."""
+    """Return functions that run each phase with everything committed, by name."""
 
     def plan() -> Usage:
         usage = run_measured(prep_command("plan", "--data", data, "--json"))
@@ -87,7 +87,7 @@ def phases(data: Path, *, recipe: ResolvedRecipe, num_chunks: int) -> dict[str, 
 
     def records() -> Usage:
         (variant_dir(data, COLUMN, recipe.variant) / COMMIT_TABLE_FILE).unlink(missing_ok=True)
-        return chunk()  # which writes the table again
+        return chunk()  # writes the table again
 
     return {
         "plan": plan,
@@ -103,7 +103,7 @@ def phases(data: Path, *, recipe: ResolvedRecipe, num_chunks: int) -> dict[str, 
 def measure_shape(
     data: Path, *, num_videos: int, chunks_per_video: int, num_runs: int, recipe: ResolvedRecipe
 ) -> list[dict[str, object]]:
-    """Measure one data folder before and after everything is committed."""
+    """Measure a data folder before and after everything is committed, and return table rows."""
     num_chunks = num_videos * chunks_per_video
     make_videos(data, num_videos=num_videos, chunks_per_video=chunks_per_video, recipe=recipe)
     usages = {"plan, nothing committed": [plan_new(data, num_chunks=num_chunks) for _ in range(num_runs)]}
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument(
         "--with-short", action=argparse.BooleanOptionalAction, default=False, help="also videos of one chunk"
     )
-    parser.add_argument("--folder", type=Path, help="folder to make the data in (default: a temporary one)")
+    parser.add_argument("--folder", type=Path, help="folder for the data (default: a temporary folder)")
     arguments = parser.parse_args()
     recipe = resolve(Recipe(), ffmpeg_version=find_ffmpeg().version)
     rows = []
@@ -157,7 +157,9 @@ def main() -> None:
                     num_runs=arguments.runs,
                     recipe=recipe,
                 )
-    notes = ["Target: chunk with nothing to do in under 30 s for 10 million chunks. Commits are made, not encoded."]
+    notes = [
+        "Target: chunk with nothing to do in under 30 s for 10 million chunks. Commits are generated, not encoded."
+    ]
     print_report("Commands on millions of chunks", rows, notes=notes, json_path=arguments.json)
 
 

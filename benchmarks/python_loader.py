@@ -1,19 +1,20 @@
-"""The Python interface (`open_clips`, `open_latents`) against the loaders of the training commands behind it.
+"""The Python interface (`open_clips`, `open_latents`) compared with the loaders of the training commands.
 
     python -m benchmarks.python_loader VIDEOS [--pieces N] [--batches N] [--rounds N] [--json FILE]
 
-Pieces of VIDEOS are encoded with `prep chunk`; latents are numbers. The loaders take turns; in each turn a loader gives
-the next batches of the same order, and drops what it has loaded ahead. `/ command` is the ratio of its rate to that of
-the command's loader that gives the same, in CPU time of the whole process: the median over the rounds. The target is at
-least 0.97.
+Pieces of VIDEOS are encoded with `prep chunk`; latents are random numbers. The loaders take turns. In each turn, a
+loader loads the next batches in the same order, and discards the batches that it has loaded in advance. `/ command` is
+the rate of the loader divided by the rate of the command's loader with the same output, in CPU time of the complete
+process: the median over the rounds. The target is at least 0.97.
 
-Clips: 4 frames of 224 px, 2 threads. `YUV` has the tensors of `train dual-encoder`, and captions as texts in place of
-tokens. Both make `RGB` on the CPU: the command by the conversion of its training step, `open_clips` in its loader.
+Clips: 4 frames of 224 px, 2 threads. `YUV` has the tensors of `train dual-encoder`, with captions as strings instead of
+tokens. `RGB` is computed on the CPU: for the command by the conversion in its training step, for `open_clips` in its
+loader.
 
-Latents: segments of 5 s with captions. `kept` is the command's loader with batches that later ones do not
-overwrite, which those of `open_latents` are: while a program looks at one, the next is ready and the one after it is
-being filled, in three buffers in place of two. `open_latents, all read` asks each batch for its keys, captions and
-times, which are made then.
+Latents: segments of 5 s with captions. `kept` is the command's loader with batches that later batches do not overwrite,
+as in `open_latents`: while a program uses a batch, the next batch is ready and the one after it is being filled, so
+there are three buffers instead of two. `open_latents, all read` also reads the keys, captions and times of each batch,
+which are computed on access.
 """
 
 import statistics
@@ -52,19 +53,19 @@ NUM_FRAMES, SIZE_PX, WORKERS = 4, 224, 2
 CLIP_S, CLIPS_PER_PIECE = 4.0, 3
 NUM_COPIES, SEGMENTS_PER_VIDEO = 4, 50
 
-Read = Callable[[int, int], None]  # position of the first sample, number of batches
-Use = Callable[[Any], object]  # of a batch, in the step
-Ways = dict[str, tuple[Read, str | None]]  # by name, each with the one to compare it with
+Read = Callable[[int, int], None]  # reads batches, given the position of the first sample and the number of batches
+Use = Callable[[Any], object]  # uses a batch as a training step does
+Ways = dict[str, tuple[Read, str | None]]  # reader, and name of the reader to compare it with, by name
 
 
 def main() -> None:
     """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
-    parser.add_argument("videos", nargs="?", type=Path, help="folder of videos; made up when left out")
+    parser.add_argument("videos", nargs="?", type=Path, help="folder of videos (default: generated videos)")
     parser.add_argument("--pieces", type=int, default=12)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--batches", type=int, default=6, help="batches of clips in a turn")
-    parser.add_argument("--segments", type=int, default=5000, help="segments of latents")
+    parser.add_argument("--batches", type=int, default=6, help="number of batches of clips per turn (default 6)")
+    parser.add_argument("--segments", type=int, default=5000, help="number of segments of latents (default 5000)")
     parser.add_argument("--rounds", type=int, default=21)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -102,7 +103,7 @@ def _make_latents(folder: Path, *, num_segments: int) -> Path:
 
 
 def _num_latent_batches(batch: int) -> int:
-    """The batches of four whole blocks of requests, so that none is made in vain (latents/loader)."""
+    """Return the number of batches in four complete blocks of requests, so that no request is wasted."""
     return sum(min(8**number, 2**14 // batch) for number in range(4))
 
 
@@ -169,7 +170,7 @@ def _take(batches: Iterator[Any], count: int, use: Use | None) -> None:
 
 def _measure(ways: Ways, *, batch: int, num_batches: int, num_rounds: int) -> list[dict[str, object]]:
     for read, _ in ways.values():
-        read(0, num_batches)  # the page cache, checksums, and memory
+        read(0, num_batches)  # fills the page cache, verifies checksums and allocates memory
     taken: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for number, way in turns(list(ways), num_rounds):
         wall_s, cpu_s = time.perf_counter(), time.process_time()

@@ -1,16 +1,17 @@
-"""Training data from object storage against the local folder: clips and latents per second, requests, bytes.
+"""Training data in object storage compared with a local folder: clips and latents per second, requests, bytes.
 
     python -m benchmarks.remote VIDEOS [--pieces N] [--rounds N] [--latency S] [--json FILE]
 
-Pieces of VIDEOS are encoded with `prep chunk`, and their latents with a tiny VAE. A local S3 server (moto's) has a copy
-of the folder; a proxy in front of it delays every answer. Both are programs of their own, whose CPU time is given
-separately: with few cores they take it from the loader. The loaders are those of `train dual-encoder`, and take turns;
-a turn shows the same samples to each. `/ local` is the ratio of samples per second of wall time, `/ local, CPU` that of
-the loader's CPU time: medians over the rounds. The target of `/ local` is at least 0.8.
+Pieces of VIDEOS are encoded with `prep chunk`, and their latents with a tiny VAE. A local S3 server (moto) has a copy
+of the folder, and a proxy in front of the server delays every response. Both are separate processes, whose CPU time is
+reported separately, because they compete with the loader for a small number of cores. The loaders of `train
+dual-encoder` take turns, and all of them load the same samples in a turn. `/ local` is the ratio of samples per second
+of wall time, and `/ local, CPU` the ratio of samples per second of the loader's CPU time: medians over the rounds. The
+target of `/ local` is at least 0.8.
 
-Clips: 4 frames of 224 px, one decoding thread, so that a core is left for the server. Latents: segments of 5 s with
-stored text. `by range` has a cache in which only the text fits; `first epoch` begins with an empty cache in every turn,
-and `from the cache` with a full one, of which an epoch is over at once: a turn has a hundred.
+Clips: 4 frames of 224 px, one decoding thread, so that a core remains for the server. Latents: segments of 5 s with
+stored text. The cache of `by range` has room only for the text. `first epoch` starts every turn with an empty cache,
+and `from the cache` with a full cache. An epoch from a full cache is very short, so a turn has a hundred epochs.
 """
 
 import os
@@ -62,11 +63,11 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Way:
-    """A set of samples, and what its turns took.
+    """Set of samples, and the measurements of its turns.
 
     Attributes:
-        open: opens the samples of a turn, and the objects that they are read from.
-        reopens: open them in every turn.
+        open: Function that opens the samples of a turn, and the objects that the samples are read from.
+        reopens: True if every turn opens the samples again.
     """
 
     open: Callable[[], tuple[TrainingSet, Objects | None]]
@@ -79,7 +80,7 @@ class Way:
     num_bytes: list[int] = field(default_factory=list)
 
     def take_turn(self, position: int, num_batches: int) -> None:
-        """Show some batches, and note what that takes; opening is left out."""
+        """Load batches, and append the measurements, without the time of opening the samples."""
         if self.opened is None or self.reopens:
             self.opened = self.open()
         samples, objects = self.opened
@@ -99,12 +100,12 @@ class Way:
 def main() -> None:
     """Run the benchmark and print its tables."""
     parser = parser_for(__doc__ or "")
-    parser.add_argument("videos", nargs="?", type=Path, help="folder of videos; made up when left out")
+    parser.add_argument("videos", nargs="?", type=Path, help="folder of videos (default: generated videos)")
     parser.add_argument("--pieces", type=int, default=20)
-    parser.add_argument("--batches", type=int, default=40, help=f"batches of {BATCH} clips in a turn")
-    parser.add_argument("--segments", type=int, default=1600, help="segments of latents, an epoch of which is a turn")
-    parser.add_argument("--cached-epochs", type=int, default=100, help="in a turn of what is on this machine")
-    parser.add_argument("--latency", type=float, default=0.05, help="of every answer of the proxy, seconds")
+    parser.add_argument("--batches", type=int, default=40, help=f"batches of {BATCH} clips per turn (default 40)")
+    parser.add_argument("--segments", type=int, default=1600, help="segments of latents, one turn (default 1600)")
+    parser.add_argument("--cached-epochs", type=int, default=100, help="epochs per turn with local data (default 100)")
+    parser.add_argument("--latency", type=float, default=0.05, help="seconds until a response (default 0.05)")
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -126,7 +127,7 @@ def main() -> None:
         ways, more = _latent_ways(latents, f"{bucket}/latents", folder, server, proxy, shown_ms)
         num_batches = arguments.segments // BATCH
         rows += _measure("latents", ways, num_batches=num_batches, batch=BATCH, num_rounds=arguments.rounds)
-        # An epoch of what is on this machine takes no time that could be measured.
+        # An epoch of local data is too short to be measured.
         ways = _cached_ways(latents, f"{bucket}/latents", folder, proxy, shown_ms)
         num_batches *= arguments.cached_epochs
         rows += _measure("latents again", ways, num_batches=num_batches, batch=BATCH, num_rounds=arguments.rounds)
@@ -155,7 +156,7 @@ def _make_latents(folder: Path, num_segments: int) -> Path:
 
 
 def _through(endpoint: str) -> None:
-    """Lead clients that are opened from now on to an endpoint."""
+    """Let clients that are opened from now on connect to an endpoint."""
     os.environ["AWS_ENDPOINT_URL"] = endpoint
 
 
@@ -227,7 +228,7 @@ def _open_latents(remote: str, cache: Path, size: str) -> tuple[TrainingSet, Obj
 
 
 def _start(name: str, way: Way) -> dict[str, Any]:
-    """Open a set with an empty cache: requests and bytes."""
+    """Open a set with an empty cache, and return a table row with requests and bytes."""
     way.opened = way.open()
     objects = way.opened[1]
     assert objects is not None
@@ -246,7 +247,7 @@ def _fill_cache(way: Way) -> None:
 
 def _measure(kind: str, ways: dict[str, Way], *, num_batches: int, batch: int, num_rounds: int) -> list[dict[str, Any]]:
     for way in ways.values():
-        way.take_turn(0, num_batches)  # the page cache, checksums, and memory
+        way.take_turn(0, num_batches)  # fills the page cache, verifies checksums and allocates memory
         for taken in (way.wall_s, way.cpu_s, way.server_s, way.num_requests, way.num_bytes):
             taken.clear()
     for number, name in turns(list(ways), num_rounds):
@@ -273,7 +274,7 @@ def _measure(kind: str, ways: dict[str, Way], *, num_batches: int, batch: int, n
 
 
 def _children_s() -> float:
-    """CPU seconds of the server and the proxy so far."""
+    """Return the CPU time of the server and the proxy so far, in seconds."""
     pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     ticks = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in pids]
     return sum(int(one) for pair in ticks for one in pair) / _TICKS

@@ -1,4 +1,4 @@
-"""Output of the results: a Markdown table on stdout, and a JSON file with the same figures."""
+"""Print the results of a benchmark as a Markdown table, and write them to a JSON file."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ from benchmarks.environment import describe_environment
 
 
 def parser_for(description: str) -> argparse.ArgumentParser:
-    """Create a parser with the benchmark's docstring as its help, and the options of all benchmarks."""
+    """Return a parser with the docstring of a benchmark as its description, and the options of all benchmarks."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     return parser
@@ -28,13 +28,13 @@ def print_report(
     further: Mapping[str, Rows] | None = None,
     figures: Mapping[str, object] | None = None,
 ) -> None:
-    """Print one table whose columns are the keys of the rows.
+    """Print a table whose columns are the keys of the rows.
 
     Args:
-        notes: lines below the table, for example the targets.
-        json_path: file for the same results as JSON.
-        further: tables of the same run, by title.
-        figures: additional figures for the JSON file only.
+        notes: Lines below the table, such as the targets.
+        json_path: JSON file to write with the same results.
+        further: Additional tables of the same run, by title.
+        figures: Additional figures, which are written only to the JSON file.
     """
     where = describe_environment()
     print(f"### {title}\n")
@@ -56,7 +56,7 @@ def print_report(
 
 
 def table(rows: Rows) -> list[str]:
-    """Format a Markdown table with the columns of all rows, except columns without any value."""
+    """Format a Markdown table with the columns of all rows, except columns without values."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     columns = [key for key in columns if any(row.get(key) is not None for row in rows)]
     headings = ["variant" if key == "way" else key for key in columns]
@@ -65,7 +65,7 @@ def table(rows: Rows) -> list[str]:
 
 
 def cell(value: object) -> str:
-    """Format a table cell: at least three digits of a number, and an empty cell for None."""
+    """Format a table cell: a number with at least three digits, None as an empty cell."""
     if value is None:
         return ""
     if isinstance(value, bool):

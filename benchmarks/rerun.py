@@ -2,12 +2,13 @@
 
     python -m benchmarks.rerun [--chunks N] [--runs N] [--json FILE]
 
-First, a data folder with that many chunks is generated without encoding: real manifest, probes, layout, shards (of tiny
-payloads) and commits. Then the whole command is run and must find nothing to do: it checks every source file and every
-committed file. Two shapes: long videos of 40 chunks, and as many videos as chunks.
+First, a data folder with this number of chunks is generated without encoding. Manifest, probes, layout, commits and
+shards are real, but the payloads of the shards are tiny. Then the complete command runs, checks every source file and
+every committed file, and must find nothing to do. There are two shapes: long videos of 40 chunks, and videos of one
+chunk.
 
-`wall s` is the median of the runs, from the start of Python to its exit (target: under 10 s, aim: 3 s); `peak MB` is
-the resident memory of the command, including shared libraries.
+`wall s` is the median time from the start of Python to its exit (target: under 10 s, aim: 3 s), and `peak MB` the peak
+resident memory of the command, including shared libraries.
 """
 
 import json
@@ -25,7 +26,7 @@ LONG_CHUNKS = 40
 
 
 def measure_shape(data: Path, *, num_videos: int, chunks_per_video: int, num_runs: int) -> dict[str, object]:
-    """Create one data folder, and run `prep chunk` in it repeatedly."""
+    """Create a data folder, run `prep chunk` in it repeatedly, and return a table row."""
     recipe = resolve(Recipe(), ffmpeg_version=find_ffmpeg().version)
     make_videos(data, num_videos=num_videos, chunks_per_video=chunks_per_video, recipe=recipe)
     num_shards = commit_everything(data, recipe=recipe)

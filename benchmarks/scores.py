@@ -1,24 +1,24 @@
-"""Scores of chunks: their cost against encoding, and their values against the libraries run plainly.
+"""Scores of chunks: their cost compared with encoding, and their values compared with plain calls of libraries.
 
     python -m benchmarks.scores [VIDEOS] [--rounds 3] [--json FILE]
 
-Each video becomes a data folder of its own, made with the default recipe and audio. In each round, `prep chunk` and
-`prep scores` make their column anew with one worker, in turns. Cost is the CPU time of making the shards as the
-commands report it, ffmpeg included, imports and plans excluded; figures are medians. Target: scores cost at most a
+Each video becomes a separate data folder, made with the default recipe and audio. In each round, `prep chunk` and
+`prep scores` take turns, and make their columns again with one worker. The cost is the CPU time of making the shards as
+the commands report it, with ffmpeg, and without imports and plans. Figures are medians. Target: scores cost at most a
 fifth of encoding.
 
-The libraries run plainly on the same chunk files, in one process, and look at every frame:
+The libraries are called plainly on the same chunk files, in one process, and read every frame:
 
     PySceneDetect   detect(file, ContentDetector(), backend="pyav")
-    ImageHash       phash of the middle frame as a PIL image; the file is decoded by PyAV up to there
-    OpenCV          over every frame: variance of the Laplacian, mean luma, share of black frames, and DIS optical flow
-                    to the frame 0.1 s later at the same small size, pairs across cuts left out
-    ffmpeg          blackdetect, freezedetect and cropdetect, one command for all three
-    webrtcvad       all windows of the audio, at the same settings
+    ImageHash       phash of the middle frame as a PIL image; PyAV decodes the file up to this frame
+    OpenCV          for every frame: variance of the Laplacian, mean luma, fraction of black frames, and DIS optical
+                    flow to the frame 0.1 s later at the same small size, without pairs across cuts
+    ffmpeg          blackdetect, freezedetect and cropdetect, in one command
+    webrtcvad       all windows of the audio, with the same settings
 
-`ours` is all scores of a chunk at once, in the same process. CPU milliseconds per chunk, medians over the rounds.
-Agreement is over all chunks in which both know the value. Cuts in the first half second of a chunk, which
-PySceneDetect leaves out by design, are left out of the comparison.
+`ours` computes all scores of a chunk at once, in the same process. Figures are CPU milliseconds per chunk, medians over
+the rounds. Agreement covers all chunks for which both values are known. Cuts in the first half second of a chunk, which
+PySceneDetect omits by design, are not compared.
 """
 
 import json
@@ -62,12 +62,12 @@ from clipmill.shards.reader import Variant
 ENGINE = ("--engine", "processes", "--workers", "1", "--json")
 THRESHOLD = 27.0
 OURS = "ours, all scores"
-_FREEZE = "0.002"  # mean difference; the default, 0.001, is below what key frames change in a still picture
+_FREEZE = "0.002"  # mean difference; keyframes change a still picture by more than the default, 0.001
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A chunk, and its file for the libraries."""
+    """Chunk, with a video file of it for the libraries."""
 
     key: str
     chunk: ChunkContent
@@ -75,18 +75,18 @@ class Sample:
 
 
 def synthetic_videos(folder: Path) -> Path:
-    """Make a video of three seconds, and return its folder."""
+    """Make a video of three seconds, and return the folder of the video."""
     run_measured(prep_command("manifest", "synthetic", "--videos", "1", "--minutes", "0.05", "--data", folder))
     return next(folder.rglob("*.mp4")).parent
 
 
 def find_videos(folder: Path) -> list[Path]:
-    """Return the files of a folder of videos."""
+    """Return the paths of the videos in a folder."""
     return sorted(path for path in folder.iterdir() if path.is_file() and path.suffix != ".csv")
 
 
 def cost_rows(folder: Path, videos: list[Path], *, num_rounds: int) -> list[dict[str, object]]:
-    """Return the cost of both columns for each video, and for all of them."""
+    """Return table rows with the cost of both columns, for each video and for all videos."""
     taken: dict[tuple[str, str], list[float]] = {}
     counts: dict[str, int] = {}
     for video in videos:
@@ -124,7 +124,7 @@ def cost_rows(folder: Path, videos: list[Path], *, num_rounds: int) -> list[dict
 
 
 def read_samples(folder: Path, videos: list[Path]) -> list[Sample]:
-    """Return all chunks of the data folders, each as a file too."""
+    """Return all chunks of the data folders, and write each chunk to a file."""
     samples = []
     for video in videos:
         for shard in Variant.open(folder / video.stem).shards():
@@ -137,13 +137,13 @@ def read_samples(folder: Path, videos: list[Path]) -> list[Sample]:
 
 
 def scenedetect_cuts(sample: Sample) -> dict[str, Any]:
-    """PySceneDetect's first frames of new shots."""
+    """Return the first frames of new shots, found by PySceneDetect."""
     scenes = detect(str(sample.path), ContentDetector(threshold=THRESHOLD), backend="pyav")
     return {"cuts": [begin.frame_num for begin, _ in scenes[1:]]}
 
 
 def imagehash_phash(sample: Sample) -> dict[str, Any]:
-    """ImageHash's phash of the middle frame."""
+    """Return the phash of the middle frame, computed by ImageHash."""
     with av.open(str(sample.path)) as container:
         container.streams.video[0].codec_context.thread_count = 1
         for number, frame in enumerate(container.decode(video=0)):
@@ -153,7 +153,7 @@ def imagehash_phash(sample: Sample) -> dict[str, Any]:
 
 
 def opencv_looks(sample: Sample) -> dict[str, Any]:
-    """The values of OpenCV over every frame."""
+    """Return the scores that OpenCV computes from every frame."""
     gap = max(1, round(NEIGHBOUR_STEP_S * sample.chunk.fps))
     sharp, luma_means, black, speeds = [], [], [], []
     small: list[np.ndarray] = []
@@ -174,14 +174,14 @@ def opencv_looks(sample: Sample) -> dict[str, Any]:
 
 
 def mean_speed(speeds: list[float], cuts: list[int], *, fps: Fraction) -> float | None:
-    """The mean over the pairs of frames that no cut separates."""
+    """Return the mean speed over the pairs of frames that no cut separates."""
     gap = max(1, round(NEIGHBOUR_STEP_S * fps))
     kept = [speed for frame, speed in enumerate(speeds) if not any(frame < cut <= frame + gap for cut in cuts)]
     return float(np.mean(kept)) if kept else None
 
 
 def ffmpeg_detectors(sample: Sample) -> dict[str, Any]:
-    """Shares of ffmpeg's blackdetect, freezedetect and cropdetect."""
+    """Return the fractions that blackdetect, freezedetect and cropdetect of ffmpeg report."""
     filters = f"blackdetect=d=0.001,freezedetect=n={_FREEZE}:d=1,cropdetect=24:2:0"
     command = [get_ffmpeg_exe(), "-hide_banner", "-nostats", "-threads", "1", "-i", str(sample.path), "-an"]
     command += ["-vf", filters, "-f", "null", "-"]
@@ -192,7 +192,7 @@ def ffmpeg_detectors(sample: Sample) -> dict[str, Any]:
     frozen_s = sum(float(value) for value in re.findall(r"freeze_duration: ([\d.]+)", text))
     starts = re.findall(r"freeze_start: ([\d.]+)", text)
     if len(starts) > len(re.findall(r"freeze_end", text)):
-        frozen_s += duration_s - float(starts[-1])  # it lasts to the end
+        frozen_s += duration_s - float(starts[-1])  # the last freeze lasts to the end
     black_s = sum(float(value) for value in re.findall(r"black_duration:([\d.]+)", text))
     found: dict[str, Any] = {"black (ffmpeg)": black_s / duration_s, "frozen": frozen_s / duration_s}
     if size and crops and int(crops[-1][0]) > 0:
@@ -202,7 +202,7 @@ def ffmpeg_detectors(sample: Sample) -> dict[str, Any]:
 
 
 def webrtcvad_share(sample: Sample) -> dict[str, Any]:
-    """The share of windows that webrtcvad alone takes for speech."""
+    """Return the fraction of windows that webrtcvad classifies as speech."""
     samples = bytearray()
     with av.open(str(sample.path)) as container:
         if not container.streams.audio:
@@ -217,7 +217,7 @@ def webrtcvad_share(sample: Sample) -> dict[str, Any]:
 
 
 def our_scores(sample: Sample) -> dict[str, Any]:
-    """All scores, with cuts as frames."""
+    """Return all scores of clipmill, with cuts as frame numbers."""
     scores = score_chunk(sample.chunk, cut_threshold=THRESHOLD)
     frames = [round(time_s * sample.chunk.fps) for time_s in scores["cut_times_s"]]
     return {
@@ -238,7 +238,7 @@ WAYS: dict[str, Callable[[Sample], dict[str, Any]]] = {
 
 
 def cpu_s() -> float:
-    """CPU time of this process and of the children that it waited for."""
+    """Return the CPU time of this process and of the children that it has waited for, in seconds."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 
@@ -246,7 +246,7 @@ def cpu_s() -> float:
 def run_ways(
     samples: list[Sample], *, num_rounds: int
 ) -> tuple[list[dict[str, object]], dict[str, dict[str, dict[str, Any]]]]:
-    """Return the rows of CPU times, and the values by way and key."""
+    """Return the table rows of CPU times, and the values by variant and key."""
     cv2.setNumThreads(1)
     taken: dict[str, list[float]] = {name: [] for name in WAYS}
     values: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in WAYS}
@@ -271,7 +271,7 @@ def run_ways(
 
 
 def agreement_rows(samples: list[Sample], values: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, object]]:
-    """Return how well the values agree with those of the libraries."""
+    """Return table rows about the agreement of the values with the values of the libraries."""
     rows = []
     ours = values[OURS]
     for sample in samples:
@@ -310,7 +310,7 @@ def _agreement(name: str, pairs: list[tuple[Any, Any]]) -> dict[str, object]:
 def main() -> None:
     """Run the benchmark and print its tables."""
     parser = parser_for(__doc__ or "")
-    parser.add_argument("videos", type=Path, nargs="?", help="folder of videos (default: a short synthetic one)")
+    parser.add_argument("videos", type=Path, nargs="?", help="folder of videos (default: a short synthetic video)")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -323,7 +323,7 @@ def main() -> None:
         costs,
         notes=[
             f"{arguments.rounds} rounds. Target: at most 0.20.",
-            "freezedetect with n=0.002, d=1; the last crop of cropdetect. webrtcvad alone takes tones and noise for"
+            "freezedetect with n=0.002, d=1; the last crop of cropdetect. webrtcvad classifies tones and noise as"
             " speech; ours does not.",
         ],
         json_path=arguments.json,

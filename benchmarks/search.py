@@ -1,17 +1,17 @@
-"""Exact search in embeddings on disk, against faiss's IndexFlatIP, which holds them in memory.
+"""Exact search in embeddings on disk, compared with faiss's IndexFlatIP, which holds the embeddings in memory.
 
     python -m benchmarks.search [--rows 1000000 10000000] [--width 256] [--rounds 3] [--folder DIR] [--json FILE]
 
-Both find the best 10 of random unit vectors for 1 and for 16 queries; the rows that they find must be the same (`make
-peers` installs faiss; its rows are empty without it). The variants take turns. A turn is a new process, which opens the
-embeddings and then searches three times: `open s` is what faiss takes to copy the file into its index, `first s` the
-first search, and `search s` the median of the two others over all rounds, wall time. `CPU s` is likewise that of the
-process on all cores, and `/ faiss` the median of the ratios of CPU time within each round. Peak memory is resident
-memory; clipmill's does not grow with the file.
+Both find the best 10 of random unit vectors for 1 and for 16 queries, and must find the same rows. `make peers`
+installs faiss; without faiss, its rows in the table are empty. The variants take turns. A turn is a new process, which
+opens the embeddings and then searches three times. `open s` is the time in which faiss copies the file into its index,
+`first s` the time of the first search, and `search s` the median of the other searches over all rounds, all in wall
+time. `CPU s` is the same median for the CPU time of the process on all cores, and `/ faiss` the median of the ratios of
+CPU times within each round. Peak memory is resident memory; clipmill's memory does not grow with the file.
 
-`train search` is the whole command with a query by example: starting Python, the search, and reading the captions of
-what was found. The data need 4 bytes a value on the disk; they are deleted at the end. With less free memory than
-the file has bytes, clipmill reads from the disk; with less than 1.4 times as much, faiss is left out.
+`train search` is the complete command with a query by example: it starts Python, searches, and reads the captions of
+the results. The data need 4 bytes per value on the disk, and are deleted at the end. If the free memory is smaller than
+the file, clipmill reads from the disk. If it is smaller than 1.4 times the file, faiss is omitted.
 """
 
 import json
@@ -37,7 +37,7 @@ COMMAND = "train search"
 QUERIES = (1, 16)
 SEARCHES = 3
 _BLOCK = 1 << 16
-_SPARE = 1.4  # free memory that faiss gets, in sizes of the file
+_SPARE = 1.4  # free memory that faiss needs, as a multiple of the file size
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[10**6, 10**7])
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where to write the data; default: the system's temporary folder")
+    parser.add_argument("--folder", type=Path, help="folder for the data (default: the system's temporary folder)")
     arguments = parser.parse_args()
     rows = []
     for num_rows in arguments.rows:
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def write_embeddings(folder: Path, num_rows: int, *, width: int) -> None:
-    """Write a folder as `train embed` does, of random vectors, and queries."""
+    """Write a folder with random vectors as `train embed` does, and queries."""
     rng = np.random.default_rng(0)
     matrix = np.lib.format.open_memmap(folder / VIDEO, mode="w+", dtype=np.float32, shape=(num_rows, width))
     with pq.ParquetWriter(folder / CLIPS, CLIP_SCHEMA) as clips:
@@ -79,12 +79,12 @@ def write_embeddings(folder: Path, num_rows: int, *, width: int) -> None:
 
 
 def unit(rows: np.ndarray) -> np.ndarray:
-    """Divide rows by their lengths."""
+    """Divide rows by their norms."""
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
 def columns(begin: int, count: int) -> Iterator[Any]:
-    """Yield the columns of some rows of clips.parquet: four clips a chunk, four chunks a video."""
+    """Yield the columns of `count` rows of clips.parquet, with four clips per chunk and four chunks per video."""
     numbers = range(begin, begin + count)
     videos = [f"video-{number // 16:08d}" for number in numbers]
     yield np.arange(begin, begin + count)
@@ -98,10 +98,10 @@ def columns(begin: int, count: int) -> Iterator[Any]:
 
 
 def race(folder: Path, num_rows: int, *, num_rounds: int) -> list[dict[str, object]]:
-    """Return the rows of the table for one file.
+    """Return the table rows for a file.
 
     Raises:
-        RuntimeError: the variants find different rows.
+        RuntimeError: The variants find different rows.
     """
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in (*WAYS, COMMAND)}
     for number in range(num_rounds):
@@ -136,7 +136,7 @@ def race(folder: Path, num_rows: int, *, num_rounds: int) -> list[dict[str, obje
 
 
 def turn(folder: Path, name: str) -> dict[str, Any] | None:
-    """Open the embeddings in a new process and search; None if faiss is not installed, or has too little memory."""
+    """Open the embeddings in a new process, and search; return None if faiss is missing, or memory is too small."""
     if name == "faiss" and available_bytes() < _SPARE * (folder / VIDEO).stat().st_size:
         return None
     try:
@@ -161,7 +161,7 @@ def turn(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 def available_bytes() -> int:
-    """Return the memory that a process could take without others being swapped out."""
+    """Return the memory that a process could allocate without swapping, in bytes."""
     (line,) = (one for one in Path("/proc/meminfo").read_text().splitlines() if one.startswith("MemAvailable:"))
     return 1024 * int(line.split()[1])
 
@@ -174,7 +174,7 @@ def command_turn(folder: Path) -> dict[str, Any]:
 
 
 def row_of(name: str, turns: dict[str, list[dict[str, Any]]], *, num_rows: int, count: int) -> dict[str, object]:
-    """Return the row of one variant and number of queries; without figures if it did not run."""
+    """Return the table row of a variant and a number of queries; without figures if the variant did not run."""
 
     def median(key: str) -> float | None:
         return statistics.median(one[key] for one in turns[name]) if turns[name] else None

@@ -1,10 +1,11 @@
-"""The two searches that `benchmarks.search` compares, each in its own process: `search_peers FOLDER clipmill|faiss`.
+"""Program of the searches that `benchmarks.search` compares: `search_peers FOLDER clipmill|faiss`.
 
-    {"do": "open"}                       read what has to be in memory: {"seconds": ...}
-    {"do": "search", "queries": 1}       the best 10 of the first queries: {"rows": ..., "seconds": ..., "cpu_s": ...}
+    {"do": "open"}                       read the data that must be in memory: {"seconds": ...}
+    {"do": "search", "queries": 1}       best 10 rows for the first queries: {"rows": ..., "seconds": ..., "cpu_s": ...}
     {"do": "memory"}                     {"peak_bytes": ...}
 
-faiss is installed in the peers' environment, without clipmill; `clipmill.train.search.nearest` needs NumPy alone.
+Each search runs in a separate process. faiss is in the environment of `make peers`, without clipmill;
+`clipmill.train.search.nearest` needs only NumPy.
 """
 
 import argparse
@@ -22,19 +23,19 @@ Search = Callable[[np.ndarray], np.ndarray]
 
 
 def open_clipmill(folder: Path) -> Search:
-    """Return a search in blocks of the file."""
+    """Return a search function that reads the file in blocks."""
     from clipmill.train.search.nearest import nearest
 
     return lambda queries: nearest(folder / "video.npy", queries, count=TOP).row_QK
 
 
 def open_faiss(folder: Path) -> Search:
-    """Return a search in an index that holds all rows in memory."""
+    """Return a search function with an index that holds all rows in memory."""
     import faiss
 
     rows = np.load(folder / "video.npy", mmap_mode="r")
     index = faiss.IndexFlatIP(rows.shape[1])
-    # Not `add`, which takes up to twice the memory while it grows.
+    # `add` would take up to twice the memory while the index grows.
     index.codes.resize(rows.nbytes)
     index.ntotal = len(rows)
     own = faiss.rev_swig_ptr(index.get_xb(), rows.size)
@@ -65,13 +66,13 @@ class _Peer:
                 "seconds": time.perf_counter() - began_s,
                 "cpu_s": time.process_time() - cpu_s,
             }
-        # Not getrusage, which begins with the memory of the process that started this one.
+        # The peak from getrusage would include the memory of the process that started this process.
         (peak,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
         return {"peak_bytes": 1024 * int(peak.split()[1])}
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
+    """Respond to requests until the input ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("name", choices=("clipmill", "faiss"))

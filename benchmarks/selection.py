@@ -1,15 +1,16 @@
-"""Cost of `--where` and of near duplicates, by the number of chunks.
+"""Cost of `--where` and of finding near duplicates, by number of chunks.
 
     python -m benchmarks.selection [--chunks 1000000 10000000] [--rounds 3] [--folder DIR] [--json FILE]
 
-The merged table of scores is made: values at random, 20 chunks a video, 1 % of the chunks copies of others with up to
-two bits of the hash flipped. Each figure is of a new process, after its imports; the median of the rounds, in which the
-variants take turns.
+The merged table of scores is generated, with random values and 20 chunks per video. 1 % of the chunks are copies of
+other chunks with up to two flipped bits in the hash. Each figure is the cost of a new process after its imports, as the
+median of the rounds, in which the variants take turns.
 
-`parse and mask` parses the expression and evaluates it on the table, which is mapped into memory. `selected chunks` is
-what a training run does: open the table, verify the checksums of the columns in use, find the rows of the chunks, read
-the fields of their videos in the manifest, and evaluate. `near duplicates` writes the merged table. Peak memory is that
-of the process, including mapped pages of the table; `baseline` imports the same modules and does nothing.
+`parse and mask` parses the expression and evaluates it on the table, which is mapped into memory. `selected chunks`
+does the work of a training run: it opens the table, verifies the checksums of the columns in use, finds the rows of the
+chunks, reads the fields of their videos in the manifest, and evaluates the expression. `near duplicates` writes the
+merged table. Peak memory is the peak of the process, including mapped pages of the table. `baseline` only imports the
+same modules.
 """
 
 import json
@@ -21,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import duckdb  # noqa: F401 - it is imported with the first expression otherwise
+import duckdb  # noqa: F401 - otherwise, the first expression would import duckdb
 import numpy as np
 import pyarrow as pa
 
@@ -55,8 +56,10 @@ def main() -> None:
     parser = parser_for(__doc__ or "")
     parser.add_argument("--chunks", type=int, nargs="+", default=[10**6, 10**7])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where to write the data; default: the system's temporary folder")
-    parser.add_argument("--turn", nargs=3, metavar=("FOLDER", "PHASE", "EXPRESSION"), help="one turn, in this process")
+    parser.add_argument("--folder", type=Path, help="folder for the data (default: the system's temporary folder)")
+    parser.add_argument(
+        "--turn", nargs=3, metavar=("FOLDER", "PHASE", "EXPRESSION"), help="run one turn; used for the new processes"
+    )
     arguments = parser.parse_args()
     if arguments.turn:
         folder, phase, expression = arguments.turn
@@ -75,7 +78,7 @@ def main() -> None:
 
 
 def race(folder: Path, num_chunks: int, *, num_rounds: int) -> list[dict[str, object]]:
-    """Return the rows of the table for one number of chunks."""
+    """Return the table rows for a number of chunks."""
     rows_path = folder / "rows.arrow"
     write_data(folder, rows_path, num_chunks)
     turns: dict[tuple[str, str], list[dict[str, Any]]] = {(DUPLICATES, ""): []}
@@ -83,7 +86,7 @@ def race(folder: Path, num_chunks: int, *, num_rounds: int) -> list[dict[str, ob
     for number in range(num_rounds):
         for phase, name in turns:
             if phase == DUPLICATES and number:
-                continue  # the table is there, and one round takes as long as all others
+                continue  # one round is enough: it takes as long as all other measurements together
             usage = run_measured(
                 [sys.executable, "-m", "benchmarks.selection", "--turn", str(folder), phase, EXPRESSIONS.get(name, "")]
             )
@@ -104,10 +107,10 @@ def race(folder: Path, num_chunks: int, *, num_rounds: int) -> list[dict[str, ob
 
 
 def turn(folder: Path, phase: str, expression: str) -> dict[str, Any]:
-    """Do one thing, and return how many chunks were selected (or are duplicates), CPU seconds and peak memory."""
+    """Run a phase, and return the number of selected (or duplicate) chunks, the CPU seconds and the peak memory."""
     selected, begin_s = None, time.process_time()
     if phase == "parse and mask":
-        # Fields of videos are columns of the manifest; the table has those of chunks alone.
+        # Fields of videos are columns of the manifest. The table has only the fields of chunks.
         where = parse_where(expression.partition(" and dataset")[0])
         table = pa.ipc.open_file(pa.memory_map(str(folder / SCORES / VARIANT / CHUNKS_FILE))).read_all()
         selected = int(where.mask(table).sum())

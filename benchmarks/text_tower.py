@@ -1,18 +1,19 @@
-"""The text tower on captions of different lengths: packed, padded, and open_clip's own.
+"""The text tower on captions of different lengths: packed, padded, and the text tower of open_clip.
 
     python -m benchmarks.text_tower [--device cuda|cpu] [--captions N] [--rounds N] [--json FILE]
 
-Forward and backward pass of ViT-B/16's text tower (12 blocks of width 512), in float32 on a CPU and under bfloat16
-autocast on a GPU:
+The benchmark measures a forward and backward pass of ViT-B/16's text tower (12 blocks of width 512), in float32 on a
+CPU and under bfloat16 autocast on a GPU:
 
-    packed      clipmill's, with captions concatenated without padding (--towers.packed-text, the default)
-    padded      clipmill's, with every caption padded to 77 tokens
-    open_clip   its CLIP's encode_text, rows of 77 tokens
+    packed      clipmill's tower, with captions concatenated without padding (--towers.packed-text, the default)
+    padded      clipmill's tower, with every caption padded to 77 tokens
+    open_clip   encode_text of open_clip's CLIP, with rows of 77 tokens
 
-on captions of 12 tokens each, of 6 to 18 (narrations), of those plus one of 77, and of 77 each, where packing has no
-benefit. The embeddings of all three are compared before timing. The implementations take turns, in an order that
-rotates from round to round; times are medians over the rounds (CPU time on a CPU), `/ packed` is the median of the
-ratios within each round. Target: at 12 tokens each, padded takes at least 3 times as long as packed.
+The captions have 12 tokens each; 6 to 18 tokens (narrations); 6 to 18 tokens, except for one caption of 77; or 77
+tokens each, for which packing has no benefit. The embeddings of all implementations are compared before the timing. The
+implementations take turns, in an order that rotates from round to round. Times are medians over the rounds (CPU time on
+a CPU), and `/ packed` is the median of the ratios within each round. Target: with 12 tokens each, padded takes at least
+3 times as long as packed.
 """
 
 import statistics
@@ -118,7 +119,7 @@ def check_equal(towers: dict[str, nn.Module], tokens: torch.Tensor) -> None:
 
 
 def times_of(towers: dict[str, nn.Module], tokens: torch.Tensor, *, num_rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of a forward and backward pass by implementation, one per round, after a warm-up round."""
+    """Return the times of a pass in seconds by implementation, one per round, after a warm-up round."""
     times: dict[str, list[float]] = {name: [] for name in towers}
     for round_number in range(num_rounds + 1):
         names = list(towers)
@@ -131,12 +132,12 @@ def times_of(towers: dict[str, nn.Module], tokens: torch.Tensor, *, num_rounds: 
 
 
 def seconds_of_pass(tower: nn.Module, tokens: torch.Tensor) -> float:
-    """Return the seconds of one forward and backward pass; CPU time on a CPU."""
+    """Return the time of a forward and backward pass in seconds; on a CPU, CPU time."""
     return seconds_of(lambda: take(tower, tokens), device=tokens.device)
 
 
 def take(tower: nn.Module, tokens: torch.Tensor) -> None:
-    """Run one forward and backward pass."""
+    """Run a forward and backward pass."""
     tower.zero_grad(set_to_none=True)
     with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=tokens.is_cuda):
         embedded = tower(tokens)
@@ -144,7 +145,7 @@ def take(tower: nn.Module, tokens: torch.Tensor) -> None:
 
 
 def rows_of(name: str, tokens: torch.Tensor, times: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Return a row for each implementation."""
+    """Return a table row for each implementation."""
     return [
         {
             "captions": name,

@@ -1,4 +1,4 @@
-"""Timing with CUDA events on a GPU and CPU time elsewhere, and the order of turns."""
+"""Time calls with CUDA events on a GPU, or with CPU time on a CPU, and rotate the order of turns."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -7,11 +7,11 @@ import torch
 
 
 def seconds_of(work: Callable[[], object], *, device: torch.device, count: int = 1) -> float:
-    """Return the mean seconds of `count` successive calls.
+    """Return the mean time of `count` successive calls in seconds.
 
-    On a GPU this is the time between two CUDA events, so that an asynchronous call is timed by the GPU's work, and
-    synchronization at the start and the end is excluded. On a CPU it is the CPU time of this process, which is little
-    affected by other programs.
+    On a GPU, this is the time between two CUDA events, which covers the work of asynchronous calls on the GPU, without
+    the synchronization at the start and the end. On a CPU, it is the CPU time of this process, which other programs
+    hardly affect.
     """
     if device.type != "cuda":
         began_s = time.process_time()
@@ -30,7 +30,7 @@ def seconds_of(work: Callable[[], object], *, device: torch.device, count: int =
 
 
 def turns(names: Sequence[str], num_rounds: int) -> Iterator[tuple[int, str]]:
-    """Yield (round, name): each name once per round, with rounds from 0; each round starts with the next name."""
+    """Yield (round, name) with each name once per round, from round 0. Each round starts with the next name."""
     for number in range(num_rounds):
         first = number % len(names)
         for name in (*names[first:], *names[:first]):

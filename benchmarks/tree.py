@@ -1,4 +1,4 @@
-"""Monitoring the processes of a running command: their memory, and CPU time that daemons would hide."""
+"""Monitor the processes of a running command: their memory, and their CPU time including daemons."""
 
 import os
 import subprocess
@@ -15,12 +15,12 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Process:
-    """One process, as last observed before it exited.
+    """Process, as it was last observed before its exit.
 
     Attributes:
-        command: its arguments.
-        cpu_s: its own user and system seconds.
-        peak_bytes: its peak resident memory, including shared pages.
+        command: Arguments of the process.
+        cpu_s: User and system time of the process in seconds, without its children.
+        peak_bytes: Peak resident memory of the process in bytes, including shared pages.
     """
 
     command: tuple[str, ...]
@@ -30,14 +30,14 @@ class Process:
 
 @dataclass(frozen=True)
 class Watched:
-    """A finished command, and all its processes."""
+    """Finished command with all of its processes."""
 
     wall_s: float
     processes: list[Process]
 
     @property
     def cpu_s(self) -> float:
-        """CPU seconds of all processes, without what each used after its last observation."""
+        """CPU time of all processes in seconds, up to the last observation of each."""
         return sum(process.cpu_s for process in self.processes)
 
 
@@ -45,7 +45,7 @@ def run_watched(command: Sequence[str]) -> Watched:
     """Run a command to completion, sampling its process tree ten times a second.
 
     Raises:
-        RuntimeError: the command failed.
+        RuntimeError: The command failed.
     """
     seen: dict[tuple[int, str], Process] = {}
     begin_s = time.perf_counter()
@@ -71,9 +71,9 @@ def run_watched(command: Sequence[str]) -> Watched:
 
 
 def _descendants(known: set[int]) -> dict[int, list[str]]:
-    """Return pid -> fields of `/proc/PID/stat` from the third on, for the processes in `known` and their descendants.
+    """Return the fields of `/proc/PID/stat` from the third on, by PID, for processes in `known` and their descendants.
 
-    Processes are still tracked after their parent has exited, because daemons detach themselves.
+    A process is tracked even after its parent has exited, because daemons detach themselves.
     """
     stats: dict[int, list[str]] = {}
     for entry in Path("/proc").iterdir():

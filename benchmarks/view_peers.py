@@ -1,13 +1,13 @@
-"""The readers of `benchmarks.views`, each in a process of its own, in the environment that has its library.
+"""Program of the readers of `benchmarks.views`. Each reader runs in a separate process, with its library.
 
-    write FOLDER      writes the dataset of `benchmarks.views` by LeRobot
-    read WAY FOLDER   answers requests (benchmarks.peer_process)
+    write FOLDER      write the dataset of `benchmarks.views` with LeRobot
+    read WAY FOLDER   respond to requests (benchmarks.peer_process)
 
-    {"do": "check"}                      the mean pixels of the first samples: {"means": [[...], ...]}
-    {"do": "time", "at_least_s": 0.5}    reads whole passes over the samples: {"num_samples": ..., "cpu_s": ...}
+    {"do": "check"}                      mean pixels of the first samples: {"means": [[...], ...]}
+    {"do": "time", "at_least_s": 0.5}    read complete passes over the samples: {"num_samples": ..., "cpu_s": ...}
 
-A sample is [V, T] pictures of the cameras at the offsets, RGB, at their size. FOLDER holds samples.json: for each
-sample its step in the dataset, and for each camera its file and the times of its frames in seconds.
+A sample has [V, T] RGB frames, for each camera and offset, at the stored resolution. FOLDER contains samples.json: for
+each sample, its step in the dataset, and for each camera, its file and the times of its frames in seconds.
 """
 
 import json
@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.peer_process import answer_requests
 
-Read = Callable[[Sequence[dict[str, Any]]], list[np.ndarray]]  # samples -> pictures [V, T, H, W, 3] or [V, T, 3, H, W]
+Read = Callable[[Sequence[dict[str, Any]]], list[np.ndarray]]  # samples -> frames [V, T, H, W, 3] or [V, T, 3, H, W]
 CAMERAS = ("front", "left", "right")
 FPS, WIDTH, HEIGHT, OFFSETS_S = 30, 640, 480, (-0.1, 0.0)
 DATASET = "dataset"
@@ -30,7 +30,7 @@ _NUM_CHECKED = 8
 
 
 def write_dataset(folder: Path, episodes: Sequence[Sequence[Path]]) -> None:
-    """Write the pieces of each episode, one for each camera, as a dataset in LeRobot's default encoding."""
+    """Write the pieces of each episode, one per camera, as a dataset with LeRobot's default encoding."""
     import av
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
@@ -49,7 +49,7 @@ def write_dataset(folder: Path, episodes: Sequence[Sequence[Path]]) -> None:
 
 
 def open_lerobot(folder: Path, backend: str) -> Read:
-    """Open LeRobotDataset, which returns float32 [T, 3, H, W] for each camera."""
+    """Return a reader with LeRobotDataset, which returns float32 [T, 3, H, W] for each camera."""
     import torch
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
@@ -68,7 +68,7 @@ def open_lerobot(folder: Path, backend: str) -> Read:
 
 
 def open_torchcodec(folder: Path, _: str) -> Read:
-    """Keep a decoder of each file open, in approximate mode, and ask for the frames of a camera at once."""
+    """Return a reader that keeps a decoder per file open, in approximate mode, and reads a camera's frames at once."""
     import torch
     from torchcodec.decoders import VideoDecoder
 
@@ -91,7 +91,7 @@ def open_torchcodec(folder: Path, _: str) -> Read:
 
 
 def open_pyav(folder: Path, _: str) -> Read:
-    """Keep each file open, seek to the key frame before the first frame, and decode on to the last one."""
+    """Return a reader that keeps files open, and decodes from the keyframe before the first frame to the last frame."""
     import av
 
     @cache
@@ -116,7 +116,7 @@ def open_pyav(folder: Path, _: str) -> Read:
 
 
 def open_clipmill(folder: Path, data: str) -> Read:
-    """Read all samples by `read_clips`, with one worker."""
+    """Return a reader that reads all samples with `read_clips` and one worker."""
     import pyarrow as pa
     import torch
 
@@ -160,7 +160,7 @@ OPENERS: dict[str, tuple[Callable[[Path, str], Read], str]] = {
 
 
 def main() -> None:
-    """Write the dataset, or answer requests."""
+    """Write the dataset, or respond to requests."""
     do, *words = sys.argv[1:]
     if do == "write":
         folder = Path(words[0])
@@ -186,7 +186,7 @@ def main() -> None:
 
 
 def _means(pictures: np.ndarray) -> list[float]:
-    """Return the means of the 4 x 4 parts of each picture, on a scale of 255."""
+    """Return the means of the 4 x 4 parts of each frame, on a scale of 255."""
     values = pictures * 255.0 if pictures.dtype == np.float32 else pictures.astype(np.float64)
     if values.shape[2] == 3:
         values = np.moveaxis(values, 2, 4)

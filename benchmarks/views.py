@@ -1,22 +1,23 @@
-"""Frames of three cameras at given times, from a dataset as LeRobot writes it: clipmill beside LeRobot's own reader.
+"""Frames of three cameras at given times, from a dataset that LeRobot wrote: clipmill compared with LeRobot's reader.
 
     python -m benchmarks.views [VIDEOS] [--json FILE]
 
-LeRobot encodes pieces of 15 s, one for each camera, as episodes of a dataset: AV1, a keyframe every second frame, CRF
-30. Without LeRobot (`make lerobot`) ffmpeg encodes them alike, and its rows are missing. A sample is a step of an
-episode: two frames 0.1 s apart of each of the three cameras, RGB, 640 x 480. The steps are drawn at random.
+LeRobot encodes pieces of 15 s, one per camera, as episodes of a dataset: AV1, a keyframe every second frame, CRF 30.
+Without LeRobot (`make lerobot`), ffmpeg encodes the pieces in the same way, and the rows of LeRobot are missing. A
+sample is a random step of an episode: two frames 0.1 s apart from each of the three cameras, RGB, 640 x 480.
 
     clipmill, as they are       `prep index`, then `read_clips` with one worker
-    clipmill, balanced, fast    the same after `prep chunk --recipe balanced` and `--recipe fast`
-    torchcodec, kept open       a decoder for each file, in approximate mode: `get_frames_played_at`
-    PyAV, kept open             a container for each file: seek, and decode on
-    LeRobotDataset              its backends torchcodec and PyAV, with `delta_timestamps`
+    clipmill, balanced, fast    the same after `prep chunk --recipe balanced` or `--recipe fast`
+    torchcodec, kept open       a decoder per file, in approximate mode: `get_frames_played_at`
+    PyAV, kept open             a container per file: seek, and decode up to the last frame
+    LeRobotDataset              with the backends torchcodec and PyAV, and `delta_timestamps`
 
-Each way is a process with one thread. All of them take turns in every round; figures are samples per CPU second of the
-process, medians of the rounds, and ratios are medians of the ratios within each round. `difference` is the largest one
-of a sixteenth of a picture from the same part of the frame that PyAV decodes in order, on a scale of 255.
+Each variant is a process with one thread. The variants take turns in every round. Figures are samples per CPU second of
+the process, medians over the rounds, and ratios are medians of the ratios within each round. A frame is compared in 16
+parts with the same frame decoded in order by PyAV: `difference` is the largest difference between the means of a part,
+on a scale of 255.
 
-Targets: 3 times LeRobotDataset's rate (its faster backend) after re-encoding, and 1.2 times as they are.
+Targets: 3 times the rate of LeRobotDataset (its faster backend) after re-encoding, and 1.2 times without re-encoding.
 """
 
 import argparse
@@ -62,7 +63,7 @@ _AS_LEROBOT = (
 
 
 def write_dataset(folder: Path, *, program: str) -> list[list[tuple[Path, float]]]:
-    """Write the dataset; return the file of each camera and the time at which each episode begins in it, seconds."""
+    """Write the dataset; return, for each episode, each camera's file and the start of the episode in it (seconds)."""
     pieces = sorted((folder / "pieces").iterdir())
     episodes = [pieces[at : at + len(CAMERAS)] for at in range(0, len(pieces), len(CAMERAS))]
     if LEROBOT_PYTHON.exists():
@@ -94,7 +95,7 @@ def write_dataset(folder: Path, *, program: str) -> list[list[tuple[Path, float]
 
 
 def write_samples(folder: Path, episodes: list[list[tuple[Path, float]]], *, num_samples: int) -> None:
-    """Draw steps of the episodes and write samples.json."""
+    """Draw steps from the episodes, and write samples.json."""
     from clipmill.manifests.store import read_videos
 
     videos = read_videos(folder / "index").to_pylist()
@@ -106,7 +107,7 @@ def write_samples(folder: Path, episodes: list[list[tuple[Path, float]]], *, num
         views = []
         for path, begin_s in episodes[episode]:
             time_s = [begin_s + step / FPS + offset for offset in OFFSETS_S]
-            shown_s = [moment + 0.25 / FPS for moment in time_s]  # inside the frame, whatever the rounding
+            shown_s = [moment + 0.25 / FPS for moment in time_s]  # within the frame, even after rounding
             span = {"video_id": id_of[path.resolve()], "begin_s": begin_s, "end_s": begin_s + PIECE_S}
             views.append({"path": str(path), "time_s": time_s, "shown_s": shown_s, **span})
         samples.append({"step": episode * PIECE_S * FPS + step, "views": views})
@@ -114,7 +115,7 @@ def write_samples(folder: Path, episodes: list[list[tuple[Path, float]]], *, num
 
 
 def open_ways(folder: Path, stack: ExitStack) -> tuple[dict[str, PeerProcess], dict[str, str]]:
-    """Start the process of each way; return them, and why others are missing."""
+    """Start the process of each variant; return the processes, and the reasons why others are missing, by name."""
     libraries = links_to_libraries(PEERS_PYTHON, folder / "libraries")
     lerobot_libraries = links_to_libraries(LEROBOT_PYTHON, folder / "libraries of LeRobot")
     ways, missing = {}, {}
@@ -140,7 +141,7 @@ def open_ways(folder: Path, stack: ExitStack) -> tuple[dict[str, PeerProcess], d
 
 
 def measure(ways: dict[str, PeerProcess], *, num_rounds: int) -> dict[str, list[float]]:
-    """Return samples per CPU second of each way, one for each round."""
+    """Return the samples per CPU second of each variant, one per round."""
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for _, name in turns(list(ways), num_rounds):
         turn = ways[name].ask("time", at_least_s=AT_LEAST_S)
@@ -152,9 +153,9 @@ def measure(ways: dict[str, PeerProcess], *, num_rounds: int) -> dict[str, list[
 def _parser() -> argparse.ArgumentParser:
     parser = parser_for(__doc__ or "")
     parser.add_argument("videos", nargs="?", type=Path, metavar="VIDEOS", help="folder of videos to cut pieces from")
-    parser.add_argument("--episodes", type=int, default=4, help="episodes of 15 s (default 4)")
-    parser.add_argument("--samples", type=int, default=64, help="samples of a pass (default 64)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each way (default 5)")
+    parser.add_argument("--episodes", type=int, default=4, help="number of episodes of 15 s (default 4)")
+    parser.add_argument("--samples", type=int, default=64, help="number of samples per pass (default 64)")
+    parser.add_argument("--rounds", type=int, default=5, help="number of turns of each variant (default 5)")
     return parser
 
 
@@ -198,7 +199,7 @@ def main() -> None:
             }
         )
     notes = [
-        f"{arguments.episodes} episodes of three pieces ({', '.join(names)}), {arguments.samples} samples of a pass, "
+        f"{arguments.episodes} episodes of three pieces ({', '.join(names)}), {arguments.samples} samples per pass, "
         f"{arguments.rounds} rounds.",
         *(f"{way} is not installed: {why}" for way, why in missing.items()),
     ]

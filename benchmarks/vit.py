@@ -2,29 +2,30 @@
 
     python -m benchmarks.vit [--device cuda|cpu] [--memory-gb 24] [--rounds N] [--json FILE]
 
-On a GPU: ViT-B/16, clips of 4 frames of 224 px, bfloat16 autocast, forward and backward pass and a fused AdamW step on
-clips already on the GPU. The variants differ in attention and in the activations kept for the backward pass:
+On a GPU, a step is a forward and backward pass of ViT-B/16 and a fused AdamW step, under bfloat16 autocast, on clips of
+4 frames of 224 px that are already on the GPU. The variants differ in the attention and in the activations that are
+kept for the backward pass:
 
     naive                   all attention scores in memory, all activations kept
     fused                   attention by xformers, all activations kept
     fused, checkpointed     the same, each block computed twice (--towers.activation-checkpointing)
     fused, compiled         --compile: attention by SDPA, blocks by torch.compile
-    fused, half dropped     half of the cubes dropped (--towers.patch-dropout 0.5)
+    fused, half dropped     half of the patches dropped (--towers.patch-dropout 0.5)
     divided                 fused, attention over time and space in turn (--towers.attention divided: TimeSformer)
     one frame               fused, four times as many clips of one frame
-    open_clip               open_clip's ViT-B-16 on single frames, four times as many of them
-    open_clip, checkpointed  the same with its own checkpointing
+    open_clip               open_clip's ViT-B-16 on single frames, four times as many as clips
+    open_clip, checkpointed  the same with open_clip's checkpointing
 
-Memory is limited to --memory-gb (24: the GPUs in AVION's paper) or to the GPU's memory. The largest batch is searched
-to 5 %, starting with an extrapolation from two small ones. `frames/s` are medians at three quarters of the largest
-batch that every variant supports; `at its largest` are those at three quarters of the variant's own largest. `/ naive`
-compares frames/s, `batch / naive` the largest batches. Targets: fused 1.7 times naive's frames/s and 3 times its batch,
-checkpointed 13.8 times its batch (AVION, section 4.2), and 1.0 times open_clip's frames/s. `kept MB a clip` is the
-memory kept for the backward pass, without parameters and duplicates; a second table divides it among layer norms,
-attention and MLPs (AVION, figure 3).
+Memory is limited to --memory-gb (24: the GPUs in AVION's paper) or to the memory of the GPU. The largest batch is found
+to within 5 %, starting from an extrapolation of two small batches. `frames/s` is the median with three quarters of the
+largest batch that all variants support, and `at its largest` the median with three quarters of the variant's largest
+batch. `/ naive` compares frames/s, and `batch / naive` the largest batches. Targets: fused 1.7 times the frames/s and 3
+times the batch of naive, checkpointed 13.8 times the batch of naive (AVION, section 4.2), and 1.0 times open_clip's
+frames/s. `kept MB a clip` is the memory that is kept for the backward pass, without parameters and duplicates. A second
+table divides it among layer norms, attention and MLPs (AVION, figure 3).
 
-On a CPU the same variants run on a tiny tower, without a search for the largest batch, to test the program; the targets
-do not apply. Times are CPU times.
+On a CPU, the same variants run with a tiny tower, and without a search for the largest batch, to test the program. The
+targets do not apply, and times are CPU times.
 """
 
 import gc
@@ -87,20 +88,20 @@ def main() -> None:
 
 
 def kept_mb(variant: TowerVariant, setup: Setup) -> dict[str, float]:
-    """Return the MB that a forward pass of a clip keeps for the backward pass, by part."""
+    """Return the memory in MB that the forward pass of a clip keeps for the backward pass, by part."""
     kept = Steps(variant, setup).kept_bytes(2)
     return {part: num_bytes / 2 / MB for part, num_bytes in kept.items()}
 
 
 def limit_memory(memory_gb: float, device: torch.device) -> None:
-    """Limit a GPU's allocations to that many GiB, or to its total memory if that is less."""
+    """Limit the allocations on a GPU to `memory_gb` GiB, or to its total memory if that is less."""
     share = memory_gb * GB / torch.cuda.get_device_properties(device).total_memory
-    with torch.cuda.device(device):  # a device without an index is rejected
+    with torch.cuda.device(device):  # the function rejects a device without an index
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
 
 def largest_batch(variant: TowerVariant, setup: Setup, *, limit_bytes: int) -> int:
-    """Find the largest number of clips, to 5 %, whose step fits into the memory limit set by `limit_memory`."""
+    """Find the largest number of clips, to within 5 %, whose step fits into the limit of `limit_memory`."""
     steps = Steps(variant, setup)
     guess = largest_by_line({count: _peak_bytes(steps, count) for count in (2, 8)}, limit_bytes=limit_bytes)
     found = largest_fitting(partial(_fits, steps), guess=guess)
@@ -117,7 +118,7 @@ def largest_by_line(peaks: dict[int, int], *, limit_bytes: int) -> int:
 
 
 def largest_fitting(fits: Callable[[int], bool], *, guess: int, tolerance: float = 0.05) -> int:
-    """Find the largest number that `fits` to a tolerance, quickly if the guess is close; 0 if 1 does not fit."""
+    """Find the largest number that fits, to within a tolerance; 0 if 1 does not fit. A close guess saves calls."""
     fitting, too_many, stride = 0, None, max(1, int(guess * tolerance))
     tried = guess
     while too_many is None or too_many - fitting > max(1, int(fitting * tolerance)):
@@ -157,7 +158,7 @@ def _fits(steps: Steps, num_clips: int) -> bool:
 
 
 def seconds_in_turn(names: list[str], setup: Setup, batches: dict[str, int], num_rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of a step by variant, one per round, in rotating order, with each variant alone in memory."""
+    """Return the times of a step in seconds by variant, one per round. Only one variant is in memory at a time."""
     times: dict[str, list[float]] = {name: [] for name in names}
     for round_number in range(num_rounds):
         turn = round_number % len(names)
@@ -182,7 +183,7 @@ def row_of(
     own: dict[str, int],
     setup: Setup,
 ) -> dict[str, Any]:
-    """Return the results of one variant."""
+    """Return the table row of a variant."""
     frames = shared * setup.num_frames
     seconds = statistics.median(at_shared[name])
 
@@ -215,8 +216,8 @@ def notes_of(setup: Setup, *, shared: int, memory_gb: float) -> list[str]:
     return [
         f"torch {torch.__version__}, bfloat16, fused attention: {attention.name}; {shared} clips per step, "
         f"{memory_gb:g} GB.",
-        "Targets, at least: fused 1.7 times naive's frames/s and 3 times its batch; checkpointed 13.8 times naive's",
-        "batch; fused 1.0 times open_clip's frames/s.",
+        "Targets, at least: fused 1.7 times the frames/s and 3 times the batch of naive; checkpointed 13.8 times the",
+        "batch of naive; fused 1.0 times the frames/s of open_clip.",
     ]
 
 

@@ -14,15 +14,15 @@ from clipmill.train.models.video_vit import VideoViT
 
 NAIVE, OPEN_CLIP = "naive", "open_clip"
 TIMED_STEPS = 5
-PARTS = ("LayerNorm", "attention", "MLP")  # of AVION's figure 3
+PARTS = ("LayerNorm", "attention", "MLP")  # as in AVION's figure 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class TowerVariant:
-    """A tower and its training options.
+    """Tower with its training options.
 
     Attributes:
-        attend: attention function that overrides `attention`.
+        attend: Attention function that replaces `attention`.
     """
 
     attention: AttentionChoice = "auto"
@@ -31,7 +31,7 @@ class TowerVariant:
     compiles: bool = False
     patch_dropout: float = 0.0
     is_open_clip: bool = False
-    takes_frames: bool = False  # each frame is a clip
+    takes_frames: bool = False  # True if each frame is a clip
     is_divided: bool = False
 
 
@@ -50,7 +50,7 @@ VARIANTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Settings shared by all variants of a run."""
+    """Settings that all variants of a run share."""
 
     model: str
     image_px: int
@@ -59,22 +59,22 @@ class Setup:
 
     @property
     def is_cuda(self) -> bool:
-        """Return True on a GPU, to which the targets apply."""
+        """True on a GPU, to which the targets apply."""
         return self.device.type == "cuda"
 
 
 class Steps:
-    """Training steps of one variant."""
+    """Training steps of a variant."""
 
     def __init__(self, variant: TowerVariant, setup: Setup) -> None:
         self._way, self.setup = variant, setup
         torch.manual_seed(0)
-        with setup.device:  # initialise on the device: on a CPU this takes longer than the steps on a GPU
+        with setup.device:  # initialisation on a CPU would take longer than the steps on a GPU
             self.model = _tower(variant, setup).train()
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def clips(self, num_clips: int) -> torch.Tensor:
-        """Return clips in the layout of the variant's model, with frames as pictures if it takes those."""
+        """Return random clips in the layout of the model, or images if the model takes single frames."""
         setup = self.setup
         px, num_frames = setup.image_px, setup.num_frames
         if self._way.is_open_clip:
@@ -84,19 +84,19 @@ class Steps:
         return torch.randn(num_clips, 3, num_frames, px, px, device=setup.device)
 
     def loss(self, clips: torch.Tensor) -> torch.Tensor:
-        """Compute an arbitrary loss of a batch, in the run's precision."""
+        """Compute an arbitrary loss of a batch, in the precision of the run."""
         with torch.autocast(self.setup.device.type, dtype=torch.bfloat16, enabled=self.setup.is_cuda):
             embedded = self.model(clips)
         return embedded.float().square().mean()
 
     def take(self, clips: torch.Tensor) -> None:
-        """Run one step."""
+        """Take a step."""
         self._optimizer.zero_grad(set_to_none=True)
         self.loss(clips).backward()
         self._optimizer.step()
 
     def seconds(self, clips: torch.Tensor) -> float:
-        """Return the mean seconds of several steps; CPU time on a CPU."""
+        """Return the mean time of several steps in seconds; on a CPU, CPU time."""
         return seconds_of(lambda: self.take(clips), device=self.setup.device, count=TIMED_STEPS)
 
     def kept_bytes(self, num_clips: int) -> dict[str, int]:

@@ -1,1 +1,1 @@
-"""The decoders compared by `benchmarks.decode`: one program each, which may use a separate Python environment."""
+"""Programs of the decoders that `benchmarks.decode` compares. Each may use a separate Python environment."""

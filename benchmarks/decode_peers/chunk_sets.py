@@ -1,4 +1,4 @@
-"""The sets of chunks: the same pieces encoded by plain ffmpeg calls, and indexed, and by `prep chunk`."""
+"""Sets of chunks with the same pieces: encoded by plain ffmpeg calls and indexed, or encoded by `prep chunk`."""
 
 import csv
 import subprocess
@@ -11,14 +11,14 @@ from benchmarks.measure import prep_command, run_measured
 
 X264_DEFAULT, X264_SHORT, OWN, CLOSED, FAST = "x264 default", "x264, GOP 30", "own", "closed GOP", "fast"
 SETS = (X264_DEFAULT, X264_SHORT, OWN, CLOSED, FAST)
-# Arguments of ffmpeg for the sets that stay as they are.
+# Arguments of ffmpeg for the sets that are not re-encoded.
 AS_THEY_ARE: dict[str, tuple[str, ...]] = {X264_DEFAULT: (), X264_SHORT: ("-g", "30")}
 # Arguments of `prep chunk` for the sets that it encodes.
 RECIPES: dict[str, tuple[str, ...]] = {OWN: (), CLOSED: ("--gop", "closed"), FAST: ("--recipe", "fast")}
 
 
 def write_captions(path: Path, spans: Iterable[tuple[int, float, float]]) -> None:
-    """Write captions for `prep manifest folder` from (piece, begin, length in seconds)."""
+    """Write captions for `prep manifest folder` from (piece, start in seconds, length in seconds)."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["video", "text", "begin_s", "end_s"])
@@ -27,10 +27,10 @@ def write_captions(path: Path, spans: Iterable[tuple[int, float, float]]) -> Non
 
 
 def make_set(name: str, *, pieces: Path, captions: Path, folder: Path, program: str) -> int:
-    """Encode the pieces to one chunk each, and return the total size of the chunks in bytes.
+    """Encode each piece to one chunk, and return the total size of the chunks in bytes.
 
     Raises:
-        RuntimeError: `prep chunk` did not produce one chunk of 15 s for each piece.
+        RuntimeError: `prep chunk` did not make one chunk of 15 s from each piece.
     """
     chunk_path(folder, name, 0).parent.mkdir()
     sources = sorted(pieces.iterdir())
@@ -57,6 +57,6 @@ def _prep_chunks(name: str, *, pieces: Path, captions: Path, folder: Path) -> No
         for row in range(shard.num_samples):
             num_frames = shard.index["num_frames"][row].as_py()
             if num_frames != CHUNK_FRAMES:
-                raise RuntimeError(f"{shard.index['key'][row]} has {num_frames} frames, expected {CHUNK_FRAMES}")
+                raise RuntimeError(f"{shard.index['key'][row]} has {num_frames} frames, not {CHUNK_FRAMES}")
             number = int(shard.index["video_id"][row].as_py())
             chunk_path(folder, name, number).write_bytes(shard.read(row, "mp4"))

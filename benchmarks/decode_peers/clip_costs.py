@@ -1,10 +1,10 @@
-"""Cost breakdown of reading a clip with clipmill: CPU microseconds of each step, run one after another.
+"""Breakdown of the cost of reading a clip with clipmill: CPU microseconds of each step.
 
     {"do": "costs", "set": "own", "kind": "..."}     {"the clip path": 5400.0, "libavcodec": 4900.0, ...}
 
-The clip path is timed as used in training, and the steps separately on the same clip, with cropping and resizing
-between the decoder's steps as in the clip path. The remainder is the overhead of the clip path. Figures are means over
-the clips.
+The clip path is timed as training uses it. The steps are timed separately on the same clip; cropping and resizing
+alternate with the steps of the decoder, as in the clip path. The remaining time is the overhead of the clip path.
+Figures are means over the clips.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _Result = TypeVar("_Result")
 
 
 class Costs:
-    """The timed steps for one set of chunks."""
+    """Timer of the steps for a set of chunks."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._reader, self._ready = PacketReader(folder, name, rgb=False), ReadyClips(folder, name)
@@ -40,7 +40,7 @@ class Costs:
         spent_s = dict.fromkeys((WHOLE, DECODE, RESIZE, PLAN, READ, COMPARE, WRAP), 0.0)
         for clip in clips:
             self._time_steps(clip, spent_s)
-        # Reading is timed together with the two steps that are also timed separately.
+        # The time of reading includes the times of two steps that are also timed separately.
         spent_s[READ] -= spent_s[PLAN] + spent_s[COMPARE]
         return {step: 1e6 * seconds / len(clips) for step, seconds in spent_s.items()}
 

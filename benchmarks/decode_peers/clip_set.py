@@ -1,8 +1,9 @@
 """The clips that every variant reads: the same frames of the same chunks, with the same crop rectangles.
 
-A folder holds `clips.json` and, for each set of chunks, `<set>/000.mp4, 001.mp4, ...`: every set has the same frames in
-a different encoding, so that one list of clips applies to all. Sets encoded by `prep chunk` also have a data folder,
-`<set>.data`. Requires NumPy only, because clipmill is not installed in the peers' environment.
+A folder contains `clips.json` and, for each set of chunks, `<set>/000.mp4, 001.mp4, ...`. Every set has the same frames
+in a different encoding, so that one list of clips applies to all sets. A set that `prep chunk` encoded also has a data
+folder, `<set>.data`. This module needs only NumPy, because clipmill is not installed in the environment of `make
+peers`.
 """
 
 import json
@@ -21,10 +22,10 @@ _CLIPS_FILE = "clips.json"
 
 @dataclass(frozen=True)
 class Clip:
-    """One clip: ascending frame indices of a chunk, and their crop rectangle in pixels.
+    """Clip: ascending frame indices in a chunk, and the crop rectangle in pixels.
 
     Attributes:
-        seed: seed of the generator that drew the rectangle.
+        seed: Seed of the generator that drew the rectangle.
     """
 
     chunk: int
@@ -36,11 +37,11 @@ class Clip:
     height: int
 
 
-Clips = dict[str, list[Clip]]  # by kind of clip
+Clips = dict[str, list[Clip]]  # clips by kind
 
 
 def draw_span(random: np.random.Generator) -> tuple[float, float]:
-    """Draw a span of 1 to 4 s in a chunk: begin and length in seconds."""
+    """Draw a span of 1 to 4 s in a chunk: start and length in seconds."""
     length_s = random.uniform(1, 4)
     return random.uniform(0, CHUNK_FRAMES / FPS - length_s), length_s
 
@@ -73,12 +74,12 @@ def read_clips(folder: Path) -> Clips:
 
 
 def chunk_path(folder: Path, name: str, chunk: int) -> Path:
-    """Return the path of one chunk of a set."""
+    """Return the path of a chunk in a set."""
     return folder / name / f"{chunk:03d}.mp4"
 
 
 def data_folder(folder: Path, name: str) -> Path:
-    """Return the data folder in which `prep chunk` encoded a set."""
+    """Return the data folder of a set that `prep chunk` encoded."""
     return folder / f"{name}.data"
 
 

@@ -1,4 +1,4 @@
-"""decord: one VideoReader per clip, frames from `get_batch`, cropped with OpenCV."""
+"""decord: a VideoReader per clip; `get_batch` returns the frames, and OpenCV crops them."""
 
 import numpy as np
 

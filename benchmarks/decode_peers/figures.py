@@ -1,4 +1,4 @@
-"""Results of `benchmarks.decode` as tables, and the figures that have targets."""
+"""Compute the tables of `benchmarks.decode`, and the figures that have targets."""
 
 import statistics
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ Rates = dict[Case, list[float]]  # clips per CPU second, one value per round
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of all rounds.
+    """Measurements of all rounds.
 
     Attributes:
-        costs: (set, kind) -> CPU microseconds of each step, one per round.
-        loaders: loader variant -> (clips per second of wall time, clips per CPU second), one per turn.
-        wrong: number of wrong frames that a case returned, and number of frames checked.
-        missing: why variants are unavailable.
+        costs: CPU microseconds of each step, one value per round, by (set, kind).
+        loaders: (Clips per second of wall time, clips per CPU second), one pair per turn, by loader variant.
+        wrong: Number of wrong frames that a case returned, and number of frames that were checked.
+        missing: Reasons why variants are unavailable.
     """
 
     rates: Rates
@@ -35,12 +35,12 @@ class Measured:
 
 
 def better_of(rates: Rates, cases: list[Case]) -> list[float]:
-    """Return the highest rate of each round among the available cases."""
+    """Return the highest rate of the available cases in each round."""
     return [max(of_round) for of_round in zip(*(rates[case] for case in cases if case in rates), strict=True)]
 
 
 def ratio(rates: list[float], base: list[float]) -> float | None:
-    """Return the median of the ratios within each round; None if one of the two is unavailable."""
+    """Return the median of the ratios within each round; None if a variant is unavailable."""
     if not rates or not base:
         return None
     return statistics.median(rate / other for rate, other in zip(rates, base, strict=True))
@@ -77,7 +77,7 @@ def ratios_of(measured: Measured, sizes: dict[str, int]) -> dict[str, float | No
 
 
 def rows_of(measured: Measured, cases: list[Case]) -> list[dict[str, object]]:
-    """Return one row of the table for each case, including unavailable ones."""
+    """Return a table row for each case, including unavailable cases."""
     rates = measured.rates
     rows: list[dict[str, object]] = []
     for name, kind, variant in cases:
@@ -100,7 +100,7 @@ def rows_of(measured: Measured, cases: list[Case]) -> list[dict[str, object]]:
 
 
 def cost_rows(measured: Measured) -> list[dict[str, object]]:
-    """Return clipmill's cost breakdown: median µs per clip, and the share outside libavcodec and the resize."""
+    """Return rows with the cost of each step: median µs per clip, and the fraction outside libavcodec and resize."""
     rows: list[dict[str, object]] = []
     for (name, kind), rounds in measured.costs.items():
         median = {step: statistics.median(costs[step] for costs in rounds) for step in rounds[0]}
@@ -111,7 +111,7 @@ def cost_rows(measured: Measured) -> list[dict[str, object]]:
 
 
 def size_rows(sizes: dict[str, int], *, num_chunks: int) -> list[dict[str, object]]:
-    """Return the size in bytes of each set."""
+    """Return a table row with the size of each set."""
     return [
         {"chunks": name, "MB a chunk": size / 1e6 / num_chunks, "/ x264 default": size / sizes[X264_DEFAULT]}
         for name, size in sizes.items()
@@ -119,7 +119,7 @@ def size_rows(sizes: dict[str, int], *, num_chunks: int) -> list[dict[str, objec
 
 
 def loader_rows(measured: Measured) -> list[dict[str, object]]:
-    """Return loader rows by number of threads; ratios are medians of the wall time ratios within each turn."""
+    """Return a table row for each loader variant. Ratios are medians of the wall time ratios within each turn."""
     one, _, processes = ([wall for wall, _ in measured.loaders[name]] for name in LOADERS)
     return [
         {

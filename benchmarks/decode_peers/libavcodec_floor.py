@@ -1,6 +1,6 @@
-"""Bare libavcodec: packets preloaded in memory are fed to a codec context, and the frames are discarded.
+"""Bare libavcodec: packets in memory are sent to a codec context, and the frames are discarded.
 
-It uses the packets that the clips need and clipmill's contexts, without everything around them.
+The packets of the clips and the codec contexts are the same as in clipmill; everything else is omitted.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from benchmarks.decode_peers.server import serve
 
 
 class ReadyClips:
-    """Preloaded packets of each clip, and one codec context per extradata."""
+    """Reader with the packets of each clip in memory, and one codec context per extradata."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._frames = FrameReader(folder, name)
@@ -21,7 +21,7 @@ class ReadyClips:
         self._ready: dict[Clip, tuple[Any, list[Any]]] = {}
 
     def make_ready(self, clip: Clip) -> None:
-        """Read the clip's packets."""
+        """Read the packets of a clip into memory."""
         import av
 
         content = self._frames.read_bytes(clip)
@@ -32,13 +32,13 @@ class ReadyClips:
             context.extradata = extradata or None
         packets = []
         for frame, data in content.packets or ():
-            packet = av.Packet(data)  # type: ignore[arg-type]  # any buffer will do
+            packet = av.Packet(data)  # type: ignore[arg-type]  # PyAV accepts any buffer
             packet.pts = frame
             packets.append(packet)
         self._ready[clip] = self._contexts[codec, extradata], packets
 
     def read(self, clip: Clip) -> dict[int, Any]:
-        """Decode all frames of the clip's packets, by frame index."""
+        """Decode all frames in the packets of a clip, and return them by frame index."""
         if clip not in self._ready:
             self.make_ready(clip)
         context, packets = self._ready[clip]

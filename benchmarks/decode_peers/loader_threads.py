@@ -1,9 +1,9 @@
-"""clipmill's training loader with a given number of worker threads: clips per second of wall time and per CPU second.
+"""The training loader of clipmill with a given number of threads: clips per second of wall time and per CPU second.
 
     {"do": "load", "set": "own", "at_least_s": 2}      {"num_clips": ..., "cpu_s": ..., "wall_s": ...}
     {"do": "load", "set": "own", "at_least": 1024}     the same, for a number of clips
 
-The captions are the spans of the benchmark's short clips; the loader draws its own frames and rectangles.
+The captions have the spans of the benchmark's short clips. The loader draws frames and rectangles as in training.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def endless_batches(data: Path, *, num_threads: int, decode: DecodeRule) -> Iter
 
 
 def load(batches: Iterator[LoadedBatch], *, at_least_s: float = 0, at_least: int = 0) -> dict[str, Any]:
-    """Load batches for at least this time, or of so many clips, after using up those prefetched before the start."""
+    """Load batches for a minimum time or number of clips, once the batches loaded before the start are used up."""
     for _ in range(NUM_AHEAD // BATCH + 1):
         next(batches)
     num_clips = 0
@@ -56,7 +56,7 @@ def load(batches: Iterator[LoadedBatch], *, at_least_s: float = 0, at_least: int
 
 
 def main() -> None:
-    """Answer requests, with the number of threads in the command line."""
+    """Respond to requests; the command line contains the number of threads."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int, required=True)

@@ -1,4 +1,4 @@
-"""OpenCV's VideoCapture, seeking to each frame by number."""
+"""OpenCV: VideoCapture seeks to each frame by number."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ def read_path(path: str, clip: Clip) -> np.ndarray:
         capture.set(cv2.CAP_PROP_POS_FRAMES, frame_number)
         is_read, picture = capture.read()
         if not is_read:
-            raise RuntimeError(f"{path}: frame {frame_number} was not read")
+            raise RuntimeError(f"{path}: frame {frame_number} cannot be read")
         pictures.append(cv2.cvtColor(picture, cv2.COLOR_BGR2RGB))
     capture.release()
     return crop_rgb(pictures, clip)

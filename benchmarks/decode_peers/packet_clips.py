@@ -1,4 +1,4 @@
-"""clipmill: reads a clip's packets from the shard or the source, verifies and decodes them, and crops YUV planes.
+"""clipmill: read the packets of a clip from the shard or the source, verify and decode them, and crop YUV planes.
 
 `--as rgb` converts the planes to RGB on the CPU; `--as frames` does not crop.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class FrameReader:
-    """Decoded frames of a clip, by frame index."""
+    """Reader that returns the decoded frames of a clip, by frame index."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.chunks = chunks_of(folder, name)
@@ -47,11 +47,11 @@ class FrameReader:
 
 
 class PacketReader:
-    """The code path of training: uint8 [T, SIZE_PX * SIZE_PX * 3 / 2], or RGB [T, SIZE_PX, SIZE_PX, 3]."""
+    """Reader with the code path of training: uint8 [T, SIZE_PX * SIZE_PX * 3 / 2], or RGB [T, SIZE_PX, SIZE_PX, 3]."""
 
     def __init__(self, folder: Path, name: str, *, rgb: bool) -> None:
         self._frames = FrameReader(folder, name)
-        # The sampling is unused, because the frames of a clip are given.
+        # The sampling is not used, because the clip determines its frames.
         self._shape = ClipShape(sampling=Sampling(num_frames=1), size_px=SIZE_PX, min_crop_area=MIN_AREA, rgb=rgb)
 
     def read(self, clip: Clip) -> np.ndarray:
@@ -64,7 +64,7 @@ class PacketReader:
         return builder.clip().video
 
     def num_wrong(self, clip: Clip, found: np.ndarray, frames: ChunkFrames) -> int:
-        """See `Reader.num_wrong`; YUV planes must be identical to those of the sequentially decoded frame."""
+        """See `Reader.num_wrong`. YUV planes must be identical to the planes of the sequentially decoded frame."""
         if self._shape.rgb:
             return num_wrong_rgb(clip, found, frames)
         asked = [as_yuv420(frames.decoded[number]) for number in clip.frames]
@@ -73,7 +73,7 @@ class PacketReader:
 
 
 def chunks_of(folder: Path, name: str) -> dict[int, tuple[CommittedShard, int]]:
-    """Return shard and row of every chunk of a set."""
+    """Return the shard and the row of every chunk in a set."""
     chunks = {}
     for shard in Variant.open(data_folder(folder, name)).shards():
         for row, video_id in enumerate(shard.index["video_id"].to_pylist()):
@@ -87,7 +87,7 @@ def rectangle_of(clip: Clip) -> Rectangle:
 
 
 def main() -> None:
-    """Answer requests, with the options of the command line."""
+    """Respond to requests, with the options of the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--as", choices=["planes", "rgb", "frames"], default="planes", dest="form")
     form = parser.parse_known_args()[0].form

@@ -1,6 +1,6 @@
-"""Source material: lossless pieces of 15 s at 30 fps with a short side of at most 288 pixels.
+"""Make the source videos: lossless pieces of 15 s at 30 fps, with a short side of at most 288 pixels.
 
-Every set of chunks is encoded from the same pieces, so that they differ in their encoding only.
+All sets of chunks are encoded from the same pieces, so that they differ only in their encoding.
 """
 
 import subprocess
@@ -18,17 +18,17 @@ _LOSSLESS = ["-c:v", "libx264", "-qp", "0", "-preset", "ultrafast"]
 
 
 def pieces_of(videos: Path | None, folder: Path, *, num_pieces: int, program: str) -> list[str]:
-    """Cut pieces from a folder of videos, or generate them if there is none; return their names."""
+    """Cut pieces from a folder of videos, or generate pieces if `videos` is None; return the names of the pieces."""
     if videos is None:
         return make_pieces(folder, num_pieces=num_pieces, program=program)
     return cut_pieces(videos, folder, num_pieces=num_pieces, program=program)
 
 
 def cut_pieces(videos: Path, folder: Path, *, num_pieces: int, program: str) -> list[str]:
-    """Cut evenly spaced pieces from a folder of videos, about equally many from each; return their names.
+    """Cut evenly spaced pieces from the videos in a folder, about the same number from each; return their names.
 
     Raises:
-        SystemExit: no video of the folder is at least 15 s long.
+        SystemExit: No video in the folder is at least 15 s long.
     """
     room = {path: int(length_s(path) // PIECE_S) for path in sorted(videos.iterdir()) if path.is_file()}
     parts = shared_out(room, num_pieces)
@@ -44,7 +44,7 @@ def cut_pieces(videos: Path, folder: Path, *, num_pieces: int, program: str) -> 
 
 
 def shared_out(room: dict[Path, int], num_pieces: int) -> dict[Path, int]:
-    """Distribute the pieces over the videos round-robin, until there are enough or no video has any left."""
+    """Distribute the pieces over the videos in turn, until there are enough or no video has room for another piece."""
     parts = dict.fromkeys(room, 0)
     while sum(parts.values()) < min(num_pieces, sum(room.values())):
         for path in parts:
@@ -54,7 +54,7 @@ def shared_out(room: dict[Path, int], num_pieces: int) -> dict[Path, int]:
 
 
 def length_s(path: Path) -> float:
-    """Return the duration in the container's header; 0 if the file is not a video."""
+    """Return the duration in the header of the container, in seconds; 0 if the file is not a video."""
     import av
 
     try:
@@ -65,7 +65,7 @@ def length_s(path: Path) -> float:
 
 
 def make_pieces(folder: Path, *, num_pieces: int, program: str) -> list[str]:
-    """Generate pieces: a textured background that pans, rotates and zooms, sharp objects in front, and sensor noise."""
+    """Generate pieces with a textured background that pans, rotates and zooms, sharp objects, and sensor noise."""
     for number in range(num_pieces):
         size = f"{_MADE_WIDTH}x{_MADE_HEIGHT}"
         raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", size, "-r", str(FPS), "-i", "pipe:"]
@@ -76,12 +76,12 @@ def make_pieces(folder: Path, *, num_pieces: int, program: str) -> list[str]:
                 process.stdin.write(picture.tobytes())
             process.stdin.close()
         if process.returncode:
-            raise RuntimeError(f"{program} ended with {process.returncode}")
+            raise RuntimeError(f"{program} exited with {process.returncode}")
     return [f"made {number}" for number in range(num_pieces)]
 
 
 def made_pictures(random: np.random.Generator) -> Iterator[np.ndarray]:
-    """Generate the frames of one piece, RGB uint8 [288, 512, 3]; deterministic for a given generator state."""
+    """Generate the frames of a piece, RGB uint8 [288, 512, 3]. The generator determines them completely."""
     import cv2
 
     ground = _texture(random)
@@ -106,7 +106,7 @@ def _texture(random: np.random.Generator) -> np.ndarray:
     radius = np.hypot(np.fft.fftfreq(_TEXTURE_PX)[:, None], frequency)
     radius[0, 0] = 1
     shade = random.normal(size=(3, _TEXTURE_PX, _TEXTURE_PX))
-    # The three channels share most of their luminance.
+    # The three channels have most of their texture in common.
     shade = 0.8 * shade[:1] + 0.2 * shade
     waves = np.fft.irfft2(np.fft.rfft2(shade) / radius**1.2, s=(_TEXTURE_PX, _TEXTURE_PX))
     levels = 127 + 45 * waves / waves.std()

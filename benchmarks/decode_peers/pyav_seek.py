@@ -1,4 +1,4 @@
-"""PyAV without a packet table: open, seek to the preceding keyframe, and decode up to the requested frame."""
+"""PyAV without a packet table: open the file, seek to the previous keyframe, and decode up to the requested frame."""
 
 from fractions import Fraction
 
@@ -9,7 +9,7 @@ from benchmarks.decode_peers.server import serve_files
 
 
 def read_path(path: str, clip: Clip) -> np.ndarray:
-    """See `Reader.read`. Decoding continues from the last frame if no keyframe lies between."""
+    """See `Reader.read`. Decoding continues from the last frame if there is no keyframe in between."""
     import av
 
     pictures = []

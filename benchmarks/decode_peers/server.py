@@ -1,11 +1,11 @@
-"""The server loop shared by all variants: a persistent process that answers requests (benchmarks.peer_process).
+"""Server loop of all variants: a persistent process that responds to requests (benchmarks.peer_process).
 
     {"do": "check", "set": "own", "kind": "...", "num_chunks": 2}
-        reads all clips once, untimed, and checks those of a few chunks: {"num_frames": 64, "num_wrong": 0}
+        read all clips once without timing, and check the clips of a few chunks: {"num_frames": 64, "num_wrong": 0}
     {"do": "time", "set": "own", "kind": "...", "at_least_s": 0.5}
-        repeats whole passes over the clips for at least this time: {"num_clips": ..., "cpu_s": ..., "wall_s": ...}
+        repeat complete passes over the clips for at least this time: {"num_clips": ..., "cpu_s": ..., "wall_s": ...}
 
-CPU seconds are those of the whole process, including threads started by libraries.
+CPU time is the time of the complete process, including the threads of libraries.
 """
 
 import argparse
@@ -22,19 +22,19 @@ from benchmarks.peer_process import answer_requests
 
 
 class Reader(Protocol):
-    """Reads clips from one set of chunks with one decoder."""
+    """Reader of the clips in a set of chunks, with one decoder."""
 
     def read(self, clip: Clip) -> Any:
-        """Read the clip's frames, cropped and resized."""
+        """Read the frames of a clip, cropped and resized."""
         ...
 
     def num_wrong(self, clip: Clip, found: Any, frames: ChunkFrames) -> int:
-        """Count the frames returned by `read` that are not the requested ones; `frames` are all frames of the chunk."""
+        """Count the frames in `found`, from `read`, that are not the requested frames of the chunk's `frames`."""
         ...
 
 
 class RgbReader:
-    """A reader that opens the chunk's file for each clip and returns RGB."""
+    """Reader that opens the file of the chunk for each clip, and returns RGB."""
 
     def __init__(self, folder: Path, name: str, read_path: Callable[[str, Clip], np.ndarray]) -> None:
         self._folder, self._name, self._read_path = folder, name, read_path
@@ -49,14 +49,18 @@ class RgbReader:
 
 
 def serve(open_reader: Callable[[Path, str], Reader]) -> None:
-    """Answer requests about the folder in the command line; `open_reader` takes the folder and the name of a set."""
+    """Respond to requests about the folder in the command line.
+
+    Args:
+        open_reader: Function that takes the folder and the name of a set, and returns a reader.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     answer_requests(_Server(parser.parse_known_args()[0].folder, open_reader).answer)
 
 
 def serve_files(read_path: Callable[[str, Clip], np.ndarray]) -> None:
-    """Like `serve`, for a decoder that needs only a file and a clip."""
+    """Call `serve` for a decoder that needs only a file and a clip."""
 
     def open_reader(folder: Path, name: str) -> Reader:
         return RgbReader(folder, name, read_path)

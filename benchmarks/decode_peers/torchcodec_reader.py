@@ -1,7 +1,7 @@
-"""torchcodec: one VideoDecoder per clip, or per file with --keep-open; `get_frames_at`, cropped with OpenCV.
+"""torchcodec: a VideoDecoder per clip, or per file with --keep-open; `get_frames_at`, and OpenCV crops the frames.
 
-It needs ffmpeg's shared libraries. PyAV's wheel contains them under different names; `links_to_libraries` creates links
-with the names that torchcodec expects, for LD_LIBRARY_PATH, so that no system installation is needed.
+torchcodec needs ffmpeg's shared libraries. PyAV's wheel contains them under different names. `links_to_libraries`
+creates links with the names that torchcodec expects, for LD_LIBRARY_PATH, so that no system installation is needed.
 """
 
 import argparse
@@ -19,7 +19,7 @@ _BUNDLED = re.compile(r"(?P<name>lib(?:av|sw)[a-z]+)-[0-9a-f]+\.so\.(?P<major>\d
 
 
 def links_to_libraries(python: Path, folder: Path) -> Path:
-    """Fill `folder` with links to the libraries of the PyAV of `python`; without PyAV it stays empty."""
+    """Fill `folder` with links to the libraries of PyAV in the environment of `python`; without PyAV, none."""
     folder.mkdir()
     for library in python.parent.parent.glob("lib/python*/site-packages/av.libs/*"):
         (folder / library.name).symlink_to(library)  # the libraries search for each other in their folder
@@ -30,7 +30,7 @@ def links_to_libraries(python: Path, folder: Path) -> Path:
 
 
 def main() -> None:
-    """Answer requests, with the seek mode in the command line."""
+    """Respond to requests; the command line contains the seek mode."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seek-mode", choices=["exact", "approximate"], required=True)
     parser.add_argument("--keep-open", action="store_true")

@@ -1,1 +1,1 @@
-"""The latent loaders compared by `benchmarks.latents`: one program each, possibly in its own Python environment."""
+"""Programs of the loaders that `benchmarks.latents` compares. Each may use a separate Python environment."""

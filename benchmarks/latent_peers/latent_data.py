@@ -1,10 +1,12 @@
-"""The dataset as clipmill's columns, in the form written by `prep latents` and `prep text`, without encoding.
+"""Write the dataset as columns of clipmill, as `prep latents` and `prep text` do, but without encoding.
 
-Chunks of 15 s hold 60 frames, so three segments each; the rest of a video is a shorter last chunk. Segments are not
-split: 50 segments of a video are 16 chunks of 60 frames and one of 40. Each video has one caption for its whole length.
+A chunk of 15 s has 60 frames, which are three segments; the last chunk of a video is shorter. Segments are not split:
+50 segments of a video are 16 chunks of 60 frames and one chunk of 40 frames. Each video has one caption, which spans
+the complete video.
 
-A dataset several times as large repeats the latents: each copy has its own videos, keys, indexes and commits, but its
-tars are hard links to those of the first copy. A loader sees different files, which take no additional disk space.
+A dataset that is several times as large repeats the latents. Each copy has separate videos, keys, indexes and commits,
+but its tars are hard links to the tars of the first copy, so that a loader reads different files that take no
+additional disk space.
 """
 
 import hashlib
@@ -39,10 +41,10 @@ _LATENTS_VARIANT, _TEXT_VARIANT = "made-0a0a0a0a", "made-0b0b0b0b"
 
 
 def write_columns(data: Path, segments: SegmentSet, *, num_copies: int = 1, is_video: bool = False) -> int:
-    """Write manifest, latents and text of the dataset `num_copies` times; return the number of chunks.
+    """Write the manifest, latents and text of the dataset `num_copies` times, and return the number of chunks.
 
     Args:
-        is_video: store segments as a VAE of videos gives them, with the channels before the frames.
+        is_video: Store segments in the layout of a video VAE, with the channels before the frames.
     """
     lengths = np.bincount(segments.video_of_segment)
     captions = _write_manifest(data, lengths=lengths, num_copies=num_copies)
@@ -87,7 +89,7 @@ def _video_id(video: int, *, copy: int) -> str:
 
 
 def _write_manifest(data: Path, *, lengths: np.ndarray, num_copies: int) -> pa.Table:
-    """Write the manifest of the dataset; return its captions, one per video, in the order of the videos."""
+    """Write the manifest of the dataset, and return its captions, one per video, in the order of the videos."""
     names = pa.array([_video_id(video, copy=copy) for copy in range(num_copies) for video in range(len(lengths))])
     texts = pa.array([f"what video {number} shows" for number in range(len(names))])
     splits, sources = (pa.array([word] * len(names)) for word in (SPLIT, "made"))
@@ -156,7 +158,7 @@ def _latents_sample(segments: SegmentSet, video: int, first: int, end: int, *, i
 
 
 def _linked(folder: Path, files: ShardFiles, *, shard_id: int, copy: int) -> ShardFiles:
-    """Link a shard again, with its samples under other keys."""
+    """Link a shard again, with new keys for its samples."""
     name = ShardName(shard_id, _FINGERPRINT)
     os.link(folder / files.tar, folder / name.tar)
     os.link(folder / files.energon_index, folder / name.energon_index)

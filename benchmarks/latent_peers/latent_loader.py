@@ -1,7 +1,7 @@
-"""clipmill's loader of latents on clipmill's columns, with its default settings.
+"""Loader of latents of clipmill, on clipmill's columns, with the default settings.
 
-With `--first-visits` every epoch is like the first one of a process: the checksums of all records are verified. With
-`--video` the same segments are stored as a VAE of videos gives them, with the channels before the frames.
+With `--first-visits`, every epoch verifies the checksums of all records, as the first epoch of a process does. With
+`--video`, the same segments are stored in the layout of a video VAE, with the channels before the frames.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from benchmarks.latent_peers.server import Batches, NothingToClose, PeerLoader, 
 
 
 class OurLoader(NothingToClose):
-    """Endless batches, as in training: an epoch may end within a batch, whose rest begins the next epoch."""
+    """Loader of endless batches, as in training: an epoch may end in the middle of a batch."""
 
     def __init__(self, data: Path, batch: int) -> None:
         from clipmill.train.data.latents.segments import SegmentQuery
@@ -26,7 +26,7 @@ class OurLoader(NothingToClose):
         self._rest: tuple[Any, Any] | None = None
 
     def epoch(self, number: int) -> Batches:
-        """See `PeerLoader.epoch`; the loader itself counts the epochs."""
+        """See `PeerLoader.epoch`. The loader counts the epochs."""
         left = len(self._loader)
         while left:
             if self._rest is not None:
@@ -43,7 +43,7 @@ class OurLoader(NothingToClose):
 
 
 class FirstVisits(OurLoader):
-    """Starts each epoch with all records unverified, without the cost of opening the columns again."""
+    """Loader that starts each epoch with all records unverified, without opening the columns again."""
 
     def epoch(self, number: int) -> Batches:
         """See `PeerLoader.epoch`."""
@@ -53,7 +53,7 @@ class FirstVisits(OurLoader):
 
 
 def main() -> None:
-    """Answer requests for the loader named in the command line."""
+    """Respond to requests, with the loader that the command line selects."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--first-visits", action="store_true")
     parser.add_argument("--video", action="store_true")

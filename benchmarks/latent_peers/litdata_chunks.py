@@ -1,4 +1,4 @@
-"""litdata's chunks, shuffling and data loader, without worker processes."""
+"""litdata: its chunks, shuffling and data loader, without worker processes."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from benchmarks.latent_peers.server import Batches, NothingToClose, PeerLoader, 
 
 
 class LitdataChunks(NothingToClose):
-    """A StreamingDataLoader; every pass over it is an epoch with a new order."""
+    """StreamingDataLoader. Every pass over it is an epoch with a new order."""
 
     def __init__(self, folder: Path, batch: int) -> None:
         from litdata import StreamingDataLoader, StreamingDataset
@@ -24,7 +24,7 @@ class LitdataChunks(NothingToClose):
 
 
 class Sample:
-    """Returns one segment; litdata calls it in a separate process."""
+    """Function that returns a segment. litdata calls it in a separate process."""
 
     def __init__(self, set_folder: Path) -> None:
         self._set_folder = set_folder
@@ -39,7 +39,7 @@ class Sample:
 
 
 def make(segments: SegmentSet, folder: Path) -> None:
-    """Write chunks of 64 MB, litdata's default."""
+    """Write chunks of 64 MB, which is litdata's default."""
     from litdata import optimize
 
     set_folder = Path(segments.latents.filename).parent  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""Memory of the loader of latents after an epoch, and time of seeking to a position. Prints one JSON object.
+"""Measure the memory of the loader of latents after an epoch, and the time of seeks; print one JSON object.
 
     python -m benchmarks.latent_peers.loader_costs DATA
 
-It runs as a separate process, because memory used before would be counted.
+The program runs in a separate process, so that it does not count memory that was used before.
 """
 
 import json
@@ -31,8 +31,8 @@ def anonymous_bytes() -> int:
 
 
 def measure(data: Path) -> dict[str, Any]:
-    """Measure anonymous memory before the loader is created and after an epoch, and then the time of seeks."""
-    import torch  # noqa: F401 - the memory of libraries is not the loader's
+    """Measure the anonymous memory before the loader is created and after an epoch, and then the time of seeks."""
+    import torch  # noqa: F401 - import torch first, because its memory does not belong to the loader
 
     from clipmill.train.data.latents.segments import SegmentQuery
     from clipmill.train.data.loader import LoaderSettings
@@ -60,7 +60,7 @@ def measure(data: Path) -> dict[str, Any]:
 
 
 def jumps_ms(jump: Callable[[int], object]) -> tuple[float, float]:
-    """Return median and maximum milliseconds of seeks to random positions below a billion."""
+    """Return the median and maximum time of seeks to random positions below a billion, in milliseconds."""
     costs = []
     for position in np.random.default_rng(0).integers(BILLION, size=NUM_JUMPS).tolist():
         begin_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""mosaicml-streaming: local MDS shards, its shuffling, and torch's data loader without worker processes."""
+"""mosaicml-streaming: local MDS shards, the library's shuffling, and torch's data loader without worker processes."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ COLUMNS = {
 
 
 class MdsShards(NothingToClose):
-    """A DataLoader over a StreamingDataset; every pass over it is an epoch with a new order."""
+    """DataLoader over a StreamingDataset. Every pass over it is an epoch with a new order."""
 
     def __init__(self, folder: Path, batch: int) -> None:
         from streaming import StreamingDataset
@@ -28,7 +28,7 @@ class MdsShards(NothingToClose):
 
 
 def make(segments: SegmentSet, folder: Path) -> None:
-    """Write shards of 64 MB, the library's default."""
+    """Write shards of 64 MB, which is the library's default."""
     from streaming import MDSWriter
 
     with MDSWriter(out=str(folder), columns=COLUMNS) as writer:
@@ -38,7 +38,7 @@ def make(segments: SegmentSet, folder: Path) -> None:
 
 
 def open_loader(folder: Path, segments: SegmentSet, batch: int) -> PeerLoader:
-    """Open the shards, after removing what a killed process left in shared memory."""
+    """Open the shards, after removing data that a killed process left in shared memory."""
     from streaming.base.util import clean_stale_shared_memory
 
     clean_stale_shared_memory()

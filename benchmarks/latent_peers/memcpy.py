@@ -1,7 +1,7 @@
-"""Lower bound: the C library's memcpy of the same bytes into a ring of buffers, by segment in shuffled order.
+"""Lower bound: memcpy of the C library copies the same bytes into a ring of buffers, by segment in shuffled order.
 
-The source is the memory-mapped dataset, with all its pages in memory; one thread. The ring has as many buffers as the
-LatentLoader's, so that neither benefits more from CPU caches.
+The source is the memory-mapped dataset with all pages in memory, and one thread copies it. The ring has as many buffers
+as the ring of the LatentLoader, so that both benefit equally from CPU caches.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ _TEXT_BYTES = 2 * TEXT_WIDTH
 
 
 class Memcpy(NothingToClose):
-    """One call per segment, and one for its text."""
+    """Loader with one call of memcpy per segment, and one for its text."""
 
     def __init__(self, segments: SegmentSet, batch: int) -> None:
         self._segments, self._batch = segments, batch
@@ -45,16 +45,16 @@ class Memcpy(NothingToClose):
 
 
 def address_of(array: np.ndarray) -> int:
-    """Return the address of an array's first byte."""
+    """Return the address of the first byte of an array."""
     return array.__array_interface__["data"][0]
 
 
 def make(segments: SegmentSet, folder: Path) -> None:
-    """Do nothing: the dataset's own file is the source."""
+    """Do nothing: the file of the dataset is the source."""
 
 
 def open_loader(folder: Path, segments: SegmentSet, batch: int) -> PeerLoader:
-    """Allocate the ring."""
+    """Allocate the ring of buffers."""
     return Memcpy(segments, batch)
 
 

@@ -1,4 +1,4 @@
-"""A memory-mapped `.npy` file: NumPy gathers each batch into a new array by segment indices."""
+"""Memory-mapped `.npy` file: NumPy gathers each batch into a new array, by segment indices."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from benchmarks.latent_peers.server import Batches, NothingToClose, PeerLoader, 
 
 
 class NpyMemmap(NothingToClose):
-    """Batches by `latents[ids]`."""
+    """Loader of batches with `latents[ids]`."""
 
     def __init__(self, segments: SegmentSet, batch: int) -> None:
         self._segments, self._batch = segments, batch
@@ -24,7 +24,7 @@ class NpyMemmap(NothingToClose):
 
 
 def make(segments: SegmentSet, folder: Path) -> None:
-    """Do nothing: the dataset already is such a file."""
+    """Do nothing: the dataset is already such a file."""
 
 
 def open_loader(folder: Path, segments: SegmentSet, batch: int) -> PeerLoader:

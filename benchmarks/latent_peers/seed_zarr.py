@@ -1,12 +1,12 @@
-"""Zarr with worker processes: the loader that clipmill's latents are derived from, according to its notes.
+"""Zarr with worker processes: the predecessor of clipmill's loader of latents, rebuilt from its notes.
 
-Arrays `base_frames` (--chunk segments a chunk, Blosc with zstd), `clip_emb` and `segment_to_video`. Each worker process
-opens its own connection to the store, waits for batches of segment IDs on the input queue, decodes them into
-preallocated blocks of shared memory, and returns the index of the block on the output queue. Batches are prefetched;
-nothing is copied between processes; a block is released when the next batch is requested.
+The store has the arrays `base_frames` (--chunk segments per Zarr chunk, Blosc with zstd), `clip_emb` and
+`segment_to_video`. Each worker process opens the store, waits for batches of segment IDs on the input queue, decodes
+them into preallocated blocks of shared memory, and returns the index of the block on the output queue. Batches are
+prefetched, and nothing is copied between processes. A block is released when the next batch is requested.
 
-Where the notes leave a choice, the faster one is used: one read per segment (reading a list of segments from Zarr is
-five times slower), text embeddings and mapping held in memory by the workers, batches in order of completion.
+Where the notes leave a choice, the faster option is used: one read per segment (reading a list of segments from Zarr is
+five times slower), text embeddings and mapping in the memory of the workers, and batches in order of completion.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _TEXT_BYTES = 2 * TEXT_WIDTH
 
 
 class Block(NamedTuple):
-    """A batch's buffers in shared memory."""
+    """Buffers of a batch in shared memory."""
 
     memory: SharedMemory
     latents: np.ndarray
@@ -42,10 +42,10 @@ def block_in(memory: SharedMemory, batch: int) -> Block:
 
 
 class SeedZarr:
-    """Workers, queues and blocks for one batch size."""
+    """Loader with workers, queues and blocks for one batch size."""
 
     def __init__(self, store: Path, segments: SegmentSet, *, batch: int, num_workers: int) -> None:
-        import zarr  # noqa: F401 - forked workers have it then, and its absence shows here
+        import zarr  # noqa: F401 - so that forked workers have the module, and an ImportError is raised here
 
         context = multiprocessing.get_context("fork")
         self._segments, self._batch = segments, batch
@@ -53,7 +53,7 @@ class SeedZarr:
         num_blocks = PREFETCHED_A_WORKER * num_workers + 1
         self._blocks = [block_in(SharedMemory(create=True, size=block_bytes), batch) for _ in range(num_blocks)]
         for block in self._blocks:
-            block.latents[:] = 0  # the kernel allocates pages on first write
+            block.latents[:] = 0  # the kernel allocates a page at the first write
         self._input: Queue[Any] = context.Queue()
         self._output: Queue[Any] = context.Queue()
         names = [block.memory.name for block in self._blocks]
@@ -112,7 +112,7 @@ def work(store: Path, names: list[str], batch: int, asked: "Queue[Any]", done: "
 
 
 def make(segments: SegmentSet, folder: Path, *, per_chunk: int) -> None:
-    """Write the store, with settings that give the size in the notes (723 MiB for 5000 segments, one a chunk)."""
+    """Write the store, with settings that reproduce the size in the notes: 723 MiB for 5000 segments, one per chunk."""
     import zarr
     from numcodecs import Blosc
 
@@ -130,7 +130,7 @@ def make(segments: SegmentSet, folder: Path, *, per_chunk: int) -> None:
 
 
 def main() -> None:
-    """Answer requests, with the numbers of workers, and of segments a chunk, in the command line."""
+    """Respond to requests; the command line contains the numbers of workers and of segments per Zarr chunk."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--chunk", type=int, default=1)

@@ -1,8 +1,9 @@
-"""The dataset that every loader reads: latent segments, one text embedding per video, and each segment's video.
+"""The dataset that every loader reads: segments of latents, the video of each segment, and a text embedding per video.
 
-It has the shape of the dataset that the first loader of this kind was measured on: 5000 segments of 20 x 4 x 32 x 32
-float16, 100 videos, text embeddings of width 512. It is stored as three `.npy` files in a folder, from which each
-loader creates its own format. Requires NumPy only, because clipmill is not installed in the peers' environment.
+The dataset has the dimensions with which the predecessor of clipmill's loader was measured: 5000 segments of
+20 x 4 x 32 x 32 float16, 100 videos, text embeddings of width 512. It is stored as three `.npy` files in a folder, from
+which each loader creates its format. This module needs only NumPy, because clipmill is not installed in the environment
+of `make peers`.
 """
 
 import hashlib
@@ -18,17 +19,17 @@ SEGMENT_BYTES = 2 * 20 * 4 * 32 * 32
 TEXT_WIDTH = 512
 VALUES = ("normal", "ar1")
 _LATENTS_FILE, _TEXT_FILE, _VIDEOS_FILE = "latents.npy", "text.npy", "video_of_segment.npy"
-_AR1 = 0.9  # correlation of a value with the one at the same position in the previous frame
+_AR1 = 0.9  # correlation of a value with the value at the same position in the previous frame
 
 
 @dataclass(frozen=True)
 class SegmentSet:
-    """The dataset, memory-mapped from its files.
+    """Dataset, memory-mapped from its files.
 
     Attributes:
-        latents: float16 [segments, *SEGMENT_SHAPE]; segments of a video are adjacent and in order.
-        text: float16 [videos, TEXT_WIDTH], rows of unit length.
-        video_of_segment: int64 [segments].
+        latents: Latents, float16 [segments, *SEGMENT_SHAPE]. The segments of a video are adjacent and in order.
+        text: Text embeddings of unit length, float16 [videos, TEXT_WIDTH].
+        video_of_segment: Index of the video of each segment, int64 [segments].
     """
 
     latents: np.ndarray
@@ -39,15 +40,15 @@ class SegmentSet:
         return len(self.latents)
 
     def shuffled(self, epoch: int) -> np.ndarray:
-        """Return the order of an epoch, for loaders without their own shuffling."""
+        """Return the order of the segments in an epoch, for loaders that do not shuffle."""
         return np.random.default_rng(epoch).permutation(len(self))
 
 
 def make_segment_set(folder: Path, *, num_segments: int, num_videos: int, values: str) -> None:
-    """Write the files of the dataset; numbers of segments per video differ by at most one.
+    """Write the files of the dataset. The numbers of segments per video differ by at most one.
 
     Args:
-        values: `normal`, or `ar1`: also normally distributed, but correlated between successive frames.
+        values: `normal`: independent frames; `ar1`: normally distributed too, but with correlated successive frames.
     """
     folder.mkdir(parents=True)
     random = np.random.default_rng(0)
@@ -67,7 +68,7 @@ def make_segment_set(folder: Path, *, num_segments: int, num_videos: int, values
 
 
 def open_segment_set(folder: Path) -> SegmentSet:
-    """Memory-map the latents, and read the other arrays."""
+    """Open the dataset: map the latents into memory, and read the other arrays."""
     return SegmentSet(
         latents=np.load(folder / _LATENTS_FILE, mmap_mode="r"),
         text=np.load(folder / _TEXT_FILE),
@@ -76,7 +77,7 @@ def open_segment_set(folder: Path) -> SegmentSet:
 
 
 def digest(batches: Iterable[tuple[Any, Any]]) -> tuple[int, str]:
-    """Return the number of distinct segments in the batches, and an order-independent digest of their bytes.
+    """Return the number of distinct segments in the batches, and a digest of their bytes that ignores their order.
 
     Each segment is hashed together with its text embedding, so that a wrong mapping from segments to videos is
     detected.
