@@ -101,11 +101,11 @@ def test_a_merged_table_that_is_not_whole_is_written_again(prep: Prep, scored_co
 @pytest.mark.parametrize(
     ("change", "difference"),
     [
-        ({"motion": 0.5}, "motion: "),
-        ({"brightness": 2.0}, "brightness: "),
-        ({"sharpness": float("nan")}, "sharpness: "),
-        ({"cuts": 3}, "cuts: 3, but"),
-        ({"phash": 7}, "phash: "),
+        ({"motion": 0.5}, "motion is "),
+        ({"brightness": 2.0}, "brightness is "),
+        ({"sharpness": float("nan")}, "sharpness is "),
+        ({"cuts": 3}, "cuts is 3, but"),
+        ({"phash": 7}, "phash is "),
     ],
 )
 def test_verify_deep_compares_rows_with_members(scored_set: Path, change: dict[str, object], difference: str) -> None:
