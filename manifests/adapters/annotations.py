@@ -1,6 +1,6 @@
-"""Read annotation files: numbered rows of CSV and JSON Lines, values of cells, names of splits, codes of rejected rows.
+"""Read annotation files (CSV, JSON Lines), and parse times, likelihoods and splits; list the reasons for rejection.
 
-Errors contain the path of the file. Malformed rows are yielded as faults, never skipped.
+Errors contain the path of the file. A malformed row is yielded with a fault, and never skipped.
 """
 
 import codecs
@@ -21,30 +21,30 @@ from typing import IO, Any
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import on_one_line, quote_value
 
-_MAX_PART_BYTES = 1 << 20  # number of bytes read at a time, because a line may be as long as the file
+_MAX_PART_BYTES = 1 << 20  # maximum number of bytes that are read at once, because a line may be as long as the file
 
 
 @contextmanager
 def open_annotations(path: Path, mode: str = "r", **options: Any) -> Iterator[IO[Any]]:
-    """Open `path`, like `path.open(mode, **options)`; raise UserError if opening or reading fails.
+    """Open an annotation file, like `path.open(mode, **options)`.
 
-    Only regular files are accepted: an adapter may read a file twice, which a pipe does not allow, and opening a named
-    pipe blocks until another process writes to it.
+    The file must be a regular file, because an adapter may read it twice, and because opening a named pipe would block
+    until another process writes to it.
 
     Raises:
         UserError: The file cannot be opened or read, or is a folder, a pipe, a socket or a device.
     """
-    with reading(path):
+    with convert_read_errors(path):
         require_file(path)
         with path.open(mode, **options) as file:
             yield file
 
 
 def require_file(path: Path) -> None:
-    """Raise UserError if `path` exists and is not a regular file. Opening it reports that a file is missing."""
-    with reading(path):
+    """Raise UserError if `path` is not a regular file. A missing file is accepted, because opening it reports that."""
+    with convert_read_errors(path):
         try:
-            kind = stat_kind(path.stat().st_mode)
+            kind = file_kind(path.stat().st_mode)
         except FileNotFoundError:
             return
     if kind is not None:
@@ -53,17 +53,17 @@ def require_file(path: Path) -> None:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Context manager that converts an OSError into a UserError with `path`."""
+def convert_read_errors(path: Path) -> Iterator[None]:
+    """Context manager that converts an OSError to a UserError that contains `path`."""
     try:
         yield
     except OSError as error:
-        why = error.strerror or str(error)
-        raise UserError(f"cannot read {path}: {why}", hint="check the path of the annotation file") from error
+        reason = error.strerror or str(error)
+        raise UserError(f"cannot read {path}: {reason}", hint="check the path of the annotation file") from error
 
 
-def not_utf8(path: Path, error: UnicodeDecodeError) -> UserError:
-    """Return the error for a file that is not UTF-8. The file is read again to find the line number."""
+def not_utf8_error(path: Path, error: UnicodeDecodeError) -> UserError:
+    """Return the error for a file that is not UTF-8. The file is read again to find the number of the line."""
     line_number, decoder = 1, codecs.getincrementaldecoder("utf-8")()
     with suppress(UnicodeDecodeError), open_annotations(path, "rb") as file:
         while part := file.readline(_MAX_PART_BYTES):
@@ -72,34 +72,43 @@ def not_utf8(path: Path, error: UnicodeDecodeError) -> UserError:
     return UserError(f"{path}, line {line_number}: not UTF-8 ({error.reason})", hint="save it as UTF-8, uncompressed")
 
 
-def stat_kind(mode: int) -> str | None:
-    """Describe the file type of this st_mode; None for a regular file."""
+def file_kind(mode: int) -> str | None:
+    """Describe the type of a file, such as "a folder", from its `st_mode`; return None for a regular file."""
     if stat.S_ISREG(mode):
         return None
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")
 
 
-LONGEST_S = 1e7  # limit of 115 days; a later time is a mistake, such as a wrong unit
-# Lines are read as a unit, so a file without line breaks, such as a sparse file of zeros, must not exhaust the memory.
+LONGEST_S = 1e7  # maximum time in a video, 115 days; a later time is a mistake, such as a wrong unit
+# Limit for a line, so that a file without line breaks, such as a sparse file of zeros, does not exhaust the memory.
 _MAX_LINE_CHARS = 1 << 26
 _UTF8 = "utf-8-sig"
 _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
-# Hours, minutes and seconds, as in 00:01:02.5 and 1:02,500.
+# Time with colons, as in 00:01:02.5 or 1:02,500.
 _CLOCK = re.compile(r"(?:(\d+):)?(\d{1,2}):(\d{1,2}(?:[.,]\d+)?)")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table; `fault` describes why its values cannot be used."""
+    """A row of a table.
 
-    number: int  # 0-based, excluding the header
+    Attributes:
+        number: 0-based index of the row, without the header.
+        values: Values by column.
+        fault: Reason why the values cannot be used, or None.
+    """
+
+    number: int
     values: dict[str, Any]
     fault: str | None = None
 
 
 def read_csv(path: Path, *, required: Sequence[str], separator: str = ",") -> Iterator[Row]:
     """Iterate over the rows of a CSV file with a header.
+
+    Args:
+        required: Names of the columns that the file must have.
 
     Raises:
         UserError: The file cannot be read as text, lacks a required column, or has two columns with the same name.
@@ -109,13 +118,13 @@ def read_csv(path: Path, *, required: Sequence[str], separator: str = ",") -> It
     missing = [name for name in required if name not in header]
     if missing:
         hint = f"the first line must contain the column names; required: {', '.join(required)}"
-        for other, name in _OTHER_SEPARATORS.items():
-            if separator == "," and len(header) == 1 and other in header[0]:
+        for other_separator, name in _OTHER_SEPARATORS.items():
+            if separator == "," and len(header) == 1 and other_separator in header[0]:
                 hint = f"its columns are separated by {name}: save it with commas"
         raise UserError(
             f"{path} has no column {', '.join(missing)} (its columns: {', '.join(header) or 'none'})", hint=hint
         )
-    require_once([name for name in header if name], path=path)
+    require_unique_names([name for name in header if name], path=path)
     for number, cells in enumerate(rows):
         if len(cells) != len(header):
             yield Row(number, {}, f"{len(cells)} cells, expected {len(header)} (one per column)")
@@ -127,23 +136,23 @@ def csv_rows(lines: Iterable[str], *, path: Path, separator: str = ",") -> Itera
     """Iterate over the cells of each row of a CSV file, without blank lines.
 
     Raises:
-        UserError: A cell is longer than the csv module allows; text follows the closing quotation mark of a cell; or
+        UserError: A cell is longer than the csv module allows, text follows the closing quotation mark of a cell, or
             the closing quotation mark is missing, so that the cell would include later rows.
     """
     reader = csv.reader(lines, delimiter=separator, strict=True)
     while True:
-        begin = reader.line_num + 1
+        line_number = reader.line_num + 1
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            if reader.line_num > begin:
+            if reader.line_num > line_number:
                 raise UserError(
-                    f"{path}, line {begin}: a quotation mark that opens a cell here is not closed, so line "
+                    f"{path}, line {line_number}: a quotation mark that opens a cell here is not closed, so line "
                     f"{reader.line_num} would belong to the same cell",
                     hint="close it; in a cell between quotation marks, double each quotation mark",
                 ) from error
             raise UserError(
-                f"{path}, line {begin}: {error}",
+                f"{path}, line {line_number}: {error}",
                 hint='use a valid CSV file, in which a cell with quotation marks has the form "say ""stop"" twice"',
             ) from error
         if cells is None:
@@ -153,19 +162,19 @@ def csv_rows(lines: Iterable[str], *, path: Path, separator: str = ",") -> Itera
 
 
 def header_cells(line: str, *, separator: str = ",") -> list[str]:
-    """Return the cells of a possible header of a CSV file; empty if a cell is longer than the csv module allows."""
+    """Split a line that may be the header of a CSV file into cells; return [] if the csv module rejects the line."""
     try:
         return next(csv.reader([line], delimiter=separator), [])
     except csv.Error:
         return []
 
 
-def require_once(columns: Sequence[str], *, path: Path) -> None:
-    """Raise UserError if two columns of a table have the same name, which would be ambiguous."""
-    twice = [name for name, count in Counter(columns).items() if count > 1]
-    if twice:
+def require_unique_names(columns: Sequence[str], *, path: Path) -> None:
+    """Raise UserError if two columns of a table have the same name."""
+    duplicates = [name for name, count in Counter(columns).items() if count > 1]
+    if duplicates:
         raise UserError(
-            f"{path} has two columns named {on_one_line(', '.join(twice))}", hint="rename or remove one of them"
+            f"{path} has two columns named {on_one_line(', '.join(duplicates))}", hint="rename or remove one of them"
         )
 
 
@@ -184,7 +193,7 @@ def json_rows(path: Path, *, encoding: str = _UTF8) -> Iterator[Row]:
         except RecursionError:
             yield Row(number, {}, "not JSON: nested too deeply")
             continue
-        # Besides JSONDecodeError, an integer with more digits than Python converts raises a plain ValueError.
+        # This is a JSONDecodeError, or a plain ValueError for an integer with more digits than Python converts.
         except ValueError as error:
             yield Row(number, {}, f"not JSON: {error}")
             continue
@@ -199,7 +208,10 @@ class RepeatedKey(ValueError):
 
 
 def require_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object as an `object_pairs_hook` of the JSON parser; raise RepeatedKey if it contains a key twice."""
+    """Return the object with these pairs; raise RepeatedKey if a key occurs twice.
+
+    This function is an `object_pairs_hook` for a JSON parser.
+    """
     values = dict(pairs)
     if len(values) < len(pairs):
         name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
@@ -208,10 +220,13 @@ def require_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def text_lines(path: Path, *, encoding: str = _UTF8) -> Iterator[str]:
-    """Iterate over the lines of a file in UTF-8, with or without a byte order mark, or in the given encoding.
+    """Iterate over the lines of a text file.
+
+    Args:
+        encoding: Encoding of the file. By default, UTF-8 with or without a byte order mark.
 
     Raises:
-        UserError: The file cannot be read, or has a different encoding; the message includes the line number.
+        UserError: The file cannot be read, or has a different encoding. The message contains the line number.
     """
     try:
         with open_annotations(path, encoding=encoding, newline="") as file:
@@ -226,13 +241,15 @@ def text_lines(path: Path, *, encoding: str = _UTF8) -> Iterator[str]:
     except UnicodeError as error:
         if encoding != _UTF8 or not isinstance(error, UnicodeDecodeError):
             raise UserError(f"{path} is not {encoding.upper()}: {error}", hint="save it as UTF-8") from error
-        raise not_utf8(path, error) from error
+        raise not_utf8_error(path, error) from error
 
 
-def seconds(value: object, *, default: float) -> float:
-    """Convert a cell to seconds, a finite number; return `default` for an empty cell.
+def parse_seconds(value: object, *, default: float) -> float:
+    """Convert a cell to a finite number of seconds.
 
-    A time may also be in clock form: 00:01:02.5, or 1:02 for a minute and two seconds.
+    Args:
+        value: Number of seconds, or a time with colons: 00:01:02.5, or 1:02 for one minute and two seconds.
+        default: Return value for an empty cell.
 
     Raises:
         ValueError: The value has neither form, is infinite, or cannot be represented as a float.
@@ -257,7 +274,7 @@ def seconds(value: object, *, default: float) -> float:
 
 
 def interval_fault(begin_s: float, end_s: float) -> str | None:
-    """Describe the problem with a caption's times; None if they are valid. An end of +inf is the end of the video."""
+    """Describe the fault of a caption's times, or return None if they are valid. An end may be +inf."""
     if not isfinite(begin_s) or begin_s < 0:
         return f"begin_s is {begin_s}, expected a number of seconds, 0 or more"
     if not end_s > begin_s:
@@ -272,7 +289,7 @@ def log_probability(value: object) -> float | None:
     """Convert a cell to the logarithm of a probability; return None for an empty cell.
 
     Raises:
-        ValueError: The value is not a number, or is above 0; the message begins with the value.
+        ValueError: The value is not a number, or is above 0. The message begins with the value.
     """
     if value is None or value == "":
         return None
@@ -297,12 +314,12 @@ _WORD = re.compile(r"[a-z]+")
 
 
 def find_split(name: str) -> str | None:
-    """Return the split that a dataset calls `name` (`val` for `validation`); None if the name is unknown."""
+    """Return the split for a name that a dataset uses, such as `val` for `validation`; None for unknown names."""
     return _NAMES.get(name.strip().lower())
 
 
 def split_in_file_name(file_name: str) -> str:
-    """Return the split that is a separate word in a file name (`EPIC_100_validation.csv`); train by default."""
+    """Return the first split that is a word of a file name, as in `EPIC_100_validation.csv`; train by default."""
     words = _WORD.findall(file_name.lower())
     return next((_NAMES[word] for word in words if word in _NAMES), TRAIN)
 
@@ -311,10 +328,10 @@ def split_of_list(path: Path, *, example: str) -> str:
     """Return the split in the file name of a list of videos.
 
     Args:
-        example: Published name of such a list.
+        example: Published file name of such a list, for the hint.
 
     Raises:
-        UserError: The name contains no split.
+        UserError: The name does not contain a split.
     """
     if not any(word in _NAMES for word in _WORD.findall(path.name.lower())):
         raise UserError(
@@ -325,39 +342,44 @@ def split_of_list(path: Path, *, example: str) -> str:
 
 
 def split_of_folders(relative_path: str) -> str:
-    """Return the split in the name of the innermost folder whose name is a split (`val/a/b.mp4`); train by default."""
+    """Return the split of a path such as `val/a/b.mp4`: the innermost folder that has the name of a split, or train."""
     folders = relative_path.split("/")[:-1]
     return next((_NAMES[folder.lower()] for folder in reversed(folders) if folder.lower() in _NAMES), TRAIN)
 
 
 class Reason(StrEnum):
-    """Reason codes of rejected rows, in rejected.parquet and manifest.json. The docs explain them."""
+    """Reasons for rejected rows, as codes in rejected.parquet and manifest.json. docs/datasets.md explains them."""
 
-    MISSING_FILE = "missing_file"  # an annotated video does not exist; one row per video, with its lost captions
-    MISSING_CHUNK = "missing_chunk"  # a model's caption of a chunk that no longer exists
-    AMBIGUOUS_VIDEO = "ambiguous_video"  # the name matches several files
-    DUPLICATE_ID = "duplicate_id"  # another video or narration already has this ID
-    BAD_NAME = "bad_name"  # the file name is not valid Unicode, or an object with such a name cannot be read
-    EMPTY_FILE = "empty_file"  # a video of zero bytes
-    NOT_A_FILE = "not_a_file"  # a folder, pipe, socket or device with the name of a video
-    UNREADABLE = "unreadable"  # the file or folder is inaccessible: a broken or circular link, or no permission
-    EMPTY_ID = "empty_id"  # the row does not identify a video
+    MISSING_FILE = "missing_file"  # annotated video without a file; one row per video, with the number of captions
+    MISSING_CHUNK = "missing_chunk"  # caption that a model wrote for a chunk that does not exist any more
+    AMBIGUOUS_VIDEO = "ambiguous_video"  # name that matches several files
+    DUPLICATE_ID = "duplicate_id"  # ID that an earlier video or narration has
+    BAD_NAME = "bad_name"  # file name that is not valid Unicode, or object whose name obstore cannot handle
+    EMPTY_FILE = "empty_file"  # video of zero bytes
+    NOT_A_FILE = "not_a_file"  # folder, pipe, socket or device with the name of a video
+    UNREADABLE = "unreadable"  # inaccessible file or folder: a broken or circular link, or a missing permission
+    EMPTY_ID = "empty_id"  # row that does not identify a video
     EMPTY_CAPTION = "empty_caption"
-    BAD_TIME = "bad_time"  # not a finite number, negative, later than any video, or an end that is not after the start
-    BAD_FPS = "bad_fps"  # times are in frames, but fps is not a frame rate
-    BAD_LIKELIHOOD = "bad_likelihood"  # not a number, or above 0, which the logarithm of a probability cannot be
-    BAD_SOURCE = "bad_source"  # a source with characters other than letters, digits, ".", "-" and "_"
-    BAD_SPLIT = "bad_split"  # not train, val or test; or the same complete video in two splits
+    BAD_TIME = "bad_time"  # time that is not a finite number, negative or too late, or an end not after the start
+    BAD_FPS = "bad_fps"  # times in frames with an fps that is not a frame rate
+    BAD_LIKELIHOOD = "bad_likelihood"  # likelihood that is not a number, or is above 0
+    BAD_SOURCE = "bad_source"  # source with characters other than letters, digits, ".", "-" and "_"
+    BAD_SPLIT = "bad_split"  # split that is not train, val or test, or a complete video in two splits
     BAD_LABEL = "bad_label"
-    NO_INTERVAL = "no_interval"  # a timestamp that the interval rule cannot expand
-    UNSURE = "unsure"  # the annotator marked it as unsure
-    LEFT_OUT = "left_out"  # excluded by a list; one row per video, with its lost captions
-    REDACTED = "redacted"  # withheld by the dataset
-    MALFORMED_ROW = "malformed_row"  # not in the format documented by the dataset
+    NO_INTERVAL = "no_interval"  # timestamp that the interval rule cannot expand
+    UNSURE = "unsure"  # narration that the annotator marked as unsure
+    LEFT_OUT = "left_out"  # video that a list excludes; one row per video, with the number of captions
+    REDACTED = "redacted"  # content that the dataset withholds
+    MALFORMED_ROW = "malformed_row"  # row that does not have the documented format of the dataset
 
 
 class Unusable(Exception):
-    """A row cannot be used for the given reason."""
+    """A row of annotations cannot be used.
+
+    Attributes:
+        reason: Code of the reason.
+        detail: Description of the fault.
+    """
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(reason, detail)

@@ -1,11 +1,11 @@
-"""Find the columns of caption tables by their common names.
+"""Find the columns of caption tables by their common names, and convert times to seconds.
 
 Names may be in English, German, French or Spanish, in any case: `Video`, `file name` and `Datei` all mean `video`.
-docs/datasets.md lists them. Every difference from the documented form is reported. A table that seems to have times
-that cannot be interpreted is rejected.
+docs/datasets.md lists the names. Each difference from the documented names is noted. A table is rejected if it seems to
+have times that cannot be interpreted.
 
-Times are in seconds, milliseconds or frames, with an end or a duration. If a time is given in several units, seconds
-take precedence over milliseconds, and milliseconds over frames. Frames count from 0, and need a column `fps`, because
+Times are in seconds, milliseconds or frames, with an end or a duration. If a table has a time in several units, seconds
+take precedence over milliseconds, and milliseconds over frames. Frames count from 0 and require a column `fps`, because
 the videos are not opened when a table is read.
 """
 
@@ -16,13 +16,12 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.adapters.annotations import Reason, Unusable, require_once, seconds
+from clipmill.manifests.adapters.annotations import Reason, Unusable, parse_seconds, require_unique_names
 from clipmill.manifests.caption_table import LABEL_PREFIX
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import on_one_line, quote_value
 
-# Tolerance between an end, and a start plus a duration, because the values in tables are rounded.
-_ROUNDING_S = 0.1
+_ROUNDING_S = 0.1  # tolerance when an end is compared with a start plus a duration, because tables have rounded values
 _EDGES: Mapping[str, Sequence[str]] = {
     "begin": ("start", "begintime", "starttime"),
     "end": ("stop", "endtime", "stoptime"),
@@ -33,14 +32,14 @@ _UNITS: Mapping[str, Sequence[str]] = {
     "frame": ("frame", "frames", "frameidx", "frameindex", "framenumber"),
 }
 _RATIO = re.compile(r"(\d{1,9}) ?/ ?(\d{1,9})")
-_WORDS = {"ms": "milliseconds", "frame": "frames"}
-# Words in column names that mean the start of a caption, its end, or both.
+_UNIT_NOUNS = {"ms": "milliseconds", "frame": "frames"}
+# Words in names of columns that indicate the start of a caption, the end, or both.
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _BEGIN_WORDS = frozenset({"begin", "begins", "beginning", "start", "starts", "starting", "tmin"})
 _END_WORDS = frozenset({"end", "ends", "ending", "stop", "stops", "finish", "tmax"})
 _BOTH_WORDS = frozenset({"timestamp", "timestamps", "timecode", "timecodes", "timespan", "interval", "span", "offset"})
 _BOTH_NAMES = frozenset({"time", "times", "in", "out", "frame", "frames"})
-# Additional names of columns, which are compared in the same way as `NAMES`.
+# Additional columns with their names, which are compared in the same way as in `NAMES`.
 OTHER_TIMES: Mapping[str, Sequence[str]] = {
     **{
         f"{edge}_{unit}": tuple(name + ending for name in (edge, *names) for ending in endings)
@@ -52,12 +51,13 @@ OTHER_TIMES: Mapping[str, Sequence[str]] = {
 
 
 def require_known_times(ignored: Sequence[str], *, columns: Collection[str], path: Path) -> None:
-    """Raise UserError if an ignored column seems to contain the times that the known columns lack.
+    """Raise UserError if an ignored column seems to contain times that the known columns do not contain.
 
     Without these times, the captions would apply to complete videos, or extend to the ends of the videos.
 
     Args:
-        ignored: Names in the header that are not known columns.
+        ignored: Names in the header of columns that are not known.
+        columns: Documented names of the known columns.
     """
     edges = {name.partition("_")[0] for name in columns}
     has_begin, has_end = "begin" in edges, not edges.isdisjoint(("end", "duration"))
@@ -79,13 +79,13 @@ def require_known_times(ignored: Sequence[str], *, columns: Collection[str], pat
 
 
 def column_meaning(name: str) -> str:
-    """Return the column with its unit, for notes."""
+    """Describe a column for notes, with the unit from which a time is converted."""
     edge, _, unit = name.partition("_")
-    return f"{edge}_s, from {_WORDS[unit]}" if unit in _WORDS else name
+    return f"{edge}_s, from {_UNIT_NOUNS[unit]}" if unit in _UNIT_NOUNS else name
 
 
 def times_of(values: Mapping[str, Any]) -> tuple[float, float]:
-    """Return a row's start and end in seconds. A row without times applies to the complete video, from 0 to +inf.
+    """Return the start and end of a row in seconds. A row without times applies to the complete video, 0 to +inf.
 
     Raises:
         Unusable: A time cannot be converted, end and duration contradict each other, or a frame rate is not positive.
@@ -110,7 +110,7 @@ def _time_s(values: Mapping[str, Any], edge: str) -> float | None:
             continue
         try:
             if unit == "s":
-                return seconds(value, default=0.0)
+                return parse_seconds(value, default=0.0)
             per_s: float | None = 1000.0
             if unit == "frame":
                 rate = values.get("fps")
@@ -120,7 +120,7 @@ def _time_s(values: Mapping[str, Any], edge: str) -> float | None:
                 fault = f"fps is {quote_value(values.get('fps'))}, expected a frame rate such as 25 or 30000/1001"
                 raise Unusable(Reason.BAD_FPS, fault)
             number = _number(value)
-            return seconds(f"{value} ({_WORDS[unit]})" if number is None else number / per_s, default=0.0)
+            return parse_seconds(f"{value} ({_UNIT_NOUNS[unit]})" if number is None else number / per_s, default=0.0)
         except ValueError as error:
             raise Unusable(Reason.BAD_TIME, str(error)) from None
     return None
@@ -137,7 +137,7 @@ def _number(value: object) -> float | None:
 
 
 CLASS = f"{LABEL_PREFIX}class"
-# Additional names of a column, compared without case, spaces, punctuation and accents.
+# Columns with their additional names, which are compared without regard to case, spaces, punctuation and accents.
 NAMES: Mapping[str, Sequence[str]] = {
     "video": ("videoid", "videoname", "videopath", "videofile", "file", "filename", "filepath", "path", "clip"),
     "text": ("caption", "captions", "sentence", "description", "narration", "transcript", "utterance"),
@@ -162,8 +162,8 @@ NAMES: Mapping[str, Sequence[str]] = {
     "view": ("camera",),
     CLASS: ("label", "class"),
 }
-# Names that apply only if a table has no other name for the column: German, French and Spanish names, and names of
-# instructions in robot datasets.
+# Names that apply only if a table has no other column with the same meaning: German, French and Spanish names, and
+# names of instructions in robot datasets.
 SECONDARY_NAMES: Mapping[str, Sequence[str]] = {
     "video": ("datei", "dateiname", "dateipfad", "pfad", "fichier", "nomdufichier", "chemin", "archivo", "ruta"),
     "text": (
@@ -177,28 +177,28 @@ SECONDARY_NAMES: Mapping[str, Sequence[str]] = {
 _DURATIONS = frozenset(("durations", *NAMES["duration_s"], *SECONDARY_NAMES["duration_s"]))
 NUMBERS = ("begin_s", "end_s", "duration_s", "likelihood", *OTHER_TIMES)
 _LABEL = re.compile(r"label[\W_]+(?=\w)(.+)", re.IGNORECASE)
-_ELAN_FORMAT = re.compile(r" - (?:hh:mm:ss\.ms|ss\.msec)$")  # format of times, in headers exported by ELAN
+_ELAN_FORMAT = re.compile(r" - (?:hh:mm:ss\.ms|ss\.msec)$")  # format of times, which ELAN adds to names of columns
 
 
 def columns_of(header: Sequence[str]) -> dict[str, str]:
-    """Map the names of known columns in a header to documented columns, items of `OTHER_TIMES`, or labels.
+    """Map the names of known columns in a header to documented columns, keys of `OTHER_TIMES`, or labels.
 
-    A time is omitted if the table also has it in a preferred unit.
+    A time is omitted if the table also has the time in a preferred unit.
     """
-    plain = {cell: _strip_name(cell) for cell in header}
+    stripped = {cell: _strip_name(cell) for cell in header}
     names = {**NAMES, **OTHER_TIMES}
     columns: dict[str, str] = {}
     for tier in ({name: ("".join(name.split("_")),) for name in names}, names, SECONDARY_NAMES):
         known = {alias: name for name, aliases in tier.items() if name not in columns.values() for alias in aliases}
-        columns |= {cell: known[name] for cell, name in plain.items() if cell not in columns and name in known}
+        columns |= {cell: known[name] for cell, name in stripped.items() if cell not in columns and name in known}
     labels = {cell: _LABEL.fullmatch(cell.strip()) for cell in header if cell not in columns}
     columns |= {
         cell: LABEL_PREFIX + re.sub(r"\W+", "_", match[1].strip().lower())
         for cell, match in labels.items()
         if match is not None
     }
-    # A column is not needed in three cases: the table has the same time in a preferred unit; it is the frame rate, but
-    # no time is in frames; or it is a duration without a start, which is the duration of the video.
+    # A column is unneeded if the table has the same time in a preferred unit, if it is a frame rate but no time is in
+    # frames, or if it is a duration but there is no start, so that it is the duration of the video.
     known_names = set(columns.values())
     unneeded: set[str] = set()
     for edge in _EDGES:
@@ -215,13 +215,13 @@ def _strip_name(cell: str) -> str:
 
 
 def take_columns(header: Sequence[str], *, path: Path, note: Callable[[str], None]) -> dict[str, str]:
-    """Return `columns_of(header)`, and note differences from the documented names.
+    """Return `columns_of(header)`, and note the differences from the documented names.
 
     Raises:
-        UserError: Two columns have the same name or meaning; times are in frames, but there is no frame rate; or
-            columns seem to contain times that cannot be interpreted.
+        UserError: Two columns have the same name or meaning, times are in frames but there is no frame rate, or a
+            column seems to contain times that cannot be interpreted.
     """
-    require_once([cell for cell in header if cell], path=path)
+    require_unique_names([cell for cell in header if cell], path=path)
     columns = columns_of(header)
     for name in dict.fromkeys(columns.values()):
         cells = [on_one_line(cell) for cell, column in columns.items() if column == name]
@@ -254,6 +254,6 @@ def take_columns(header: Sequence[str], *, path: Path, note: Callable[[str], Non
 
 
 def missing_columns(names: Collection[str], required: Sequence[str]) -> list[str]:
-    """Return the required columns that a table lacks; a label can replace the text."""
+    """Return the required columns that a table does not have. A label can replace the text."""
     has_label = any(name.startswith(LABEL_PREFIX) for name in names)
     return [name for name in required if name not in names and not (name == "text" and has_label)]

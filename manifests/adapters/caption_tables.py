@@ -1,7 +1,7 @@
-"""Read caption tables of any kind: text with a header and separators, JSON, or Parquet.
+"""Read tables of captions in any format: text with a header and separators, JSON, or Parquet.
 
-All kinds have the same columns (`caption_columns`). Each row is checked and converted to a `CaptionRow`. A cell may
-contain several captions: a list in JSON or Parquet, or a list in a text cell as Python, NumPy or JSON print it, such as
+All formats have the same columns (`table_formats`). Each row is checked and converted to a `CaptionRow`. A cell may
+contain several captions: a list in JSON or Parquet, or in text a list as printed by Python, NumPy or JSON, such as
 ['a dog runs', "it's a cat"]. The schema metadata of a Parquet file may identify the model that wrote the captions
 (clipmill.manifests.caption_table).
 """
@@ -44,7 +44,7 @@ from clipmill.manifests.publish import parse_json
 
 CLASS_SOURCE = "class"  # source of captions that are class names
 _STRING = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
-# Items are separated by commas, or by whitespace as NumPy writes arrays.
+# Items are separated by commas, or by whitespace as in NumPy arrays.
 _LIST = re.compile(rf"\[\s*{_STRING}(?:[\s,]+{_STRING})*[\s,]*\]", re.DOTALL)
 _LIST_BEGIN = re.compile(r"""\[\s*(?:['"]|\])""")
 _BOOLEANS = frozenset({"true", "false"})
@@ -55,14 +55,14 @@ class CaptionRow(NamedTuple):
     """A row of a table of captions.
 
     Attributes:
-        number: Row number, 0-based, without the header.
-        video: Name of the video in the row; None if it is missing or not a string.
-        texts: Captions; None for a missing caption.
+        number: 0-based index of the row, without the header.
+        video: Name of the video; None if it is missing or not a string.
+        texts: Captions; an item is None if the caption is missing.
         source: Source; None if the row has no source.
-        split: Value of the column `split`.
+        split: Value of the column `split`, not validated.
         group, view: Name of the moment, and name of the camera that recorded it; None if missing.
-        labels: Class by label_ column, for the labels that the row has.
-        fault: Reason why the row is unusable; all fields except number and video are then empty.
+        labels: Classes by name of the label_ column. Empty labels are omitted.
+        fault: Reason why the row is unusable, or None. With a fault, only number and video are set.
     """
 
     number: int
@@ -116,10 +116,10 @@ def caption_row(row: Row) -> CaptionRow:
 
 
 def texts_of(value: object) -> tuple[str | None, ...]:
-    """Return the captions of a cell.
+    """Return the captions in a cell.
 
     Raises:
-        Unusable: The value is neither a string nor a list of strings, or begins like such a list but is not a list.
+        Unusable: The value is neither a string nor a list of strings, or begins like a printed list but is not a list.
     """
     if isinstance(value, str) and _LIST_BEGIN.match(stripped := value.strip()):
         value = _parse_list(stripped)
@@ -153,25 +153,25 @@ def _parse_list(cell: str) -> list[Any]:
 def _labels(values: Mapping[str, Any]) -> dict[str, str]:
     labels: dict[str, str] = {}
     for name, value in values.items():
-        if not name.startswith(LABEL_PREFIX) or value is None or value != value:  # NaN, as pandas writes it
+        if not name.startswith(LABEL_PREFIX) or value is None or value != value:  # pandas writes NaN for an empty cell
             continue
         if isinstance(value, float) and value.is_integer():
-            value = int(value)  # pandas writes integers as floats if the column has gaps
+            value = int(value)  # pandas writes integers as floats if the column has empty cells
         if not isinstance(value, str | int | float) or not is_encodable(str(value)):
             raise Unusable(Reason.BAD_LABEL, f"{name} is {quote_value(value)}, expected one class, a name or a number")
         label = str(value).strip()
         if label:
-            # JSON writes true, Python True, and spreadsheets TRUE; all of these are the same class.
+            # JSON has true, Python True, and spreadsheets TRUE for the same class.
             labels[name] = label.lower() if label.lower() in _BOOLEANS else label
     return labels
 
 
 def _name(values: Mapping[str, Any], name: str) -> str | None:
-    """Return a name, which may be stored as an integer."""
+    """Return the name in a column, which may be stored as an integer; None for an empty cell."""
     value = values.get(name)
     if isinstance(value, float) and value.is_integer():
-        value = int(value)  # pandas writes integers as floats if the column has gaps
-    elif value != value:  # NaN, as pandas writes it
+        value = int(value)  # pandas writes integers as floats if the column has empty cells
+    elif value != value:  # pandas writes NaN for an empty cell
         return None
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return (_string({name: str(value) if is_number else value}, name) or "").strip() or None
@@ -199,11 +199,17 @@ COLUMNS = pa.schema(
 
 @dataclass(frozen=True)
 class Fault:
-    """A row that could not be read."""
+    """A row without usable captions.
+
+    Attributes:
+        row: 0-based index of the row, without the header.
+        video: Name of the video in the row, if it has one.
+        error: Reason why the row is unusable.
+    """
 
     row: int
     video: str | None
-    why: Unusable
+    error: Unusable
 
 
 @dataclass(frozen=True)
@@ -211,8 +217,8 @@ class Batch:
     """A batch of captions from a table.
 
     Attributes:
-        numbers: Row number of each caption, int64[N], 0-based, excluding a header.
-        rows: Table of COLUMNS. Video, text, source and likelihood may be null; values are not validated.
+        numbers: int64[N], 0-based index of each caption's row, without the header.
+        rows: Table of COLUMNS with N rows. Video, text, source and likelihood may be null. Values are not validated.
         faults: Rows without usable captions.
     """
 
@@ -223,11 +229,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class OpenTable:
-    """A table of captions.
+    """A table of captions that is being read.
 
     Attributes:
         path: Path of the table.
-        model: Metadata of the model that wrote the table; None without such metadata.
+        model: Metadata of the model that wrote the table; None if the table has no such metadata.
         batches: Iterator over the captions.
     """
 
@@ -242,31 +248,31 @@ def read_caption_rows(
     """Iterate over the rows of a table of captions.
 
     Args:
-        note: Function to call for each difference from the documented form.
-        required: Columns that a table with a header must have; a label can replace the text.
+        note: Function that is called with a note about each difference from the documented format.
+        required: Columns that the table must have. A label can replace the text.
 
     Raises:
         UserError: The file is not such a table, lacks a column, has two columns with the same meaning, or has times
             that cannot be interpreted.
     """
-    is_noted = False
+    has_noted = False
     for row in map(caption_row, _named_rows(path, note=note, required=required)):
-        # A text in brackets may be a list of items without quotation marks: [one, two].
+        # A text in brackets may be meant as a list of items without quotation marks: [one, two].
         bracketed = (text for text in row.texts if text is not None and text.startswith("["))
-        if not is_noted and (text := next((text for text in bracketed if _IN_BRACKETS.fullmatch(text.strip())), None)):
-            is_noted = True
+        if not has_noted and (text := next((text for text in bracketed if _IN_BRACKETS.fullmatch(text.strip())), None)):
+            has_noted = True
             note(f"{path.name}: read {on_one_line(text, max_chars=60)} as one caption; lists need quotation marks")
         yield row
 
 
 def label_columns(path: Path, *, required: Sequence[str]) -> list[str]:
-    """Return the label columns of a table, in alphabetical order.
+    """Return the names of the label columns of a table, in alphabetical order.
 
     Args:
-        required: As in `read_caption_rows`.
+        required: Columns that the table must have. A label can replace the text.
 
     Raises:
-        UserError: See `read_caption_rows`.
+        UserError: The table cannot be read; see `read_caption_rows`.
     """
     names = dict[str, None]()
     for row in _named_rows(path, note=lambda _: None, required=required):
@@ -277,30 +283,30 @@ def label_columns(path: Path, *, required: Sequence[str]) -> list[str]:
 
 
 def open_caption_table(path: Path, *, note: Callable[[str], None], source: str | None = None) -> OpenTable:
-    """Open a table of captions. Its rows are read while `batches` is iterated over.
+    """Open a table of captions. The rows are read during the iteration over `batches`.
 
-    Labels, splits, groups and views belong to a dataset. They are not read, which is noted.
+    Labels, splits, groups and views are ignored with a note, because only a dataset can have them.
 
     Args:
-        note: As in `read_caption_rows`.
-        source: Source of all captions, which replaces the column. By default, captions without a source get the file
-            name.
+        note: Function that is called with each note for the user.
+        source: Source of all captions, which replaces the column. By default, the file name is the source of captions
+            without a source.
 
     Raises:
-        UserError: The file cannot be read, has a different format, or lacks a column. Iterating over `batches` may
-            also raise it.
+        UserError: The file cannot be read, has a different format, or lacks a column. The iteration over `batches` may
+            raise this error as well.
     """
     require_file(path)
     model = _model(path) if path.suffix.lower() == _PARQUET_SUFFIX else None
-    # A table that a model wrote has one unread column, which need not be noted.
+    # A table that a model wrote has one column that is not read, about which a note is unnecessary.
     return OpenTable(path, model, _batches(path, note=note if model is None else lambda _: None, source=source))
 
 
 def source_of_file(path: Path) -> str:
-    """Return the source of captions whose table has no source: the file name without its extension.
+    """Return the source for captions without a source: the name of their table without the extension.
 
     Raises:
-        UserError: The name does not contain a character that is allowed in a source.
+        UserError: The name does not contain any character that is allowed in a source.
     """
     name = re.sub(r"[^\w.-]+", "-", path.stem).strip("-.")
     if not name:
@@ -309,7 +315,7 @@ def source_of_file(path: Path) -> str:
 
 
 def _named_rows(path: Path, *, note: Callable[[str], None], required: Sequence[str]) -> Iterator[Row]:
-    """Iterate over the rows of a table, and rename their columns to the documented names."""
+    """Iterate over the rows of a table in any format, with the documented names of the columns."""
     require_file(path)
     suffix = path.suffix.lower()
     if suffix in TEXT_SUFFIXES:
@@ -336,7 +342,7 @@ def _parquet_rows(path: Path, *, required: Sequence[str], note: Callable[[str], 
     try:
         with pq.ParquetFile(path, pre_buffer=False) as file:
             for batch in file.iter_batches(batch_size=ROWS_PER_CHUNK, columns=list(columns)):
-                batch.validate(full=True)  # strings that are not UTF-8
+                batch.validate(full=True)  # raises an error for strings that are not UTF-8
                 cells = [batch[name].to_pylist() for name in columns]
                 for values in zip(*cells, strict=True):
                     yield Row(number, dict(zip(columns.values(), values, strict=True)))
@@ -355,14 +361,14 @@ def _schema(path: Path) -> pa.Schema:
 
 def _batches(path: Path, *, note: Callable[[str], None], source: str | None) -> Iterator[Batch]:
     columns: dict[str, list[Any]] = {name: [] for name in COLUMNS.names}
-    numbers, faults, file_source, is_noted = list[int](), list[Fault](), None, False
+    numbers, faults, file_source, has_noted = list[int](), list[Fault](), None, False
 
     def take_batch() -> Batch:
         return Batch(np.array(numbers, np.int64), pa.table(columns, schema=COLUMNS), tuple(faults))
 
     for row in read_caption_rows(path, note=note):
-        if not is_noted and (row.labels or row.split or row.group or row.view):
-            is_noted = True
+        if not has_noted and (row.labels or row.split or row.group or row.view):
+            has_noted = True
             names = "splits, labels, groups and views"
             note(f"{path.name}: {names} are ignored; `prep manifest folder --captions` reads them")
         if row.fault is not None:
@@ -382,7 +388,7 @@ def _batches(path: Path, *, note: Callable[[str], None], source: str | None) -> 
 
 
 def _model(path: Path) -> dict[str, Any] | None:
-    """Return the metadata of the model that wrote a Parquet file; None without such metadata."""
+    """Return the metadata of the model that wrote a Parquet file, or None if the file has no such metadata."""
     content = (_schema(path).metadata or {}).get(METADATA_KEY)
     if content is None:
         return None

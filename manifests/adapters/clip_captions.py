@@ -28,7 +28,7 @@ import pyarrow as pa
 
 from clipmill.manifests.adapters.annotations import Reason, find_split, read_csv, split_in_file_name, split_of_list
 from clipmill.manifests.adapters.json_stream import array_items, object_items
-from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder, WantedVideos, begin_reading
+from clipmill.manifests.adapters.reading import AnnotatedVideos, Origin, Reading, ReadingBuilder, begin_reading
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import quote_value
 from clipmill.manifests.storage.urls import Location
@@ -46,10 +46,10 @@ class _Video:
     split: str = ""
     category: int | None = None
     reason: Reason | None = None
-    why: str = ""
+    detail: str = ""
 
 
-_UNKNOWN = _Video(reason=Reason.MALFORMED_ROW, why="it is not among the videos of the file")
+_UNKNOWN = _Video(reason=Reason.MALFORMED_ROW, detail="it is not among the videos of the file")
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,14 @@ def _video_of(entry: dict[str, Any]) -> _Video:
     name, category = entry.get("split"), entry.get("category")
     split = find_split(name) if isinstance(name, str) else None
     if split is None:
-        return _Video(reason=Reason.BAD_SPLIT, why=f"split {quote_value(name)} is not train, val or test")
+        return _Video(reason=Reason.BAD_SPLIT, detail=f"split {quote_value(name)} is not train, val or test")
     if category is not None and not (type(category) is int and 0 <= category <= _MAX_CATEGORY):
-        return _Video(reason=Reason.BAD_LABEL, why=f"category {quote_value(category)} is not a number")
+        return _Video(reason=Reason.BAD_LABEL, detail=f"category {quote_value(category)} is not a number")
     return _Video(split, category)
 
 
 def _add_tables(
-    builder: ReadingBuilder, videos: WantedVideos, tables: Sequence[Path], *, categories: dict[str, int | None]
+    builder: ReadingBuilder, videos: AnnotatedVideos, tables: Sequence[Path], *, categories: dict[str, int | None]
 ) -> dict[str, tuple[Path, int]]:
     """Add the captions in the CSV files; return the file and row of each video that is listed without a caption."""
     listed: dict[str, tuple[Path, int]] = {}
@@ -142,7 +142,7 @@ def _add_tables(
                 listed.setdefault(video_id, (path, row.number))
             else:
                 paired.add(video_id)
-                video = videos.number(video_id, split=split, file=path, row=row.number)
+                video = videos.index_of(video_id, split=split, file=path, row=row.number)
                 if video is not None:
                     labels = {"label_category": categories.get(video_id)}
                     origin = Origin(path, SOURCE, row.number)
@@ -156,7 +156,7 @@ def _add_tables(
 
 def _add_sentence(
     builder: ReadingBuilder,
-    videos: WantedVideos,
+    videos: AnnotatedVideos,
     info: _Info,
     entry: dict[str, Any],
     *,
@@ -168,14 +168,14 @@ def _add_sentence(
     facts = info.videos.get(video_id, _UNKNOWN)
     is_first = unseen.pop(video_id, None) is not None
     if facts.reason is not None:
-        builder.lose_captions(video_id, file=info.path, reason=facts.reason, why=facts.why)
+        builder.count_lost_captions(video_id, file=info.path, reason=facts.reason, detail=facts.detail)
         return
     split = facts.split if listed is None else split_of_list(listed[0], example=_TEST_LIST)
-    video = videos.number(video_id, split=split, file=info.path, row=row)
+    video = videos.index_of(video_id, split=split, file=info.path, row=row)
     if video is None:
         return
     if is_first and listed is not None:
-        builder.use_row(listed[0])
+        builder.count_row(listed[0])
     labels = {"label_category": facts.category}
     origin = Origin(info.path, SOURCE, row, field="caption")
     builder.add_caption(video, entry.get("caption"), origin, labels=labels)
@@ -199,7 +199,7 @@ def read_vatex(
                 detail = "expected an object with a list enCap"
                 builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
                 continue
-            video = videos.number(entry.get("videoID"), split=split, file=path, row=row, num_captions=len(texts))
+            video = videos.index_of(entry.get("videoID"), split=split, file=path, row=row, num_captions=len(texts))
             if video is None:
                 continue
             origin = Origin(path, VATEX_SOURCE, row)

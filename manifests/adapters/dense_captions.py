@@ -30,9 +30,9 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.adapters.annotations import Reason, seconds, split_in_file_name, text_lines
+from clipmill.manifests.adapters.annotations import Reason, parse_seconds, split_in_file_name, text_lines
 from clipmill.manifests.adapters.json_stream import array_items, object_items
-from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder, WantedVideos, begin_reading
+from clipmill.manifests.adapters.reading import AnnotatedVideos, Origin, Reading, ReadingBuilder, begin_reading
 from clipmill.manifests.formatting import quote_value
 from clipmill.manifests.storage.urls import Location
 
@@ -57,7 +57,7 @@ def read_activitynet(
 
 
 def _add_video(
-    builder: ReadingBuilder, videos: WantedVideos, source_id: str, entry: Any, *, path: Path, row: int
+    builder: ReadingBuilder, videos: AnnotatedVideos, source_id: str, entry: Any, *, path: Path, row: int
 ) -> None:
     sentences, timestamps = (
         (entry.get("sentences"), entry.get("timestamps")) if isinstance(entry, dict) else (None, None)
@@ -66,7 +66,7 @@ def _add_video(
         detail = "not an object with the lists timestamps and sentences, of equal length"
         builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, source_id=source_id, detail=detail)
         return
-    video = videos.number(
+    video = videos.index_of(
         source_id,
         split=split_in_file_name(path.name),
         file=path,
@@ -80,10 +80,10 @@ def _add_video(
     origin = Origin(path, source, row)
     for text, interval in zip(sentences, timestamps, strict=True):
         try:
-            duration_s = seconds(entry.get("duration"), default=inf)
+            duration_s = parse_seconds(entry.get("duration"), default=inf)
             if not isinstance(interval, list) or len(interval) != 2 or any(time in (None, "") for time in interval):
                 raise ValueError(f"its times are {quote_value(interval)}, not a start and an end")
-            begin_s, end_s = (seconds(time, default=inf) for time in interval)
+            begin_s, end_s = (parse_seconds(time, default=inf) for time in interval)
             if begin_s >= duration_s:
                 raise ValueError(f"begins at {begin_s} s, after the end of the video at {duration_s} s")
         except ValueError as error:
@@ -124,7 +124,7 @@ def read_didemo(
             if listed is not None and file_name not in listed:
                 continue
             source_id = file_name.rpartition(".")[0] or file_name
-            video = videos.number(source_id, split=split, file=path, row=row, file_names=(file_name, source_id))
+            video = videos.index_of(source_id, split=split, file=path, row=row, file_names=(file_name, source_id))
             if video is None:
                 continue
             try:
@@ -133,7 +133,7 @@ def read_didemo(
                 builder.reject(Reason.BAD_TIME, file=str(path), row=row, source_id=file_name, detail=str(error))
                 continue
             if listed is not None:
-                builder.use_row(listed[file_name])
+                builder.count_row(listed[file_name])
             origin = Origin(path, SOURCE, row, field="description")
             builder.add_caption(video, entry.get("description"), origin, begin_s=begin_s, end_s=end_s)
     return builder.build()

@@ -50,10 +50,10 @@ from clipmill.manifests.adapters.annotations import (
 from clipmill.manifests.adapters.egomcq import EGOMCQ, Clip, clip_of, has_questions, read_questions
 from clipmill.manifests.adapters.json_stream import object_items
 from clipmill.manifests.adapters.reading import (
+    AnnotatedVideos,
     Origin,
     Reading,
     ReadingBuilder,
-    WantedVideos,
     begin_reading,
     escape_unencodable,
     is_encodable,
@@ -81,7 +81,7 @@ def read_ego4d(
     builder, videos = begin_reading(dataset, directory, skip=skip)
     omissions = [path for path in annotations if path.suffix.lower() == ".txt"]
     for path in omissions:
-        leave_out(builder, videos, path=path)
+        omit_listed_videos(builder, videos, path=path)
     annotations = [path for path in annotations if path not in omissions]
     jsons = [path for path in annotations if path.suffix.lower() == ".json"]
     questions = [path for path in jsons if has_questions(path)]
@@ -114,7 +114,7 @@ def read_ego4d(
     for path, splits_of_list in lists.items():
         for video in builder.source_ids():
             if video in splits_of_list:
-                builder.use_row(path)
+                builder.count_row(path)
     if lists and (num_others := sum(video not in splits for video in builder.source_ids())):
         builder.note(
             f"{' and '.join(path.name for path in lists)}: no split found for {count_noun(num_others, 'video')}"
@@ -135,7 +135,7 @@ def _splits(path: Path) -> dict[str, str]:
     return splits
 
 
-def _add_narrations(builder: ReadingBuilder, videos: WantedVideos, *, path: Path, splits: Mapping[str, str]) -> None:
+def _add_narrations(builder: ReadingBuilder, videos: AnnotatedVideos, *, path: Path, splits: Mapping[str, str]) -> None:
     # The file is read twice, because alpha, the mean of beta over all videos of the file, is known only at the end, and
     # keeping all narrations in memory would cost more.
     beta_of_video: dict[str, float | None] = {}
@@ -158,7 +158,7 @@ def _add_narrations(builder: ReadingBuilder, videos: WantedVideos, *, path: Path
         narrations = _passes(entry)
         num_captions = sum(len(rows) for rows in narrations.values())
         split = splits.get(source_id, TRAIN)
-        video = videos.number(source_id, split=split, file=path, row=None, num_captions=num_captions)
+        video = videos.index_of(source_id, split=split, file=path, row=None, num_captions=num_captions)
         if video is None:
             continue
         if not num_captions and entry.get("status") == REDACTED_STATUS:
@@ -255,7 +255,9 @@ def _keep_usable(
     return kept
 
 
-def _add_pickled_list(builder: ReadingBuilder, videos: WantedVideos, *, path: Path, splits: Mapping[str, str]) -> None:
+def _add_pickled_list(
+    builder: ReadingBuilder, videos: AnnotatedVideos, *, path: Path, splits: Mapping[str, str]
+) -> None:
     # A file name that is not valid Unicode cannot be stored as a source.
     source = escape_unencodable(path.stem)
     rows = load_plain_pickle(path)
@@ -273,7 +275,7 @@ def _add_pickled_list(builder: ReadingBuilder, videos: WantedVideos, *, path: Pa
         source_id, begin_s, end_s, narration = entry[:4]
         texts = narration if isinstance(narration, list | tuple) else [narration]
         video_split = splits.get(source_id, split) if isinstance(source_id, str) else split
-        video = videos.number(source_id, split=video_split, file=path, row=row, num_captions=len(texts))
+        video = videos.index_of(source_id, split=video_split, file=path, row=row, num_captions=len(texts))
         if video is None:
             continue
         if not (_is_time(begin_s) and _is_time(end_s)):
@@ -294,7 +296,7 @@ EGOCLIP = "egoclip"
 _COLUMNS = ("video_uid", "clip_start", "clip_end", "clip_text")
 
 
-def add_questions(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) -> None:
+def add_questions(builder: ReadingBuilder, videos: AnnotatedVideos, *, path: Path) -> None:
     """Add each distinct clip in `egomcq.json` once, with its text."""
     seen: set[Clip] = set()
     for row, question in enumerate(read_questions(path)):
@@ -305,19 +307,19 @@ def add_questions(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) 
             if clip in seen:
                 continue
             seen.add(clip)
-            video = videos.number(clip.source_id, split=VAL, file=path, row=row, has_own_split=True)
+            video = videos.index_of(clip.source_id, split=VAL, file=path, row=row, has_own_split=True)
             if video is not None:
                 origin = Origin(path, EGOMCQ, row)
                 builder.add_caption(video, text, origin, begin_s=clip.begin_s, end_s=clip.end_s, split=VAL)
 
 
-def add_pairs(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) -> None:
+def add_pairs(builder: ReadingBuilder, videos: AnnotatedVideos, *, path: Path) -> None:
     """Add the training pairs of `egoclip.csv`."""
     for row in read_csv(path, required=_COLUMNS, separator="\t"):
         if row.fault is not None:
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row.number, detail=row.fault)
             continue
-        video = videos.number(row.values["video_uid"], split=TRAIN, file=path, row=row.number, has_own_split=True)
+        video = videos.index_of(row.values["video_uid"], split=TRAIN, file=path, row=row.number, has_own_split=True)
         if video is None:
             continue
         try:
@@ -331,7 +333,7 @@ def add_pairs(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) -> N
         builder.add_caption(video, text, origin, begin_s=clip.begin_s, end_s=clip.end_s, split=TRAIN)
 
 
-def leave_out(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) -> None:
+def omit_listed_videos(builder: ReadingBuilder, videos: AnnotatedVideos, *, path: Path) -> None:
     """Omit the videos listed in a text file, one ID per line.
 
     Raises:
@@ -340,7 +342,7 @@ def leave_out(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) -> N
     names = {line.strip() for line in text_lines(path) if line.strip()}
     if not names:
         raise UserError(f"{path} does not list any videos to omit", hint="write one video ID per line")
-    videos.leave_out(names, why=f"listed in {path.name}")
+    videos.omit_videos(names, detail=f"listed in {path.name}")
     builder.note(f"{count_noun(len(names), 'video')} to omit, listed in {path.name}")
 
 
@@ -384,9 +386,9 @@ def load_plain_pickle(path: Path) -> Any:
         OverflowError,
         RecursionError,
     ) as error:
-        why = str(error) or type(error).__name__
+        detail = str(error) or type(error).__name__
         raise UserError(
-            f"{path} is not a complete pickle: {why}", hint="it may be damaged; copy it again from its source"
+            f"{path} is not a complete pickle: {detail}", hint="it may be damaged; copy it again from its source"
         ) from error
 
 

@@ -16,7 +16,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.adapters.annotations import interval_fault, seconds
+from clipmill.manifests.adapters.annotations import interval_fault, parse_seconds
 from clipmill.manifests.adapters.json_stream import object_items
 from clipmill.manifests.formatting import quote_value
 
@@ -83,7 +83,7 @@ def clip_of(values: dict[str, Any]) -> Clip:
     Raises:
         ValueError: The times are invalid.
     """
-    begin_s, end_s = (seconds(values[name], default=nan) for name in ("clip_start", "clip_end"))
+    begin_s, end_s = (parse_seconds(values[name], default=nan) for name in ("clip_start", "clip_end"))
     begin_s = max(begin_s, 0.0)
     if fault := interval_fault(begin_s, end_s):
         raise ValueError(fault)

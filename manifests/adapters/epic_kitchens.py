@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from clipmill.manifests.adapters.annotations import Reason, Row, read_csv, split_of_list
-from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder, WantedVideos, begin_reading
+from clipmill.manifests.adapters.reading import AnnotatedVideos, Origin, Reading, ReadingBuilder, begin_reading
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, quote_value
 from clipmill.manifests.storage.urls import Location
@@ -118,16 +118,16 @@ class _Narrations:
         if first_split != split:
             return True
         self.num_repeated += 1
-        self._builder.use_row(path)
+        self._builder.count_row(path)
         return False
 
 
-def _add_row(builder: ReadingBuilder, videos: WantedVideos, row: Row, *, path: Path, split: str) -> None:
+def _add_row(builder: ReadingBuilder, videos: AnnotatedVideos, row: Row, *, path: Path, split: str) -> None:
     cells = row.values
     if row.fault is not None:
         builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row.number, detail=row.fault)
         return
-    video = videos.number(cells["video_id"], split=split, file=path, row=row.number)
+    video = videos.index_of(cells["video_id"], split=split, file=path, row=row.number)
     if video is None:
         return
     reason = Reason.BAD_TIME

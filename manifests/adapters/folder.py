@@ -1,22 +1,25 @@
-"""A folder of videos, with an optional table of captions (text, JSON or Parquet; see `caption_tables`).
+"""Read a folder of videos, with an optional table of captions (text, JSON or Parquet; see `caption_tables`).
 
-Every video file becomes a video. Its ID is the relative path without the extension; if several files differ only in
-their extension, the ID includes it (`file_ids`). The table has these columns:
+Each video file becomes a video. Its ID is the relative path without the extension. If several files differ only in the
+extension, the ID includes the extension (`file_ids`). The table has these columns:
 
-- `video`: relative path or file name, with or without the extension. If a name without extension matches several files,
-  it refers to the file with this ID. If nothing matches, separators and case are ignored.
-- `text`. A row with labels may have no text: its caption is then the name of its class, with the source `class`.
-- Optionally `begin_s`, `end_s` or `duration_s` (without times, a caption applies to the complete video: 0 to +inf),
-  `source`, `likelihood`, `split`, `group` (the moment; rows for other cameras have the same value), `view` (the
-  camera), and labels for the video or for the time span.
+- `video`: Relative path or file name, with or without the extension. If a name without an extension matches several
+  files, it refers to the file with this ID. If no file matches, separators and case are ignored.
+- `text`: Caption. A row with labels does not need a text. Its caption is the name of the class, with the source
+  `class`.
+- `begin_s`, `end_s` or `duration_s` (optional): Time span. Without times, a caption applies to the complete video, from
+  0 to +inf.
+- `source`, `likelihood`, `split`, `group`, `view` (optional): See schema.CAPTIONS and schema.OPTIONAL_CAPTIONS. Rows of
+  different cameras that show the same moment have the same `group`.
+- Labels (optional) of the video or of the time span.
 
 The split of a video is the first split in its rows, otherwise the split in the name of a parent folder, otherwise
-train. Other rows of the video may have a different split. Subtitles and speech-recognition output next to the videos
-are read on request (`subtitles`).
+train. Further rows of the video may have a different split. Subtitles and the output of speech recognition next to the
+videos are read on request (`subtitles`).
 
-The folder may be in a bucket (`s3://bucket/videos`). The files on a web server cannot be listed, so the table must list
-the videos, by URLs or by paths relative to the URL of the folder. A table with URLs does not need a folder. Such a
-table may also have rows without a text, for videos without captions.
+The folder may be in a bucket (`s3://bucket/videos`). Files on a web server cannot be listed, so the table must list the
+videos by URLs, or by paths relative to the URL of the folder. A table with URLs does not need a folder. A table that
+lists videos may have rows without a text, for videos without captions.
 """
 
 from collections import Counter
@@ -28,7 +31,7 @@ import pyarrow as pa
 from clipmill.manifests.adapters.annotations import Reason, Unusable, find_split, split_of_folders
 from clipmill.manifests.adapters.caption_tables import CLASS_SOURCE, CaptionRow, label_columns, read_caption_rows
 from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
-from clipmill.manifests.adapters.subtitles import SUFFIXES, add_files_beside, note_unread
+from clipmill.manifests.adapters.subtitles import SUFFIXES, add_companion_files, note_unread
 from clipmill.manifests.adapters.video_files import (
     Ambiguous,
     LooseLookup,
@@ -36,8 +39,8 @@ from clipmill.manifests.adapters.video_files import (
     VideoFile,
     VideoLookup,
     compose_unicode,
-    named_videos,
-    normal_url,
+    listed_videos,
+    resolve_url,
 )
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, quote_value
@@ -60,34 +63,35 @@ def read_folder(
     """Read a folder of videos.
 
     Args:
-        directory: Path of a folder, URL of a folder, or None if the table has URLs.
-        captions: Table of captions.
-        subtitles: Read the subtitles next to the videos.
-        skip: Subfolder to ignore (the data folder).
-        known: File name by source ID, for the videos of this dataset in the manifest. They keep their IDs.
+        directory: Path or URL of a folder, or None if the table has URLs.
+        captions: Path of a table of captions.
+        subtitles: Read the subtitles and the output of speech recognition next to the videos.
+        dataset: Name of the dataset in the manifest.
+        skip: Subfolder to ignore, such as the data folder.
+        known: File names of the videos of this dataset in the manifest, by source ID. These videos keep their IDs.
 
     Raises:
-        UserError: No videos are found, the files cannot be listed, or the caption table cannot be read.
+        UserError: No videos are found, the files cannot be listed, or the table of captions cannot be read.
     """
     base = directory if isinstance(directory, str) and is_web(directory) else None
-    is_named = captions is not None and (directory is None or base is not None)
-    required = ("video",) if is_named else ("video", "text")
+    lists_videos = captions is not None and (directory is None or base is not None)
+    required = ("video",) if lists_videos else ("video", "text")
     labels = [] if captions is None else label_columns(captions, required=required)
     builder = ReadingBuilder(dataset, labels=dict.fromkeys(labels, pa.string()))
-    if is_named:
+    if lists_videos:
         if subtitles:
             raise UserError("--subtitles requires a folder whose files can be listed", hint="omit it")
         if base is not None:
             split_url(base)  # raises UserError if the URL is invalid
         assert captions is not None
-        # The table is read again for its captions, which yields the same notes.
+        # The table is read again later for its captions. The notes are added at that time.
         rows = read_caption_rows(captions, required=required, note=lambda _: None)
         names = dict.fromkeys(row.video.strip() for row in rows if row.video and row.video.strip())
-        scan = builder.use_scan(named_videos(names, base=base))
+        scan = builder.use_scan(listed_videos(names, base=base))
     elif directory is None:
         raise UserError("VIDEOS is required", hint="pass a folder, or --captions with a table that has URLs of videos")
     else:
-        scan = builder.scan(directory, skip=skip, beside=SUFFIXES)
+        scan = builder.scan(directory, skip=skip, companions=SUFFIXES)
     files = scan.files
     usable = [file for file in files if builder.check_file(file.source_id, file.path, size_bytes=file.size_bytes)]
     numbers: dict[str, int | None] = {}
@@ -101,9 +105,9 @@ def read_folder(
         _add_captions(builder, captions, required, files=files, owners=owners, numbers=numbers, base=base)
     if subtitles and directory is not None:
         location = directory.resolve() if isinstance(directory, Path) else directory
-        add_files_beside(builder, location, scan.beside, numbers=numbers)
+        add_companion_files(builder, location, scan.companions, numbers=numbers)
     else:
-        note_unread(builder, scan.beside, numbers=numbers)
+        note_unread(builder, scan.companions, numbers=numbers)
     return builder.build()
 
 
@@ -111,41 +115,41 @@ class _Videos:
     """Lookup of the videos in the rows of a table.
 
     Args:
-        owners: File by ID, for IDs without an extension.
+        owners: Files by ID, for IDs without an extension.
         base: URL of the folder on a web server, or None.
-        is_named: True if the table lists the videos by URLs.
+        lists_videos: True if the table itself lists the videos.
     """
 
     def __init__(
-        self, files: Sequence[VideoFile], *, owners: Mapping[str, VideoFile], base: str | None, is_named: bool
+        self, files: Sequence[VideoFile], *, owners: Mapping[str, VideoFile], base: str | None, lists_videos: bool
     ) -> None:
-        self._lookup, self._loose = VideoLookup(list(files)), LooseLookup([] if is_named else files)
-        self._owners, self._base, self._is_named = owners, base, is_named
+        self._lookup, self._loose = VideoLookup(list(files)), LooseLookup([] if lists_videos else files)
+        self._owners, self._base, self._lists_videos = owners, base, lists_videos
         self._names = NearestName(files)
-        self._nearest: dict[str, str] = {}  # hint with the nearest name, by name in the table
-        self.inexact: dict[str, str] = {}  # file with a different spelling, by name in the table
+        self._nearest: dict[str, str] = {}  # suggestion of the nearest name, by name in the table
+        self.respelled: dict[str, str] = {}  # path of a file with a different spelling, by name in the table
 
     def find(self, name: str) -> VideoFile | None:
-        """Return the file that `name` in a row refers to; None if there is no such file.
+        """Return the file that a name in the table refers to, or None if there is no such file.
 
         Raises:
             Unusable: Several files match, or the name is an invalid URL.
         """
         resolved = name
-        if self._is_named or is_remote(name):
+        if self._lists_videos or is_remote(name):
             try:
-                resolved = normal_url(name.strip(), base=self._base)
+                resolved = resolve_url(name.strip(), base=self._base)
             except UserError as error:
                 raise Unusable(Reason.MALFORMED_ROW, str(error)) from None
             except ValueError as error:
                 raise Unusable(Reason.MALFORMED_ROW, f"{quote_value(name)}: {error}") from None
         file = _find(resolved, lookup=self._lookup, owners=self._owners)
         if file is None and (file := _find(name, lookup=self._loose, owners=self._owners)) is not None:
-            self.inexact[name] = file.relative
+            self.respelled[name] = file.relative
         return file
 
-    def why_missing(self, name: str) -> str:
-        """Return the message for a name without a file, with the nearest name as a suggestion."""
+    def missing_detail(self, name: str) -> str:
+        """Describe that a name matches no file, with the nearest name as a suggestion."""
         if name not in self._nearest:
             nearest = self._names.find(name)
             self._nearest[name] = "" if nearest is None else f", the nearest is {nearest}"
@@ -162,17 +166,20 @@ def _add_captions(
     numbers: dict[str, int | None],
     base: str | None,
 ) -> None:
-    """Add the captions of a table.
+    """Add the captions of a table to the builder.
 
     Args:
-        required: Columns that the table must have. Without `text`, the table lists the videos, and rows need no text.
+        required: Columns that the table must have. Without `text`, the table lists the videos, and its rows do not need
+            a text.
+        owners: Files by ID, for IDs without an extension.
+        numbers: Index of each video by relative path; None for a rejected video.
         base: URL of the folder on a web server, or None.
     """
     builder.begin_annotations(table)
-    is_named = "text" not in required
-    videos = _Videos(files, owners=owners, base=base, is_named=is_named)
-    splits_given: set[int] = set()
-    labelled: set[tuple[object, ...]] = set()  # video, times and labels
+    lists_videos = "text" not in required
+    videos = _Videos(files, owners=owners, base=base, lists_videos=lists_videos)
+    videos_with_split: set[int] = set()
+    labelled: set[tuple[object, ...]] = set()  # video, times and labels of the captions that have labels
     num_classes = 0
     for row in read_caption_rows(table, required=required, note=builder.note):
         name = row.video or ""
@@ -185,17 +192,19 @@ def _add_captions(
             if not name.strip():
                 raise Unusable(Reason.EMPTY_ID, "the row does not identify a video")
             if video is None:
-                why = videos.why_missing(name) if file is None else "the video was rejected"
-                builder.lose_captions(name, file=table, num_captions=len(row.texts), why=why, row=row.number)
+                detail = videos.missing_detail(name) if file is None else "the video was rejected"
+                builder.count_lost_captions(
+                    name, file=table, num_captions=len(row.texts), detail=detail, row=row.number
+                )
                 continue
             source = row.source or DEFAULT_SOURCE
             if fault := source_fault(source):
                 raise Unusable(Reason.BAD_SOURCE, fault)
             split = _split_of_row(row.split)
-            if split is not None and video not in splits_given:
-                splits_given.add(video)
+            if split is not None and video not in videos_with_split:
+                videos_with_split.add(video)
                 builder.set_split(video, split)
-            has_text = not is_named or row.texts not in ((None,), ("",))
+            has_text = not lists_videos or row.texts not in ((None,), ("",))
             if not has_text and split not in (None, builder.split_of(video)):
                 fault = f"split is {split!r}, but the video is in {builder.split_of(video)!r}, and the row has no text"
                 raise Unusable(Reason.BAD_SPLIT, fault)
@@ -206,7 +215,7 @@ def _add_captions(
             )
             continue
         if not has_text:
-            builder.use_row(table)
+            builder.count_row(table)
         else:
             _add_row(builder, video, row, Origin(table, source, row.number), split=split, labelled=labelled)
             num_classes += source == CLASS_SOURCE and row.texts == (" ".join(row.labels.values()),)
@@ -215,9 +224,9 @@ def _add_captions(
             f"{table.name}: {count_noun(num_classes, 'row')} with labels and without a text: the captions are "
             f"the names of the classes, with the source {CLASS_SOURCE}"
         )
-    if videos.inexact:
-        name, path = next(iter(videos.inexact.items()))
-        names = count_noun(len(videos.inexact), "name")
+    if videos.respelled:
+        name, path = next(iter(videos.respelled.items()))
+        names = count_noun(len(videos.respelled), "name")
         builder.note(
             f'{table.name}: {names} of videos matched although separators or case differ, such as "{name}" for "{path}"'
         )
@@ -232,7 +241,7 @@ def _add_row(
     split: str | None,
     labelled: set[tuple[object, ...]],
 ) -> None:
-    """Add the captions of a row. If several captions have the same times, only the first caption gets the labels."""
+    """Add the captions of a row. If several captions have the same times and labels, only the first gets the labels."""
     for text in row.texts:
         key = (video, row.begin_s, row.end_s, split, *sorted(row.labels.items()))
         labels = {} if key in labelled else row.labels
@@ -253,7 +262,7 @@ def _add_row(
 
 
 def _find(name: str, *, lookup: VideoLookup | LooseLookup, owners: Mapping[str, VideoFile]) -> VideoFile | None:
-    """Look up a file; if files differ only in their extension, `name` refers to the file with this ID."""
+    """Look up a file. If a name matches files that differ only in the extension, it refers to the file with this ID."""
     try:
         return lookup.find(name)
     except Ambiguous as error:
@@ -264,7 +273,7 @@ def _find(name: str, *, lookup: VideoLookup | LooseLookup, owners: Mapping[str, 
 
 
 def _split_of_row(value: object) -> str | None:
-    """Return the split in a row; None if the row has no split. Raise Unusable if the split is not valid."""
+    """Return the split in a row, or None if the row has no split. Raise Unusable if the split is invalid."""
     if value is None or value == "":
         return None
     split = find_split(value) if isinstance(value, str) else None
@@ -274,14 +283,15 @@ def _split_of_row(value: object) -> str | None:
 
 
 def file_ids(files: Sequence[VideoFile], *, known: Mapping[str, str]) -> list[str]:
-    """Assign a unique source ID to each of `files`, in their order.
+    """Assign a unique source ID to each file, and return the IDs in the order of the files.
 
-    The ID of `a.mp4` is `a`. If several files differ only in their extension, each ID includes it (`a.mkv`, `a.mp4`). A
-    file with a known ID keeps it: `a.mp4` remains `a` when `a.mkv` is added, and `a.mkv` remains `a.mkv` when `a.mp4`
-    is removed. Therefore, an ID never moves to a different existing file, and does not depend on the order of files.
+    The ID of `a.mp4` is `a`. If several files differ only in the extension, each ID includes the extension (`a.mkv`,
+    `a.mp4`). A file with a known ID keeps it: `a.mp4` keeps the ID `a` when `a.mkv` is added, and `a.mkv` keeps the ID
+    `a.mkv` when `a.mp4` is removed. Therefore, an ID never passes to a different existing file, and IDs do not depend
+    on the order of the files.
 
     Args:
-        known: File name without folders by source ID, for the videos of this dataset in the manifest.
+        known: File names, without folders, of the videos of this dataset in the manifest, by source ID.
     """
     ids: list[str | None] = []
     for file in files:
@@ -297,7 +307,7 @@ def file_ids(files: Sequence[VideoFile], *, known: Mapping[str, str]) -> list[st
         if claims[source_id] > 1:
             source_id += suffix
         while source_id in taken:
-            source_id += suffix  # `a.mp4.mkv` also has the ID `a.mp4`
+            source_id += suffix  # the file `a.mp4.mkv` would also have the ID `a.mp4`
         taken.add(source_id)
         ids[row] = source_id
     return [source_id for source_id in ids if source_id is not None]

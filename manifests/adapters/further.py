@@ -1,7 +1,7 @@
-"""Read caption tables for videos that are already in the manifest.
+"""Read tables of captions for videos that are already in the manifest, for `prep manifest captions`.
 
 A table identifies a video by its video_id, by its ID in the dataset, by its path, or by its file name. Except for the
-video_id, these names are also valid in caption tables for `prep manifest folder`.
+video_id, these names are also valid in a table for `prep manifest folder`.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from clipmill.manifests.adapters.annotations import LONGEST_S, Reason, interval_fault, reading, stat_kind
+from clipmill.manifests.adapters.annotations import LONGEST_S, Reason, convert_read_errors, file_kind, interval_fault
 from clipmill.manifests.adapters.caption_tables import Batch, OpenTable, open_caption_table
 from clipmill.manifests.adapters.reading import Reading, ReadingBuilder, escape_unencodable
 from clipmill.manifests.adapters.video_files import Ambiguous, VideoFile, VideoLookup
@@ -26,8 +26,8 @@ from clipmill.manifests.further_sources import source_fault
 from clipmill.manifests.schema import CAPTIONS, OPTIONAL_CAPTIONS
 from clipmill.manifests.storage.urls import Location, location_name, parse_location
 
-TABLE = "table"  # value of `kind` in the records of tables that were not written by a model
-# Function that takes videos (rows), begin_s and end_s, and returns booleans; all arrays have the same length.
+TABLE = "table"  # value of `kind` in the record of a source whose table was not written by a model
+# Function that takes the rows of videos, begin_s and end_s, and returns booleans. All arrays have the same length.
 HasChunk = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 _LIKELIHOOD = OPTIONAL_CAPTIONS.field("likelihood")
 _SCHEMA = pa.schema([field for field in CAPTIONS if field.name != "caption_id"]).append(_LIKELIHOOD)
@@ -35,11 +35,11 @@ _SCHEMA = pa.schema([field for field in CAPTIONS if field.name != "caption_id"])
 
 @dataclass(frozen=True)
 class FurtherReading:
-    """The content of caption tables.
+    """Content of tables of captions.
 
     Attributes:
-        reading: Captions with their likelihoods, and rejected rows. Its list of videos is empty.
-        records: Record {"kind", "models": metadata of the models that wrote the captions} of each source, by name.
+        reading: Captions with their likelihoods, and rejected rows. There are no videos in it.
+        records: Record of each source by name: {"kind", "models": metadata of the models that wrote the captions}.
     """
 
     reading: Reading
@@ -51,9 +51,9 @@ class Limits:
     """Limits for the times of captions.
 
     Attributes:
-        ends_s: End of each video in seconds; +inf if unknown. Captions that begin later are rejected.
+        ends_s: End of each video in seconds; +inf if it is unknown. Captions that begin later are rejected.
         has_chunk: Function that returns True if a chunk exists at the given times; None if the chunks are unknown. A
-            caption from a model belongs to a chunk, and is rejected if the chunk does not exist.
+            caption from a model belongs to a chunk, so it is rejected if there is no such chunk.
     """
 
     ends_s: np.ndarray
@@ -63,35 +63,38 @@ class Limits:
 def read_caption_tables(
     tables: Sequence[Path], *, videos: pa.Table, dataset: str, source: str | None = None, limits: Limits | None = None
 ) -> FurtherReading:
-    """Read tables of captions for `videos` (schema.VIDEOS).
+    """Read tables of captions for videos of the manifest.
 
     Args:
-        dataset: Value of the column `dataset` of rejected rows.
+        tables: Paths of the tables.
+        videos: Videos of the manifest (schema.VIDEOS).
+        dataset: Value of the column `dataset` in rejected rows.
         source: Source of all captions, which replaces the column.
-        limits: Limits for the times of captions.
+        limits: Limits for the times of captions. By default, there are none.
 
     Raises:
         UserError: A table cannot be read or lacks a column, two tables have the same content, or tables from different
             models have the same source.
     """
-    # If two tables had the same content, every caption would count twice.
+    # Reject files with the same content, because their captions would be added twice. Only files of equal size are
+    # hashed.
     paths_of_size: dict[int, list[Path]] = {}
     for path in tables:
-        with reading(path):
+        with convert_read_errors(path):
             status = path.stat()
-        if stat_kind(status.st_mode) is None:  # other kinds of files are rejected when they are opened
+        if file_kind(status.st_mode) is None:  # other kinds of files are rejected when they are opened
             paths_of_size.setdefault(status.st_size, []).append(path)
     for paths in paths_of_size.values():
-        first: dict[bytes, Path] = {}
+        path_of_digest: dict[bytes, Path] = {}
         for path in paths if len(paths) > 1 else ():
-            with reading(path), path.open("rb") as file:
+            with convert_read_errors(path), path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").digest()
-            if digest in first:
+            if digest in path_of_digest:
                 raise UserError(
-                    f"{first[digest]} and {path} have the same content: all captions would be added twice",
+                    f"{path_of_digest[digest]} and {path} have the same content: all captions would be added twice",
                     hint="pass each table only once",
                 )
-            first[digest] = path
+            path_of_digest[digest] = path
     reader = _Reader(_Videos(videos), dataset=dataset, limits=limits or Limits(np.full(len(videos), inf)))
     for path in tables:
         reader.add(open_caption_table(path, note=reader.note, source=source))
@@ -106,22 +109,22 @@ class _Videos:
         self._videos = videos
         self._lookups: tuple[VideoLookup, ...] = ()
         self._row_of_path: dict[Location, int] = {}
-        self._path_of_row: dict[int, str] = {}  # path in the tables by row of the video
-        self.moved: dict[str, str] = {}  # path of the video in the manifest by missing path in the tables
+        self._path_of_row: dict[int, str] = {}  # absolute paths in the tables, by row of the video
+        self.moved: dict[str, str] = {}  # paths of videos in the manifest, by path in the tables that does not exist
 
     def rows(self, names: pa.Array) -> np.ndarray:
-        """Return the row of each video_id, int64[N]; -1 if it is unknown."""
+        """Return the row of each video_id, int64[N]; -1 for unknown IDs."""
         rows = pc.index_in(names, value_set=self.ids).fill_null(-1)
         return np.asarray(rows.to_numpy(zero_copy_only=False), np.int64)
 
-    def row_named(self, name: str) -> int:
-        """Look up a video by a name other than its video_id; return its row, or -1 if there is no such video.
+    def find_row(self, name: str) -> int:
+        """Look up a video by a name other than its video_id, and return its row, or -1 if there is no such video.
 
         An absolute path that does not exist matches the video with the same file name.
 
         Raises:
             Ambiguous: Several videos match.
-            UserError: Several missing paths match one video.
+            UserError: Several paths that do not exist match the same video.
         """
         if not self._lookups:
             paths = [parse_location(path) for path in self._videos["path"].to_pylist()]
@@ -131,14 +134,14 @@ class _Videos:
             for source_id, path in zip(self._videos["source_id"].to_pylist(), paths, strict=True):
                 suffix = location_name(path).suffix
                 names.append(source_id if PurePosixPath(source_id).suffix == suffix else f"{source_id}{suffix}")
-            # The ID of a dataset may differ from the name of the file.
+            # The second lookup is by file name, because the ID in the dataset may differ from the file name.
             self._lookups = tuple(
                 VideoLookup(list(map(VideoFile, paths, relative)))
                 for relative in (names, [location_name(path).name for path in paths])
             )
         file = self._find(name)
-        # A table from another machine may have absolute paths that do not exist on this machine. Path.exists raises an
-        # error if a name is too long.
+        # A table from a different machine may have absolute paths that do not exist here. This is os.path.exists,
+        # because Path.exists raises an error if a name is too long.
         is_missing = PurePosixPath(name).is_absolute() and not os.path.exists(name)  # noqa: PTH110
         if file is None and is_missing and (file := self._find(PurePosixPath(name).name)) is not None:
             self.moved[name] = str(file.path)
@@ -146,10 +149,11 @@ class _Videos:
             return -1
         row = self._row_of_path[file.path]
         if PurePosixPath(name).is_absolute():
-            other = self._path_of_row.setdefault(row, name)
-            if other != name and not self.moved.keys().isdisjoint((name, other)):
+            first_name = self._path_of_row.setdefault(row, name)
+            if first_name != name and not self.moved.keys().isdisjoint((name, first_name)):
                 raise UserError(
-                    f"{other} and {name} both have the file name of {file.path}, so it is unclear which is this video",
+                    f"{first_name} and {name} both have the file name of {file.path}, so it is unclear which is this "
+                    "video",
                     hint="use its video_id in the column video, and remove the rows with the other path",
                 )
         return row
@@ -173,8 +177,8 @@ class _Reader:
         self._num_used.setdefault(table.path, 0)
         for batch in table.batches:
             for fault in batch.faults:
-                why, file = fault.why, str(table.path)
-                self._builder.reject(why.reason, file=file, row=fault.row, source_id=fault.video, detail=why.detail)
+                error, file = fault.error, str(table.path)
+                self._builder.reject(error.reason, file=file, row=fault.row, source_id=fault.video, detail=error.detail)
             videos, rows = self._usable_rows(table, batch)
             if len(rows):
                 columns = {
@@ -203,7 +207,7 @@ class _Reader:
         return FurtherReading(further_reading, self._records)
 
     def _usable_rows(self, table: OpenTable, batch: Batch) -> tuple[np.ndarray, pa.Table]:
-        """Return the usable captions and their videos (rows, int64[N]), and reject all other captions."""
+        """Return the rows of the videos of all usable captions, int64[N], and the captions; reject other captions."""
         rows = batch.rows.combine_chunks()
         begin_s, end_s = rows["begin_s"].to_numpy(), rows["end_s"].to_numpy()
         likelihood = rows["likelihood"].fill_null(0.0).to_numpy()
@@ -243,25 +247,30 @@ class _Reader:
             lambda index: f"begins at {begin_s[index]} s, after the end of the video at {ends_s[index]} s",
         )
         if table.model is not None and self._limits.has_chunk is not None:
-            kept = np.flatnonzero(is_usable)
+            usable = np.flatnonzero(is_usable)
             lacks_chunk = np.zeros(len(rows), bool)
-            lacks_chunk[kept] = ~self._limits.has_chunk(videos[kept], begin_s[kept], end_s[kept])
+            lacks_chunk[usable] = ~self._limits.has_chunk(videos[usable], begin_s[usable], end_s[usable])
             reject(
                 lacks_chunk,
                 Reason.MISSING_CHUNK,
                 lambda index: f"the video has no chunk between {begin_s[index]} s and {end_s[index]} s",
             )
-        kept = np.flatnonzero(is_usable)
-        return videos[kept], rows.take(pa.array(kept))
+        usable = np.flatnonzero(is_usable)
+        return videos[usable], rows.take(pa.array(usable))
 
     def _find_others(self, table: OpenTable, batch: Batch, videos: np.ndarray, unknown: np.ndarray) -> None:
-        """Look up the elements `unknown` by other names, and write the results to `videos`."""
+        """Look up the videos of some captions by names other than the video_id.
+
+        Args:
+            videos: Row of each caption's video, int64[N], to which the results are written.
+            unknown: Indices of the captions whose videos are looked up.
+        """
         video_of_name: dict[str, int | Ambiguous] = {}
         for index in unknown.tolist():
             name = batch.rows["video"][index].as_py()
             if name not in video_of_name:
                 try:
-                    video_of_name[name] = self._videos.row_named(name)
+                    video_of_name[name] = self._videos.find_row(name)
                 except Ambiguous as error:
                     video_of_name[name] = error
             video = video_of_name[name]
@@ -271,7 +280,7 @@ class _Reader:
                     Reason.AMBIGUOUS_VIDEO, file=str(table.path), row=number, source_id=name, detail=str(video)
                 )
             elif video < 0:
-                self._builder.lose_captions(name, file=table.path, why="no such video in the manifest")
+                self._builder.count_lost_captions(name, file=table.path, detail="no such video in the manifest")
             else:
                 videos[index] = video
 
@@ -281,7 +290,7 @@ class _Reader:
         for source in sources:
             record = self._records.setdefault(source, {"kind": kind, "models": [model] if model else []})
             models = record["models"]
-            weights = [known.get("weights_sha256") for known in models]
+            weights = [other_model.get("weights_sha256") for other_model in models]
             if record["kind"] != kind or (models and model.get("weights_sha256") not in weights):
                 raise UserError(
                     f"{table.path} has captions with the source {source!r}, but an earlier table has captions from a "

@@ -1,7 +1,7 @@
 """Read large JSON files incrementally, one entry at a time.
 
-The standard library's decoder parses a sliding window of the file that always contains the current entry. This is as
-fast as reading the complete file at once, and needs memory only for the largest entry.
+The decoder of the standard library parses a sliding window of the file, which always contains the complete current
+entry. This is as fast as parsing the file at once, but needs memory only for the largest entry.
 """
 
 import json
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from clipmill.manifests.adapters.annotations import not_utf8, open_annotations
+from clipmill.manifests.adapters.annotations import not_utf8_error, open_annotations
 from clipmill.manifests.errors import UserError
 
 _WINDOW_CHARS = 1 << 22
-# An error this close to the end of the window may be due to truncation; an error further away is a syntax error.
+# An error within this distance from the end of the window may be due to truncation. Any other error is a syntax error.
 _NEAR_END_CHARS = 64
 ObjectHook = Callable[[list[tuple[str, Any]]], Any]
 
@@ -22,10 +22,10 @@ def array_items(path: Path, *, hook: ObjectHook | None = None) -> Iterator[Any]:
     """Iterate over the items of a file that contains one JSON array.
 
     Args:
-        hook: `object_pairs_hook` of the parser; a ValueError that it raises is reported as an error in the file.
+        hook: `object_pairs_hook` of the parser. A ValueError from this function is reported as an error in the file.
 
     Raises:
-        UserError: The file cannot be read, or is not a JSON array; the message includes the line number.
+        UserError: The file cannot be read, or is not a JSON array. The message contains the number of the line.
     """
     with open_annotations(path, encoding="utf-8-sig") as file:
         window = _Window(path, file, hook=hook)
@@ -36,16 +36,16 @@ def array_items(path: Path, *, hook: ObjectHook | None = None) -> Iterator[Any]:
 
 
 def object_items(path: Path, *, inside: str | None = None, hook: ObjectHook | None = None) -> Iterator[tuple[str, Any]]:
-    """Iterate over the (key, value) pairs of a JSON object, and over the value of the key `inside`.
-
-    For example, `{"version": 1, "videos": {"a": ..., "b": ...}}` with inside="videos" yields the keys version, a and b.
-    If the value is a list instead of an object, the key videos is yielded with each item.
+    """Iterate over the (key, value) pairs of a file that contains one JSON object.
 
     Args:
-        hook: As in `array_items`.
+        inside: Key whose value is read entry by entry. For example, `{"version": 1, "videos": {"a": ..., "b": ...}}`
+            with inside="videos" yields the keys version, a and b. If the value is a list, the key videos is yielded
+            with each item.
+        hook: `object_pairs_hook` of the parser. A ValueError from this function is reported as an error in the file.
 
     Raises:
-        UserError: The file cannot be read, or is not a JSON object; the message includes the line number.
+        UserError: The file cannot be read, or is not a JSON object. The message contains the number of the line.
     """
     with open_annotations(path, encoding="utf-8-sig") as file:
         window = _Window(path, file, hook=hook)
@@ -66,7 +66,7 @@ def object_items(path: Path, *, inside: str | None = None, hook: ObjectHook | No
 
 
 class _Window:
-    """The part of the file that is being parsed; `_text[_position:]` has not been consumed yet."""
+    """Part of the file that is being parsed. `_text[_position:]` has not been consumed yet."""
 
     def __init__(self, path: Path, file: IO[str], *, hook: ObjectHook | None) -> None:
         self._path, self._file = path, file
@@ -76,7 +76,7 @@ class _Window:
         self._opened = ""
 
     def peek(self) -> str:
-        """Return the next character that is not whitespace, or an empty string at the end of the file."""
+        """Return the next character that is not whitespace, or "" at the end of the file."""
         while True:
             text, position, end = self._text, self._position, len(self._text)
             while position < end and text[position] in " \t\r\n":
@@ -95,11 +95,11 @@ class _Window:
     def has_next(self, closing: str) -> bool:
         """Consume the comma before the next entry and return True, or consume the closing bracket and return False."""
         character = self.peek()
-        first, self._opened = self._opened, ""
+        is_first, self._opened = bool(self._opened), ""
         if character == closing:
             self._position += 1
             return False
-        if first:
+        if is_first:
             return True
         if character != ",":
             raise self._error(f"expected , or {closing}")
@@ -107,7 +107,7 @@ class _Window:
         return True
 
     def key(self) -> str:
-        """Parse the key of an entry, and its colon."""
+        """Parse the key of an entry, and the colon after it."""
         key = self.value() if self.peek() == '"' else None
         if key is None:
             raise self._error("expected a key in quotes")
@@ -122,14 +122,14 @@ class _Window:
             try:
                 value, end = self._decode(self._text, self._position)
             except json.JSONDecodeError as error:
-                met_end = error.pos >= len(self._text) - _NEAR_END_CHARS or error.msg.startswith("Unterminated")
-                if not (met_end and self._grow()):
+                is_near_end = error.pos >= len(self._text) - _NEAR_END_CHARS or error.msg.startswith("Unterminated")
+                if not (is_near_end and self._grow()):
                     self._position = min(error.pos, len(self._text))
                     raise self._error(error.msg) from error
             except RecursionError as error:
                 raise self._error("nested too deeply") from error
             except ValueError as error:
-                # Python raises this for an integer with too many digits.
+                # The hook has raised this error, or an integer has more digits than Python converts.
                 raise self._error(str(error)) from error
             else:
                 # A number at the end of the window may continue beyond the window.
@@ -143,18 +143,21 @@ class _Window:
             raise self._error("expected the end of the file")
 
     def _grow(self) -> bool:
-        """Extend the window by at least its current size, so that a long entry is not parsed too often."""
+        """Read more of the file, at least as much as is unconsumed; return False at the end of the file.
+
+        The size grows with the window, so that a long entry is not parsed too often.
+        """
         if self._at_file_end:
             return False
         try:
-            more = self._file.read(max(_WINDOW_CHARS, len(self._text) - self._position))
+            text = self._file.read(max(_WINDOW_CHARS, len(self._text) - self._position))
         except UnicodeDecodeError as error:
-            raise not_utf8(self._path, error) from error
-        if not more:
+            raise not_utf8_error(self._path, error) from error
+        if not text:
             self._at_file_end = True
             return False
         self._line += self._text.count("\n", 0, self._position)
-        self._text, self._position = self._text[self._position :] + more, 0
+        self._text, self._position = self._text[self._position :] + text, 0
         return True
 
     def _error(self, message: str) -> UserError:

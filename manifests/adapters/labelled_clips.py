@@ -38,17 +38,17 @@ from clipmill.manifests.adapters.annotations import (
     Reason,
     Row,
     find_split,
+    parse_seconds,
     read_csv,
-    seconds,
     split_in_file_name,
     text_lines,
 )
 from clipmill.manifests.adapters.json_stream import array_items, object_items
 from clipmill.manifests.adapters.reading import (
+    AnnotatedVideos,
     Origin,
     Reading,
     ReadingBuilder,
-    WantedVideos,
     begin_reading,
     is_encodable,
 )
@@ -87,7 +87,7 @@ def read_kinetics(
     builder = ReadingBuilder(dataset, labels=LABELS)
     files = builder.find_videos(lists[0].parent if videos is None else videos, skip=skip)
     lookup = VideoLookup(files)
-    clips = WantedVideos(builder, lookup, files)
+    clips = AnnotatedVideos(builder, lookup, files)
     for path in lists:
         builder.begin_annotations(path)
         first_line = next(text_lines(path), "")
@@ -99,7 +99,7 @@ def read_kinetics(
     return builder.build()
 
 
-def _add_row(builder: ReadingBuilder, clips: WantedVideos, row: Row, *, lookup: VideoLookup, path: Path) -> None:
+def _add_row(builder: ReadingBuilder, clips: AnnotatedVideos, row: Row, *, lookup: VideoLookup, path: Path) -> None:
     cells = row.values
     if row.fault is not None:
         builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row.number, detail=row.fault)
@@ -112,15 +112,15 @@ def _add_row(builder: ReadingBuilder, clips: WantedVideos, row: Row, *, lookup: 
         builder.reject(Reason.BAD_SPLIT, file=str(path), row=row.number, source_id=youtube_id, detail=detail)
         return
     try:
-        begin_s = seconds(cells.get("time_start"), default=0.0)
-        end_s = seconds(cells.get("time_end"), default=inf)
+        begin_s = parse_seconds(cells.get("time_start"), default=0.0)
+        end_s = parse_seconds(cells.get("time_end"), default=inf)
         source_id, trimmed = _file_id(youtube_id, begin_s=begin_s, end_s=end_s, lookup=lookup)
     except ValueError as error:
         builder.reject(Reason.BAD_TIME, file=str(path), row=row.number, source_id=youtube_id, detail=str(error))
         return
     if trimmed:
         begin_s, end_s = 0.0, inf
-    video = clips.number(source_id, split=split, file=path, row=row.number)
+    video = clips.index_of(source_id, split=split, file=path, row=row.number)
     if video is not None:
         _add_class(builder, video, cells["label"], path=path, row=row.number, begin_s=begin_s, end_s=end_s)
 
@@ -139,7 +139,7 @@ def _file_id(youtube_id: str, *, begin_s: float, end_s: float, lookup: VideoLook
     return (youtube_id, False) if untrimmed else (trimmed_id, True)
 
 
-def _add_plain_list(builder: ReadingBuilder, clips: WantedVideos, *, lookup: VideoLookup, path: Path) -> None:
+def _add_plain_list(builder: ReadingBuilder, clips: AnnotatedVideos, *, lookup: VideoLookup, path: Path) -> None:
     split = split_in_file_name(path.name)
     is_pretraining = any(line.rstrip().endswith(f" {_NO_LABEL}") for line in text_lines(path))
     for row, line in enumerate(line.strip() for line in text_lines(path)):
@@ -172,11 +172,11 @@ def _add_plain_list(builder: ReadingBuilder, clips: WantedVideos, *, lookup: Vid
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, source_id=reading.name, detail=reading.fault)
             continue
         has_label = reading.label is not None
-        video = clips.number(reading.name, split=split, file=path, row=row, num_captions=int(has_label))
+        video = clips.index_of(reading.name, split=split, file=path, row=row, num_captions=int(has_label))
         if video is None:
             continue
         if reading.label is None:
-            builder.use_row(path)
+            builder.count_row(path)
         else:
             _add_class(builder, video, reading.label, path=path, row=row, begin_s=0.0, end_s=inf)
 
@@ -247,11 +247,11 @@ def read_something_something(
                 )
                 continue
             is_labelled = "label" in entry or "template" in entry
-            video = clips.number(entry.get("id"), split=split, file=path, row=row, num_captions=int(is_labelled))
+            video = clips.index_of(entry.get("id"), split=split, file=path, row=row, num_captions=int(is_labelled))
             if video is None:
                 continue
             if not is_labelled:
-                builder.use_row(path)
+                builder.count_row(path)
                 continue
             template = entry.get("template")
             name = template.translate(_WITHOUT_BRACKETS).strip() if isinstance(template, str) else ""

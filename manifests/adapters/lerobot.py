@@ -143,8 +143,8 @@ def read_lerobot(directory: Location, *, dataset: str = DATASET) -> Reading:
     for note in (*notes, *_notes_of(info, episodes.values())):
         builder.note(note)
     builder.begin_annotations(info.annotations)
-    for row, why in faults:
-        builder.reject(why.reason, file=str(info.annotations), row=row, detail=why.detail)
+    for row, unusable in faults:
+        builder.reject(unusable.reason, file=str(info.annotations), row=row, detail=unusable.detail)
     # Several datasets in one data folder may have cameras and episodes with the same names.
     prefix = "" if dataset == DATASET else f"{dataset}_"
     for camera in info.views:
@@ -179,12 +179,14 @@ def _add_file(
     path, name, origin_file = info.root / file, PurePosixPath(file), info.annotations
     source_id = f"{prefix}{info.views[camera]}_{f'{name.parent.name}_' if info.is_v3 else ''}{name.stem}"
     splits = {episode.split or TRAIN for episode in episodes}
-    video, why = None, f"no such file: {file}"
+    video, detail = None, f"no such file: {file}"
     if path.exists():
         split = splits.pop() if len(splits) == 1 else TRAIN
-        video, why = builder.add_video(source_id, path=path, split=split), "the video was rejected"
+        video, detail = builder.add_video(source_id, path=path, split=split), "the video was rejected"
     if video is None:
-        builder.lose_captions(source_id, file=origin_file, num_captions=len(episodes), why=why, row=episodes[0].row)
+        builder.count_lost_captions(
+            source_id, file=origin_file, num_captions=len(episodes), detail=detail, row=episodes[0].row
+        )
         return
     # Episodes that overlap another episode by more than half a frame, with the name of the other episode. Usually, the
     # later episode is rejected. If one is held out and the other is for training, the training episode is rejected,

@@ -1,7 +1,7 @@
-"""The output of an adapter, and the builder that collects it.
+"""Collect the output of an adapter: videos, captions and rejected rows.
 
-`ReadingBuilder` collects rows without creating a Python object per row. `WantedVideos` looks up each video in the
-annotations once. Annotation files with URLs are copied to a temporary folder while an adapter reads them
+`ReadingBuilder` collects rows without creating a Python object for each row. `AnnotatedVideos` looks up the videos that
+occur in annotations. Annotation files with URLs are downloaded to a temporary folder while an adapter reads them
 (`read_with_local_tables`).
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from clipmill.manifests.adapters.annotations import Reason, interval_fault, stat_kind
+from clipmill.manifests.adapters.annotations import Reason, file_kind, interval_fault
 from clipmill.manifests.adapters.video_files import (
     Ambiguous,
     NearestName,
@@ -39,10 +39,10 @@ _NO_COLUMNS = pa.schema([])
 
 
 class RowBuffer:
-    """Buffer for rows of one schema, which are converted to Arrow after every ROWS_PER_CHUNK rows.
+    """Buffer for rows of one schema. Each ROWS_PER_CHUNK rows are converted to Arrow.
 
     Args:
-        optional: Additional columns. They take memory only for rows with a value; columns without values are omitted.
+        optional: Optional columns, which take memory only for rows with a value. A column without values is omitted.
     """
 
     def __init__(self, schema: pa.Schema, *, optional: pa.Schema = _NO_COLUMNS) -> None:
@@ -50,7 +50,7 @@ class RowBuffer:
         self.chunks: list[pa.RecordBatch] = []
         self._optional = optional
         self._open: dict[str, list[Any]] = {name: [] for name in schema.names}
-        self._values: dict[str, dict[int, Any]] = {}  # values by name of the optional column and by row
+        self._values: dict[str, dict[int, Any]] = {}  # values of optional columns, by name and row
 
     def append(self, optional: Mapping[str, Any] | None = None, **values: Any) -> None:
         for name, value in (optional or {}).items():
@@ -84,13 +84,13 @@ _VIDEO_FIELDS = pa.schema([VIDEOS.field(name) for name in ("video_id", "source_i
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The location from which a caption was read.
+    """Origin of a caption.
 
     Attributes:
         file: Annotation file.
         source: Source of the caption in the manifest.
-        row: Row or entry in the file, or None.
-        field: Name of the field with the text.
+        row: 0-based index of the row or entry in the file, or None.
+        field: Name of the field with the text, for rejected rows.
     """
 
     file: Location
@@ -101,16 +101,16 @@ class Origin:
 
 @dataclass(frozen=True)
 class Reading:
-    """The videos and captions that an adapter read from one dataset.
+    """Content of one dataset, as read by an adapter.
 
     Attributes:
         videos: Table of schema.VIDEOS without the columns that depend on captions (num_captions, captions_sha256).
-        captions: Table of schema.CAPTIONS without caption_id, plus those fields of schema.OPTIONAL_CAPTIONS that have
-            values, and label_ columns. The dictionary of video_id is videos.video_id.
+        captions: Table of schema.CAPTIONS without caption_id, with label_ columns and the columns of
+            schema.OPTIONAL_CAPTIONS that have values. The dictionary of video_id is videos.video_id.
         rejected: Table of schema.REJECTED.
-        num_captions_lost: Number of captions of unavailable videos.
-        num_rows_used: Number of rows that became captions, or videos without captions, for every annotation file.
-        example_file: Name of one of the video files, relative to their folder.
+        num_captions_lost: Number of captions whose videos are unavailable.
+        num_rows_used: Number of rows that became captions or videos without captions, by annotation file.
+        example_file: Path of one of the video files, relative to the folder of the dataset.
         notes: Notes for the user, one sentence each.
     """
 
@@ -124,7 +124,12 @@ class Reading:
 
 
 class ReadingBuilder:
-    """Collector of videos, captions and rejected rows of one dataset; `build` returns the Reading."""
+    """Collects the videos, captions and rejected rows of one dataset.
+
+    Args:
+        dataset: Name of the dataset in the manifest.
+        labels: Types of the label columns, by name.
+    """
 
     def __init__(self, dataset: str, *, labels: Mapping[str, pa.DataType] | None = None) -> None:
         self._dataset = dataset
@@ -146,50 +151,61 @@ class ReadingBuilder:
         self._notes: list[str] = []
 
     def find_videos(self, directory: Location, *, skip: Location | None = None) -> list[VideoFile]:
-        """Find videos under `directory` with `scan_videos` or `scan_bucket`; reject folders that cannot be listed."""
+        """Find the video files in a folder or a bucket. Entries that cannot be accessed become rejected rows.
+
+        Args:
+            skip: Folder to ignore.
+        """
         return self.scan(directory, skip=skip).files
 
-    def scan(self, directory: Location, *, skip: Location | None = None, beside: frozenset[str] = frozenset()) -> Scan:
-        """Find videos as `find_videos` does, and also files with the extensions `beside`."""
+    def scan(
+        self, directory: Location, *, skip: Location | None = None, companions: frozenset[str] = frozenset()
+    ) -> Scan:
+        """Find the video files like `find_videos`, and the files with the extensions `companions`."""
         if isinstance(directory, str):
-            return self.use_scan(scan_bucket(directory, skip=skip if isinstance(skip, str) else None, beside=beside))
-        return self.use_scan(scan_videos(directory, skip=skip if isinstance(skip, Path) else None, beside=beside))
+            return self.use_scan(
+                scan_bucket(directory, skip=skip if isinstance(skip, str) else None, companions=companions)
+            )
+        return self.use_scan(
+            scan_videos(directory, skip=skip if isinstance(skip, Path) else None, companions=companions)
+        )
 
     def use_scan(self, scan: Scan) -> Scan:
-        """Reject the entries of a scan that cannot be accessed, and return it."""
+        """Add a rejected row for each entry of a scan that cannot be accessed, add notes, and return the scan."""
         for fault in scan.faults:
-            self.reject(fault.reason, file=str(fault.path), detail=fault.why)
+            self.reject(fault.reason, file=str(fault.path), detail=fault.detail)
         self._example_file = scan.files[0].relative if scan.files else None
         if scan.num_hidden:
             self.note(f"{count_noun(scan.num_hidden, 'hidden video')} ignored (names that begin with a dot)")
-        if scan.links_out:
-            link, target = scan.links_out[0]
-            others = f", and {len(scan.links_out) - 1:,} more" if len(scan.links_out) > 1 else ""
-            leading = "leads" if len(scan.links_out) == 1 else "lead"
-            links = f"{count_noun(len(scan.links_out), 'symbolic link')} that {leading} out of the folder"
+        if scan.outward_links:
+            link, target = scan.outward_links[0]
+            others = f", and {len(scan.outward_links) - 1:,} more" if len(scan.outward_links) > 1 else ""
+            verb = "leads" if len(scan.outward_links) == 1 else "lead"
+            links = f"{count_noun(len(scan.outward_links), 'symbolic link')} that {verb} out of the folder"
             self.note(f"followed {links}: {link} to {target}{others}")
         if (omitted := scan.describe_omitted()) is not None:
             self.note(omitted)
         return scan
 
     def begin_annotations(self, file: Location) -> None:
-        """Register `file` as an annotation file that should provide captions or videos."""
+        """Register an annotation file, which must provide at least one caption or video."""
         self._num_rows_used.setdefault(file, 0)
 
-    def use_row(self, file: Location) -> None:
-        """Count a row that adds a video without a caption, or whose caption comes from a different annotation file."""
+    def count_row(self, file: Location) -> None:
+        """Count a used row without a caption: it adds a video, or its caption is in a different annotation file."""
         self._num_rows_used[file] += 1
 
     def add_video(self, source_id: str, *, path: Location, split: str, size_bytes: int | None = None) -> int | None:
-        """Add a video and return its index; return None and add a rejected row if its file or ID is unusable."""
+        """Add a video and return its index. If its file or ID is unusable, add a rejected row and return None."""
         is_usable = self.check_file(source_id, path, size_bytes=size_bytes)
         return self.add_checked_video(source_id, path=path, split=split) if is_usable else None
 
     def check_file(self, source_id: str, path: Location, *, size_bytes: int | None = None) -> bool:
-        """Return True if `path` is a non-empty regular file; otherwise, add a rejected row. The file is not opened.
+        """Return True if a video file is usable; otherwise, add a rejected row. The file is not opened.
 
         Args:
-            size_bytes: Size of an object; None for a file.
+            path: Path of a file, which must be a regular file and not empty, or URL of an object.
+            size_bytes: Size of the object; None for a file.
         """
         reason, detail = _file_fault(path, size_bytes=size_bytes)
         if reason is not None:
@@ -197,7 +213,7 @@ class ReadingBuilder:
         return reason is None
 
     def add_checked_video(self, source_id: str, *, path: Location, split: str) -> int | None:
-        """Add a video whose file was already checked; if its ID is in use, reject the video and return None."""
+        """Add a video whose file was checked, and return its index. If its ID is in use, reject it and return None."""
         video_id = safe_video_id(source_id)
         if video_id in self._video_ids:
             first = self._videos["path"][self._video_ids[video_id]]
@@ -211,11 +227,11 @@ class ReadingBuilder:
         return self._video_ids[video_id]
 
     def source_ids(self) -> Sequence[str]:
-        """Return the IDs in the dataset of all added videos."""
+        """Return the IDs of all added videos in their dataset, by index."""
         return self._videos["source_id"]
 
     def source_id_of(self, video: int) -> str:
-        """Return the ID of a video in the dataset."""
+        """Return the ID of a video in its dataset."""
         return self._videos["source_id"][video]
 
     def split_of(self, video: int) -> str:
@@ -240,11 +256,14 @@ class ReadingBuilder:
         view: str | None = None,
         labels: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Add a caption and return True; if its text or times are unusable, add a rejected row and return False.
+        """Add a caption and return True. If its text or times are unusable, add a rejected row and return False.
 
         Args:
+            video: Index of the video.
+            text: Text of the caption, which is not validated yet.
             likelihood, group, view: See schema.OPTIONAL_CAPTIONS.
             split: Split of the span; None for the split of the video.
+            labels: Labels by name of the column.
         """
         file, source = origin.file, origin.source
         reason, detail = _caption_fault(text, begin_s, end_s, field=origin.field)
@@ -265,7 +284,12 @@ class ReadingBuilder:
     def add_captions(
         self, video: int, *, texts: pa.Array, source: str, file: Path, begin_s: np.ndarray, end_s: np.ndarray
     ) -> None:
-        """Add many captions of one video, validated by the caller: texts string[N], times float64[N]."""
+        """Add many captions of one video, which the caller has validated.
+
+        Args:
+            texts: Texts, string[N].
+            begin_s, end_s: Times in seconds, float64[N].
+        """
         num_rows = len(texts)
         arrays = [
             pa.array(np.full(num_rows, video, np.int32)),
@@ -298,25 +322,29 @@ class ReadingBuilder:
             detail=escape_unencodable(detail),
         )
 
-    def lose_captions(
+    def count_lost_captions(
         self,
         source_id: str,
         *,
         file: Location,
         num_captions: int = 1,
         reason: Reason = Reason.MISSING_FILE,
-        why: str = "no matching video file",
+        detail: str = "no matching video file",
         row: int | None = None,
     ) -> None:
-        """Count captions of an unavailable video, which becomes one rejected row, with the `row` of the first call."""
-        key = (source_id, str(file), reason, why)
+        """Count captions of an unavailable video. The video becomes one rejected row with the total number.
+
+        Args:
+            row: Index of a row in the file. The rejected row has the index from the first call.
+        """
+        key = (source_id, str(file), reason, detail)
         num_lost, first_row = self._lost.get(key, (0, row))
         self._lost[key] = (num_lost + num_captions, first_row)
 
     def build(self) -> Reading:
-        """Return a Reading of everything added so far."""
-        for (source_id, file, reason, why), (num_lost, row) in self._lost.items():
-            self.reject(reason, file=file, row=row, source_id=source_id, detail=f"{why}; captions lost: {num_lost}")
+        """Return everything that has been added."""
+        for (source_id, file, reason, detail), (num_lost, row) in self._lost.items():
+            self.reject(reason, file=file, row=row, source_id=source_id, detail=f"{detail}; captions lost: {num_lost}")
         self._gather_bulk()
         videos = pa.table(self._videos, schema=_VIDEO_FIELDS)
         rows = self._captions.table()
@@ -360,7 +388,7 @@ class ReadingBuilder:
 
 
 def is_encodable(text: str) -> bool:
-    """Return True if `text` can be encoded as UTF-8 (file names and JSON may contain lone surrogates)."""
+    """Return True if a text can be encoded as UTF-8. (File names and JSON may contain lone surrogates.)"""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -369,12 +397,12 @@ def is_encodable(text: str) -> bool:
 
 
 def escape_unencodable(text: str) -> str:
-    """Replace the characters of `text` that cannot be encoded as UTF-8 with escapes."""
+    """Replace characters that cannot be encoded as UTF-8 by escapes."""
     return text if is_encodable(text) else text.encode("utf-8", "backslashreplace").decode()
 
 
 def _file_fault(path: Location, *, size_bytes: int | None) -> tuple[Reason | None, str]:
-    """Return the reason why a video file is unusable; None if it is usable. The file is not opened."""
+    """Return the reason why a video file is unusable, or None, and a description. The file is not opened."""
     if not is_encodable(str(path)):
         return Reason.BAD_NAME, "the path is not valid UTF-8"
     if isinstance(path, str):
@@ -384,7 +412,7 @@ def _file_fault(path: Location, *, size_bytes: int | None) -> tuple[Reason | Non
     except OSError as error:
         link = "broken link: " if isinstance(error, FileNotFoundError) else ""
         return Reason.UNREADABLE, f"{link}{error.strerror or error}"
-    if (kind := stat_kind(status.st_mode)) is not None:
+    if (kind := file_kind(status.st_mode)) is not None:
         return Reason.NOT_A_FILE, f"it is {kind}, not a file"
     return (Reason.EMPTY_FILE, "the file is empty") if status.st_size == 0 else (None, "")
 
@@ -410,39 +438,45 @@ def _dictionary_column(codes: pa.ChunkedArray, values: pa.Array) -> pa.ChunkedAr
 
 def begin_reading(
     dataset: str, directory: Location, *, skip: Location | None, labels: Mapping[str, pa.DataType] | None = None
-) -> tuple[ReadingBuilder, "WantedVideos"]:
-    """Return a builder, and a lookup of the videos in `directory` by the IDs in the annotations.
+) -> tuple[ReadingBuilder, "AnnotatedVideos"]:
+    """Find the videos in a folder, and return a builder and a lookup of these videos.
+
+    Args:
+        dataset: Name of the dataset in the manifest.
+        directory: Folder with the videos.
+        skip: Subfolder to ignore.
+        labels: Types of the label columns, by name.
 
     Raises:
-        UserError: There are no videos.
+        UserError: No videos are found.
     """
     builder = ReadingBuilder(dataset, labels=labels)
     files = builder.find_videos(directory, skip=skip)
-    return builder, WantedVideos(builder, VideoLookup(files), files)
+    return builder, AnnotatedVideos(builder, VideoLookup(files), files)
 
 
 @dataclass(frozen=True)
 class _Unavailable:
     reason: Reason
-    why: str
+    detail: str
 
 
-class WantedVideos:
-    """Lookup of annotated videos. It adds each video to a builder under its ID in the annotations."""
+class AnnotatedVideos:
+    """Lookup of videos by the IDs in annotations. A video is added to the builder when it is first looked up."""
 
     def __init__(self, builder: ReadingBuilder, lookup: VideoLookup, files: Sequence[VideoFile]) -> None:
         self._builder = builder
         self._lookup = lookup
-        # P01_02 is not a misspelling of P01_01: its file is probably missing.
+        # Only names that differ in case are suggested: if P01_02 is missing, P01_01 is not what the user means.
         self._nearest = NearestName(files, max_compared=0)
         self._videos: dict[str, int | _Unavailable] = {}
 
-    def leave_out(self, source_ids: Iterable[str], *, why: str) -> None:
-        """Omit these videos and their captions. This must be called before any of them is looked up."""
-        omitted = _Unavailable(Reason.LEFT_OUT, why)
-        self._videos |= {compose_unicode(source_id): omitted for source_id in source_ids}
+    def omit_videos(self, source_ids: Iterable[str], *, detail: str) -> None:
+        """Omit videos and their captions. This must be called before any of these videos is looked up."""
+        omission = _Unavailable(Reason.LEFT_OUT, detail)
+        self._videos |= {compose_unicode(source_id): omission for source_id in source_ids}
 
-    def number(
+    def index_of(
         self,
         source_id: object,
         *,
@@ -453,27 +487,32 @@ class WantedVideos:
         file_names: Sequence[str] = (),
         has_own_split: bool = False,
     ) -> int | None:
-        """Return the builder's index of the video in an annotation row with `num_captions` captions.
+        """Look up the video in a row of annotations.
 
         Args:
-            file_names: File names to look up, in this order; by default `source_id`.
-            has_own_split: True if the row describes a part of the video, which may have a different split than other
-                parts.
+            source_id: ID of the video in the annotations.
+            split: Split of the row.
+            file, row: Annotation file, and index of the row, for rejected rows.
+            num_captions: Number of captions in the row.
+            file_names: File names to look up, in order of preference. By default, the ID is the file name.
+            has_own_split: True if the row concerns only a part of the video, so that its split may differ from the
+                split of the video.
 
         Returns:
-            The index; None if the row is unusable, in which case it has been counted or rejected.
+            The index of the video in the builder. If the row is unusable, it is counted or rejected, and None is
+            returned.
         """
         if not isinstance(source_id, str) or not source_id.strip():
             self._builder.reject(Reason.EMPTY_ID, file=str(file), row=row, detail="the row does not identify a video")
             return None
-        # Two Unicode forms of the same name mean the same video, whose ID has the form that occurs first.
+        # Two Unicode forms of a name refer to the same video. Its ID has the form that occurs first.
         name = compose_unicode(source_id)
         if name not in self._videos:
             self._videos[name] = self._find(source_id, split=split, file_names=file_names or (source_id,))
         video = self._videos[name]
         if isinstance(video, _Unavailable):
-            self._builder.lose_captions(
-                source_id, file=file, num_captions=num_captions, reason=video.reason, why=video.why
+            self._builder.count_lost_captions(
+                source_id, file=file, num_captions=num_captions, reason=video.reason, detail=video.detail
             )
             return None
         if not has_own_split and self._builder.split_of(video) != split:
@@ -488,26 +527,28 @@ class WantedVideos:
         except Ambiguous as error:
             return _Unavailable(Reason.AMBIGUOUS_VIDEO, str(error))
         if file is None:
-            nearest = next((near for name in file_names if (near := self._nearest.find(name)) is not None), None)
-            why = "no matching video file"
-            return _Unavailable(Reason.MISSING_FILE, why if nearest is None else f"{why}, the nearest is {nearest}")
+            nearest = next((path for name in file_names if (path := self._nearest.find(name)) is not None), None)
+            detail = "no matching video file"
+            return _Unavailable(
+                Reason.MISSING_FILE, detail if nearest is None else f"{detail}, the nearest is {nearest}"
+            )
         number = self._builder.add_video(source_id, path=file.path, split=split, size_bytes=file.size_bytes)
         return _Unavailable(Reason.MISSING_FILE, "the video was rejected") if number is None else number
 
 
 def read_with_local_tables(tables: Sequence[Location], read: Callable[[list[Path]], Reading]) -> Reading:
-    """Call `read` with local copies of the tables; in its result, replace the names of the copies with the URLs.
+    """Call `read` with local copies of annotation files, and replace the paths of the copies by URLs in the result.
 
     Raises:
-        UserError: A table cannot be fetched, or `read` raises an error.
+        UserError: A file cannot be downloaded, or `read` raises this error.
     """
     if not any(isinstance(table, str) for table in tables):
         return read([Path(table) for table in tables])
     with tempfile.TemporaryDirectory(prefix="clipmill-tables-") as folder:
-        local, names = [], {}
+        paths, names = [], {}
         for number, table in enumerate(tables):
             if isinstance(table, Path):
-                local.append(table)
+                paths.append(table)
                 continue
             if not location_name(table).name or table.endswith("/"):
                 raise UserError(f"{mask_secrets(table)} is a folder, not a table", hint="use the URL of a file")
@@ -523,10 +564,10 @@ def read_with_local_tables(tables: Sequence[Location], read: Callable[[list[Path
                     f"cannot read {mask_secrets(table)}: {error.strerror or error}",
                     hint="check the URL of the annotation file",
                 ) from error
-            local.append(copy)
+            paths.append(copy)
             names[str(copy)] = table
         try:
-            reading = read(local)
+            reading = read(paths)
         except UserError as error:
             raise UserError(
                 _replace_names(str(error), names),

@@ -21,7 +21,7 @@ from math import nan
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from clipmill.manifests.adapters.annotations import Reason, interval_fault, log_probability, seconds
+from clipmill.manifests.adapters.annotations import Reason, interval_fault, log_probability, parse_seconds
 from clipmill.manifests.adapters.reading import Origin, ReadingBuilder
 from clipmill.manifests.adapters.video_files import VideoFile, compose_unicode
 from clipmill.manifests.errors import UserError
@@ -273,7 +273,7 @@ def _segment(number: int, segment: Any) -> Cue:
     text = " ".join(text.split()) if isinstance(text, str) else text
     times = [segment.get(name) for name in ("start", "end")]
     try:
-        begin_s, end_s = (seconds(time, default=nan) for time in times)
+        begin_s, end_s = (parse_seconds(time, default=nan) for time in times)
     except ValueError as error:
         return Cue(number, text=text, fault=(Reason.BAD_TIME, str(error)))
     try:
@@ -333,7 +333,7 @@ def _looks_like_asr(path: Location) -> bool:
     return b'"start"' in head and (b'"segments"' in head or is_list)
 
 
-def add_files_beside(
+def add_companion_files(
     builder: ReadingBuilder, directory: Location, files: Sequence[VideoFile], *, numbers: Mapping[str, int | None]
 ) -> None:
     """Add the captions in `files`, the files with SUFFIXES in a folder of videos.
@@ -416,7 +416,7 @@ class _Reader:
                 if self._builder.add_caption(
                     video, cue.text, origin, begin_s=cue.begin_s, end_s=cue.end_s, likelihood=cue.likelihood
                 ):
-                    self._builder.use_row(self._directory)
+                    self._builder.count_row(self._directory)
 
     def note(self) -> None:
         """Add the notes to the builder, each with the number of files and the first few names."""

@@ -1,7 +1,7 @@
-"""Formats of caption tables: encodings and separators of text, and shapes of JSON.
+"""Read the rows of caption tables in text and JSON, in all supported encodings, separators and shapes.
 
-Text files are in UTF-8, UTF-16 or Windows-1252 (which includes Latin-1). Cells are separated by commas, semicolons,
-tabs or vertical bars. A JSON file has one of these shapes:
+Text files are encoded in UTF-8, UTF-16 or Windows-1252 (which includes Latin-1). Cells are separated by commas,
+semicolons, tabs or vertical bars. A JSON file has one of these shapes:
 
     {"video": "a.mp4", "text": "..."}                               lines with one row each
     [{"video": "a.mp4", "text": "..."}, ...]                        a list of rows
@@ -11,8 +11,8 @@ tabs or vertical bars. A JSON file has one of these shapes:
     {"annotations": [{"video": "a.mp4", "text": "..."}, ...]}       lists of rows under any name; other keys, such as
                                                                     "info", are omitted and noted
 
-A file with lines may also have the extension .json, as `datasets` writes it. Every difference from the documented form
-is noted.
+A file with one row per line may also have the extension .json, as the files of Hugging Face `datasets` do. Each
+difference from the documented format is noted.
 """
 
 import codecs
@@ -28,7 +28,7 @@ from clipmill.manifests.adapters.annotations import (
     csv_rows,
     header_cells,
     json_rows,
-    not_utf8,
+    not_utf8_error,
     open_annotations,
     require_unique_keys,
     text_lines,
@@ -42,16 +42,16 @@ _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical ba
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 _ENCODING_NAMES = {"utf-16": "UTF-16", "utf-16-le": "UTF-16", "utf-16-be": "UTF-16", "cp1252": "Windows-1252 (Latin-1)"}
 _HEAD_BYTES = 4096
-_MAX_PART_BYTES = 1 << 20  # number of bytes read at a time, because a line may be as long as the file
+_MAX_PART_BYTES = 1 << 20  # maximum number of bytes that are read at once, because a line may be as long as the file
 _BINARY = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
-_NAMED_SEPARATOR = re.compile(r'"?sep=([,;\t|])"?[\r\n]*', re.IGNORECASE)
+_SEPARATOR_LINE = re.compile(r'"?sep=([,;\t|])"?[\r\n]*', re.IGNORECASE)
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
 TEXT_SUFFIXES = frozenset({".csv", ".tsv", ".tab", ".txt"})
 LINE_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 
 
 def note_encoding(path: Path, *, note: Callable[[str], None]) -> str:
-    """Return `encoding_of(path)`, and note an encoding other than UTF-8."""
+    """Return the encoding of a text file, and add a note if it is not UTF-8."""
     encoding = encoding_of(path)
     if encoding in _ENCODING_NAMES:
         note(f"{path.name} is not UTF-8, read as {_ENCODING_NAMES[encoding]}")
@@ -59,12 +59,12 @@ def note_encoding(path: Path, *, note: Callable[[str], None]) -> str:
 
 
 def encoding_of(path: Path) -> str:
-    """Return Python's name for the encoding of a text file.
+    """Detect the encoding of a text file, and return Python's name for it.
 
-    A file that is not UTF-8, but contains non-ASCII lines in UTF-8, is considered damaged, not in a different encoding.
+    If a file is not UTF-8, but some of its non-ASCII lines are valid UTF-8, it is regarded as damaged.
 
     Raises:
-        UserError: The file is not a text file, or is damaged; the message contains the line number.
+        UserError: The file is not a text file, or is damaged. The message contains the number of the line.
     """
     with open_annotations(path, "rb") as file:
         head = file.read(_HEAD_BYTES)
@@ -90,20 +90,20 @@ def encoding_of(path: Path) -> str:
     if first_error is None:
         return "utf-8-sig"
     if has_utf8 or has_binary:
-        raise not_utf8(path, first_error)
+        raise not_utf8_error(path, first_error)
     return "cp1252"
 
 
 def _head(path: Path, *, encoding: str) -> tuple[str, str | None]:
-    """Return the header of a table, and the separator that a line above it declares for Excel (`sep=;`)."""
+    """Return the line with the header, and the separator that a line above it declares for Excel (`sep=;`), or None."""
     lines = (line for line in text_lines(path, encoding=encoding) if line.strip())
-    first = next(lines, "")
-    match = _NAMED_SEPARATOR.fullmatch(first)
-    return (first, None) if match is None else (next(lines, ""), match[1])
+    first_line = next(lines, "")
+    match = _SEPARATOR_LINE.fullmatch(first_line)
+    return (first_line, None) if match is None else (next(lines, ""), match[1])
 
 
 def _best_separator(header_line: str, *, required: Sequence[str]) -> str:
-    """Return the separator with which the header has the most required columns, or else the most known columns."""
+    """Return the separator for which the header has the most required columns, and then the most known columns."""
 
     def score(separator: str) -> tuple[int, int]:
         names = columns_of(header_cells(header_line, separator=separator))
@@ -113,11 +113,11 @@ def _best_separator(header_line: str, *, required: Sequence[str]) -> str:
 
 
 def read_separated_rows(path: Path, *, required: Sequence[str], note: Callable[[str], None]) -> Iterator[Row]:
-    """Iterate over the rows of a table with a header, and rename its columns to the documented names.
+    """Iterate over the rows of a text table with a header, with the documented names of the columns.
 
     Args:
-        note: Function that is called for each difference from the documented form.
-        required: Columns that the table must have.
+        required: Columns that the table must have. A label can replace the text.
+        note: Function that is called with a note about each difference from the documented format.
 
     Raises:
         UserError: The file is not such a table, lacks a column, or has two columns with the same meaning.
@@ -127,14 +127,14 @@ def read_separated_rows(path: Path, *, required: Sequence[str], note: Callable[[
     separator = declared_separator or _best_separator(header_line, required=required)
     is_declared = declared_separator is not None
     names = columns_of(header_cells(header_line, separator=separator))
-    if lacking := missing_columns(names.values(), required):
+    if missing := missing_columns(names.values(), required):
         first_line = on_one_line(header_line.strip())
         content = f"its first line is: {first_line}" if first_line else "the file is empty"
         if is_declared:
             next_line = f"the next line is: {first_line}" if first_line else "there is no other line"
             content = f"its first line declares {_SEPARATORS[separator]} as separators, but {next_line}"
         raise UserError(
-            f"{path} has no column for {' and '.join(lacking)}; {content}",
+            f"{path} has no column for {' and '.join(missing)}; {content}",
             hint="remove the first line if it is wrong; the next line must contain the column names: video,text or "
             "video,begin_s,end_s,text"
             if is_declared
@@ -153,7 +153,7 @@ def read_separated_rows(path: Path, *, required: Sequence[str], note: Callable[[
             yield Row(number, {}, f"{len(cells)} cells, expected {len(header)} (one per column)")
             continue
         values = {columns[name]: cell for name, cell in zip(header, cells, strict=True) if name in columns}
-        if separator != ",":  # tables with other separators may have decimal commas
+        if separator != ",":  # numbers in tables with other separators may have decimal commas
             for name in NUMBERS:
                 if _DECIMAL_COMMA.fullmatch(cell := values.get(name, "").strip()):
                     values[name] = cell.replace(",", ".")
@@ -161,10 +161,10 @@ def read_separated_rows(path: Path, *, required: Sequence[str], note: Callable[[
 
 
 def line_numbers(path: Path, rows: Collection[int]) -> dict[int, int]:
-    """Return the line number, from 1, at which each of the given rows of a caption table begins.
+    """Return the numbers of the lines, from 1, at which the given rows of a caption table begin.
 
     Raises:
-        UserError: The file is no longer a caption table.
+        UserError: The file is not a caption table any more.
     """
     encoding, requested = encoding_of(path), set(rows)
     if path.suffix.lower() in LINE_SUFFIXES:
@@ -177,21 +177,21 @@ def line_numbers(path: Path, rows: Collection[int]) -> dict[int, int]:
     row = -3 if declared_separator else -2  # row number of the line before the header
     try:
         while requested - line_of.keys():
-            begin, cells = reader.line_num + 1, next(reader)
+            line_number, cells = reader.line_num + 1, next(reader)
             row += bool(cells)
             if cells and row in requested:
-                line_of[row] = begin
+                line_of[row] = line_number
     except (csv.Error, StopIteration):  # the file has changed
         pass
     return line_of
 
 
 JSON_SUFFIX = ".json"
-_MAX_FORMS = 20  # maximum number of remembered sets of keys, and of notes about them
+_MAX_KEY_SETS = 20  # maximum number of different key sets that are cached, and of notes about them
 _MAX_LINE_CHARS = 1 << 20
-_MAX_NAMED = 5
-# Names of lists in the files of COCO, ActivityNet and MSR-VTT; they are not names of videos.
-_NAMES_OF_LISTS = frozenset({"annotations", "database", "sentences"})
+_MAX_LISTED = 5
+# Names of lists in the files of COCO, ActivityNet and MSR-VTT, which are not names of videos.
+_LIST_NAMES = frozenset({"annotations", "database", "sentences"})
 _SHAPES = (
     'use a list of rows ([{"video": ..., "text": ...}, ...]), columns ({"video": [...], "text": [...]}), or videos '
     'with their captions ({"a.mp4": ["...", ...]})'
@@ -199,46 +199,46 @@ _SHAPES = (
 
 
 def json_table_rows(path: Path, *, required: Sequence[str], note: Callable[[str], None]) -> Iterator[Row]:
-    """Iterate over the rows of a table, and rename its columns to the documented names.
+    """Iterate over the rows of a JSON table, with the documented names of the columns.
 
     Args:
-        required: Columns that at least one row must have; a label can replace the text.
-        note: Function that is called for each difference from the documented form.
+        required: Columns that at least one row must have. A label can replace the text.
+        note: Function that is called with a note about each difference from the documented format.
 
     Raises:
-        UserError: The file is not JSON, or not a caption table. If no row has a required column, this is reported after
-            the last row.
+        UserError: The file is not JSON or not a caption table, or no row has a required column. The latter is reported
+            after the last row.
     """
-    lacking: Sequence[str] = required
+    missing: Sequence[str] = required
     first_keys: tuple[str, ...] = ()
     known: dict[tuple[str, ...], dict[str, str]] = {}
     noted: set[str] = set()
 
     def note_once(text: str) -> None:
-        if text not in noted and len(noted) < _MAX_FORMS:
+        if text not in noted and len(noted) < _MAX_KEY_SETS:
             noted.add(text)
             note(text)
 
     for row in _rows(path, note=note):
         keys = tuple(row.values)
         if keys not in known:
-            if len(known) == _MAX_FORMS:
+            if len(known) == _MAX_KEY_SETS:
                 known.clear()
             known[keys] = take_columns(keys, path=path, note=note_once)
         columns = known[keys]
-        if lacking and row.fault is None:
-            lacking, first_keys = missing_columns(columns.values(), lacking), first_keys or keys
+        if missing and row.fault is None:
+            missing, first_keys = missing_columns(columns.values(), missing), first_keys or keys
         yield Row(row.number, {columns[key]: value for key, value in row.values.items() if key in columns}, row.fault)
-    if first_keys and lacking:
+    if first_keys and missing:
         raise UserError(
-            f"{path} has no column for {' and '.join(lacking)} (the keys of its first row: "
-            f"{', '.join(map(on_one_line, first_keys[:_MAX_FORMS]))})",
+            f"{path} has no column for {' and '.join(missing)} (the keys of its first row: "
+            f"{', '.join(map(on_one_line, first_keys[:_MAX_KEY_SETS]))})",
             hint="name them video and text; docs/datasets.md lists the other names that are recognized",
         )
 
 
 def _rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
-    """Iterate over the rows of a table in any of the shapes."""
+    """Iterate over the rows of a JSON table of any shape, with the keys of the file."""
     if path.suffix.lower() in LINE_SUFFIXES or _has_lines(path):
         yield from json_rows(path, encoding=note_encoding(path, note=note))
         return
@@ -253,18 +253,18 @@ def _rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
 
 
 def _has_lines(path: Path) -> bool:
-    """Return True if the first line is an object and other lines follow it."""
+    """Return True if the first line of a file is a JSON object and is not the only line."""
     with open_annotations(path, encoding="utf-8-sig", errors="replace") as file:
         lines = (line for line in iter(lambda: file.readline(_MAX_LINE_CHARS), "") if line.strip())
-        first = next(lines, "")
+        first_line = next(lines, "")
         try:
-            return isinstance(json.loads(first), dict) and next(lines, None) is not None
+            return isinstance(json.loads(first_line), dict) and next(lines, None) is not None
         except (ValueError, RecursionError):
             return False
 
 
 def _row(number: int, item: object, *, video: str | None = None) -> Row:
-    """Return the row for an object, or for a caption or a list of captions of `video`."""
+    """Return the row for a JSON object, or for one or several captions of `video`."""
     if video is not None and (isinstance(item, str) or _is_texts(item)):
         return Row(number, {"video": video, "text": item})
     if not isinstance(item, dict):
@@ -288,9 +288,9 @@ def _object_rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
     if others := [key for key, value in content.items() if not _has_complete_rows(value)]:
         if len(others) < len(content):
             content = {key: value for key, value in content.items() if key not in others}
-            unread = ", ".join(map(quote_value, others[:_MAX_NAMED])) + (", ..." if len(others) > _MAX_NAMED else "")
-            note(f"{path.name}: the rows are under {', '.join(map(quote_value, content))}; not read: {unread}")
-        elif lists := sorted(_NAMES_OF_LISTS.intersection(content)):
+            omitted = ", ".join(map(quote_value, others[:_MAX_LISTED])) + (", ..." if len(others) > _MAX_LISTED else "")
+            note(f"{path.name}: the rows are under {', '.join(map(quote_value, content))}; not read: {omitted}")
+        elif lists := sorted(_LIST_NAMES.intersection(content)):
             raise UserError(
                 f"{path}: {lists[0]} is not a list of rows with a video and a text",
                 hint=f"{_SHAPES}; prep manifest --help lists the datasets that are read in their own form",
@@ -299,14 +299,14 @@ def _object_rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
     for video, value in content.items():
         items = value if isinstance(value, list) and not _is_texts(value) else [value]
         for item in items:
-            # If rows contain their video, the keys are an index, as pandas writes it, or the name of the list.
+            # If the rows contain their videos, the keys are the index of pandas, or the name of the list.
             is_row = isinstance(item, dict) and "video" in columns_of(list(item)).values()
             yield _row(number, item, video=None if is_row else video)
             number += 1
 
 
 def _has_complete_rows(value: object) -> bool:
-    """Return True for a list in which at least one row has a video and a text or label."""
+    """Return True for a list with at least one row that has a video, and a text or label."""
     return isinstance(value, list) and any(
         isinstance(item, dict) and not missing_columns(columns_of(list(item)).values(), ("video", "text"))
         for item in value
@@ -314,7 +314,7 @@ def _has_complete_rows(value: object) -> bool:
 
 
 def _column_rows(columns: Mapping[str, Any], *, path: Path) -> Iterator[Row]:
-    """Yield the rows of a table whose object has columns, or whose object is a single row."""
+    """Yield the rows of an object that contains columns, or is itself a single row."""
     if all(isinstance(column, dict) for column in columns.values()):
         index = list(next(iter(columns.values())))
         for name, column in columns.items():

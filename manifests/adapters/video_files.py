@@ -1,8 +1,8 @@
-"""Find video files under a folder, in a bucket or on web servers, and look them up by the names in annotations.
+"""Find video files in a folder, in a bucket or on web servers, and look them up by the names in annotations.
 
-A scan of a folder reads only names and file types, and does not open files. An error is attributed to the entry or
-subfolder that caused it. The listing of a bucket includes the sizes of the objects; no object is opened. Files on web
-servers cannot be listed, so a table must list them.
+A scan of a folder reads only names and file types, and opens no files. An error concerns only the entry or subfolder
+that caused it. The listing of a bucket contains the sizes of the objects, so no object is opened. Files on web servers
+cannot be listed, so a table must list them.
 """
 
 import difflib
@@ -39,14 +39,18 @@ VIDEO_SUFFIXES = frozenset(
     for name in names.split()
 )
 _NO_SUFFIX = "without an extension"
-_MAX_NAMED_SUFFIXES = 12
+_MAX_LISTED_SUFFIXES = 12
 
 _MAX_COMPARED, _MAX_NAMES, _MAX_NAME_CHARS = 10, 20_000, 200
-_CUTOFF = 0.75  # minimum similarity for difflib, which allows a wrong digit in a short name, but not a different name
+_MIN_SIMILARITY = 0.75  # for difflib; a short name may have a wrong digit, but different names do not match
 
 
 class Ambiguous(Exception):
-    """A name matches several files, listed in `matches`."""
+    """A name matches several files.
+
+    Attributes:
+        matches: The files.
+    """
 
     def __init__(self, name: str, matches: list["VideoFile"]) -> None:
         more = ", ..." if len(matches) > 2 else ""
@@ -56,10 +60,10 @@ class Ambiguous(Exception):
 
 @dataclass(frozen=True)
 class VideoFile:
-    """A folder entry with a video extension. It may not be a regular file.
+    """Entry of a folder that has the extension of a video. It need not be a regular file.
 
     Attributes:
-        path: Absolute path, or URL of an object.
+        path: Absolute path of a file, or URL of an object.
         relative: Path relative to the scanned folder, with / as separator.
         size_bytes: Size of an object; None for a local file.
     """
@@ -70,7 +74,7 @@ class VideoFile:
 
     @property
     def source_id(self) -> str:
-        """Relative path without extension."""
+        """Relative path without the extension."""
         return PurePosixPath(self.relative).with_suffix("").as_posix()
 
 
@@ -80,67 +84,67 @@ class Fault:
 
     path: Location
     reason: Reason
-    why: str
+    detail: str
 
 
 @dataclass(frozen=True)
 class Scan:
-    """The result of scanning a folder; all lists are sorted by relative path.
+    """Entries of a folder and its subfolders. All lists are sorted by relative path.
 
     Attributes:
         files: Entries with a video extension.
         faults: Entries and folders that cannot be accessed.
-        beside: Entries with one of the other requested extensions.
-        num_hidden: Number of hidden entries with a video extension, which were ignored.
-        omitted: Number of the other visible entries, by lower-case extension.
-        links_out: Links out of the folder that were followed: relative path and target.
+        companions: Entries with other extensions that were requested, such as subtitles.
+        num_hidden: Number of hidden entries with a video extension, which are ignored.
+        omitted: Number of all other visible entries, by lower-case extension.
+        outward_links: Symbolic links that were followed out of the folder, as pairs of relative path and target.
     """
 
     files: list[VideoFile]
     faults: list[Fault]
-    beside: list[VideoFile]
+    companions: list[VideoFile]
     num_hidden: int = 0
     omitted: Mapping[str, int] = field(default_factory=dict)
-    links_out: Sequence[tuple[str, str]] = ()
+    outward_links: Sequence[tuple[str, str]] = ()
 
     def describe_omitted(self) -> str | None:
-        """Describe the numbers of omitted files by extension, most frequent first; None if there are none."""
+        """Describe how many files were omitted for each extension, in descending order; None if none were omitted."""
         if not self.omitted:
             return None
         ranked = sorted(self.omitted.items(), key=lambda item: (-item[1], item[0]))
-        counts = [f"{count:,} {on_one_line(suffix) or _NO_SUFFIX}" for suffix, count in ranked[:_MAX_NAMED_SUFFIXES]]
-        if rest := sum(count for _, count in ranked[_MAX_NAMED_SUFFIXES:]):
+        counts = [f"{count:,} {on_one_line(suffix) or _NO_SUFFIX}" for suffix, count in ranked[:_MAX_LISTED_SUFFIXES]]
+        if rest := sum(count for _, count in ranked[_MAX_LISTED_SUFFIXES:]):
             counts.append(f"{rest:,} others")
         noun = count_noun(sum(self.omitted.values()), "file")
         return f"{noun} without a video extension: {', '.join(counts)}"
 
 
-def scan_videos(directory: Path, *, skip: Path | None = None, beside: frozenset[str] = frozenset()) -> Scan:
-    """Find entries under `directory` with a video extension, and list the entries that cannot be accessed.
+def scan_videos(directory: Path, *, skip: Path | None = None, companions: frozenset[str] = frozenset()) -> Scan:
+    """Find the entries of a folder and its subfolders that have a video extension.
 
-    Hidden files, hidden folders and the folder `skip` are ignored. Symbolic links to folders are followed; each folder
-    is visited once.
+    Hidden files and folders are ignored. Symbolic links to folders are followed, but each folder is visited only once.
 
     Args:
-        beside: Other extensions to list, in lower case.
+        skip: Folder to ignore.
+        companions: Other extensions to list, in lower case.
 
     Raises:
-        UserError: `directory` is missing, is not a folder, cannot be read, or contains no entry with a video extension.
+        UserError: `directory` is missing, is not a folder, cannot be read, or has no entry with a video extension.
     """
     require_directory(directory)
     root = directory.resolve()
     files: list[VideoFile] = []
     others: list[VideoFile] = []
     faults: list[Fault] = []
-    named_like_videos: list[Path] = []
+    video_like_folders: list[Path] = []  # folders with a video extension
     num_hidden, omitted = 0, Counter[str]()
-    links_out: list[tuple[str, str]] = []
+    outward_links: list[tuple[str, str]] = []
     seen = set[tuple[int, int]]()  # device and inode of each visited folder
     if skip is not None:
         with suppress(OSError):
             status = skip.stat()
             seen.add((status.st_dev, status.st_ino))
-    # Links come last, so that a folder that is reachable both directly and through a link gets its direct name,
+    # Links come last. If a folder is reachable both directly and through a link, its files get the direct paths,
     # regardless of the order in which the disk lists the entries.
     pending = [(False, root)]
     while pending:
@@ -162,35 +166,35 @@ def scan_videos(directory: Path, *, skip: Path | None = None, beside: frozenset[
             except OSError as error:
                 faults.append(Fault(path, Reason.UNREADABLE, error.strerror or str(error)))
                 continue
-            links_out += _links_out(entry, root=root, is_used=is_folder or is_video)
+            outward_links += _outward_links(entry, root=root, is_used=is_folder or is_video)
             if is_folder:
                 heappush(pending, (entry.is_symlink(), path))
-                named_like_videos += [path] if is_video else []
+                video_like_folders += [path] if is_video else []
             elif is_video:
                 files.append(VideoFile(path, path.relative_to(root).as_posix()))
-            elif path.suffix.lower() in beside:
+            elif path.suffix.lower() in companions:
                 others.append(VideoFile(path, path.relative_to(root).as_posix()))
             else:
                 omitted[path.suffix.lower()] += 1
-    with_videos = {parent for file in files for parent in Path(file.path).parents} if named_like_videos else set()
-    for path in named_like_videos:
-        if path not in with_videos:
+    video_folders = {parent for file in files for parent in Path(file.path).parents} if video_like_folders else set()
+    for path in video_like_folders:
+        if path not in video_folders:
             faults.append(Fault(path, Reason.NOT_A_FILE, "it is a folder without videos"))
     if not files:
-        raise no_videos(directory, faults, omitted=omitted)
+        raise no_videos_error(directory, faults, omitted=omitted)
     files.sort(key=file_order)
     others.sort(key=file_order)
     faults.sort(key=lambda fault: os.fsencode(fault.path))
-    return Scan(files, faults, others, num_hidden, omitted, sorted(links_out))
+    return Scan(files, faults, others, num_hidden, omitted, sorted(outward_links))
 
 
-def no_videos(directory: Location, faults: list[Fault], *, omitted: Mapping[str, int]) -> UserError:
+def no_videos_error(directory: Location, faults: list[Fault], *, omitted: Mapping[str, int]) -> UserError:
     """Return the error for a folder without videos."""
     scan = Scan([], faults, [], omitted=omitted)
     others = f", but {others}" if (others := scan.describe_omitted()) else ""
-    named = "".join(f"; {on_one_line(str(fault.path))}: {fault.why}" for fault in faults[:3])
+    details = "".join(f"; {on_one_line(str(fault.path))}: {fault.detail}" for fault in faults[:3])
     return UserError(
-        f"no video files in {directory}{named}{others}",
+        f"no video files in {directory}{details}{others}",
         hint="supported extensions: " + " ".join(sorted(suffix[1:] for suffix in VIDEO_SUFFIXES)),
     )
 
@@ -209,10 +213,10 @@ def require_directory(directory: Path) -> None:
 
 
 class VideoLookup:
-    """Lookup of a file by its relative path or its name, with or without the extension.
+    """Lookup of files by relative path or by name, with or without the extension.
 
-    If there is no exact match, names are compared in Unicode's composed form (NFC): macOS returns decomposed names,
-    while annotations mostly contain composed names.
+    If no name matches exactly, names are compared in Unicode's composed form (NFC), because macOS returns decomposed
+    names, but annotations usually contain composed names.
     """
 
     def __init__(self, files: list[VideoFile]) -> None:
@@ -226,7 +230,7 @@ class VideoLookup:
                     self._by_composed.setdefault(compose_unicode(key), []).append(file)
 
     def find(self, name: str) -> VideoFile | None:
-        """Return the file that `name` refers to; None if there is no such file.
+        """Return the file that a name refers to, or None if there is no such file.
 
         Raises:
             Ambiguous: Several files match, and none of them has exactly this relative path.
@@ -244,9 +248,9 @@ class VideoLookup:
 
 
 class LooseLookup:
-    """Lookup of a file by the same names as `VideoLookup`, ignoring case and the kind of separators.
+    """Lookup of files like `VideoLookup`, but without regard to case and to the kind of path separators.
 
-    It is used for names without an exact match, because spreadsheets and other systems change both:
+    It is used for names without an exact match, because spreadsheets and other operating systems change both:
     `Kitchen\\01.mp4` may mean `kitchen/01.MP4`.
     """
 
@@ -258,14 +262,14 @@ class LooseLookup:
                 self._by_name.setdefault(key, []).append(file)
 
     def find(self, name: str) -> VideoFile | None:
-        """Return the only file that `name` can refer to; None if there is no such file.
+        """Return the only file that a name can refer to, or None if there is no such file.
 
         Raises:
-            Ambiguous: Several files match, and it is not the case that exactly one matches by its relative path.
+            Ambiguous: Several files match, unless exactly one of them matches by its relative path.
         """
-        plain = _fold_name(name)
-        matches = self._by_name.get(plain, [])
-        by_path = [file for file in matches if _fold_name(file.relative) == plain]
+        folded = _fold_name(name)
+        matches = self._by_name.get(folded, [])
+        by_path = [file for file in matches if _fold_name(file.relative) == folded]
         if len(matches) == 1 or len(by_path) == 1:
             return (by_path or matches)[0]
         if matches:
@@ -274,34 +278,35 @@ class LooseLookup:
 
 
 class NearestName:
-    """Search for the video file with the most similar name, for names without a match.
+    """Search for the video file with the most similar name, to suggest it for a name without a match.
 
     Args:
-        files: Video files. If there are very many, only names that differ in case are found.
-        max_compared: Maximum number of names to compare; after that, only names that differ in case are found.
+        files: Video files. If there are too many, only names that differ in case are suggested.
+        max_compared: Maximum number of names that are compared with all files. For further names, only names that
+            differ in case are suggested.
     """
 
     def __init__(self, files: Sequence[VideoFile], *, max_compared: int = _MAX_COMPARED) -> None:
-        self._path_of: dict[str, str] = {}
+        self._paths: dict[str, str] = {}  # relative paths by folded name
         for file in files:
             for key in (file.source_id, PurePosixPath(file.relative).stem):
-                self._path_of.setdefault(compose_unicode(key).casefold(), file.relative)
+                self._paths.setdefault(compose_unicode(key).casefold(), file.relative)
         self._num_left = max_compared if len(files) <= _MAX_NAMES else 0
 
     def find(self, name: str) -> str | None:
-        """Return the relative path of the nearest file; None if no file is near, or after too many comparisons."""
-        plain = compose_unicode(PurePosixPath(name).with_suffix("").as_posix()).casefold()
-        if plain in self._path_of:
-            return self._path_of[plain]
-        if not self._num_left or len(plain) > _MAX_NAME_CHARS:
+        """Return the relative path of the file with the most similar name, or None if no name is similar enough."""
+        folded = compose_unicode(PurePosixPath(name).with_suffix("").as_posix()).casefold()
+        if folded in self._paths:
+            return self._paths[folded]
+        if not self._num_left or len(folded) > _MAX_NAME_CHARS:
             return None
         self._num_left -= 1  # a comparison takes milliseconds per thousand names
-        close = difflib.get_close_matches(plain, self._path_of, n=1, cutoff=_CUTOFF)
-        return self._path_of[close[0]] if close else None
+        matches = difflib.get_close_matches(folded, self._paths, n=1, cutoff=_MIN_SIMILARITY)
+        return self._paths[matches[0]] if matches else None
 
 
 def compose_unicode(name: str) -> str:
-    """Convert `name` to Unicode's composed form (NFC). Names are compared in this form."""
+    """Convert a name to Unicode's composed form (NFC), in which names are compared."""
     return name if name.isascii() else unicodedata.normalize("NFC", name)
 
 
@@ -311,12 +316,16 @@ def _fold_name(name: str) -> str:
 
 
 def file_order(file: VideoFile) -> bytes:
-    """Return the sort key of a file."""
+    """Return the sort key of a file: the bytes of its relative path."""
     return file.relative.encode("utf-8", "surrogateescape")
 
 
 def _entries(folder: Path, seen: set[tuple[int, int]]) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
-    """Return the visible and hidden entries of `folder`, and add it to `seen`; empty lists if it is in `seen`."""
+    """Return the visible and the hidden entries of a folder, or empty lists if the folder was visited before.
+
+    Args:
+        seen: Device and inode of each visited folder, to which the folder is added.
+    """
     status = folder.stat()
     identity = (status.st_dev, status.st_ino)
     if identity in seen:
@@ -329,11 +338,11 @@ def _entries(folder: Path, seen: set[tuple[int, int]]) -> tuple[list[os.DirEntry
 
 
 def _is_folder(entry: os.DirEntry[str], *, is_video: bool) -> bool:
-    """Return True if `entry` is a folder or a link to a folder.
+    """Return True if an entry is a folder or a link to a folder.
 
     Raises:
-        OSError: The type is unknown and the name has no video extension, because a broken link may have pointed to a
-            folder of videos. Entries with a video extension are checked again when they are used.
+        OSError: The type of an entry without a video extension is unknown. (It may be a broken link to a folder of
+            videos. An entry with a video extension is checked again when it is used.)
     """
     try:
         is_folder = entry.is_dir()
@@ -346,28 +355,28 @@ def _is_folder(entry: os.DirEntry[str], *, is_video: bool) -> bool:
         raise
 
 
-def _links_out(entry: os.DirEntry[str], *, root: Path, is_used: bool) -> list[tuple[str, str]]:
-    """Return the relative path and target of a link that leads out of `root`; an empty list for any other entry."""
+def _outward_links(entry: os.DirEntry[str], *, root: Path, is_used: bool) -> list[tuple[str, str]]:
+    """Return the relative path and the target of a link that leads out of `root`; [] for any other entry."""
     if not is_used or not entry.is_symlink() or not os.path.exists(entry.path):  # noqa: PTH110 - names that are too long
         return []
     target = Path(os.path.normpath(Path(entry.path, "..", Path(entry.path).readlink())))
     return [] if target.is_relative_to(root) else [(os.path.relpath(entry.path, root), str(target))]
 
 
-_NUM_REQUESTS = 32  # number of parallel requests
+_NUM_REQUESTS = 32  # number of concurrent requests
 
 
-def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] = frozenset()) -> Scan:
-    """Find the objects with a video extension under the URL of a folder in a bucket.
-
-    Hidden files and folders, and the folder `skip`, are ignored.
+def scan_bucket(folder: str, *, skip: str | None = None, companions: frozenset[str] = frozenset()) -> Scan:
+    """Find the objects in a folder of a bucket that have a video extension. Hidden files and folders are ignored.
 
     Args:
-        beside: Other extensions to list, in lower case.
+        folder: URL of the folder.
+        skip: URL of a folder to ignore.
+        companions: Other extensions to list, in lower case.
 
     Raises:
-        UserError: The URL is not supported; the bucket does not exist or refuses the credentials; the server cannot
-            list its files; or there is no object with a video extension.
+        UserError: The URL is not supported or belongs to a web server, the bucket does not exist or access is denied,
+            or there is no object with a video extension.
     """
     split_url(folder)
     if is_web(folder):
@@ -391,7 +400,7 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
                 continue
             if suffix in VIDEO_SUFFIXES:
                 files.append(VideoFile(url, info.key, info.size_bytes))
-            elif suffix in beside:
+            elif suffix in companions:
                 others.append(VideoFile(url, info.key, info.size_bytes))
             else:
                 omitted[suffix] += 1
@@ -410,15 +419,19 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
             hint="use a data folder that does not contain them, with --data",
         )
     if not files:
-        raise no_videos(folder, [], omitted=omitted)
+        raise no_videos_error(folder, [], omitted=omitted)
     return Scan(sorted(files, key=file_order), faults, sorted(others, key=file_order), omitted=omitted)
 
 
-def normal_url(name: str, *, base: str | None) -> str:
-    """Return the URL for `name` in a table: a URL, or a path relative to the URL `base`.
+def resolve_url(name: str, *, base: str | None) -> str:
+    """Return the normalized URL for a name in a table.
+
+    Args:
+        name: URL, or path relative to `base`.
+        base: URL of a folder on a web server, or None.
 
     Raises:
-        UserError: The URL is not supported, has a password or a query string, or refers to this machine's network.
+        UserError: The URL is not supported, contains a password or a query string, or refers to a private network.
         ValueError: `name` is not a URL, and `base` is None.
     """
     if not is_remote(name):
@@ -434,22 +447,22 @@ def normal_url(name: str, *, base: str | None) -> str:
     return f"{root}/{quote(key)}"
 
 
-def named_videos(names: Iterable[str], *, base: str | None) -> Scan:
-    """Look up the objects that a table lists; missing objects are omitted.
+def listed_videos(names: Iterable[str], *, base: str | None) -> Scan:
+    """Look up the objects that a table lists. Missing objects are omitted.
 
     Args:
-        names: URLs, or paths relative to `base`, with a video extension.
-        base: URL of a folder, or None.
+        names: URLs, or paths relative to `base`. Names without a video extension are ignored.
+        base: URL of a folder on a web server, or None.
 
     Raises:
-        UserError: A bucket does not exist, or it refuses the credentials.
+        UserError: A bucket does not exist, or access to it is denied.
     """
-    urls: dict[str, str] = {}  # path relative to the folder, or host and path, by URL
+    urls: dict[str, str] = {}  # URLs, with the path relative to the folder, or with host and path
     for name in names:
         try:
-            url = normal_url(name, base=base)
+            url = resolve_url(name, base=base)
         except (UserError, ValueError):
-            continue  # reported with its row
+            continue  # reported later, with the row of the table
         root, key = split_url(url)
         if PurePosixPath(key).suffix.lower() in VIDEO_SUFFIXES:
             urls[url] = _relative_name(url, root=root, key=key, base=base)

@@ -25,7 +25,7 @@ def read_names(
             name, tab, text = line.partition("\t")
             if not tab:
                 builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail="expected NAME<tab>TEXT")
-            elif (video := flags.number(name, split=split, file=path, row=row)) is not None:
+            elif (video := flags.index_of(name, split=split, file=path, row=row)) is not None:
                 builder.add_caption(video, text, Origin(path, "human", row))
     return builder.build()
 
