@@ -24,9 +24,9 @@ Search = Callable[[np.ndarray], np.ndarray]
 
 def open_clipmill(folder: Path) -> Search:
     """Return a search function that reads the file in blocks."""
-    from clipmill.train.search.nearest import nearest
+    from clipmill.train.search.nearest import find_nearest
 
-    return lambda queries: nearest(folder / "video.npy", queries, count=TOP).row_QK
+    return lambda queries: find_nearest(folder / "video.npy", queries, count=TOP).row_QK
 
 
 def open_faiss(folder: Path) -> Search:

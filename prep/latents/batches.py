@@ -186,7 +186,7 @@ def read_chunk_video(chunk: Chunk, encoding: Encoding) -> ChunkVideo:
     segments, fps = segments_of(chunk.length, encoding), encoding.settings.fps_exact
     sources = [FrameSelection(chunk.read(), segments.frames)]
     if segments.has_border and chunk.next is not None:
-        # The last frame is shown at the first sampling time after this chunk, relative to the start of the next chunk.
+        # The next chunk provides the frame at the first sampling time after this chunk.
         num_shown = len(frames_on_screen(chunk["num_frames"], chunk_fps=chunk.fps, fps=fps))
         offset_s = num_shown / fps - Fraction(chunk.next["start_ms"] - chunk["start_ms"], 1000)
         sources.append(FrameSelection(chunk.next.read(), [int(max(Fraction(0), offset_s) * chunk.next.fps)]))

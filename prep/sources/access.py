@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 STAT_LIMIT_S = 60.0  # timeout per file
 _FINGERPRINT_BYTES = 1 << 20
-# Errors that are caused by the machine and not by the file. They may not occur in the next probe.
+# Errors that the machine causes, not the file. The next probe may succeed.
 _MACHINE_ERRORS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE, errno.ENODEV}
     | {errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.EAGAIN, errno.EMFILE, errno.ENFILE}

@@ -1,8 +1,7 @@
 """Divide the probing of sources among the parts of a run (`--part K/N`).
 
 The sources are divided into shares: share s of S contains every source whose row in the manifest modulo S is s. A part
-claims a share
-(`PartRun.claim_share`), reads its new and changed sources, and stores their probes in
+claims a share (`PartRun.claim_share`), reads its new and changed sources, and stores their probes in
 `<data>/.probes/<s>-of-<S>.parquet`, at intervals and at the end. If a part dies, another part claims its share and
 continues from this file. The part that plans adds all shares to `probes.parquet`.
 

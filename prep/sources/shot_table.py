@@ -173,7 +173,7 @@ def detect_shots(
     is_used = pc.is_in(shots["detector"], value_set=pa.array(sorted(used_detectors), pa.string()))
     kept = shots.filter(pc.and_not(is_used, is_searched))
     stored: list[dict[str, object]] = []
-    transient: list[dict[str, object]] = []  # failures that may not occur in the next run
+    transient: list[dict[str, object]] = []  # failures of sources that the next run may be able to search
     refused: list[RefusedNode] = []
     saved_s = time.monotonic()
     saving_s, total_cpu_s = 0.0, 0.0
@@ -224,8 +224,7 @@ def _search_sources(
 ) -> Iterator[Outcome[ShotTask, ShotResult] | RefusedNode | None]:
     """Run `find_shots`; search the sources of lost workers again, one at a time, after all other sources.
 
-    The repetition matters: without its shots, the chunks of a source are unknown, and a later run would assign them to
-    different shards.
+    Without the shots of a source, its chunks would be unknown, and a later run would assign them to different shards.
     """
     lost = []
     for outcome in engine.run(find_shots, tasks, check=check, name=_task_name):

@@ -53,7 +53,7 @@ class FileStates:
     Attributes:
         size_bytes: Int64 [files]; NO_FILE if the file could not be checked.
         mtime_ns: Modification time, int64 [files]; 0 if the file could not be checked. For an object, it also depends
-            on the etag (`clipmill.prep.sources.remote.object_state`).
+            on the ETag (`clipmill.prep.sources.remote.object_state`).
         failures: Reasons why files could not be checked, by row.
     """
 
@@ -203,11 +203,11 @@ def _check_slices(waiting: "SimpleQueue[_Slice]", active: set[_Slice], finished:
 
 
 _SAVE_INTERVAL_S = 30.0
-_MAX_SAVING = 0.03  # maximum fraction of the time for saving, which takes longer the more probes there are
+_MAX_SAVING = 0.03  # maximum fraction of the time for saving, which takes longer with more probes
 _MAX_RECORDS = 4096  # maximum number of probes held as Python objects
 _MAX_REFUSED = 100  # after this many consecutive sources with refused access, no further sources are requested
 _NEVER = -1  # impossible modification time, so that the next run does not reuse the row
-# Increment this number when probes begin to accept files that they used to reject, so that those are probed again.
+# Increment this number when probes begin to accept files that they used to reject: old failures are then probed again.
 _RULES = {b"probe_rules": b"3"}
 
 PROBES = pa.schema(

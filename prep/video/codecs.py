@@ -32,7 +32,7 @@ COMB_STEP = 16  # distance in frames between consecutive P frames
 X26X_PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
 MAX_CONSECUTIVE_B_FRAMES = 16  # limit of libx264 and libx265; a star has keyint - 2 consecutive B frames
 
-# Lookahead of the preset `faster`, in frames. Faster presets have a lookahead that is shorter than the distance between
+# Lookahead of the preset `faster`, in frames. The lookahead of quicker presets is shorter than the distance between
 # P frames, which costs 0.6 dB at the same file size.
 _COMB_LOOKAHEAD = 20
 

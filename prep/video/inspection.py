@@ -101,7 +101,7 @@ def chunk_report(shard: CommittedShard, number: int, data_dir: Path) -> Report:
 def gop_line(packet_frame: list[int], packet_flags: list[int]) -> str:
     """Return the frame types of a chunk in presentation order, such as `IbbbP x 28 + IP`.
 
-    I is a key frame, P another frame that may be referenced, and b a non-reference frame.
+    I is a key frame, P is any other reference frame, and b is a non-reference frame.
     """
     sorted_flags = [flags for _, flags in sorted(zip(packet_frame, packet_flags, strict=True))]
     letters = "".join("I" if flag & PACKET_KEY else "P" if flag & PACKET_REFERENCE else "b" for flag in sorted_flags)

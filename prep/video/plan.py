@@ -77,7 +77,8 @@ class Workload:
 
     Attributes:
         seconds: Length of the span in seconds of video.
-        width, height, fps: Frame size in pixels, and frame rate, of the source.
+        width, height: Resolution of the source in pixels.
+        fps: Frame rate of the source.
     """
 
     seconds: np.ndarray
@@ -460,8 +461,8 @@ def find_changes(plan: Plan, commits: Mapping[int, Commit], variant_dir: Path) -
         if shard.state in _COMPARED_STATES and commit is not None:
             if commit.files is None or shard.shard_id in spans_of_shard:
                 spans, is_moved = spans_of_shard.get(shard.shard_id, StoredSpans()), shard.shard_id in moved
-                changes[shard.shard_id] = _change(plan, shard, commit, spans, tars, has_moved_videos=is_moved)
-        elif shard.has_work and tars and (change := _change_of_new_shard(plan, shard, tars)) is not None:
+                changes[shard.shard_id] = _compare_shard(plan, shard, commit, spans, tars, has_moved_videos=is_moved)
+        elif shard.has_work and tars and (change := _compare_new_shard(plan, shard, tars)) is not None:
             changes[shard.shard_id] = change
     plan.shards = [
         replace(shard, num_copied=changes[shard.shard_id].num_copied) if shard.shard_id in changes else shard
@@ -470,7 +471,7 @@ def find_changes(plan: Plan, commits: Mapping[int, Commit], variant_dir: Path) -
     return changes
 
 
-def _change(
+def _compare_shard(
     plan: Plan,
     shard: ShardPlan,
     commit: Commit,
@@ -516,7 +517,7 @@ def _change(
     return ShardChange(rows, *_copied_size(plan, shard, rows, chunk_bytes), ", ".join(reasons), other_tars)
 
 
-def _change_of_new_shard(plan: Plan, shard: ShardPlan, tars: _Tars) -> ShardChange | None:
+def _compare_new_shard(plan: Plan, shard: ShardPlan, tars: _Tars) -> ShardChange | None:
     """Return the change of a new, missing or damaged shard; None if no tar contains any of its chunks."""
     keys = plan.span_keys(shard.rows)
     copied = [tars[fingerprint] for _, fingerprint in keys if fingerprint in tars]

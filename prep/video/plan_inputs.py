@@ -123,7 +123,7 @@ def make_plan(
         retry_codes: Codes of failures to retry even if nothing changed. If it is not empty, failed sources are probed
             again.
         engine: Engine of a cluster whose workers probe the sources; None to probe them on this machine.
-        part_run: This part of a run whose parts share the probing; None for a command without `--part`.
+        part_run: Part of a run, whose parts share the probing; None for a command without `--part`.
     """
     videos = Videos(open_videos(data_dir), path=manifest_dir(data_dir) / VIDEOS_FILE)
     divide = None
@@ -390,7 +390,7 @@ def caption_groups(captions_file: Path, video_ids: pa.Array) -> CaptionGroups:
 
 
 def _known_chunks(data_dir: Path, recipe: ResolvedRecipe) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the number of chunks of each video, the mask of known numbers, and the number of videos without shots.
+    """Return the number of chunks of each video, a mask of known numbers, and the number of videos without shots.
 
     Paths and probes, which take gigabytes for millions of videos, stay in memory only during this function.
     """

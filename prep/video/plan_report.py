@@ -67,9 +67,9 @@ from clipmill.shards.timeline.model import Timeline
 # Core-seconds per megapixel, measured on an x86-64 server core at about 3 GHz.
 _DECODE_S_PER_MEGAPIXEL = 0.0029
 _DETECT_S_PER_FRAME = 0.0006  # time to scale a decoded frame for the detector and to compare it
-_CHUNK_BYTES = 5_000  # MP4 header, JSON member, tar headers and index columns
-_FRAME_BYTES = 17  # row in the packet table of the index
-_INDEX_BYTES_PER_S = 3e8  # source bytes that prep index reads per core-second
+_CHUNK_BYTES = 5_000  # size of the MP4 header, the JSON member, the tar headers and the index columns
+_FRAME_BYTES = 17  # size of a row in the packet table of the index
+_INDEX_BYTES_PER_S = 3e8  # number of source bytes that prep index reads per core-second
 _INDEX_ROW_BYTES, _INDEX_FRAME_BYTES = 3_000, 40  # size of an index row with its members, and of each frame in it
 _NO_RANGE = (1.0, 1.0, 1.0)
 _NUM_VIDEOS = 3  # number of videos in trials, in addition to the heaviest
@@ -383,7 +383,7 @@ def plan_report(planned: PlanWithInputs) -> Report:
         captions_path(planned.data_dir)  # verifies the table, because a run requires it
     plan, cost, differences = planned.plan, estimate_of(planned), differences_from_current(planned)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in differences)]
-    # Replace the generic reason of a state by the specific reason for a shard, where the plan knows it.
+    # Replace the generic reason of a state with the specific reason for a shard, if the plan knows it.
     moved = plan.shards_of_moved_videos(planned.commits)
     if planned.commits:
         new_reason = "new videos, or videos that have become longer"

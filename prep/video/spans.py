@@ -140,7 +140,7 @@ class EvenCutting:
         return self.num_frames % self.chunk_frames
 
     def short_tails(self, *, max_frames: int) -> dict[int, int]:
-        """Return the length of each tail of fewer than `max_frames` frames that is a chunk, by the row of the video."""
+        """Return the length of each tail of fewer than `max_frames` frames that is kept, by the row of the video."""
         rest = self._rests if self.tail == "keep" else np.zeros_like(self.num_frames)
         rows = np.flatnonzero((rest > 0) & (rest < max_frames) & (self.num_frames > self.chunk_frames))
         return dict(zip(rows.tolist(), rest[rows].tolist(), strict=True))

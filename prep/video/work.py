@@ -183,7 +183,7 @@ def short_tails(plan: Plan) -> Addition:
     lines = [
         f"tails    {count_noun(len(tails), 'video')} with a last chunk shorter than {_SHORT_TAIL_S} s:"
         f" {', '.join(videos)}{more}",
-        "         kept: every frame is in a chunk; --tail merge adds it to the chunk before, --tail drop omits it",
+        "         kept: every frame is in a chunk; --tail merge adds it to the previous chunk, --tail drop omits it",
     ]
     return Addition(lines if tails else [], {"num_short_tails": len(tails), "first_short_tails_s": first})
 

@@ -77,7 +77,7 @@ class Caption:
 
 @dataclass(frozen=True)
 class ShardTask:
-    """Input of a worker: only paths and small values.
+    """Input of a worker, which consists only of paths and small values.
 
     Attributes:
         old_commit: Previous commit of the shard, from which unchanged chunks are copied.

@@ -97,7 +97,7 @@ def _tasks_with(evaluation: EvaluationSpec) -> Tasks:
 
 
 def data_of(weights: str | Path) -> tuple[str | None, ...]:
-    """Return the data folders that are evaluated by default: each folder of a mixture, otherwise one None."""
+    """Return the data folders to evaluate by default: each folder of a mixture, or None for the run's single folder."""
     if not is_run(path := local_folder(weights)):
         return (None,)
     try:

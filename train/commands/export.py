@@ -152,7 +152,7 @@ def _require_format(form: str) -> None:
     names = dict.fromkeys(name for _, name, _ in _FORMATS)
     if form not in names:
         raise UserError(
-            f"there is no format {form} (--format)", hint=f"use one of: {', '.join(names)}", flags=("--format",)
+            f"there is no format {form} (--format)", hint=f"use one of {', '.join(names)}", flags=("--format",)
         )
     if missing := [name for name in _PACKAGES.get(form, ()) if find_spec(name) is None]:
         raise UserError(
@@ -174,6 +174,6 @@ def _find_checkpoint(run: RunFolder, path: Path) -> Path:
     if mirror_of(run.path) is not None:
         path = run.checkpoints / path.name
     if path.resolve() not in {checkpoint.resolve() for checkpoint in checkpoints}:
-        names = ", ".join(sorted(map(str, checkpoints))) or "none yet"
-        raise UserError(f"{path} is not a checkpoint of {run.path}", hint=f"use a checkpoint of the run: {names}")
+        names = ", ".join(sorted(map(str, checkpoints))) or "it has none yet"
+        raise UserError(f"{path} is not a checkpoint of {run.path}", hint=f"use a checkpoint of the run ({names})")
     return path

@@ -72,7 +72,7 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance
     start = launch_facts(settings, resume=resume)
     with open_world(device_type=device.type, start=start, hint=SAME_LAUNCH) as world, ExitStack() as stack:
         device = torch.device("cuda", world.local_rank) if device.type == "cuda" else device
-        # Rank 0 decides for all ranks, because the folder may change between the times at which ranks look at it.
+        # Rank 0 decides for all ranks, because the folder may change before another rank looks at it.
         old_run = None
         if world.first(lambda: _find_and_lock(settings.out, resume, stack=stack) is not None):
             old_run = RunFolder(settings.out)  # if the run is in a bucket, each rank has its own local folder
@@ -104,7 +104,7 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance
 
 
 def _find_and_lock(path: Path, resume: Resume, *, stack: ExitStack) -> RunFolder | None:
-    """Lock and return the run to resume, after removing the leftovers of a killed process; None for a new run."""
+    """Lock the run to resume, remove the leftovers of a killed process, and return the run; None for a new run."""
     if resume is False or (resume == "auto" and not RunFolder(path).settings.is_file()):
         return None
     run = open_run(path)

@@ -33,7 +33,7 @@ def quickstart(
     """Inspect the data and this machine, measure a few training steps, and propose a first run.
 
     The plan lists task, preset, batch size, steps, expected time, memory and disk, and ends with the complete command.
-    On a terminal, it asks whether to run the command; otherwise the command runs only with --yes.
+    On a terminal, train quickstart asks whether to run this command; otherwise the command runs only with --yes.
 
     Examples:
 

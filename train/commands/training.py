@@ -117,8 +117,7 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
                 raise UserError(
                     f"--shards lists {count_noun(len(folders), 'data folder')}, but the run in {out} has "
                     f"{len(old.folders)}: {', '.join(old.folders)}",
-                    hint="to continue, list all these folders or omit --shards; or start a new run with a different "
-                    "--out",
+                    hint="list all these folders or omit --shards to continue, or use a different --out for a new run",
                     flags=("--shards",),
                 )
             fill(saved)

@@ -188,7 +188,7 @@ def write_overview(runs: Sequence[str | Path], out: Path, *, links: Sequence[Pat
         speed_ups=speed_ups(cards),
         links=shown_links,
         comparisons=_compare_results(cards),
-        differing=_differing_settings([card["settings"] for card in cards]),
+        differing=_setting_differences([card["settings"] for card in cards]),
         curves=curves,
         charts=chart_values(curves),
     )
@@ -224,7 +224,7 @@ def _headline_cells(table: Table) -> Sequence[Cell]:
     ]
 
 
-def _differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+def _setting_differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return the values of the settings that differ between runs, by name; a dash if a run has no such setting."""
     names = dict.fromkeys(name for run in settings for name in run if name.partition(".")[0] not in MACHINE_SETTINGS)
     values = {name: [str(run.get(name, "-")) for run in settings] for name in names}
@@ -236,7 +236,7 @@ def _title(page: Path) -> str:
     if title is None:
         raise UserError(
             f"{page} is not a page written by clipmill (--link)",
-            hint="use a page such as train search --page writes",
+            hint="use a page that train search --page has written",
             flags=("--link",),
         )
     return title

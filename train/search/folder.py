@@ -111,7 +111,7 @@ class EmbeddingFolder:
         return [clip_of_row[row] for row in rows]
 
     def row_of(self, name: str) -> int:
-        """Return the row of a clip that is identified by its row or by the key of its chunk.
+        """Return the row of the clip that `name` identifies, by its row or by the key of its chunk.
 
         Raises:
             UserError: No clip matches, or several clips start in the chunk.
@@ -164,7 +164,7 @@ def open_embeddings(path: Path) -> EmbeddingFolder:
             )
         problem = f"{path} holds no embeddings: it has no {RECORD}" if path.is_dir() else f"there is no folder {path}"
         out = shlex.quote(f"{path}-embedded" if path.is_dir() else str(path))
-        raise UserError(problem, hint=f"create embeddings: train embed WEIGHTS --shards DATA --out {out}")
+        raise UserError(problem, hint=f"run train embed WEIGHTS --shards DATA --out {out}")
     require_complete_files(path, record)
     return EmbeddingFolder(path, record)
 
@@ -178,7 +178,7 @@ def require_complete_files(path: Path, record: Mapping[str, Any]) -> None:
             problem = "missing" if size_bytes is None else f"{size_bytes:,} bytes long, not {facts['size_bytes']:,}"
             raise UserError(
                 f"{file} is {problem}",
-                hint=f"the embeddings are damaged: remove {path} and run train embed again, or use a different --out",
+                hint=f"remove {path} and run train embed again, or use a different --out: the embeddings are damaged",
             )
 
 

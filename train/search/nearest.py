@@ -23,7 +23,7 @@ _AGAIN = "run train embed again, with a different --out"
 
 
 @dataclass(frozen=True)
-class Nearest:
+class NearestRows:
     """The most similar rows for each query, by descending score; rows with equal scores are in ascending order.
 
     Attributes:
@@ -35,14 +35,14 @@ class Nearest:
     score_QK: NDArray[np.float32]
 
 
-def nearest(
+def find_nearest(
     path: Path,
     query_QE: NDArray[np.float32],
     *,
     count: int,
     is_unit_length: bool = True,
     on_progress: Callable[[int], object] = lambda num_rows: None,
-) -> Nearest:
+) -> NearestRows:
     """Find the `count` rows of an npy file (float32 [N, E]) that are most similar to each unit-length query.
 
     Args:
@@ -57,8 +57,8 @@ def nearest(
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), -(-num_rows // block_rows))
     rows_per_thread = -(-num_rows // (num_threads * block_rows)) * block_rows
 
-    def search_part(begin: int) -> Nearest:
-        best = Nearest(np.empty((len(query_QE), 0), np.int64), np.empty((len(query_QE), 0), np.float32))
+    def search_part(begin: int) -> NearestRows:
+        best = NearestRows(np.empty((len(query_QE), 0), np.int64), np.empty((len(query_QE), 0), np.float32))
         rows = range(begin, min(begin + rows_per_thread, num_rows))
         for first, block_RE in _blocks(path, rows, offset=offset, block_rows=block_rows, width=query_QE.shape[1]):
             # A matrix product would be slower: BLAS starts threads for each block, and they wait for each other.
@@ -78,7 +78,7 @@ def nearest(
     row_QK = np.concatenate([part.row_QK for part in parts], axis=1)
     score_QK = np.concatenate([part.score_QK for part in parts], axis=1)
     best_QK = np.lexsort((row_QK, -score_QK), axis=1)[:, :count]
-    return Nearest(np.take_along_axis(row_QK, best_QK, axis=1), np.take_along_axis(score_QK, best_QK, axis=1))
+    return NearestRows(np.take_along_axis(row_QK, best_QK, axis=1), np.take_along_axis(score_QK, best_QK, axis=1))
 
 
 def _blocks(
@@ -135,7 +135,7 @@ def open_matrix(path: Path) -> NDArray[np.float32]:
     return mapped
 
 
-def _merge_block(best: Nearest, first: int, score_QR: NDArray[np.float32], *, count: int) -> Nearest:
+def _merge_block(best: NearestRows, first: int, score_QR: NDArray[np.float32], *, count: int) -> NearestRows:
     """Return the best rows of the earlier blocks and of the next block, which starts at row `first`."""
     if best.score_QK.shape[1] == count and not (score_QR > best.score_QK[:, -1:]).any():
         return best
@@ -151,4 +151,4 @@ def _merge_block(best: Nearest, first: int, score_QR: NDArray[np.float32], *, co
         order = np.lexsort((row, -score))[:count]
         rows.append(row[order])
         scores.append(score[order])
-    return Nearest(np.stack(rows), np.stack(scores))
+    return NearestRows(np.stack(rows), np.stack(scores))

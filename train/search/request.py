@@ -22,8 +22,8 @@ class EmbedRequest(Checked):
     shards: str | None = None
     """Data folder. Default: the data of the training run."""
     variant: Annotated[tuple[str, ...], SEVERAL] = ()
-    """Names of variants to read, as listed by prep status. Default: the training's variants; for other data, the
-    current variants."""
+    """Names of variants to read, as listed by prep status. Default: the variants of the training run; for other
+    data, the current variants."""
     out: Path
     """Folder to write."""
     split: str = "val"

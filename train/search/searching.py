@@ -15,7 +15,7 @@ from clipmill.manifests.publish import publish_bytes
 from clipmill.shards.pages.templates import load_template
 from clipmill.train.evaluation.player import Player
 from clipmill.train.search.folder import VIDEO, EmbeddedClip, EmbeddingFolder
-from clipmill.train.search.nearest import nearest
+from clipmill.train.search.nearest import find_nearest
 
 Vectors = NDArray[np.float32]
 EncodeTexts = Callable[[Sequence[str]], Vectors]
@@ -73,7 +73,7 @@ def search(
     examples = [folder.row_of(name) for name in like]
     vectors = [folder.vector(row) for row in examples]
     query_QE = np.stack([*(encode(texts) if texts else ()), *vectors]).astype(np.float32, copy=False)
-    matches = nearest(
+    matches = find_nearest(
         folder.path / VIDEO,
         query_QE,
         count=top + bool(examples),  # an example also finds itself

@@ -151,7 +151,7 @@ def read_chunks(variant: Variant) -> Chunks:
 
 
 def _sort_rows(ids: pa.Array, codes: NDArray[np.int32], table: pa.Table) -> _Rows:
-    """Sort the chunks by start and video, in the order in which `ids`, which may have duplicates, lists the videos."""
+    """Sort the chunks by video, in the order of `ids`, which may have duplicates, and then by start."""
     distinct = ids.dictionary_encode()
     video = distinct.indices.to_numpy()[codes]
     order = order_of(video, table["start_ms"].to_numpy())

@@ -187,8 +187,8 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
         holes=holes,
         clips=clips,
     )
-    extra = _ChunkDetails(scores, model_captions or {}, labels)
-    cards = _cards(variant, chunks, picked, extra=extra, plan=plan, folder=folder, on_card=request.on_sample)
+    chunk_info = _ChunkDetails(scores, model_captions or {}, labels)
+    cards = _cards(variant, chunks, picked, chunk_info=chunk_info, plan=plan, folder=folder, on_card=request.on_sample)
     return _publish(cards, header, request.path, folder=folder, plan=plan, num_shown=len(picked), num_all=len(chunks))
 
 
@@ -279,7 +279,7 @@ def _cards(
     chunks: Chunks,
     picked: NDArray[np.int64],
     *,
-    extra: _ChunkDetails,
+    chunk_info: _ChunkDetails,
     plan: ClipPlan,
     folder: ClipFolder,
     on_card: Callable[[int, int], None],
@@ -308,9 +308,9 @@ def _cards(
             size_bytes=int(chunks.size_bytes[number]),
             location=f"shard {shard_id:06d}, row {row}",
             path=paths.get(video_id, ""),
-            scores={} if extra.scores is None else extra.scores.values(number),
-            model_caption=extra.model_captions.get(number, ""),
-            labels=extra.labels.get(number, ()),
+            scores={} if chunk_info.scores is None else chunk_info.scores.values(number),
+            model_caption=chunk_info.model_captions.get(number, ""),
+            labels=chunk_info.labels.get(number, ()),
         )
         details = read_details(variant.shard(shard_id), row, plan=plan, folder=folder)
         if "problem" in details:

@@ -205,7 +205,7 @@ def test_what_a_format_cannot_hold_is_refused(
     for arguments, error, hint in (
         ((run, "--format", "open_clip"), "--format open_clip cannot store a masked", "hf or videomae"),
         ((run, "--format", "onnx"), "--format onnx cannot store a masked", "hf or videomae"),
-        ((run, "--format", "tflite"), "there is no format tflite (--format)", "use one of: open_clip, hf, timm, torch"),
+        ((run, "--format", "tflite"), "there is no format tflite (--format)", "use one of open_clip, hf, timm, torch"),
         ((run, "--format", "hf", "--frame-embedding", "zero"), "--frame-embedding applies only to dual", "omit"),
         ((out, "--format", "hf"), "is a classifier with CLIP's tower, which --format hf cannot hold", "videomae"),
     ):

@@ -442,8 +442,8 @@ class ChunkCaptionsRequest(Checked):
     shards: str
     """Data folder."""
     variant: Annotated[tuple[str, ...], SEVERAL] = ()
-    """Names of variants to read, as listed by prep status. Default: the training's variants; for other data, the
-    current variants."""
+    """Names of variants to read, as listed by prep status. Default: the variants of the training run; for other
+    data, the current variants."""
     out: Path
     """Parquet file to write."""
     split: str = "train"
