@@ -1,8 +1,10 @@
-"""What `make setup` will take: printed before it begins, with a check that the disk has room for it.
+"""Print the download, disk space and time that `make setup` needs, and check that the disk has room.
 
-It runs before anything is installed, with the standard library alone: `python3 scripts/setup_plan.py .venv [PART]`.
-The sizes were measured on Linux, x86-64, with Python 3.11: `du -s .venv`, and what uv says it downloads into an empty
-cache; the values of `columns` and `train` are the shares of their packages.
+    python3 scripts/setup_plan.py .venv [PART]
+
+The program runs before anything is installed, so it needs only the standard library. The sizes were measured on Linux,
+x86-64, with Python 3.11: `du -s .venv`, and the download that uv reports with an empty cache. The values for `columns`
+and `train` are sums over their packages.
 """
 
 import os
@@ -10,14 +12,14 @@ import shutil
 import sys
 from pathlib import Path
 
-# Download and disk by part; "": everything.
+# Download and disk space by part; "" stands for all parts.
 _SIZES_GB = {"": (3.7, 7.9), "prep": (0.4, 1.3), "columns": (3.3, 7.1), "train": (3.2, 6.6)}
 _SLACK_GB = 0.5  # the build of clipmill, and bytecode
 _SMALLER = "make setup PART=prep VENV=.venv-prep"
 
 
 def main() -> int:
-    """Print the plan of the set-up; return the exit status."""
+    """Print the plan, and return the exit status."""
     environment, part = Path(sys.argv[1]).absolute(), "".join(sys.argv[2:])
     download_gb, disk_gb = _SIZES_GB[part]
     present_gb = folder_gb(environment)
@@ -36,14 +38,14 @@ def main() -> int:
             print(f"       to make shards only, without torch ({_SIZES_GB['prep'][1]} GB): {_SMALLER}")
     sys.stdout.flush()
     if free_gb < needed_gb:
-        print(f"error: {environment} needs {needed_gb:.1f} GB, and its disk has {free_gb:.1f} GB free", file=sys.stderr)
-        print("hint: free some space, or give a folder on another disk: make setup VENV=DIR", file=sys.stderr)
+        print(f"error: {environment} needs {needed_gb:.1f} GB, but its disk has {free_gb:.1f} GB free", file=sys.stderr)
+        print("hint: free some space, or use a folder on another disk: make setup VENV=DIR", file=sys.stderr)
         return 2
     return 0
 
 
 def existing(path: Path) -> Path:
-    """Return the nearest folder above a path that exists."""
+    """Return the path if it is a folder, else the nearest existing folder above it."""
     return path if path.is_dir() else existing(path.parent)
 
 

@@ -1,19 +1,19 @@
 #!/bin/bash
-# Makes a column of a data folder on many nodes, by a job array without Ray. Task K of N makes part K/N of the shards:
+# Makes a column of a data folder on many nodes, with a job array and without Ray. Task K of N makes part K/N:
 #
 #     sbatch --array 1-16 --cpus-per-task 8 scripts/slurm_prep.sh chunk --data DATA --len 15s
 #     sbatch --array 1-16 --cpus-per-task 8 --gpus-per-node 1 \
 #         scripts/slurm_prep.sh latents --data DATA --vae stabilityai/sd-vae-ft-mse
 #
-# The tasks share DATA and may run at any time, also some after others (--array 1-16%4). The first one probes the
-# sources while those that begin with it wait; the last one writes the lists and makes the variant the current one. A
-# task near its time limit goes back into the queue, and SLURM itself requeues it after a node failure or a preemption.
-# A task that has failed is submitted again alone, with the number of parts that its numbers no longer tell:
+# The tasks share DATA. They may run at any time, even one after the other (--array 1-16%4). The first task probes the
+# sources while tasks that start at the same time wait. The last task writes the lists, and makes the variant the current
+# one. Near its time limit, a task returns to the queue, and SLURM requeues it after a node failure or a preemption. To
+# submit only a task that has failed, state the number of parts, which is then not the size of the array:
 #
 #     PARTS=16 sbatch --array 3 scripts/slurm_prep.sh chunk --data DATA --len 15s
 #
-# Give --cpus-per-task of your nodes: SLURM refuses a job that no node can hold. The same command without SLURM,
-# `prep chunk --data DATA --len 15s`, makes whatever is left.
+# Use the --cpus-per-task of your nodes: SLURM rejects a job that does not fit on any node. The same command without
+# SLURM, `prep chunk --data DATA --len 15s`, makes all shards that are missing.
 #SBATCH --job-name=clipmill-prep
 #SBATCH --ntasks=1
 #SBATCH --cpus-per-task=16
@@ -33,8 +33,8 @@ if [[ -z $parts ]]; then
     parts=$SLURM_ARRAY_TASK_MAX
     # shellcheck disable=SC2153 # SLURM sets it
     if [[ $SLURM_ARRAY_TASK_MIN != 1 || $SLURM_ARRAY_TASK_COUNT != "$parts" ]]; then
-        echo "error: the array is not 1-N, so its numbers do not tell how many parts there are" >&2
-        echo "hint: give their number, such as PARTS=16 sbatch --array $SLURM_ARRAY_TASK_ID scripts/slurm_prep.sh $*" >&2
+        echo "error: the array is not 1-N, so the number of parts is unknown" >&2
+        echo "hint: set PARTS, such as PARTS=16 sbatch --array $SLURM_ARRAY_TASK_ID scripts/slurm_prep.sh $*" >&2
         exit 2
     fi
 fi
@@ -44,7 +44,7 @@ was_signalled=no
 # shellcheck disable=SC2317 # called by the traps
 stop_prep() {
     was_signalled=yes
-    kill -TERM "$prep" 2>/dev/null || true # it may have ended just now
+    kill -TERM "$prep" 2>/dev/null || true # prep may have just ended
 }
 trap 'is_out_of_time=yes; stop_prep' USR1
 trap stop_prep TERM
@@ -54,7 +54,7 @@ prep=$!
 
 status=0
 wait "$prep" || status=$?
-# A signal interrupts `wait`, while prep still stops its workers.
+# A signal interrupts `wait` while prep is still stopping its workers.
 while [[ $was_signalled == yes ]]; do
     was_signalled=no
     status=0

@@ -1,11 +1,11 @@
 #!/bin/bash
-# Makes columns of a data folder on all nodes of a SLURM job, by a Ray cluster that lives as long as the job:
+# Makes a column of a data folder on all nodes of a SLURM job, with a Ray cluster that exists as long as the job:
 #
 #     sbatch --nodes 4 scripts/slurm_prep_ray.sh chunk --data DATA --len 15s
 #
-# The first node is the head. Nodes that join late or are lost do not end the run. Unlike an array (slurm_prep.sh), the
-# job waits until all of its nodes are free at once, and then no node is idle before the last shard. Near its time limit
-# the job goes back into the queue, as it does after a node failure or a preemption, and continues.
+# The first node is the head of the cluster. Nodes that join late or are lost do not end the run. Unlike an array
+# (slurm_prep.sh), the job waits until all of its nodes are free at the same time, but no node is idle before the last
+# shard. Near its time limit, and after a node failure or a preemption, the job returns to the queue and continues later.
 #SBATCH --job-name=clipmill-prep-ray
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=32
@@ -17,14 +17,14 @@
 set -euo pipefail
 
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# One port a job, so that two jobs on a node do not meet.
+# Use a port per job, so that two jobs on a node do not conflict.
 port=$((20000 + SLURM_JOB_ID % 20000))
 # Only processes that know the token may send work to the cluster.
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_USAGE_STATS_ENABLED=0
 export head_node port
 
-# A lost node ends its own task only.
+# A lost node ends only its own task.
 # shellcheck disable=SC2016 # expanded on the nodes
 srun --ntasks-per-node=1 --kill-on-bad-exit=0 --no-kill bash -c '
     flags=(--node-ip-address "$SLURMD_NODENAME" --block)
@@ -45,7 +45,7 @@ was_signalled=no
 # shellcheck disable=SC2317 # called by the traps
 stop_prep() {
     was_signalled=yes
-    kill -TERM "$prep" 2>/dev/null || true # it may have ended just now
+    kill -TERM "$prep" 2>/dev/null || true # prep may have just ended
 }
 trap 'is_out_of_time=yes; stop_prep' USR1
 trap stop_prep TERM
@@ -55,7 +55,7 @@ prep=$!
 
 status=0
 wait "$prep" || status=$?
-# A signal interrupts `wait`, while prep still stops its workers.
+# A signal interrupts `wait` while prep is still stopping its workers.
 while [[ $was_signalled == yes ]]; do
     was_signalled=no
     status=0

@@ -65,7 +65,7 @@ def test_what_the_time_does_not_suffice_for_is_skipped_and_said(tmp_path: Path) 
     ]
     assert run_measurements(measurements, setup=setup(tmp_path), minutes=1, path=path)
     long, short = figures(path)["measurements"]
-    assert long["skipped"].startswith("takes about 120 s, and ") and short["skipped"] is None
+    assert long["skipped"].startswith("takes about 120 s, but only ") and short["skipped"] is None
     # A dry run leaves nothing out.
     assert not run_measurements(measurements, setup=setup(tmp_path, is_dry_run=True), minutes=0, path=path)
     assert [entry["skipped"] for entry in figures(path)["measurements"]] == [None, None]

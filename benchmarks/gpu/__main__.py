@@ -3,11 +3,11 @@
     python -m benchmarks.gpu --json FILE [--data demo/data] [--minutes 15] [--dry-run]
     python -m benchmarks.gpu --first [--json gpu-first.json] [--minutes 8]
 
-The most important figures come first. Each is in FILE before the next one is measured, and all are printed at the end,
-as a page of Markdown. benchmarks/gpu/README.md describes the methods. --data is a data folder with captioned chunks,
-which are repeated to a few thousand clips; `make demo` makes demo/data. --first is for a machine with a GPU on which
-nothing has run yet (docs/gpu.md); without a data folder it makes small clips of its own. --dry-run runs the program
-with tiny sizes on a CPU; its figures are meaningless.
+The most important figures are measured first. Each figure is written to FILE before the next one is measured, and all
+figures are printed at the end, as a page of Markdown. benchmarks/gpu/README.md describes the methods. --data is a data
+folder with captioned chunks, which are repeated to a few thousand clips; `make demo` makes demo/data. --first is for a
+machine with a GPU on which clipmill has not run yet (docs/gpu.md); without a data folder, it makes small clips.
+--dry-run runs the program with tiny sizes on a CPU; its figures are meaningless.
 """
 
 import argparse
@@ -34,14 +34,14 @@ from tests.train.classify.moving import write_moving
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options of the command line.
+    """Options of the command line.
 
     Attributes:
-        json: path of the results.
-        data: the data folder.
-        minutes: time limit of all measurements together.
-        is_dry_run: tiny sizes on a CPU.
-        is_first: the measurements of `FIRST`.
+        json: Path of the results.
+        data: Data folder.
+        minutes: Time limit for all measurements together.
+        is_dry_run: True to run with tiny sizes on a CPU.
+        is_first: True to run the measurements in `FIRST`.
     """
 
     json: Path
@@ -52,7 +52,7 @@ class Request:
 
 
 def _measure(module: str, function: str, setup: Setup, **options: Any) -> Result:
-    """Run a measurement whose module is imported now, so that a missing dependency affects only this one."""
+    """Import the module of a measurement, and run it. A missing dependency thus affects only this measurement."""
     found: Result = getattr(import_module(f"benchmarks.gpu.{module}"), function)(setup, **options)
     return found
 
@@ -72,7 +72,7 @@ def _preset(*, num_frames: int, keeps_activations: bool) -> Measurement:
     return _measurement(name, "first", "measure_preset", estimated_s=40, **given)
 
 
-# Eight minutes on a machine on which nothing has run yet.
+# Measurements of --first, which take eight minutes on a machine on which clipmill has not run yet.
 FIRST = (
     _measurement("Doctor", "first", "measure_doctor", estimated_s=20),
     _measurement("Attention: equality and speed", "first", "measure_attention", estimated_s=40),
@@ -90,7 +90,7 @@ FIRST = (
 )
 
 
-# In order of importance. Estimated from FLOPs and the duration of imports and compilation, not measured.
+# Measurements in order of importance. The times are estimated from FLOPs and from the time of imports and compilation.
 MEASUREMENTS = (
     _measurement("ViT-B/16, 4 frames, training step", "speed_vit", "measure_steps", estimated_s=60),
     _measurement("Waiting for data", "feeding_steps", "measure_waits", estimated_s=140),
@@ -115,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="JSON file for the results")
     parser.add_argument("--minutes", type=float, help="time for all measurements (default 15, with --first 8)")
-    parser.add_argument("--first", action="store_true", help="does a new machine work, and how fast, in 8 minutes")
+    parser.add_argument("--first", action="store_true", help="check whether and how fast a new machine works")
     parser.add_argument(
         "--data", type=Path, default=Path("demo/data"), metavar="DIR", help="data folder (default demo/data)"
     )
@@ -135,11 +135,11 @@ def main() -> None:
 
 
 def run(request: Request) -> None:
-    """Run the measurements, and print their tables, also of those that were taken before an interruption.
+    """Run the measurements, and print their tables, even after an interruption.
 
     Raises:
-        UserError: as `require_possible`.
-        FailedWork: a measurement failed.
+        UserError: A requirement is not met; see `require_possible`.
+        FailedWork: A measurement failed.
     """
     require_possible(request)
     logging.getLogger("xformers").setLevel(logging.ERROR)
@@ -158,7 +158,7 @@ def run(request: Request) -> None:
             return Setup(device=device, is_dry_run=request.is_dry_run, data=data, scratch=Path(scratch))
 
         try:
-            with redirect_stdout(sys.stderr):  # of training runs: stdout is for the page
+            with redirect_stdout(sys.stderr):  # training runs print to stdout, which is reserved for the page
                 has_succeeded = run_supervised(
                     FIRST if request.is_first else MEASUREMENTS,
                     setup=setup,
@@ -170,30 +170,30 @@ def run(request: Request) -> None:
             if request.json.exists() and not is_measuring():
                 print(page_of(request.json), flush=True)
     if not has_succeeded:
-        raise FailedWork(f"some measurements failed; {request.json} has the reasons")
+        raise FailedWork(f"some measurements failed; the reasons are in {request.json}")
 
 
 def require_possible(request: Request) -> None:
-    """Check requirements that all measurements share.
+    """Check the requirements of all measurements.
 
     Raises:
-        UserError: no time, no data, no GPU, or no writable path for the results.
+        UserError: There is no time, no data folder or no GPU, or the path of the results is not writable.
     """
     if not request.minutes > 0:
         raise UserError(
-            f"--minutes {request.minutes:g} is out of range", hint="give a number greater than 0 (default 15)"
+            f"--minutes {request.minutes:g} is out of range", hint="use a number greater than 0 (default 15)"
         )
     if not request.data.is_dir() and not request.is_first:
         raise UserError(
             f"the data folder {request.data} does not exist",
-            hint="give a data folder of prep with --data, or make demo/data by `make demo`",
+            hint="use --data with a data folder made by prep, or make demo/data with `make demo`",
         )
     folder = request.json.parent
     if not folder.is_dir():
         raise UserError(f"the folder {folder} for {request.json.name} does not exist", hint="create it first")
     if request.json.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(f"{request.json} cannot be written", hint="give another file with --json")
-    # Detecting a GPU does not open it, so a measuring process has it to itself.
+        raise UserError(f"{request.json} cannot be written", hint="use another file with --json")
+    # is_available does not open the GPU, so that only the measuring process uses it.
     if not request.is_dry_run and not torch.cuda.is_available():
         raise UserError(
             f"torch {torch.__version__} finds no GPU",

@@ -1,4 +1,4 @@
-"""The captioners shared by two measurements: clipmill's and transformers', with the same weights."""
+"""Captioners of clipmill and transformers with the same weights, which two measurements share."""
 
 from functools import lru_cache
 from typing import Any
@@ -12,12 +12,12 @@ from clipmill.train.models.captioner import Captioner
 
 
 def shape_of(setup: Setup) -> Shape:
-    """Return the shape of TimeSformer-B with GPT-2; tiny models in a dry run."""
+    """Return the dimensions of TimeSformer-B with GPT-2, or of tiny models in a dry run."""
     return SHAPES["tiny" if setup.is_dry_run else "base"]
 
 
 def opened_captioners(setup: Setup) -> tuple[Captioner, Any]:
-    """Create both captioners on the device, where they are kept."""
+    """Return both captioners on the device. They are created once, and kept."""
     return _opened(shape_of(setup), setup.device)
 
 

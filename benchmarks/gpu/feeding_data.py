@@ -1,8 +1,8 @@
-"""Data folders for the loader benchmarks: existing chunks, repeated many times under new keys.
+"""Make data folders for the loader benchmarks, in which existing chunks are repeated many times with new keys.
 
-Every copy has its own videos, captions, index and commit. Its tar is a copy of the file, not a link, so that as many
-pages are read as for a dataset of that size. All files have just been written and are in the page cache: this
-measures the path from the page cache to the model, not a disk.
+Every copy has separate videos, captions, index and commit. The tar of a copy is a new file, not a link, so that the
+loader reads as many pages as from a dataset of this size. All files have just been written and are in the page cache:
+the benchmarks measure the path from the page cache to the model, not a disk.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ def require_repeated(setup: Setup) -> Path:
 
 
 def num_copies_for(data: Path, *, num_clips: int) -> int:
-    """Return the number of copies of a data folder for that many captioned clips, within a gigabyte."""
+    """Return the number of copies of a data folder that gives `num_clips` captioned clips, within a gigabyte."""
     captions = read_captions(data)
     tars = sum(shard.tar_path.stat().st_size for shard in Variant.open(data).shards())
     wanted = -(-num_clips // max(captions.num_rows, 1))
@@ -55,10 +55,10 @@ def num_copies_for(data: Path, *, num_clips: int) -> int:
 
 
 def repeat_chunks(data: Path, target: Path, *, num_copies: int, variant: str | None = None) -> Path:
-    """Write the `video` column of `data` to `target` `num_copies` times, as one split; return `target`.
+    """Write the `video` column of `data` to `target` `num_copies` times, as one split, and return `target`.
 
     Args:
-        variant: variant of the column; the current one by default.
+        variant: Variant of the column. Default: the current variant.
 
     Raises:
         UserError: `data` has no chunks.

@@ -1,8 +1,9 @@
-"""Samples[Any] to the GPU, compared with plain copies of the same number of bytes from pinned memory.
+"""Loading of latents to the GPU, compared with plain copies of the same number of bytes from pinned memory.
 
-The dataset is that of `benchmarks.latents`: segments of 20 x 4 x 32 x 32 float16 with an embedding each, normally
-distributed. Two variants take turns: the loader with its prefetching thread, as in training; and a loop that copies two
-pinned batches alternately, which is the limit of the bus. Epochs after the first are timed, to exclude checksums.
+The dataset is the same as in `benchmarks.latents`: segments of 20 x 4 x 32 x 32 float16 with an embedding each,
+normally distributed. Two variants take turns: the loader with its prefetching thread, as in training, and a loop that
+copies two pinned batches alternately, which is the limit of the bus. The first epoch, which verifies checksums, is not
+timed.
 """
 
 import time
@@ -35,7 +36,7 @@ _BYTES = SEGMENT_BYTES + 2 * TEXT_WIDTH
 
 
 def measure_latents(setup: Setup) -> Result:
-    """Measure the gigabytes per second that arrive on the device, by batch size."""
+    """Measure the gigabytes per second that arrive on the device, for each batch size."""
     segments, data = setup.scratch / "segments", setup.scratch / "latents"
     num_segments = 64 if setup.is_dry_run else 4096
     make_segment_set(segments, num_segments=num_segments, num_videos=8, values="normal")
@@ -67,7 +68,7 @@ def _row(setup: Setup, loader: Samples[Any], batch: int, *, rounds: int, seconds
     copy = _copier(batch, device=device)
     with closing(loader.batches(position=0)) as on_host:
         for _ in range(-(-len(loader) // batch) + 2):
-            next(on_host)  # the first visits, which verify checksums
+            next(on_host)  # the first epoch verifies checksums
         for _ in range(rounds):
             rates["gather"].append(_gb_per_s(lambda: next(on_host), batch=batch, seconds=seconds))
     with closing(prefetch(loader.batches(), device)) as batches:

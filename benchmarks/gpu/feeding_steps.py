@@ -1,7 +1,7 @@
-"""Data waiting time of a training step, and the device time of augmentation.
+"""Time that a training step waits for data, and device time of augmentation.
 
-Waiting is read from the `metrics.jsonl` of real runs of `train`, with the largest batch that fits into GPU memory.
-Augmentation is timed with CUDA events on a batch that is already on the device, and so is the whole step.
+The waiting time is read from `metrics.jsonl` of real runs of `train`, with the largest batch that fits into GPU memory.
+Augmentation and complete steps are timed with CUDA events on a batch that is already on the device.
 """
 
 import gc
@@ -48,11 +48,11 @@ _GIB = 1024**3
 
 @dataclass(frozen=True)
 class Trained:
-    """One kind of training.
+    """Kind of training.
 
     Attributes:
-        batch_of_80_gib: batch size that fits into 80 GiB; scaled for other GPUs.
-        train: the command.
+        batch_of_80_gib: Batch size that fits into 80 GiB. It is scaled for other GPUs.
+        train: Command of `train`.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Trained:
 
 
 def trainings(setup: Setup, *, data: Path) -> list[Trained]:
-    """Return ViT-B on four frames, VideoMAE's 16 x 4, and a TimeSformer with a captioner's decoder."""
+    """Return the trainings: ViT-B on 4 frames, VideoMAE on 16 x 4, and a captioner with a TimeSformer."""
     of_all = _settings(setup, data=data)
     gpt2 = DecoderSettings(name="tiny", vocabulary=300) if setup.is_dry_run else DecoderSettings(vocabulary=300)
     frames = (4, 4, 4) if setup.is_dry_run else (4, 16, 8)
@@ -93,12 +93,12 @@ def trainings(setup: Setup, *, data: Path) -> list[Trained]:
 
 
 def batch_for(memory_bytes: int, *, of_80_gib: int) -> int:
-    """Return a batch size in proportion to the memory, a multiple of 8."""
+    """Return a batch size in proportion to the memory, as a multiple of 8."""
     return max(8, int(of_80_gib * memory_bytes / (80 * _GIB)) // 8 * 8)
 
 
 def wait_row(name: str, lines: Sequence[dict[str, Any]], *, batch: int, workers: int) -> dict[str, Any]:
-    """Summarize the waiting times in metrics.jsonl, without the first steps, which compile and allocate."""
+    """Return a table row of the waiting times in metrics.jsonl, without the first steps, which compile and allocate."""
     steady = lines[min(_WARM_STEPS, len(lines) // 2) :]
     step_s, wait_s = (sum(line[key] for line in steady) for key in ("step_s", "data_wait_s"))
     return {
@@ -117,7 +117,7 @@ def measure_waits(setup: Setup) -> Result:
     """Measure the fraction of a step that waits for data, in runs of the real training loop."""
     data = require_repeated(setup)
     rows: list[dict[str, Any]] = []
-    notes = [f"without the first {_WARM_STEPS} steps; steps in metrics.jsonl do not include checkpoint writes"]
+    notes = [f"without the first {_WARM_STEPS} steps; the steps in metrics.jsonl do not include checkpoints"]
     targets = []
     for number, training in enumerate(trainings(setup, data=data)):
         out = setup.scratch / f"run-{number}"
@@ -136,7 +136,7 @@ def measure_waits(setup: Setup) -> Result:
 
 
 def measure_augmentation(setup: Setup) -> Result:
-    """Measure the device time of augmentation, and of a whole step that includes it."""
+    """Measure the device time of augmentation, and of a complete step with augmentation."""
     data = require_repeated(setup)
     rows: list[dict[str, Any]] = []
     notes = [
@@ -151,7 +151,7 @@ def measure_augmentation(setup: Setup) -> Result:
     for training in trainings(setup, data=data):
         for name, augment in augments.items():
             if isinstance(training.settings, MaeSettings) and augment.erase:
-                continue  # not allowed for this task: erased pixels would be targets
+                continue  # this task does not allow it, because erased pixels would be targets
             what = f"{training.name}: {name}"
             try:
                 row = _augmentation_row(training, name, augment, setup)
@@ -192,12 +192,12 @@ def _train_what_fits(training: Trained, setup: Setup, *, out: Path) -> int:
         try:
             training.train(replace(training.settings, batch=batch, out=out), resume=False, provenance=Provenance())
         except UserError:
-            # Out of memory is reported as a UserError that suggests a smaller batch.
+            # The loop converts an out-of-memory error to a UserError that suggests a smaller batch.
             if setup.device.type != "cuda" or batch <= 8:
                 raise
         else:
             return batch
-        # Not inside the except block, where the exception still references the model.
+        # Continue outside of the except block, in which the exception still references the model.
         batch = max(8, batch // 2)
         shutil.rmtree(out, ignore_errors=True)
         _clear(setup.device)
@@ -245,7 +245,7 @@ def _augmentation_row(training: Trained, name: str, augment: Augment, setup: Set
 
 
 def device_ms(work: Callable[[], object], *, device: torch.device, rounds: int) -> float:
-    """Return median milliseconds of `work` by CUDA events, after two warm-up rounds; wall time on a CPU."""
+    """Return the median time of `work` in ms by CUDA events, after two warm-up rounds; on a CPU, wall time."""
     if device.type != "cuda":
         begin_s = time.perf_counter()
         work()
@@ -263,7 +263,7 @@ def device_ms(work: Callable[[], object], *, device: torch.device, rounds: int) 
 
 
 def _clear(device: torch.device) -> None:
-    """Release memory for the next model."""
+    """Release the memory of a model, for the next model."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

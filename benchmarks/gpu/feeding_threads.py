@@ -1,4 +1,4 @@
-"""The training loader with 1 to 16 threads: clips per second, and what a further thread adds."""
+"""The training loader with 1 to 16 threads: clips per second, and the gain of each additional thread."""
 
 import os
 import time
@@ -26,7 +26,7 @@ _BATCHES_AHEAD = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """What to load: the flags of `train dual-encoder`."""
+    """Clips to load, as flags of `train dual-encoder`."""
 
     num_frames: int
     sampling: str
@@ -41,12 +41,12 @@ _SHOWN = {
 
 
 def thread_counts(cores: int, *, is_dry_run: bool) -> list[int]:
-    """Return the numbers of threads that are meaningful on this machine."""
+    """Return the numbers of threads to measure on this machine."""
     return [1, 2] if is_dry_run else [number for number in _NUMBERS if number <= max(cores, 2)]
 
 
 def measure_threads(setup: Setup) -> Result:
-    """Measure clips per second by number of threads, in turns."""
+    """Measure the clips per second for each number of threads, in turns."""
     data = str(require_repeated(setup))
     cores = len(os.sched_getaffinity(0))
     numbers = thread_counts(cores, is_dry_run=setup.is_dry_run)
@@ -77,7 +77,7 @@ def measure_threads(setup: Setup) -> Result:
     return Result(
         rows=rows,
         notes=[
-            "the chunks are fresh copies of a small set, so all reads are from the page cache: disk speed is not "
+            "the chunks are new copies of a small set, so all reads are from the page cache, and the disk is not "
             "measured",
             f"{cores} cores; medians of {num_rounds} interleaved rounds, {seconds:g} s per turn",
         ],
@@ -101,7 +101,7 @@ def _samples(shown: Shown, *, data: str) -> Samples[Any]:
 
 @contextmanager
 def _batches(samples: Samples[Any], *, batch: int, num_threads: int) -> Iterator[Callable[[], int]]:
-    """Open the loader; the function takes a batch and returns its number of clips."""
+    """Open the loader within the block; yield a function that loads a batch and returns its number of clips."""
     settings = LoaderSettings(batch=batch, num_threads=num_threads, num_ahead=batch * _BATCHES_AHEAD, seed=0)
     with closing(Loader(samples, samples.reader, settings).batches(max_failures=0)) as batches:
         for _ in range(_WARM_BATCHES):
@@ -110,7 +110,7 @@ def _batches(samples: Samples[Any], *, batch: int, num_threads: int) -> Iterator
 
 
 def _timed(take: Callable[[], int], *, seconds: float) -> tuple[float, float]:
-    """Return clips per second of wall time, and CPU milliseconds of this process per clip."""
+    """Return the clips per second of wall time, and the CPU time of this process per clip in milliseconds."""
     num_clips, cpu_begin_s, begin_s = 0, time.process_time(), time.perf_counter()
     while (wall_s := time.perf_counter() - begin_s) < seconds or not num_clips:
         num_clips += take()

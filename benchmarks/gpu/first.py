@@ -1,7 +1,7 @@
-"""The first quarter of an hour on a GPU that nobody has used clipmill on: does it work, then how fast is it.
+"""Measurements for a GPU on which clipmill has not run before: does it work, and how fast is it?
 
-In the order in which an answer is worth most. What only says yes or no runs tests of tests/gpu; the page has a row for
-each of them.
+The most valuable measurements come first. Those that only succeed or fail run tests in tests/gpu, and the page has a
+row for each test.
 """
 
 import io
@@ -31,7 +31,7 @@ from clipmill.train.models.attention import AttentionChoice, attend_naively, ope
 from clipmill.train.run.folder import read_lines
 
 ROOT = Path(__file__).parents[2]
-# Shapes of the presets' towers: clips, packed captions, VideoMAE's encoder, time attention, a captioner.
+# Shapes of the towers in the presets: clips, packed captions, VideoMAE's encoder, time attention, a captioner.
 _PRESETS = (
     "ViT-B/16, 4 frames",
     "text, 12 tokens, packed",
@@ -39,10 +39,10 @@ _PRESETS = (
     "TimeSformer, 8 frames",
     "caption decoder, itself",
 )
-# What --attention auto can choose from, and the name of the row of all shapes.
+# Backends that --attention auto can choose, and the name of the table row for all shapes.
 BACKENDS: tuple[AttentionChoice, ...] = ("xformers", "sdpa", "flash", "cudnn")
 ALL = "all of them"
-# Relative errors in the norm that rounding alone makes.
+# Maximum relative errors, in the norm, that rounding can cause.
 _MOST_ERROR = {"fp32": 1e-4, "fp16": 5e-3, "bf16": 3e-2}
 _TESTS_TIMEOUT_S = 150.0
 _LEAST_MFU, _MOST_WAIT = 0.3, 0.01
@@ -50,7 +50,7 @@ _WARM_STEPS = 8
 
 
 def measure_doctor(setup: Setup) -> Result:
-    """Return what `train doctor` finds out about torch, the driver and each attention backend."""
+    """Return the findings of `train doctor` about torch, the driver and each attention backend."""
     found = examine_accelerator(has_gpus=setup.device.type == "cuda")
     rows: list[dict[str, Any]] = [asdict(tried) for tried in found.tried]
     for row in rows:
@@ -67,7 +67,7 @@ def measure_doctor(setup: Setup) -> Result:
 
 
 def measure_attention(setup: Setup) -> Result:
-    """Return error and time of each backend at the presets' shapes; `fastest_backend` reads the last row."""
+    """Return the error and time of each backend for the shapes of the presets. `fastest_backend` reads the last row."""
     names = BACKENDS if setup.device.type == "cuda" else ("sdpa",)
     rows: list[dict[str, Any]] = []
     for shape in SHAPES:
@@ -87,7 +87,7 @@ def measure_attention(setup: Setup) -> Result:
                         row["error"] = f"{name} is off by {deviation:.2g}"
                     else:
                         row[name] = _milliseconds(partial(calls.forward_and_backward, attend), setup)
-                except Exception as error:  # noqa: BLE001  a backend may support no such shape
+                except Exception as error:  # noqa: BLE001  a backend may not support the shape
                     row[name] = one_line(error, most_chars=40)
             rows.append({**row, "fastest": _fastest(row)})
     precision = rows[0]["precision"]
@@ -100,13 +100,13 @@ def measure_attention(setup: Setup) -> Result:
         rows=rows,
         notes=[
             "ms per forward and backward pass; gradients are compared with the formula in float32",
-            f"{ALL}: the fastest backend belongs into FASTEST of train/models/attention_choice.py",
+            f"{ALL}: enter the fastest backend in FASTEST of train/models/attention_choice.py",
         ],
     )
 
 
 def fastest_backend(path: Path) -> dict[tuple[int, int], AttentionChoice]:
-    """The entry of `FASTEST` (clipmill.train.models.attention_choice) by the results of a GPU; empty without any."""
+    """Return the entry for `FASTEST` (clipmill.train.models.attention_choice) from the results of a GPU; {} if none."""
     results = json.loads(path.read_bytes())
     capability = results["environment"].get("compute_capability")
     rows = [row for one in results["measurements"] for row in one["rows"] if row.get("shape") == ALL]
@@ -125,18 +125,18 @@ def _fastest(row: dict[str, Any]) -> str | None:
 
 
 def measure_tests(setup: Setup, *, files: Sequence[str], selection: str = "", dry: str) -> Result:
-    """Return the outcome of tests of tests/gpu.
+    """Run tests in tests/gpu, and return their outcomes.
 
     Args:
-        selection: tests that are run, as -k of pytest.
-        dry: the same for a dry run.
+        selection: Expression for pytest's -k that selects the tests.
+        dry: Expression for a dry run.
     """
     report = setup.scratch / f"{Path(files[0]).stem}.xml"
     words = [*(f"tests/gpu/{name}" for name in files), "-m", "gpu", "-q", "--gpu-device", setup.device.type]
     words += ["-p", "no:cacheprovider", f"--junitxml={report}", "-k", dry if setup.is_dry_run else selection]
     status, said = _run("pytest", words, setup=setup, timeout_s=_TESTS_TIMEOUT_S)
     if not report.exists():
-        raise RuntimeError(f"pytest ended with {status}: {said[-500:]}")
+        raise RuntimeError(f"pytest exited with {status}: {said[-500:]}")
     rows: list[dict[str, Any]] = []
     for case in ElementTree.parse(report).iter("testcase"):
         row: dict[str, Any] = {"test": case.get("name"), "seconds": float(case.get("time", "0"))}
@@ -151,7 +151,7 @@ def measure_tests(setup: Setup, *, files: Sequence[str], selection: str = "", dr
 
 
 def measure_preset(setup: Setup, *, num_frames: int, keeps_activations: bool) -> Result:
-    """Return MFU and waiting for data of b16-ego4d, with activation checkpointing or without."""
+    """Measure the MFU of b16-ego4d and the time it waits for data, with or without activation checkpointing."""
     name = f"T = {num_frames}, {'without' if keeps_activations else 'with'} activation checkpointing"
     batch = 4 if setup.is_dry_run else (256 if num_frames == 4 else 32) * (1 if keeps_activations else 2)
     workers = 1 if setup.is_dry_run else len(os.sched_getaffinity(0))
@@ -172,17 +172,17 @@ def measure_preset(setup: Setup, *, num_frames: int, keeps_activations: bool) ->
     targets = [Target(what=f"waiting, {name}", figure=row["wait share"], goal=_MOST_WAIT, is_at_most=True)]
     if not keeps_activations:
         targets.append(Target(what=f"MFU, {name}", figure=mfu, goal=_LEAST_MFU))
-    return Result(rows=[row], targets=targets, notes=["expected figures: docs/gpu.md"])
+    return Result(rows=[row], targets=targets, notes=["docs/gpu.md lists the expected figures"])
 
 
 def _run(module: str, words: Sequence[object], *, setup: Setup, timeout_s: float | None = None) -> tuple[int, str]:
-    """Run a program in a process of its own, or of a dry run in this one, which has imported most of it.
+    """Run a program in a new process; in a dry run, in this process, which has imported most modules already.
 
     Args:
-        module: module with a function `main`, whose return value or SystemExit is the exit status.
+        module: Module with a function `main`, whose return value or SystemExit is the exit status.
 
     Returns:
-        The exit status, and what the program printed.
+        The exit status and the output of the program.
     """
     command = f"import sys; from {module} import main; sys.argv[0] = 'main'; sys.exit(main())"
     if not setup.is_dry_run:

@@ -1,4 +1,4 @@
-"""Comparison of implementations of the same work: times in turns, peak memory and FLOPs."""
+"""Compare implementations of the same work: times measured in turns, peak memory and FLOPs."""
 
 import gc
 import statistics
@@ -20,11 +20,11 @@ _WARM_STEPS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """One implementation, ready to run.
+    """Implementation that is ready to run.
 
     Attributes:
-        step: one unit of the work.
-        model: model whose forward FLOPs, times three, are the FLOPs of a step (clipmill.train.engine.metrics).
+        step: Function that does one unit of the work.
+        model: Model. Three times the FLOPs of its forward pass are the FLOPs of a step (clipmill.train.engine.metrics).
         num_flops: FLOPs of a step, if no model is trained.
     """
 
@@ -38,11 +38,11 @@ Opening = Callable[[], Implementation]
 
 @dataclass(kw_only=True)
 class Timings:
-    """The measurements of one implementation.
+    """Measurements of an implementation.
 
     Attributes:
-        seconds: of a step, one value per round.
-        peak_bytes: peak memory, including weights and optimizer; None on a CPU.
+        seconds: Time of a step in seconds, one value per round.
+        peak_bytes: Peak memory in bytes, including weights and optimizer; None on a CPU.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -52,14 +52,14 @@ class Timings:
 
     @property
     def median_s(self) -> float | None:
-        """Median over the rounds in seconds; None if it failed."""
+        """Median time of a step over the rounds in seconds; None if the implementation failed."""
         return statistics.median(self.seconds) if self.seconds and self.error is None else None
 
 
 def take_turns(
     openings: Mapping[str, Opening], setup: Setup, *, num_rounds: int = 5, num_steps: int = 5
 ) -> dict[str, Timings]:
-    """Open all implementations, keep them in memory together, and time each once per round for `num_steps` steps."""
+    """Open all implementations, keep all of them in memory, and time `num_steps` steps of each in every round."""
     if setup.is_dry_run:
         num_rounds = num_steps = 1
     taken = {name: Timings() for name in openings}
@@ -85,12 +85,12 @@ def rows_of(
     beside: Sequence[str],
     precision: str = "bf16",
 ) -> list[dict[str, Any]]:
-    """Return a row for each implementation.
+    """Return a table row for each implementation.
 
     Args:
-        items: number of `unit` per step.
-        beside: implementations that the others are compared with.
-        precision: precision of the matrix products, for the fraction of the GPU's peak.
+        items: Number of `unit` per step.
+        beside: Implementations with which the others are compared.
+        precision: Precision of the matrix products, for the fraction of the GPU's peak FLOP/s.
     """
     rows = []
     for name, one in taken.items():
@@ -111,7 +111,7 @@ def rows_of(
 
 
 def faster_than(taken: Mapping[str, Timings], name: str, other: str) -> float | None:
-    """Return the median speed-up of one implementation over another; None if one of them failed."""
+    """Return the median speed-up of an implementation over another one; None if one of them failed."""
     if other not in taken or taken[name].median_s is None or taken[other].median_s is None:
         return None
     pairs = zip(taken[other].seconds, taken[name].seconds, strict=True)
@@ -121,7 +121,7 @@ def faster_than(taken: Mapping[str, Timings], name: str, other: str) -> float | 
 def flops_columns(
     num_flops: int | None, seconds: float | None, setup: Setup, *, precision: str
 ) -> dict[str, float | str | None]:
-    """Return the TFLOP/s of a model, and the fraction of the GPU's peak if known."""
+    """Return the TFLOP/s of a model, and their fraction of the GPU's peak if it is known."""
     if not num_flops or not seconds:
         return {"TFLOP/s": None, "MFU": None}
     rate = num_flops / seconds
@@ -142,7 +142,7 @@ def release() -> None:
 def _surviving(taken: Timings, device: torch.device) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # noqa: BLE001  a kernel that is missing fails in its own variant
+    except Exception as error:  # noqa: BLE001  a missing kernel must not affect the other implementations
         taken.error = one_line(error)
     if taken.error is not None:
         release()

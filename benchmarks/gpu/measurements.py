@@ -1,4 +1,4 @@
-"""Runs measurements within a time limit; each result is on disk before the next one starts.
+"""Run measurements within a time limit, and write each result to disk before the next measurement starts.
 
 The JSON file:
 
@@ -8,8 +8,8 @@ The JSON file:
                        "error": text or null, "skipped": text or null}],
      "running": name of the measurement in progress, or null}
 
-If a measurement fails, its traceback is recorded and the next one starts: one exception must not waste the rest of
-limited GPU time. `benchmarks.gpu.supervised` does the same for a process that exits.
+If a measurement fails, its traceback is recorded and the next measurement starts, because an exception must not waste
+the remaining GPU time. `benchmarks.gpu.supervised` does the same if the process exits.
 """
 
 import gc
@@ -31,7 +31,7 @@ PACKAGES = ("torchvision", "transformers", "xformers", "open_clip_torch", "diffu
 
 
 class DeviceLost(Exception):
-    """A recorded error after which this process can no longer use its GPU."""
+    """Error, already recorded, after which this process can no longer use its GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +39,10 @@ class Setup:
     """Settings that all measurements share.
 
     Attributes:
-        device: device of the models; a CPU in a dry run only.
-        is_dry_run: tiny sizes and one round, to test the program; the figures are meaningless.
-        data: the data folder with captioned chunks.
-        scratch: folder for temporary files.
+        device: Device of the models; the CPU only in a dry run.
+        is_dry_run: True for tiny sizes and one round, to test the program; the figures are meaningless.
+        data: Data folder with captioned chunks.
+        scratch: Folder for temporary files.
     """
 
     device: torch.device
@@ -53,11 +53,13 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A figure and its target.
+    """Figure with a target.
 
     Attributes:
-        figure: None if it could not be measured.
-        goal: the minimum or maximum.
+        what: Description of the figure.
+        figure: Measured value; None if it could not be measured.
+        goal: Minimum or maximum of the figure.
+        is_at_most: True if `goal` is a maximum.
     """
 
     what: str
@@ -68,10 +70,10 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of one measurement: a table whose columns are the keys of the rows, and notes below it.
+    """Result of a measurement: a table whose columns are the keys of the rows, and notes below the table.
 
     Attributes:
-        rows: one that could not be measured has a one-line `error`.
+        rows: Rows of the table. A row that could not be measured has an `error` of one line.
     """
 
     rows: Sequence[dict[str, Any]]
@@ -81,10 +83,10 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One table to measure.
+    """Measurement of a table.
 
     Attributes:
-        estimated_s: duration on a GPU; the measurement is skipped, with a remark, if less time is left.
+        estimated_s: Estimated time on a GPU in seconds. The measurement is skipped if less time is left.
     """
 
     name: str
@@ -94,7 +96,7 @@ class Measurement:
 
 @dataclass(kw_only=True)
 class Record:
-    """A measurement's record in the file."""
+    """Record of a measurement in the file."""
 
     name: str
     seconds: float = 0.0
@@ -113,16 +115,16 @@ def run_measurements(
     path: Path,
     taken: Sequence[Record] = (),
 ) -> bool:
-    """Run the measurements in order, and rewrite `path` after each.
+    """Run the measurements in order, and rewrite `path` after each measurement.
 
     Args:
-        taken: records already written by another process of the same run, which are not repeated.
+        taken: Records that another process of this run has written. These measurements are not repeated.
 
     Returns:
         True if all measurements that were run succeeded.
 
     Raises:
-        DeviceLost: an error has left the GPU unusable in this process.
+        DeviceLost: This process can no longer use the GPU after an error.
     """
     ends_s = time.monotonic() + 60 * minutes
     content: dict[str, Any] = {"environment": _environment(setup), "is_dry_run": setup.is_dry_run}
@@ -134,7 +136,7 @@ def run_measurements(
         left_s = ends_s - time.monotonic()
         record = Record(name=measurement.name)
         if not setup.is_dry_run and left_s < measurement.estimated_s:
-            record.skipped = f"takes about {measurement.estimated_s:.0f} s, and {max(0, left_s):.0f} s were left"
+            record.skipped = f"takes about {measurement.estimated_s:.0f} s, but only {max(0, left_s):.0f} s were left"
         else:
             write(path, content, records, running=measurement.name)
             try:
@@ -152,7 +154,7 @@ def run_measurements(
 
 
 def skip_rest(records: list[Record], measurements: Sequence[Measurement], *, running: str | None) -> None:
-    """Add records of the measurements without one: the one that was running, and those after it."""
+    """Add a record for each measurement without a record: the one that was running, and all later ones."""
     taken = {record.name for record in records}
     for one in measurements:
         if one.name not in taken:
@@ -161,7 +163,7 @@ def skip_rest(records: list[Record], measurements: Sequence[Measurement], *, run
 
 
 def write(path: Path, content: dict[str, Any], records: Sequence[Record], *, running: str | None = None) -> None:
-    """Replace the file."""
+    """Write the file again, with the records so far."""
     whole = {**content, "measurements": [asdict(one) for one in records], "running": running}
     with publish_atomically(path) as temporary:
         temporary.write_text(json.dumps(whole, indent=1) + "\n")
@@ -174,7 +176,7 @@ def say(record: Record) -> None:
 
 
 def one_line(error: BaseException, *, most_chars: int = 300) -> str:
-    """Format an error's type and message on one line."""
+    """Format the type and the message of an error on one line."""
     text = " ".join(str(error).split())
     if len(text) > most_chars:
         text = f"{text[: most_chars - 4]} ..."
@@ -187,13 +189,13 @@ def _take(measurement: Measurement, record: Record, setup: Setup) -> None:
         result = measurement.measure(setup)
         record.rows, record.notes = [dict(row) for row in result.rows], list(result.notes)
         record.targets = [asdict(target) for target in result.targets]
-    except Exception:  # noqa: BLE001  whatever it is, the others are still measured
+    except Exception:  # noqa: BLE001  the other measurements must run after any error
         record.error = traceback.format_exc()
     record.seconds = time.perf_counter() - began_s
 
 
 def _device_error(setup: Setup) -> str | None:
-    """Release the memory of a measurement; return the error if this fails, as after an illegal access."""
+    """Release the memory of a measurement; return the error if this fails, for example after an illegal access."""
     if setup.device.type != "cuda":
         return None
     gc.collect()
@@ -201,7 +203,7 @@ def _device_error(setup: Setup) -> str | None:
         torch.cuda.synchronize(setup.device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(setup.device)
-    except Exception as error:  # noqa: BLE001  of several types, by the version of torch
+    except Exception as error:  # noqa: BLE001  the type of the error depends on the version of torch
         return one_line(error)
     return None
 
@@ -221,7 +223,7 @@ def _environment(setup: Setup) -> dict[str, str]:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Return versions by distribution; `none` if it is not installed."""
+    """Return the versions of packages by name; `none` for a package that is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}

@@ -1,4 +1,4 @@
-"""Attention alone, with the shapes that occur in the models: which implementation is fastest on this GPU.
+"""Speed of attention with the shapes that occur in the models: which implementation is fastest on this GPU?
 
 Shape suffixes: B batch, M queries, N keys, H heads, K head dimension.
 """
@@ -26,7 +26,7 @@ BACKENDS = {
     "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-# Entries that the profiler lists in addition to kernels.
+# Entries of the profiler that are not kernels.
 _NO_KERNELS = ("Activity Buffer", "Lazy Function", "Memcpy", "Memset")
 _MB = 1024**2
 _FORWARD_AND_BACKWARD = 3
@@ -34,11 +34,11 @@ _FORWARD_AND_BACKWARD = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One attention call.
+    """Shape of an attention call.
 
     Attributes:
-        queries: sequence length; `keys` if it differs for the keys.
-        packed: sequences are concatenated in one row.
+        queries: Length of the sequences; `keys` is the number of keys if it differs.
+        packed: True if the sequences are concatenated in one row.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def forward_flops(self) -> int:
-        """FLOPs of both matrix products; causal attention is counted in full, as torch does."""
+        """FLOPs of both matrix products. Causal attention is counted in full, as torch does."""
         return 4 * self.batch * self.heads * self.queries * (self.keys or self.queries) * self.width
 
 
@@ -71,7 +71,7 @@ SHAPES = (
 
 
 def measure_attention(setup: Setup) -> Result:
-    """Return a row for each shape and precision: forward and backward pass of every implementation."""
+    """Time a forward and backward pass of every implementation, for each shape and precision."""
     rows = []
     failures: dict[str, list[str]] = {}
     for precision, dtype in PRECISIONS.items():
@@ -108,7 +108,7 @@ def measure_attention(setup: Setup) -> Result:
 
 
 def attentions(setup: Setup) -> dict[str, Callable[[], Attend]]:
-    """Return every implementation that may work on a device, each opened on call."""
+    """Return functions that open every implementation that may work on the device, by name."""
     kind = setup.device.type
     found: dict[str, Callable[[], Attend]] = {
         AUTO: lambda: open_attention("auto", device_type=kind).attend,
@@ -122,7 +122,7 @@ def attentions(setup: Setup) -> dict[str, Callable[[], Attend]]:
 
 
 def _forced(backend: SDPBackend) -> Attend:
-    """SDPA restricted to one backend; it raises a RuntimeError for unsupported inputs."""
+    """Return SDPA restricted to one backend, which raises a RuntimeError for unsupported inputs."""
 
     def attend(
         q_BMHK: torch.Tensor,
@@ -150,7 +150,7 @@ def _row(shape: Shape, setup: Setup, *, precision: str, dtype: torch.dtype) -> t
     }
     taken = take_turns(openings, setup, num_steps=10)
     times = {name: one.median_s for name, one in taken.items() if one.median_s is not None}
-    # The practical choices; the plain formula is only for comparison.
+    # The plain formula is only a comparison, and not a practical choice.
     fastest = min((name for name in times if name != AUTO), key=lambda name: times[name], default=None)
     slowdown = None if fastest is None else faster_than(taken, fastest, AUTO)
     best = Timings() if fastest is None else taken[fastest]
@@ -193,7 +193,7 @@ class AttentionCalls:
         torch.autograd.grad(self.forward(attend), (self._q, self._k, self._v), self._gradient)
 
     def gradients(self, attend: Attend, *, in_float32: bool = False) -> list[torch.Tensor]:
-        """The gradients of queries, keys and values, computed in their precision or in float32."""
+        """Return the gradients of queries, keys and values, computed in their precision or in float32."""
         inputs = [self._q, self._k, self._v]
         if in_float32:
             inputs = [x.detach().float().requires_grad_() for x in inputs]
@@ -207,7 +207,7 @@ class AttentionCalls:
             with seen:
                 self.forward(attend)
             kernel = self._longest_kernel(attend) if self._device.type == "cuda" else None
-        except Exception as error:  # noqa: BLE001  names are not worth a row, and a profiler is not allowed everywhere
+        except Exception as error:  # noqa: BLE001  the row matters more than names, and a profiler may be forbidden
             kernel = one_line(error, most_chars=80)
         operators = ", ".join(dict.fromkeys(seen.names)) or "products of matrices"
         return f"{operators} ({kernel})" if kernel else operators
@@ -228,7 +228,7 @@ class AttentionCalls:
 
 
 class _Operators(TorchDispatchMode):
-    """Records which attention operators are called."""
+    """Recorder of the attention operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class _Operators(TorchDispatchMode):
 
 
 def tiny(shape: Shape) -> Shape:
-    """A shape of a dry run."""
+    """Return a small version of a shape, for a dry run."""
     return replace(shape, batch=2, queries=min(shape.queries, 20), keys=shape.keys and 24, heads=2, width=16)
 
 

@@ -1,4 +1,4 @@
-"""Encoding latents and text as in `prep latents` and `prep text`, compared with plain loops with the same weights."""
+"""Encode latents and text as `prep latents` and `prep text` do, compared with plain loops with the same weights."""
 
 from copy import deepcopy
 from functools import partial
@@ -17,14 +17,14 @@ from clipmill.prep.text.tower import TINY, TINY_SHA256, Tower, load_tower
 from clipmill.train.engine.metrics import FlopCounter
 
 PREP, PLAIN, MODEL = "prep", "plain loop", "the model alone"
-_SCALING = 0.18215  # of Stable Diffusion
+_SCALING = 0.18215  # scaling factor of Stable Diffusion's latents
 _SIDE_PX, _SIZE_PX, _FRAMES = 288, 256, 32
 _TEXTS, _TEXT_BATCH = 1024, 256
 _HALVES: tuple[tuple[Precision, str], ...] = (("float16", "fp16"), ("bfloat16", "bf16"))
 
 
 def measure_latents(setup: Setup) -> Result:
-    """Measure frames in host memory to latents in host memory, with resizing and encoding on the device."""
+    """Measure the path from frames to latents, both in host memory, with resizing and encoding on the device."""
     side_px, size_px, num_frames = (40, 32, 2) if setup.is_dry_run else (_SIDE_PX, _SIZE_PX, _FRAMES)
     vae = Vae("made", "made", None, "", channels=4, factor=8, scaling_factor=_SCALING, shift_factor=None)
     pictures = np.random.default_rng(0).integers(0, 256, (num_frames, side_px, side_px, 3), np.uint8)
@@ -79,13 +79,13 @@ def measure_latents(setup: Setup) -> Result:
 
 
 def _resized(pictures: torch.Tensor, *, size_px: int) -> torch.Tensor:
-    """Resize pictures [N, S, S, 3] to float32 [N, 3, size, size], as a plain loop would."""
+    """Resize frames [N, S, S, 3] to float32 [N, 3, size, size], as a plain loop does."""
     square = pictures.permute(0, 3, 1, 2).float()
     return torch.nn.functional.interpolate(square, size=(size_px, size_px), mode="bilinear", antialias=True)
 
 
 def measure_texts(setup: Setup) -> Result:
-    """Measure texts to embeddings in host memory, including tokenisation."""
+    """Measure the path from texts to embeddings in host memory, including tokenisation."""
     import open_clip
 
     kind = setup.device.type

@@ -1,4 +1,4 @@
-"""Stages after the towers: contrastive losses compared with open_clip's, and decoding with transformers' `generate`."""
+"""Stages after the towers: contrastive losses compared with open_clip, and decoding compared with transformers."""
 
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from clipmill.train.tasks.caption.spec import DecodingSettings, max_tokens_of
 
 _PAIRS, _WIDTH, _CAPTIONS = 2048, 512, 32
 _FASTCLIP = "fastclip-v3"
-# The similarity matrix, and one product for the gradient of each side.
+# One matrix product for the similarities, and one for the gradient of each side.
 _PRODUCTS = 3
 
 
@@ -49,7 +49,7 @@ def measure_losses(setup: Setup) -> Result:
 
 
 def measure_decoding(setup: Setup) -> Result:
-    """Measure captioning of clips encoded in advance, with the maximum number of tokens."""
+    """Measure the time to write captions of the maximum length, for clips that were encoded in advance."""
     shape = shape_of(setup)
     ours, theirs = opened_captioners(setup)
     num_captions = 2 if setup.is_dry_run else _CAPTIONS

@@ -23,7 +23,7 @@ PACKED, PADDED, OPEN_CLIP, SHORT = "packed", "padded", "open_clip", "12 tokens"
 
 
 def measure_videomae(setup: Setup) -> Result:
-    """Compare VideoMAE pre-training with VideoMAEForPreTraining with SDPA: same weights, clips and masks."""
+    """Compare VideoMAE pre-training with VideoMAEForPreTraining and SDPA, on the same weights, clips and masks."""
     device = setup.device
     image_px, batch = (32, 1) if setup.is_dry_run else (224, _CLIPS)
     ours = OurSteps(
@@ -37,7 +37,7 @@ def measure_videomae(setup: Setup) -> Result:
     masks = ours.masks(batch, device=device)
     losses = {name: take(steps, clips, masks) for name, steps in variants.items()}
     if abs(losses[OURS] - losses[HF]) > _CLOSE * losses[HF]:
-        raise RuntimeError(f"different losses with the same weights: {losses}")
+        raise RuntimeError(f"the losses with the same weights differ: {losses}")
     _forget_gradients(*(steps.model for steps in variants.values()))
     openings: dict[str, Opening] = {
         name: lambda steps=steps: Implementation(step=partial(take, steps, clips, masks), model=steps.model)  # type: ignore[misc]
@@ -55,7 +55,7 @@ def measure_videomae(setup: Setup) -> Result:
 
 
 def measure_timesformer(setup: Setup) -> Result:
-    """Compare TimeSformer with TimesformerModel: same weights and clips."""
+    """Compare TimeSformer with TimesformerModel, on the same weights and clips."""
     shape: Shape = shape_of(setup)
     batch = 1 if setup.is_dry_run else _TIMESFORMER_CLIPS
     ours, theirs = opened_captioners(setup)
@@ -84,7 +84,7 @@ def measure_timesformer(setup: Setup) -> Result:
 
 
 def measure_text(setup: Setup) -> Result:
-    """Compare packed, padded and open_clip's text towers on captions of different lengths."""
+    """Compare the packed text tower, the padded text tower and open_clip's on captions of different lengths."""
     device = setup.device
     num_captions = 4 if setup.is_dry_run else _CAPTIONS
     attention = open_attention("auto", device_type=device.type)
@@ -115,7 +115,7 @@ def _text_variant(tower: nn.Module, tokens: torch.Tensor) -> Implementation:
 
 
 def _forget_gradients(*models: nn.Module) -> None:
-    """Clear the gradients, so that they are attributed to the variant that computes them."""
+    """Clear the gradients, so that their memory is attributed to the variant that computes them."""
     for model in models:
         model.zero_grad(set_to_none=True)
 

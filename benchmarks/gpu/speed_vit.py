@@ -1,6 +1,6 @@
-"""ViT-B/16 on clips of 4 frames: training steps by attention, checkpointed and compiled, and with open_clip.
+"""Training steps of ViT-B/16 on clips of 4 frames: by attention backend, checkpointed, compiled, and with open_clip.
 
-The steps are those of `benchmarks.vit_steps`: bf16 autocast, forward and backward pass, fused AdamW, with clips
+`benchmarks.vit_steps` has the steps: forward and backward pass under bf16 autocast, and fused AdamW, on clips that are
 already on the GPU.
 """
 
@@ -30,7 +30,7 @@ _OTHERS = {
 
 
 def measure_steps(setup: Setup) -> Result:
-    """Compare every attention, and open_clip, with the same batch size."""
+    """Compare every attention backend and open_clip with the same batch size."""
     tower, num_clips = _tower(setup), _num_clips(setup)
     openings: dict[str, Opening] = {
         name: partial(_opened_with, opens, tower, num_clips) for name, opens in attentions(setup).items()
@@ -67,7 +67,7 @@ def measure_compiled(setup: Setup) -> Result:
 
 
 def measure_largest(setup: Setup) -> Result:
-    """Measure the largest batch in 24 GB, and the throughput at three quarters of it, one variant at a time."""
+    """Measure the largest batch in 24 GB and the throughput with three quarters of it, one variant at a time."""
     tower = _tower(setup)
     variants = {NAIVE: TowerVariant(attention="naive"), AUTO: TowerVariant(), **_OTHERS}
     largest: dict[str, int] = {}

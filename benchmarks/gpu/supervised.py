@@ -1,7 +1,7 @@
-"""Runs the measurements in a separate process, and starts another for the rest if it exits or hangs.
+"""Run the measurements in a separate process, and start another process for the remaining ones if it exits or hangs.
 
-After an illegal memory access a process can no longer use its GPU, a kernel built for another version of torch may
-crash it, and a compiler may hang. The measurement in progress is then recorded as failed, and the remaining ones run.
+A process can no longer use its GPU after an illegal memory access, a kernel for a different version of torch may crash
+the process, and a compiler may hang. The measurement in progress is then recorded as failed, and the others still run.
 """
 
 import json
@@ -16,13 +16,13 @@ from typing import Any
 
 from benchmarks.gpu.measurements import DeviceLost, Measurement, Record, Setup, run_measurements, say, skip_rest, write
 
-# Set for the measuring process: the end of its time, in seconds since the epoch.
+# Environment variable of the measuring process: the end of its time, in seconds since the epoch.
 _ENDS = "CLIPMILL_GPU_ENDS"
 _LOST_STATUS = 3
 _LOOKS_EVERY_S = 0.5
-_SLOWER = 3.0  # a measurement is aborted after this multiple of its estimated time
+_SLOWER = 3.0  # a measurement is ended after this multiple of its estimated time
 _LEAST_S = 90.0
-_GRACE_S = 20.0  # after the end of the time, for a measurement that takes longer than estimated
+_GRACE_S = 20.0  # extra time for a measurement that takes longer than estimated
 
 
 def is_measuring() -> bool:
@@ -38,10 +38,10 @@ def run_supervised(
     minutes: float,
     path: Path,
 ) -> bool:
-    """Call `run_measurements` in a new process of this program with the same arguments; a dry run stays in this one.
+    """Call `run_measurements` in a new process of this program, with the same arguments; a dry run needs no process.
 
     Args:
-        setup: called in the measuring process, so that no other process uses the GPU.
+        setup: Function that the measuring process calls, so that no other process uses the GPU.
 
     Returns:
         True if all measurements that were run succeeded.
@@ -64,7 +64,7 @@ def run_supervised(
 def _supervise(measurements: Sequence[Measurement], *, path: Path, ends_s: float) -> bool:
     limits_s = {one.name: max(_LEAST_S, _SLOWER * one.estimated_s) for one in measurements}
     environment = {**os.environ, _ENDS: str(ends_s)}
-    # At most one process per measurement, whatever terminates them.
+    # Start at most one process per measurement, for whatever reason the processes end.
     for _ in measurements:
         try:
             why, status = _watched(environment, path, limits_s=limits_s, ends_s=ends_s)
@@ -97,11 +97,11 @@ def _supervise(measurements: Sequence[Measurement], *, path: Path, ends_s: float
 
 
 class _TimeIsOver(Exception):
-    """The time is over during a measurement."""
+    """The time limit was reached during a measurement."""
 
 
 def _cut(measurements: Sequence[Measurement], *, path: Path) -> bool:
-    """Record the measurement in progress and those not started; return False if there is no file yet."""
+    """Record the measurement in progress and the ones that were not started; return False if there is no file yet."""
     content = _read(path)
     if not content:
         return False
@@ -117,10 +117,13 @@ def _cut(measurements: Sequence[Measurement], *, path: Path) -> bool:
 def _watched(
     environment: dict[str, str], path: Path, *, limits_s: dict[str, float], ends_s: float
 ) -> tuple[str | None, int]:
-    """Run this program in a new process; return why it exited early (None if it did not) and its exit status.
+    """Run this program in a new process.
+
+    Returns:
+        The reason why the process ended early (None if it did not), and its exit status.
 
     Raises:
-        _TimeIsOver: the process was terminated because the time was over.
+        _TimeIsOver: The process was ended at the time limit.
     """
     process = subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=environment, start_new_session=True)
     since_s, running = time.monotonic(), None

@@ -1,4 +1,4 @@
-"""The results of a GPU as a page of Markdown: the environment, targets and figures, all tables, and all failures."""
+"""Format the results of a GPU as a page of Markdown: environment, targets with figures, all tables and all failures."""
 
 import json
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ _MOST_CHARS = 400
 
 
 def page_of(path: Path) -> str:
-    """Return the page of the results in a JSON file of `benchmarks.gpu`."""
+    """Return the page for a JSON file of `benchmarks.gpu`."""
     found: dict[str, Any] = json.loads(path.read_bytes())
     environment, measurements = found["environment"], found["measurements"]
     chip = "Dry run" if found["is_dry_run"] else environment.get("gpu", "Unknown chip")
     lines = [f"# {chip}", ""]
     if found["is_dry_run"]:
-        lines += ["Tiny sizes on a CPU, as a test of the programs: the figures are meaningless.", ""]
+        lines += ["A test of the program with tiny sizes on a CPU: the figures are meaningless.", ""]
     shown = {name: value for name, value in environment.items() if value != "none"}
     lines += table([{"of": name.replace("_", " "), "": value} for name, value in shown.items()])
     rows = [_target_row(one["name"], target) for one in measurements for target in one["targets"]]

@@ -1,12 +1,13 @@
-"""The server loop shared by all loaders: a persistent process that answers requests, one JSON object per line.
+"""Server loop of all loaders: a persistent process that responds to requests, one JSON object per line.
 
-    {"do": "make"}                       create the dataset in this loader's format, unless it exists
+    {"do": "make"}                       create the dataset in the format of this loader, unless it exists
     {"do": "open", "batch": 32}          start workers, allocate buffers
-    {"do": "check"}                      one epoch, untimed: {"num_distinct": 5000, "digest": "..."}
-    {"do": "time", "at_least_s": 0.5}    whole epochs for at least this time: {"num_segments": ..., "seconds": ...}
+    {"do": "check"}                      one epoch without timing: {"num_distinct": 5000, "digest": "..."}
+    {"do": "time", "at_least_s": 0.5}    complete epochs for at least this time: {"num_segments": ..., "seconds": ...}
     {"do": "close"}                      stop workers, release buffers
 
-An epoch is timed from the request for its first batch, so that shuffling is included, to the end of its last batch.
+The time of an epoch starts with the request for the first batch, so that it includes shuffling, and ends with the last
+batch.
 """
 
 import argparse
@@ -22,10 +23,13 @@ Batches = Iterator[tuple[Any, Any]]
 
 
 class PeerLoader(Protocol):
-    """A loader of the dataset, opened with one batch size."""
+    """Loader of the dataset, opened with a batch size."""
 
     def epoch(self, number: int) -> Batches:
-        """Yield every segment once, shuffled: latents [b, 20, 4, 32, 32] and text [b, 512], valid until the next."""
+        """Yield every segment once, shuffled: latents [b, 20, 4, 32, 32] and text [b, 512].
+
+        A batch is valid until the next batch is requested.
+        """
         ...
 
     def close(self) -> None:
@@ -34,7 +38,7 @@ class PeerLoader(Protocol):
 
 
 Make = Callable[[SegmentSet, Path], None]
-Open = Callable[[Path, SegmentSet, int], PeerLoader]  # (its own folder, the dataset, batch size)
+Open = Callable[[Path, SegmentSet, int], PeerLoader]  # arguments: folder of the loader, dataset, batch size
 
 
 class NothingToClose:
@@ -45,7 +49,7 @@ class NothingToClose:
 
 
 def serve(make: Make, open_loader: Open) -> None:
-    """Answer requests until the input ends; program arguments: the folders of the dataset and of this loader."""
+    """Respond to requests until the input ends. The command line contains the folders of the dataset and the loader."""
     parser = argparse.ArgumentParser()
     parser.add_argument("set_folder", type=Path)
     parser.add_argument("own_folder", type=Path)
@@ -92,6 +96,6 @@ class _Server:
                 num_of_epoch += latents.shape[0]
             seconds += time.perf_counter() - begin_s
             if num_of_epoch != len(self._segments):
-                raise RuntimeError(f"an epoch has {num_of_epoch} segments, expected {len(self._segments)}")
+                raise RuntimeError(f"an epoch has {num_of_epoch} segments, not {len(self._segments)}")
             num_segments += num_of_epoch
         return {"num_segments": num_segments, "seconds": seconds}

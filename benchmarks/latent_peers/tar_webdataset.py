@@ -1,6 +1,6 @@
-"""The webdataset library on tars with one sample per segment, in the loading process itself.
+"""webdataset on ten tars with one sample per segment, without worker processes.
 
-Ten tars, with the library's own shuffling (of tars, and in a buffer of 300 segments), decoding and batching.
+The library shuffles the tars, and the segments in a buffer of 300, and decodes and batches them.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ SHUFFLE_BUFFER = 300
 
 
 class TarWebdataset(NothingToClose):
-    """One pipeline per epoch."""
+    """Loader with a new pipeline for each epoch."""
 
     def __init__(self, folder: Path, batch: int) -> None:
         self._tars, self._batch = sorted(str(path) for path in folder.iterdir()), batch
@@ -44,7 +44,7 @@ def make(segments: SegmentSet, folder: Path) -> None:
 
 def open_loader(folder: Path, segments: SegmentSet, batch: int) -> PeerLoader:
     """List the tars."""
-    import webdataset  # noqa: F401 - not within the first epoch
+    import webdataset  # noqa: F401 - import it now, so that the first epoch does not include the import
 
     return TarWebdataset(folder, batch)
 

@@ -1,7 +1,7 @@
-"""Chromium without a window, driven by the DevTools protocol through a pipe: no driver, no port, no dependency.
+"""Control Chromium without a window through the DevTools protocol over a pipe: no driver, no port, no dependency.
 
-The protocol: JSON messages that end with a zero byte, written to the browser's file descriptor 3 and read from its 4.
-Source: https://chromedevtools.github.io/devtools-protocol.
+JSON messages that end with a zero byte are written to file descriptor 3 of the browser, and read from its file
+descriptor 4. Source: https://chromedevtools.github.io/devtools-protocol.
 """
 
 import base64
@@ -22,27 +22,27 @@ from typing import Any
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--mute-audio")
 _MOUSE = "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4"
-# Moves the ends of the pipes to the descriptors that the browser expects, which may be in use in this process.
+# Program that moves the pipes to the file descriptors of the browser, which may be in use in this process.
 _LAUNCH = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execvp(sys.argv[3], sys.argv[3:])"
 )
 _TIMEOUT_S = 60.0
 _SETTLED_S = 0.3
-_MAX_HEIGHT_PX = 16_000  # of a picture; Chromium draws no larger ones
-_MARGIN_PX = 20  # above the element with which a picture begins
+_MAX_HEIGHT_PX = 16_000  # maximum height of a screenshot in Chromium
+_MARGIN_PX = 20  # margin above the first element of a screenshot
 _KEYS = {"Home": 36, "Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "ArrowLeft": 37, "ArrowRight": 39}
 
 
 def chromium() -> str | None:
-    """The program, or None if it is not installed."""
+    """Return the path of Chromium, or None if it is not installed."""
     return next((found for name in _NAMES if (found := shutil.which(name))), None)
 
 
 class Browser:
-    """A running Chromium with a profile of its own, which is removed with it.
+    """Running Chromium with a temporary profile.
 
     Raises:
-        RuntimeError: Chromium is not installed, or does not answer.
+        RuntimeError: Chromium is not installed, or does not respond.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Browser:
 
     @contextmanager
     def page(self, path: Path, *, width_px: int, height_px: int = 900, is_dark: bool = False) -> Iterator["Tab"]:
-        """A page of a file in a window of a size, once it is loaded and drawn."""
+        """Open a file as a page in a window of the given size, and yield its tab once the page is drawn."""
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         tab = Tab(self, session)
@@ -104,7 +104,7 @@ class Browser:
             self._events = [event for event in self._events if event.get("sessionId") != session]
 
     def send(self, method: str, session: str | None = None, **values: Any) -> Any:
-        """Send a command, and return its result; events that come before it are kept."""
+        """Send a command, and return its result. Events that arrive before the result are kept."""
         self._num_sent += 1
         number = self._num_sent
         message = {"id": number, "method": method, "params": values, **({"sessionId": session} if session else {})}
@@ -116,7 +116,7 @@ class Browser:
         return answer["result"]
 
     def events(self, session: str) -> list[dict[str, Any]]:
-        """What a tab has reported so far."""
+        """Return the events that a tab has reported so far."""
         return [event for event in self._events if event.get("sessionId") == session]
 
     def _wait_for(self, method: str, session: str) -> None:
@@ -129,7 +129,7 @@ class Browser:
             ready, _, _ = select.select([self._read], [], [], max(0.0, until - time.monotonic()))
             part = os.read(self._read, 1 << 20) if ready else b""
             if not part:
-                raise RuntimeError("Chromium does not answer")
+                raise RuntimeError("Chromium does not respond")
             self._buffer += part
         message, _, self._buffer = self._buffer.partition(b"\0")
         found: dict[str, Any] = json.loads(message)
@@ -137,18 +137,18 @@ class Browser:
 
 
 class Tab:
-    """An open page."""
+    """Open page."""
 
     def __init__(self, browser: Browser, session: str) -> None:
         self._browser, self._session = browser, session
 
     def send(self, method: str, **values: Any) -> Any:
-        """Send a command about this page."""
+        """Send a command for this page."""
         return self._browser.send(method, self._session, **values)
 
     @property
     def messages(self) -> list[str]:
-        """What the console shows: errors, violations of the content security policy, and what scripts print."""
+        """Messages on the console: errors, violations of the content security policy, and output of scripts."""
         found = []
         for event in self._browser.events(self._session):
             values = event["params"]
@@ -163,7 +163,7 @@ class Tab:
         return found
 
     def value(self, script: str) -> Any:
-        """The value of an expression of JavaScript, or of its promise; raises RuntimeError if it throws."""
+        """Return the value of a JavaScript expression or of its promise; raise RuntimeError if it throws."""
         answer = self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(answer["exceptionDetails"].get("exception", {}).get("description", "error"))
@@ -177,13 +177,13 @@ class Tab:
         self.send("Input.dispatchKeyEvent", type="keyUp", **common)
 
     def resize(self, width_px: int, height_px: int) -> None:
-        """Give the window a size; a phone's is smaller than any that a window may have."""
+        """Set the size of the viewport, which can be as small as a phone's, unlike a window."""
         self.send(
             "Emulation.setDeviceMetricsOverride", width=width_px, height=height_px, deviceScaleFactor=1, mobile=False
         )
 
     def screenshot(self, *, begin: str = "body", height_px: int | None = None) -> bytes:
-        """The page as PNG, from an element on, to its end or to a height."""
+        """Return a screenshot as PNG, from an element to the end of the page, or of the given height."""
         script = f"[innerWidth, document.querySelector({json.dumps(begin)}).getBoundingClientRect().top + scrollY]"
         width, top = self.value(script)
         top = max(0, top - _MARGIN_PX)

@@ -1,7 +1,7 @@
-"""Opens every page of the demo in Chromium, and fails on what is wrong with one: `make pages`, after `make demo`.
+"""Open every page of the demo in Chromium, and report problems: `make pages`, after `make demo`.
 
-Each page is opened at the widths of a desktop and of a phone, in light and dark colours. Pictures of all of them are
-written to build/pages/, and those of the documents, small, to docs/pictures/.
+Each page is opened at the widths of a desktop and of a phone, in light and dark colours. Screenshots of all pages are
+written to build/pages/, and small screenshots for the documents to docs/pictures/.
 """
 
 import io
@@ -20,15 +20,14 @@ ROOT = Path(__file__).parents[2]
 WIDTHS_PX = (1400, 420)
 MAX_PICTURE_BYTES = 150_000
 _PICTURE_WIDTH_PX, _NUM_COLOURS = 1000, (128, 64, 32, 16)
-# Pictures of the documents: page of the demo, and which part of it is shown at the width of a desktop: from which
-# element on, and how much.
+# Pictures of the documents at the width of a desktop: page of the demo, first element that is shown, and height.
 PICTURES = {
     "overview": ("index.html", "main > section:has(.strips)", 1080),
     "chunks": ("chunks.html", "body", 900),
     "run": ("run/index.html", "body", 1100),
     "search": ("search.html", "body", 820),
 }
-# Paths of pages are absolute; the pictures of the documents show them relative to this checkout.
+# The pages contain absolute paths. The pictures of the documents show paths relative to this checkout.
 _SHORTEN = """((root) => {
   const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (texts.nextNode()) texts.currentNode.data = texts.currentNode.data.replaceAll(root, "");
@@ -36,13 +35,13 @@ _SHORTEN = """((root) => {
 
 
 def pages_of(demo: Path) -> list[Path]:
-    """The pages in a folder and in the runs below it, relative to it."""
+    """Return the pages in a folder and in the runs in it, as relative paths."""
     found = [*demo.glob("*.html"), *demo.glob("*/index.html"), *demo.glob("*/evaluations/*.html")]
     return sorted(path.relative_to(demo) for path in found)
 
 
 def look_at(page: Path, *, name: str, browser: Browser, out: Path) -> list[str]:
-    """Open a page in each width and colour scheme, take pictures, and return what is wrong with it."""
+    """Open a page in each width and colour scheme, save screenshots, and return the problems."""
     found = []
     for width_px in WIDTHS_PX:
         for is_dark in (False, True):
@@ -54,7 +53,7 @@ def look_at(page: Path, *, name: str, browser: Browser, out: Path) -> list[str]:
 
 
 def small_picture(screenshot: bytes) -> bytes:
-    """A screenshot as a PNG of at most 150 kB: 1000 px wide, with as many colours as that allows."""
+    """Return a screenshot as a PNG of at most 150 kB, 1000 px wide, with as many colours as the limit allows."""
     whole = Image.open(io.BytesIO(screenshot)).convert("RGB")
     height = round(whole.height * _PICTURE_WIDTH_PX / whole.width)
     small = whole.resize((_PICTURE_WIDTH_PX, height), Image.Resampling.LANCZOS)
@@ -64,13 +63,17 @@ def small_picture(screenshot: bytes) -> bytes:
         reduced.save(content, "png", optimize=True)
         if content.tell() <= MAX_PICTURE_BYTES:
             return content.getvalue()
-    raise UserError(f"the picture has more than {MAX_PICTURE_BYTES:,} bytes", hint="show less of the page")
+    raise UserError(f"the picture is larger than {MAX_PICTURE_BYTES:,} bytes", hint="show less of the page")
 
 
 def main(demo: Path, *, out: Path, pictures: Path) -> int:
-    """Look at all pages; the exit code is 1 if something is wrong with one, and 2 if nothing can be looked at."""
+    """Check all pages, and return the exit status, which is 1 if a page has problems.
+
+    Raises:
+        UserError: Chromium is not installed, or there are no pages.
+    """
     if chromium() is None:
-        raise UserError("Chromium is not installed", hint="install it, such as with: apt install chromium")
+        raise UserError("Chromium is not installed", hint="install it, for example with: apt install chromium")
     pages = pages_of(demo)
     if not pages:
         raise UserError(f"{demo} has no pages", hint="run make demo first")
@@ -92,7 +95,7 @@ def main(demo: Path, *, out: Path, pictures: Path) -> int:
                 publish_bytes(pictures / f"{name}.png", small_picture(tab.screenshot(begin=begin, height_px=height_px)))
     for problem in found:
         print(problem, file=sys.stderr)
-    print(f"{len(pages)} pages; pictures of all: {out}; of the documents: {pictures}")
+    print(f"{len(pages)} pages; screenshots: {out}; pictures of the documents: {pictures}")
     return 1 if found else 0
 
 

@@ -1,9 +1,9 @@
-"""What is wrong with an open page: for the eye, for a keyboard and for a screen reader."""
+"""Find problems of an open page: layout, contrast, keyboard access, and labels for screen readers."""
 
 from scripts.pages.browser import Tab
 
 _LEAST_CONTRAST = 4.5  # WCAG 2.2, 1.4.3
-# Each rule yields what breaks it, in words. Elements that are not displayed are left out.
+# Each rule adds a description of every element that breaks the rule. Elements that are not displayed are omitted.
 _RULES = r"""(() => {
   const found = [];
   const name = (element) => {
@@ -83,7 +83,7 @@ _RULES = r"""(() => {
 
 
 def problems(tab: Tab) -> list[str]:
-    """Messages of the console, and what breaks a rule; equal ones once."""
+    """Return the messages on the console and the broken rules, without duplicates."""
     found = [f"console: {message}" for message in tab.messages]
     found += tab.value(_RULES.replace("LEAST", str(_LEAST_CONTRAST)))
     return list(dict.fromkeys(found))

@@ -1,7 +1,7 @@
-"""Builds the documentation site: `python -m scripts.site.build`, which `make docs` runs.
+"""Build the documentation site: `python -m scripts.site.build`, which `make docs` runs.
 
-The pages are the documents of the repository, in a folder `build/docs/pages`: those of `docs/`, the READMEs of the
-packages and of the benchmarks, and a page of the reference for each command of both programs, made from its flags.
+The pages, in the folder `build/docs/pages`, are the documents in `docs/`, the READMEs of the packages and benchmarks,
+and a reference page for each command of both programs, which is generated from its flags.
 """
 
 import os
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 STAGE = ROOT / "build" / "docs"
 _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 _COMMENT = re.compile(r"^<!-- .*?-->\n", flags=re.MULTILINE | re.DOTALL)
-# Section of the site -> documents, in their order; each appears once.
+# Documents by section of the site, in order. Each document appears once.
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Start": (
         "index.md",
@@ -84,7 +84,7 @@ _PACKAGES = ("manifests", "shards", "prep", "train", "tests")
 
 
 def page_of(document: Path) -> Path:
-    """Return where a document of the repository is among the pages, both relative."""
+    """Return the path of the page for a document, both relative paths."""
     if document.parts[0] == "docs":
         return Path(*document.parts[1:])
     if document.name == "README.md":
@@ -93,7 +93,7 @@ def page_of(document: Path) -> Path:
 
 
 def documents() -> list[Path]:
-    """Return the documents of the repository that become pages, relative to it."""
+    """Return the documents that become pages, as paths relative to the repository."""
     found = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "README.md"]
     found += [
         ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/README.md")
@@ -103,14 +103,14 @@ def documents() -> list[Path]:
 
 
 def pictures() -> list[Path]:
-    """Return the pictures that documents show, relative to the repository."""
+    """Return the pictures that documents show, as paths relative to the repository."""
     return sorted(path.relative_to(ROOT) for path in (ROOT / "docs" / "pictures").glob("*.png"))
 
 
 def with_links(text: str, *, document: Path, pages: dict[Path, Path]) -> str:
-    """Return the text of a document with links to other pages; a link to a file that is no page becomes its name.
+    """Return the text of a document with links to other pages. A link to a file without a page becomes the file's name.
 
-    Comments are left out: the title of a page would not be found behind one.
+    Comments are removed, because mkdocs does not find the title of a page after a comment.
     """
 
     def replaced(found: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""The page of all error messages, found in the source: what a user may search for, and what to do then."""
+"""Make the page of all error messages, which are found in the source, with a hint for each message."""
 
 import ast
 import html
@@ -20,23 +20,23 @@ _GAP = "…"
 _INTRO = """# Error messages
 
 Every error of both programs says what is wrong, with which value, and what to do. Exit code 2 means that the command
-cannot be carried out as it stands, 1 that some of the work failed. This page lists all messages, for searching; `…`
-stands for a value of yours. [Troubleshooting](troubleshooting.md) tells what is behind the most frequent ones. Failure
-codes of single videos and chunks are explained in [chunks.md](chunks.md#failures), and what happens to damaged data and
-killed commands in [reliability.md](reliability.md).
+cannot run as it was entered, and exit code 1 that some of the work failed. This page lists all messages, so that you
+can search for them; `…` stands for a value. [Troubleshooting](troubleshooting.md) explains the most frequent messages,
+[chunks.md](chunks.md#failures) the failure codes of videos and chunks, and [reliability.md](reliability.md) the
+behaviour with damaged data and after killed commands.
 """
 
 
 @dataclass(frozen=True)
 class Message:
-    """An error in the source; `hint` is empty if it is made elsewhere."""
+    """Error message in the source, with its hint. `hint` is empty if the hint is not where the error is raised."""
 
     text: str
     hint: str
 
 
 def messages_page(root: Path) -> str:
-    """Return the page, in Markdown, of the errors in the packages below `root`."""
+    """Return the page of the errors in the packages of a repository, in Markdown."""
     parts = [_INTRO]
     for package, title in _PACKAGES.items():
         found = {
@@ -52,7 +52,7 @@ def messages_page(root: Path) -> str:
 
 
 def messages_of(source: str) -> Iterator[Message]:
-    """Yield the errors that a module raises with a message of its own."""
+    """Yield the errors in a module's source whose message is a literal or an f-string."""
     module = ast.parse(source)
     constants = {
         target.id: node.value
@@ -67,13 +67,13 @@ def messages_of(source: str) -> Iterator[Message]:
             if isinstance(hint, ast.Name):
                 hint = constants.get(hint.id, hint)
             for text in _texts(node.args[0]):
-                if re.search(r"[A-Za-z]{3}", text):  # others are made of values alone
+                if re.search(r"[A-Za-z]{3}", text):  # other messages consist only of values
                     hints = [""] if hint is None else list(_texts(hint)) or [""]
                     yield Message(text, " / ".join(dict.fromkeys(one for one in hints if one != _GAP)))
 
 
 def _texts(node: ast.expr) -> Sequence[str]:
-    """The texts that an expression may have, with `…` for values."""
+    """Return the strings that an expression can have, with `…` in place of values."""
     if isinstance(node, ast.Constant):
         return [node.value] if isinstance(node.value, str) else []
     if isinstance(node, ast.JoinedStr):

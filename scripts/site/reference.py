@@ -1,4 +1,4 @@
-"""The reference of the command line: a page for each command, with all of its flags."""
+"""Make the command-line reference: a page for each command, with all of its flags."""
 
 import html
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def reference_pages() -> Mapping[str, Mapping[str, str]]:
-    """Return program -> command -> page in Markdown."""
+    """Return the pages in Markdown, by program and command."""
     from clipmill.prep.cli import app as prep
     from clipmill.train.cli import app as train
     from clipmill.train.cli import command_help as train_help

@@ -207,7 +207,7 @@ def test_the_slurm_script_launches_one_torchrun_a_node(
         before, (*older, stopped_at) = stopped_at, all_checkpoints(RunFolder(out).checkpoints)
         assert stopped_at > before and (older == [] or number == signal.SIGUSR1)
         assert f"stopped: step {stopped_at} is saved, run the same command again to continue" in stderr
-        assert "the SignalException above is torchrun's way to stop" in stderr
+        assert "torchrun raises the SignalException above when it stops" in stderr
         assert '"processes": "2, ddp"' in RunFolder(out).facts.read_text()
         # A job that was cancelled or preempted is SLURM's to requeue.
         assert requeued.exists() == (number == signal.SIGUSR1)
