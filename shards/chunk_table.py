@@ -292,12 +292,12 @@ def _read_rows(shard: CommittedShard, column: str, schema: pa.Schema) -> tuple[p
             hint="declare the fields of the package's ChunkWork, with the same types; if only samples of an earlier "
             f"version differ, increment `schema` in its ColumnSpec, and run prep {column}",
         )
-    known = COLUMNS[column].members if column in COLUMNS else extensions_of(index)
-    member = next((extension for extension in known if f"{extension}_offset" in index.column_names), None)
+    extensions = COLUMNS[column].members if column in COLUMNS else extensions_of(index)
+    member = next((extension for extension in extensions if f"{extension}_offset" in index.column_names), None)
     names = {"video_id", *_merged_fields(column)}
     if member is None or (missing := names.difference(index.column_names)):
-        lacks = f"member {known[0]}" if member is None else ", ".join(sorted(missing))
-        raise DamagedIndex(shard.index_path, f"not an index of {column}: it has no {lacks}")
+        missing_text = f"member {extensions[0]}" if member is None else ", ".join(sorted(missing))
+        raise DamagedIndex(shard.index_path, f"not an index of {column}: it has no {missing_text}")
     rows = np.arange(index.num_rows, dtype=np.int32)
     renamed = index.rename_columns([name.removeprefix(f"{member}_") for name in index.column_names])
     table = renamed.append_column("shard", pa.array(np.full(len(rows), shard.shard_id, np.int32)))

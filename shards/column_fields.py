@@ -27,16 +27,16 @@ class ColumnFields:
     fields: Mapping[str, pa.DataType]
 
     def __post_init__(self) -> None:
-        for name, kind in self.fields.items():
+        for name, arrow_type in self.fields.items():
             if not name.startswith(f"{self.name}_") or COLUMN_NAME.fullmatch(name) is None:
                 raise ValueError(f"the name of the field {name!r} does not begin with {self.name}_ and a word")
-            if not (is_number(kind) or pa.types.is_string(kind) or pa.types.is_boolean(kind)):
-                raise ValueError(f"the field {name} is {kind}, not a number, a string or a bool")
+            if not (is_number(arrow_type) or pa.types.is_string(arrow_type) or pa.types.is_boolean(arrow_type)):
+                raise ValueError(f"the field {name} has the type {arrow_type}, not a number, a string or a bool")
 
 
-def is_number(kind: pa.DataType) -> bool:
+def is_number(arrow_type: pa.DataType) -> bool:
     """Return True if values of an Arrow type are numbers."""
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+    return bool(pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type))
 
 
 def _fault(fields: ColumnFields) -> str:
@@ -54,7 +54,7 @@ def field_differences(column: str, schema: pa.Schema) -> list[str]:
     types = {field.name: field.type for field in schema}
     declared = {} if column in COLUMNS else COLUMN_FIELDS[column].fields
     return [
-        f"{name} is {types[name]}, not {kind}" if name in types else f"{name} is missing"
-        for name, kind in declared.items()
-        if types.get(name) != kind
+        f"{name} is {types[name]}, not {arrow_type}" if name in types else f"{name} is missing"
+        for name, arrow_type in declared.items()
+        if types.get(name) != arrow_type
     ]

@@ -323,8 +323,8 @@ def read_commits(variant_dir: Path) -> CommitRecords:
     """
     contents = listed_contents(variant_dir)
     records = _read_records(variant_dir, table_sha256=contents.files.get(COMMIT_TABLE_FILE))
-    known = records.commits.keys() | {damaged.shard_id for damaged in records.damaged}
-    missing = contents.shard_ids - known
+    read_ids = records.commits.keys() | {error.shard_id for error in records.damaged}
+    missing = contents.shard_ids - read_ids
     if missing:
         # Read contents.json again: a run that is finishing removes unwanted shards from it before it deletes their
         # records.
@@ -453,11 +453,11 @@ class TableCommits(Mapping[int, Commit]):
 
     def split_by_folder(self) -> "Iterator[tuple[str, TableCommits]]":
         """Yield (name of the folder, commits of its shards) for each folder of shards, in order."""
-        begin = 0
+        start = 0
         for folder, shard_ids in groupby(self, key=folder_of):
             count = sum(1 for _ in shard_ids)
-            yield folder, TableCommits(self.rows.slice(begin, count))
-            begin += count
+            yield folder, TableCommits(self.rows.slice(start, count))
+            start += count
 
 
 def open_commits(variant_dir: Path) -> tuple[TableCommits, tuple[DamagedCommit, ...]]:

@@ -50,12 +50,12 @@ def no_shards_error(data_dir: Path, column: str) -> UserError:
     """Return the error for a folder without a current variant of a column, which may not even be a data folder."""
     if not is_data_folder(data_dir):
         return data_folder_error(data_dir)
-    known, path = list_variants(data_dir, column), data_dir / DATASET_FILE
-    if known and not path.exists():
+    variants, path = list_variants(data_dir, column), data_dir / DATASET_FILE
+    if variants and not path.exists():
         return UserError(
             f"{path} is missing, so the current variant of {column} is unknown",
             hint=f"run {commands_of(data_dir, column)} again, with the settings of one of these variants: "
-            f"{', '.join(known)}",
+            f"{', '.join(variants)}",
         )
     return UserError(f"{data_dir} has no {column} shards", hint=f"run {how_to_make(column, data_dir)}")
 

@@ -141,27 +141,27 @@ def read_packets(
     """
     if not positions:
         return []
-    begins, sizes = table.offset[positions].tolist(), table.size[positions].tolist()
+    starts, sizes = table.offset[positions].tolist(), table.size[positions].tolist()
     payload_offset, payload_size = payload
-    ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]
+    ends = [start + size for start, size in zip(starts, sizes, strict=True)]
     if max(ends) > payload_size:
         raise DamagedPacket(f"a packet ends at byte {max(ends)}, but the payload has {payload_size} bytes")
     # Merge ranges that are close to each other; `range_numbers` has the range of each packet.
     ranges: list[tuple[int, int]] = []
     range_numbers: list[int] = []
-    for begin, end in zip(begins, ends, strict=True):
-        read_from, read_to = ranges[-1] if ranges else (begin, begin)
-        if ranges and read_from <= begin <= read_to + file.gap_bytes:
+    for start, end in zip(starts, ends, strict=True):
+        read_from, read_to = ranges[-1] if ranges else (start, start)
+        if ranges and read_from <= start <= read_to + file.gap_bytes:
             ranges[-1] = read_from, max(read_to, end)
         else:
-            ranges.append((begin, end))
+            ranges.append((start, end))
         range_numbers.append(len(ranges) - 1)
-    contents = file.read_ranges([(payload_offset + begin, end - begin) for begin, end in ranges])
+    contents = file.read_ranges([(payload_offset + start, end - start) for start, end in ranges])
     packets: list[tuple[int, memoryview]] = []
     frames, crc32s = table.frame[positions].tolist(), table.crc32[positions].tolist()
-    for begin, end, number, frame, crc32 in zip(begins, ends, range_numbers, frames, crc32s, strict=True):
+    for start, end, number, frame, crc32 in zip(starts, ends, range_numbers, frames, crc32s, strict=True):
         read_from = ranges[number][0]
-        packet = memoryview(contents[number])[begin - read_from : end - read_from]
+        packet = memoryview(contents[number])[start - read_from : end - read_from]
         if zlib.crc32(packet) != crc32:
             raise DamagedPacket(f"the bytes of a packet in {file.tar_name} do not match their checksum")
         packets.append((frame, packet))

@@ -263,7 +263,7 @@ def _write_mark(mark: _Mark) -> bool:
         with marks.hold(is_shared=True, on_wait=lambda: sys.stderr.write(waiting)):
             marks.write(mark.name, mark.content)
     except (OSError, UserError) as error:
-        _folders.update({folder: None for folder, known in _folders.items() if known is marks})
+        _folders.update({folder: None for folder, folder_marks in _folders.items() if folder_marks is marks})
         reason = getattr(error, "strerror", None) or error
         if (os.environ.get("RANK") or "0") == "0":
             sys.stderr.write(

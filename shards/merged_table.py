@@ -163,7 +163,7 @@ def _crc32(column: pa.ChunkedArray) -> bytes:
     crc = 0
     for chunk in column.chunks:
         for part in [chunk.indices, chunk.dictionary] if pa.types.is_dictionary(chunk.type) else [chunk]:
-            for begin in range(0, max(len(part), 1), _BLOCK_ROWS):
-                block = pa.record_batch([part.slice(begin, _BLOCK_ROWS)], names=["values"])
+            for start in range(0, max(len(part), 1), _BLOCK_ROWS):
+                block = pa.record_batch([part.slice(start, _BLOCK_ROWS)], names=["values"])
                 crc = zlib.crc32(block.serialize(), crc)
     return f"{crc:08x}".encode()

@@ -19,7 +19,7 @@ _PACKET_COLUMNS = ("packet_offset", "packet_size", "packet_frame", "packet_flags
 _PAYLOAD_COLUMNS = ("offset", "size", "crc32")  # suffixes of the first member's columns
 _SOURCE_COLUMNS = ("source_offset", "source_bytes", "time_rate", "frame_time", "timeline")
 _US_PER_S = 1_000_000
-_KINDS = [np.dtype(kind) for kind in ("<i4", "<u4", "<u4", "<i4", "u1", "<u4", "<u8", "<u8", "<u4")]
+_DTYPES = [np.dtype(code) for code in ("<i4", "<u4", "<u4", "<i4", "u1", "<u4", "<u8", "<u8", "<u4")]
 
 
 @dataclass(frozen=True)
@@ -67,23 +67,23 @@ class PacketTable:
         # Use plain lists: for a few hundred packets, the overhead of NumPy calls exceeds the cost of a Python loop.
         frame_of = self.frame.tolist()
         position_of = dict(zip(frame_of, range(len(frame_of)), strict=True))
-        distinct = sorted(set(frames))
-        for frame in distinct:
+        distinct_frames = sorted(set(frames))
+        for frame in distinct_frames:
             if frame not in position_of or (len(position_of) < len(frame_of) and frame_of.count(frame) > 1):
                 raise ValueError(f"frame {frame} occurs {frame_of.count(frame)} times in the packet table")
-        positions = sorted([position_of[frame] for frame in distinct])
+        positions = sorted([position_of[frame] for frame in distinct_frames])
         keys, flags = self.keys.tolist(), self.flags.tobytes()
         needed: list[int] = []
-        begin = 0
+        start = 0
         for position in positions:
             gop = bisect_right(keys, position) - 1
             if gop < 0:
                 raise ValueError(f"no keyframe packet precedes the packet of frame {self.frame[position]}")
-            begin = max(begin, keys[gop])
-            # The GOP's reference packets up to the previous position have already been added.
-            needed += [packet for packet in range(begin, position) if flags[packet] & PACKET_REFERENCE]
+            start = max(start, keys[gop])
+            # The reference packets of the GOP up to the previous position have already been added.
+            needed += [packet for packet in range(start, position) if flags[packet] & PACKET_REFERENCE]
             needed.append(position)
-            begin = position + 1
+            start = position + 1
         return needed
 
     def packet_runs_for(self, frames: Iterable[int]) -> list[list[int]]:
@@ -99,10 +99,10 @@ class PacketTable:
         """
         frame_of, flags, keys = self.frame.tolist(), self.flags.tolist(), self.keys.tolist()
         position_of = {frame: position for position, frame in enumerate(frame_of)}
-        distinct = set(frames)
-        if missing := distinct - position_of.keys():
+        distinct_frames = set(frames)
+        if missing := distinct_frames - position_of.keys():
             raise ValueError(f"frame {min(missing)} is not in the packet table")
-        positions = sorted(position_of[frame] for frame in distinct)
+        positions = sorted(position_of[frame] for frame in distinct_frames)
         gops = [bisect_right(keys, position) - 1 for position in positions]
         # If leading frames of a GOP are needed, decoding begins at the previous GOP.
         leading_gops = {
@@ -111,18 +111,18 @@ class PacketTable:
             if frame_of[position] < frame_of[keys[max(gop, 0)]]
         }
         runs: list[list[int]] = []
-        begin, key_frame = 0, -1  # position at which decoding continues, and the frame of the run's first keyframe
+        start, key_frame = 0, -1  # position at which decoding continues, and the frame of the run's first keyframe
         for position, gop in zip(positions, gops, strict=True):
             first_gop = gop - (gop in leading_gops)
             if first_gop < 0:
                 raise ValueError(f"no keyframe packet precedes the packet of frame {frame_of[position]}")
-            if keys[first_gop] >= begin:
-                begin, key_frame = keys[first_gop], frame_of[keys[first_gop]]
+            if keys[first_gop] >= start:
+                start, key_frame = keys[first_gop], frame_of[keys[first_gop]]
                 runs.append([])
-            skipped = range(begin, position)
-            runs[-1] += [n for n in skipped if flags[n] & PACKET_REFERENCE and frame_of[n] >= key_frame]
+            skipped = range(start, position)
+            runs[-1] += [other for other in skipped if flags[other] & PACKET_REFERENCE and frame_of[other] >= key_frame]
             runs[-1].append(position)
-            begin = position + 1
+            start = position + 1
         return runs
 
 
@@ -167,42 +167,41 @@ class PacketTables:
 
     def __init__(self, index: pa.Table, content: pa.Buffer) -> None:
         self._content = content
-        first = index["packet_offset"].chunk(0).offsets.to_numpy()
+        row_offsets = index["packet_offset"].chunk(0).offsets.to_numpy()  # first packet of each row, and the end
         # `values` ignores the slice offset of a list array and `offsets` includes it, so `offsets` can index `values`.
         values = [index[name].chunk(0).values.to_numpy() for name in _PACKET_COLUMNS]
         for name in _PACKET_COLUMNS[1:]:
-            if not np.array_equal(index[name].chunk(0).offsets.to_numpy(), first):
+            if not np.array_equal(index[name].chunk(0).offsets.to_numpy(), row_offsets):
                 raise ValueError(f"the lists in {name} and packet_offset differ in length")
         extension = extensions_of(index)[0]
-        columns = [first, *values, *(index[f"{extension}_{name}"].to_numpy() for name in _PAYLOAD_COLUMNS)]
-        if wrong := [column.dtype.str for column, kind in zip(columns, _KINDS, strict=True) if column.dtype != kind]:
+        columns = [row_offsets, *values, *(index[f"{extension}_{name}"].to_numpy() for name in _PAYLOAD_COLUMNS)]
+        if wrong := [column.dtype.str for column, dtype in zip(columns, _DTYPES, strict=True) if column.dtype != dtype]:
             raise ValueError(f"columns of the packet tables have the wrong types: {', '.join(wrong)}")
-        begins = [column.ctypes.data - content.address if len(column) else 0 for column in columns]
-        self._begins = array("q", begins)  # byte offset of each column in the content
+        column_offsets = [column.ctypes.data - content.address if len(column) else 0 for column in columns]
+        self._column_offsets = array("q", column_offsets)  # in bytes, relative to the start of the content
         has_sources = _SOURCE_COLUMNS[0] in index.column_names
         self._sources: pa.Table | None = index.select(_SOURCE_COLUMNS) if has_sources else None
         streams = list(zip(index["codec"].to_pylist(), index["extradata"].to_pylist(), strict=True))
         # There are only one or two streams, because one recipe encodes all chunks of a variant.
         self._streams = _share_streams(tuple(dict.fromkeys(streams)))
-        number_of = {stream: number for number, stream in enumerate(self._streams)}
-        numbers = bytes(number_of[stream] for stream in streams) if len(number_of) < 256 else None
-        self._stream: Sequence[int] | None = numbers or [number_of[stream] for stream in streams]
+        stream_numbers = {stream: number for number, stream in enumerate(self._streams)}
+        number_bytes = bytes(stream_numbers[stream] for stream in streams) if len(stream_numbers) < 256 else None
+        self._row_streams: Sequence[int] | None = number_bytes or [stream_numbers[stream] for stream in streams]
         # Compute `PacketTable.has_closed_gops` of all chunks at once, which is far faster than one call per chunk.
         flags, frame = values[3], values[2]
-        has_packets = first[1:] > first[:-1]
-        row_begins = first[:-1][has_packets]
-        packet_begins = np.union1d(np.flatnonzero(flags & PACKET_KEY), row_begins)
-        packet_begins = packet_begins[(packet_begins >= first[0]) & (packet_begins < first[-1])]
-        closed = np.zeros(len(has_packets), np.bool_)
-        if len(row_begins):
-            begins_with_key = flags[packet_begins] & PACKET_KEY != 0
-            is_closed = begins_with_key & (
-                np.minimum.reduceat(frame[: first[-1]], packet_begins) == frame[packet_begins]
-            )
-            closed[has_packets] = np.logical_and.reduceat(is_closed, np.searchsorted(packet_begins, row_begins))
-        self._has_closed_gops: bytes | None = None if closed.all() else closed.tobytes()
+        first, end = row_offsets[0], row_offsets[-1]
+        has_packets = row_offsets[1:] > row_offsets[:-1]
+        row_starts = row_offsets[:-1][has_packets]
+        gop_starts = np.union1d(np.flatnonzero(flags & PACKET_KEY), row_starts)
+        gop_starts = gop_starts[(gop_starts >= first) & (gop_starts < end)]
+        has_closed_gops = np.zeros(len(has_packets), np.bool_)
+        if len(row_starts):
+            begins_with_key = flags[gop_starts] & PACKET_KEY != 0
+            is_closed = begins_with_key & (np.minimum.reduceat(frame[:end], gop_starts) == frame[gop_starts])
+            has_closed_gops[has_packets] = np.logical_and.reduceat(is_closed, np.searchsorted(gop_starts, row_starts))
+        self._has_closed_gops: bytes | None = None if has_closed_gops.all() else has_closed_gops.tobytes()
         if len(self._streams) == 1:
-            self._stream = None
+            self._row_streams = None
 
     def packet_table(self, row: int) -> PacketTable:
         """Return the packet table of a chunk."""
@@ -229,11 +228,11 @@ class PacketTables:
 
     def stream(self, row: int) -> tuple[str, bytes]:
         """Return the codec and extradata of a chunk."""
-        return self._streams[0 if self._stream is None else self._stream[row]]
+        return self._streams[0 if self._row_streams is None else self._row_streams[row]]
 
-    def _values(self, column: int, begin: int, count: int) -> NDArray[Any]:
-        kind = _KINDS[column]
-        return np.frombuffer(self._content, kind, count, self._begins[column] + begin * kind.itemsize)
+    def _values(self, column: int, start: int, count: int) -> NDArray[Any]:
+        dtype = _DTYPES[column]
+        return np.frombuffer(self._content, dtype, count, self._column_offsets[column] + start * dtype.itemsize)
 
 
 @lru_cache(maxsize=1024)

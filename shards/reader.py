@@ -229,9 +229,10 @@ class Variant:
         hint = f"run {how_to_make(column, data_dir, name)}"
         directory = variant_dir(data_dir, column, name)
         if not directory.is_dir():
-            known = ", ".join(list_variants(data_dir, column)) or "none"
+            available = ", ".join(list_variants(data_dir, column)) or "none"
             raise UserError(
-                f"{data_dir} has no variant {name!r} of {column}", hint=f"available variants: {known}; or {hint}"
+                f"{data_dir} has no variant {name!r} of {column}",
+                hint=f"use one of the available variants ({available}), or {hint}",
             )
         mark_user = None if cls.leave_mark is None else cls.leave_mark(directory)  # before the commits are read
         opened = cls(directory, tars=tars)

@@ -420,16 +420,16 @@ def _read_indexed_samples(tar: Path, *, table: pa.Table, rows: RowFilter | None)
         column, values = rows
         table = table.filter(pc.is_in(table[column], value_set=pa.array(sorted(values), pa.string())))
     extensions = extensions_of(table)
-    kinds = (member_columns(table, kind).tolist() for kind in ("offset", "size", "crc32"))
+    member_lists = (member_columns(table, kind).tolist() for kind in ("offset", "size", "crc32"))
     column_fields = table.column_names[1 + 3 * len(extensions) :]
     try:
         file = tar.open("rb", buffering=0)
     except OSError:
         return
     with file:
-        for row, ranges in enumerate(zip(*kinds, strict=True)):
+        for row, row_lists in enumerate(zip(*member_lists, strict=True)):
             members: dict[str, bytes] = {}
-            for extension, offset, size, crc32 in zip(extensions, *ranges, strict=True):
+            for extension, offset, size, crc32 in zip(extensions, *row_lists, strict=True):
                 try:
                     payload = os.pread(file.fileno(), size, offset)
                 except OSError:

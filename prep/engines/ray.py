@@ -55,7 +55,7 @@ from clipmill.prep.engines.execution import Execution, Need
 from clipmill.prep.engines.ray_actors import ActorRun, Nodes, Notify
 
 _GROWTH = 2  # ratio of requested to current capacity if the autoscaler does not report its limit
-_LATE_LIMIT_S = 10.0  # time at the end of a run to wait for workers that are still starting; a check may refuse a node
+_LATE_LIMIT_S = 10.0  # time limit at the end of a run for the checks of workers that are still starting
 
 
 class RayEngine:
@@ -65,6 +65,7 @@ class RayEngine:
         num_workers: Maximum number of workers; None for as many as fit.
         address: Address of an existing cluster (`auto`, or host:port); None to start a private instance.
         need: Resources of a worker.
+        execution: Settings of the engine.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class RayEngine:
         """See `clipmill.prep.engines.Engine`.
 
         Args:
-            notify: Function that is called with lines for the user, for example while the engine waits for nodes.
+            notify: Function that shows a message to the user, for example while the engine waits for nodes.
         """
         if self._address is None:
             # Ray reads the settings of a private instance when it is imported.
@@ -100,7 +101,7 @@ class RayEngine:
         ray = import_ray()
         default_name = getattr(function, "__name__", "task")
         named_tasks = ((task, name(task) if name is not None else default_name) for task in tasks)
-        where = name_of_cluster(self._address)
+        instance_name = name_of_cluster(self._address)
         # Ray reports lost workers on standard output, which is reserved for results, even during its shutdown.
         with redirect_stdout(sys.stderr):
             # With GPUs, the number of GPUs limits the number of actors, so do not limit the CPUs.
@@ -108,7 +109,7 @@ class RayEngine:
             wait_s = self._execution.wait_for_nodes if self._address is not None else 0.0
             try:
                 connect(ray, self._address, num_cpus=num_cpus)
-                nodes = Nodes(ray, self._need, where=where, wait_s=wait_s, notify=notify)
+                nodes = Nodes(ray, self._need, instance_name=instance_name, wait_s=wait_s, notify=notify)
                 nodes.require_node(at_once=True)
                 run = ActorRun(
                     ray,
@@ -123,8 +124,8 @@ class RayEngine:
                     yield from run.check_late_workers(limit_s=_LATE_LIMIT_S)
             except (ray.exceptions.RayError, ConnectionError) as error:
                 raise FailedWork(
-                    f"{where} was lost: {first_line(error)}; finished work is kept; run the same command again to "
-                    "resume"
+                    f"{instance_name} was lost: {first_line(error)}; finished work is kept; run the same command "
+                    "again to resume"
                 ) from None
             finally:
                 ray.shutdown()
@@ -146,7 +147,7 @@ def isolated_ray_engine(*, num_workers: int | None, address: str | None, need: N
 
 
 def count_cluster_gpus(address: str) -> float:
-    """Return the number of GPUs in a cluster, or the number of GPUs that its autoscaler may provide if that is larger.
+    """Return the number of GPUs in a cluster, or, if it is larger, the number that its autoscaler may provide.
 
     Raises:
         UserError: No cluster is running at the address.

@@ -46,14 +46,14 @@ class Nodes:
 
     Args:
         need: Resources of a worker. A node with fewer resources never gets a task.
-        where: Name of the Ray instance for messages.
+        instance_name: Name of the Ray instance for messages.
         wait_s: Time to wait for a node that can run a worker, in seconds.
         notify: Function that shows a message to the user.
     """
 
-    def __init__(self, ray: Any, need: Need, *, where: str, wait_s: float, notify: Notify) -> None:
+    def __init__(self, ray: Any, need: Need, *, instance_name: str, wait_s: float, notify: Notify) -> None:
         self._ray, self.need = ray, need
-        self._where, self._wait_s, self._notify = where, wait_s, notify
+        self._instance_name, self._wait_s, self._notify = instance_name, wait_s, notify
         self._refused: dict[str, RefusedNode] = {}
         self._lost_ids = set[str]()
         self._last_check_s = time.monotonic()
@@ -155,20 +155,21 @@ class Nodes:
         waited_s = now_s - self._waiting_since_s
         if waited_s >= self._wait_s and self._has_had_node:
             raise FailedWork(
-                f"{self._where} has lost its last node with {self.need}, and no such node has joined for "
+                f"{self._instance_name} has lost its last node with {self.need}, and no such node has joined for "
                 f"{self._wait_s:g} s; finished work is kept; run the same command again to resume"
             )
         if waited_s >= self._wait_s:
             waited = f", and no such node has joined for {self._wait_s:g} s" if self._wait_s else ""
             raise UserError(
-                f"{self._where} has {self._resources_text()}, but a worker requires {self.need} on one node{waited}",
+                f"{self._instance_name} has {self._resources_text()}, but a worker requires {self.need} on one node"
+                f"{waited}",
                 hint="start such nodes, wait longer with --wait-for-nodes, or use a smaller --num-gpus (0 for CPUs), "
                 "--task-cpus or --task-memory",
             )
         if now_s - self._last_report_s >= _REPORT_INTERVAL_S:
             self._last_report_s = now_s
             remaining_s = self._wait_s - waited_s
-            resources = f"{self._where} has {self._resources_text()}"
+            resources = f"{self._instance_name} has {self._resources_text()}"
             self._notify(f"waiting up to {remaining_s:.0f} s for a node with {self.need}; {resources}")
 
     def _resources_text(self) -> str:

@@ -257,11 +257,11 @@ def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[
 
 def _distribution(score: Score, values: NDArray[np.float64], *, selection: Selection | None) -> dict[str, Any]:
     is_known = ~np.isnan(values)
-    known = None
+    values_histogram = None
     if is_known.any():
         is_kept = None if selection is None else selection.is_kept[is_known]
-        known = histogram(values[is_known], bounds=score.bounds, is_count=score.is_count, is_kept=is_kept)
-    return {"histogram": known, "num_unknown": int((~is_known).sum())}
+        values_histogram = histogram(values[is_known], bounds=score.bounds, is_count=score.is_count, is_kept=is_kept)
+    return {"histogram": values_histogram, "num_unknown": int((~is_known).sum())}
 
 
 def _cut_frames_s(chunks: Chunks, row: int) -> list[float]:

@@ -110,8 +110,8 @@ def _container_crop(container: "InputContainer", stream: "VideoStream") -> tuple
             position += header_bytes  # enter the element
             continue
         if not path and element in crop:
-            begin = position + header_bytes
-            crop[element] = int.from_bytes(content[begin : begin + (length or 0)], "big")
+            start = position + header_bytes
+            crop[element] = int.from_bytes(content[start : start + (length or 0)], "big")
         position += header_bytes + (length or 0)
     left, top, right, bottom = crop.values()
     return left, top, right, bottom

@@ -150,8 +150,8 @@ def _check_avi(file: "IO[bytes]", size_bytes: int) -> str | None:
 
 
 def _check_ogg(file: "IO[bytes]", size_bytes: int) -> str | None:
-    begin = max(0, size_bytes - _OGG_LONGEST_PAGE)
-    file.seek(begin)
+    start = max(0, size_bytes - _OGG_LONGEST_PAGE)
+    file.seek(start)
     tail = file.read()
     page = tail.rfind(b"OggS\0")
     if page < 0:
@@ -160,7 +160,7 @@ def _check_ogg(file: "IO[bytes]", size_bytes: int) -> str | None:
     segments = tail[page + 27 : page + 27 + num_segments]
     end = page + 27 + num_segments + sum(segments)
     if len(segments) < num_segments or end > len(tail):
-        return _describe_truncation("the last page", begin + max(end, len(tail) + 1), size_bytes)
+        return _describe_truncation("the last page", start + max(end, len(tail) + 1), size_bytes)
     return None
 
 
@@ -193,9 +193,9 @@ def _check_mp4(file: "IO[bytes]", size_bytes: int) -> str | None:
 
 def _indexed_bytes(box: bytes) -> int:
     """Return the total size of the fragments that a sidx box lists (ISO/IEC 14496-12); 0 if it lists only one."""
-    begin = 32 if box[8:9] == b"\1" else 24  # depends on the size of two times in the box: 4 or 8 bytes each
-    num_fragments = int.from_bytes(box[begin + 6 : begin + 8], "big")
-    sizes = [int.from_bytes(box[i : i + 4], "big") & 0x7FFFFFFF for i in range(begin + 8, len(box) - 3, 12)]
+    start = 32 if box[8:9] == b"\1" else 24  # depends on the size of two times in the box: 4 or 8 bytes each
+    num_fragments = int.from_bytes(box[start + 6 : start + 8], "big")
+    sizes = [int.from_bytes(box[i : i + 4], "big") & 0x7FFFFFFF for i in range(start + 8, len(box) - 3, 12)]
     return sum(sizes[:num_fragments]) if num_fragments > 1 else 0
 
 
@@ -209,9 +209,9 @@ def _check_flv(file: "IO[bytes]", size_bytes: int) -> str | None:
     # Every tag is followed by its size, so the last four bytes of a complete file are the size of the last tag.
     file.seek(size_bytes - 4)
     tag_bytes = int.from_bytes(file.read(4), "big")
-    begin = size_bytes - 4 - tag_bytes
-    if begin >= 9 and tag_bytes >= 11:
-        file.seek(begin)
+    start = size_bytes - 4 - tag_bytes
+    if start >= 9 and tag_bytes >= 11:
+        file.seek(start)
         head = file.read(4)
         if head[0] & 31 in _FLV_TAGS and int.from_bytes(head[1:], "big") == tag_bytes - 11:
             return None

@@ -289,7 +289,7 @@ def test_gpus_that_an_autoscaler_may_start_count(cluster: Any, max_count: int, n
     try:
         assert count_cluster_gpus(cluster.address) == num_gpus
         connect(ray, cluster.address)
-        nodes = Nodes(ray, Need(0, 0.5, 10**9), where="", wait_s=0, notify=print)
+        nodes = Nodes(ray, Need(0, 0.5, 10**9), instance_name="", wait_s=0, notify=print)
         assert nodes.capacities() == (0, room)
     finally:
         ray.shutdown()
