@@ -47,9 +47,9 @@ class FrameSelection:
     def pictures(self) -> Iterator[NDArray[np.uint8]]:
         """Yield the selected frames, uint8 [H, W, 3]."""
         counts = Counter(self.indices)
-        for decoded, count in zip(self.content.frames([*counts]), counts.values(), strict=True):
+        for frame, count in zip(self.content.frames([*counts]), counts.values(), strict=True):
             # Use a single thread: starting threads takes longer than converting a picture of this resolution.
-            yield from repeat(np.asarray(decoded.to_ndarray(format="rgb24", threads=1), np.uint8), count)
+            yield from repeat(np.asarray(frame.to_ndarray(format="rgb24", threads=1), np.uint8), count)
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ def encode_chunks(
         encode: Function that returns the latents of the pictures in all parts, concatenated.
     """
     unfinished: deque[_UnfinishedChunk[C]] = deque()
-    waiting: list[BatchPart[C]] = []
+    batch_parts: list[BatchPart[C]] = []
     for piece in pieces:
         if not unfinished or unfinished[-1].is_ended:
             unfinished.append(_UnfinishedChunk(piece.chunk))
@@ -277,18 +277,18 @@ def encode_chunks(
         else:
             pictures = resize(piece.crops)
             while len(pictures):
-                room = batch - sum(len(part.pictures) for part in waiting)
+                room = batch - sum(len(part.pictures) for part in batch_parts)
                 part = BatchPart(owner, owner.num_decoded, pictures[:room])
-                waiting.append(part)
+                batch_parts.append(part)
                 owner.num_decoded += len(part.pictures)
                 owner.num_waiting += len(part.pictures)
                 pictures = pictures[room:]
                 if len(part.pictures) == room:
-                    _encode_batch(waiting, encode)
-                    waiting = []
+                    _encode_batch(batch_parts, encode)
+                    batch_parts = []
         yield from _pop_complete(unfinished)
-    if waiting:
-        _encode_batch(waiting, encode)
+    if batch_parts:
+        _encode_batch(batch_parts, encode)
     yield from _pop_complete(unfinished)
 
 
@@ -305,8 +305,8 @@ def _encode_batch(parts: list[BatchPart[C]], encode: Encode[C]) -> None:
 def _pop_complete(unfinished: deque[_UnfinishedChunk[C]]) -> Iterator[EncodedChunk[C]]:
     """Remove and yield the chunks at the front of the queue whose pictures are all encoded."""
     while unfinished and unfinished[0].is_ended and not unfinished[0].num_waiting:
-        done = unfinished.popleft()
-        if done.failure is not None or not done.latents:
-            yield EncodedChunk(done.chunk, None, done.failure)
+        owner = unfinished.popleft()
+        if owner.failure is not None or not owner.latents:
+            yield EncodedChunk(owner.chunk, None, owner.failure)
         else:
-            yield EncodedChunk(done.chunk, np.concatenate(done.latents))
+            yield EncodedChunk(owner.chunk, np.concatenate(owner.latents))

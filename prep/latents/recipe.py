@@ -203,12 +203,12 @@ class Encoding:
                     f" {self.settings.fps} fps has {count_noun(num_frames, 'frame')}",
                     hint=f"use {' or '.join(suggestions)}; a chunk of 15 s holds {' or '.join(per_chunk)} of them",
                 )
-            known = len(vae.latents_mean or ()) // vae.channels
-            if known > 1 and (self.latent_frames or 0) > known and vae.temporal_factor is not None:
+            num_known = len(vae.latents_mean or ()) // vae.channels
+            if num_known > 1 and (self.latent_frames or 0) > num_known and vae.temporal_factor is not None:
                 raise UserError(
-                    f"{vae.name} has statistics for {known} latent frames, but --segment {self.settings.segment} has"
-                    f" {self.latent_frames}",
-                    hint=f"use --segment {(known - 1) * vae.temporal_factor + 1}f or less",
+                    f"{vae.name} has statistics for {num_known} latent frames, but --segment {self.settings.segment}"
+                    f" has {self.latent_frames}",
+                    hint=f"use --segment {(num_known - 1) * vae.temporal_factor + 1}f or less",
                 )
         if self.settings.tiling and not self.vae.row.can_tile:
             raise UserError(f"{self.vae.kind} does not encode in tiles", hint="omit --tiling, or use a smaller --size")

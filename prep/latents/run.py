@@ -119,8 +119,8 @@ def run_trial(plan: ChunksPlan, *, num_gpus: int | None = None) -> FrameCost | N
                 encoder.encode([pictures[:1]], noise=None)
             # Measure decoding and encoding separately: a complete piece is decoded, but only a few frames are encoded.
             begin_s = time.monotonic()
-            decoded: list[NDArray[np.uint8]] = list(islice(_crops(plan, encoding), 1))
-            decode_s = (time.monotonic() - begin_s) / (num_frames if is_video else len(decoded[0]))
+            pieces: list[NDArray[np.uint8]] = list(islice(_crops(plan, encoding), 1))
+            decode_s = (time.monotonic() - begin_s) / (num_frames if is_video else len(pieces[0]))
             begin_s = time.monotonic()
             encoder.encode([encoder.resize(crops, size=settings.size)], noise=noise_or_none)
             encode_s = (time.monotonic() - begin_s) / num_frames
@@ -149,8 +149,10 @@ def time_lines(trial: FrameCost | None, *, num_frames: int) -> list[str]:
     note = "" if trial.device == "cuda" else "; a GPU is many times faster"
     lines = [f"         at most {hours} on the {where} ({1 / trial.frame_s:,.1f} frames/s per {noun}{note})"]
     if trial.segment_bytes is not None:
-        what = "GPU memory" if trial.device == "cuda" else "memory"
-        lines.append(f"         {size_text(trial.segment_bytes)} of {what} per worker to encode one segment at a time")
+        memory = "GPU memory" if trial.device == "cuda" else "memory"
+        lines.append(
+            f"         {size_text(trial.segment_bytes)} of {memory} per worker to encode one segment at a time"
+        )
     return lines
 
 

@@ -235,28 +235,28 @@ class RemoteFile(io.RawIOBase):
 
         A block that is not cached is read up to `end`, if it does not exceed the maximum size.
         """
-        at = self._position
+        offset = self._position
         for begin, content in self._blocks.items():
-            if begin <= at < begin + len(content):
+            if begin <= offset < begin + len(content):
                 self._blocks.move_to_end(begin)
                 return begin, content
         if self.size_bytes <= _SMALL_BYTES:
-            at, num_bytes = 0, self.size_bytes
+            offset, num_bytes = 0, self.size_bytes
         else:
-            num_bytes = min(2 * self._next_bytes, _MAX_BYTES) if at == self._next_begin else _FIRST_BYTES
+            num_bytes = min(2 * self._next_bytes, _MAX_BYTES) if offset == self._next_begin else _FIRST_BYTES
             self._next_bytes = num_bytes
             # A read ends where a cached block begins, so that no byte is fetched twice.
-            next_block = min((begin for begin in self._blocks if begin > at), default=self.size_bytes)
-            num_bytes = min(max(num_bytes, min(end - at, _MAX_BYTES)), next_block - at)
+            next_block = min((begin for begin in self._blocks if begin > offset), default=self.size_bytes)
+            num_bytes = min(max(num_bytes, min(end - offset, _MAX_BYTES)), next_block - offset)
         try:
             with as_source_failure():
-                content = self._objects.read_range(self._key, at, num_bytes)
+                content = self._objects.read_range(self._key, offset, num_bytes)
         except SourceFailure as failure:
             self.failure = failure
             raise
         self._on_read()
-        self._next_begin = at + num_bytes
-        self._blocks[at] = content
+        self._next_begin = offset + num_bytes
+        self._blocks[offset] = content
         while sum(map(len, self._blocks.values())) > _CACHE_BYTES:
             self._blocks.popitem(last=False)
-        return at, content
+        return offset, content

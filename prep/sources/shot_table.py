@@ -171,7 +171,7 @@ def detect_shots(
     searched = pa.array([task.fingerprint for task in tasks], pa.string())
     is_searched = pc.and_(pc.is_in(shots["fingerprint"], value_set=searched), pc.equal(shots["detector"], key))
     is_used = pc.is_in(shots["detector"], value_set=pa.array(sorted(used_detectors), pa.string()))
-    kept = shots.filter(pc.and_not(is_used, is_searched))
+    kept_rows = shots.filter(pc.and_not(is_used, is_searched))
     stored: list[dict[str, object]] = []
     transient: list[dict[str, object]] = []  # failures of sources that the next run may be able to search
     refused: list[RefusedNode] = []
@@ -181,7 +181,7 @@ def detect_shots(
     def save() -> None:
         nonlocal saved_s, saving_s
         started_s = time.monotonic()
-        table = _join_rows(kept, stored)
+        table = _join_rows(kept_rows, stored)
         # Sort the table, so that it does not depend on the order in which the sources finished.
         table = table.sort_by([("detector", "ascending"), ("fingerprint", "ascending")]).combine_chunks()
         with folder_lock(data_dir):
@@ -216,7 +216,7 @@ def detect_shots(
     finally:
         if len(stored) > num_saved:
             save()
-    return Detection(_join_rows(kept, [*stored, *transient]), len(tasks), total_cpu_s, tuple(refused))
+    return Detection(_join_rows(kept_rows, [*stored, *transient]), len(tasks), total_cpu_s, tuple(refused))
 
 
 def _search_sources(
@@ -226,13 +226,13 @@ def _search_sources(
 
     Without the shots of a source, its chunks would be unknown, and a later run would assign them to different shards.
     """
-    lost = []
+    lost_tasks = []
     for outcome in engine.run(find_shots, tasks, check=check, name=_task_name):
         if isinstance(outcome, Outcome) and outcome.lost is not None:
-            lost.append(outcome.task)
+            lost_tasks.append(outcome.task)
         else:
             yield outcome
-    for task in lost:
+    for task in lost_tasks:
         yield from engine.run(find_shots, [task], check=check, name=_task_name)
 
 
@@ -240,5 +240,5 @@ def _task_name(task: ShotTask) -> str:
     return f"shots {Path(task.path).name}"
 
 
-def _join_rows(kept: pa.Table, rows: list[dict[str, object]]) -> pa.Table:
-    return pa.concat_tables([kept.cast(SHOTS), pa.Table.from_pylist(rows, schema=SHOTS)]).combine_chunks()
+def _join_rows(stored: pa.Table, rows: list[dict[str, object]]) -> pa.Table:
+    return pa.concat_tables([stored.cast(SHOTS), pa.Table.from_pylist(rows, schema=SHOTS)]).combine_chunks()

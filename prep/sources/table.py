@@ -107,15 +107,15 @@ def _stat_local(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
     num_unfinished = len(begins)
     while num_unfinished:
         try:
-            done = finished.get(timeout=_TICK_S)
-            if done.is_abandoned:
+            piece = finished.get(timeout=_TICK_S)
+            if piece.is_abandoned:
                 continue
         except Empty:
-            stuck = next((piece for piece in list(active) if piece.is_overdue(slow_folders)), None)
-            if stuck is None:
+            overdue = next((piece for piece in list(active) if piece.is_overdue(slow_folders)), None)
+            if overdue is None:
                 continue
-            done = stuck
-            rest = done.abandon()
+            piece = overdue
+            rest = piece.abandon()
             slow_folders.add(os.path.dirname(rest.column[0].as_py()))  # noqa: PTH120 - as in `is_overdue`
             states.failures[rest.begin] = SourceFailure(
                 FailureCode.TIMEOUT, "the file system does not respond", is_lasting=False
@@ -124,10 +124,10 @@ def _stat_local(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
             num_unfinished += 1
             Thread(target=_check_slices, args=(waiting, active, finished), daemon=True).start()
         num_unfinished -= 1
-        active.discard(done)
-        part = slice(done.begin, done.begin + done.num_done)
-        states.size_bytes[part], states.mtime_ns[part] = np.array(done.numbers).reshape(-1, 2).T
-        states.failures.update({done.begin + row: failure for row, failure in done.failures.items()})
+        active.discard(piece)
+        part = slice(piece.begin, piece.begin + piece.num_done)
+        states.size_bytes[part], states.mtime_ns[part] = np.array(piece.numbers).reshape(-1, 2).T
+        states.failures.update({piece.begin + row: failure for row, failure in piece.failures.items()})
     return states
 
 
@@ -174,10 +174,10 @@ class _Slice:
         return len(self.numbers) // 2
 
     def is_overdue(self, slow_folders: set[str]) -> bool:
-        done = self.num_done
-        if done == len(self.paths):
+        index = self.num_done
+        if index == len(self.paths):
             return False
-        is_slow = os.path.dirname(self.paths[done]) in slow_folders  # noqa: PTH120 - a path as it is written
+        is_slow = os.path.dirname(self.paths[index]) in slow_folders  # noqa: PTH120 - a path as it is written
         return time.monotonic() - self.since_s > min(STAT_LIMIT_S, _SHORT_LIMIT_S if is_slow else STAT_LIMIT_S)
 
     def abandon(self) -> "_Slice":
@@ -443,12 +443,12 @@ def num_to_read(probes: pa.Table) -> int:
 
 def add_changed_files(probes: pa.Table, *, num_threads: int) -> pa.Table:
     """Return the probes with a failure for each readable file that is now missing or has changed."""
-    changed = _changed_files(probes, np.flatnonzero(pc.is_null(probes["code"])), num_threads=num_threads)
-    if not changed:
+    failures = _changed_files(probes, np.flatnonzero(pc.is_null(probes["code"])), num_threads=num_threads)
+    if not failures:
         return probes
     for name in ("code", "message"):
         values = probes[name].to_pylist()
-        for row, failure in changed.items():
+        for row, failure in failures.items():
             values[row] = str(getattr(failure, name))
         probes = probes.set_column(probes.column_names.index(name), name, pa.array(values, pa.string()))
     return probes
@@ -461,8 +461,8 @@ def _changed_files(probes: pa.Table, rows: np.ndarray, *, num_threads: int) -> d
     states = stat_files(files["path"], num_threads=num_threads)
     is_changed = states.size_bytes != np.asarray(files["size_bytes"])
     is_changed |= states.mtime_ns != np.asarray(files["mtime_ns"])
-    changed = SourceFailure(FailureCode.SOURCE_CHANGED, "its size or time has changed since it was read")
-    return {int(rows[number]): states.failures.get(int(number), changed) for number in np.flatnonzero(is_changed)}
+    failure = SourceFailure(FailureCode.SOURCE_CHANGED, "its size or time has changed since it was read")
+    return {int(rows[number]): states.failures.get(int(number), failure) for number in np.flatnonzero(is_changed)}
 
 
 class _ProbeTable:

@@ -180,10 +180,10 @@ def _version(path: str, *, where: str) -> str:
             f'the ffmpeg program "{path}" ({where}) does not run: {error}',
             hint=f"set ${PROGRAM_VARIABLE} to a working program",
         ) from None
-    words = result.stdout.split()
-    if words[:2] != ["ffmpeg", "version"] or len(words) < 3:
+    fields = result.stdout.split()
+    if fields[:2] != ["ffmpeg", "version"] or len(fields) < 3:
         raise UserError(f'"{path}" ({where}) is not ffmpeg', hint=f"set ${PROGRAM_VARIABLE} to an ffmpeg program")
-    return words[2]
+    return fields[2]
 
 
 def _query(command: Sequence[str], *, what: str) -> "subprocess.CompletedProcess[str]":

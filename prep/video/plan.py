@@ -314,12 +314,12 @@ class Plan:
         from clipmill.prep.sources.shot_table import ShotTask
 
         assert self.shots is not None
-        seen = set()
+        fingerprints = set()
         paths = self._videos.take(self.shots.undetected, "path")["path"].to_pylist()
         for row, path in zip(self.shots.undetected.tolist(), paths, strict=True):
             fingerprint = self.probes["fingerprint"][row].as_py()
-            if fingerprint not in seen:
-                seen.add(fingerprint)
+            if fingerprint not in fingerprints:
+                fingerprints.add(fingerprint)
                 num_frames = int(self.num_frames[row])
                 timeline = self.probes["timeline"][row].as_py() or ""
                 yield ShotTask(path, fingerprint, num_frames, self.recipe.settings.shot_detector, timeline)
@@ -349,14 +349,14 @@ class Plan:
 
         # Shards that contain a video whose length or shots are unknown are not changed. The length is unknown if the
         # source is unreadable and the probe that recorded the length is lost.
-        held: frozenset[int] = frozenset()
+        held_shards: frozenset[int] = frozenset()
         is_unknown = self._is_unusable if self.shots is None else self._is_unusable | ~self.shots.is_known
         if is_unknown.any():
             unknown = np.where(is_unknown, np.iinfo(np.int64).max, 0)
             rows, _ = required_rows(
                 self.layout, video_rows=self._layout_videos, splits=self._videos.splits, num_chunks=unknown
             )
-            held = frozenset(np.asarray(self.layout["shard_id"])[rows].tolist())
+            held_shards = frozenset(np.asarray(self.layout["shard_id"])[rows].tolist())
         return plan_shards(
             required_shards(),
             stored,
@@ -364,7 +364,7 @@ class Plan:
             orphaned_because="the videos are no longer in the manifest",
             retry_codes=retry_codes,
             unreadable=unreadable,
-            held=HeldShards(held, _HELD_REASON if self.shots is None else _HELD_SHOTS_REASON),
+            held=HeldShards(held_shards, _HELD_REASON if self.shots is None else _HELD_SHOTS_REASON),
         )
 
     def _descriptions(self, bounds: np.ndarray) -> Iterator[memoryview]:
@@ -492,44 +492,44 @@ def _compare_shard(
     stored_fingerprints = {fingerprint for _, fingerprint in stored.spans}
     missing_keys = {key for key in keys if key[1] not in stored_fingerprints}
     rows = tuple(row for row, key in zip(shard.rows, keys, strict=True) if key in missing_keys and key[1] not in tars)
-    planned = {video_id for video_id, _ in keys}
-    failed = {failure.video_id for failure in commit.failures}
-    known = {video_id for video_id, _ in stored.spans} | failed
+    planned_videos = {video_id for video_id, _ in keys}
+    failed_videos = {failure.video_id for failure in commit.failures}
+    known_videos = {video_id for video_id, _ in stored.spans} | failed_videos
     # The reasons in the report count videos, because users know videos, not spans.
-    added, gone = planned - known, known - planned
-    encoded = {video_id for video_id, fingerprint in missing_keys if fingerprint not in tars}
-    changed = {video_id for video_id, _ in missing_keys} & known - failed
-    removed = "removed or moved to another split" if has_moved_videos else "removed"
+    new_videos, removed_videos = planned_videos - known_videos, known_videos - planned_videos
+    encoded_videos = {video_id for video_id, fingerprint in missing_keys if fingerprint not in tars}
+    changed_videos = {video_id for video_id, _ in missing_keys} & known_videos - failed_videos
+    removal = "removed or moved to another split" if has_moved_videos else "removed"
     reasons = [
-        *([count_noun(len(added & encoded), "new video")] if added & encoded else []),
-        *([_RETURNED_VIDEOS] if added - encoded else []),
-        *([f"{count_noun(len(changed), 'video')} changed"] if changed else []),
-        *([f"{count_noun(len(gone), 'video')} {removed}"] if gone else []),
+        *([count_noun(len(new_videos & encoded_videos), "new video")] if new_videos & encoded_videos else []),
+        *([_RETURNED_VIDEOS] if new_videos - encoded_videos else []),
+        *([f"{count_noun(len(changed_videos), 'video')} changed"] if changed_videos else []),
+        *([f"{count_noun(len(removed_videos), 'video')} {removal}"] if removed_videos else []),
     ]
     if shard.state == ShardState.RETRY:
         reasons = [shard.reason]
     elif not reasons:
         has_captions = plan.has_captions or stored.has_captions
         reasons = ["captions changed" if has_captions else "names of videos or datasets changed"]
-    copied = [tars[key[1]] for key in keys if key in missing_keys and key[1] in tars]
-    other_tars = tuple(dict.fromkeys(tar for tar, _ in copied))
-    chunk_bytes = [stored.chunk_bytes for key in keys if key not in missing_keys] + [size for _, size in copied]
+    copied_from = [tars[key[1]] for key in keys if key in missing_keys and key[1] in tars]
+    other_tars = tuple(dict.fromkeys(tar for tar, _ in copied_from))
+    chunk_bytes = [stored.chunk_bytes for key in keys if key not in missing_keys] + [size for _, size in copied_from]
     return ShardChange(rows, *_copied_size(plan, shard, rows, chunk_bytes), ", ".join(reasons), other_tars)
 
 
 def _compare_new_shard(plan: Plan, shard: ShardPlan, tars: _Tars) -> ShardChange | None:
     """Return the change of a new, missing or damaged shard; None if no tar contains any of its chunks."""
     keys = plan.span_keys(shard.rows)
-    copied = [tars[fingerprint] for _, fingerprint in keys if fingerprint in tars]
-    other_tars = tuple(dict.fromkeys(tar for tar, _ in copied))
+    copied_from = [tars[fingerprint] for _, fingerprint in keys if fingerprint in tars]
+    other_tars = tuple(dict.fromkeys(tar for tar, _ in copied_from))
     if not other_tars:
         return None
     rows = tuple(row for row, key in zip(shard.rows, keys, strict=True) if key[1] not in tars)
     if shard.state != ShardState.NEW:
         return ShardChange(rows, None, 0.0, "", other_tars)
-    encoded = {video_id for video_id, fingerprint in keys if fingerprint not in tars}
-    reason = f"new videos, and {_RETURNED_VIDEOS}" if encoded else _RETURNED_VIDEOS
-    return ShardChange(rows, *_copied_size(plan, shard, rows, [size for _, size in copied]), reason, other_tars)
+    encoded_videos = {video_id for video_id, fingerprint in keys if fingerprint not in tars}
+    reason = f"new videos, and {_RETURNED_VIDEOS}" if encoded_videos else _RETURNED_VIDEOS
+    return ShardChange(rows, *_copied_size(plan, shard, rows, [size for _, size in copied_from]), reason, other_tars)
 
 
 def _copied_size(plan: Plan, shard: ShardPlan, rows: Sequence[int], chunk_bytes: Sequence[float]) -> tuple[int, float]:

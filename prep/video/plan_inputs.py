@@ -141,8 +141,8 @@ def make_plan(
             divide=divide,
             on_progress=activity.counter(title),
         )
-    failed = failed_sources(probes, only_temporary=not retry_codes)
-    read_again = frozenset(videos.ids.take(pa.array(failed)).to_pylist())
+    failed_rows = failed_sources(probes, only_temporary=not retry_codes)
+    read_again = frozenset(videos.ids.take(pa.array(failed_rows)).to_pylist())
     probes = probes.drop_columns(["path", "mtime_ns"])  # these columns take half a gigabyte for ten million videos
     shots = _stored_shots(data_dir, recipe)
     planned = _plan_shards(data_dir, recipe, videos, probes, shots=shots, retry_codes=retry_codes)
@@ -242,7 +242,7 @@ def add_missing_shots(planned: PlanWithInputs, engine: "Engine") -> PlanWithInpu
             check=ticket,
             on_progress=activity.counter(title),
         )
-    detected = _plan_shards(
+    new_plan = _plan_shards(
         planned.data_dir,
         recipe,
         planned.videos,
@@ -251,7 +251,7 @@ def add_missing_shots(planned: PlanWithInputs, engine: "Engine") -> PlanWithInpu
         retry_codes=planned.retry_codes,
         detection=detection,
     )
-    return replace(detected, read_again=planned.read_again)
+    return replace(new_plan, read_again=planned.read_again)
 
 
 def left_out_values(plan: Plan) -> dict[str, Any]:

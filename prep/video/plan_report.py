@@ -147,9 +147,9 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload, *, on_section: OnSe
                     message = f"{span.path} has {size}, but a plan copies up to {size_text(_MAX_COPY_BYTES)}"
                     raise SourceFailure(FailureCode.SOURCE_TOO_LARGE, message)
                 path, source = sources.continuous(sources.path_of(span.path), span.source, keeps_audio=keeps_audio)
-                sections, copied = ((_SHORT_S, _IGNORE), (_LONG_S, on_section)), replace(span, source=source)
+                sections, local_span = ((_SHORT_S, _IGNORE), (_LONG_S, on_section)), replace(span, source=source)
                 costs = [
-                    _measure_section(plan, copied, path, length_s=length_s, on_section=function)
+                    _measure_section(plan, local_span, path, length_s=length_s, on_section=function)
                     for length_s, function in sections
                 ]
             except SourceFailure as failure:
@@ -360,11 +360,11 @@ def estimate_lines(cost: Estimate) -> list[str]:
         size = range_text(*(size_text(round(size_bytes)) for size_bytes in cost.size_bytes_range))
     lines = [f"estimate {core_hours} of CPU time for {duration_text(3600 * cost.video_hours)} of video; {size}"]
     if cost.wall_hours_range is not None and cost.idle_hours is not None:
-        shortest, busy = (duration_text(3600 * hours) for hours in cost.wall_hours_range)
+        shortest, longest = (duration_text(3600 * hours) for hours in cost.wall_hours_range)
         idle = duration_text(3600 * cost.idle_hours)
         trials = f"; measured by encoding 5 s of {count_noun(cost.num_trials, 'video')}" if cost.num_trials else ""
         cores = f"the {count_noun(cost.num_cores, 'core')} of this machine"
-        load = "" if busy == idle else f", up to {busy} alongside the other processes that are running now"
+        load = "" if longest == idle else f", up to {longest} alongside the other processes that are running now"
         lines.append(f"         {range_text(shortest, idle)} on {cores}{load}{trials}")
     if cost.lacking_trials:
         subject = "some trials were" if cost.num_trials else "all trials were"
@@ -401,14 +401,14 @@ def plan_report(planned: PlanWithInputs) -> Report:
     lines += failure_lines(
         list(plan.failed_sources()), list_path=None, retry_command=retry_arguments(COLUMN, data=planned.data_dir)
     )
-    lost = plan.lost_sources()
-    codes = dict(Counter(failure.code for failure in lost).most_common())
+    lost_sources = plan.lost_sources()
+    codes = dict(Counter(failure.code for failure in lost_sources).most_common())
     lines += [f"lost     {line}" for line in lost_source_lines(codes, is_indexed=column is INDEX)]
-    lines += entry_lines(first_failures(lost), num_all=len(lost), list_path=None, indent=" " * 9)
-    failed = [
+    lines += entry_lines(first_failures(lost_sources), num_all=len(lost_sources), list_path=None, indent=" " * 9)
+    failures = [
         failure for shard in plan.shards if shard.num_failed for failure in planned.commits[shard.shard_id].failures
     ]
-    lines += retry_lines(failed, planned)
+    lines += retry_lines(failures, planned)
     has_work = any(shard.has_work for shard in plan.shards)
     shots, tails, lost_time = _undetected_shots(plan), short_tails(plan), _time_lost_to_other_splits(planned)
     read_twice = sources_read_twice(planned)
@@ -423,12 +423,12 @@ def plan_report(planned: PlanWithInputs) -> Report:
     # A run writes tars with encoded and copied chunks, and indexes. The upper limit adds container overhead, which an
     # estimate from stored tars already includes.
     low, high = cost.size_bytes_range or (cost.size_bytes, cost.size_bytes)
-    copied = sum(change.copied_bytes for change in planned.changes.values())
+    copied_bytes = sum(change.copied_bytes for change in planned.changes.values())
     disk = disk_use(
         planned.data_dir,
         column=VIDEO,
         variant=plan.recipe.variant,
-        added_bytes=(low + copied, high + copied + container_bytes(plan, planned.rows_to_encode())),
+        added_bytes=(low + copied_bytes, high + copied_bytes + container_bytes(plan, planned.rows_to_encode())),
         replaced_bytes=sum(
             planned.commits[shard.shard_id].size_bytes for shard in plan.shards if shard.state in _REPLACED_STATES
         ),
@@ -443,11 +443,11 @@ def plan_report(planned: PlanWithInputs) -> Report:
     ):
         command = COLUMN.command_line(plan.recipe.values, data_dir=planned.data_dir)
         lines.append(next_line(command))
-    elif can_be_retried(failed):
+    elif can_be_retried(failures):
         command = shlex.join(retry_arguments(COLUMN, data=planned.data_dir))
         lines.append(next_line(command))
     else:
-        is_incomplete = failed or (lost and column is INDEX)
+        is_incomplete = failures or (lost_sources and column is INDEX)
         lines.append(f"{NOTHING_TO_DO} until the sources can be read again" if is_incomplete else NOTHING_TO_DO)
     values = {
         "variant": plan.recipe.variant,
@@ -457,7 +457,7 @@ def plan_report(planned: PlanWithInputs) -> Report:
         **states_values(plan.shards),
         "unusable_videos": dict(plan.unusable),
         "lost_sources": codes,
-        "failures": dict(Counter(failure.code for failure in failed)),
+        "failures": dict(Counter(failure.code for failure in failures)),
         "estimate": asdict(cost),
         "disk": disk.values(),
         "next": command,
@@ -471,22 +471,22 @@ def plan_report(planned: PlanWithInputs) -> Report:
     return Report("\n".join(lines), values)
 
 
-def can_be_retried(failed: Sequence[Failure]) -> bool:
+def can_be_retried(failures: Sequence[Failure]) -> bool:
     """Return True if `prep retry` would retry a failure that a normal run does not retry."""
-    return any(failure.code not in SOURCE_AWAY | TRANSIENT for failure in failed)
+    return any(failure.code not in SOURCE_AWAY | TRANSIENT for failure in failures)
 
 
-def retry_lines(failed: Sequence[Failure], planned: PlanWithInputs) -> list[str]:
+def retry_lines(failures: Sequence[Failure], planned: PlanWithInputs) -> list[str]:
     """Return lines about earlier failures that caused missing chunks, and about the commands that retry them."""
-    if not failed:
+    if not failures:
         return []
-    codes, command = {failure.code for failure in failed}, column_of(planned.plan.recipe).command
+    codes, command = {failure.code for failure in failures}, column_of(planned.plan.recipe).command
     hints = [f"`prep {command}` retries them"] if codes & TRANSIENT else []
     hints += [f"`prep {command}` retries them as soon as the source can be read"] if codes & SOURCE_AWAY else []
-    if can_be_retried(failed):
+    if can_be_retried(failures):
         hints.append(f"`{shlex.join(retry_arguments(COLUMN, data=planned.data_dir))}` retries them")
-    lines = [f"missing  chunks, because of {count_noun(len(failed), 'earlier failure')}: {codes_line(failed)}"]
-    lines += entry_lines(first_failures(failed), num_all=len(failed), list_path=None, indent=" " * 9)
+    lines = [f"missing  chunks, because of {count_noun(len(failures), 'earlier failure')}: {codes_line(failures)}"]
+    lines += entry_lines(first_failures(failures), num_all=len(failures), list_path=None, indent=" " * 9)
     return [*lines, f"         {'; '.join(hints)}"]
 
 
@@ -529,10 +529,9 @@ def _time_lost_to_other_splits(planned: PlanWithInputs) -> Addition:
         video += [int(plan.video_rows[row])] * len(span.span.chunk_frames)
     begin_us, end_us = np.array(times_us, np.int64).reshape(-1, 2).T
     splits = read_videos(planned.data_dir, columns=["split"])["split"].combine_chunks()
-    lost = lost_times(divided, splits, video=np.array(video, np.int64), begin_us=begin_us, end_us=end_us)
-    return Addition(
-        lost_lines(lost, indent=9), {"of_other_splits": {name: asdict(time) for name, time in lost.items()}}
-    )
+    times = lost_times(divided, splits, video=np.array(video, np.int64), begin_us=begin_us, end_us=end_us)
+    values = {"of_other_splits": {split: asdict(time) for split, time in times.items()}}
+    return Addition(lost_lines(times, indent=9), values)
 
 
 def explanation(planned: PlanWithInputs, name: str) -> Report:
@@ -562,8 +561,8 @@ def explanation(planned: PlanWithInputs, name: str) -> Report:
             )
         video_id = video_ids[0]
     shards = [shard for shard in plan.shards if any(span.video_id == video_id for span in plan.spans(shard.rows))]
-    failed = [failure for failure in plan.failed_sources() if failure.video_id == video_id]
-    missing = [
+    source_failures = [failure for failure in plan.failed_sources() if failure.video_id == video_id]
+    chunk_failures = [
         failure
         for shard in shards
         if shard.shard_id in planned.commits
@@ -576,21 +575,22 @@ def explanation(planned: PlanWithInputs, name: str) -> Report:
         "video_id": video_id,
         "variant": plan.recipe.variant,
         "changed_settings": settings,
-        "unusable": [asdict(failure) for failure in failed],
+        "unusable": [asdict(failure) for failure in source_failures],
         "shards": [{"shard_id": shard.shard_id, "state": str(shard.state), "reason": shard.reason} for shard in shards],
-        "failures": [asdict(failure) for failure in missing],
+        "failures": [asdict(failure) for failure in chunk_failures],
         "notes": (notes := plan.notes_of(video_id)),
         **({} if shots is None else asdict(shots)),
     }
     lines = [f"{name}: video {video_id} in variant {plan.recipe.variant}"]
     lines += [f"setting  {difference}" for difference in settings]
     for shard in shards:
-        is_partial = shard.state == ShardState.CURRENT and missing
+        is_partial = shard.state == ShardState.CURRENT and chunk_failures
         reason = "chunks of the video are missing" if is_partial else shard.reason
         lines.append(f"shard {shard.shard_id:06d}  {shard.state}: {reason}")
-    lines += retry_lines(missing, planned)
-    lines += [*(f"unusable {failure.code}: {failure.message}" for failure in failed), *(f"note     {n}" for n in notes)]
-    if shots is not None and not failed:
+    lines += retry_lines(chunk_failures, planned)
+    lines += [f"unusable {failure.code}: {failure.message}" for failure in source_failures]
+    lines += [f"note     {note}" for note in notes]
+    if shots is not None and not source_failures:
         lines += [
             f"left out {begin_s:.3f} to {end_s:.3f} s: shorter than --min-len" for begin_s, end_s in shots.left_out_s
         ]

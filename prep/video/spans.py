@@ -141,9 +141,9 @@ class EvenCutting:
 
     def short_tails(self, *, max_frames: int) -> dict[int, int]:
         """Return the length of each tail of fewer than `max_frames` frames that is kept, by the row of the video."""
-        rest = self._rests if self.tail == "keep" else np.zeros_like(self.num_frames)
-        rows = np.flatnonzero((rest > 0) & (rest < max_frames) & (self.num_frames > self.chunk_frames))
-        return dict(zip(rows.tolist(), rest[rows].tolist(), strict=True))
+        tail_frames = self._rests if self.tail == "keep" else np.zeros_like(self.num_frames)
+        rows = np.flatnonzero((tail_frames > 0) & (tail_frames < max_frames) & (self.num_frames > self.chunk_frames))
+        return dict(zip(rows.tolist(), tail_frames[rows].tolist(), strict=True))
 
     def span(self, video: int, index: int) -> Span:
         """Return one span of a video."""
@@ -327,11 +327,13 @@ def shots_of(
     video_shots = shots.take(pa.array(rows, mask=rows < 0))
     has_failed = np.asarray(pc.is_valid(video_shots["code"]))
     is_undetected = np.asarray(pc.is_valid(fingerprints)) & ((rows < 0) | (has_failed & retry_failed))
-    failed = np.flatnonzero(has_failed & ~is_undetected)
-    reasons = video_shots.select(["code", "message"]).take(pa.array(failed)).to_pylist()
+    failed_rows = np.flatnonzero(has_failed & ~is_undetected)
+    reasons = video_shots.select(["code", "message"]).take(pa.array(failed_rows)).to_pylist()
     return VideoShots(
         cuts=as_array(video_shots["cuts"]),
-        failures={row: (why["code"], why["message"]) for row, why in zip(failed.tolist(), reasons, strict=True)},
+        failures={
+            row: (reason["code"], reason["message"]) for row, reason in zip(failed_rows.tolist(), reasons, strict=True)
+        },
         undetected=np.flatnonzero(is_undetected),
     )
 

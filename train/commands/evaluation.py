@@ -116,12 +116,12 @@ def _folders_error(errors: Mapping[str, UserError], *, has_results: bool) -> Use
     """Return one error for all folders of a mixture that cannot be evaluated; an error common to all is shown once."""
     if not has_results and len(set(map(str, errors.values()))) == 1:
         return next(iter(errors.values()))
-    others = (
+    state = (
         "the run's other data folders are evaluated" if has_results else "none of the run's data folders is evaluated"
     )
     text = "; ".join(f"{folder} is not evaluated: {error}" for folder, error in errors.items())
     hints = dict.fromkeys(error.hint for error in errors.values() if error.hint)
-    return UserError(text, hint="; ".join([others, *hints]))
+    return UserError(text, hint="; ".join([state, *hints]))
 
 
 def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
@@ -144,7 +144,7 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
         say = partial(print, file=sys.stderr) if as_json else print
         files: list[Path] = []
         errors: dict[str, UserError] = {}
-        failed = 0
+        num_failed = 0
         for data in data_of(weights) if shards is None else (shards,):
             use = Use(shards=data, variant=variant, where=where, overrides=shown)
             try:
@@ -163,13 +163,13 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
                 if files:
                     page = f"; results page: {open_run(local_folder(weights)).page}" if out is None else ""
                     print(f"written: {files[-1]}{page}")
-            failed += len(result["failed"])
+            num_failed += len(result["failed"])
         if errors:
             raise _folders_error(errors, has_results=bool(files))
-        if failed:
+        if num_failed:
             details = "; see `failed` in " + ", ".join(map(str, files)) if files else ""
             hint = details or ("" if as_json else "; --json or --out lists them")
-            raise FailedWork(f"{count_noun(failed, 'sample')} could not be decoded{hint}")
+            raise FailedWork(f"{count_noun(num_failed, 'sample')} could not be decoded{hint}")
 
     tags = ", NAME:TAG of open_clip" if take_tags(_tasks_with(evaluation)) else ""
     command.__doc__ = docstring(

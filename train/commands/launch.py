@@ -80,10 +80,10 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance
         old_facts = world.first(lambda: {} if old_run is None else old_run.read_facts())
         recorded, recorded_evaluated = old_facts.get(VARIANTS_FACT, []), old_facts.get(EVALUATED_FACT, {})
         evaluated = evaluated_data(settings)
-        chosen = world.each(
+        variants = world.each(
             lambda: choose_variants(settings.folders, settings.variant, recorded=recorded, cache=settings.cache)
         )
-        chosen |= world.each(
+        variants |= world.each(
             lambda: choose_variants(
                 evaluated,
                 recorded=[recorded_evaluated.get(normalise_address(address), {}) for address in evaluated],
@@ -91,7 +91,7 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance
                 print_note=partial(print, file=sys.stderr) if world.is_first else (lambda _: None),
             )
         )
-        stack.enter_context(reading_variants(chosen))
+        stack.enter_context(reading_variants(variants))
         try:
             return _train(
                 spec, settings, old_run=old_run, stack=stack, world=world, device=device, provenance=provenance
@@ -240,8 +240,8 @@ def _train(
             if spec.finish_run is not None:
                 spec.finish_run(run, settings, say=progress.say)
             write_page(run)
-    failed, lines = len(read_lines(run.failures)), read_lines(run.metrics)
-    remark = f"; {count_noun(failed, 'sample')} failed, listed in {run.failures}" if failed else ""
+    num_failed, lines = len(read_lines(run.failures)), read_lines(run.metrics)
+    remark = f"; {count_noun(num_failed, 'sample')} failed, listed in {run.failures}" if num_failed else ""
     if sources := lines[-1].get("sources") if lines else None:
         progress.say(f"samples: {', '.join(f'{count:,} of {name}' for name, count in sources.items())}")
     progress.say(
@@ -252,7 +252,7 @@ def _train(
         return None
     if (next_command := _next_command(spec, settings)) is not None:
         progress.say(f"next: {next_command}")
-    return _summary(spec, settings, run=run, lines=lines, num_failed=failed, next_command=next_command)
+    return _summary(spec, settings, run=run, lines=lines, num_failed=num_failed, next_command=next_command)
 
 
 def _summary(

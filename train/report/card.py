@@ -77,7 +77,7 @@ def model_card(opened: OpenedRun, exported: Exported, *, form: str, opener: str,
     return f"---\n{front_matter}---\n\n# {_plain_text(name)}\n\n{_summary(opened)}\n\n{body}\n"
 
 
-def _metadata(pipeline: str | None, form: str, shown: Sequence[_Result], *, name: str) -> dict[str, Any]:
+def _metadata(pipeline: str | None, form: str, results: Sequence[_Result], *, name: str) -> dict[str, Any]:
     metadata: dict[str, Any] = {"license": "unknown", "pipeline_tag": pipeline, "tags": ["video", "clipmill"]}
     if form in _LIBRARIES:
         metadata["library_name"] = _LIBRARIES[form]
@@ -97,7 +97,7 @@ def _metadata(pipeline: str | None, form: str, shown: Sequence[_Result], *, name
                 if cell.share is not None
             ],
         }
-        for result in shown
+        for result in results
     ]
     if any(entry["metrics"] for entry in entries):
         metadata["model-index"] = [{"name": name, "results": [entry for entry in entries if entry["metrics"]]}]
@@ -150,15 +150,17 @@ def _source_name(report: Mapping[str, Any]) -> str:
 
 def _results(opened: OpenedRun, *, step: int | None) -> list[_Result]:
     """Return the results of the exported checkpoint that used the same overrides (frames and size) as the export."""
-    known, overrides = (
+    evaluations, overrides = (
         {evaluation.result_name: evaluation for evaluation in evaluations_of(opened.spec.name)},
         opened.overrides.given_values(),
     )
     results = {} if opened.run is None else {path.stem: read_object(path) for path in opened.run.results()}
     return [
-        _Result(name, str(result["split"]), table_of(known[result["evaluation"]].table, result))
+        _Result(name, str(result["split"]), table_of(evaluations[result["evaluation"]].table, result))
         for name, result in results.items()
-        if result.get("evaluation") in known and result.get("step") == step and result.get("overrides", {}) == overrides
+        if result.get("evaluation") in evaluations
+        and result.get("step") == step
+        and result.get("overrides", {}) == overrides
     ]
 
 

@@ -124,15 +124,15 @@ def training_curves(lines: Sequence[dict[str, Any]]) -> list[Curve]:
     return curves
 
 
-def evaluation_curves(lines: Sequence[dict[str, Any]], known: Sequence[CurveGroup]) -> list[Curve]:
+def evaluation_curves(lines: Sequence[dict[str, Any]], groups_of_metrics: Sequence[CurveGroup]) -> list[Curve]:
     """Return a chart for each group of evaluation metrics and each split. Metrics are named `<split>/<name>`."""
     names = dict.fromkeys(name for line in lines for name in line if "/" in name)
     groups: dict[tuple[str, str], dict[str, str]] = {}
     for name in names:
         split, _, short = name.partition("/")
-        title, label = _chart_of(short, known)
+        title, label = _chart_of(short, groups_of_metrics)
         groups.setdefault((split, title), {})[name] = label
-    order = [group.title for group in known]
+    order = [group.title for group in groups_of_metrics]
     curves = []
     # Charts are in the order of the groups in `known`; metrics without a group come last.
     rank = {title: number for number, title in reversed([*enumerate(order)])}
@@ -163,9 +163,9 @@ def overlay_curves(curves_by_run: Mapping[str, Sequence[Curve]]) -> list[Curve]:
     return overlays
 
 
-def _chart_of(name: str, known: Sequence[CurveGroup]) -> tuple[str, str]:
+def _chart_of(name: str, groups: Sequence[CurveGroup]) -> tuple[str, str]:
     """Return the title of the chart for a metric, and the label of the metric in this chart."""
-    for group in known:
+    for group in groups:
         if match := re.fullmatch(group.pattern, name):
             return group.title, group.label(match[1])
     label = name.replace("_", " ")
@@ -232,10 +232,12 @@ def page_of(run: RunFolder) -> dict[str, Any]:
     lines = read_lines(run.metrics)
     facts = run.read_facts()
     task = str(facts.get("task", DEFAULT))
-    known = evaluations_of(task)
+    evaluations = evaluations_of(task)
     settings = flatten({str(key): value for key, value in read_values(run.settings).items()})
     curves = training_curves(lines)
-    charts_of_evaluations = evaluation_curves(lines, [group for evaluation in known for group in evaluation.curves])
+    charts_of_evaluations = evaluation_curves(
+        lines, [group for evaluation in evaluations for group in evaluation.curves]
+    )
     # Each data folder of a mixture, with the number of samples drawn from it so far, including failed samples.
     counts = lines[-1].get("sources", {}) if lines else {}
     sources = [{**source, "count": counts.get(source["name"], 0)} for source in facts.get("sources", [])]
@@ -258,15 +260,15 @@ def page_of(run: RunFolder) -> dict[str, Any]:
         "curves": curves,
         "evaluation_curves": charts_of_evaluations,
         "charts": chart_values([*charts_of_evaluations, *curves]),
-        "results": _results(run, known, trained_split=settings.get("split")),
+        "results": _results(run, evaluations, trained_split=settings.get("split")),
         "weights": [_weights(start) for start in initial_weights(facts).values()],
         "failures": read_lines(run.failures),
     }
 
 
-def _results(run: RunFolder, known: Sequence[EvaluationSpec], *, trained_split: object) -> list[dict[str, Any]]:
+def _results(run: RunFolder, evaluations: Sequence[EvaluationSpec], *, trained_split: object) -> list[dict[str, Any]]:
     """Return the results of evaluations: results on the run's own data first, its training split last among them."""
-    order = {evaluation.result_name: number for number, evaluation in enumerate(known)}
+    order = {evaluation.result_name: number for number, evaluation in enumerate(evaluations)}
     results = []
     for path in run.results():
         result = read_object(path)
@@ -276,7 +278,7 @@ def _results(run: RunFolder, known: Sequence[EvaluationSpec], *, trained_split: 
                 hint="install the package that provides its task (see packages in run.json), or remove the file",
             )
         try:
-            results.append({**result, **_shown_result(result, known[order[result["evaluation"]]])})
+            results.append({**result, **_shown_result(result, evaluations[order[result["evaluation"]]])})
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise UserError(f"{path} is damaged: {error!r}", hint="remove it, or run the evaluation again") from error
     return sorted(

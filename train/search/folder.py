@@ -55,6 +55,7 @@ CAPTION_SCHEMA = pa.schema([*_COLUMNS, ("clip", pa.int64())])
 # Entries of a plan that may change without changing the work: locations, and descriptions of other entries.
 _IGNORED = frozenset({"weights.source", "weights.description", "data.shards", "data.description", "clip.description"})
 _IDENTITY = "weights.identity"
+_SAME_NAME = "the weights of a different run"  # description of different weights with the same name
 _MAX_LISTED = 6  # maximum number of clips in an error message
 _AGAIN = "run train embed with a different --out"
 
@@ -105,8 +106,8 @@ class EmbeddingFolder:
                 rows_of_group = sorted({row for row in rows if begin <= row < begin + count})
                 if rows_of_group:
                     table = file.read_row_group(group, columns=[name for name, _ in _COLUMNS])
-                    chosen = table.take(pa.array([row - begin for row in rows_of_group]))
-                    clip_of_row |= {values["row"]: EmbeddedClip(**values) for values in chosen.to_pylist()}
+                    selection = table.take(pa.array([row - begin for row in rows_of_group]))
+                    clip_of_row |= {values["row"]: EmbeddedClip(**values) for values in selection.to_pylist()}
                 begin += count
         return [clip_of_row[row] for row in rows]
 
@@ -131,12 +132,12 @@ class EmbeddingFolder:
                 flags=("--like",),
             )
         if len(rows) > 1:
-            shown = ", ".join(
+            clip_list = ", ".join(
                 f"{clip.row} ({clip.begin_s:.2f}-{clip.end_s:.2f} s)" for clip in self.clips(rows[:_MAX_LISTED])
             )
             raise UserError(
                 f"{len(rows)} clips start in chunk {name} (--like)",
-                hint=f"use the row of a clip instead of the key: {shown}",
+                hint=f"use the row of a clip instead of the key: {clip_list}",
                 flags=("--like",),
             )
         return int(rows[0])
@@ -203,10 +204,10 @@ def require_same_work(old: Mapping[str, Any], new: Mapping[str, Any], *, path: P
     """Raise a UserError if the work in a folder differs from the requested work; the error lists the differences."""
     changes = [differences(old, new, free=_IGNORED | {_IDENTITY})]
     if old["weights"]["identity"] != new["weights"]["identity"]:
-        was, now = ("{description} ({source})".format(**plan["weights"]) for plan in (old, new))
+        old_weights, new_weights = ("{description} ({source})".format(**plan["weights"]) for plan in (old, new))
         changes.insert(
             0,
-            f"the weights were {was} and are {now if now != was else 'the weights of a different run'}",
+            f"the weights were {old_weights} and are {_SAME_NAME if new_weights == old_weights else new_weights}",
         )
     if any(changes):
         raise UserError(

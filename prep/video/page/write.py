@@ -206,7 +206,7 @@ def _publish(
     count = -(-num_shown // PAGE_CHUNKS)
     media = "data:" if plan.is_embedded else "'self' file:"  # for the content security policy
     pages = [Pages(path.name, folder.url, number, count, num_shown) for number in range(1, count + 1)]
-    kept: set[str] = set()
+    kept_names: set[str] = set()
     listed: list[tuple[Card, int]] = []
     written_bytes, clip_bytes = 0, 0
     first: list[Card] = []
@@ -218,7 +218,7 @@ def _publish(
         page_cards = [card for _, card in zip(range(min(PAGE_CHUNKS, num_shown - len(listed))), cards, strict=False)]
         clips = [card.clip for card in page_cards if card.clip is not None]
         clip_bytes += sum(clip.size_bytes for clip in clips)
-        kept |= {clip.url for clip in clips if not plan.is_embedded}
+        kept_names |= {clip.url for clip in clips if not plan.is_embedded}
         # The list of all chunks has no images, so that even thousands of chunks can be searched.
         listed += [(replace(card, pictures=(), clip=None), page.number) for card in page_cards]
         if page.number == 1:
@@ -226,12 +226,12 @@ def _publish(
         else:
             name = f"page-{page.number}.html"
             written_bytes += publish(folder.path / name, [(card, page.number) for card in page_cards], page)
-            kept.add(name)
+            kept_names.add(name)
     if count > 1:
         written_bytes += publish(folder.path / "all.html", listed, replace(pages[0], number=0))
-        kept.add("all.html")
+        kept_names.add("all.html")
     written_bytes += publish(path, [(card, 1) for card in first], pages[0])
-    folder.sweep(kept)
+    folder.sweep(kept_names)
     num_problems = sum(card.problem is not None for card, _ in listed)
     values: dict[str, Any] = {
         "html": os.fspath(path),
@@ -243,7 +243,7 @@ def _publish(
         "html_bytes": written_bytes,
         "clips": "embedded" if plan.is_embedded else "preview" if plan.is_preview else "copy",
         "clip_bytes": clip_bytes,
-        "folder": os.fspath(folder.path) if kept else None,
+        "folder": os.fspath(folder.path) if kept_names else None,
     }
     total = (
         count_noun(num_all, "chunk") if num_shown == num_all else f"{num_shown:,} of {num_all:,} chunks, evenly spaced"
