@@ -95,25 +95,25 @@ def verify(
         selected = [column_named(column or VIDEO)]
     else:
         try:
-            selected = [known for known in columns() if current_variant(data_dir, known.name) is not None]
+            selected = [spec for spec in columns() if current_variant(data_dir, spec.name) is not None]
         except DamagedDataset:
             selected = []  # the damage is reported below, with the other damaged records
         if not selected and not records:
             selected = [column_named(VIDEO)]
     with Activity(reading):
-        opened = {known.name: Variant.open(data_dir, column=known.name, variant=variant) for known in selected}
-        for known in selected:
-            records += check_variant_records(opened[known.name], column=known, data_dir=data_dir)
+        opened = {spec.name: Variant.open(data_dir, column=spec.name, variant=variant) for spec in selected}
+        for spec in selected:
+            records += check_variant_records(opened[spec.name], column=spec, data_dir=data_dir)
     results = {}
-    for known in selected:
-        with Activity(f"verifying {known.name} shards") as now:
-            results[known.name] = verify_variant(
-                opened[known.name],
-                column=known,
+    for spec in selected:
+        with Activity(f"verifying {spec.name} shards") as now:
+            results[spec.name] = verify_variant(
+                opened[spec.name],
+                column=spec,
                 deep=deep,
                 num_workers=len(os.sched_getaffinity(0)),
-                on_shard=now.counter(f"verifying {known.name} shards"),
-                on_deep_shard=now.counter(f"checking samples of {known.name} shards"),
+                on_shard=now.counter(f"verifying {spec.name} shards"),
+                on_deep_shard=now.counter(f"checking samples of {spec.name} shards"),
             )
     if json:
         values = {name: asdict(verified) for name, verified in results.items()}
@@ -122,12 +122,12 @@ def verify(
         for record in records:
             name = "" if record.path in record.message else f"{record.path}: "
             print(f"record  {name}{record.message}")
-        for known in selected:
-            print(verified_text(results[known.name], column=known, max_findings=_MAX_FINDINGS))
-    damaged = [known for known in selected if results[known.name].num_problems]
+        for spec in selected:
+            print(verified_text(results[spec.name], column=spec, max_findings=_MAX_FINDINGS))
+    damaged = [spec for spec in selected if results[spec.name].num_problems]
     if damaged or records:
         texts = [
-            failure_text(results[known.name], opened[known.name], column=known, data_dir=data_dir) for known in damaged
+            failure_text(results[spec.name], opened[spec.name], column=spec, data_dir=data_dir) for spec in damaged
         ]
         raise FailedWork("\n".join([*repairs_text(records), *texts]))
 
@@ -180,10 +180,10 @@ def inspect(
     from clipmill.prep.core.column_arrays import bucket_tars
     from clipmill.prep.core.data_folder import require_data_folder
     from clipmill.prep.core.report import show
-    from clipmill.prep.upkeep.inspection import sample_report, set_report
+    from clipmill.prep.upkeep.inspection import sample_report, variant_report
     from clipmill.shards.reader import Variant
 
-    data_dir, known = require_data_folder(data), column_named(column)
+    data_dir, spec = require_data_folder(data), column_named(column)
     opened = Variant.open(data_dir, column=column, variant=variant, tars=bucket_tars(data_dir))
     if html is not None:
         from clipmill.prep.core.work import PageRequest, work_of
@@ -194,7 +194,7 @@ def inspect(
                 f"--html shows all chunks and cannot be combined with the key {key}",
                 hint=f"use --column {key}" if is_column else "omit the key, or omit --html",
             )
-        write_page = work_of(known).write_page
+        write_page = work_of(spec).write_page
         if write_page is None:
             with_page = " or ".join(column.name for column in columns() if column.page)
             raise UserError(
@@ -213,9 +213,9 @@ def inspect(
             raise UserError(f"{flag} has no effect without a page", hint=f"add --html PAGE, or omit {flag}")
     with Activity(f"reading the indexes of {opened.directory.name}"):
         if key is None:
-            report = set_report(opened, column=known)
+            report = variant_report(opened, column=spec)
         else:
-            report = sample_report(opened, key, column=known, data_dir=data_dir)
+            report = sample_report(opened, key, column=spec, data_dir=data_dir)
     show(report, json=json)
 
 
@@ -281,10 +281,10 @@ def gc(
     from clipmill.manifests.progress import Activity
     from clipmill.prep.core.data_folder import column_lock, require_data_folder
     from clipmill.prep.upkeep.garbage import (
-        Needed,
-        abort,
+        KeepRules,
+        abort_uploads,
+        find_bucket_garbage,
         find_garbage,
-        find_in_bucket,
         garbage_text,
         garbage_values,
         remove,
@@ -298,13 +298,13 @@ def gc(
         for column in columns():
             locks.enter_context(column_lock(data_dir, column=column.name))
         locks.enter_context(folder_lock(data_dir))
-        needed = Needed(locks.enter_context(exclude_new_readers(data_dir)), keep, younger_than_s)
+        rules = KeepRules(locks.enter_context(exclude_new_readers(data_dir)), keep, younger_than_s)
         with Activity("looking for files that are no longer needed"):
-            garbage, in_bucket = find_garbage(data_dir, needed), find_in_bucket(data_dir)
+            garbage, in_bucket = find_garbage(data_dir, rules), find_bucket_garbage(data_dir)
         removing = f"removing {count_noun(len(garbage.items), 'file')}"
         with Activity(removing) as now:
             removed = None if dry_run else remove(garbage, on_item=now.counter(removing))
-            abort([] if dry_run else in_bucket.uploads, data_dir)
+            abort_uploads([] if dry_run else in_bucket.uploads, data_dir)
     if json:
         print(json_module.dumps(garbage_values(garbage, in_bucket, removed), indent=1))
     else:
@@ -337,14 +337,14 @@ def use(
     from clipmill.shards.reader import Variant
 
     data_dir = require_data_folder(data)
-    specs = [known for known in columns() if column in (None, known.name)]
-    owners = [known for known in specs if variant in list_variants(data_dir, known.name)]
+    specs = [spec for spec in columns() if column in (None, spec.name)]
+    owners = [spec for spec in specs if variant in list_variants(data_dir, spec.name)]
     if not owners:
         raise UserError(
             f"there is no variant {variant} in {data_dir}", hint="prep status shows the variants of a data folder"
         )
     if len(owners) > 1:
-        names = ", ".join(known.name for known in owners)
+        names = ", ".join(spec.name for spec in owners)
         raise UserError(f"{variant} is a variant of several columns: {names}", hint="choose one with --column")
     name = owners[0].name
     with column_lock(data_dir, column=name):

@@ -1,4 +1,4 @@
-"""The stored captions of a data folder: their sources and models, and captions outside of their video or its chunks."""
+"""Facts about stored captions: their sources and models, and captions that are outside of their video or its chunks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,17 +21,19 @@ from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant
 
-_ROUNDING_S = 1.0  # a caption that ends up to this long after its video is not reported
+_ROUNDING_S = 1.0  # a caption may end this long after its video without being reported
 
 
 @dataclass(frozen=True)
 class CaptionSource:
-    """One source of captions.
+    """Source of captions.
 
     Attributes:
+        name: Name of the source.
+        num_captions: Number of captions.
         is_further: True if `prep manifest captions` added the source; False if the command of a dataset added it.
-        weights: Names of the models that wrote the captions, with the first digits of their SHA-256.
-        stale_because: Reason why the model would write different captions now, or None.
+        weights: Names of the models that wrote the captions, with the first digits of the SHA-256 of their weights.
+        stale_because: Reason why the captions no longer match the current chunks or captions, or None.
     """
 
     name: str
@@ -42,7 +44,7 @@ class CaptionSource:
 
 
 def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
-    """Read the sources of captions in the manifest in alphabetical order, with the sources from datasets first.
+    """Read the sources of captions in the manifest: first the sources from datasets, then others, each sorted by name.
 
     Raises:
         UserError: The manifest is missing or damaged.
@@ -79,7 +81,7 @@ def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
 
 @dataclass(frozen=True)
 class CaptionsBeyond:
-    """Captions whose times are after the end of their video.
+    """Captions that begin or end after the end of their video.
 
     Attributes:
         num_begin: Number of captions that begin at or after the end of their video.
@@ -93,13 +95,13 @@ class CaptionsBeyond:
 
 
 def captions_beyond(data_dir: Path, *, video_ids: pa.ChunkedArray, end_s: np.ndarray) -> CaptionsBeyond:
-    """Find the captions whose times are after the end of their video.
+    """Find the captions that begin or end after the end of their video.
 
-    An end up to a second after the end of the video counts as a rounding error.
+    A caption may end up to a second after its video, because times are often rounded.
 
     Args:
         video_ids: IDs of the videos in the manifest.
-        end_s: End of each video in seconds, +inf if unknown, float64.
+        end_s: End of each video in seconds, float64; +inf if unknown.
 
     Raises:
         UserError: The manifest is missing or damaged.
@@ -123,36 +125,36 @@ def captions_beyond(data_dir: Path, *, video_ids: pa.ChunkedArray, end_s: np.nda
 
 
 def other_variants(models: list[Mapping[str, Any]], *, current: str | None) -> list[str]:
-    """Return the variants of `video` whose chunks were captioned, except the current variant.
+    """Return the variants of `video`, other than the current variant, whose chunks a source describes.
 
     Args:
-        models: Metadata of the models that wrote a source of captions.
-        current: Current variant; None if there is none, in which case the result is empty.
+        models: Records of the models that wrote the captions of the source.
+        current: Name of the current variant. If there is none (None), the result is empty.
     """
     variants = {str(model["video_variant"]) for model in models if model.get("video_variant") is not None}
     return sorted(variants - {current}) if current is not None else []
 
 
 def _changed_column(models: list[Mapping[str, Any]], data_dir: Path) -> str | None:
-    """Return the reason why captions from the column `captions` are stale; None for current or other captions."""
+    """Return why captions from the column `captions` are stale; None if they are current or from a different source."""
     current = current_variant(data_dir, CAPTIONS)
     for model in models:
         variant = model.get("captions_variant")
         if variant is None or current is None:
             continue
         if variant != current:
-            return f"it is from {variant}; the current variant of captions is {current}"
+            return f"it is from {variant}, but the current variant of captions is {current}"
         if model.get("commits_sha256") != Variant.open(data_dir, column=CAPTIONS).commits.digest.decode():
-            return "the column captions has changed since; add its table again"
+            return "the column captions has changed since its table was added; add the table again"
     return None
 
 
 _TIMES = ("start_ms", "num_frames", "fps_num", "fps_den")
-_MAX_TIME_MS = 1e15  # limit that is longer than any video
+_MAX_TIME_MS = 1e15  # longer than any video; larger times, such as infinity, are reduced to it
 
 
 def ends_of_videos(data_dir: Path, videos: pa.Table) -> np.ndarray:
-    """Return the end of each video in seconds, float64 [N]; +inf for videos that have not been probed.
+    """Return the end of each video in seconds, float64 [videos]; +inf for videos that have not been probed.
 
     Args:
         videos: Table with schema VIDEOS.
@@ -164,12 +166,14 @@ def ends_of_videos(data_dir: Path, videos: pa.Table) -> np.ndarray:
 
 
 def chunk_finder(data_dir: Path, videos: pa.Table) -> Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None:
-    """Return a function (video rows, starts in s, ends in s) -> True where a chunk overlaps these times, bool [N].
-
-    Return None if the chunks are unknown, because the current variant has no chunks yet or is damaged.
+    """Return a function that finds out which captions overlap a chunk of their video.
 
     Args:
         videos: Table with schema VIDEOS.
+
+    Returns:
+        Function (rows of the videos, starts in s, ends in s) -> True for each caption that overlaps a chunk, bool
+        [captions]; None if there are no chunks yet or they cannot be read.
     """
     name = current_variant(data_dir, VIDEO)
     if name is None:
@@ -183,19 +187,21 @@ def chunk_finder(data_dir: Path, videos: pa.Table) -> Callable[[np.ndarray, np.n
     ids = videos["video_id"].combine_chunks()
     entries, codes = chunks.dictionary_codes("video_id")
     video_rows = pc.index_in(entries, value_set=ids).fill_null(-1).to_numpy().astype(np.int64)[codes]
-    begin_ms, frames, fps_num, fps_den = (chunks.table[name].to_numpy().astype(np.int64) for name in _TIMES)
-    end_ms = begin_ms + frames * fps_den * 1000 // fps_num
+    start_ms, frames, fps_num, fps_den = (chunks.table[name].to_numpy().astype(np.int64) for name in _TIMES)
+    end_ms = start_ms + frames * fps_den * 1000 // fps_num
     is_known = video_rows >= 0
-    video_rows, begin_ms, end_ms = video_rows[is_known], begin_ms[is_known], end_ms[is_known]
-    moments = Moments.of(video_rows, begin_ms, end_ms)
-    order = np.lexsort((begin_ms, video_rows))
-    begin, end = (moments.numbers(video_rows, times)[order] for times in (begin_ms, end_ms))
+    video_rows, start_ms, end_ms = video_rows[is_known], start_ms[is_known], end_ms[is_known]
+    moments = Moments.of(video_rows, start_ms, end_ms)
+    order = np.lexsort((start_ms, video_rows))
+    starts, ends = (moments.numbers(video_rows, times)[order] for times in (start_ms, end_ms))
 
     def has_chunk(rows: np.ndarray, begin_s: np.ndarray, end_s: np.ndarray) -> np.ndarray:
         times_ms = (np.minimum(times * 1000, _MAX_TIME_MS).astype(np.int64) for times in (begin_s, end_s))
-        low, high = (moments.numbers(rows, times) for times in times_ms)
-        # Only the last chunk that begins before the end of the caption matters, because chunks do not overlap.
-        last = np.searchsorted(begin, high) - 1
-        return (last >= 0) & (end[np.maximum(last, 0)] > low) if len(begin) else np.zeros(len(rows), bool)
+        caption_starts, caption_ends = (moments.numbers(rows, times) for times in times_ms)
+        # Chunks do not overlap, so only the last chunk that begins before the end of the caption matters.
+        last = np.searchsorted(starts, caption_ends) - 1
+        if not len(starts):
+            return np.zeros(len(rows), bool)
+        return (last >= 0) & (ends[np.maximum(last, 0)] > caption_starts)
 
     return has_chunk

@@ -1,8 +1,8 @@
 """`prep gc`: find and remove files in a data folder that are no longer needed, and unfinished uploads in a bucket.
 
-Only files whose names and locations belong to the format are ever removed; everything else is kept and listed. If it is
-uncertain whether the current variant is complete, all variants are kept. A variant that has readers
-(`clipmill.shards.marks`) keeps all files that they opened, including shards that a later run has replaced.
+Only files whose names and locations belong to the format are ever removed; all others are kept and listed. All variants
+of a column are kept unless its current variant is known to be complete. A variant with readers
+(`clipmill.shards.marks`) keeps all files that the readers have opened, including shards that a later run has replaced.
 """
 
 import errno
@@ -59,13 +59,21 @@ _ENDED = "mark of a reader that has ended"
 
 @dataclass(frozen=True)
 class Item:
-    """One file that can be removed."""
+    """File that can be removed.
+
+    Attributes:
+        path: Path of the file.
+        size_bytes: Size of the file.
+        reason: Reason why the file is not needed.
+        variant: Variant of the file (`column/variant`) if the complete variant is removed; otherwise None.
+        kind: Kind of the file. Files of the same kind can be removed in any order.
+    """
 
     path: Path
     size_bytes: int
     reason: str
-    variant: str | None = None  # set if the complete variant is removed
-    kind: str = ""  # files of one kind may be removed in any order
+    variant: str | None = None
+    kind: str = ""
 
     @property
     def is_recipe(self) -> bool:
@@ -75,15 +83,16 @@ class Item:
 
 @dataclass(frozen=True)
 class Garbage:
-    """Files that can be removed, and unknown files that are kept.
+    """Files that can be removed, and files that are kept.
 
     Attributes:
-        items: Files in the order in which they must be removed: a variant's commits before its tars, its recipe last.
-        folders: Folders to remove if they are empty afterwards, innermost first; the folders of variants are not
-            included.
+        items: Files to remove, in the order of removal: in a variant, commits precede tars, and the recipe is last.
         unknown: Files and folders that do not belong to the format.
-        kept_because: Reason why all variants and shards of a column are kept, or a single variant (`column/variant`).
-        current: Current variants, which are kept, as `column/variant`.
+        kept_because: Reason why a variant (key `column/variant`), or all variants and shards of a column (key
+            `column`), are kept.
+        current: Current variants (`column/variant`), which are kept.
+        folders: Folders to remove if they are empty afterwards, innermost first. The folders of variants are not
+            included.
     """
 
     items: list[Item]
@@ -94,13 +103,13 @@ class Garbage:
 
 
 @dataclass(frozen=True)
-class Needed:
-    """Conditions under which `prep gc` keeps variants in addition to current and unfinished variants.
+class KeepRules:
+    """Rules by which `prep gc` keeps further variants, besides current and unfinished variants.
 
     Attributes:
-        readers: Readers of the data folder.
+        readers: Readers of the data folder. Variants with readers are kept.
         names: Names of variants to keep.
-        younger_than_s: A variant is kept if its last change is less than this number of seconds ago; 0 for no limit.
+        younger_than_s: Age in seconds; variants whose last change is more recent are kept. 0 for no limit.
     """
 
     readers: Readers
@@ -108,15 +117,15 @@ class Needed:
     younger_than_s: float = 0.0
 
     def reason_to_keep(self, column: str, variant: str, *, changed_s: float) -> str | None:
-        """Return the reason why a variant is kept, or None.
+        """Return the reason why a variant is kept; None if it may be removed.
 
         Args:
-            changed_s: Time of the last change to its files, in seconds since the epoch.
+            changed_s: Time of the last change to the variant, in seconds since the epoch.
         """
         if readers := self.readers.find(column, variant):
             return _read_by(readers)
         if variant in self.names:
-            return "named by --keep"
+            return "selected by --keep"
         age_s = max(0.0, self.readers.now_s - changed_s)
         if age_s < self.younger_than_s:
             return f"changed {duration_text(age_s)} ago, less than --older-than"
@@ -129,41 +138,49 @@ def _read_by(readers: Sequence[Reader]) -> str:
 
 
 @dataclass(frozen=True)
-class Removed:
-    """Result of a removal; `failed` lists (path, reason) of files that could not be removed."""
+class Removal:
+    """Result of a removal.
+
+    Attributes:
+        num_files: Number of removed files.
+        num_bytes: Total size of the removed files.
+        failed: (path, reason) of each file that could not be removed.
+    """
 
     num_files: int
     num_bytes: int
     failed: list[tuple[Path, str]]
 
 
-def find_garbage(data_dir: Path, needed: Needed) -> Garbage:
-    """Find garbage; call it while holding the locks of all columns and of the data folder (`folder_lock`).
+def find_garbage(data_dir: Path, rules: KeepRules) -> Garbage:
+    """Find the garbage in a data folder.
+
+    The caller must hold the locks of all columns and of the data folder (`folder_lock`).
 
     Raises:
-        UserError: A record is unreadable or has a different version, or `needed` names a variant that does not exist.
+        UserError: A record is unreadable or has a different version, or a variant in `rules.names` does not exist.
     """
-    known = {name for column in columns() for name in list_variants(data_dir, column.name)}
-    for name in needed.names:
-        if name not in known:
+    variants = {name for column in columns() for name in list_variants(data_dir, column.name)}
+    for name in rules.names:
+        if name not in variants:
             raise UserError(
                 f"--keep {name}: there is no such variant in {data_dir}",
-                hint="prep status shows the variants of a data folder",
+                hint="run `prep status` to see the variants",
                 flags=("--keep",),
             )
     garbage = Garbage([], [], {})
-    garbage.items.extend(Item(data_dir / mark.name, 0, _ENDED) for mark in needed.readers.ended)
+    garbage.items.extend(Item(data_dir / mark.name, 0, _ENDED) for mark in rules.readers.ended)
     _find_temporaries(data_dir, garbage)
     for column in columns():
         if list_variants(data_dir, column.name):
-            _find_in_column(data_dir, column, garbage, needed=needed)
+            _find_in_column(data_dir, column, garbage, rules=rules)
     return garbage
 
 
-def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage, *, needed: Needed) -> None:
+def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage, *, rules: KeepRules) -> None:
     """Add the garbage of one column to `garbage`."""
     current = current_variant(data_dir, column.name)
-    # Until the current variant is complete, other variants may hold the only usable samples.
+    # Until the current variant is complete, other variants may have the only usable samples.
     reason = _reason_to_keep_all(data_dir, column, current)
     if reason is not None:
         garbage.kept_because[column.name] = reason
@@ -191,12 +208,12 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage, *, nee
         if name == current:
             stored = [commit.files for commit in Variant(folder).commits.values() if commit.files is not None]
             referenced = {path for file in stored for path in (file.tar, file.energon_index, file.index)}
-            known, unknown = _sorted_files(folder, needed=referenced)
+            known, unknown = _sort_files(folder, needed=referenced)
             stray = [Path(path) for path in known["data"] if SHARD_FILE.fullmatch(path.rpartition("/")[2])]
             garbage.current.append(f"{column.name}/{name}")
-            # A process reads the shards that were committed when it started; an unfinished run will read the new shards
-            # when it continues.
-            readers = [reader for reader in needed.readers.find(column.name, name) if not reader.is_run]
+            # A process reads the shards that were committed when it started, but an unfinished run reads the new shards
+            # when it is resumed.
+            readers = [reader for reader in rules.readers.find(column.name, name) if not reader.is_run]
             if stray and readers:
                 count = count_noun(len(stray), "file")
                 garbage.kept_because[f"{column.name}/{name}"] = f"{count} without a commit, {_read_by(readers)}"
@@ -207,9 +224,9 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage, *, nee
             garbage.kept_because[f"{column.name}/{name}"] = why
             continue
         else:
-            known, unknown = _sorted_files(folder)
+            known, unknown = _sort_files(folder)
             changed_s = max((Path(path).lstat().st_mtime for paths in known.values() for path in paths), default=0.0)
-            if (reason := needed.reason_to_keep(column.name, name, changed_s=changed_s)) is not None:
+            if (reason := rules.reason_to_keep(column.name, name, changed_s=changed_s)) is not None:
                 garbage.kept_because[f"{column.name}/{name}"] = reason
                 continue
             why, variant = "not the current variant", f"{column.name}/{name}"
@@ -223,11 +240,11 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage, *, nee
         garbage.unknown.extend(map(Path, unknown))
 
 
-def remove(garbage: Garbage, *, on_item: Callable[[int, int], None] = lambda done, total: None) -> Removed:
-    """Remove the items, and then the folders that are empty. If it is killed, the next call completes the removal.
+def remove(garbage: Garbage, *, on_item: Callable[[int, int], None] = lambda done, total: None) -> Removal:
+    """Remove the items, and then the empty folders. If a removal is killed, the next call completes it.
 
     Args:
-        on_item: Function that is called with (number of items done, number of items to remove).
+        on_item: Function (number of removed items, total number) that is called repeatedly.
     """
     num_files, num_bytes, failed = 0, 0, []
     items = [item for item in garbage.items if not item.is_recipe]
@@ -244,11 +261,11 @@ def remove(garbage: Garbage, *, on_item: Callable[[int, int], None] = lambda don
 
     num_seen = 0
     for _, group in groupby(items, lambda item: (item.variant, item.kind)):
-        # The order within a batch does not matter, because in a bucket it is a single request.
+        # Files of a kind can be removed in any order, so a batch is a single request in a bucket.
         while batch := list(islice(group, _BATCH)):
             try:
                 remove_file(*(item.path for item in batch))
-            except OSError:  # one file cannot be removed
+            except OSError:  # a file cannot be removed, so remove the files one by one
                 for item in batch:
                     attempt(item, partial(remove_file, item.path))
             else:
@@ -264,17 +281,17 @@ def remove(garbage: Garbage, *, on_item: Callable[[int, int], None] = lambda don
     for item in recipes:
         folder = item.path.parent
         if any(folder in path.parents for path, _ in failed):
-            continue  # the folder is still a variant, and the next call removes it
+            continue  # the folder is still a variant, which the next call removes
         has_recipe_only = set(folder.iterdir()) == {item.path}
         attempt(item, partial(_remove_variant, folder) if has_recipe_only else partial(remove_file, item.path))
-    return Removed(num_files, num_bytes, failed)
+    return Removal(num_files, num_bytes, failed)
 
 
 def _remove_variant(folder: Path) -> None:
-    """Remove a variant's folder that contains only its recipe.
+    """Remove the folder of a variant that contains only the recipe.
 
-    The folder is renamed first, so that it remains recognisable if the removal is killed: `incomplete_variants` finds
-    folders with a temporary name that hold only a recipe.
+    The folder first gets a temporary name. If the removal is killed, `incomplete_variants` finds it: a folder with a
+    temporary name that contains at most a recipe.
     """
     renamed_folder = rename(folder, temporary_path(folder))
     (renamed_folder / RECIPE_FILE).unlink()
@@ -282,7 +299,7 @@ def _remove_variant(folder: Path) -> None:
 
 
 def _reason_to_keep_all(data_dir: Path, column: ColumnSpec, current: str | None) -> str | None:
-    """Return the reason why all variants must be kept, or None."""
+    """Return the reason why all variants of a column must be kept, or None."""
     if current is None:
         return "there is no current variant"
     folder = variant_dir(data_dir, column.name, current)
@@ -307,13 +324,13 @@ def _reason_to_keep_all(data_dir: Path, column: ColumnSpec, current: str | None)
     return None
 
 
-def _sorted_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the files of a variant by kind, with the kinds in the order of removal, and the unknown files.
+def _sort_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the files of a variant, keyed by kind in the order of removal, and the unknown files.
 
     Args:
         needed: Files to omit, as paths relative to the folder.
     """
-    # The list of commits is removed before the commits.
+    # Lists of commits are removed before the commits.
     known: dict[str, list[str]] = {"contents": [], "commit table": [], "commit": [], "data": [], "recipe": []}
     unknown: list[str] = []
     parts = parts_of_variants()
@@ -350,7 +367,7 @@ def _sort_part(
     unknown: list[str],
     needed: Collection[str] = (),
 ) -> None:
-    """Sort the files in a subfolder of a variant into `known` and `unknown`; for commits, also in the subfolders."""
+    """Add the files in a subfolder of a variant, and in subfolders of commits, to `known` or `unknown`."""
     for entry in _entries(folder):
         if f"{folder.name}/{entry.name}" in needed or _is_temporary(entry):
             continue
@@ -367,7 +384,7 @@ def _entries(folder: "Path | os.DirEntry[str]") -> list["os.DirEntry[str]"]:
 
 
 def _find_temporaries(data_dir: Path, garbage: Garbage) -> None:
-    """Add files left by killed commands. The caller holds the locks, so no other command is writing these files."""
+    """Add the files that killed commands left. The caller holds all locks, so no command is writing these files."""
     _add_temporaries(data_dir, garbage, matches=ROOT_FILES.__contains__)
     _add_temporaries(manifest_dir(data_dir), garbage)
     _add_temporaries(data_dir / LAYOUT_FOLDER, garbage)
@@ -378,7 +395,7 @@ def _find_temporaries(data_dir: Path, garbage: Garbage) -> None:
         for name in list_variants(data_dir, column.name):
             folder = variant_dir(data_dir, column.name, name)
             if not (folder / RECIPE_FILE).is_file():
-                continue  # not a folder that prep made
+                continue  # the folder does not belong to prep
             commits = folder / COMMITS_FOLDER
             for part in (
                 folder,
@@ -403,33 +420,33 @@ def _is_temporary(entry: "os.DirEntry[str]") -> bool:
 
 
 SHARD_FILE = re.compile(r"\d{6,}-[0-9a-f]{8}\.(tar|tar\.idx|index\.arrow)")
-FOLDER_FILE = re.compile(rf"{SHARD_FILE.pattern}|{re.escape(CHUNKS_FILE)}")  # in a folder of shards
+FOLDER_FILE = re.compile(rf"{SHARD_FILE.pattern}|{re.escape(CHUNKS_FILE)}")  # files in a folder of shards
 COMMIT_FILE = re.compile(r"\d{6,}\.json")
 _LIST_FILE = re.compile(r"shards(-[A-Za-z0-9_-]+)?\.txt")
 DATA_FILES = (SHARD_FILE, _LIST_FILE, *(re.compile(re.escape(name)) for name in (FAILURES_FILE, SELECTION_FILE)))
 
 
 def parts_of_variants() -> dict[str, tuple[str, re.Pattern[str]]]:
-    """Return the folders that a variant's folder may contain, with the kind and the name pattern of their files."""
+    """Return the subfolders that a variant may have, as {name: (kind of the files, pattern of the file names)}."""
     extra = {part.name: ("data", part.file_names) for work in usable_works(columns()) for part in work.extra_folders}
     return {COMMITS_FOLDER: ("commit", COMMIT_FILE), **extra}
 
 
 def is_variant(folder: Path) -> bool:
-    """Return True if prep made the folder: its name ends in the fingerprint of the recipe in it."""
+    """Return True if prep made a folder: the name of the folder ends with the fingerprint of the recipe in it."""
     try:
         recipe = parse_json((folder / RECIPE_FILE).read_bytes())
-        made_here = "schema" in recipe and folder.name.endswith(f"-{recipe_fingerprint(recipe)[:8]}")
+        has_fingerprint = "schema" in recipe and folder.name.endswith(f"-{recipe_fingerprint(recipe)[:8]}")
     except (OSError, ValueError, TypeError):
         return False
-    return made_here and not folder.is_symlink()
+    return has_fingerprint and not folder.is_symlink()
 
 
 def late_files(folder: Path, column: str) -> list[Path]:
     """Return the files that a run wrote into the folder of a variant after `prep gc` had removed the variant.
 
-    The list contains the commits, which have checksums, and then the files that the commits list. It is empty if the
-    folder is a variant or holds any other file.
+    The list contains the commits, which have checksums, and then the files in the commits. It is empty if the folder is
+    a variant, or contains any other file.
     """
     if (folder / RECIPE_FILE).exists() or folder.is_symlink() or not (folder / COMMITS_FOLDER).is_dir():
         return []
@@ -442,15 +459,15 @@ def late_files(folder: Path, column: str) -> list[Path]:
 
 
 def is_in_shard_folder(folder: str, name: str) -> bool:
-    """Return True if the file `name` belongs in `folder`: its name contains the ID of a shard there, or no shard ID."""
+    """Return True if a file belongs in a folder of shards: its name has no shard ID, or the ID of such a shard."""
     if not FOLDER.fullmatch(folder):
         return True
     number = re.match(r"\d+", name)
     return number is None or folder_of(int(number[0])) == folder
 
 
-def is_ours(data_dir: Path, key: str) -> bool:
-    """Return True if `prep` wrote the object: it is a table or a file of a variant that prep made."""
+def belongs_to_format(data_dir: Path, key: str) -> bool:
+    """Return True if prep wrote an object: it is a table, or a file of a variant that prep made."""
     folder, _, name = key.rpartition("/")
     if folder in ("", MANIFEST_FOLDER):
         return is_table_file(name) if folder else name in ROOT_FILES
@@ -469,9 +486,10 @@ def is_ours(data_dir: Path, key: str) -> bool:
 
 @dataclass(frozen=True)
 class BucketGarbage:
-    """Uploads that can be aborted, and objects that are kept.
+    """Unfinished uploads to abort, and objects that are kept.
 
     Attributes:
+        uploads: Uploads of killed commands.
         foreign: Keys of objects that do not belong to the format.
         unknown_because: Reason why the uploads could not be listed, or None.
     """
@@ -481,27 +499,28 @@ class BucketGarbage:
     unknown_because: str | None = None
 
 
-def find_in_bucket(data_dir: Path) -> BucketGarbage:
-    """Find the uploads of killed commands in a bucket; call it while holding the locks of all columns.
+def find_bucket_garbage(data_dir: Path) -> BucketGarbage:
+    """Find the unfinished uploads of killed commands in a bucket. The caller must hold the locks of all columns.
 
-    The parts of an unfinished upload take up space, but no listing of objects shows them. A local folder has none.
+    The parts of an unfinished upload take up space, but no listing of objects contains them.
     """
     if (copy := _copy_of(data_dir)) is None:
         return BucketGarbage()
     foreign = copy.foreign_keys()
     try:
-        uploads = [upload for upload in copy.objects.open_uploads() if is_ours(data_dir, upload.key)]
-    except (UserError, OSError) as error:  # the account may lack permission, or the server may not support the request
+        uploads = [upload for upload in copy.objects.open_uploads() if belongs_to_format(data_dir, upload.key)]
+    except (UserError, OSError) as error:  # the account lacks permission, or the server does not support the request
         return BucketGarbage(foreign=foreign, unknown_because=str(getattr(error, "strerror", None) or error))
     return BucketGarbage(uploads, foreign)
 
 
-def abort(uploads: Sequence["OpenUpload"], data_dir: Path) -> None:
-    """Abort uploads, which frees the space of their parts.
+def abort_uploads(uploads: Sequence["OpenUpload"], data_dir: Path) -> None:
+    """Abort unfinished uploads, which frees the space of their parts.
 
     Raises:
-        UserError, OSError: See `Objects`.
-        LeaseLost: A lock has been lost, even if there are no uploads.
+        UserError: See `Objects`.
+        OSError: See `Objects`.
+        LeaseLost: A lock was lost. This is checked even if there are no uploads.
     """
     if (copy := _copy_of(data_dir)) is None:
         return
@@ -520,10 +539,11 @@ def _copy_of(data_dir: Path) -> "WorkingCopy | None":
     return mirror
 
 
-def garbage_text(garbage: Garbage, in_bucket: BucketGarbage, removed: Removed | None, *, data_dir: Path) -> str:
-    """Return the report of `prep gc`: removed files with sizes, one line per variant, and kept files with reasons.
+def garbage_text(garbage: Garbage, in_bucket: BucketGarbage, removed: Removal | None, *, data_dir: Path) -> str:
+    """Return the report of `prep gc`: removed variants and files with their sizes, and kept ones with reasons.
 
     Args:
+        in_bucket: Unfinished uploads and foreign objects.
         removed: Result of the removal; None in a dry run.
     """
     verb = "to remove" if removed is None else "removed"
@@ -558,7 +578,7 @@ def garbage_text(garbage: Garbage, in_bucket: BucketGarbage, removed: Removed | 
     return "\n".join(lines)
 
 
-def garbage_values(garbage: Garbage, in_bucket: BucketGarbage, removed: Removed | None) -> dict[str, Any]:
+def garbage_values(garbage: Garbage, in_bucket: BucketGarbage, removed: Removal | None) -> dict[str, Any]:
     """Return the content of `garbage_text` as JSON values."""
     return {
         "dry_run": removed is None,

@@ -1,4 +1,4 @@
-"""The reports of `prep inspect` on a variant or a sample, and of `prep diff` on two variants."""
+"""Reports of `prep inspect` on a variant or a sample, and of `prep diff` on two variants."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ _MAX_VALUE_CHARS = 80
 _NUM_NEAREST = 4
 
 
-def set_report(variant: Variant, *, column: ColumnSpec) -> Report:
-    """Return the report on a variant, with its shards, totals and settings."""
+def variant_report(variant: Variant, *, column: ColumnSpec) -> Report:
+    """Return the report on a variant: its settings, totals and shards."""
     problems, recipe = problems_of(variant), variant.recipe
     num_samples = f"num_{column.sample}s"
     rows: list[dict[str, Any]] = []
@@ -79,10 +79,13 @@ def set_report(variant: Variant, *, column: ColumnSpec) -> Report:
 
 
 def sample_report(variant: Variant, key: str, *, column: ColumnSpec, data_dir: Path) -> Report:
-    """Return the report on one sample. The column may provide the report; by default, it shows the index row.
+    """Return the report on a sample, from the column or, by default, with the fields of the index row.
+
+    Args:
+        key: Key, or another name of the sample (see `find_sample`).
 
     Raises:
-        UserError: No readable shard contains the key, or the sample cannot be read.
+        UserError: No sample or several samples match, or the sample cannot be read.
     """
     shard, number = find_sample(variant, key, column=column, data_dir=data_dir)
     if (report := work_of(column).sample_report) is not None:
@@ -113,7 +116,7 @@ def sample_report(variant: Variant, key: str, *, column: ColumnSpec, data_dir: P
 
 
 def _json_value(value: Any) -> Any:
-    """Convert an index value to JSON: bytes become hexadecimal digits."""
+    """Convert an index value to a JSON value, with bytes as hexadecimal digits."""
     if isinstance(value, list):
         return [_json_value(entry) for entry in value]
     return value.hex() if isinstance(value, bytes) else value
@@ -123,11 +126,10 @@ def find_sample(variant: Variant, name: str, *, column: ColumnSpec, data_dir: Pa
     """Return the shard and row of a sample.
 
     Args:
-        name: Key of the sample. A prefix of the key, or the file name of the video, is enough if it matches only one
-            sample.
+        name: Key of the sample; or the beginning of the key or the file name of the video, if only one sample matches.
 
     Raises:
-        UserError: No sample matches, or several samples match; the hint lists them, or the nearest keys.
+        UserError: No sample or several samples match. The hint lists the matching or the nearest keys.
     """
     shards = [shard for shard in variant.shards() if is_readable(shard)]
     for shard in shards:
@@ -135,9 +137,9 @@ def find_sample(variant: Variant, name: str, *, column: ColumnSpec, data_dir: Pa
         if row >= 0:
             return shard, row
     num_unread = len(variant.shards()) - len(shards) + len(variant.damaged)
-    # If no key is equal, compare the prefixes of keys and the file names of videos, ignoring case.
+    # No key is equal, so compare the beginnings of keys and the file names of videos, ignoring case.
     video_ids = pa.array([], pa.string())
-    with suppress(UserError):  # without a manifest, only keys are known
+    with suppress(UserError):  # without a manifest, the file names are unknown
         videos = read_videos(data_dir)
         paths = pc.utf8_lower(videos["path"])
         without_extension = pc.replace_substring_regex(paths, pattern=r"\.[^./]+$", replacement="")
@@ -176,16 +178,20 @@ def _nearest_keys(shards: list[CommittedShard], key: str) -> str:
         starts += zip(rows["start_ms"].to_pylist(), rows["key"].to_pylist(), strict=True)
     if starts:
         nearest = sorted(starts, key=lambda entry: abs(entry[0] - start_ms))[:_NUM_NEAREST]
-        return f"nearest keys of this video: {', '.join(name for _, name in sorted(nearest))}"
+        return f"use a key of this video, such as {', '.join(name for _, name in sorted(nearest))}"
     first = [shard.index["key"][0].as_py() for shard in shards[:_NUM_NEAREST]]
-    return f"no video has this ID; keys look like {', '.join(first)}" if first else "there are no readable shards"
+    return f"use a key such as {', '.join(first)}" if first else "run `prep status`; there are no readable shards"
 
 
-_NUM_COMPARED = 16  # number of compared arrays, spread evenly over the samples that both variants have
+_NUM_COMPARED = 16  # number of compared arrays, spread evenly over the common samples
 
 
 def variants_report(data_dir: Path, first: str, second: str) -> Report:
-    """Return the report on two variants, identified by their names in `prep status`.
+    """Return the report on the differences between two variants.
+
+    Args:
+        first: Name of the first variant, as shown by `prep status`.
+        second: Name of the second variant.
 
     Raises:
         UserError: A variant does not exist, or the variants belong to different columns.
@@ -220,7 +226,7 @@ def variants_report(data_dir: Path, first: str, second: str) -> Report:
         f"samples   {count_noun(len(keys[0]), 'sample')} and {len(keys[1]):,}; both have {num_common:,}",
         f"size      {size_text(sizes[0])} and {size_text(sizes[1])}",
     ]
-    # Only columns that store arrays have values that can be compared.
+    # Values can be compared only in columns that store arrays.
     if column in COLUMNS and any(".npy" in member for member in COLUMNS[column].members):
         arrays = [ColumnArrays.open(data_dir, column, variant=name) for name in (first, second)]
         comparison = _compare_arrays(arrays[0], arrays[1])
@@ -231,12 +237,13 @@ def variants_report(data_dir: Path, first: str, second: str) -> Report:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of arrays of two variants.
+    """Comparison of the arrays of two variants.
 
     Attributes:
         num_arrays: Number of compared arrays.
-        num_other_shape: Number of arrays that were not compared, because their shapes differ.
-        largest, mean: Largest and mean absolute difference between two values; None if no array was compared.
+        num_other_shape: Number of arrays that were not compared because their shapes differ.
+        largest: Largest absolute difference between two values; None if no array was compared.
+        mean: Mean absolute difference between two values; None if no array was compared.
         deviation: Standard deviation of the values in the first variant; None if no array was compared.
     """
 
@@ -247,17 +254,17 @@ class Comparison:
     deviation: float | None
 
     def __str__(self) -> str:
-        suffix = f"; {count_noun(self.num_other_shape, 'array')} of other shapes" if self.num_other_shape else ""
+        suffix = f"; {count_noun(self.num_other_shape, 'array')} of different shapes" if self.num_other_shape else ""
         if self.largest is None:
             return f"no arrays with the same sample and shape to compare{suffix}"
         return (
             f"{count_noun(self.num_arrays, 'array')} compared: largest difference {self.largest:.3g}, mean"
-            f" {self.mean:.3g}, at a standard deviation of {self.deviation:.3g}{suffix}"
+            f" {self.mean:.3g}, with a standard deviation of the values of {self.deviation:.3g}{suffix}"
         )
 
 
 def _compare_arrays(first: ColumnArrays, second: ColumnArrays) -> Comparison:
-    # Rows of the merged tables by video ID and, in a column of chunks, start.
+    # Rows of the merged tables, keyed by video ID and, in a column of chunks, start.
     rows: list[dict[tuple[Any, ...], int]] = []
     for arrays in (first, second):
         entries, codes = arrays.rows.dictionary_codes("video_id")
@@ -274,7 +281,7 @@ def _compare_arrays(first: ColumnArrays, second: ColumnArrays) -> Comparison:
         pair = []
         for arrays, variant_rows in zip((first, second), rows, strict=True):
             array: NDArray[Any] = arrays.array(variant_rows[sample])
-            if array.dtype == np.uint16:  # the bits of bfloat16
+            if array.dtype == np.uint16:  # bits of bfloat16 values
                 array = (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
             pair.append(array.astype(np.float64))
         values, other_values = pair
@@ -296,4 +303,4 @@ def _column_of(data_dir: Path, variant: str) -> str:
     for column in columns():
         if variant_dir(data_dir, column.name, variant).is_dir():
             return column.name
-    raise UserError(f"{data_dir} has no variant {variant}", hint="see prep status and the folders of the columns")
+    raise UserError(f"{data_dir} has no variant {variant}", hint="run `prep status` to see the variants")

@@ -1,6 +1,6 @@
-"""Collect and format the status of a data folder for `prep status`.
+"""Status of a data folder, for `prep status`: read it from the records, and format it.
 
-Only the records of the data folder are read, never its tars, so this takes seconds for a dataset of any size.
+Only records are read, never tars, so that reading takes seconds for a dataset of any size.
 """
 
 import os
@@ -62,19 +62,19 @@ class VariantStatus:
         is_current: True if the variant is the current variant of its column.
         size_bytes: Total size of the files in the variant's folder.
         num_shards: Number of committed shards that contain samples.
-        num_samples: Number of samples in the committed shards. A sample is a chunk, or a video in the column `text`.
-        hours: Hours of video in the committed shards whose index can be read; 0 for `text`.
-        failures: Number of spans, chunks or videos that failed according to the commits, keyed by failure code.
-        num_wanted: Number of samples that the recipe requires; None if unknown.
-        where: Condition that the last run used to select samples; None if the run selected all samples.
-        num_running: Number of samples made so far in shards that are not committed yet; None if no worker is running.
+        num_samples: Number of samples in the committed shards. A sample is a chunk or, in the column `text`, a video.
+        hours: Hours of video in the committed shards with a readable index; 0 for `text`.
+        failures: Number of failures in the commits, keyed by failure code.
+        num_wanted: Number of samples that the variant should have; None if unknown.
+        num_running: Number of finished samples in shards that are not committed yet; None if no worker is running.
+        where: Condition that selected the samples of the last run; None if the run selected all samples.
         num_missing: Number of missing shards; always 0 for the current variant, whose missing shards are in
             `ColumnStatus.to_make`.
-        num_unread: Number of shards that `hours` does not include, because their index cannot be read.
-        lost: Number of failures that keep the variant from becoming current (`lost_samples`), keyed by failure code.
-        left_out: Lines of text about the parts of videos that the settings omit, such as tails.
-        is_late: True if a late run wrote files after `prep gc` had removed the variant (`late_files`).
-        readers: Descriptions of the processes and unfinished runs that are reading the variant.
+        num_unread: Number of shards with an unreadable index, which `hours` does not include.
+        lost: Number of failures that prevent the variant from becoming current (`lost_samples`), keyed by failure code.
+        left_out: Lines about parts of videos that the settings omit, such as tails.
+        is_late: True if a run wrote the files after `prep gc` had removed the variant (`late_files`).
+        readers: Descriptions of the processes and unfinished training runs that read the variant.
     """
 
     name: str
@@ -104,12 +104,11 @@ class ColumnStatus:
         variants: Status of each variant, the current variant first.
         problems: Missing and damaged shards of the current variant, as (shard ID, "missing" or "corrupt", reason).
         stale_because: Reason why the column's command would now make a different variant; None if it would not.
-        to_make: Number of shards that the column's command would make according to the last probes, keyed by state.
+        to_make: Number of shards that the column's command would make, according to the last probes, keyed by state.
         num_orphaned: Number of shards that the column's command would remove.
-        file_problems: Problems with files that are derived from the shards of the current variant.
-        failures_file: File that lists the failures of the last run; None if the last run had no failures.
-        first_failures: First few failures of the current variant; for the column `video`, also the first few unusable
-            sources.
+        file_problems: Problems of files that are derived from the shards of the current variant.
+        failures_file: List of the failures of the last run; None if the last run had no failures.
+        first_failures: First few failures of the current variant; for the column `video`, also of unusable sources.
         written_by: Command that is writing the column of a data folder in a bucket; None if there is no such command.
     """
 
@@ -130,7 +129,7 @@ class ColumnStatus:
         return next((variant for variant in self.variants if variant.is_current), None)
 
     def values(self) -> dict[str, Any]:
-        """Return the status of the column as values that JSON can represent."""
+        """Return the status of the column as JSON values."""
         problems = [
             {"shard_id": shard_id, "state": state, "message": message} for shard_id, state, message in self.problems
         ]
@@ -157,24 +156,24 @@ class VideosStatus:
         num_captions: Number of captions in the manifest.
         num_usable: Number of videos from which chunks can be made.
         num_not_probed: Number of videos that have not been probed yet.
-        unusable: Number of videos from which no chunk can be made, keyed by failure code.
+        unusable: Number of videos from which no chunks can be made, keyed by failure code.
         first_unusable: First few unusable videos.
-        lost: Number of videos that were usable earlier but can no longer be read, keyed by failure code. The samples
-            of these videos are kept.
+        lost: Number of videos that were usable before but can no longer be read, keyed by failure code. Their samples
+            are kept.
         first_lost: First few lost videos.
-        caption_sources: Sources of captions; None if the table of captions is damaged.
-        is_indexed: True if the current chunks require the sources. In this case, the size and modification time of each
-            source have been compared with its probe.
+        caption_sources: Sources of captions; None if the caption table is damaged.
+        is_indexed: True if the packets of the current chunks are in the sources (`prep index`). Then the size and
+            modification time of each source were compared with its probe.
         num_to_read: Number of failed sources that the next run reads again, because the failure is transient or the
             file has changed.
-        num_with_audio: Number of usable videos whose source has audio.
+        num_with_audio: Number of usable videos with audio.
         num_noted: Number of videos with unusual properties, such as HDR or several video tracks.
         first_notes: Notes on the first few videos with unusual properties, keyed by video ID.
-        num_captions_beyond: Number of captions that begin after the end of their video, among the probed videos; None
-            if unknown.
-        num_captions_ending_beyond: Number of captions that begin before the end of their video, but end more than a
-            second after it; None if unknown.
-        first_captions_beyond: First few captions that begin or end after the end of their video.
+        num_captions_beyond: Number of captions that begin after the end of their video, if the video has been probed;
+            None if unknown.
+        num_captions_ending_beyond: Number of other captions that end more than a second after the end of their video;
+            None if unknown.
+        first_captions_beyond: First few captions of both kinds.
     """
 
     num_videos: int
@@ -198,15 +197,15 @@ class VideosStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """Everything that `prep status` reports about a data folder.
+    """Status of a data folder.
 
     Attributes:
         data_dir: Data folder.
         videos: Status of the videos; None if the data folder has no manifest.
-        columns: Status of each column, keyed by column name; columns without variants are included.
+        columns: Status of each column, keyed by column name, including columns without variants.
         leakage: Leakage between splits; None if there are no scores.
         lost: Time that each split loses because its videos have captions of other splits, keyed by split.
-        damaged: Errors about damaged records that did not keep the rest of the status from being read.
+        damaged: Errors about damaged records. The rest of the status could be read.
     """
 
     data_dir: Path
@@ -221,7 +220,7 @@ class Status:
         return sum(len(column.problems) for column in self.columns.values())
 
     def values(self) -> dict[str, Any]:
-        """Return the status as values that JSON can represent."""
+        """Return the status as JSON values."""
         return {
             "data": os.fspath(self.data_dir),
             "videos": None if self.videos is None else asdict(self.videos),
@@ -235,7 +234,7 @@ def read_status(data_dir: Path) -> Status:
     """Read the status of a data folder.
 
     Raises:
-        UserError: A record that the status requires cannot be read or has a different version.
+        UserError: A required record cannot be read, or has a different version.
     """
     has_videos = has_manifest(data_dir)
     damaged: list[UserError] = []
@@ -270,7 +269,7 @@ def _column_status(
         except DamagedLayout:
             raise
         except UserError:
-            pass  # the number of shards to make remains unknown
+            pass  # the remaining work is unknown
         if name == current:
             try:
                 _ = variant.recipe
@@ -315,7 +314,7 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
         probes = add_changed_files(probes, num_threads=NUM_CHECK_THREADS)
     ends_s = np.full(len(videos), np.inf)
     ends_s[is_known] = pc.fill_null(probes["end_s"], np.inf).to_numpy()
-    # Only usable videos have an end time. Their fingerprints are not read: ten million take a gigabyte of memory.
+    # Only usable videos have an end. Use it rather than fingerprints, of which ten million take a gigabyte of memory.
     is_usable = pc.is_valid(probes["end_s"])
     unusable = probes.filter(pc.invert(is_usable))
     lost = probes.filter(pc.and_(is_usable, pc.is_valid(probes["code"])))
@@ -353,7 +352,7 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
 
 
 def _first_sources(probes: pa.Table) -> list[FailureEntry]:
-    """Return the first few failed sources for each failure code."""
+    """Return the first few failed sources, from all failure codes."""
     tables = (probes.filter(pc.equal(probes["code"], code)).slice(0, MAX_ENTRIES) for code in probes["code"].unique())
     rows = (row for table in tables for row in table.select(["video_id", "code", "path", "message"]).to_pylist())
     return first_few(FailureEntry(row["video_id"], row["code"], f"{row['path']}: {row['message']}") for row in rows)
@@ -392,7 +391,7 @@ _INDENT = " " * 10
 
 
 def status_text(status: Status) -> str:
-    """Return the status as text for the terminal, with one fact per line."""
+    """Return the status as text for the terminal."""
     lines = [f"data      {status.data_dir}"]
     lines += ["manifest  none"] if status.videos is None else _videos_lines(status.videos)
     for column in status.columns.values():
@@ -422,14 +421,14 @@ def status_text(status: Status) -> str:
 
 
 def repair_command(status: Status) -> str:
-    """Return the command that rebuilds the missing and damaged shards of the first column with such shards."""
+    """Return the command that repairs the first column with missing or damaged shards."""
     statuses = list(status.columns.values())
     column = next((column for column in statuses if column.problems), statuses[0])
     return _command_of(column, status.data_dir)
 
 
 def _command_of(column: ColumnStatus, data_dir: Path) -> str:
-    """Return the column's command with the settings of its current variant, or else of its first variant."""
+    """Return the command of a column, with the settings of its current variant or, without one, its first variant."""
     spec = column_named(column.column)
     variant = column.current_status or next(iter(column.variants), None)
     if column.current_status is None and (deleted := current_variant(data_dir, column.column)) is not None:
@@ -470,12 +469,12 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
     if count := videos.num_captions_ending_beyond:
         end = "ends" if count == 1 else "end"
         late = f"{count:,} {end} more than a second after the end of the video"
-        lines.append(f"{_INDENT}{late}: used up to it; are all times in seconds?")
+        lines.append(f"{_INDENT}{late}: used up to the end; check that all times are in seconds")
     num_beyond = (videos.num_captions_beyond or 0) + (videos.num_captions_ending_beyond or 0)
     lines += entry_lines(videos.first_captions_beyond, num_all=num_beyond, list_path=None, indent=f"{_INDENT}  ")
     sources = videos.caption_sources
     if sources is None:
-        lines.append(f"{_INDENT}their table is damaged")
+        lines.append(f"{_INDENT}the caption table is damaged")
     elif len(sources) > 1 or any(source.is_further for source in sources):
         for source in sources[:_MAX_LISTED]:
             by = f", by {', '.join(source.weights)}" if source.weights else ""
@@ -520,7 +519,7 @@ def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
             command = _command_of_variant(column.column, variant.name, data_dir)
             lines.append(f"{_INDENT}incomplete: {count_noun(variant.num_missing, 'shard')} not made yet: {command}")
         if variant.is_late:
-            lines.append(f"{_INDENT}written by a late run, after the variant had been removed: `prep gc` removes it")
+            lines.append(f"{_INDENT}written by a late run after the variant had been removed; `prep gc` removes it")
         if variant.lost and variant.num_running is None and column.current_status is not None:
             codes = ", ".join(f"{count} x {code}" for code, count in variant.lost.items())
             lines.append(
@@ -533,7 +532,7 @@ def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
             lines.append(f"{_INDENT}shards to make: {shards}{command_hint}")
         if variant.is_current and column.num_orphaned:
             lines.append(f"{_INDENT}shards to remove: {column.num_orphaned:,}")
-        if variant.is_current and variant.num_running is None:  # a running command writes the derived files last
+        if variant.is_current and variant.num_running is None:  # a running command writes derived files at its end
             lines += [f"{_INDENT}{on_one_line(problem)}" for problem in column.file_problems]
     if column.written_by is not None:
         label = "" if column.variants else column.column
@@ -547,7 +546,7 @@ def _next_step(status: Status) -> str | None:
     """Return the command to run next; None while a command is running, or if no command would help."""
     statuses = status.columns.values()
     if status.damaged:
-        return None  # the hints of the errors say what to do
+        return None  # the errors have hints
     if any(column.written_by or variant.num_running is not None for column in statuses for variant in column.variants):
         return None
     first = next(iter(statuses))

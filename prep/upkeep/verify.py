@@ -1,10 +1,10 @@
-"""`prep verify`: check every byte of the shards and records and, on request, every frame or value of the samples.
+"""`prep verify`: check every byte of shards and records and, with `--deep`, every frame or value of the samples.
 
-The next run repairs the damage, but it checks only sizes and modification times (clipmill.shards.verify.quick_check).
-If a damaged file would pass that check, `prep verify` therefore makes it newer than its commit.
+The next run repairs the damage, but checks only sizes and modification times (clipmill.shards.verify.quick_check). If a
+damaged file would pass this check, `prep verify` makes the file newer than its commit.
 
-The records of a data folder are its manifest, probes, shots, layouts and dataset.json. Each finding states the command
-that repairs the record.
+The records of a data folder are the manifest, probes, shots, layouts and dataset.json. Each finding contains the
+command that repairs the record.
 """
 
 import shlex
@@ -61,7 +61,14 @@ _WORKER_LOST, _INACCESSIBLE = "worker_lost", "inaccessible"
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem; `key` identifies the sample if the problem concerns a single sample."""
+    """Problem of a shard.
+
+    Attributes:
+        shard_id: ID of the shard.
+        key: Key of the sample that has the problem; None if the problem is not in a single sample.
+        code: Code of the problem.
+        message: Description of the problem.
+    """
 
     shard_id: int
     key: str | None
@@ -70,15 +77,19 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Verified:
-    """Result of a verification.
+class VerifyResult:
+    """Result of the verification of a variant.
 
     Attributes:
+        variant: Name of the variant.
+        num_shards: Number of committed shards with samples.
+        num_samples: Number of samples in these shards.
+        num_bytes: Total size of tars and indexes.
         num_deep: Number of decoded frames or checked array rows.
-        findings: Differences from the committed bytes, in shard order.
-        unseen: IDs of damaged shards that could not be marked, so that the next run would not notice the damage.
+        findings: Differences from the committed bytes, in the order of the shards.
+        unseen: IDs of damaged shards that could not be marked, so that the next run will not notice the damage.
         deep_findings: Problems of samples whose bytes match the commit.
-        inaccessible: Shards that the bucket cannot provide at present; it is unknown whether they are damaged.
+        inaccessible: Shards that cannot be read from the bucket at present, and may or may not be damaged.
     """
 
     variant: str
@@ -102,7 +113,13 @@ class Verified:
 
 @dataclass(frozen=True)
 class DeepTask:
-    """One shard whose samples are checked; `check` is the import path of its column's `check_sample`."""
+    """Task that checks the samples of a shard.
+
+    Attributes:
+        variant_dir: Folder of the variant.
+        commit: Commit of the shard.
+        check: Import path of the column's `check_sample`.
+    """
 
     variant_dir: Path
     commit: Commit
@@ -111,7 +128,13 @@ class DeepTask:
 
 @dataclass(frozen=True)
 class DeepResult:
-    """Result of the deep check of a shard: number of frames or array rows, and findings as (key, code, message)."""
+    """Result of checking the samples of a shard.
+
+    Attributes:
+        shard_id: ID of the shard.
+        num_checked: Number of decoded frames or checked array rows.
+        findings: (key, code, message) of each problem.
+    """
 
     shard_id: int
     num_checked: int
@@ -126,13 +149,15 @@ def verify_variant(
     num_workers: int,
     on_shard: Callable[[int, int], None] = lambda done, total: None,
     on_deep_shard: Callable[[int, int], None] = lambda done, total: None,
-) -> Verified:
-    """Read every byte of the committed shards; with `deep`, also check every sample of the undamaged shards.
+) -> VerifyResult:
+    """Read every byte of the committed shards and, with `deep`, check every sample of the undamaged shards.
+
+    Damaged shards are marked, so that the next run makes them again.
 
     Args:
-        num_workers: Number of shards to check in parallel, in threads that read or processes that decode.
-        on_shard: Function that is called with (number of shards read, total number of shards).
-        on_deep_shard: Function that is called with (number of shards checked, total number of shards) during the deep
+        num_workers: Number of shards to process in parallel: in threads when reading, in processes when decoding.
+        on_shard: Function (number of read shards, total number) that is called after each shard.
+        on_deep_shard: Function (number of checked shards, total number) that is called after each shard of the deep
             check.
     """
     problems = {damaged.shard_id: [damaged] for damaged in map(commit_problem, variant.damaged)}
@@ -150,11 +175,11 @@ def verify_variant(
                 elif outcome:
                     problems[shard_id] = outcome
         finally:
-            pool.shutdown(cancel_futures=True)  # if the command is interrupted, do not read the rest
+            pool.shutdown(cancel_futures=True)  # if the command is interrupted, do not read more shards
     unseen = [
         shard_id
         for shard_id, shard_problems in problems.items()
-        if (commit := variant.commits.get(shard_id)) and not mark(variant.directory, commit, shard_problems)
+        if (commit := variant.commits.get(shard_id)) and not mark_damage(variant.directory, commit, shard_problems)
     ]
     unusable = problems.keys() | inaccessible.keys()
     intact = [commit for shard_id, commit in variant.commits.items() if shard_id not in unusable and commit.files]
@@ -170,7 +195,7 @@ def verify_variant(
         for key, code, message in result.findings
     ]
     inaccessible |= {finding.shard_id: finding for finding in deep_findings if finding.code == _INACCESSIBLE}
-    return Verified(
+    return VerifyResult(
         variant=variant.directory.name,
         num_shards=len(files),
         num_samples=sum(file.num_samples for file in files),
@@ -187,8 +212,8 @@ def verify_variant(
     )
 
 
-def mark(folder: Path, commit: Commit, problems: list[Problem]) -> bool:
-    """Mark a damaged shard so that the next run remakes it; return True if the next run will notice the damage."""
+def mark_damage(folder: Path, commit: Commit, problems: list[Problem]) -> bool:
+    """Mark a damaged shard, so that the next run makes it again. Return True if the next run will notice the damage."""
     if any(problem.code == Code.COMMIT_DAMAGED for problem in problems):
         with suppress(OSError):
             distrust_folder(commit_path(folder, commit.shard_id))
@@ -197,7 +222,7 @@ def mark(folder: Path, commit: Commit, problems: list[Problem]) -> bool:
     if commit.files is None:
         return True
     is_index = all(problem.code in _INDEX_CODES for problem in problems)
-    # The quick check rereads only files that are newer than their commit. Neither a flipped bit nor a copy that
+    # The quick check reads only files that are newer than their commit, but neither a flipped bit nor a copy that
     # preserves times changes the modification time.
     with suppress(OSError, Inaccessible):
         if quick_check(folder, commit):
@@ -213,7 +238,7 @@ def mark(folder: Path, commit: Commit, problems: list[Problem]) -> bool:
 
 def _verify_commit(folder: Path, commit: Commit) -> list[Problem] | Inaccessible:
     try:
-        # The commit may come from the commit table, so its own file is checked too.
+        # The commit may have been read from the commit table, so check the file of the commit too.
         return check_record(folder, commit) or verify_shard(folder, commit)
     except Inaccessible as error:
         return error
@@ -237,7 +262,7 @@ def _check_deep(
 
 
 def check_deep(task: DeepTask) -> DeepResult:
-    """Check the samples of a shard in a worker, with one sample in memory at a time."""
+    """Check the samples of a shard in a worker process, with one sample in memory at a time."""
     findings: list[tuple[str | None, str, str]] = []
     num_checked, key = 0, None
     try:
@@ -268,7 +293,13 @@ def check_deep(task: DeepTask) -> DeepResult:
 
 @dataclass(frozen=True)
 class RecordFinding:
-    """A damaged or missing record, a description of the damage, and the command that repairs it."""
+    """Damaged or missing record.
+
+    Attributes:
+        path: Path of the record.
+        message: Description of the damage.
+        repair: Command that repairs the record.
+    """
 
     path: str
     message: str
@@ -276,12 +307,12 @@ class RecordFinding:
 
 
 def check_folder_records(data_dir: Path) -> list[RecordFinding]:
-    """Read all records of the data folder that do not belong to a variant, and verify their checksums."""
+    """Check the records of a data folder that do not belong to a variant, with their checksums."""
     return [*_manifest(data_dir), *_tables(data_dir), *_dataset(data_dir), *_layouts(data_dir)]
 
 
 def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Path) -> list[RecordFinding]:
-    """Check the records of one variant: recipe, list of commits, lists of shards, and the column's additional files."""
+    """Check the records of a variant: recipe, selection, lists of commits and shards, and extra files of the column."""
     folder = variant.directory
     repair = f"prep {command_for(column.name, folder.name)} with the settings of {folder.name}"
     problems = []
@@ -293,7 +324,7 @@ def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Pat
         if not folder.name.endswith(f"-{recipe_fingerprint(recipe)[:8]}"):
             problems.append((folder / RECIPE_FILE, "the recipe does not match the fingerprint in the folder name"))
         else:
-            with suppress(UserError):  # the recipe has a different version, so its command is unknown
+            with suppress(UserError):  # the command of a recipe with a different version is unknown
                 repair = column.command_line(stored_request(variant), data_dir=data_dir)
     try:
         read_selection(folder)
@@ -305,7 +336,7 @@ def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Pat
     for extra in work_of(column).extra_folders:
         for path in sorted((folder / extra.name).iterdir()) if (folder / extra.name).is_dir() else ():
             if extra.file_names.fullmatch(path.name) and not extra.is_complete(path):
-                problems.append((path, "its content does not match the hash in the file name"))
+                problems.append((path, "the content does not match the hash in the file name"))
     for file in work_of(column).extra_files:
         if (problem := file.problem(variant)) is not None:
             problems.append((folder / file.name, problem))
@@ -338,7 +369,7 @@ def _read_captions(data_dir: Path) -> None:
 
 
 def _tables(data_dir: Path) -> Iterator[RecordFinding]:
-    """Check the tables of probes and shots; a missing table is rebuilt when it is needed."""
+    """Check the tables of probes and shots. A missing table is not damage, because it is rebuilt when it is needed."""
     for path, schema in ((data_dir / PROBES_FILE, PROBES), (data_dir / SHOTS_FILE, SHOTS)):
         try:
             read_table_file(path, schema=schema)
@@ -368,7 +399,7 @@ def _dataset(data_dir: Path) -> Iterator[RecordFinding]:
         for name in list_variants(data_dir, column.name):
             folder = variant_dir(data_dir, column.name, name)
             if name != current_variant(data_dir, column.name) and late_files(folder, column.name):
-                message = "commits of a late run, written after the variant had been removed"
+                message = "a late run wrote commits after the variant had been removed"
                 yield RecordFinding(str(folder), message, f"prep gc --data {shlex.quote(str(data_dir))}")
     if missing:
         commands = ", ".join(
@@ -390,7 +421,8 @@ def _layouts(data_dir: Path) -> Iterator[RecordFinding]:
     layouts = set()
     for column in columns():
         for variant in variants_of(data_dir, column.name):
-            # A damaged recipe is reported separately. Other errors mean a different version or an unusable column.
+            # Skip unreadable recipes, which are reported separately, recipes of different versions, and columns that
+            # cannot be loaded.
             with suppress(UserError):
                 if (name := work_of(column).layout_file(variant.recipe)) is not None and variant.commits:
                     layouts.add(data_dir / LAYOUT_FOLDER / name)
@@ -410,7 +442,7 @@ def _layout_repair(path: Path, data_dir: Path) -> str:
 
 
 def _command_of(data_dir: Path, column: ColumnSpec, matches: Callable[[StoredRecipe], bool]) -> str | None:
-    """Return the command of a variant whose recipe matches; prefer the current variant. None if no recipe matches."""
+    """Return the command of a variant with a matching recipe, preferably the current variant; None if none matches."""
     current = None
     with suppress(UserError):  # a damaged dataset.json is reported separately
         current = current_variant(data_dir, column.name)
@@ -422,9 +454,9 @@ def _command_of(data_dir: Path, column: ColumnSpec, matches: Callable[[StoredRec
     return None
 
 
-def verified_text(verified: Verified, *, column: ColumnSpec, max_findings: int) -> str:
-    """Return the findings, one per line, and a summary of what was checked."""
-    findings = [*verified.findings, *verified.deep_findings, *verified.inaccessible]
+def verified_text(result: VerifyResult, *, column: ColumnSpec, max_findings: int) -> str:
+    """Return a line for each finding, up to `max_findings`, and a summary."""
+    findings = [*result.findings, *result.deep_findings, *result.inaccessible]
     lines = [
         f"shard {finding.shard_id:06d}  {finding.code}  {finding.key or '-'}  "
         f"{finding.message.removeprefix(f'{finding.key}: ')}"
@@ -432,17 +464,17 @@ def verified_text(verified: Verified, *, column: ColumnSpec, max_findings: int) 
     ]
     if len(findings) > max_findings:
         lines.append(f"... and {len(findings) - max_findings:,} more; use --json for the full list")
-    total = f"{count_noun(verified.num_samples, column.sample)} in {count_noun(verified.num_shards, 'shard')}"
-    deep = f", {count_noun(verified.num_deep, column.checked_noun)}" if verified.num_deep else ""
-    state = "damaged" if verified.num_damaged else "not read completely" if verified.inaccessible else "OK"
-    lines.append(f"{column.name} {verified.variant}: {total}, {size_text(verified.num_bytes)} read{deep}: {state}")
-    if not verified.num_shards and not verified.num_problems:
-        lines[-1] += "; no shards yet: prep status shows what has to be made"
+    total = f"{count_noun(result.num_samples, column.sample)} in {count_noun(result.num_shards, 'shard')}"
+    deep = f", {count_noun(result.num_deep, column.checked_noun)}" if result.num_deep else ""
+    state = "damaged" if result.num_damaged else "not read completely" if result.inaccessible else "OK"
+    lines.append(f"{column.name} {result.variant}: {total}, {size_text(result.num_bytes)} read{deep}: {state}")
+    if not result.num_shards and not result.num_problems:
+        lines[-1] += "; no shards yet, `prep status` shows the next step"
     return "\n".join(lines)
 
 
 def repairs_text(records: list[RecordFinding]) -> list[str]:
-    """Return the commands that repair the damaged records, without duplicates."""
+    """Return a line with the number of damaged records and the commands that repair them; empty without damage."""
     if not records:
         return []
     commands = dict.fromkeys(record.repair for record in records)
@@ -451,34 +483,37 @@ def repairs_text(records: list[RecordFinding]) -> list[str]:
 
 
 def repair_text(command: str, messages: Iterable[str]) -> str:
-    """Return how to repair the damage in `messages`.
+    """Return a clause about how to repair damage.
 
-    If a folder is in place of a file, the user has to move it first, because no command replaces it.
+    Args:
+        command: Command that repairs the damage.
+        messages: Descriptions of the damage. If a folder has the name of a file, the user has to move the folder first,
+            because no command replaces it.
     """
     has_folder = any(FOLDER_IN_PLACE in message for message in messages)
-    first = "remove or move away the folders that are in place of files, then " if has_folder else ""
+    first = "remove or move the folders that are in place of files, then " if has_folder else ""
     return f"to repair, {first}run: {command}"
 
 
-def failure_text(verified: Verified, variant: Variant, *, column: ColumnSpec, data_dir: Path) -> str:
-    """Return the extent of the damage and how to repair it, and the number of shards that the bucket cannot provide."""
-    num_shards = len({finding.shard_id for finding in (*verified.findings, *verified.deep_findings)})
+def failure_text(result: VerifyResult, variant: Variant, *, column: ColumnSpec, data_dir: Path) -> str:
+    """Describe the damage in a variant, how to repair it, and how many shards could not be read from the bucket."""
+    num_shards = len({finding.shard_id for finding in (*result.findings, *result.deep_findings)})
     name, parts = variant.directory.name, []
-    if verified.num_damaged:
-        parts.append(f"{count_noun(verified.num_damaged, 'problem')} in {count_noun(num_shards, 'shard')} of {name}")
-    if verified.findings:
+    if result.num_damaged:
+        parts.append(f"{count_noun(result.num_damaged, 'problem')} in {count_noun(num_shards, 'shard')} of {name}")
+    if result.findings:
         try:
             command = column.command_line(stored_request(variant), data_dir=data_dir)
         except UserError:
             command = f"prep {command_for(column.name, name)} with the settings of the variant"
-        parts.append(repair_text(command, (finding.message for finding in verified.findings)))
-    # A run does not notice the damage in these shards, so their commits have to be removed by hand.
-    unmarked_ids = sorted({*verified.unseen, *(finding.shard_id for finding in verified.deep_findings)})
+        parts.append(repair_text(command, (finding.message for finding in result.findings)))
+    # A run does not notice the damage in these shards, so the user has to remove their commits.
+    unmarked_ids = sorted({*result.unseen, *(finding.shard_id for finding in result.deep_findings)})
     if unmarked_ids:
         paths = ", ".join(str(commit_path(variant.directory, shard_id)) for shard_id in unmarked_ids[:5])
         more = f" and {len(unmarked_ids) - 5} more" if len(unmarked_ids) > 5 else ""
-        parts.append(f"to remake shards whose damage only verify detects, first remove their commits: {paths}{more}")
-    if verified.inaccessible:
-        shards = count_noun(len(verified.inaccessible), "shard")
-        parts.append(f"{shards} of {name} cannot be accessed, which is not a sign of damage: verify again later")
+        parts.append(f"a run does not detect all of the damage: to make these shards again, first remove {paths}{more}")
+    if result.inaccessible:
+        shards = count_noun(len(result.inaccessible), "shard")
+        parts.append(f"{shards} of {name} cannot be accessed, and may be intact: verify again later")
     return "; ".join(parts)

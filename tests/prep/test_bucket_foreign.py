@@ -125,7 +125,7 @@ def test_commits_that_arrive_after_a_gc_are_named_by_all_and_removed_by_gc(data:
     objects.write(f"{late}/commits/000000.json", objects.read(commit))
     assert "`prep gc` removes it" in prep_here("status", "--data", data).stdout
     ran = prep_here("verify", "--data", data, status=1)
-    assert f"{late}: commits of a late run" in ran.stdout and "to repair, run: prep gc" in ran.stderr
+    assert f"{late}: a late run wrote commits" in ran.stdout and "to repair, run: prep gc" in ran.stderr
     ran = prep_here("gc", "--data", data)
     assert f"removed    {late} (1 file, " in ran.stdout and "left" not in ran.stdout
     assert contents_of(data) == before and "new-0123abcd" not in prep_here("status", "--data", data).stdout

@@ -27,7 +27,7 @@ RESULTS = {
 }
 NOT_TRIED, REMOVED = "not attempted: the run ended before", "the commit was removed during the run"
 NO_COMMIT, NO_TAR = (
-    f"the worker reported success, but in data: {why}" for why in ("no commit for this plan", "no tar")
+    f"the worker reported success, but in data: {why}" for why in ("there is no commit for this plan", "no tar")
 )
 
 

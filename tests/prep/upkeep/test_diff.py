@@ -33,7 +33,7 @@ def test_two_variants_of_latents(prep: Prep, shard_set: ShardSet) -> None:
     assert values["num_bytes"][0] > 0 and values["values"]["num_arrays"] == 5
     make(shard_set.data, size=32, num_threads=1)
     smaller = current_variant(shard_set.data, "latents")
-    assert "5 arrays of other shapes" in prep("diff", names[0], smaller, "--data", shard_set.data).stdout
+    assert "5 arrays of different shapes" in prep("diff", names[0], smaller, "--data", shard_set.data).stdout
     assert (
         "is a variant of video"
         in prep("diff", shard_set.variant.name, names[0], "--data", shard_set.data, status=2).error

@@ -143,7 +143,7 @@ def test_a_dry_run_says_why_each_variant_is_kept(prep: Prep, old_and_new: tuple[
     data = ("--data", shard_set.data)
     current = "the current variant"
     assert kept_names(prep("gc", "--dry-run", *data)) == [current]
-    assert kept_names(prep("gc", "--dry-run", "--keep", old.name, *data)) == [current, "named by --keep"]
+    assert kept_names(prep("gc", "--dry-run", "--keep", old.name, *data)) == [current, "selected by --keep"]
     assert "there is no such variant" in prep("gc", "--keep", "h264-none", *data, status=2).error
     (young,) = kept_names(prep("gc", "--dry-run", "--older-than", "7d", *data))[1:]
     assert young.startswith("changed ") and young.endswith(" ago, less than --older-than")

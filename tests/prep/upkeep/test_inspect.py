@@ -66,7 +66,7 @@ def test_an_unknown_key_names_its_neighbours(prep: Prep, shard_set: ShardSet) ->
         assert f'no chunk "{key}"' in ran.error
         assert "long_000000000, long_000002000, long_000004000" in ran.stderr
     ran = prep("inspect", "nobody_000000000", "--data", shard_set.data, status=2)
-    assert "keys look like long_000000000" in ran.stderr
+    assert "use a key such as long_000000000" in ran.stderr
 
 
 def test_what_a_damaged_index_hides_is_said(prep: Prep, shard_set: ShardSet) -> None:
