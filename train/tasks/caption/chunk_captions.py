@@ -1,15 +1,15 @@
 """Implementation of `train caption-chunks`: caption the chunks of a split with a captioner, on all processes.
 
 The clips are divided into parts with a fixed number of batches. Therefore neither the number of processes nor an
-interruption changes the batches or the bytes of the table, which `prep manifest captions` reads:
+interruption affects the batches and the bytes of the table, which `prep manifest captions` reads:
 
     OUT.parquet         one row per caption: video, begin_s, end_s, text, source, likelihood, sample
     OUT.failures.jsonl  clips that could not be read or decoded, and have no row
-    OUT.parts/          during the work: finished parts, and plan.json, which describes the work
+    OUT.parts/          unfinished work: the finished parts, and plan.json, which describes the work
 
 `source` is the name of the weights with the first 8 digits of their hash. `likelihood` is the mean log probability per
 token (clipmill.train.tasks.caption.decoding). `sample` is the number of the caption among the captions of its clip. The
-schema metadata contains a JSON object with the key `clipmill`: `kind`, `weights`, `weights_sha256`, `video_variant`,
+schema metadata contain a JSON object under the key `clipmill`: `kind`, `weights`, `weights_sha256`, `video_variant`,
 `chunks_sha256`, `settings`, and the numbers of clips, captions, empty captions (which have no row) and failed clips.
 The table is published last.
 """
@@ -65,12 +65,12 @@ class CaptionPart:
     end: int
 
     def path(self, out: Path) -> Path:
-        """Return the path of the finished part."""
+        """Return the path at which the finished part is published."""
         return parts_path(out) / f"{self.begin:012d}{_SUFFIX}"
 
 
 def require_table_path(out: Path) -> None:
-    """Raise a UserError if a table cannot be written to this path."""
+    """Raise a UserError if `out` is not the path of a Parquet file."""
     if out.suffix != _SUFFIX:
         raise UserError(
             f"--out {out} does not end in {_SUFFIX}", hint=f"use a Parquet file: {out}{_SUFFIX}", flags=("--out",)
@@ -78,7 +78,7 @@ def require_table_path(out: Path) -> None:
 
 
 def parts_path(out: Path) -> Path:
-    """Return the folder for unfinished work."""
+    """Return the path of the folder for unfinished work."""
     return out.with_suffix(".parts")
 
 
@@ -88,7 +88,7 @@ def failures_path(out: Path) -> Path:
 
 
 def read_record(out: Path) -> dict[str, Any] | None:
-    """Return the metadata of a finished table; None if the table is missing.
+    """Return the metadata of a finished table; None if there is no table.
 
     Raises:
         UserError: The file is not a table of `train caption-chunks`.
@@ -104,20 +104,20 @@ def read_record(out: Path) -> dict[str, Any] | None:
     return record
 
 
-_OTHER = "use another --out"
+_OTHER = "use a different --out"
 
 
 def require_same_work(old: Mapping[str, Any], plan: Mapping[str, Any], *, path: Path) -> None:
-    """Raise a UserError that lists the differences between the captions in `path` and the requested captions."""
-    if shown := differences(old, plan):
+    """Raise a UserError that lists the differences if `path` does not hold the requested captions."""
+    if changes := differences(old, plan):
         raise UserError(
-            f"{path} is stale, it has other captions: {shown}",
-            hint="use another --out, or remove it first",
+            f"{path} is stale, it has other captions: {changes}",
+            hint="use a different --out, or remove it first",
         )
 
 
 def publish_table(out: Path, parts: Sequence[CaptionPart], *, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Join the parts; publish the failures first, and then the table.
+    """Join the parts, and publish the list of failures and then the table.
 
     Returns:
         The metadata of the table.
@@ -144,7 +144,7 @@ def publish_table(out: Path, parts: Sequence[CaptionPart], *, plan: Mapping[str,
 
 
 def _groups(parts: Sequence[CaptionPart], out: Path) -> Iterator[pa.Table]:
-    """Yield the rows of all parts as tables of similar size."""
+    """Yield the rows of all parts as tables of about `_ROWS_PER_GROUP` rows."""
     tables: list[pa.Table] = []
     for part in parts:
         tables.append(pq.read_table(part.path(out), schema=SCHEMA))
@@ -158,11 +158,11 @@ _BATCHES_PER_PART = 4
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionWork:
-    """The clips to caption.
+    """Clips to caption, with the captioner and its settings.
 
     Attributes:
-        batch: Number of clips per batch of the model.
-        plan: Everything that affects the captions, as JSON-serialisable values. The table's metadata contains it.
+        batch: Number of clips per batch.
+        plan: Everything that affects the captions, as JSON-serialisable values. It is stored in the table's metadata.
     """
 
     captioner: TrainedCaptioner
@@ -227,7 +227,7 @@ def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Capti
 
 
 def _chunks_sha256(samples: Samples[ClipReader]) -> str:
-    """Hash the selection of chunks and their bytes, except the captions, which are also in the tars."""
+    """Hash the selected chunks and their bytes, except for the captions, which are stored in the same tars."""
     chunks = samples.reader.chunks
     table, rows = chunks.table, chunks.selection.rows
     digest = hashlib.sha256("\n".join(chunks.video_ids.to_pylist()).encode())
@@ -246,7 +246,7 @@ def caption(work: CaptionWork, out: Path, *, world: World, progress: Progress) -
         The metadata of the table.
 
     Raises:
-        UserError: The table has other captions, or another process is writing it.
+        UserError: The table has other captions, or another command is writing it.
         FailedWork: No clip could be decoded, or a likelihood is not finite.
     """
     with ExitStack() as stack:
@@ -271,7 +271,7 @@ def caption(work: CaptionWork, out: Path, *, world: World, progress: Progress) -
 
 
 def _begin(work: CaptionWork, out: Path, *, stack: ExitStack) -> dict[str, Any] | None:
-    """Lock and prepare the folder of parts; return the metadata of a finished table."""
+    """Lock and prepare the folder of parts; return the metadata if the table is already finished."""
     parts, record = parts_path(out), read_record(out)
     if record is not None:
         require_same_work(record, work.plan, path=out)
@@ -282,12 +282,15 @@ def _begin(work: CaptionWork, out: Path, *, stack: ExitStack) -> dict[str, Any] 
         and not (parts / PLAN).is_file()
         and any(target_of(path.name) != PLAN for path in parts.iterdir())
     ):
-        raise UserError(f"{parts}, the folder of unfinished work, exists already", hint="use another --out")
+        raise UserError(
+            f"{parts}, the folder for unfinished work, exists already and holds other files",
+            hint="use a different --out",
+        )
     try:
         parts.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"--out {out} cannot be made: {error.strerror}", hint="use a different --out", flags=("--out",)
+            f"--out {out} cannot be created: {error.strerror}", hint="use a different --out", flags=("--out",)
         ) from error
     stack.enter_context(hold_folder(parts, work="captions chunks"))
     if record is not None:
@@ -301,7 +304,7 @@ def _begin(work: CaptionWork, out: Path, *, stack: ExitStack) -> dict[str, Any] 
 def _caption_part(
     work: CaptionWork, part: CaptionPart, *, outcomes: Iterator[Sample | FailedSample], ring: BatchRing, out: Path
 ) -> int:
-    """Caption and publish a part; return the number of clips that failed."""
+    """Caption and publish a part, and return the number of failed clips."""
     tables, failed = [SCHEMA.empty_table()], []
     for begin in range(part.begin, part.end, work.batch):
         loaded = list(islice(outcomes, min(work.batch, part.end - begin)))
@@ -346,7 +349,7 @@ def _caption_rows(work: CaptionWork, clips: Sequence[Sample], ring: BatchRing) -
 
 
 def draw_number(key: str, *, begin_us: int, sample: int) -> int:
-    """Return a 64-bit number from which, with the seed, a caption's random numbers are drawn.
+    """Return a 64-bit number that identifies a caption. With the seed, it determines the caption's random numbers.
 
     Args:
         key: Key of the chunk.

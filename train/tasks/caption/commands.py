@@ -32,10 +32,10 @@ def caption_chunks(
     /,
     request: ChunkCaptionsRequest,
 ) -> None:
-    """Caption the chunks of a split, into a table that prep manifest captions reads as a source of captions.
+    """Caption the chunks of a split, and write a table that prep manifest captions reads as a source of captions.
 
     The table has several captions per clip, their likelihoods, and the name of the weights. Run the same command again
-    to resume interrupted work; under torchrun, all processes share the work.
+    to resume interrupted work. Under torchrun, all processes share the work.
 
     Example:
 
@@ -76,8 +76,8 @@ def caption_chunks(
     if record["num_failed"]:
         failures = failures_path(out)
         raise FailedWork(
-            f"clips that could not be decoded: {record['num_failed']:,}; see {failures}. After repairing the data, "
-            f"remove {out} and {failures}, and run the same command again"
+            f"{count_noun(record['num_failed'], 'clip')} could not be decoded; see {failures}. After repairing the "
+            f"data, remove {out} and {failures}, and run the same command again"
         )
 
 
@@ -109,13 +109,13 @@ def caption_video(
     len
         Window length. A remainder shorter than a quarter of this length is merged into the last window.
     out
-        New file to write. Default: lines on standard output. For subtitles of several videos, a folder.
+        New file to write, or a folder for the subtitles of several videos. Default: lines on standard output.
     form
-        Output format. Default: by the suffix of --out.
+        Output format. Default: the suffix of --out.
     batch
         Number of windows per batch.
     decoding
-        Decoding settings. Default: the settings of the training.
+        Decoding settings. Default: the settings of the run.
     """
     require_weights_exist(weights, takes_tags=False)
     with Activity("importing torch"):

@@ -41,7 +41,7 @@ from clipmill.train.tasks.caption.spec import (
     num_beams_of,
     temperature_of,
 )
-from clipmill.train.tasks.caption.task import CaptionTask, captions_of, comparable_captions, loss_of
+from clipmill.train.tasks.caption.task import CaptionTask, captions_of, comparable_captions, mean_loss
 from clipmill.train.tasks.caption.tokenizer import one_line
 
 _MAX_CLIPS_OF_CONSTANT = 500
@@ -85,7 +85,7 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
             decoding=decoding_settings,
             device=trained.device,
         )
-    loss = loss_of([generated])
+    loss = mean_loss([generated])
     # The name of a clip is the name of its video, followed by times if the split has several clips of the video.
     videos = {index: samples.key(index).rpartition("_")[0] for index in range(len(samples))}
     is_single = len(set(videos.values())) == len(videos)

@@ -1,4 +1,4 @@
-"""Compute the caption metrics METEOR and SPICE, which are Java programs. Only this module runs Java."""
+"""The caption metrics METEOR and SPICE, which are Java programs. Only this module runs Java."""
 
 import json
 import os
@@ -23,7 +23,7 @@ _SPICE_NEEDS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar
 
 
 class MetricUnavailable(Exception):
-    """A metric cannot be computed on this machine; the message contains the reason."""
+    """Error for a metric that cannot be computed on this machine. The message contains the reason."""
 
 
 def java() -> str:
@@ -39,7 +39,10 @@ def java() -> str:
 
 
 def jar_of_pycocoevalcap(name: str) -> Path:
-    """Return a jar from the package pycocoevalcap, given its path in the package.
+    """Return the path of a jar in the package pycocoevalcap.
+
+    Args:
+        name: Path of the jar, relative to the package.
 
     Raises:
         MetricUnavailable: The package is not installed, or has no such jar.
@@ -54,7 +57,12 @@ def jar_of_pycocoevalcap(name: str) -> Path:
 
 
 class Dialogue:
-    """A program that runs in `folder` and reads and writes lines. It is killed after `timeout_s` seconds."""
+    """Dialogue with a program that reads and writes lines.
+
+    Args:
+        folder: Working directory of the program.
+        timeout_s: Time in seconds after which the program is killed.
+    """
 
     def __init__(self, command: Sequence[str], *, folder: Path, timeout_s: float) -> None:
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115, closed at the end
@@ -72,14 +80,14 @@ class Dialogue:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
         except OSError as error:
-            raise self._end_error() from error
+            raise self._exit_error() from error
 
     def receive(self) -> str:
         """Return the next line of the program's output."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise self._end_error()
+            raise self._exit_error()
         return line.strip()
 
     def __enter__(self) -> "Dialogue":
@@ -93,28 +101,28 @@ class Dialogue:
             try:
                 if pipe is not None:
                     pipe.close()
-            except BrokenPipeError:  # buffered lines could not be sent
+            except BrokenPipeError:  # buffered lines cannot be sent to the killed program
                 pass
 
-    def _end_error(self) -> MetricUnavailable:
+    def _exit_error(self) -> MetricUnavailable:
         self._process.kill()
         status = self._process.wait()
         self._errors.seek(0)
         return _failure(status, self._errors.read())
 
 
-def _failure(status: int, printed: str) -> MetricUnavailable:
-    lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    # The first line of a Java stack trace contains the error, the other lines its location.
+def _failure(status: int, output: str) -> MetricUnavailable:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    # The first line of a Java stack trace contains the error, and the other lines contain its location.
     while len(lines) > 1 and lines[-1].startswith(("at ", "... ")):
         lines.pop()
     return MetricUnavailable(f"java ended with status {status}" + (f": {lines[-1][:200]}" if lines else ""))
 
 
 class Meteor:
-    """METEOR 1.5 (Denkowski and Lavie 2014), with the program and options of pycocoevalcap.
+    """METEOR 1.5 (Denkowski and Lavie 2014), computed with the program and options of pycocoevalcap.
 
-    The program starts once per `with` block, because its start takes seconds.
+    The program is started only once per `with` block, because starting it takes seconds.
     """
 
     _dialogue: "Dialogue | None" = None
@@ -130,7 +138,11 @@ class Meteor:
     def __call__(
         self, candidates: Mapping[str, str], references: Mapping[str, Sequence[str]]
     ) -> tuple[float, dict[str, float]]:
-        """Return METEOR for the corpus and for each video, from tokenized captions.
+        """Return METEOR for the corpus and for each video.
+
+        Args:
+            candidates: Tokenized caption of each video.
+            references: Tokenized references of each video.
 
         Raises:
             MetricUnavailable: Java or the package is missing, or the program failed.
@@ -156,12 +168,12 @@ def check_jars(folder: Path) -> None:
     if missing:
         raise UserError(
             f"{folder} has no {' and no '.join(missing)}, which SPICE needs",
-            hint="copy both from stanford-corenlp-full-2015-12-09.zip (CoreNLP 3.6.0), or omit SPICE",
+            hint="copy both jars from stanford-corenlp-full-2015-12-09.zip (CoreNLP 3.6.0), or omit SPICE",
         )
 
 
 def require_java(spice_jars: Path | None = None) -> None:
-    """Raise a UserError if METEOR, or SPICE with these jars, cannot be computed on this machine."""
+    """Raise a UserError if METEOR cannot be computed on this machine, or if SPICE cannot be computed with its jars."""
     try:
         java()
         jar_of_pycocoevalcap(_METEOR_JAR)
@@ -176,12 +188,16 @@ def require_java(spice_jars: Path | None = None) -> None:
 def spice(
     candidates: Mapping[str, str], references: Mapping[str, Sequence[str]], *, jars: Path
 ) -> tuple[float, dict[str, float]]:
-    """Compute SPICE (Anderson et al. 2016) with pycocoevalcap's program: the F-score of each video, and their mean.
+    """Compute SPICE (Anderson et al. 2016) with pycocoevalcap's program.
 
     Args:
-        candidates, references: Tokenized captions.
-        jars: Folder with Stanford CoreNLP 3.6.0 and its models, which take half a gigabyte, and which no package
-            provides.
+        candidates: Tokenized caption of each video.
+        references: Tokenized references of each video.
+        jars: Folder with Stanford CoreNLP 3.6.0 and its models. They take half a gigabyte, and are not part of any
+            Python package.
+
+    Returns:
+        Mean F-score, and the F-score of each video.
 
     Raises:
         MetricUnavailable: Java or pycocoevalcap is missing, or the program failed.
@@ -190,7 +206,7 @@ def spice(
     classes = os.pathsep.join(map(str, (jar, *(jars.resolve() / name for name in _SPICE_NEEDS), jar.parent / "lib/*")))
     with tempfile.TemporaryDirectory(prefix="train-caption-") as folder:
         captions_file, scores_file = Path(folder, "given.json"), Path(folder, "scored.json")
-        # The program uses IDs as file names, so pass numbers instead.
+        # Pass numbers instead of video IDs, because the program uses IDs as file names.
         items = [
             {"image_id": number, "test": candidate, "refs": list(references[video_id])}
             for number, (video_id, candidate) in enumerate(candidates.items())

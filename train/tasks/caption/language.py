@@ -1,19 +1,20 @@
-"""Captioner of a video tower and a causal language model, which reads the video as a prefix.
+"""Captioner with a causal language model, which reads the video as a prefix.
 
-As in LLaVA (Liu et al. 2023, section 4.1), the tower's tokens are reduced to a fixed number, projected to the width of
-the language model by an MLP, and put into the prompt in place of words:
+As in LLaVA (Liu et al. 2023, section 4.1), the tokens of the video tower are reduced to a fixed number, projected to
+the width of the language model by an MLP, and inserted into the prompt:
 
     [prompt before the video] [visual tokens] [prompt after the video] [caption] [end]
 
-The language model is an unchanged module of transformers. All rows of a batch have the same prefix. Captions are padded
-after their ends, and a causal model does not attend to later tokens, so no attention mask is needed, and positions
-count from 0.
+The language model is an unmodified module from transformers. The prefix has the same length in all rows of a batch, and
+captions are padded at the end. A causal model does not attend to later tokens, so no attention mask is needed, and
+positions count from 0.
 
-A run stores configuration and tokenizer in RUN/language_model, as transformers writes them, so that its checkpoints can
-be used without the folder of `--decoder.lm`. The weights are in the checkpoints.
+A run stores the configuration and the tokenizer in RUN/language_model, in the format of transformers, so that its
+checkpoints can be used without the folder of `--decoder.lm`. The weights are in the checkpoints.
 
-Shape suffixes: V videos, R rows of text (V * n, grouped by video), N tokens per video, P tokens of the prefix, L
-tokens per caption, E width of the tower, D width of the language model, W words of the vocabulary.
+Shape suffixes: V videos, R rows of text (V * n, grouped by video), N tokens per video, P tokens of the prefix, b and a
+prompt tokens before and after the visual tokens, L tokens per caption, E width of the tower, D width of the language
+model, W size of the vocabulary.
 """
 
 import inspect
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 
 _STD = 0.02
-# Number of tokens in the test of `decodes`, and maximum error of float32 logits, relative to the largest logit.
+# Number of tokens with which `decodes` tests a model; maximum error of float32 logits relative to the largest logit.
 _PROBE, _PROBE_ERROR = 4, 1e-4
 
 
@@ -49,9 +50,10 @@ class VisualProjector(nn.Module):
     """Projector from a tower's tokens [V, N, E] to visual tokens [V, num_tokens, D].
 
     Args:
-        tower_width, width: Widths E and D.
-        num_heads: Number of heads with which learned queries attend to all tokens (as in CoCa's pooler, Yu et al.
-            2022); None to use means of consecutive tokens.
+        tower_width: Width of the tower, E.
+        width: Width of the language model, D.
+        num_heads: Number of attention heads with which learned queries attend to all tokens (as in the pooler of CoCa,
+            Yu et al. 2022); None to average consecutive tokens.
     """
 
     def __init__(self, tower_width: int, width: int, *, num_tokens: int, num_heads: int | None) -> None:
@@ -79,31 +81,38 @@ def prefix_of(model: nn.Module, video_VCTHW: Tensor, before_bD: Tensor, after_aD
     """Return the prefix that the language model reads before the caption of each clip, [V, P, D].
 
     Args:
-        model: Module with the `video` and `projection` of a captioner.
-        before_bD, after_aD: Embeddings of the prompt around the visual tokens.
+        model: Module with the submodules `video` and `projection` of a captioner.
+        before_bD, after_aD: Embeddings of the prompt before and after the visual tokens.
     """
     visual_VnD: Tensor = model.projection(tower_of(model).tokens(video_VCTHW))  # type: ignore[operator]
     before, after = (part.expand(len(visual_VnD), -1, -1) for part in (before_bD, after_aD))
-    # In bf16 or fp16, autocast rounds projections, but not embeddings.
+    # Under autocast, projections are bf16 or fp16, but embeddings are not.
     return torch.cat([before, visual_VnD.to(before.dtype), after], dim=1)
 
 
 @dataclass
 class PrefixCache:
-    """Keys and values of texts that are being generated, and the logits of their first tokens until they are used."""
+    """Cache of texts that are being generated.
+
+    Attributes:
+        keys_values: Cache of the language model.
+        first_RW: Logits for the first tokens, which the prefix yields; None once they were used.
+    """
 
     keys_values: Any
     first_RW: Tensor | None
 
     def keep(self, rows_r: Tensor, videos_v: Tensor | None = None) -> None:
-        """Reorder or drop rows; see `clipmill.train.tasks.caption.decoding.Cache`."""
+        """Select rows for the next step (`clipmill.train.tasks.caption.decoding.Cache`)."""
         self.keys_values.reorder_cache(rows_r)
 
 
 class LanguageCaptioner(nn.Module):
-    """Model that predicts the next tokens of clips' captions, like `Captioner` with a different decoder.
+    """Captioner with a language model as decoder, with the interface of `Captioner`.
 
     Args:
+        video: Video tower.
+        projection: Projector from the tower's tokens to visual tokens.
         decoder: Causal language model from transformers.
         before, after: Token IDs of the prompt before and after the visual tokens.
     """
@@ -127,27 +136,30 @@ class LanguageCaptioner(nn.Module):
             self.register_buffer(f"prompt_{name}", torch.tensor(ids, dtype=torch.int64), persistent=False)
 
     def forward(self, video_VCTHW: Tensor, tokens: Tensor) -> Tensor:
-        """Return logits [R, L, W] for the token after each of `tokens`, int64 [V, L] or, with n captions, [V, n, L].
+        """Return the logits [R, L, W] for the token after each token.
 
-        The first token of a row stands for the complete prefix.
+        Args:
+            tokens: Tokens, int64 [V, L] or, with n captions per clip, [V, n, L]. The first token of each row stands for
+                the complete prefix.
         """
         tokens_RL = tokens.flatten(0, -2)
         prefix_VPD = self.encode(video_VCTHW)
         prefix_RPD = prefix_VPD.repeat_interleave(len(tokens_RL) // len(prefix_VPD), 0)
-        embedded = torch.cat([prefix_RPD, self._embed(tokens_RL[:, 1:])], dim=1)
-        # Without a cache, transformers searches the positions for packed texts, and the CPU waits for the device.
-        return self._run(tokens_RL.shape[1], inputs_embeds=embedded, use_cache=True).logits
+        embeddings = torch.cat([prefix_RPD, self._embed(tokens_RL[:, 1:])], dim=1)
+        # Without a cache, transformers checks the positions for packed sequences, which makes the CPU wait for the
+        # device.
+        return self._run(tokens_RL.shape[1], inputs_embeds=embeddings, use_cache=True).logits
 
     def encode(self, video_VCTHW: Tensor) -> Tensor:
-        """Return the prefix of each clip's caption, [V, P, D]."""
+        """Return the prefix for each clip, [V, P, D]."""
         return prefix_of(self, video_VCTHW, *self.prompt())
 
     def prompt(self) -> tuple[Tensor, Tensor]:
-        """Return embeddings of the prompt before and after the visual tokens, [b, D] and [a, D]."""
+        """Return the embeddings of the prompt before and after the visual tokens, [b, D] and [a, D]."""
         return self._embed(self.prompt_before), self._embed(self.prompt_after)
 
     def start(self, video_VCTHW: Tensor, *, num_tokens: int, rows_per_video: int = 1) -> PrefixCache:
-        """Encode clips, and read the prefix once per clip; see `clipmill.train.tasks.caption.decoding.Generator`."""
+        """Encode clips, and cache each prefix (`clipmill.train.tasks.caption.decoding.Generator`)."""
         outputs = self._run(1, inputs_embeds=self.encode(video_VCTHW), use_cache=True)
         rows_R = torch.arange(len(video_VCTHW), device=video_VCTHW.device).repeat_interleave(rows_per_video)
         cache = PrefixCache(outputs.past_key_values, outputs.logits[:, -1][rows_R])
@@ -156,9 +168,9 @@ class LanguageCaptioner(nn.Module):
         return cache
 
     def step(self, tokens_RL: Tensor, cache: PrefixCache) -> Tensor:
-        """Return logits [R, W] for the next tokens.
+        """Return the logits [R, W] for the next tokens.
 
-        The first token of the first step stands for the complete prefix.
+        In the first step, the first token of each row stands for the complete prefix.
         """
         if cache.first_RW is not None:
             logits_RW, cache.first_RW = cache.first_RW, None
@@ -169,14 +181,14 @@ class LanguageCaptioner(nn.Module):
         return outputs.logits[:, -1]  # type: ignore[no-any-return]
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self.decoder.get_input_embeddings()(tokens)
-        return embedded
+        embeddings: Tensor = self.decoder.get_input_embeddings()(tokens)
+        return embeddings
 
-    def _run(self, num_logits: int, **given: Any) -> Any:
-        """Return the language model's output with the logits of the last tokens."""
+    def _run(self, num_logits: int, **arguments: Any) -> Any:
+        """Return the output of the language model, with the logits of only the last `num_logits` tokens."""
         if self._can_skip_logits:
-            return self.decoder(**given, logits_to_keep=num_logits)
-        outputs = self.decoder(**given)
+            return self.decoder(**arguments, logits_to_keep=num_logits)
+        outputs = self.decoder(**arguments)
         outputs.logits = outputs.logits[:, -num_logits:]
         return outputs
 
@@ -185,15 +197,15 @@ class LanguageCaptioner(nn.Module):
 def decodes(decoder: "PreTrainedModel") -> bool:
     """Return True if a language model returns the same logits token by token, with a cache, as for all tokens at once.
 
-    Encoders do not, because their outputs depend on later tokens; state-space models do not, because they have no keys
-    and values. The test reorders the rows of the cache, as beam search does.
+    Encoders fail this test, because their outputs depend on later tokens. State-space models fail it, because they have
+    no keys and values. The test also reorders the rows of the cache, as beam search does.
     """
     was_training, decoder = decoder.training, decoder.eval()
     ids_RL = torch.arange(2 * _PROBE).reshape(2, _PROBE) % decoder.get_input_embeddings().num_embeddings
-    embedded_RLD = decoder.get_input_embeddings()(ids_RL)
+    embeddings_RLD = decoder.get_input_embeddings()(ids_RL)
     try:
-        all_RLW = decoder(inputs_embeds=embedded_RLD, use_cache=False).logits
-        start = decoder(inputs_embeds=embedded_RLD[:, :-1], use_cache=True)
+        all_RLW = decoder(inputs_embeds=embeddings_RLD, use_cache=False).logits
+        start = decoder(inputs_embeds=embeddings_RLD[:, :-1], use_cache=True)
         cache = PrefixCache(start.past_key_values, None)
         cache.keep(torch.tensor([1, 0]))
         last = decoder(input_ids=ids_RL.flip(0)[:, -1:], past_key_values=cache.keys_values, use_cache=True)
@@ -206,7 +218,7 @@ def decodes(decoder: "PreTrainedModel") -> bool:
 
 
 def language_blocks(decoder: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a language model, which transformers does not split over devices."""
+    """Return the blocks of a language model: the modules that transformers does not split between devices."""
     names = set(getattr(decoder, "_no_split_modules", None) or ())
     return [module for module in decoder.modules() if type(module).__name__ in names]
 
@@ -215,9 +227,9 @@ def checkpoint_language_blocks(decoder: "PreTrainedModel") -> None:
     """Enable activation checkpointing in the blocks of a language model.
 
     Raises:
-        UserError: The library does not support it for this model.
+        UserError: transformers does not support it for this model.
     """
-    # The second name is from older versions of transformers.
+    # Older versions of transformers use the second name.
     enable = getattr(decoder, "activation_checkpointing_enable", None) or decoder.gradient_checkpointing_enable
     try:
         enable({"use_reentrant": False})
@@ -242,7 +254,7 @@ def add_language_adapters(decoder: "PreTrainedModel", lora: Lora) -> None:
 
 
 LANGUAGE_FOLDER = "language_model"
-# Files to download, without code, and without weights in pickles.
+# Files to download. They contain neither code nor pickled weights.
 LANGUAGE_FILES = (
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
     *("tokenizer*", "vocab*", "merges.txt", "*.tiktoken", "special_tokens_map.json", "added_tokens.json"),
@@ -250,22 +262,23 @@ LANGUAGE_FILES = (
 )
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _SUPPORTED = "use a causal language model with a cache of keys and values, such as a Qwen3, Llama, SmolLM2 or GPT-2"
-_UNLIMITED = 1 << 20  # context length of a model without learned or scaled positions
+_UNLIMITED = 1 << 20  # assumed context length of a model whose configuration does not limit positions
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageDecoder:
-    """A causal language model as decoder, in place of `clipmill.train.tasks.caption.model.DecoderParts`.
+    """A causal language model as decoder, the counterpart of `clipmill.train.tasks.caption.model.DecoderParts`.
 
     Attributes:
-        context_length: Number of caption tokens, including the end, that fit after the prompt.
+        context_length: Number of caption tokens, including the end token, that fit into the context after the prefix.
         before, after: Token IDs of the prompt before and after the visual tokens.
-        num_visual: Number of visual tokens per clip, the output of `reducer`.
-        prompt: Prompt as the user wrote it.
+        num_visual: Number of visual tokens per clip.
+        reducer: Reduction of the tower's tokens to visual tokens.
+        prompt: Prompt, as the user wrote it.
         files: Configuration and tokenizer files by name.
-        source: Name of the model as the user wrote it.
-        folder: Folder with the weights; None if a checkpoint has them.
-        loaded: List with the loaded model, until the first captioner is built from it.
+        source: Name of the model, as the user wrote it.
+        folder: Folder with the weights; None if the weights are in a checkpoint.
+        loaded: List with the loaded model, until the first captioner is built with it.
     """
 
     config: "PreTrainedConfig"
@@ -287,7 +300,7 @@ class LanguageDecoder:
         return len(self.before) + self.num_visual + len(self.after)
 
     def facts(self) -> dict[str, Any]:
-        """Return the entry in run.json, with facts that the files in the run's folder do not contain."""
+        """Return the entry of run.json, with facts that `files` do not contain."""
         return {
             "lm": self.source,
             "class": type(self.config).__name__.removesuffix("Config"),
@@ -298,7 +311,10 @@ class LanguageDecoder:
         }
 
     def new_model(self) -> "PreTrainedModel":
-        """Build the model in float32, with the weights in `folder`, if any, unless it is built on the meta device."""
+        """Build the model in float32, with the weights in `folder`.
+
+        The weights are random if `folder` is None, and are not read on the meta device.
+        """
         from transformers import AutoModelForCausalLM
 
         if self.folder is None or torch.get_default_device().type == "meta":
@@ -342,8 +358,8 @@ def open_language(folder: Path, settings: DecoderSettings, *, tokenizer_folder: 
     """Open the language model in a folder, without its weights.
 
     Raises:
-        UserError: The folder is damaged, has no causal language model or no tokenizer, or the tokenizer has no end
-            token; tokenizer and model do not belong together; or prompt and captions exceed the model's context.
+        UserError: The folder is damaged, or has no causal language model or no tokenizer; the tokenizer has no end
+            token, or does not belong to the model; or prompt and captions exceed the context of the model.
     """
     config = _config_of(folder)
     library_tokenizer = _tokenizer_of(tokenizer_folder)
@@ -353,19 +369,19 @@ def open_language(folder: Path, settings: DecoderSettings, *, tokenizer_folder: 
     text = config.get_text_config()
     if tokenizer.vocabulary_size > text.vocab_size:
         raise UserError(
-            f"the tokenizer of {tokenizer_folder} has {tokenizer.vocabulary_size:,} tokens, and the language model of "
-            f"{folder} {text.vocab_size:,}: they do not belong together",
+            f"the tokenizer of {tokenizer_folder} has {tokenizer.vocabulary_size:,} tokens, but the language model of "
+            f"{folder} has {text.vocab_size:,}: they do not belong together",
             hint="use the tokenizer that the language model was trained with",
         )
-    first = list(library_tokenizer("")["input_ids"])[:1]
+    start = list(library_tokenizer("")["input_ids"])[:1]
     parts = settings.prompt.split(VIDEO_MARK)
     before, after = (tuple(tokenizer.prompt_ids(part)) for part in parts)
-    before = (*(first if first == [library_tokenizer.bos_token_id] else ()), *before)
+    before = (*(start if start == [library_tokenizer.bos_token_id] else ()), *before)
     context = getattr(text, "max_position_embeddings", None) or _UNLIMITED
     room = context - len(before) - settings.visual_tokens - len(after)
     if room < settings.max_tokens:
         raise UserError(
-            f"the context of {folder} has {context:,} tokens, and a captioner needs "
+            f"the context of {folder} has {context:,} tokens, but a captioner needs "
             f"{context - room + settings.max_tokens:,}: prompt {len(before) + len(after)}, visual tokens "
             f"{settings.visual_tokens}, caption {settings.max_tokens} (--decoder.max-tokens)",
             hint="use fewer --decoder.visual-tokens, a smaller --decoder.max-tokens, or a shorter --decoder.prompt",
@@ -387,7 +403,7 @@ def open_language(folder: Path, settings: DecoderSettings, *, tokenizer_folder: 
 
 
 def read_language(run: RunFolder, facts: dict[str, Any]) -> LanguageDecoder:
-    """Open the language model of a run from its folder and its entry in run.json, without weights.
+    """Open the language model of a run, without its weights, from its files and its entry in run.json.
 
     Raises:
         UserError: A file is missing or damaged.
@@ -417,19 +433,19 @@ def _config_of(folder: Path) -> "PreTrainedConfig":
             flags=("--decoder.lm",),
         )
     kind = raw.get("model_type")
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-    saved = raw.get("architectures") or [known]
-    if raw.get("is_encoder_decoder") or known is None or known not in saved:
-        kinds = "an encoder and a decoder " if raw.get("is_encoder_decoder") else ""
+    class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    architectures = raw.get("architectures") or [class_name]
+    if raw.get("is_encoder_decoder") or class_name is None or class_name not in architectures:
+        description = "an encoder and a decoder " if raw.get("is_encoder_decoder") else ""
         raise UserError(
-            f"{folder} has no causal language model of transformers (--decoder.lm), but {saved[0]}, "
-            f"{kinds}of type {kind}",
+            f"{folder} has no causal language model of transformers (--decoder.lm), but {architectures[0]}, "
+            f"{description}of type {kind}",
             hint=_SUPPORTED,
             flags=("--decoder.lm",),
         )
     if (
         not {"past_key_values", "inputs_embeds"}
-        <= inspect.signature(getattr(transformers, known).forward).parameters.keys()
+        <= inspect.signature(getattr(transformers, class_name).forward).parameters.keys()
     ):
         raise _undecodable_error(folder, kind)
     if "quantization_config" in raw:
@@ -441,7 +457,7 @@ def _config_of(folder: Path) -> "PreTrainedConfig":
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # type: ignore[no-any-return]
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
-        # The first line of the error contains a validator, and the second line contains the value.
+        # The first line of a StrictDataclassError contains the validator, and the second line contains the value.
         text = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else first_line(error)
         raise UserError(
             f"cannot read {folder / 'config.json'}: {text}", hint="download the folder of --decoder.lm again"
@@ -450,7 +466,7 @@ def _config_of(folder: Path) -> "PreTrainedConfig":
 
 def _undecodable_error(folder: Path, kind: Any) -> UserError:
     return UserError(
-        f"the language model of {folder} is a {kind}, which does not write texts token by token with a cache of keys "
+        f"the language model of {folder} is a {kind}, which does not generate text token by token with a cache of keys "
         "and values (--decoder.lm)",
         hint=_SUPPORTED,
         flags=("--decoder.lm",),
@@ -460,21 +476,22 @@ def _undecodable_error(folder: Path, kind: Any) -> UserError:
 def _tokenizer_of(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    hint = "put tokenizer.json and tokenizer_config.json there, or pass their folder with --decoder.tokenizer"
+    hint = "put tokenizer.json and tokenizer_config.json there, or pass the tokenizer's folder to --decoder.tokenizer"
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise UserError(f"there is no tokenizer in {folder}", hint=hint)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # a damaged file may lead to any exception in the library
+    except Exception as error:  # a damaged file may raise any exception in transformers
         raise UserError(f"cannot read the tokenizer of {folder}: {first_line(error)}", hint=hint) from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise UserError(
-            f"the tokenizer of {folder} is a {type(tokenizer).__name__}, which tokenizers does not read", hint=hint
+            f"the tokenizer of {folder} is a {type(tokenizer).__name__}, which the tokenizers library cannot read",
+            hint=hint,
         )
     if tokenizer.eos_token is None:
         raise UserError(
-            f"the tokenizer of {folder} has no token for the end of a text (eos_token)",
-            hint="set eos_token in tokenizer_config.json to the token that ends the language model's texts",
+            f"the tokenizer of {folder} has no end token (eos_token)",
+            hint="set eos_token in tokenizer_config.json to the end token of the language model",
         )
     return tokenizer
 

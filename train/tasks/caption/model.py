@@ -1,9 +1,9 @@
-"""Captioner models: build a captioner from its settings, open its decoder, and initialise it from weights.
+"""Construction of captioners: open the decoder, build the model from its settings, and initialise it from weights.
 
 The decoder comes from one of four sources: `--decoder.weights` (a GPT-2) or `--decoder.lm` (any causal language model,
-`clipmill.train.tasks.caption.language`), each a folder or a Hugging Face name; the captioner in `--init.weights`; or
-new weights, with a tokenizer that is trained on the captions. Size and tokenizer are always opened together, because
-tensor shapes cannot show that a token ID stands for different text in a different tokenizer.
+clipmill.train.tasks.caption.language), which are folders or Hugging Face names; the captioner in `--init.weights`; or
+random weights, with a tokenizer that is trained on the captions. The decoder and its tokenizer are always opened
+together, because tensor shapes do not reveal that a token ID stands for different text in another tokenizer.
 """
 
 import re
@@ -46,18 +46,23 @@ from clipmill.train.weights.loading import Change, LoadedWeights, fit_to
 from clipmill.train.weights.source import KINDS, Say, Source, effective_clip_settings
 from clipmill.train.weights.sources import path_of_weights
 
-# Pattern of a Hugging Face name. Other texts can only be folders.
+# Pattern of a Hugging Face name. Any other value must be a folder.
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderParts:
-    """Tokenizer, size and weights of a decoder.
+    """Tokenizer, size and weights of a GPT-2 decoder.
+
+    Args:
+        hint: Hint for the error if the tokenizer does not belong to the decoder.
 
     Attributes:
-        tensors: Weights by name in a captioner; empty for new weights.
+        tensors: Weights by their names in a captioner; empty for random weights.
         source: Source of the weights, as the user specified it.
-        hint: Hint for the error that tokenizer and decoder do not belong together.
+
+    Raises:
+        UserError: The tokenizer has more tokens than the decoder.
     """
 
     tokenizer: CaptionTokenizer
@@ -84,14 +89,14 @@ Decoder = DecoderParts | LanguageDecoder
 
 
 def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -> Decoder:
-    """Open the decoder from the settings.
+    """Open the decoder that the settings select.
 
     Args:
-        texts: Captions for training a tokenizer if the settings contain none.
+        texts: Captions on which a tokenizer is trained if the settings do not select a tokenizer.
 
     Raises:
-        UserError: A folder is missing, damaged, or belongs to a different model; tokenizer and decoder do not belong
-            together; the width is not a multiple of the heads; captions may exceed the decoder's context.
+        UserError: A folder is missing or damaged, or belongs to a different model; the tokenizer does not belong to the
+            decoder; the width is not a multiple of the number of heads; or captions may exceed the decoder's context.
     """
     if settings.lm is not None:
         lm_folder = decoder_folder(settings.lm, flag="--decoder.lm", files=LANGUAGE_FILES, say=say)
@@ -99,52 +104,57 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
         # Read the weights now, so that errors in them are reported before a run is created.
         return replace(language, loaded=[language.new_model()])
     folder = None if settings.weights is None else decoder_folder(settings.weights, say=say)
-    named = Path(settings.tokenizer) if settings.tokenizer is not None else folder
-    if named is not None:
-        tokenizer = read_tokenizer(named)
+    tokenizer_folder = Path(settings.tokenizer) if settings.tokenizer is not None else folder
+    if tokenizer_folder is not None:
+        tokenizer = read_tokenizer(tokenizer_folder)
     else:
         tokenizer = train_tokenizer(texts, vocabulary_size=settings.vocabulary)
     if folder is None:
         size = decoder_size(settings, vocabulary_size=tokenizer.vocabulary_size)
         return DecoderParts(tokenizer=tokenizer, size=size)
-    opened = read_caption_folder(folder, needs_decoder=True)
-    if opened.config.decoder is None:
+    weights = read_caption_folder(folder, needs_decoder=True)
+    pretrained_size = weights.config.decoder
+    if pretrained_size is None:
         raise UserError(
             f"{folder} has no GPT-2 (--decoder.weights)",
             hint="use a folder with a GPT-2",
             flags=("--decoder.weights",),
         )
-    if settings.max_tokens > opened.config.decoder.context_length:
-        raise UserError(
-            f"--decoder.max-tokens is {settings.max_tokens}, and the decoder of {folder} has a context of "
-            f"{opened.config.decoder.context_length}",
-            hint="use fewer",
-            flags=("--decoder.max-tokens",),
-        )
-    tensors = {name: tensor for name, tensor in opened.converted.tensors.items() if name.startswith("decoder.")}
+    _check_max_tokens(settings, f"the decoder of {folder}", pretrained_size.context_length)
+    tensors = {name: tensor for name, tensor in weights.converted.tensors.items() if name.startswith("decoder.")}
     hint = "use the tokenizer of the decoder, or omit --decoder.tokenizer"
     if settings.tokenizer is None:
-        hint = f"the tokenizer is from {folder}: pass the decoder's with --decoder.tokenizer, or repair the folder"
+        hint = f"use --decoder.tokenizer with the decoder's tokenizer, or repair the tokenizer in {folder}"
     return DecoderParts(
-        tokenizer=tokenizer, size=opened.config.decoder, tensors=tensors, source=str(settings.weights), hint=hint
+        tokenizer=tokenizer, size=pretrained_size, tensors=tensors, source=str(settings.weights), hint=hint
     )
 
 
-def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
-    """Return size and tokenizer of the decoder in the `--init.weights` folder; None if it contains no captioner.
+def _check_max_tokens(settings: DecoderSettings, decoder: str, context_length: int) -> None:
+    if settings.max_tokens > context_length:
+        raise UserError(
+            f"--decoder.max-tokens is {settings.max_tokens}, but {decoder} has a context of {context_length} tokens",
+            hint=f"use --decoder.max-tokens {context_length} or less",
+            flags=("--decoder.max-tokens",),
+        )
 
-    If `--decoder.lm` replaces the decoder of a captioner, only the captioner's tower is used.
+
+def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
+    """Return the size and the tokenizer of the decoder in the `--init.weights` folder.
+
+    The result is None if the folder contains no captioner, or if `--decoder.lm` replaces its decoder, in which case
+    only the captioner's tower is used.
 
     Raises:
         UserError: Neither the folder nor the settings have a tokenizer; the settings have a different tokenizer or
             size; or a file is damaged.
     """
-    named, decoder = settings.init.weights, settings.decoder
-    folder = None if named is None else path_of_weights(named)
+    init_weights, decoder = settings.init.weights, settings.decoder
+    folder = None if init_weights is None else path_of_weights(init_weights)
     if folder is None or not has_captioner(folder):
         return None
     if (folder / LANGUAGE_FOLDER).is_dir():
-        return kept_decoder(RunFolder(folder))["decoder"]
+        return decoder_of_run(RunFolder(folder))["decoder"]
     if decoder.lm is not None:
         return None
     if is_run(folder):
@@ -154,19 +164,19 @@ def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
     if size is None:
         return None
     for name, value in (("width", size.trunk.width), ("depth", size.trunk.depth), ("heads", size.trunk.num_heads)):
-        given = getattr(decoder, name)
-        if given not in (None, value):
+        setting = getattr(decoder, name)
+        if setting not in (None, value):
             raise UserError(
-                f"--decoder.{name} is {given}, and the decoder of {folder} has {value} (--init.weights)",
+                f"--decoder.{name} is {setting}, but the decoder of {folder} has {value} (--init.weights)",
                 hint="omit it: the decoder comes with these weights",
                 flags=(f"--decoder.{name}", "--init.weights"),
             )
     tokenizer_of_folder = read_tokenizer(folder) if has_tokenizer(folder) else None
-    other = None if decoder.tokenizer is None else read_tokenizer(Path(decoder.tokenizer))
-    tokenizer = tokenizer_of_folder or other
+    requested = None if decoder.tokenizer is None else read_tokenizer(Path(decoder.tokenizer))
+    tokenizer = tokenizer_of_folder or requested
     if tokenizer is None:
-        raise no_tokenizer(str(named))
-    if tokenizer_of_folder is not None and other is not None and tokenizer_of_folder.numbers() != other.numbers():
+        raise no_tokenizer(str(init_weights))
+    if tokenizer_of_folder and requested and tokenizer_of_folder.numbers() != requested.numbers():
         raise UserError(
             f"--decoder.tokenizer {decoder.tokenizer} has other tokens than the decoder of {folder} was trained "
             "with (--init.weights)",
@@ -179,7 +189,7 @@ def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
 def no_tokenizer(title: str) -> UserError:
     """Return the error for a decoder without a tokenizer."""
     return UserError(
-        f"{title} has a decoder but no tokenizer, without which its tokens have no meaning",
+        f"{title} has a decoder, but no tokenizer, without which tokens have no meaning",
         hint="use the tokenizer that the decoder was trained with: --decoder.tokenizer FOLDER",
     )
 
@@ -187,25 +197,26 @@ def no_tokenizer(title: str) -> UserError:
 def decoder_folder(
     name: str, *, flag: str = "--decoder.weights", files: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FILES), say: Say
 ) -> Path:
-    """Return the folder for the value of a flag: an existing folder, or a download from Hugging Face.
+    """Return the folder of a decoder: `name` if this is a folder, otherwise a download from Hugging Face.
 
     Args:
+        name: Folder or Hugging Face name, the value of `flag`.
         files: Name patterns of the files to download.
 
     Raises:
-        UserError: The folder does not exist, and cannot be downloaded.
+        UserError: The folder does not exist and cannot be downloaded.
     """
     folder = Path(name)
     if folder.is_dir():
         return folder
     if _NAME.fullmatch(name) is None:
         raise UserError(f"there is no folder {name} ({flag})", hint="use a folder with model files", flags=(flag,))
-    say(f"decoder: there is no folder {name} here; the model comes from Hugging Face's cache or a download")
+    say(f"decoder: there is no folder {name}, so the model is read from Hugging Face's cache or downloaded")
     return hub_folder(name, files=files, what="the model's files")
 
 
 def decoder_size(settings: DecoderSettings, *, vocabulary_size: int) -> Gpt2Size:
-    """Return the size of the decoder: the size of `--decoder.name` with the changes from the settings.
+    """Return the size of a new decoder: the size of `--decoder.name`, with the width, depth and heads of the settings.
 
     Raises:
         UserError: The width is not a multiple of the number of heads.
@@ -218,7 +229,7 @@ def decoder_size(settings: DecoderSettings, *, vocabulary_size: int) -> Gpt2Size
 
 
 def decoder_facts(decoder: Decoder) -> dict[str, Any]:
-    """Return the entry in run.json with the decoder's size, so that its weights are not needed again."""
+    """Return the entry of run.json from which the decoder can be rebuilt without its original weights."""
     if isinstance(decoder, LanguageDecoder):
         return decoder.facts()
     trunk = decoder.size.trunk
@@ -233,7 +244,11 @@ def decoder_facts(decoder: Decoder) -> dict[str, Any]:
 
 
 def start_facts(model: nn.Module, parts: Decoder) -> dict[str, Any]:
-    """Return the entry in run.json on the decoder's initial weights; `model` may be on the meta device."""
+    """Return the entry of run.json about the decoder's initial weights, empty for random weights.
+
+    Args:
+        model: Captioner, which may be on the meta device.
+    """
     state = {name: tensor for name, tensor in model.state_dict().items() if name.startswith("decoder.")}
     copied = parts.tensors if isinstance(parts, DecoderParts) else state if parts.folder is not None else {}
     if not copied:
@@ -252,7 +267,7 @@ def start_facts(model: nn.Module, parts: Decoder) -> dict[str, Any]:
 
 
 def start_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Format the entries of `start_facts` as lines for the console."""
+    """Format the entry from `start_facts` as log lines."""
     lines = []
     if (start := facts.get("decoder_weights")) is not None:
         num_copied, num_new = start["num_copied"], len(start["changes"])
@@ -262,8 +277,12 @@ def start_lines(facts: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def kept_decoder(run: RunFolder) -> dict[str, Decoder]:
-    """Return a run's tokenizer and decoder without weights, as an argument for its task (`TaskSpec.run_arguments`)."""
+def decoder_of_run(run: RunFolder) -> dict[str, Decoder]:
+    """Return the decoder of a run without its weights, as an argument for the task (`TaskSpec.run_arguments`).
+
+    Raises:
+        UserError: `run` is not a run of `train caption`, or a file is missing or damaged.
+    """
     facts = run.require_facts().get("decoder")
     if isinstance(facts, dict) and "lm" in facts:
         return {"decoder": read_language(run, facts)}
@@ -271,7 +290,7 @@ def kept_decoder(run: RunFolder) -> dict[str, Decoder]:
 
 
 def read_decoder_parts(run: RunFolder) -> DecoderParts:
-    """Read tokenizer and decoder size of a run.
+    """Read the tokenizer and the decoder size of a run with a GPT-2.
 
     Raises:
         UserError: `run` is not a run of `train caption`.
@@ -297,7 +316,7 @@ def decoder_size_of(run: RunFolder) -> Gpt2Size:
     except (KeyError, TypeError) as error:
         raise UserError(
             f"{run.facts} has no decoder: {run.path} is not a run of train caption",
-            hint="other commands score other runs: train eval --help",
+            hint="see train eval --help for the evaluations of other runs",
         ) from error
 
 
@@ -313,11 +332,11 @@ AnyCaptioner = Captioner | LanguageCaptioner
 
 
 def build_captioner(settings: CaptionerSettings, decoder: Decoder, *, attend: Attend) -> AnyCaptioner:
-    """Build a captioner with the decoder's weights, or with random weights from torch's generator if there are none.
+    """Build a captioner, with the weights of the decoder if there are any, and random weights otherwise.
 
     Raises:
-        UserError: The tower's width is not a multiple of its heads; the decoder's weights do not fit; or a clip has too
-            few tokens for a language model's prefix.
+        UserError: The tower's width is not a multiple of its heads; the decoder's weights do not fit; or a clip has
+            fewer tokens than the prefix of the language model needs.
     """
     tower = _tower(settings, attend=attend)
     if settings.num_views > 1:
@@ -347,7 +366,7 @@ def _language_captioner(settings: CaptionerSettings, decoder: LanguageDecoder, t
         num_heads = size.trunk.num_heads
     if decoder.reducer == "pool" and cells < decoder.num_visual:
         raise UserError(
-            f"--decoder.visual-tokens is {decoder.num_visual}, and the encoder has {cells} tokens for a clip",
+            f"--decoder.visual-tokens is {decoder.num_visual}, but the encoder has only {cells} tokens per clip",
             hint=f"use {cells} or fewer, or more --num-frames",
             flags=("--decoder.visual-tokens",),
         )
@@ -387,7 +406,7 @@ def _tower(settings: CaptionerSettings, *, attend: Attend) -> nn.Module:
 
 @torch.no_grad()
 def copy_decoder(captioner: Captioner, parts: DecoderParts) -> None:
-    """Copy the decoder's weights, if any, into a captioner. Cross-attention without weights keeps its new weights.
+    """Copy the decoder's weights, if any, to a captioner. Missing cross-attention keeps its random weights.
 
     Raises:
         UserError: A tensor is unknown, has the wrong shape, or is missing (except for cross-attention).
@@ -409,7 +428,7 @@ def copy_decoder(captioner: Captioner, parts: DecoderParts) -> None:
 
 
 def effective_settings(settings: CaptionerSettings, source: Source | None, *, say: Say) -> CaptionerSettings:
-    """Return the settings that apply with the weights of `source`. The default tower is a TimeSformer.
+    """Return the settings that apply with the initial weights `source`. The default tower is a TimeSformer.
 
     Raises:
         UserError: The settings contradict the weights.
@@ -424,26 +443,26 @@ def effective_settings(settings: CaptionerSettings, source: Source | None, *, sa
             flags=("--towers.kind",),
         )
     if source is not None:
-        settings = with_decoder_of(settings, source, say=say)
+        settings = with_source_decoder(settings, source, say=say)
     return effective_clip_settings(settings, source, say=say)
 
 
-def with_decoder_of(settings: CaptionerSettings, source: Source, *, say: Say) -> CaptionerSettings:
-    """Return the settings of a captioner that starts from `source`, including the decoder if `source` has one.
+def with_source_decoder(settings: CaptionerSettings, source: Source, *, say: Say) -> CaptionerSettings:
+    """Return the settings of a captioner that starts from `source`, and uses the decoder of `source` if it has one.
 
     Raises:
-        UserError: The settings have a different decoder, or captions that exceed its context; or there is no tokenizer.
+        UserError: The settings select another decoder, captions may exceed its context, or there is no tokenizer.
     """
     tensors, decoder = source.converted.tensors, settings.decoder
     folder = path_of_weights(settings.init.weights or "")
     if _LANGUAGE_PROJECTION in tensors:
-        return _with_language_of(settings, source, folder)
+        return _with_source_language(settings, source, folder)
     if not has_decoder(tensors) or decoder.lm is not None:
         return settings
     if decoder.weights is not None:
         raise UserError(
             f"two decoders are named: {source.title} has one, and --decoder.weights is {decoder.weights}",
-            hint="leave --decoder.weights out, or name weights without a decoder with --init.weights",
+            hint="omit --decoder.weights, or use weights without a decoder for --init.weights",
             flags=("--decoder.weights",),
         )
     if decoder.tokenizer is None and not (has_captioner(folder) and has_tokenizer(folder)):
@@ -452,25 +471,20 @@ def with_decoder_of(settings: CaptionerSettings, source: Source, *, say: Say) ->
     if decoder.max_tokens <= context_length:
         return settings
     if decoder.max_tokens != DecoderSettings.max_tokens:
-        raise UserError(
-            f"--decoder.max-tokens is {decoder.max_tokens}, and the decoder of {source.title} has a context of "
-            f"{context_length}",
-            hint="use fewer",
-            flags=("--decoder.max-tokens",),
-        )
+        _check_max_tokens(decoder, f"the decoder of {source.title}", context_length)
     say(f"weights: their decoder has a context of {context_length} tokens: --decoder.max-tokens {context_length}")
     return replace(settings, decoder=replace(decoder, max_tokens=context_length))
 
 
-def _with_language_of(settings: CaptionerSettings, source: Source, folder: Path) -> CaptionerSettings:
-    """Return the settings of a captioner that starts from a captioner with a language model."""
-    settings_of_decoder, decoder = settings.decoder, kept_decoder(RunFolder(folder))["decoder"]
+def _with_source_language(settings: CaptionerSettings, source: Source, folder: Path) -> CaptionerSettings:
+    """Return the settings of a captioner that starts from another captioner with a language model."""
+    decoder_settings, decoder = settings.decoder, decoder_of_run(RunFolder(folder))["decoder"]
     assert isinstance(decoder, LanguageDecoder)
-    if (named := settings_of_decoder.lm or settings_of_decoder.weights) is not None:
-        flag = settings_of_decoder.flag("lm" if settings_of_decoder.lm else "weights")
+    if (requested := decoder_settings.lm or decoder_settings.weights) is not None:
+        flag = decoder_settings.flag("lm" if decoder_settings.lm else "weights")
         raise UserError(
-            f"two decoders are named: {source.title} has one, and {flag} is {named}",
-            hint="leave the latter out, or name weights without a decoder with --init.weights",
+            f"two decoders are named: {source.title} has one, and {flag} is {requested}",
+            hint=f"omit {flag}, or use weights without a decoder for --init.weights",
             flags=(flag,),
         )
     if any(".lora_A." in name for name in source.converted.tensors):
@@ -478,15 +492,9 @@ def _with_language_of(settings: CaptionerSettings, source: Source, folder: Path)
             f"the language model of {source.title} has adapters, which a new run cannot start from",
             hint="continue it with --resume, or start from a run without --lora.towers decoder",
         )
-    if settings_of_decoder.max_tokens > decoder.context_length:
-        raise UserError(
-            f"--decoder.max-tokens is {settings_of_decoder.max_tokens}, and the decoder of {source.title} has room for "
-            f"{decoder.context_length}",
-            hint="use fewer",
-            flags=("--decoder.max-tokens",),
-        )
+    _check_max_tokens(decoder_settings, f"the decoder of {source.title}", decoder.context_length)
     decoder_settings = replace(
-        settings_of_decoder,
+        decoder_settings,
         lm=decoder.source,
         visual_tokens=decoder.num_visual,
         reducer=decoder.reducer,
@@ -496,12 +504,15 @@ def _with_language_of(settings: CaptionerSettings, source: Source, folder: Path)
 
 
 def has_decoder(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Return True for the weights of a complete captioner."""
+    """Return True if the weights belong to a complete captioner."""
     return _TOKENS in tensors or _LANGUAGE_PROJECTION in tensors
 
 
 def start_of_captioner(model: AnyCaptioner, source: Source, *, allow: Sequence[str], say: Say) -> LoadedWeights:
-    """Fit the weights of a captioner or a video tower to a captioner, which may be on the meta device.
+    """Fit the weights of a captioner or of a video tower to a captioner.
+
+    Args:
+        model: Captioner, which may be on the meta device.
 
     Raises:
         UserError: The weights do not fit.
@@ -518,8 +529,8 @@ def start_of_captioner(model: AnyCaptioner, source: Source, *, allow: Sequence[s
 
 
 def _resize_embeddings(tensors: Mapping[str, torch.Tensor], tower: TimeSformer, *, say: Say) -> dict[str, torch.Tensor]:
-    """Resize a TimeSformer's position and time embeddings to other clips by nearest neighbour, as in transformers."""
-    fitted = dict(tensors)
+    """Resize position and time embeddings to the tower's clips by nearest neighbour, as transformers does."""
+    resized = dict(tensors)
     for name, kind in ((_POSITIONS, "positional"), (_TIMES, "temporal")):
         if name not in tensors:
             continue
@@ -527,5 +538,5 @@ def _resize_embeddings(tensors: Mapping[str, torch.Tensor], tower: TimeSformer, 
         if len(tensors[name]) != count:
             say(f"weights: {kind} embeddings resized from {len(tensors[name])} to {count} (nearest)")
             resize = nearest_times if name == _TIMES else (lambda old, count: nearest_positions(old, count - 1))
-            fitted[name] = resize(tensors[name], count)
-    return fitted
+            resized[name] = resize(tensors[name], count)
+    return resized

@@ -1,4 +1,7 @@
-"""`TaskSpec` of the captioner; its settings; flags and table of its evaluation. Imports no heavy library."""
+"""`TaskSpec` of `train caption`, its settings, flags of the caption commands, and the table of its evaluation.
+
+This module imports no heavy library, so that help and the checks of flags are fast.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -26,7 +29,7 @@ Method = Literal["greedy", "sample", "beam"]
 VideoFormat = Literal["json", "srt"]  # format of `train caption-video`
 
 _TEMPERATURE, _NUM_BEAMS, _LENGTH_PENALTY, _MAX_TOKENS = 1.0, 4, 1.0, 30
-# Values that None stands for.
+# Values of settings that are None.
 _DEFAULTS = {
     "temperature": _TEMPERATURE,
     "top_p": 1.0,
@@ -47,24 +50,25 @@ class DecodingSettings(Checked):
     """Decoding method. greedy: the most likely token at each step; sample: random sampling; beam: beam search."""
     temperature: Annotated[
         float | None,
-        Range(above=0, hint="use a finite number above 0; decoding method greedy is the limit"),
+        Range(above=0, hint="use a finite number above 0, or the decoding method greedy, which is the limit for 0"),
         _SAMPLE,
     ] = None
     """sample: temperature. Default: 1."""
     top_k: Annotated[int | None, Range(least=1), _SAMPLE] = None
-    """sample: number of most likely tokens to sample from. Default: all."""
+    """sample: number of most likely tokens to sample from. Default: all tokens."""
     top_p: Annotated[float | None, Range(above=0, most=1), _SAMPLE] = None
-    """sample: nucleus sampling, from the most likely tokens whose probabilities add up to this. Default: 1."""
+    """sample: total probability of the most likely tokens to sample from (nucleus sampling). Default: 1."""
     num_beams: Annotated[int | None, Range(1, 1000), _BEAM] = None
     """beam: number of beams. Default: 4."""
     length_penalty: Annotated[float | None, Range(), _BEAM] = None
-    """beam: exponent of the length by which log probabilities are divided; more favours longer captions. Default: 1."""
+    """beam: exponent of the length by which log probabilities are divided. Higher values favour longer captions.
+    Default: 1."""
     early_stopping: Annotated[bool | None, _BEAM] = None
     """beam: stop once there are as many finished captions as beams. Default: stop once no better caption can follow."""
     min_tokens: Annotated[int, Range(least=0)] = 0
-    """Minimum number of tokens before a caption ends."""
+    """Minimum number of tokens before the end token."""
     max_tokens: Annotated[int | None, Range(least=1)] = None
-    """Maximum number of tokens, including the end token. Default: 30, or the decoder's context if that is smaller."""
+    """Maximum number of tokens, including the end token. Default: 30, or the decoder's context if it is shorter."""
     seed: int = 0
     """sample: random seed, combined with the index of the clip."""
 
@@ -73,8 +77,8 @@ class DecodingSettings(Checked):
         # The default maximum depends on the decoder: see `fit_decoding`.
         if self.max_tokens is not None and self.min_tokens >= self.max_tokens:
             yield UserError(
-                f"{self.flag('min_tokens')} is {self.min_tokens}",
-                hint=f"it must be from 0 to below {self.flag('max_tokens')}, {self.max_tokens}",
+                f"{self.flag('min_tokens')} is {self.min_tokens}, but {self.flag('max_tokens')} is {self.max_tokens}",
+                hint=f"use a number below {self.max_tokens}, or a larger {self.flag('max_tokens')}",
                 flags=(self.flag("min_tokens"),),
             )
 
@@ -98,46 +102,48 @@ def length_penalty_of(settings: DecodingSettings) -> float:
 
 
 def max_tokens_of(settings: DecodingSettings) -> int:
-    """Return the maximum number of tokens of a caption, before the decoder's context limits it."""
+    """Return the maximum number of tokens of a caption, not limited by the decoder's context."""
     return _MAX_TOKENS if settings.max_tokens is None else settings.max_tokens
 
 
 def fit_decoding(settings: Decoding, context_length: int, *, is_of_run: bool = False) -> Decoding:
-    """Return the effective decoding settings for a decoder, which are equal if the captions are equal.
+    """Return the effective decoding settings for a decoder, in a canonical form.
 
-    `max_tokens` is limited by the decoder's context. Other values become None if they equal their defaults, or if the
-    method does not use them.
+    `max_tokens` is limited by the decoder's context. Other values become None if they equal their defaults, and the
+    seed becomes 0 unless it is used, so that settings which give equal captions are equal.
 
     Args:
-        is_of_run: True for the settings of a run. Old runs stored a default of 30, which is reduced without an error.
+        context_length: Maximum number of tokens of the decoder.
+        is_of_run: True for the settings of a run. Old runs stored the default of 30, which is reduced without an error.
 
     Raises:
         UserError: A limit that the user set exceeds the context.
     """
-    least_flag, most_flag = settings.flag("min_tokens"), settings.flag("max_tokens")
+    min_flag, max_flag = settings.flag("min_tokens"), settings.flag("max_tokens")
     if is_of_run and settings.max_tokens == _MAX_TOKENS:
         settings = replace(settings, max_tokens=None)
     if settings.max_tokens is not None and settings.max_tokens > context_length:
         raise UserError(
-            f"{most_flag} is {settings.max_tokens}, but the decoder's context has {context_length} tokens",
+            f"{max_flag} is {settings.max_tokens}, but the decoder's context has {context_length} tokens",
             hint=f"use at most {context_length}, or omit it",
-            flags=(most_flag,),
+            flags=(max_flag,),
         )
     if settings.min_tokens >= context_length:
         raise UserError(
-            f"{least_flag} is {settings.min_tokens}, but the decoder's context has {context_length} tokens",
+            f"{min_flag} is {settings.min_tokens}, but the decoder's context has {context_length} tokens",
             hint=f"use at most {context_length - 1}",
-            flags=(least_flag,),
+            flags=(min_flag,),
         )
-    most = min(max_tokens_of(settings), context_length)
-    if settings.min_tokens >= most:
+    max_tokens = min(max_tokens_of(settings), context_length)
+    if settings.min_tokens >= max_tokens:
         raise UserError(
-            f"{least_flag} is {settings.min_tokens}, but captions have at most {most} tokens",
-            hint=f"use at most {most - 1}, or a larger {most_flag}: the context has {context_length} tokens",
-            flags=(least_flag,),
+            f"{min_flag} is {settings.min_tokens}, but captions have at most {max_tokens} tokens",
+            hint=f"use at most {max_tokens - 1}, or a larger {max_flag}: the context has {context_length} tokens",
+            flags=(min_flag,),
         )
-    unset: dict[str, Any] = {name: None for name, value in _DEFAULTS.items() if getattr(settings, name) == value}
-    return replace(settings, max_tokens=most, seed=settings.seed if settings.method == "sample" else 0, **unset)
+    defaults: dict[str, Any] = {name: None for name, value in _DEFAULTS.items() if getattr(settings, name) == value}
+    seed = settings.seed if settings.method == "sample" else 0
+    return replace(settings, max_tokens=max_tokens, seed=seed, **defaults)
 
 
 DecoderName = Literal["tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
@@ -148,9 +154,9 @@ _OF_LM = GoesWith("lm")
 DECODER = help_group("Decoder", 6)
 DECODING = help_group("Decoding", 7)
 
-# Metrics of the evaluation during training.
+# Names of the metrics that an evaluation during training logs.
 NUMBERS = ("loss", "bleu1", "bleu2", "bleu3", "bleu4", "rouge_l", "cider_d", "cider", "exact_match")
-# Metrics in the order of tables, with their names.
+# Labels of the metrics, in the order of tables.
 METRIC_LABELS = {
     "bleu1": "BLEU-1",
     "bleu2": "BLEU-2",
@@ -163,49 +169,50 @@ METRIC_LABELS = {
     "spice": "SPICE",
     "exact_match": "exact match",
 }
-# Settings of a new decoder or tokenizer, and the settings that replace it with an existing one.
+# Settings of a new decoder or tokenizer, and the settings that select an existing decoder or tokenizer instead.
 _NEW_PARTS = {"name": ("weights", "lm"), "vocabulary": ("weights", "lm", "tokenizer")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSettings(Checked):
-    """Settings of a decoder (GPT-2 with cross-attention, or language model with a visual prefix) and its tokenizer."""
+    """Settings of a decoder and its tokenizer. The decoder is a GPT-2 with cross-attention, or a language model."""
 
     prefix = "decoder"
 
     lm: Annotated[str | None, FIRST_RUN] = None
-    """Causal language model from transformers in place of the GPT-2, which reads the video as a prefix: folder or
-    Hugging Face name. A name is downloaded; a folder must contain the tokenizer, too."""
+    """Causal language model from transformers that replaces the GPT-2, and reads the video as a prefix: a folder, which
+    must contain the tokenizer too, or a Hugging Face name, which is downloaded."""
     visual_tokens: Annotated[int, Range(1, 4096), _OF_LM] = 32
     """Number of visual tokens per clip in the prefix of --decoder.lm."""
     reducer: Annotated[Reducer, _OF_LM] = "pool"
     """Reduction of the encoder's tokens to visual tokens. pool: means of consecutive tokens; attention: learned queries
-    attend to all tokens."""
+    that attend to all tokens."""
     prompt: Annotated[str, _OF_LM] = VIDEO_MARK
-    """Prompt of --decoder.lm. {video} stands for the visual tokens; the caption follows the prompt."""
+    """Prompt of --decoder.lm. {video} stands for the visual tokens. The caption follows the prompt."""
 
     name: Annotated[DecoderName, FIRST_RUN] = "gpt2"
     """Size of a decoder with random weights."""
     weights: Annotated[str | None, FIRST_RUN] = None
-    """Pretrained GPT-2: folder, gpt2, gpt2-medium, gpt2-xl. A name is downloaded; a folder needs the tokenizer, too."""
+    """Pretrained GPT-2: a folder, which must contain the tokenizer too, or a name (gpt2, gpt2-medium, gpt2-xl), which
+    is downloaded."""
     width: Annotated[int | None, SIZE] = None
     """Width of a decoder with random weights. Default: the width of --decoder.name."""
     depth: Annotated[int | None, SIZE] = None
-    """Number of decoder blocks. Default: the number in --decoder.name."""
+    """Number of decoder blocks. Default: the number of --decoder.name."""
     heads: Annotated[int | None, SIZE] = None
-    """Number of attention heads per decoder block. Default: the number in --decoder.name."""
+    """Number of attention heads per decoder block. Default: the number of --decoder.name."""
     tokenizer: str | None = None
-    """Tokenizer folder. Default: the tokenizer of --decoder.weights, or a tokenizer that is trained on the captions."""
+    """Tokenizer folder. Default: the tokenizer of the pretrained decoder, or a tokenizer trained on the captions."""
     vocabulary: Annotated[int, Range(257, 1_000_000)] = 8192
     """Maximum vocabulary size of a tokenizer trained on the captions."""
     max_tokens: Annotated[int, Range(2, 8192)] = 64
-    """Maximum number of tokens of a caption in training, including the end token. Longer captions are truncated, and
+    """Maximum number of tokens per caption in training, including the end token. Longer captions are truncated, and
     their number is reported."""
     dropout: Annotated[float, FRACTION] = 0.0
     """Dropout probability of embeddings and residual branches."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for sizes in addition to pretrained weights, and for prompts without a mark for the video."""
+        """Yield errors for sizes that contradict pretrained weights, and for prompts without a mark for the video."""
         pretrained = "lm" if self.lm is not None else "weights"
         for name in ("width", "depth", "heads", *(("weights", "dropout") if pretrained == "lm" else ())):
             if getattr(self, pretrained) is not None and getattr(self, name):
@@ -216,7 +223,8 @@ class DecoderSettings(Checked):
                 )
         if self.prompt.count(VIDEO_MARK) != 1:
             yield UserError(
-                f"--decoder.prompt is {self.prompt!r}, which has {VIDEO_MARK} {self.prompt.count(VIDEO_MARK)} times",
+                f"--decoder.prompt is {self.prompt!r}, which has {VIDEO_MARK} {self.prompt.count(VIDEO_MARK)} times, "
+                "not once",
                 hint=f"write {VIDEO_MARK} once, at the position of the visual tokens",
                 flags=("--decoder.prompt",),
             )
@@ -224,19 +232,19 @@ class DecoderSettings(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionEvaluation(EvaluationSettings):
-    """Evaluation of a captioner during training, by means of the captions that it generates."""
+    """Evaluation of generated captions during training."""
 
     lower_is_better = ("loss",)
 
     max_samples: Annotated[int, Range(least=2), EVERY] = 500
     """Maximum number of clips. Every k-th clip of the split is used, with the smallest sufficient k."""
     java: Annotated[bool, EVERY] = False
-    """Also compute METEOR, which is a Java program, and SPICE with --evaluate.spice-jars."""
+    """Also compute METEOR, which needs Java, and SPICE if --evaluate.spice-jars is set."""
     spice_jars: Annotated[Path | None, GoesWith("java", (True,))] = None
     """Folder with the two jar files that SPICE needs. Default: SPICE is omitted."""
 
     def metric_names(self, data: EvaluatedData) -> tuple[str, ...]:
-        """Return the metric names of generated captions."""
+        """Return the names of the metrics of generated captions."""
         with_java = ("meteor",) if self.spice_jars is None else ("meteor", "spice")
         return (*NUMBERS, *with_java) if self.java else NUMBERS
 
@@ -256,14 +264,15 @@ class CaptionerSettings(ClipSettings):
     captions: Annotated[CaptionSettings, groups.CAPTIONS] = field(default_factory=CaptionSettings)
     """Captions to train on, and their sampling weights."""
     captions_per_visit: Annotated[int, groups.CAPTIONS, Range(1, 1000)] = 1
-    """Number of captions per sample, drawn from the clip's captions without replacement, or all if there are fewer."""
+    """Number of captions per sample, drawn from the clip's captions without replacement. A clip with fewer captions
+    uses all of them."""
     label_smoothing: Annotated[float, groups.TRAINING, FRACTION] = 0.0
-    """Label smoothing. Fraction of the target that is spread over the vocabulary."""
+    """Label smoothing: fraction of the target that is spread over the vocabulary."""
     freeze: Annotated[Freeze, FIRST_RUN] = ()
-    """Parts to freeze: encoder, decoder, decoder-except-cross-attention, or blocks:N (the encoder's embeddings and its
+    """Parts to freeze: encoder, decoder, decoder-except-cross-attention, blocks:N (the encoder's embeddings and its
     first N blocks), decoder.blocks:N."""
     decoding: Annotated[DecodingSettings, DECODING] = field(default_factory=DecodingSettings)
-    """Decoding during training, and the default after training."""
+    """Decoding settings of evaluations during training, and the defaults for other commands."""
     evaluate: Annotated[CaptionEvaluation, groups.EVALUATION] = field(default_factory=CaptionEvaluation)
 
     def tower_names(self) -> tuple[Tower, ...]:
@@ -271,16 +280,16 @@ class CaptionerSettings(ClipSettings):
         return ("video", "decoder")
 
     def trains_besides_towers(self) -> bool:
-        """Return True if a projector is trained, which is not a part that --freeze accepts."""
+        """Return True if there is a projector, which is always trained, because --freeze does not accept it."""
         return self.decoder.lm is not None
 
     def adapts_pretrained(self) -> bool:
-        """Return True if towers with adapters have pretrained weights; language models always have."""
+        """Return True if the towers with adapters have pretrained weights, as language models always do."""
         is_of_lm = self.decoder.lm is not None and adapted_towers(self) == ("decoder",)
         return is_of_lm or super().adapts_pretrained()
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for captions of other clips, patches that do not tile a frame, and parts that do not exist."""
+        """Yield errors for a decoder that does not support a setting, for unsuitable captions, and for frame sizes."""
         yield from super().rules()
         if self.decoder.lm is not None and self.parallel.stages > 1:
             yield UserError(
@@ -303,16 +312,16 @@ class CaptionerSettings(ClipSettings):
         yield from errors_of(check_picture, self.model, self.towers, size_px=self.size_px)
 
     def check_effects(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield errors for flags of a new decoder or tokenizer if an existing decoder or tokenizer is used."""
+        """Yield errors for flags of a new decoder or tokenizer if an existing one is used."""
         yield from super().check_effects(typed)
         start = self.init.weights
         for name, others in _NEW_PARTS.items():
             replacements = {self.decoder.flag(other): getattr(self.decoder, other) for other in others}
             if start and has_captioner(Path(start)):
                 replacements = {"--init.weights": start, **replacements}
-            flag, given = self.decoder.flag(name), [(other, value) for other, value in replacements.items() if value]
-            if flag in typed and given:
-                other, value = given[0]
+            flag, used = self.decoder.flag(name), [(other, value) for other, value in replacements.items() if value]
+            if flag in typed and used:
+                other, value = used[0]
                 yield UserError(
                     f"{flag} is {typed[flag]}, which has no effect: {other} is {value}, which has its own",
                     hint="omit it",
@@ -321,9 +330,9 @@ class CaptionerSettings(ClipSettings):
 
 
 def has_captioner(folder: Path) -> bool:
-    """Return True for a run of `train caption`, or for an encoder-decoder model of transformers.
+    """Return True if a folder is a run of `train caption`, or has an encoder-decoder model of transformers.
 
-    Only small files are read.
+    Only small JSON files are read.
     """
     is_run = _value(folder / "run.json", "task") == "caption"
     return is_run or _value(folder / "config.json", "model_type") == "vision-encoder-decoder"
@@ -338,7 +347,7 @@ def _value(path: Path, name: str) -> object:
     return values.get(name) if isinstance(values, dict) else None
 
 
-# Columns of the table. Captioners are compared by the first metric.
+# Columns of the table, with their labels. Captioners are compared by the first column.
 _CAPTION_COLUMNS = {
     "cider_d": "CIDEr-D",
     "bleu4": "BLEU-4",
@@ -357,17 +366,17 @@ class CaptionFlags(Checked):
     split: str = "val"
     """Split to evaluate on."""
     max_samples: Annotated[int, Range(least=1)] = 100_000
-    """Maximum number of clips. Every k-th clip of the split is used, with the smallest sufficient k (for 12 of 52
-    clips: 11 clips, every 5th)."""
+    """Maximum number of clips. Every k-th clip of the split is used, with the smallest sufficient k (for at most 12 of
+    52 clips: every 5th, which are 11 clips)."""
     spice_jars: Path | None = None
     """Folder with the two jar files that SPICE needs. Default: SPICE is omitted."""
     decoding: Annotated[DecodingSettings | None, DECODING] = None
-    """Decoding settings. Default: the settings of the training."""
+    """Decoding settings. Default: the settings of the run."""
 
 
 def caption_table(result: dict[str, Any]) -> Table:
-    """Return a table with the metrics of the captions and of the best constant caption."""
-    shown = [name for name in _CAPTION_COLUMNS if name in result["means"]]
+    """Return a table with the metrics of the generated captions and of the best constant caption."""
+    names = [name for name in _CAPTION_COLUMNS if name in result["means"]]
     constant = result["constant"]
     rows = [
         (
@@ -380,7 +389,7 @@ def caption_table(result: dict[str, Any]) -> Table:
     table_rows = []
     for label, detail, means in rows:
         cells = []
-        for name in shown:
+        for name in names:
             value = means.get(name)
             # CIDEr has no upper bound, so it has no bar.
             share = None if value is None or name.startswith("cider") else min(max(value, 0.0), 1.0)
@@ -397,7 +406,7 @@ def caption_table(result: dict[str, Any]) -> Table:
         constant_caption=f"“{constant['caption']}”: {constant['chosen']}",
         left_out=absent,
     )
-    columns = (*(_CAPTION_COLUMNS[name] for name in shown), "loss")
+    columns = (*(_CAPTION_COLUMNS[name] for name in names), "loss")
     return Table("Captions", columns, tuple(table_rows), protocol)
 
 
@@ -413,7 +422,7 @@ _NUM_SAMPLES, _TOP_P = 5, 0.9  # defaults of `train caption-chunks`
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ChunkDecoding(DecodingSettings):
-    """Settings for generating captions of chunks. By default, nucleus sampling generates several captions per clip."""
+    """Settings for generating captions of chunks. The default is nucleus sampling of several captions per clip."""
 
     prefix = ""
 
@@ -422,12 +431,12 @@ class ChunkDecoding(DecodingSettings):
     num_samples: Annotated[int | None, Range(1, 1000), Needs("method", ("sample",))] = None
     """sample: number of captions per clip. Default: 5."""
     top_p: Annotated[float | None, Range(above=0, most=1), Needs("method", ("sample",))] = None
-    """sample: nucleus sampling, from the most likely tokens whose probabilities add up to this. Default: 0.9."""
+    """sample: total probability of the most likely tokens to sample from (nucleus sampling). Default: 0.9."""
     seed: int = 0
-    """sample: random seed, combined with the key and start of the clip and the number of the caption."""
+    """sample: random seed, combined with the key and the start of the clip and the number of the caption."""
 
     def with_defaults(self) -> "ChunkDecoding":
-        """Return the settings with the defaults of sampling."""
+        """Return the settings, with this command's defaults for sampling."""
         if self.method != "sample":
             return self
         num_samples = _NUM_SAMPLES if self.num_samples is None else self.num_samples
@@ -449,21 +458,21 @@ class ChunkCaptionsRequest(Checked):
     split: str = "train"
     """Split of the data."""
     where: str | None = None
-    """Condition that selects the chunks, such as 'num_captions == 0' for the videos without captions (docs/data.md).
-    Default: all."""
+    """Condition that selects the chunks, such as 'num_captions == 0' for videos without captions (docs/data.md).
+    Default: all chunks."""
     segment: str | None = None
-    """Length of the segments to caption, such as 5s. A remainder shorter than a quarter of it is merged into the last
-    segment of a chunk. Default: complete chunks."""
+    """Length of the segments to caption, such as 5s. A remainder shorter than a quarter of a segment is merged into the
+    last segment of the chunk. Default: complete chunks."""
     batch: Annotated[int, Range(least=1)] = 16
     """Number of clips per batch and process."""
     workers: Annotated[int, Range(least=1)] = 4
-    """Number of threads per process that read and decode."""
+    """Number of threads per process that read and decode clips."""
     device: Device = "auto"
     """Device to run the model on."""
     shown: Overrides = AS_TRAINED
     decoding: Annotated[ChunkDecoding, DECODING] = ChunkDecoding()
     json: Annotated[bool, Parameter(name="--json", negative="")] = False
-    """Print one JSON object."""
+    """Print the result as one JSON object."""
 
 
 CAPTIONS = EvaluationSpec(
@@ -490,7 +499,7 @@ TASK = TaskSpec(
     example="train caption --shards data --preset tiny --out runs/captions",
     settings=CaptionerSettings,
     make=import_late("clipmill.train.tasks.caption.task:CaptionTask"),
-    run_arguments=import_late("clipmill.train.tasks.caption.model:kept_decoder"),
+    run_arguments=import_late("clipmill.train.tasks.caption.model:decoder_of_run"),
     effective_settings=import_late("clipmill.train.tasks.caption.model:effective_settings"),
     evaluations=(CAPTIONS,),
     start_lines=import_late("clipmill.train.tasks.caption.model:start_lines"),

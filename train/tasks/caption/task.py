@@ -1,8 +1,9 @@
-"""Task `train caption`: train a video tower and a decoder that attends to its tokens; loss and evaluation in training.
+"""Task `train caption`: samples, model, loss and in-training evaluation of a captioner.
 
-A sample has one or several captions of its clip, as tokens with an end token, padded with `NO_TOKEN`. The decoder
-predicts each token from the tokens before it and, by cross-attention, from the clip. The loss is the mean over all
-tokens of the batch. An evaluation generates one caption per clip, and compares it with all captions of that clip.
+A captioner is a video tower and a decoder that attends to the tower's tokens. A sample has one or several captions of
+its clip, as tokens with an end token, padded with `NO_TOKEN`. The decoder predicts each token from the preceding tokens
+and from the clip. The loss is the mean over all tokens of the batch. An evaluation generates one caption per clip, and
+compares it with all captions of the clip.
 
 Shape suffixes: B batch of a rank, R rows of a microbatch, K captions per clip, L tokens, V vocabulary, C channels,
 T frames, H and W pixels.
@@ -75,7 +76,8 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
     """The task of `train caption`.
 
     Args:
-        decoder: Decoder of an existing run. Default: the decoder from the settings.
+        decoder: Decoder of an existing run. Default: the decoder that the settings select.
+        say: Function that prints a log line.
     """
 
     name = "caption"
@@ -92,17 +94,17 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         super().__init__(settings, **opened)
         self._say = say
         self._decoder, self._is_of_run = decoder, decoder is not None
-        self._held_out: dict[str, Samples[ClipReader]] = {}
-        self._captions_per_clip: str | None = None  # mean number, as text
+        self._evaluation_samples: dict[str, Samples[ClipReader]] = {}
+        self._captions_per_clip: str | None = None  # mean number of captions per clip, formatted for run.json
 
     @property
     def decoder(self) -> Decoder:
         """Tokenizer, size and weights of the decoder."""
-        assert self._decoder is not None  # passed to the task, or opened by training_set
+        assert self._decoder is not None  # passed to the constructor, or opened with the samples
         return self._decoder
 
     def facts(self) -> dict[str, Any]:
-        """Return the entries for run.json: size of the decoder, its weights, number of parameters."""
+        """Return the entries for run.json: size and initial weights of the decoder, and number of parameters."""
         parts = self.decoder
         with torch.device("meta"):
             model = self.new_model()
@@ -110,21 +112,22 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         return {"decoder": decoder_facts(parts), **captions, **start_facts(model, parts), **super().facts()}
 
     def files(self) -> dict[str, bytes]:
-        """Return the files that the weights need: the tokenizer, and a language model's configuration."""
+        """Return the files that belong to the weights: the tokenizer and, for a language model, its configuration."""
         if isinstance(self.decoder, LanguageDecoder):
             return {f"{LANGUAGE_FOLDER}/{name}": content for name, content in self.decoder.files.items()}
         return {TOKENIZER_FILE: self.decoder.tokenizer.as_json()}
 
     def training_set(self, world: World) -> "AnySamples":
-        """Open this rank's part of the clips and captions of the training split.
+        """Open this rank's part of the clips and captions in the training split.
 
         Raises:
-            UserError: The split is empty, the decoder is not available, or its context is too short.
+            UserError: The split is empty, the decoder cannot be opened, its context is too short, or the settings of an
+                evaluation are invalid.
         """
         settings = self._settings
         sets: list[Samples[ClipReader]] = []
 
-        # A tokenizer that is trained on captions uses the captions of all folders.
+        # If a tokenizer is trained, train it on the captions of all folders.
         def tokenizer(_: Iterable[str]) -> CaptionTokenizer:
             return self._tokenizer(text for samples in sets for text in samples.captions.all_texts())
 
@@ -135,23 +138,23 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         samples = self.open_mixture(open_folder_of)
         _ = sets[0].captions.tokenizer  # create the tokenizer now, because the decoder depends on it
         self._captions_per_clip = f"{sum(samples.captions.num_entries for samples in sets) / sum(map(len, sets)):.3g}"
-        # Check the decoding settings now, so that mistakes in them are reported before training starts.
+        # Check the decoding settings now, so that errors in them are reported before training starts.
         self.decoding()
         if settings.evaluate.every and settings.evaluate.java:
             require_java(settings.evaluate.spice_jars)
         if settings.evaluate.every:
             for data in settings.evaluated_data():
                 with data.explain_errors():
-                    held_out = self.with_data(data.shards).samples(data.split, world)
-                self._held_out[data.name] = held_out
-                self.note_evaluation(data, held_out)
+                    evaluation_samples = self.with_data(data.shards).samples(data.split, world)
+                self._evaluation_samples[data.name] = evaluation_samples
+                self.note_evaluation(data, evaluation_samples)
         return samples
 
     def samples(self, split: str, world: World) -> "Samples[ClipReader]":
         """Open this rank's part of the clips and captions of a split.
 
         Raises:
-            UserError: The split is empty, or the decoder is not available.
+            UserError: The split is empty, or the decoder cannot be opened.
         """
         samples = self._open(split, world, make_tokenizer=self._tokenizer)
         _ = samples.captions.tokenizer  # create the tokenizer now, because the decoder depends on it
@@ -174,30 +177,30 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         )
 
     def new_model(self, samples: "AnySamples | None" = None) -> AnyCaptioner:
-        """Build a captioner with new weights, or with the decoder weights from `--decoder.weights`."""
+        """Build a captioner with random weights, except for a decoder with weights (`--decoder.weights` or `lm`)."""
         return build_captioner(self._settings, self.decoder, attend=self._attention.attend)
 
     def fit_weights(self, model: AnyCaptioner, source: Source, *, say: Say) -> LoadedWeights:
-        """Fit weights to the captioner, or only to its tower."""
+        """Fit weights to the captioner, or to its tower if the weights have no decoder."""
         return start_of_captioner(model, source, allow=self._settings.init.allow, say=say)
 
     def fit_all_parameters(self, model: AnyCaptioner, source: Source, *, say: Say) -> LoadedWeights:
-        """Fit a captioner's weights to the tower and the decoder."""
+        """Fit the weights of a captioner to the tower and the decoder."""
         return start_of_captioner(model, source, allow=(), say=say)
 
     def build_model(self, samples: "AnySamples | None" = None) -> AnyCaptioner:
-        """Build a captioner with its initial weights, and freeze the parts from the settings."""
+        """Build a captioner with its initial weights, and freeze the parts that the settings list."""
         return super().build_model(samples)
 
     def adapt(self, model: AnyCaptioner, tower: Tower) -> None:
-        """Add adapters to a tower. For a language model, peft adds them."""
+        """Add adapters to a tower. In a language model, peft adds the adapters."""
         if tower == "decoder" and isinstance(model, LanguageCaptioner):
             add_language_adapters(model.decoder, self._settings.lora)
         else:
             super().adapt(model, tower)
 
     def towers_of_start(self) -> Sequence[Tower]:
-        """Return the towers with adapters that need initial weights. A language model already has weights."""
+        """Return the towers whose adapters need initial weights. A language model always has weights."""
         has_weights = self._settings.decoder.lm is not None
         return [tower for tower in super().towers_of_start() if not (has_weights and tower == "decoder")]
 
@@ -207,7 +210,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         return [*blocks, *language_blocks(model.decoder)] if isinstance(model, LanguageCaptioner) else blocks
 
     def build_objective(self, samples: "AnySamples", world: World) -> Objective:
-        """Return the objective: the cross-entropy of tokens."""
+        """Build the objective, the cross-entropy of tokens."""
         inputs: Callable[[Batch, slice], torch.Tensor] = partial(self.inputs, is_training=True)
         decoder = self.decoder
         return CaptionLoss(
@@ -218,25 +221,25 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         )
 
     def layers(self, model: Captioner) -> list[LayerCost]:
-        """Return the layers that a pipeline can distribute over its stages."""
+        """Return the layers of a captioner, which a pipeline distributes over its stages."""
         return layers_of(model)
 
     def part(self, model: Captioner, layers: range) -> nn.Module:
-        """Return a pipeline stage with the given layers of a captioner."""
+        """Return the pipeline stage that holds the given layers of a captioner."""
         return part_of(model, layers)
 
     def inputs(self, batch: Batch, rows: slice = slice(None), *, is_training: bool = False) -> torch.Tensor:
-        """Return the model's input, clips [B, C, T, H, W], for the given rows of a batch."""
+        """Return the model's input, normalised clips [B, C, T, H, W], for the given rows of a batch."""
         if "video" not in batch:
-            # Later pipeline stages need only the number of clips.
+            # Pipeline stages after the first stage need only the number of clips.
             return torch.empty(len(batch["position"][rows]), 0, device=self._device)
         mean, std = normalisation_of(self._settings)
         return self.pixels(batch, rows, mean=mean, std=std, is_training=is_training)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float | list[float]]:
-        """Return loss, metrics and exact matches on the evaluation data, as `<name>/<metric>`."""
+        """Return the loss and the caption metrics on all evaluation data, as `<name>/<metric>`."""
         all_metrics: dict[str, float | list[float]] = {}
-        for name, samples in self._held_out.items():
+        for name, samples in self._evaluation_samples.items():
             metrics, losses = self._score_captions(model, samples, world)
             all_metrics |= {**split_metrics(name, metrics), f"{name}/loss of each batch": losses}
         return all_metrics
@@ -244,8 +247,8 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
     def _score_captions(
         self, model: nn.Module, samples: "Samples[ClipReader]", world: World
     ) -> tuple[dict[str, float], list[float]]:
-        most = self._settings.evaluate.max_samples
-        batches = samples.evaluation_batches(every=every_for(len(samples), at_most=most))
+        evaluation = self._settings.evaluate
+        batches = samples.evaluation_batches(every=every_for(len(samples), at_most=evaluation.max_samples))
         generated = captions_of(
             whole_captioner(model, stages=world.stages, device=self._device),
             broadcast_batches(batches, world.stages),
@@ -254,22 +257,28 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
             decoding=self.decoding(),
             device=self._device,
         )
-        parts, how = world.gather_objects(generated), self._settings.evaluate
+        parts = world.gather_objects(generated)
 
         def metrics() -> dict[str, float]:
             return metrics_of(
-                parts, references=samples.captions.texts_of, with_java=how.java, spice_jars=how.spice_jars
+                parts,
+                references=samples.captions.texts_of,
+                with_java=evaluation.java,
+                spice_jars=evaluation.spice_jars,
             )
 
         losses = [loss for part in parts for loss in part.batch_losses]
-        # Run one Java program in total, not one per process.
-        return world.first(metrics) if how.java else metrics(), losses
+        # Run the Java program in one process only.
+        return world.first(metrics) if evaluation.java else metrics(), losses
 
     def decoding(self, settings: DecodingSettings | None = None) -> DecodingSettings:
-        """Return the given decoding settings, or the run's, limited by the decoder's context.
+        """Return the effective decoding settings, which are limited by the decoder's context.
+
+        Args:
+            settings: Decoding settings. Default: the settings of the run.
 
         Raises:
-            UserError: A requested limit exceeds the context.
+            UserError: A requested number of tokens exceeds the context.
         """
         is_of_run = settings is None and self._is_of_run
         return fit_decoding(settings or self._settings.decoding, self.decoder.context_length, is_of_run=is_of_run)
@@ -286,9 +295,11 @@ class GeneratedCaptions:
     """Captions that were generated for this rank's clips.
 
     Attributes:
-        captions: Captions by the index of the clip.
-        summed_loss: Cross-entropy of the first reference captions of each clip, summed over `num_tokens` tokens.
-        batch_losses: Mean cross-entropy per token for each batch.
+        captions: Captions by index of the clip.
+        summed_loss: Cross-entropy of the first references of each clip, summed over all tokens.
+        num_tokens: Number of tokens of these references.
+        batch_losses: Mean cross-entropy per token of each batch.
+        failed: Samples that could not be decoded.
     """
 
     captions: dict[int, str] = field(default_factory=dict)
@@ -298,7 +309,7 @@ class GeneratedCaptions:
     failed: list[FailedSample] = field(default_factory=list)
 
 
-@torch.no_grad()  # not inference_mode, because training also uses tensors that a model caches
+@torch.no_grad()  # not inference_mode, because training reuses tensors that the model caches
 def captions_of(
     model: nn.Module,
     batches: Iterable[LoadedBatch],
@@ -332,8 +343,8 @@ def captions_of(
     return captions
 
 
-def loss_of(parts: Sequence[GeneratedCaptions]) -> float:
-    """Return the mean cross-entropy per token over all parts.
+def mean_loss(parts: Sequence[GeneratedCaptions]) -> float:
+    """Return the mean cross-entropy per token over the captions of all ranks.
 
     Raises:
         FailedWork: No clip could be decoded, or predictions are not finite.
@@ -354,20 +365,20 @@ def metrics_of(
     with_java: bool = False,
     spice_jars: Path | None = None,
 ) -> dict[str, float]:
-    """Return metrics of the captions of all ranks: loss, n-gram metrics, exact matches, and metrics from Java programs.
+    """Return the metrics of the captions of all ranks: loss, n-gram metrics, exact matches, and Java metrics.
 
-    The numbers of failed clips, empty captions, and clips whose references have no words are included unless they are
-    0.
+    The numbers of failed clips, of empty captions, and of clips whose references have no words are included if they are
+    not 0.
 
     Args:
         references: Function that takes the index of a clip and returns all its captions.
         with_java, spice_jars: Arguments of `score_captions`.
 
     Raises:
-        FailedWork: See `loss_of`; or a Java program failed.
+        FailedWork: See `mean_loss`; or a Java program failed.
         UserError: No clip has references with words.
     """
-    loss = loss_of(parts)
+    loss = mean_loss(parts)
     captions = {str(number): text for part in parts for number, text in part.captions.items()}
     captions, all_references, left_out = comparable_captions(
         captions, {name: references(int(name)) for name in captions}
@@ -386,7 +397,10 @@ def metrics_of(
 def comparable_captions(
     captions: Mapping[str, str], references: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, str], dict[str, Sequence[str]], list[str]]:
-    """Return captions and references of clips that can be scored, and the names of clips whose references lack words.
+    """Select the clips whose captions can be scored.
+
+    Returns:
+        Captions and references of these clips, and the names of clips whose references have no words.
 
     Raises:
         UserError: No clip has references with words.
@@ -395,8 +409,8 @@ def comparable_captions(
     comparable = {name: texts for name, texts in references.items() if name not in set(left_out)}
     if left_out and not comparable:
         raise UserError(
-            f"clips whose references have words: 0 of {len(left_out)}; there is nothing to compare captions with",
-            hint="check the captions of this split: they are empty, or only punctuation",
+            f"no reference of {count_noun(len(left_out), 'clip')} has words, so no caption can be scored",
+            hint="check the captions of this split: they are empty, or contain only punctuation",
         )
     return {name: captions[name] for name in comparable}, comparable, left_out
 
@@ -405,16 +419,17 @@ _NUM_BUCKETS, _MIN_BUCKET = 8, 8
 
 
 class CaptionLoss(Objective):
-    """Cross-entropy of the next token, averaged over all tokens of the complete batch, including end tokens.
+    """Objective of a captioner: the cross-entropy of the next token, averaged over all tokens of the global batch.
 
-    All tokens have the same weight, regardless of rank and microbatch; padding has no weight.
+    End tokens count as tokens. All tokens have the same weight, regardless of rank and microbatch. Padding has no
+    weight.
 
     Args:
-        inputs: Function that takes a batch and a slice of its rows, and returns their clips [R, C, T, H, W].
+        inputs: Function that takes a batch and a slice of its rows, and returns normalised clips [R, C, T, H, W].
         end_id: Token that precedes the first token of a caption in the decoder's input.
         label_smoothing: Label smoothing (Szegedy et al. 2016, section 7).
         num_before: Number of decoder tokens before each caption; None for a decoder without a prefix. With a prefix,
-            each microbatch holds captions of similar lengths.
+            captions of similar length are grouped into microbatches.
     """
 
     def __init__(
@@ -430,7 +445,7 @@ class CaptionLoss(Objective):
         self._num_before = num_before
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
-        """Add the gradients of this rank's part of the batch; return the loss of the complete batch."""
+        """Accumulate this rank's gradients, and return the loss of the global batch with the number of tokens."""
         is_bucketed = self._num_before is not None
         if is_bucketed:
             batch, step = sort_by_length(batch), bucket_step(step, num_samples=len(batch["targets"]))
@@ -444,7 +459,7 @@ class CaptionLoss(Objective):
 
         num_computed = 0
 
-        def loss_of(rows: slice) -> torch.Tensor:
+        def compute_loss(rows: slice) -> torch.Tensor:
             nonlocal num_computed
             targets_RKL = targets_BKL[rows]
             if is_bucketed:
@@ -455,16 +470,18 @@ class CaptionLoss(Objective):
             return loss(logits, targets_RKL)
 
         if isinstance(model, Pipeline):
-            pipelined = PipelineBatch(
+            pipeline_batch = PipelineBatch(
                 inputs=partial(self._inputs, batch),
                 tokens_BKL=shift_targets(targets_BKL, end_id=self._end_id),
                 targets_BKL=targets_BKL,
                 loss=loss,
             )
-            total = model.backward(pipelined, step)
+            total = model.backward(pipeline_batch, step)
         else:
-            # Losses add up to the loss of the complete batch, but gradients are averaged over ranks.
-            losses = backward_microbatches(loss_of, num_samples=num_samples, step=step, gradient_factor=step.world.size)
+            # The sum of all losses is the loss of the global batch, but gradients are averaged over ranks.
+            losses = backward_microbatches(
+                compute_loss, num_samples=num_samples, step=step, gradient_factor=step.world.size
+            )
             total = sum((loss.double() for loss in losses[1:]), losses[0].double())
         metrics: dict[str, Scalar] = {"loss": step.world.sum(total), "num_tokens": num_tokens}
         if self._num_before is not None:
@@ -475,7 +492,7 @@ class CaptionLoss(Objective):
 
 
 def sort_by_length(batch: Batch) -> Batch:
-    """Sort the rows of a batch's tensors by the length of the clip's longest caption."""
+    """Sort the rows of all tensors in a batch by the length of each clip's longest caption."""
     order = batch["length"].argsort(stable=True)
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     return cast(Batch, {**batch, **{name: value[send(order, value.device)] for name, value in tensors.items()}})
@@ -484,19 +501,20 @@ def sort_by_length(batch: Batch) -> Batch:
 def bucket_step(step: Step, *, num_samples: int) -> Step:
     """Return the step, with smaller microbatches if there are enough samples.
 
-    Samples are sorted by length, and each microbatch is padded to its longest caption. The number of microbatches
-    depends only on the number of samples, because FSDP gathers weights on all ranks for each microbatch.
+    Samples are sorted by length, and each microbatch is padded only to its longest caption. The number of microbatches
+    depends only on the number of samples, so it is equal on all ranks, as FSDP requires: it gathers the weights on all
+    ranks for each microbatch.
     """
     size = max(_MIN_BUCKET, -(-num_samples // _NUM_BUCKETS))
     return replace(step, microbatch=min(size, step.microbatch or size))
 
 
 def without_padding(targets_BKL: torch.Tensor, *, longest: int | None = None) -> torch.Tensor:
-    """Remove the last positions if they are padding in all captions; at least one position remains.
+    """Remove the last positions that are padding in all captions, but keep at least one position.
 
     Args:
-        longest: Number of tokens of the longest caption. If it is omitted, the CPU waits for the device to count
-            tokens.
+        longest: Number of tokens of the longest caption. Default: count the tokens, for which the CPU waits for the
+            device.
     """
     if longest is None:
         longest = int((targets_BKL != NO_TOKEN).sum(dim=-1).max())
@@ -504,22 +522,23 @@ def without_padding(targets_BKL: torch.Tensor, *, longest: int | None = None) ->
 
 
 def shift_targets(targets: torch.Tensor, *, end_id: int) -> torch.Tensor:
-    """Return the decoder's inputs for targets: the previous token for each target, and the end token for the first.
+    """Return the decoder's input for each target: the previous target, or the end token for the first target.
 
     Args:
         targets: Target tokens, int64 [..., L].
     """
     inputs = torch.roll(targets, 1, dims=-1)
     inputs[..., 0] = end_id
-    # Positions after the end may have any token, because they have no target and attention is causal.
+    # Positions after the end token may have any token, because they have no target and attention is causal.
     return inputs.masked_fill(inputs == NO_TOKEN, end_id)
 
 
 def summed_loss(logits: torch.Tensor, targets_RKL: torch.Tensor, *, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Return the cross-entropy summed over tokens, computed in at least float32.
+    """Return the cross-entropy, summed over all tokens and computed in at least float32 (scalar).
 
     Args:
         logits: Logits [R * K, L, V].
+        targets_RKL: Target tokens; padding is ignored.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return cross_entropy(

@@ -1,7 +1,7 @@
 """Implementation of `train caption-video`: caption the windows of video files, and write the captions.
 
-Files are published only when they are complete: at the end of the run or, if each video has a separate file, at the end
-of the video.
+Files are published only when they are complete: at the end of the command or, if each video has a separate file, at the
+end of the video.
 """
 
 import json
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import numpy as np
 import torch
@@ -54,7 +54,11 @@ _MAX_LISTED = 5
 
 @dataclass(frozen=True)
 class TrainedCaptioner:
-    """A captioner in evaluation mode, with the weights of a run's latest checkpoint or other weights."""
+    """A captioner in evaluation mode, with the latest checkpoint of a run or with other weights.
+
+    Attributes:
+        name: Name of the run or of the weights.
+    """
 
     name: str
     trained: TrainedRun[CaptionerSettings]
@@ -68,7 +72,7 @@ class TrainedCaptioner:
 
     @property
     def source(self) -> str:
-        """Name of the model as a source of captions, without forbidden characters, followed by its hash."""
+        """Name of the model as a source of captions: its name without forbidden characters, and a hash."""
         name = re.sub(r"[^\w.-]+", "-", self.name)
         return f"{name}@{self.weights_sha256[:8]}"
 
@@ -76,17 +80,20 @@ class TrainedCaptioner:
     def captions(
         self, batch: Batch, decoding: DecodingSettings, *, samples: Sequence[int], rows_per_video: int = 1
     ) -> tuple[list[str], NDArray[np.float32]]:
-        """Generate captions for each clip of a batch, and their likelihoods (clipmill.train.tasks.caption.decoding).
+        """Generate captions for the clips of a batch.
 
         Args:
-            samples: Number that identifies each caption, on which sampling depends.
-            rows_per_video: Number of captions per clip; captions of the same clip are adjacent.
+            samples: Numbers that identify the captions. Sampling depends on them.
+            rows_per_video: Number of captions per clip. Captions of the same clip are adjacent.
+
+        Returns:
+            Captions, and their likelihoods, float32 (clipmill.train.tasks.caption.decoding).
         """
         tokenizer = self.task.decoder.tokenizer
         batch = to_device(batch, self.trained.device)
         with self.trained.precision.autocast():
             clips = self.task.inputs(batch)
-            generated = generate_captions(  # type: ignore[misc] # each decoder has its cache
+            generated = generate_captions(  # type: ignore[misc] # the type of the cache depends on the decoder
                 self.model,
                 clips,
                 decoding,
@@ -113,26 +120,26 @@ def caption_files(
 
     Raises:
         UserError: A flag, the weights or a path is invalid.
-        FailedWork: Some videos could not be read to the end (all other videos are captioned), or captions could not be
-            written.
+        FailedWork: Some videos could not be read to the end, although all other videos were captioned; or captions
+            could not be written.
     """
     if batch < 1:
         raise UserError(f"--batch {batch} is less than 1", hint="use 1 or more", flags=("--batch",))
     if form is not None and out is None:
         raise UserError(
-            f"--format {form} applies only to files",
+            f"--format {form} applies only to files, but there is no --out",
             hint="add --out, or omit --format to print lines",
             flags=("--format",),
         )
     window_us, videos = parse_length_us(length), find_videos(paths)
-    if out is not None:  # the captions may be read from a different working directory
+    if out is not None:  # use absolute paths, because the file may be read in another working directory
         videos = [video.parent.resolve() / video.name for video in videos]
     sink = print_windows() if out is None else open_sink(out, videos, form=form)
     with Activity(f"loading {weights}"):
         captioner = open_captioner(weights, overrides=overrides, say=partial(print, file=sys.stderr))
     settings, decoding = captioner.trained.settings, captioner.task.decoding(decoding)
     sampling = Sampling(num_frames=settings.num_frames, rule=settings.sampling, stride=settings.stride)
-    failed = []
+    failures = []
     with sink as take, VideoProgress(num_videos=len(videos)) as progress:
         for event in caption_videos(
             videos,
@@ -145,18 +152,18 @@ def caption_files(
             take(event)
             progress.show(event)
             if isinstance(event, VideoEnd) and event.failure is not None:
-                failed.append(event)
+                failures.append(event)
     progress.say_done("" if out is None else f" in {out}")
-    if failed:
-        names = ", ".join(shown_name(end.video) for end in failed[:_MAX_LISTED])
-        more = f" and {len(failed) - _MAX_LISTED} more" if len(failed) > _MAX_LISTED else ""
+    if failures:
+        names = ", ".join(shown_name(end.video) for end in failures[:_MAX_LISTED])
+        more = f" and {len(failures) - _MAX_LISTED} more" if len(failures) > _MAX_LISTED else ""
         raise FailedWork(
-            f"{len(failed)} of {count_noun(len(videos), 'video')} could not be read to the end: {names}{more}"
+            f"{len(failures)} of {count_noun(len(videos), 'video')} could not be read to the end: {names}{more}"
         )
 
 
 def caption_by(captioner: TrainedCaptioner, decoding: DecodingSettings, *, source: str) -> CaptionClips:
-    """Return a function that captions clips with a model. Sampling depends on the start of a window."""
+    """Return a function that captions clips with a captioner. Sampling depends on the start of the window."""
 
     def caption(clips: list[WindowClip]) -> list[Caption]:
         batch = Batch(
@@ -175,10 +182,10 @@ def caption_by(captioner: TrainedCaptioner, decoding: DecodingSettings, *, sourc
 def open_captioner(
     weights: str, *, overrides: Overrides = AS_TRAINED, device: Device | None = None, say: Say = print
 ) -> TrainedCaptioner:
-    """Open a run's latest checkpoint, or other weights of a captioner. No data are needed.
+    """Open the latest checkpoint of a run, or other weights of a captioner. No data are needed.
 
     Args:
-        device: Device that replaces the run's device.
+        device: Device that replaces the device of the run.
 
     Raises:
         UserError: The weights do not exist, belong to a different task, or are damaged.
@@ -188,10 +195,10 @@ def open_captioner(
     return TrainedCaptioner(name, opened.trained, opened.task, opened.trained.fill(opened.task.build_model()))
 
 
-Write = Callable[[CaptionedWindow], None]
+Write = Callable[[CaptionedWindow], None]  # function that writes a window to a file
 Event = CaptionedWindow | VideoEnd
-Take = Callable[[Event], None]
-_JOINER = "\u2060"
+Take = Callable[[Event], None]  # function that outputs the captions of an event
+_JOINER = "\u2060"  # invisible character that breaks up markup
 
 
 @contextmanager
@@ -202,7 +209,15 @@ def json_writer(path: Path) -> Iterator[Write]:
 
         def write(window: CaptionedWindow) -> None:
             nonlocal separator
-            file.write(f"{separator}\n" + json.dumps(_row(window), ensure_ascii=False))
+            row = {
+                "video": shown_name(window.video),
+                "begin_s": window.begin_us / US_PER_S,
+                "end_s": window.end_us / US_PER_S,
+                "text": window.caption,
+                "source": window.source,
+                "likelihood": window.likelihood,
+            }
+            file.write(f"{separator}\n" + json.dumps(row, ensure_ascii=False))
             separator = ","
 
         yield write
@@ -222,7 +237,7 @@ def srt_writer(path: Path) -> Iterator[Write]:
             number += 1
             times = f"{srt_time(window.begin_us)} --> {srt_time(window.end_us)}"
             caption = window.caption
-            for mark in ("<", "{", "--"):  # players would read these as markup, and "-->" as a line with times
+            for mark in ("<", "{", "--"):  # players treat these as markup, and "-->" as a line with times
                 caption = caption.replace(mark, mark + _JOINER)
             file.write(f"{number}\r\n{times}\r\n{caption}\r\n\r\n")
 
@@ -236,7 +251,7 @@ WRITERS: dict[VideoFormat, Callable[[Path], AbstractContextManager[Write]]] = {
 
 
 def srt_time(time_us: int) -> str:
-    """Return a time as hours, minutes, seconds and milliseconds, rounded."""
+    """Format a time as hours, minutes, seconds and rounded milliseconds."""
     seconds, milliseconds = divmod(round(time_us / 1000), 1000)
     minutes, seconds = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
@@ -244,20 +259,20 @@ def srt_time(time_us: int) -> str:
 
 
 def format_of(path: Path, form: VideoFormat | None) -> VideoFormat:
-    """Return the format from --format, or from the file's suffix.
+    """Return the format of an output file, from --format or the file's suffix.
 
     Raises:
-        UserError: Format and suffix are both missing, or they contradict each other.
+        UserError: Neither of them selects a format, or they contradict each other.
     """
-    named = next((known for known in WRITERS if path.suffix.lower() == f".{known}"), None)
-    if form is not None and named not in (None, form):
+    suffix = next((name for name in WRITERS if path.suffix.lower() == f".{name}"), None)
+    if form is not None and suffix not in (None, form):
         raise UserError(
-            f"--out {path} ends in .{named}, but --format is {form}",
+            f"--out {path} ends in .{suffix}, but --format is {form}",
             hint="omit --format, or the suffix",
             flags=("--out", "--format"),
         )
-    if (chosen := form or named) is not None:
-        return chosen
+    if (selected := form or suffix) is not None:
+        return selected
     raise UserError(
         f"--out {path} has no known format",
         hint="use the suffix .json or .srt, or add --format; without --out, lines of text are printed",
@@ -266,38 +281,27 @@ def format_of(path: Path, form: VideoFormat | None) -> VideoFormat:
 
 
 def subtitle_names(videos: Sequence[Path]) -> list[str]:
-    """Return unique file names for the videos' subtitles: a video's name with .srt, as players expect."""
-    stems = Counter(video.stem.casefold() for video in videos)
-    stems_of_videos = [video.stem if stems[video.stem.casefold()] == 1 else video.name for video in videos]
-    taken = Counter(name.casefold() for name in stems_of_videos)
+    """Return a unique subtitle file name for each video: the name of the video with .srt, as players expect."""
+    stem_counts = Counter(video.stem.casefold() for video in videos)
+    stems = [video.stem if stem_counts[video.stem.casefold()] == 1 else video.name for video in videos]
+    counts = Counter(stem.casefold() for stem in stems)
     names: list[str] = []
-    used: set[str] = set()
-    for name in stems_of_videos:
-        numbered, number = name, 1
-        while (number == 1 and taken[name.casefold()] > 1) or numbered.casefold() in used:
-            numbered, number = f"{name}-{number}", number + 1
-        used.add(numbered.casefold())
-        names.append(f"{numbered}.srt")
+    taken: set[str] = set()
+    for stem in stems:
+        candidate, number = stem, 1
+        while (number == 1 and counts[stem.casefold()] > 1) or candidate.casefold() in taken:
+            candidate, number = f"{stem}-{number}", number + 1
+        taken.add(candidate.casefold())
+        names.append(f"{candidate}.srt")
     return names
 
 
 @contextmanager
 def _text_file(path: Path) -> Iterator[TextIO]:
-    # newline="", because each format defines its line ends, regardless of the system.
+    # Use newline="", because the format defines the line ends, regardless of the system.
     with publish_atomically(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         yield file
         file.flush()
-
-
-def _row(window: CaptionedWindow) -> dict[str, Any]:
-    return {
-        "video": shown_name(window.video),
-        "begin_s": window.begin_us / US_PER_S,
-        "end_s": window.end_us / US_PER_S,
-        "text": window.caption,
-        "source": window.source,
-        "likelihood": window.likelihood,
-    }
 
 
 @contextmanager
@@ -330,18 +334,18 @@ def one_file(writer: AbstractContextManager[Write]) -> Iterator[Take]:
         with _writing():
             writer.__exit__(*sys.exc_info())
         raise
-    with _writing():  # only errors of the file become FailedWork, not errors of the block
+    with _writing():  # convert only errors of the file, not errors of the block
         writer.__exit__(None, None, None)
 
 
 @contextmanager
 def file_per_video(paths: dict[Path, Path]) -> Iterator[Take]:
-    """Write each video's subtitles to a separate file, and publish it when the video is finished.
+    """Write the subtitles of each video to a separate file, which is published at the end of the video.
 
     A failed video without captioned windows gets no file.
 
     Args:
-        paths: File for each video.
+        paths: Path of the subtitle file for each video.
     """
     windows: list[CaptionedWindow] = []
 
@@ -359,13 +363,13 @@ def file_per_video(paths: dict[Path, Path]) -> Iterator[Take]:
 
 
 def open_sink(out: Path, videos: Sequence[Path], *, form: VideoFormat | None) -> AbstractContextManager[Take]:
-    """Open the output for `--out` and `--format`.
+    """Open the output that `--out` and `--format` select.
 
     An SRT file contains the subtitles of one video. For several videos, or if `out` is a folder, each video gets a
-    file.
+    separate file.
 
     Raises:
-        UserError: The format is unknown, or a file already exists or cannot be written.
+        UserError: The format is unknown, or a file exists already or cannot be written.
     """
     form = format_of(out, form)
     is_folder = form == "srt" and (out.is_dir() or len(videos) > 1)
@@ -380,7 +384,7 @@ def open_sink(out: Path, videos: Sequence[Path], *, form: VideoFormat | None) ->
             f"--out {out} is a folder", hint=f"use a file, such as {out / 'captions'}.{form}", flags=("--out",)
         )
     if out.exists() and not out.is_dir() and not out.is_file():
-        # Publishing would replace a device or a pipe by a file.
+        # Publishing would replace a device or a pipe with a file.
         raise UserError(
             f"--out {out} is not a regular file",
             hint="use a file, or omit --out to print lines",
@@ -390,15 +394,15 @@ def open_sink(out: Path, videos: Sequence[Path], *, form: VideoFormat | None) ->
     files = [out / name for name in subtitle_names(videos)] if is_folder else [out]
     if existing := [file for file in files if file.exists()]:
         more = f", and {count_noun(len(existing) - 1, 'more file')} of --out {out}" if len(existing) > 1 else ""
-        raise UserError(f"{existing[0]} exists already{more}", hint="use another --out")
+        raise UserError(f"{existing[0]} exists already{more}", hint="use a different --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Write a file, because permission bits do not show whether a folder is writable.
+        # Write a temporary file, because permission bits do not show whether a folder is writable.
         with tempfile.NamedTemporaryFile(dir=folder, prefix=TEMPORARY_PREFIX, suffix=f"-{out.name}"):
             pass
     except OSError as error:
         raise UserError(
-            f"--out {out} cannot be made: {error.strerror or error}",
+            f"--out {out} cannot be created: {error.strerror or error}",
             hint="use a folder in which files can be written",
             flags=("--out",),
         ) from error

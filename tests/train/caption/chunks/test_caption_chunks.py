@@ -186,7 +186,7 @@ def test_chunks_that_cannot_be_decoded_are_listed_and_have_no_row(
     for _ in range(2):  # again: nothing to do, but the failure is still there
         assert caption(captioner_run, damaged, out) == 1
         stderr = capsys.readouterr().err
-        assert "clips that could not be decoded: 1; see" in stderr and "pseudo.failures.jsonl" in stderr
+        assert "1 clip could not be decoded; see" in stderr and "pseudo.failures.jsonl" in stderr
     # Once the data are repaired, the message says how to go on.
     again = f"remove {out} and {tmp_path / 'pseudo.failures.jsonl'}, and run the same command again"
     assert again in " ".join(stderr.split())
@@ -205,7 +205,7 @@ def test_chunks_that_cannot_be_decoded_are_listed_and_have_no_row(
         (["--segment", "5"], '--segment "5" is not a length'),
         (["--num-samples", "0"], "--num-samples is 0"),
         (["--method", "greedy", "--num-samples", "5"], "--num-samples 5 does nothing with --method greedy"),
-        (["--temperature", "0"], "above 0; decoding method greedy is the limit"),
+        (["--temperature", "0"], "or the decoding method greedy"),
         (["--max-tokens", "13"], "--max-tokens is 13, but the decoder's context has 12 tokens"),
     ],
 )
@@ -256,5 +256,5 @@ def test_files_that_are_no_such_table_stay(
     (tmp_path / "other.parts").mkdir()
     (tmp_path / "other.parts" / "notes.txt").write_text("mine")
     assert caption(captioner_run, data_dir, tmp_path / "other.parquet") == 2
-    assert "other.parts, the folder of unfinished work, exists already" in capsys.readouterr().err
+    assert "other.parts, the folder for unfinished work, exists already" in capsys.readouterr().err
     assert content(tmp_path) == {"pseudo.parquet": b"mine", "other.parts/notes.txt": b"mine"}

@@ -65,12 +65,12 @@ BAD: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "T5ForConditionalGeneration, an encoder and a decoder of type t5",
         "Qwen3",
     ),
-    "state space": (_other("Mamba", state_size=4), "is a mamba, which does not write texts token by token", "Qwen3"),
+    "state space": (_other("Mamba", state_size=4), "is a mamba, which does not generate text token by token", "Qwen3"),
     "no cache": (_other("OpenAIGPT", n_embd=32, n_layer=1, n_head=2), "is a openai-gpt, which does not", "Qwen3"),
     "encoder": (_other("Bert", num_attention_heads=2), "is a bert, which does not write texts", "Qwen3"),
     "no causal model": (_change("config.json", **BERT), "BertForMaskedLM, of type bert", "Qwen3"),
     "unknown model": (_change("config.json", model_type="mine", architectures=["Mine"]), "Mine, of type", "Qwen3"),
-    "no end": (_change("tokenizer_config.json", eos_token=None), "no token for the end of a text", "eos_token"),
+    "no end": (_change("tokenizer_config.json", eos_token=None), "no end token", "eos_token"),
     "short context": (_change("config.json", max_position_embeddings=19), "has 19 tokens, and a captioner", "fewer"),
     "quantized": (_change("config.json", quantization_config={"bits": 4}), "are quantized", "bfloat16"),
 }
@@ -107,7 +107,7 @@ def test_a_folder_that_cannot_be_the_decoder(
         (("--decoder.lm", "LM", "--decoder.width", 64), "--decoder.width is 64, but --decoder.lm has its own"),
         (("--decoder.lm", "LM", "--decoder.name", "gpt2"), "--decoder.name is gpt2, which has no effect"),
         (("--decoder.lm", "LM", "--decoder.prompt", "say:"), "which has {video} 0 times"),
-        (("--decoder.lm", "LM", "--decoder.visual-tokens", 9), "the encoder has 8 tokens for a clip"),
+        (("--decoder.lm", "LM", "--decoder.visual-tokens", 9), "the encoder has only 8 tokens per clip"),
         (("--decoder.lm", "LM", "--freeze", "decoder-except-cross-attention"), "has no cross-attention"),
         (
             ("--decoder.lm", "LM", "--decoder.visual-tokens", 8, "--freeze", "decoder.blocks:3"),
