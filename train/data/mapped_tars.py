@@ -1,14 +1,14 @@
 """Memory-mapped tars from which members are copied (latents, stored embeddings), and the verification of members.
 
-A tar is mapped when it is first needed, after the length of the open file is compared with its commit. Bytes are read
-when they are used, and the kernel reclaims pages when memory is short, so a set may be larger than memory. If a mapped
+A tar is mapped when it is first needed, after a check that the open file has the committed length. Bytes are read when
+they are used, and the kernel reclaims pages when memory is short, so the tars may be larger than memory. If a mapped
 tar is truncated in place, the process ends with an error that mentions the tar (clipmill.manifests.mapped_files).
 
 A member is verified against its checksum once per process, when it is first needed. Later changes are not detected. A
-member that does not match stays unusable until the process ends.
+member that does not match its checksum stays unusable until the process ends.
 
-Tars of remote variants (`RemoteMaps`) are fetched into the cache in the background, and mapped from there. If a tar
-does not fit into the cache, or has not arrived yet, its bytes are read by range.
+Tars of remote variants (`RemoteMaps`) are downloaded into the cache in the background, and mapped from there. If a tar
+does not fit into the cache or has not arrived yet, its bytes are read by range.
 """
 
 import errno
@@ -40,29 +40,29 @@ from clipmill.shards.format import BLOCK_BYTES
 from clipmill.shards.opening import Damaged, DamagedIndex, open_regular
 from clipmill.shards.reader import Variant
 from clipmill.train.data.outcomes import Reason
-from clipmill.train.data.remote import RemoteTars, cache_unusable, is_local
+from clipmill.train.data.remote import RemoteTars, cache_error, is_local
 from clipmill.train.data.workers import StuckResult
 
 _UNKNOWN, _GOOD = 0, 1
 
-# Bytes of a tar, with the start and end of a part. Copying a batch is faster if a part is sliced only at that time.
+# Bytes of a tar, and the start and end of a part in them. Slicing parts only when a batch is copied saves time.
 Part = tuple[memoryview, int, int]
 
 
 class MappedTars:
-    """The tars of `variants`, numbered one variant after another. Thread-safe.
+    """Tars of several variants, numbered one variant after another. Thread-safe.
 
     The place of a byte is its offset in the concatenation of all tars, so a single number locates a member. If the
-    process has too many maps, the oldest maps are closed (`clipmill.manifests.mapped_files`); a part in use keeps its
-    map.
+    process has too many maps, the oldest maps are closed (`clipmill.manifests.mapped_files`), except while a part is in
+    use.
 
     Attributes:
         starts: Place of the first byte of each tar, int64.
-        has_origin: True if the tars are copies of remote tars, from which `fetch_bytes` reads.
-        num_readers: Number of threads that fetch members; 0 if no member needs to be fetched.
+        are_remote: True if the tars are copies of remote tars, from which `fetch_bytes` reads.
+        num_readers: Number of threads that download members; 0 for tars on local disks.
     """
 
-    has_origin = False
+    are_remote = False
     num_readers = 0
 
     def __init__(self, variants: Sequence[Variant]) -> None:
@@ -75,7 +75,7 @@ class MappedTars:
         self._maps: dict[int, _Map] = {}
 
     def require_files(self) -> None:
-        """Raise a UserError if a tar is missing or differs in length from its commit."""
+        """Raise a UserError if a tar is missing or does not have its committed length."""
         for number in range(len(self._sizes)):
             try:
                 self._require(number, self._path(number).stat())
@@ -83,27 +83,27 @@ class MappedTars:
                 column = self._files[bisect_right(self._first, number) - 1].directory.parent.name
                 raise unusable_error(self._path(number), column, error.strerror or str(error)) from error
 
-    def want(self, places: NDArray[np.int64]) -> None:
-        """Register the places of all members that samples need. Tars on local disks do not need preparation."""
+    def register_places(self, places: NDArray[np.int64]) -> None:
+        """Register the places of members that samples need. Nothing has to be done for tars on local disks."""
 
-    def begin_fetching(self) -> None:
-        """Start fetching the tars that samples need to this machine, in the background."""
+    def start_downloads(self) -> None:
+        """Start downloading the tars that samples need, in the background."""
 
     def describe(self) -> str:
-        """Describe the location of the tars, for the log; empty for tars on local disks."""
+        """Return a remark for the log on the location of the tars; empty for tars on local disks."""
         return ""
 
     def locate(self, place: int) -> tuple[int, int]:
-        """Return the tar at a place, and the offset in this tar."""
+        """Return the tar that contains a place, and the offset in the tar."""
         number = bisect_right(self._starts, place) - 1
         return number, place - self._starts[number]
 
     def name(self, number: int) -> str:
-        """Return the name of a tar for messages."""
+        """Return the path or URL of a tar, for messages."""
         return str(self._path(number))
 
     def are_mapped(self, places: NDArray[np.int64]) -> bool:
-        """Return True if `parts` can read the bytes at all of these places."""
+        """Return True if `parts` can be called with these places."""
         return True
 
     def parts(self, places: NDArray[np.int64], size_bytes: NDArray[np.int64] | int) -> Iterator[Part]:
@@ -118,22 +118,22 @@ class MappedTars:
         try:
             views = {number: self._views[number] or self._map(number) for number in np.unique(numbers).tolist()}
         except OSError as error:
-            raise UserError(f"data has changed during training: {error}", hint="see prep verify") from error
+            raise UserError(f"data has changed during training: {error}", hint="run prep verify") from error
         return zip(map(views.__getitem__, numbers.tolist()), begins.tolist(), ends, strict=True)
 
     def view(self, number: int) -> memoryview | None:
-        """Return a complete tar; None if it is not on this machine.
+        """Return the bytes of a complete tar; None if the tar is not on this machine.
 
         Raises:
-            OSError: The tar cannot be opened or mapped, or differs in length from its commit.
+            OSError: The tar cannot be opened or mapped, or does not have its committed length.
         """
         return self._views[number] or self._map(number)
 
     def fetch_bytes(self, number: int, offset: int, size: int) -> memoryview | None:
-        """Fetch bytes of a tar from the remote tar; return None for tars on local disks.
+        """Download bytes of a remote tar; return None for tars on local disks.
 
         Raises:
-            OSError: The bytes cannot be fetched.
+            OSError: The bytes cannot be downloaded.
         """
         return None
 
@@ -153,7 +153,7 @@ class MappedTars:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
         if status.st_size != self._sizes[number]:
-            raise OSError(errno.EIO, f"it has {status.st_size:,} bytes, its commit says {self._sizes[number]:,}")
+            raise OSError(errno.EIO, f"it has {status.st_size:,} bytes, but its commit says {self._sizes[number]:,}")
 
     def _path(self, number: int) -> Path:
         part = bisect_right(self._first, number) - 1
@@ -161,13 +161,13 @@ class MappedTars:
 
 
 class _Map:
-    """A mapped tar in `views` (clipmill.manifests.mapped_files)."""
+    """Handle with which `OPEN_MAPS` closes a mapped tar (clipmill.manifests.mapped_files)."""
 
     def __init__(self, views: list[memoryview | None], number: int) -> None:
         self._views, self._number = views, number
 
     def close(self) -> bool:
-        """Drop the map. It is unmapped once no part of it is in use."""
+        """Release the map, which is unmapped once no part of it is in use."""
         self._views[self._number] = None
         return True
 
@@ -176,12 +176,12 @@ def unusable_error(path: Path, column: str, why: str) -> UserError:
     """Return the error for a file of a column that cannot be used."""
     return UserError(
         f"{path} cannot be used: {why}",
-        hint=f"prep verify lists all damage, and prep {column} rebuilds damaged shards",
+        hint=f"run prep verify to list all damage, and prep {column} to rebuild damaged shards",
     )
 
 
 class Payload(NamedTuple):
-    """Place, size and checksum of a member (header and array)."""
+    """Place, size and checksum of a member's payload (header and array)."""
 
     place: int
     size_bytes: int
@@ -189,18 +189,21 @@ class Payload(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Reason why a member must not be used."""
+    """Reason why a member cannot be used."""
 
     reason: Reason
     detail: str
 
 
 class VerifiedMembers:
-    """The members of a column, by number. Each member is verified when it is first loaded. Thread-safe.
+    """Loader of the members of a column, which verifies each member when it is first loaded. Thread-safe.
 
     Args:
+        tars: Tars that contain the members.
+        num_members: Number of members.
         payload: Function that takes the number of a member and returns its payload.
-        noun: Noun for the data that a sample reads from a member, for messages.
+        column: Name of the column, for messages.
+        noun: Plural noun for the content of members, for messages.
     """
 
     def __init__(
@@ -209,18 +212,18 @@ class VerifiedMembers:
         self._tars, self._payload, self._what = tars, payload, f"its {noun} in the {column} column"
         self._state = np.full(num_members, _UNKNOWN, np.uint8)
         self._problems: dict[int, Problem] = {}
-        self._turns: dict[int, threading.Lock] = {}
+        self._locks: dict[int, threading.Lock] = {}
 
-    def are_due(self, members: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return a mask of the first occurrences in `members` that have not been verified yet."""
-        due, unknown = np.zeros(len(members), bool), np.flatnonzero(self._state[members] != _GOOD)
-        due[unknown[np.unique(members[unknown], return_index=True)[1]]] = True
-        return due
+    def first_unverified(self, members: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return a mask of the first occurrence in `members` of each member that has not been verified yet."""
+        mask, unverified = np.zeros(len(members), bool), np.flatnonzero(self._state[members] != _GOOD)
+        mask[unverified[np.unique(members[unverified], return_index=True)[1]]] = True
+        return mask
 
     def load(self, member: int) -> memoryview | Problem:
-        """Return the verified bytes of a member, or the problem with the member."""
-        if (known := self._problems.get(member)) is not None:
-            return known
+        """Return the verified bytes of a member, or the reason why the member cannot be used."""
+        if (problem := self._problems.get(member)) is not None:
+            return problem
         place, size_bytes, crc32 = self._payload(member)
         number, offset = self._tars.locate(place)
         try:
@@ -228,39 +231,39 @@ class VerifiedMembers:
             content = None if view is None else view[offset : offset + size_bytes]
             if content is None or not self._is_good(member, content, crc32):
                 content = self._tars.fetch_bytes(number, offset, size_bytes)
-                # Verify fetched bytes each time, because each request fetches the member again.
+                # Verify downloaded bytes each time, because each request downloads them again.
                 content = None if content is None or zlib.crc32(content) != crc32 else content
             if content is not None:
                 return content
             problem = Problem("checksum", f"{self._where(number)} do not match their checksum")
-        except UserError:  # refused credentials affect all tars
+        except UserError:  # rejected credentials affect all tars
             raise
         except OSError as error:
             problem = Problem("shard_unreadable", f"{self._where(number)} cannot be read: {error.strerror or error}")
         return self._record(member, problem)
 
     def give_up(self, member: int, stuck: StuckResult) -> Problem:
-        """Record that a member was not loaded in time. Later requests for it fail at once instead of waiting."""
+        """Record that a member was not loaded in time, so that later requests for it fail without waiting."""
         number, _ = self._tars.locate(self._payload(member).place)
         return self._record(member, Problem("stuck", f"{self._where(number)} were not read within {stuck.after_s:g} s"))
 
     def _record(self, member: int, problem: Problem) -> Problem:
-        # Do not record a problem with a remote tar, because its bytes may be available next time.
-        if not self._tars.has_origin:
+        # Do not record problems with remote tars, because the bytes may be available next time.
+        if not self._tars.are_remote:
             self._problems[member] = problem
         return problem
 
     def _is_good(self, member: int, content: memoryview, crc32: int) -> bool:
-        """Return True if mapped bytes match their checksum. The checksum is computed only once."""
+        """Return True if the mapped bytes match their checksum, which is computed only once."""
         if self._state[member] == _UNKNOWN:
-            with self._turns.setdefault(member, threading.Lock()):
+            with self._locks.setdefault(member, threading.Lock()):
                 if self._state[member] == _UNKNOWN:
-                    # A copy that cannot be read is handled like a copy that does not match: its bytes are fetched.
-                    with suppress(OSError) if self._tars.has_origin else nullcontext():
+                    # Treat an unreadable copy of a remote tar like a damaged copy: the bytes are downloaded again.
+                    with suppress(OSError) if self._tars.are_remote else nullcontext():
                         read_ahead(content)
                         if zlib.crc32(content) == crc32:
                             self._state[member] = _GOOD
-            self._turns.pop(member, None)
+            self._locks.pop(member, None)
         return bool(self._state[member] == _GOOD)
 
     def _where(self, number: int) -> str:
@@ -268,7 +271,7 @@ class VerifiedMembers:
 
 
 def member_rows(variant: Variant) -> ChunkRows:
-    """Return the rows of a variant's verified merged table or, without a table, of its verified indexes.
+    """Return the rows of a variant's merged table or, if there is none, of its indexes, after verifying them.
 
     Raises:
         UserError: The table or an index is damaged, or an index differs from the committed index.
@@ -279,7 +282,7 @@ def member_rows(variant: Variant) -> ChunkRows:
     except DamagedIndex as error:
         raise unusable_error(error.path, column, error.reason) from error
     except Damaged as error:
-        raise UserError(str(error), hint=f"run prep {column}, which rebuilds the table") from error
+        raise UserError(str(error), hint=f"run prep {column} to rebuild the table") from error
     except OSError as error:
         raise unusable_error(Path(error.filename or variant.directory), column, str(error)) from error
 
@@ -292,13 +295,13 @@ def places_of(
     shard_of: NDArray[np.int64],
     array_bytes: NDArray[np.int64] | None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Return the places of npy arrays, one for each row of a merged table, and the sizes of their headers.
+    """Return the place of the npy array in each row of a merged table, and the size of its header in bytes.
 
     Args:
         starts: Place of each shard's tar.
-        shard_of: Index in `starts` of each row.
-        array_bytes: Size of each array; None for members that are not arrays. The function then returns the places of
-            the members, and 0 as header size.
+        shard_of: Index in `starts` of each row's shard.
+        array_bytes: Size of each array; None for members that are not npy arrays, for which the function returns the
+            places of the members, and 0 as header size.
 
     Raises:
         UserError: An array would end beyond its tar, or does not begin on a block boundary, so the index belongs to a
@@ -313,9 +316,9 @@ def places_of(
         is_valid &= (header > 0) & (header <= size) & ((offset + header) % BLOCK_BYTES == 0)
     bad = np.flatnonzero(~is_valid)
     if len(bad):
-        at = int(bad[np.lexsort((table["row"].to_numpy()[bad], shard_of[bad]))[0]])
-        shard = variant.shard(int(tars.shard_ids[shard_of[at]]))
-        key = shard.index["key"][int(table["row"][at].as_py())].as_py()
+        row = int(bad[np.lexsort((table["row"].to_numpy()[bad], shard_of[bad]))[0]])
+        shard = variant.shard(int(tars.shard_ids[shard_of[row]]))
+        key = shard.index["key"][int(table["row"][row].as_py())].as_py()
         raise unusable_error(
             shard.index_path, shard.commit.column, f"its position of the array of {key!r} is impossible"
         )
@@ -323,34 +326,34 @@ def places_of(
 
 
 _NUM_FETCHED_AT_ONCE = 4
-_RETRY_AFTER_S = 0.2  # delay before a tar is tried again that another process was fetching
+_RETRY_AFTER_S = 0.2  # delay before the next attempt
 _JOIN_TIMEOUT_S = 10.0
 _NUM_ATTEMPTS = 3
 _MAX_MAPPED = MAX_OPEN_MAPS // 2  # the rest is for indexes
 
 
 class RemoteMaps(MappedTars):
-    """The tars of remote variants. Thread-safe.
+    """Tars of remote variants. Thread-safe.
 
-    Tars that fit within the cache limit are fetched in the background, once per machine, and mapped as they arrive.
+    Tars that fit within the cache limit are downloaded in the background, once per machine, and mapped as they arrive.
     Until then, and always for tars that do not fit, members are read by range when they are needed.
 
-    Thus the order of samples does not depend on the size of the cache. In a full shuffle over a set that is larger than
+    Thus the order of samples does not depend on the size of the cache. In a full shuffle over tars that are larger than
     the cache, the members of tars that do not fit are read individually in each epoch, so that only the bytes that the
-    epoch uses are transferred. Fetching complete tars for single members would transfer thousands of times as many
-    bytes. Mapped tars are kept as long as the set, because evicting the least recently used tar would always evict what
-    a full shuffle needs next. If a member of a cached tar does not match its checksum, it is read by range, and the tar
-    is removed from the cache.
+    epoch uses are transferred. Downloading complete tars for single members would transfer thousands of times as many
+    bytes. Mapped tars stay in the cache until this object is deleted, because evicting the least recently used tar
+    would always evict a tar that a full shuffle needs next. If a member of a cached tar does not match its checksum,
+    the member is read by range, and the tar is removed from the cache.
 
     Args:
-        tars: Reader of the data folder's tars.
-        whole: Variant whose complete tars must be in the cache; the constructor fetches them.
+        tars: Reader of the tars of the data folder.
+        whole: Variant whose tars must be completely in the cache. The constructor downloads them. None for no variant.
 
     Raises:
-        UserError: A required complete tar cannot be fetched, or does not fit into the cache.
+        UserError: A tar of `whole` cannot be downloaded, or does not fit into the cache.
     """
 
-    has_origin = True
+    are_remote = True
 
     def __init__(self, variants: Sequence[Variant], tars: RemoteTars, *, whole: Variant | None = None) -> None:
         super().__init__(variants)
@@ -364,10 +367,10 @@ class RemoteMaps(MappedTars):
             self._fetch_whole(range(first, first + whole.num_shards), column=whole.directory.parent.name)
 
     def require_files(self) -> None:
-        """Skip the check: if a tar is missing from the bucket, its samples fail."""
+        """Skip the check, because the samples of a tar that is missing from the bucket fail later."""
 
     def describe(self) -> str:
-        """Report how much of the tars is in the cache, for the log."""
+        """Return a remark for the log on how much of the tars is in the cache."""
         needed, cache = self._is_needed, self._tars.cache
         cached_bytes, fitting_bytes, total_bytes = (
             int(self._sizes[tars].sum()) for tars in (needed & self._is_mapped, self._is_claimed(), needed)
@@ -379,12 +382,12 @@ class RemoteMaps(MappedTars):
             f"{size_text(cached_bytes)} of {size_text(total_bytes)} of tars in the cache {cache.folder} ({limit}{part})"
         )
 
-    def want(self, places: NDArray[np.int64]) -> None:
-        """Mark the tars at these places as needed, and map the tars that are in the cache."""
+    def register_places(self, places: NDArray[np.int64]) -> None:
+        """Register the tars at these places as needed, and map those tars that are in the cache."""
         self._is_needed[np.unique(np.searchsorted(self.starts, places, side="right") - 1)] = True
         cache, cached = self._tars.cache, set(self._tars.cache.names())
         numbers = np.flatnonzero(self._is_needed & ~self._is_mapped).tolist()
-        # Claim room for cached tars first, because they do not have to be fetched.
+        # Reserve room for cached tars first, because they do not have to be downloaded.
         for number in sorted(numbers, key=lambda number: self._cached_name(number) not in cached):
             shard, name = self._shards[number], self._cached_name(number)
             has_room = len(cache.claims) < _MAX_MAPPED
@@ -392,13 +395,13 @@ class RemoteMaps(MappedTars):
             if fits and name in cached and (copy := cache.find(name, size_bytes=shard.tar_bytes)):
                 self._map_copy(number, copy)
 
-    def begin_fetching(self) -> None:
-        """Fetch the needed tars that fit into the cache, in the background, until this object is deleted."""
+    def start_downloads(self) -> None:
+        """Download the needed tars that fit into the cache, in the background, until this object is deleted."""
         numbers = np.flatnonzero(self._is_claimed() & ~self._is_mapped).tolist()
         if not numbers or self._is_fetching:
             return
         self._is_fetching = True
-        # The processes of a machine start with different tars, and skip a tar that another process is fetching.
+        # The processes of a machine start with different tars, and skip a tar that another process is downloading.
         fraction = int(os.environ.get("LOCAL_RANK") or 0) / max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
         pending = deque(numbers)
         pending.rotate(-int(len(numbers) * fraction))
@@ -409,7 +412,7 @@ class RemoteMaps(MappedTars):
         ]
         for thread in threads:
             thread.start()
-        # Stop also at exit: a thread must not return from a request while the interpreter is shutting down.
+        # Stop the threads at exit too, because no thread may return from a request during interpreter shutdown.
         weakref.finalize(self, _stop, end, threads)
 
     def name(self, number: int) -> str:
@@ -422,17 +425,17 @@ class RemoteMaps(MappedTars):
         return self._views[number] if self._is_mapped[number] else None
 
     def fetch_bytes(self, number: int, offset: int, size: int) -> memoryview | None:
-        if self._is_mapped[number]:  # the copy is damaged; parts of it that are in use have been verified
+        if self._is_mapped[number]:  # the copy is damaged; its parts that are in use have been verified
             self._is_mapped[number] = False
             self._tars.cache.drop(self._cached_name(number))
         return memoryview(self._tars.read(self._path(number), offset, size))
 
     def fetch(self, number: int, *, waits: bool, is_over: Callable[[], bool] = lambda: False) -> bool:
-        """Fetch a tar into the cache and map it.
+        """Download a tar into the cache and map it; return True if it is mapped.
 
         Args:
-            waits: True to wait if another process is fetching the tar; otherwise the method returns False.
-            is_over: Function that returns True once fetching must stop.
+            waits: True to wait if another process is downloading the tar; False to return False in this case.
+            is_over: Function that returns True once the download must stop.
         """
         if self._is_mapped[number]:
             return True
@@ -461,9 +464,9 @@ class RemoteMaps(MappedTars):
             raise
         except OSError as error:
             if is_local(error):
-                raise cache_unusable(cache.folder, f"the {column} column", error) from error
-            hint = "check the network, and start again" if isinstance(error, UnusableResponse) else "see prep verify"
-            raise UserError(f"the {column} column cannot be fetched: {error}", hint=hint) from error
+                raise cache_error(cache.folder, f"the {column} column", error) from error
+            hint = "check the network, and start again" if isinstance(error, UnusableResponse) else "run prep verify"
+            raise UserError(f"the {column} column cannot be downloaded: {error}", hint=hint) from error
 
     def _is_claimed(self) -> NDArray[np.bool_]:
         """Return a mask of the tars that samples need and that fit into the cache."""
@@ -478,14 +481,22 @@ class RemoteMaps(MappedTars):
 
 
 def open_maps(variants: Sequence[Variant], tars: RemoteTars | None, *, whole: Variant | None) -> MappedTars:
-    """Return the tars of `variants`, remote if `tars` is given; raise UserError as `RemoteMaps` does."""
+    """Return the maps of the tars of variants.
+
+    Args:
+        tars: Reader of the tars of a remote data folder; None for a local folder.
+        whole: See `RemoteMaps`.
+
+    Raises:
+        UserError: See `RemoteMaps`.
+    """
     return MappedTars(variants) if tars is None else RemoteMaps(variants, tars, whole=whole)
 
 
-def _fetch_all(of: "weakref.ref[RemoteMaps]", pending: deque[int], end: threading.Event) -> None:
-    """Fetch the pending tars into the cache. A tar that another process is fetching is tried again later."""
+def _fetch_all(maps_ref: "weakref.ref[RemoteMaps]", pending: deque[int], end: threading.Event) -> None:
+    """Download the pending tars into the cache. A tar that another process is downloading is tried again later."""
     attempts: Counter[int] = Counter()
-    while not end.is_set() and (maps := of()) is not None:
+    while not end.is_set() and (maps := maps_ref()) is not None:
         try:
             number = pending.popleft()
         except IndexError:
@@ -499,9 +510,9 @@ def _fetch_all(of: "weakref.ref[RemoteMaps]", pending: deque[int], end: threadin
                 return
             if isinstance(error, UserError) or is_local(error):
                 end.set()
-                _note(f"the cache takes no more tars, further tars are read by range: {error}")
+                _print_note(f"the cache takes no more tars, so the remaining tars are read by range: {error}")
             elif is_done:
-                _note(f"a tar is not fetched into the cache, it is read by range: {error}")
+                _print_note(f"a tar cannot be downloaded into the cache, so it is read by range: {error}")
         del maps  # a waiting thread must not keep an unused `RemoteMaps` alive
         if not is_done:
             pending.append(number)
@@ -515,6 +526,6 @@ def _stop(end: threading.Event, threads: Sequence[threading.Thread]) -> None:
             thread.join(_JOIN_TIMEOUT_S)
 
 
-def _note(text: str) -> None:
+def _print_note(text: str) -> None:
     sys.stderr.write(f"note: {text}\n")
     sys.stderr.flush()

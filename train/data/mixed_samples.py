@@ -1,7 +1,7 @@
-"""Mixtures: samples from several data folders that one loader reads, and their order.
+"""Mixtures: samples from several data folders that a single loader reads, and their order.
 
-The tables in a mixture are independent. Samples, clips and captions of the mixture are numbered one folder after
-another, so that a loss can keep state for each clip or caption. Failures mention their folder.
+The tables of the folders stay independent. The samples, clips and captions of a mixture are numbered one folder after
+another, so that a loss can keep state for each clip or caption. Failures contain the path or URL of their folder.
 """
 
 import hashlib
@@ -26,42 +26,43 @@ from clipmill.train.data.samples import BatchedSamples, Samples
 from clipmill.train.data.workers import Outcome, ReadAhead, ThreadedReader
 from clipmill.train.device.random import Positions, draw_uniform
 
-_MAX_BLOCK = 16
-_MAX_SHARES = 1 << 31  # products of two such numbers fit into int64
+_MAX_BLOCK = 16  # maximum number of groups in a block
+_MAX_WEIGHT = 1 << 31  # maximum sum of weights; products of two such numbers fit into int64
 
 
 class MixedOrder:
     """Order of the samples of several folders: a pure function of seed and position.
 
     Consecutive positions form groups (clipmill.train.data.order), and each group shows a single folder. The folder is
-    chosen in two stages from the weights w_k, integers with the sum W:
+    chosen in two stages from the weights w_k, which are integers with the sum W:
 
-    1. Numbering. A binary tree over the folders divides the groups 0, 1, 2, ...: among the first n groups of a node,
-       floor(n * w_left / w_node + 1/2) belong to its left half. Therefore the number of groups of folder k among the
-       first n groups can be computed without a table: it is n * w_k / W, with an error of at most half the depth of
-       the tree, and exactly w_k in any W consecutive groups.
+    1. Numbering. A binary tree over the folders divides the groups 0, 1, 2, ...: of the first n groups of a node,
+       floor(n * w_left / w_node + 1/2) belong to the left half of the node. Therefore the number of groups of folder k
+       among the first n groups can be computed without a table: it is n * w_k / W, with an error of at most half the
+       depth of the tree, and exactly w_k in any W consecutive groups.
     2. Shuffling. The folders in each block are shuffled as a function of seed and block. A block is a period of W
-       groups, or 16 groups of a longer period. Without shuffling, a rank could get all its samples from one folder,
-       which may be slower than the others.
+       groups, or 16 groups of a longer period. Without shuffling, a rank could get all its samples from the same
+       folder, which may be slower than the others.
 
     With a tree of D levels, numbering deviates by at most D / 2 at each end of a block. Within a block, all groups of a
-    folder with the share p may come first, which adds at most 16 p (1 - p) <= 4. A window has two ends, so its
-    deviation is at most 8 + D.
+    folder with a fraction p of the weights may come first, which adds at most 16 p (1 - p) <= 4. A window has two ends,
+    so the number of a folder's groups in a window deviates by at most 8 + D.
 
     The n-th group of folder k is the n-th group of the folder's `SampleOrder`. After all samples of a folder have been
-    visited, its next epoch begins, independently of the other folders. Without weights, w_k is proportional to the
-    number of groups of folder k, and an epoch of the mixture is one epoch of each folder.
+    visited, the next epoch of the folder begins, independently of the other folders. Without weights, w_k is
+    proportional to the number of groups of folder k, and an epoch of the mixture is one epoch of each folder.
 
     Shape suffixes: N positions, U blocks, S slots of a block, K folders.
 
     Args:
         sizes: Number of samples of each folder.
         weights: Weight of each folder, all positive; None for weights proportional to size.
+        seed: Random seed.
         group: Number of consecutive positions that belong to the same folder.
 
     Attributes:
-        shares: Weights as the smallest integers with the same proportions.
-        period: W, the number of groups in a period; each folder has exactly its share of the groups in each period.
+        weights: Weights as the smallest integers with the same proportions.
+        period: Number W of groups in a period. Each period has exactly w_k groups of folder k.
         offsets: Index of the first sample of each folder, followed by the number of samples, int64 [K + 1].
     """
 
@@ -74,17 +75,17 @@ class MixedOrder:
         ]
         self._seed, self._group = seed, group
         groups = [Fraction(order.positions_per_epoch, group) for order in self._orders]
-        self.shares = whole_numbers(weights or groups)
+        self.weights = integer_weights(weights or groups)
         self.offsets: NDArray[np.int64] = np.cumsum([0, *sizes])
-        self._bounds = [0, *np.cumsum(self.shares).tolist()]
+        self._bounds = [0, *np.cumsum(self.weights).tolist()]
         self.period: int = self._bounds[-1]
-        if self.period > _MAX_SHARES:
-            raise ValueError(f"the weights {self.shares} add up to more than {_MAX_SHARES}")
+        if self.period > _MAX_WEIGHT:
+            raise ValueError(f"the weights {self.weights} add up to more than {_MAX_WEIGHT}")
         self._block = min(self.period, _MAX_BLOCK)
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in all folders, which is the length of an epoch of the mixture."""
+        """Number of samples of all folders, which is the length of an epoch of the mixture."""
         return int(self.offsets[-1])
 
     def folder_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -92,9 +93,9 @@ class MixedOrder:
         return np.searchsorted(self.offsets, samples, side="right") - 1
 
     def at(self, positions: Positions) -> Positions:
-        """Return the samples, in [0, num_samples), at `positions` (int64 [N], any order, >= 0); -1 where empty."""
+        """Return the samples, in [0, num_samples), at `positions` (int64 [N], >= 0); -1 for empty positions."""
         group_N, member_N = np.divmod(np.asarray(positions, dtype=np.int64), self._group)
-        folder_N, number_N = self._place(group_N)
+        folder_N, number_N = self._locate(group_N)
         samples_N = np.empty_like(group_N)
         for folder in np.unique(folder_N):
             mask_N = folder_N == folder
@@ -103,7 +104,7 @@ class MixedOrder:
         return samples_N
 
     def counts(self, position: int) -> list[int]:
-        """Return the number of samples of each folder at the positions before `position`."""
+        """Return the number of samples of each folder before a position."""
         group, member = divmod(position, self._group)
         first, slot = self._block_of(np.array([group]))
         folders = self._shuffle(first)[0]
@@ -112,14 +113,14 @@ class MixedOrder:
         taken[folders[int(slot[0])]] += member
         return [_num_samples(order, num) for order, num in zip(self._orders, taken.tolist(), strict=True)]
 
-    def per_epoch(self) -> list[float]:
-        """Return the average number of visits per sample in an epoch of the mixture, for each folder."""
+    def visits_per_epoch(self) -> list[float]:
+        """Return for each folder how often an epoch of the mixture visits each sample on average."""
         total = Fraction(sum(order.positions_per_epoch for order in self._orders), self._bounds[-1])
-        pairs = zip(self.shares, self._orders, strict=True)
-        return [float(share * total / order.positions_per_epoch) for share, order in pairs]
+        pairs = zip(self.weights, self._orders, strict=True)
+        return [float(weight * total / order.positions_per_epoch) for weight, order in pairs]
 
-    def _place(self, group_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the folder of each group, and the group's number within that folder."""
+    def _locate(self, group_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the folder of each group, and the number of the group in this folder."""
         first_N, slot_N = self._block_of(group_N)
         first_U, block_N = np.unique(first_N, return_inverse=True)
         folder_US = self._shuffle(first_U)
@@ -129,12 +130,15 @@ class MixedOrder:
         return folder_N, self._numbers(first_U)[block_N, folder_N] + num_earlier_N
 
     def _block_of(self, group_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the first group of each group's block, and its slot in the block."""
+        """Return the first group of the block that contains each group, and the group's slot in the block."""
         slot_N = group_N % self.period % self._block
         return group_N - slot_N, slot_N
 
     def _shuffle(self, first_U: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the folder of each slot in these blocks. The last block of a period may have unused slots."""
+        """Return the folder of each slot of the blocks that start at `first_U`, after shuffling.
+
+        The last block of a period may have unused slots.
+        """
         group_US = first_U[:, None] + np.arange(self._block)
         folder_US = self._folders(group_US.ravel(), 0, len(self._orders)).reshape(group_US.shape)
         key_US = draw_uniform(group_US.ravel(), 1, seed=self._seed, purpose="folder").reshape(group_US.shape)
@@ -142,7 +146,7 @@ class MixedOrder:
         return np.take_along_axis(folder_US, key_US.argsort(axis=1, kind="stable"), axis=1)
 
     def _folders(self, group_N: NDArray[np.int64], low: int, high: int) -> NDArray[np.int64]:
-        """Return the folder of each group in the tree node [low, high), before shuffling."""
+        """Return the folder of each group of the tree node for the folders [low, high), before shuffling."""
         if high - low == 1:
             return np.full(len(group_N), low)
         middle = (low + high) // 2
@@ -154,7 +158,7 @@ class MixedOrder:
         return folder_N
 
     def _numbers(self, group_N: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many groups of each folder precede each group before shuffling: [N, K]."""
+        """Return how many groups of each folder precede each group, before shuffling, int64 [N, K]."""
         number_NK = np.empty((len(group_N), len(self._orders)), np.int64)
 
         def divide(group_N: NDArray[np.int64], low: int, high: int) -> None:
@@ -169,15 +173,15 @@ class MixedOrder:
         return number_NK
 
     def _num_in_left_half(self, group_N: NDArray[np.int64], low: int, high: int) -> NDArray[np.int64]:
-        """Return how many of the first `group_N` groups of a node belong to its left half."""
+        """Return how many of the first `group_N` groups of a tree node belong to its left half."""
         left = self._bounds[(low + high) // 2] - self._bounds[low]
         total = self._bounds[high] - self._bounds[low]
         rounds, rest = np.divmod(group_N, total)
         return rounds * left + (rest * left + total // 2) // total
 
 
-def whole_numbers(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Return the smallest integers that are proportional to `weights`."""
+def integer_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
+    """Return the smallest integers that are proportional to the weights."""
     scale = math.lcm(*(weight.denominator for weight in weights))
     scaled = [int(weight * scale) for weight in weights]
     divisor = math.gcd(*scaled)
@@ -185,82 +189,86 @@ def whole_numbers(weights: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def _num_samples(order: SampleOrder, num_positions: int) -> int:
-    """Return the number of samples at the first positions of an order, whose epochs end with the empty positions."""
+    """Return the number of samples at the first `num_positions` positions; epochs end with the empty positions."""
     epochs, rest = divmod(num_positions, order.positions_per_epoch)
     return epochs * order.num_samples + min(rest, order.num_samples)
 
 
 @dataclass(frozen=True)
 class MixedFolders:
-    """Folders of a mixture, for the log, the metrics and the results page. Each list has one entry per folder.
+    """Folders of a mixture, for the log, the metrics and the results page. Each tuple has one entry per folder.
 
     Attributes:
         names: Short names.
         addresses: Paths or URLs, as in --shards.
-        described: Description of each set.
-        variants: Variant that each set is read from.
-        order: Order of the samples.
+        descriptions: Descriptions of the samples.
+        variants: Names of the variants that are read.
+        order: Order of the samples of the mixture.
     """
 
     names: tuple[str, ...]
     addresses: tuple[str, ...]
-    described: tuple[str, ...]
+    descriptions: tuple[str, ...]
     variants: tuple[str, ...]
     order: MixedOrder
 
     @property
-    def shares(self) -> list[float]:
+    def fractions(self) -> list[float]:
         """Fraction of a run's samples that come from each folder."""
-        return [share / sum(self.order.shares) for share in self.order.shares]
+        return [weight / sum(self.order.weights) for weight in self.order.weights]
 
     def counts(self, position: int) -> dict[str, int]:
         """Return the number of samples of each folder before a position, including failed samples."""
         return dict(zip(self.names, self.order.counts(position), strict=True))
 
     def facts(self) -> list[dict[str, Any]]:
-        """Return the entry of each folder for run.json: path or URL, share, and visits of each sample per epoch."""
+        """Return an entry for each folder for run.json, with its fraction of the samples, and visits per epoch."""
         sizes = np.diff(self.order.offsets).tolist()
         columns = (
             self.names,
             self.addresses,
             sizes,
-            self.shares,
-            self.order.per_epoch(),
-            self.described,
+            self.fractions,
+            self.order.visits_per_epoch(),
+            self.descriptions,
             self.variants,
         )
         keys = ("name", "shards", "num_samples", "share", "per_epoch", "data", "variant")
         return [dict(zip(keys, values, strict=True)) for values in zip(*columns, strict=True)]
 
     def describe(self) -> str:
-        """Return a line for the log: shares and visits of the folders, and contents of the sets."""
-        each = []
+        """Return a line for the log: the fraction, visits and contents of each folder."""
+        folders = []
         for folder in self.facts():
             visits = "once" if folder["per_epoch"] == 1 else f"{folder['per_epoch']:.3g} times"
-            share = f"{folder['share']:.1%} of the samples, each visited {visits} per epoch"
-            each.append(f"{folder['name']} ({share}: {folder['data']})")
+            fraction = f"{folder['share']:.1%} of the samples, each visited {visits} per epoch"
+            folders.append(f"{folder['name']} ({fraction}: {folder['data']})")
         total = self.order.num_samples
-        return f"mixture of {len(self.names)} data folders, {total:,} samples per epoch; {'; '.join(each)}"
+        return f"mixture of {len(self.names)} data folders, {total:,} samples per epoch; {'; '.join(folders)}"
 
     def variant_name(self) -> str:
-        """Return the names of the variants that the samples are read from."""
+        """Return the names of the variants that are read."""
         if len(set(self.variants)) == 1:
             return self.variants[0]
         pairs = zip(self.names, self.variants, strict=True)
         return ", ".join(f"{variant} ({name})" for name, variant in pairs if variant)
 
     def fingerprint(self, parts: Sequence[str]) -> str:
-        """Compute the hash of the order from the fingerprints of the sets."""
+        """Return the fingerprint of the mixture, given the fingerprints of the folders."""
         orders, contents = zip(*(part.partition("-")[::2] for part in parts), strict=True)
         order, content = (
             hashlib.sha256("\n".join(map(str, texts)).encode()).hexdigest()
-            for texts in ((self.order.shares, *orders), contents)
+            for texts in ((self.order.weights, *orders), contents)
         )
         return set_fingerprint(order, content) if any(contents) else order
 
 
 def require_equal_facts(facts: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise a UserError if data folders differ in a property. `facts` maps each folder to its properties."""
+    """Raise a UserError if the folders of a mixture differ in a property.
+
+    Args:
+        facts: Properties of each folder, by its path or URL (`Source.mixture_facts`).
+    """
     (first, first_facts), *others = facts.items()
     for address, other_facts in others:
         for name, value in first_facts.items():
@@ -268,12 +276,12 @@ def require_equal_facts(facts: Mapping[str, Mapping[str, str]]) -> None:
                 other = other_facts[name]
                 raise UserError(
                     f"{first} and {address} cannot be mixed: {name} {value} in the first, {other} in the second",
-                    hint="make the column of both with the same settings and weights, or train on one of the folders",
+                    hint="make the column with the same settings and weights for both, or train on one of the folders",
                 )
 
 
 class MixedSamples(BatchedSamples):
-    """Samples of several folders. See `clipmill.train.data.samples.Samples` for the methods.
+    """Samples of several data folders. See `clipmill.train.data.samples.Samples` for the methods.
 
     Args:
         parts: Samples of each folder, opened with the same loader settings.
@@ -281,10 +289,12 @@ class MixedSamples(BatchedSamples):
         weights: Weights of the folders; None for weights proportional to size.
 
     Attributes:
-        folders: Folders for the log and the metrics.
+        first, parts: Samples of the first folder, and of each folder.
+        folders: Facts about the folders, for the log, the metrics and the results page.
+        numbering: Numbers of the clips and captions of the mixture.
 
     Raises:
-        UserError: The samples cannot be mixed.
+        UserError: The folders differ in a property that must be equal.
     """
 
     def __init__(
@@ -299,7 +309,7 @@ class MixedSamples(BatchedSamples):
         self.folders = MixedFolders(
             names=folder_names(addresses),
             addresses=tuple(addresses),
-            described=tuple(part.describe() for part in parts),
+            descriptions=tuple(part.describe() for part in parts),
             variants=tuple(part.variant_name for part in parts),
             order=MixedOrder(sizes, weights=weights, seed=loading.seed, group=loading.group),
         )
@@ -318,22 +328,22 @@ class MixedSamples(BatchedSamples):
 
     @property
     def visits_per_epoch(self) -> float:
-        """Number of samples per epoch of training: the sum over all folders."""
+        """Number of samples in an epoch of training: the sum over all folders."""
         return float(sum(part.visits_per_epoch for part in self.parts))
 
     @property
     def num_clips(self) -> int:
-        """Number of distinct clips. IDs of clips are in [0, num_clips)."""
+        """Number of distinct clips. Clip IDs are in [0, num_clips)."""
         return int(self.numbering.first_clip[-1])
 
     @property
     def num_caption_ids(self) -> int:
-        """Exclusive upper bound of the caption IDs; 0 in sets without captions."""
+        """Exclusive upper bound of the caption IDs; 0 without captions."""
         return int(self.numbering.first_caption[-1])
 
     @property
     def variant_name(self) -> str:
-        """Names of the variants that the samples are read from."""
+        """Names of the variants that are read."""
         return self.folders.variant_name()
 
     @property
@@ -342,16 +352,16 @@ class MixedSamples(BatchedSamples):
         return self.folders.fingerprint([part.fingerprint for part in self.parts])
 
     def describe(self) -> str:
-        """Return a line for the log: shares, visits, and the content of the folders."""
+        """Return a line for the log: the fraction, visits and contents of each folder."""
         return self.folders.describe()
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """Class of each clip, in folders with labels, int64 [clips]."""
+        """Class of each clip, int64 [clips], if all folders have labels."""
         return np.concatenate([part.labels for part in self.parts])
 
     def require_different_texts(self) -> None:
-        """Raise a UserError if all captions of a folder are the same text."""
+        """Raise a UserError if all captions of a folder have the same text."""
         for part in self.parts:
             part.require_different_texts()
 
@@ -367,7 +377,9 @@ class Numbering:
     """Numbers of the clips and captions of several folders, one folder after another.
 
     Attributes:
-        first_clip, first_caption: Index of the first clip and caption of each folder, then their total, int64 [K + 1].
+        first_clip: Number of the first clip of each folder, followed by the number of all clips, int64 [K + 1].
+        first_caption: Number of the first caption of each folder, followed by the number of all captions, int64
+            [K + 1].
     """
 
     def __init__(self, parts: Sequence[Samples]) -> None:
@@ -375,11 +387,17 @@ class Numbering:
         self.first_caption: NDArray[np.int64] = np.cumsum([0, *(part.num_caption_ids for part in parts)])
 
     def folder_of(self, clips: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the folder of each clip, as an index."""
+        """Return the index of each clip's folder."""
         return np.searchsorted(self.first_clip, clips, side="right") - 1
 
     def divide(self, clips: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield each folder that has any of the clips: its index, the indices of its clips, and their rows in it."""
+        """Divide clips by folder.
+
+        Yields:
+            folder: Index of a folder that contains any of the clips.
+            indices: Indices in `clips` of the clips of this folder.
+            rows: Rows of these clips in the folder's table.
+        """
         folders = self.folder_of(clips)
         for folder in np.unique(folders).tolist():
             indices = np.flatnonzero(folders == folder)
@@ -387,11 +405,12 @@ class Numbering:
 
 
 class MixedReader(ThreadedReader):
-    """Reader of clips and images of several folders, which all use the same threads.
+    """Reader of the clips and images of several data folders, with the same threads for all folders.
 
     Args:
         parts: Samples of each folder.
         addresses: Paths or URLs of the folders, for failures.
+        numbering: Numbers of the clips and captions of the mixture.
     """
 
     def __init__(self, parts: Sequence[Samples], addresses: Sequence[str], numbering: Numbering) -> None:
@@ -401,12 +420,12 @@ class MixedReader(ThreadedReader):
         decoders = [reader.decoder for reader in self._readers if reader.decoder is not None]
         for reader in self._readers:
             if reader.decoder is not None:
-                # A decoder keeps codec contexts, which all folders can share, so one decoder is enough.
+                # Share one decoder among all folders, because a decoder keeps codec contexts.
                 reader.decoder = decoders[0]
 
     @property
     def ahead(self) -> ReadAhead | None:
-        """Functions that read samples of remote folders ahead of loading; None if all folders are local."""
+        """Functions that load samples in two steps, if a folder is remote; None if all folders are local."""
         num_threads = [reader.ahead.num_threads for reader in self._readers if reader.ahead is not None]
         return ReadAhead(self.read, self.load_read, max(num_threads)) if num_threads else None
 
@@ -416,32 +435,32 @@ class MixedReader(ThreadedReader):
         return str(self._readers[folder].key(number))
 
     def folder_suffix(self, sample: int) -> str:
-        """Return the data folder of a sample, as a suffix for messages."""
+        """Return a suffix for messages that names the data folder of a sample."""
         return f" (data folder {self._addresses[self._locate(sample)[0]]})"
 
     def load(self, requests: Sequence[SampleRequest]) -> list[Outcome]:
-        """Load the samples of a group of requests, in order. Consecutive samples of a folder share work.
+        """Load the samples of a group of requests, in order. Consecutive samples of a folder can share work.
 
-        All samples of a group belong to one folder, unless a run was resumed in the middle of a group.
+        All samples of a group belong to the same folder, unless a run was resumed in the middle of a group.
         """
         loaded: list[Outcome] = []
-        for folder, part in self._by_folder(requests):
+        for folder, part in self._divide_requests(requests):
             loaded += self._renumber(folder, self._readers[folder].load(part))
         return loaded
 
     def read(self, requests: Sequence[SampleRequest]) -> list[tuple[int, Any]]:
-        """Read the bytes of a group of requests, with the folder of each part."""
-        return [(folder, self._readers[folder].read(part)) for folder, part in self._by_folder(requests)]
+        """Read the bytes for a group of requests; return the index of each folder, and what its reader has read."""
+        return [(folder, self._readers[folder].read(part)) for folder, part in self._divide_requests(requests)]
 
     def load_read(self, read: list[tuple[int, Any]]) -> list[Outcome]:
-        """Decode and crop samples that were read."""
+        """Decode and crop the samples that `read` returned."""
         loaded: list[Outcome] = []
         for folder, part in read:
             loaded += self._renumber(folder, self._readers[folder].load_read(part))
         return loaded
 
-    def _by_folder(self, requests: Sequence[SampleRequest]) -> Iterator[tuple[int, list[SampleRequest]]]:
-        """Yield runs of consecutive requests for the same folder, with that folder's numbers."""
+    def _divide_requests(self, requests: Sequence[SampleRequest]) -> Iterator[tuple[int, list[SampleRequest]]]:
+        """Yield runs of consecutive requests for the same folder, with the sample numbers of this folder."""
         for folder, part in groupby(requests, key=lambda request: self._locate(request.sample)[0]):
             first = self._first_sample[folder]
             yield folder, [replace(request, sample=request.sample - first) for request in part]

@@ -1,7 +1,7 @@
 """Remote data folders and tars: small files are copied to this machine, and tars are read by range or cached.
 
-The cache folder (`--cache`) contains `folders/`, the small files of each data folder, and `objects/`, complete tars up
-to a size limit (`--cache-size`, clipmill.manifests.storage.cache).
+The cache folder (`--cache`) contains `folders/`, with the small files of each data folder, and `objects/`, with
+complete tars up to a size limit (`--cache-size`, clipmill.manifests.storage.cache).
 """
 
 import errno
@@ -53,41 +53,43 @@ from clipmill.shards.opening import scan
 from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.shards.scores import CHUNKS_FILE, score_table_problem
 
-NUM_AT_ONCE = 32
-_ETAGS_FILE = ".etags.json"  # ETags of the commit records that were copied
+NUM_AT_ONCE = 32  # number of files that are copied at the same time
+_ETAGS_FILE = ".etags.json"  # ETags of the commit records that have been copied
 _LAUNCH_FILE = ".copied-{}.json"
 _LINK = re.compile(r'href="([^"/?]+\.json)"')
 _Item = TypeVar("_Item")
 
 
 class RemoteFiles:
-    """Small files of a remote data folder, copied to the local folder `copy`. Thread-safe.
+    """Small files of a remote data folder, which are copied to the local folder `copy`. Thread-safe.
 
-    The processes that a launcher starts together on a machine share one copy: the first process copies under a lock,
-    and the others wait for it. A process without a launcher copies changed files each time that it opens the folder.
+    All processes that a launcher starts on a machine share one copy: the first process copies the files under a lock,
+    and the others wait. A process without a launcher copies changed files each time it opens the folder.
 
-    The files of a column are contents.json, recipe.json, the commits, and the tables into which `prep` merges commits
-    and indexes. Only commits that differ from their table, and indexes that are missing from the table of chunks, are
-    copied; any other index is copied when its shard is first read. Files with a checksum are verified. Web servers
-    cannot list objects: contents.json lists the shards, and during a first run the directory page does.
+    The small files of a column are contents.json, recipe.json, the commits, and the tables into which `prep` merges
+    commits and indexes. Commits are copied if they differ from their table, and indexes if they are missing from the
+    table of chunks; any other index is copied when its shard is first read. Files with a checksum are verified. Web
+    servers cannot list objects, so the shards are taken from contents.json or, during a first run, from the directory
+    page.
 
     Args:
         objects: Objects of the data folder.
+        copy: Local folder for the copies.
     """
 
     def __init__(self, objects: Objects, copy: Path) -> None:
         self.objects, self.copy = objects, copy
-        self._users: list[object] = []  # keep the marks of the columns
+        self._users: list[object] = []  # holders of the marks of columns
         enable_marks(copy, objects)
 
     def copy_manifest(self) -> None:
-        """Copy dataset.json and the manifest, unless this launch has already copied them.
+        """Copy dataset.json and the manifest, unless a process of the same launch has copied them.
 
         Raises:
             UserError: The URL is not a data folder or cannot be read, or the copy cannot be written.
         """
         with (
-            self._errors(missing="name a data folder that prep made, or tars: {000..999}.tar"),
+            self._errors(missing="use a data folder that prep made, or tars: {000..999}.tar"),
             self._once("manifest") as is_due,
         ):
             if is_due:
@@ -95,7 +97,7 @@ class RemoteFiles:
                 self._copy_manifest()
 
     def copy_column(self, column: str) -> None:
-        """Copy the small files of a column's current variant, unless this launch has already copied them.
+        """Copy the small files of a column's current variant, unless a process of the same launch has copied them.
 
         Raises:
             UserError: See `copy_manifest`.
@@ -104,7 +106,7 @@ class RemoteFiles:
         if variant is None:
             address = self.objects.url
             raise UserError(f"{address} has no {column} shards", hint=f"run {how_to_make(column, address)}")
-        self._users.append(leave_mark(self.copy / column / variant))  # before copying, so that it is not deleted
+        self._users.append(leave_mark(self.copy / column / variant))  # before copying, so that prep gc keeps it
         with (
             self._errors(missing=f"run prep {command_for(column, variant)}"),
             self._once(f"{column}-{variant}") as is_due,
@@ -113,7 +115,7 @@ class RemoteFiles:
                 self._copy_variant(f"{column}/{variant}")
 
     def copy_file(self, key: str, *, sha256: str | None = None, size_bytes: int | None = None) -> None:
-        """Copy a file, unless the copy already has this digest or size.
+        """Copy a file, unless there is a copy with this digest and size.
 
         Raises:
             OSError: The file cannot be read, or has a different digest or size.
@@ -128,7 +130,7 @@ class RemoteFiles:
             self.objects.fetch(key, path)
             if not _is_complete(path, sha256=sha256, size_bytes=size_bytes):
                 path.unlink()
-                raise OSError(f"{self.objects.url_of(key)} is not the file that was committed")
+                raise OSError(f"{self.objects.url_of(key)} differs from the file that was committed")
 
     def _copy_manifest(self) -> None:
         local = self.copy / MANIFEST_FOLDER
@@ -138,26 +140,26 @@ class RemoteFiles:
             manifest = json.loads(content)
             mark, recorded = manifest["fingerprint"], manifest.get("tables", {})
         except (ValueError, KeyError, TypeError, AttributeError):
-            mark, recorded = "", {}  # the manifest is damaged, which is reported when the copy is read
+            mark, recorded = "", {}  # a damaged manifest is reported when the copy is read
         is_same = path.is_file() and path.read_bytes() == content
         local.mkdir(parents=True, exist_ok=True)
         for name in (VIDEOS_FILE, CAPTIONS_FILE, *(name for name in MAPPED_FILES if name in recorded)):
             facts = recorded.get(name)
             if is_same and (local / name).is_file() and facts in (None, file_entry(local / name)):
                 continue
-            # The table has a staged name only if the publication of the manifest was interrupted at its very end.
+            # The table has a staged name if the publication of the manifest was interrupted before its last step.
             staged = staged_path(Path(MANIFEST_FOLDER), name, fingerprint=mark).as_posix()
             for key in (f"{MANIFEST_FOLDER}/{name}", staged):
                 with suppress(FileNotFoundError):  # a missing table is reported when the copy is read
                     self.objects.fetch(key, local / name)
                     if facts in (None, file_entry(local / name)):
                         break
-        # Publish the manifest last: if it exists, the tables that it refers to exist as well.
+        # Publish the manifest last, so that the tables exist if the manifest exists.
         _publish(path, content)
 
     def _copy_variant(self, folder: str) -> None:
         local = self.copy / folder
-        # Copy these files before the commits: contents.json may lack a new commit, but must not list a missing commit.
+        # Copy contents.json before the commits: it may lack a new commit, but must not list a missing commit.
         for name in (CONTENTS_FILE, RECIPE_FILE):
             self._copy_if_present(f"{folder}/{name}", local / name)
         self._copy_commits(folder, local)
@@ -166,11 +168,11 @@ class RemoteFiles:
         variant = Variant(local)
         files = [shard.commit.files for shard in shards_to_merge(variant) if shard.commit.files is not None]
         _at_once(lambda shard: self.copy_file(f"{folder}/{shard.index}", sha256=shard.index_sha256), files)
-        with suppress(UserError):  # opening the set reports what is wrong with an index
+        with suppress(UserError):  # a damaged index is reported when the data are opened
             update_chunk_table(variant, column=folder.partition("/")[0])
 
     def _copy_chunk_table(self, folder: str, local: Path) -> bool:
-        """Copy missing parts of the merged table; return False if a part is missing or does not match the commits."""
+        """Copy outdated parts of the merged table; return False if the copy still does not match the commits."""
         variant = Variant(local)
 
         def fetch(part: str) -> None:
@@ -182,10 +184,10 @@ class RemoteFiles:
         return not _missing_parts(variant)
 
     def _copy_commits(self, folder: str, local: Path) -> None:
-        """Copy the changed records that the table of commits does not replace, and remove copies of all others."""
+        """Copy the changed commit records that the table of commits does not replace, and remove all other copies."""
         listed = self._list_commits(folder, local)
         in_table = self._records_of_table(folder, local, listed)
-        # The table replaces a folder if it contains all records of the folder, unchanged.
+        # The table replaces the records of a folder if it contains all of them, unchanged.
         replaced_folders = {"", *map(_folder, in_table)} if in_table else set()
         if self.objects.is_writable:
             replaced_folders -= set(map(_folder, listed.keys() ^ in_table.keys()))
@@ -199,9 +201,9 @@ class RemoteFiles:
         changed |= {name for name in records if not (root / name).is_file()}
         for name in in_table.keys() & changed:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_bytes(commit_bytes(in_table[name]))  # not flushed: it is written again without its ETag
-        absent = [name for name in changed if name not in in_table]
-        _at_once(lambda name: self._copy_if_present(f"{folder}/{COMMITS_FOLDER}/{name}", root / name), absent)
+            (root / name).write_bytes(commit_bytes(in_table[name]))  # not synced: without an ETag, it is written again
+        missing = [name for name in changed if name not in in_table]
+        _at_once(lambda name: self._copy_if_present(f"{folder}/{COMMITS_FOLDER}/{name}", root / name), missing)
         for name in replaced_folders:
             (root / name).mkdir(parents=True, exist_ok=True)
         for path in root.rglob("*.json"):
@@ -214,7 +216,7 @@ class RemoteFiles:
             confirm_folders(local, sha256=sha256, folders=folders, except_for=folders.keys() - replaced_folders)
 
     def _records_of_table(self, folder: str, local: Path, listed: dict[str, ObjectInfo]) -> dict[str, Commit]:
-        """Copy the table of commits; return its unchanged records by name, including records that were deleted."""
+        """Copy the table of commits; return its unchanged records by name, including records of deleted commits."""
         sha256 = listed_contents(local).files.get(COMMIT_TABLE_FILE)
         if sha256 is None:
             return {}
@@ -238,7 +240,7 @@ class RemoteFiles:
         }
 
     def _list_commits(self, folder: str, local: Path) -> dict[str, ObjectInfo]:
-        """Return the commit records of a variant by their paths in the folder of commits."""
+        """Return the commit records of a variant, by path in the folder of commits."""
         prefix = f"{folder}/{COMMITS_FOLDER}/"
         if self.objects.is_writable:
             listed = {info.key.removeprefix(prefix): info for info in self.objects.list(prefix)}
@@ -277,27 +279,27 @@ class RemoteFiles:
             raise
         except OSError as error:
             if is_local(error):
-                raise cache_unusable(self.copy, address, error) from error
-            raise UserError(f"{address} cannot be read: {error}", hint="check the address") from error
+                raise cache_error(self.copy, address, error) from error
+            raise UserError(f"{address} cannot be read: {error}", hint="check the URL") from error
 
 
 def is_local(error: OSError) -> bool:
-    """Return True if the error concerns writing a copy. (Object storage that cannot be read raises AccessRefused.)"""
+    """Return True if a local copy could not be written. Errors of object storage are other exceptions."""
     is_refused = isinstance(error, PermissionError) and not isinstance(error, UserError)
     return is_refused or error.errno in DISK_ERRORS
 
 
-def cache_unusable(folder: Path, address: str, error: OSError) -> UserError:
-    """Return the error for a cache in which a copy of `address` cannot be stored."""
-    hint = "make room, or choose another folder with --cache DIR"
+def cache_error(folder: Path, address: str, error: OSError) -> UserError:
+    """Return the error for a cache folder in which a copy of `address` cannot be stored."""
+    hint = "free disk space, or choose a different folder with --cache DIR"
     return UserError(f"{folder} cannot take a copy of {address}: {error.strerror}", hint=hint)
 
 
 def _launch() -> str | None:
-    """Return an ID that the processes of one launch on this machine share; None without a launcher.
+    """Return an ID that all processes of a launch on this machine share; None without a launcher.
 
-    torchrun and srun are the parent of all their processes on a machine; each restart by torchrun has a different
-    number.
+    torchrun and srun are the parent of all their processes on a machine. The ID also contains the number of restarts by
+    torchrun.
     """
     if int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1) < 2:
         return None
@@ -316,15 +318,14 @@ def _is_complete(path: Path, *, sha256: str | None, size_bytes: int | None) -> b
 
 
 def _folder(name: str) -> str:
-    """Return the folder of a record; empty for `commits/` itself."""
+    """Return the folder of a commit record; empty for records directly in `commits/`."""
     return name.rpartition("/")[0]
 
 
 def _is_record(info: ObjectInfo, commit: Commit) -> bool:
-    """Return True if an object's ETag shows that it is the record of a commit. In S3, it is often the content's MD5.
+    """Return True if the ETag of an object, which in S3 is often an MD5 digest, shows that it is a commit's record.
 
-    The modification time is not enough, because the records of a data folder that was uploaded may be newer than the
-    table.
+    The modification time is not sufficient: if a data folder was uploaded, records may be newer than the table.
     """
     content = commit_bytes(commit)
     md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
@@ -332,17 +333,16 @@ def _is_record(info: ObjectInfo, commit: Commit) -> bool:
 
 
 def _missing_parts(variant: Variant) -> list[str]:
-    """Return the files of the merged table that are not up to date, relative to the variant's folder."""
+    """Return the outdated or missing files of the merged table, relative to the folder of the variant."""
     if has_chunk_table(variant.directory.parent.name):
         return missing_parts(variant)
     return [] if score_table_problem(variant) is None else [CHUNKS_FILE]
 
 
 def _at_once(copy: Callable[[_Item], None], items: Iterable[_Item]) -> None:
-    """Copy several files at a time, because each copy waits for the network."""
+    """Call `copy` for several items at the same time, because each copy waits for the network."""
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
-        # Consume the results, so that errors are raised here.
-        list(pool.map(copy, items))
+        list(pool.map(copy, items))  # consumes the results, so that errors are raised here
 
 
 def _publish(path: Path, content: bytes) -> None:
@@ -351,36 +351,37 @@ def _publish(path: Path, content: bytes) -> None:
         publish_bytes(path, content)
 
 
-_BLOCK_BYTES = 1 << 24  # size of the parts in which a tar is fetched
+_BLOCK_BYTES = 1 << 24  # size of the requests with which a tar is downloaded
 _caches: dict[tuple[Path, int | None], ObjectCache] = {}
 _caches_lock = threading.Lock()
 
 
-def cache_folder(chosen: Path | None) -> Path:
-    """Return the folder for copies of remote files: `chosen`, or clipmill's folder in the user's cache.
+def cache_folder(requested: Path | None) -> Path:
+    """Return the folder for copies of remote files: the requested folder, or clipmill's folder in the user's cache.
 
     Raises:
         UserError: The folder cannot be created.
     """
-    folder = chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clipmill"
+    folder = requested or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clipmill"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder} cannot be made: {error.strerror}", hint="choose another with --cache DIR") from error
+        message = f"the cache folder {folder} cannot be created: {error.strerror}"
+        raise UserError(message, hint="choose a different folder with --cache DIR") from error
     return folder
 
 
-def open_cache(chosen: Path | None, *, size: str | None = None) -> ObjectCache:
-    """Return the cache of complete tars in a folder. All threads of a process share it.
+def open_cache(requested: Path | None, *, size: str | None = None) -> ObjectCache:
+    """Return the cache of complete tars in a folder, which all threads of a process share.
 
     Args:
-        chosen: See `cache_folder`.
-        size: Size limit, such as 100GB; None for a limit that depends on the free disk space.
+        requested: See `cache_folder`.
+        size: Maximum size, such as 100GB; None for a limit that depends on the free disk space.
 
     Raises:
         UserError: The folder cannot be created or written, or `size` is not valid.
     """
-    folder = cache_folder(chosen)
+    folder = cache_folder(requested)
     limit_bytes = None if size is None else parse_size(size, flag="--cache-size")
     with _caches_lock:
         if (folder, limit_bytes) not in _caches:
@@ -388,16 +389,16 @@ def open_cache(chosen: Path | None, *, size: str | None = None) -> ObjectCache:
                 _caches[folder, limit_bytes] = ObjectCache(folder, limit_bytes=limit_bytes)
             except OSError as error:
                 reason = f"the cache folder {folder} cannot be written: {error.strerror}"
-                raise UserError(reason, hint="choose another with --cache DIR") from error
+                raise UserError(reason, hint="choose a different folder with --cache DIR") from error
         return _caches[folder, limit_bytes]
 
 
 def local_copy(address: str, *, cache: Path | None, size: str | None = None) -> Path:
-    """Return the path of a local file, or of a remote file's copy in the cache, which is fetched again if outdated.
+    """Return the path of a local file, or of the up-to-date copy of a remote file in the cache.
 
     Raises:
-        OSError: The file cannot be fetched, or is shorter than its size in the storage.
-        UserError: The storage does not exist, or the cache cannot be written or is too small.
+        OSError: The file cannot be downloaded, or the download is shorter than the object.
+        UserError: The bucket does not exist, or the cache cannot be written or is too small.
     """
     if not is_remote(address):
         return Path(address)
@@ -406,7 +407,7 @@ def local_copy(address: str, *, cache: Path | None, size: str | None = None) -> 
 
 
 def hold_copy(address: str, cache: ObjectCache) -> CachedFile:
-    """Return a remote file's copy, which stays in the cache while it is held; raise errors as `local_copy` does."""
+    """Return the copy of a remote file, which is not evicted while it is held; raise errors as `local_copy` does."""
     folder, _, key = address.rpartition("/")
     name, size_bytes = copy_name(address)
     try:
@@ -414,7 +415,7 @@ def hold_copy(address: str, cache: ObjectCache) -> CachedFile:
     except OSError as error:
         if not is_local(error):
             raise
-        raise cache_unusable(cache.folder, address, error) from error
+        raise cache_error(cache.folder, address, error) from error
     assert copy is not None  # `get` waits by default
     for older in cache.names(f"{_digest(address)}-"):
         if older != name:
@@ -427,7 +428,7 @@ def copy_name(address: str) -> tuple[str, int]:
 
     Raises:
         OSError: The storage does not respond.
-        UserError: The storage does not exist.
+        UserError: The bucket does not exist.
     """
     folder, _, key = address.rpartition("/")
     info = open_objects(folder).info(key)
@@ -441,14 +442,15 @@ def _digest(text: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class RemoteTars:
-    """Tars of a remote data folder, read by range (`clipmill.shards.tars.TarBytes`).
+    """Reader of the tars of a remote data folder, by byte range (`clipmill.shards.tars.TarBytes`).
 
     Args:
-        files: Small files of the folder. Paths relative to their copy are object keys.
+        files: Small files of the folder. The paths of their copies, relative to the folder of copies, are object keys.
         cache: Cache for complete tars.
 
     Attributes:
-        num_readers: Number of threads that read clips ahead of decoding. A request takes tens of milliseconds.
+        gap_bytes: Maximum number of unneeded bytes between two ranges that are read with a single request.
+        num_readers: Number of threads that read clips ahead of decoding, because a request takes tens of milliseconds.
     """
 
     files: RemoteFiles
@@ -464,11 +466,11 @@ class RemoteTars:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes fetched so far."""
+        """Number of bytes that have been downloaded."""
         return self.objects.num_bytes
 
     def key(self, path: Path) -> str:
-        """Return the key of the object that corresponds to a path in the copy."""
+        """Return the key of the object for a path in the local copy."""
         return path.relative_to(self.files.copy).as_posix()
 
     def name(self, path: Path) -> str:
@@ -478,7 +480,7 @@ class RemoteTars:
         return self.read_ranges(path, [(offset, size)])[0]
 
     def read_ranges(self, path: Path, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Request all ranges at once; see `clipmill.shards.tars.TarBytes`."""
+        """Read ranges with requests at the same time; see `clipmill.shards.tars.TarBytes`."""
         try:
             with self._distinguish_refusals():
                 return self.objects.read_ranges(self.key(path), ranges)
@@ -491,10 +493,10 @@ class RemoteTars:
 
     @contextmanager
     def _distinguish_refusals(self) -> Iterator[None]:
-        """Distinguish a refused object from refused credentials in a context around reads.
+        """Distinguish denied access to an object from rejected credentials, in a context around reads.
 
-        A refused object is unreadable, but refused credentials end the run. dataset.json could be read when the folder
-        was opened; if it is now refused as well, the credentials are refused.
+        An object to which access is denied is unreadable, but rejected credentials end the run. dataset.json could be
+        read when the folder was opened; if access to it is denied now, the credentials have been rejected.
         """
         try:
             yield
@@ -511,16 +513,17 @@ class RemoteTars:
                 self.files.copy_file(self.key(index), size_bytes=size_bytes, sha256=sha256)
         except OSError as error:
             if is_local(error):
-                raise cache_unusable(self.files.copy, self.objects.url_of(self.key(index)), error) from error
+                raise cache_error(self.files.copy, self.objects.url_of(self.key(index)), error) from error
             raise
 
     def fetch(
         self, shard: CommittedShard, *, waits: bool = True, is_over: Callable[[], bool] = lambda: False
     ) -> CachedFile | None:
-        """Return the complete tar of a shard in the cache; None if another process fetches it and `waits` is False.
+        """Return the complete tar of a shard in the cache, after downloading it if necessary.
 
         Args:
-            is_over: Function that returns True to stop fetching after the current block, with an OSError.
+            waits: True to wait if another process is downloading the tar; False to return None in this case.
+            is_over: Function that returns True to stop the download with an OSError after the current request.
 
         Raises:
             clipmill.manifests.storage.cache.NoRoom, OSError: See `ObjectCache.get`.
@@ -538,19 +541,19 @@ class RemoteTars:
         return self.cache.get(name, size_bytes=size_bytes, fetch=fetch, sha256=shard.tar_sha256, waits=waits)
 
     def cached_name(self, shard: CommittedShard) -> str:
-        """Return the name of a shard's tar in the cache. The same content has the same name for all data folders."""
+        """Return the name of a shard's tar in the cache, which is the same for equal tars of all data folders."""
         return f"{shard.tar_sha256[:32]}-{shard.tar_path.name}"
 
 
 def copy_of_folder(address: str, *, cache: Path | None) -> Path:
-    """Return the path of the copy of a remote data folder; raise UserError as `folder_path` does."""
+    """Return the path of the local copy of a remote data folder; raise UserError as `folder_path` does."""
     return cache_folder(cache) / "folders" / _digest(open_objects(address).url)
 
 
 def open_remote_folder(
     address: str, *, cache: Path | None, cache_size: str | None, column: str | None
 ) -> tuple[Path, RemoteTars]:
-    """Copy the small files of a data folder; return the copy, and the reader of its tars (`open_data_folder`)."""
+    """Copy the small files of a data folder; return the local copy and the reader of the tars (`open_data_folder`)."""
     objects = open_objects(address)
     tars_cache = open_cache(cache, size=cache_size)
     copy = copy_of_folder(address, cache=cache)
@@ -559,12 +562,12 @@ def open_remote_folder(
     if column is not None:
         files.copy_column(column)
     if not objects.is_writable:
-        # Reject a web server that ignores ranges: it would send a complete shard for each clip.
+        # Reject a web server that ignores ranges, because it would send a complete shard for each clip.
         try:
             objects.read_range(DATASET_FILE, 0, 1)
         except OSError as error:
             raise UserError(
                 f"{objects.url} does not support range requests: {error}",
-                hint="use a server that supports them (nginx, caddy, S3), or name tars: {000..999}.tar",
+                hint="use a server that supports them (nginx, caddy, S3), or a pattern of tars: {000..999}.tar",
             ) from error
     return copy, RemoteTars(files, tars_cache)

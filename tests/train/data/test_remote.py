@@ -102,7 +102,7 @@ def test_an_index_is_copied_once_and_a_changed_one_refused(data_server: HttpFold
     content = bytearray(index.read_bytes())
     content[-9] ^= 1
     index.write_bytes(content)
-    with pytest.raises(UserError, match="not the file that was committed"):
+    with pytest.raises(UserError, match="differs from the file that was committed"):
         open_set(f"{data_server.address}/data", tmp_path / "other-cache")
 
 

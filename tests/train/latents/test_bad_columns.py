@@ -36,7 +36,7 @@ def test_a_tar_that_was_cut_short_is_named(data_copy: Written, column: str, left
     os.truncate(path, left)
     with pytest.raises(UserError) as caught:
         open_segments(data_copy.data_dir)
-    assert f"{path} cannot be used: it has {left:,} bytes, its commit says {size:,}" in str(caught.value)
+    assert f"{path} cannot be used: it has {left:,} bytes, but its commit says {size:,}" in str(caught.value)
     assert f"prep {column}" in str(caught.value.hint)
 
 

@@ -178,7 +178,7 @@ def test_a_disk_that_fills_up_is_noted_and_the_rest_is_read_by_range(
     fill(tiny_disk)
     assert content(first_batches(samples)) == content(first_batches(loader(DataFolder(written_data.data_dir))))
     stderr = capsys.readouterr().err
-    assert "note: the cache takes no more tars, further tars are read by range: [Errno 28] No space left" in stderr
+    assert "note: the cache takes no more tars, so the remaining tars are read by range: [Errno 28]" in stderr
     assert not copies_of(written_data, tiny_disk)
 
 

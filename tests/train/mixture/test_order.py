@@ -41,8 +41,8 @@ def test_every_window_has_the_proportions(sizes: tuple[int, ...], mix: str | Non
     """Give or take as many groups as docs/data.md says, and exactly after each period."""
     order = make_order(sizes, mix, group)
     folder = walk_order(order)[1].reshape(-1, group)[:, 0]  # the first position of a group is never empty
-    period = sum(order.shares)
-    for number, share in enumerate(order.shares):
+    period = sum(order.weights)
+    for number, share in enumerate(order.weights):
         before = np.cumsum(np.r_[0, folder == number])
         surplus = before - np.arange(len(before)) * share / period  # of windows of any length: its differences
         assert np.ptp(surplus) <= 8 + (len(sizes) - 1).bit_length(), number
@@ -64,7 +64,7 @@ def test_each_epoch_of_a_folder_has_each_of_its_samples_once(
         length = sum(-(-size // group) * group for size in sizes)
         first = samples[:length]
         assert sorted(first[first >= 0].tolist()) == list(range(sum(sizes)))
-        assert order.per_epoch() == [1.0] * len(sizes)
+        assert order.visits_per_epoch() == [1.0] * len(sizes)
 
 
 @pytest.mark.parametrize(("sizes", "mix", "group"), CASES)
@@ -96,7 +96,7 @@ def test_each_rank_gets_the_proportions(num_ranks: int) -> None:
         for rank in range(num_ranks):
             folders = order.folder_of(order.at(Share(rank, num_ranks).at(np.arange(600))))
             shares = np.bincount(folders, minlength=len(sizes)) / len(folders)
-            assert np.abs(shares - np.array(order.shares) / sum(order.shares)).max() < 0.05
+            assert np.abs(shares - np.array(order.weights) / sum(order.weights)).max() < 0.05
 
 
 def test_seeds_have_orders_of_their_own_and_equal_folders_too() -> None:
@@ -109,7 +109,7 @@ def test_seeds_have_orders_of_their_own_and_equal_folders_too() -> None:
 def test_weights_are_read_exactly() -> None:
     assert parse_mix("2, 1") == (Fraction(2), Fraction(1))
     assert parse_mix("0.7,0.3") == (Fraction(7, 10), Fraction(3, 10))
-    assert make_order((5, 5), "0.7,0.3", 1).shares == (7, 3) and make_order((5, 5), "4,2", 1).shares == (2, 1)
+    assert make_order((5, 5), "0.7,0.3", 1).weights == (7, 3) and make_order((5, 5), "4,2", 1).weights == (2, 1)
 
 
 @pytest.mark.parametrize("mix", ["0,1", "-1,2", "a,b", "1,,2", "", "nan,1", "inf,1", "1e9,1", "0.33333333333,1"])

@@ -19,7 +19,7 @@ from clipmill.shards.format import BLOCK_BYTES
 from clipmill.shards.npy import decompress_frame
 from clipmill.train.data.batch import Batch, BatchMemory
 from clipmill.train.data.captions import Captions
-from clipmill.train.data.latents.segments import FALSE_COLOUR_STDS, LatentSegments, begins_s, frame_times_us
+from clipmill.train.data.latents.segments import FALSE_COLOUR_STDS, LatentSegments, frame_starts_s, frame_times_us
 from clipmill.train.data.loader import Block, LoaderSettings
 from clipmill.train.data.mapped_tars import Part, Problem, VerifiedMembers
 from clipmill.train.data.outcomes import FailedSample
@@ -92,10 +92,10 @@ class SegmentReader:
         latents = self._records.array_place[requests.chunk] + requests.frame * frame_bytes
         # Find the requests that must load a member first. All other members have been verified, or will be by then.
         are_parts = not self._records.shape.is_compressed and self._tars.are_mapped(latents)
-        due = self._latents.are_due(requests.chunk)
+        due = self._latents.first_unverified(requests.chunk)
         if self._text is not None and self._segments.text is not None and requests.text_place is not None:
             are_parts = are_parts and self._tars.are_mapped(requests.text_place)
-            due |= self._text.are_due(self._segments.text.member_at(requests.text_place))
+            due |= self._text.first_unverified(self._segments.text.member_at(requests.text_place))
         if not are_parts:
             due[:] = True
         if due.any():
@@ -326,7 +326,7 @@ class LatentReader:
     @cached_property
     def segment_reader(self) -> SegmentReader:
         """Reader of segments. Its first use starts fetching remote tars."""
-        self.segments.maps.begin_fetching()
+        self.segments.maps.start_downloads()
         return SegmentReader(self.segments)
 
     def requests(self, block: Block) -> SegmentRequests:
@@ -334,7 +334,7 @@ class LatentReader:
         rows, chunk, frame = block.samples, self._chunk[block.samples], self._frame[block.samples].astype(np.int64)
         num_frames = np.minimum(self.segments.records.num_frames[chunk] - frame, self.num_frames)
         columns: Columns = {"position": block.positions, "clip_id": rows.astype(np.int64)}
-        columns["time_s"] = begins_s(self.segments.records, chunk, frame, num_frames=self.num_frames)
+        columns["time_s"] = frame_starts_s(self.segments.records, chunk, frame, num_frames=self.num_frames)
         text_place = None
         if self.captions is not None:
             captions = self.captions.rows
@@ -409,7 +409,7 @@ class LatentReader:
 
     def deviations(self) -> list[str]:
         """Report whether latents were made from chunks that are not current, and where the tars are located."""
-        return [self.segments.made_of, self.segments.maps.describe()]
+        return [self.segments.source_remark, self.segments.maps.describe()]
 
 
 class MixedLatentReader:

@@ -1,8 +1,8 @@
-"""Locations of the latents of all chunks, and the segments into which they are cut, as arrays: 40 bytes per chunk.
+"""Locations of the latents of all chunks, as arrays with 40 bytes per chunk, and the segments into which they are cut.
 
-A segment consists of `num_frames` frames of one chunk; segment i of a chunk begins at frame i * num_frames. The rest of
-a chunk is a tail: a shorter segment, which is either omitted or zero-padded. Latents from a video VAE have the segments
-that the VAE encoded, and no tails. A frame is then a latent frame, at the lower rate of latent frames.
+A segment consists of `num_frames` frames of a chunk; segment i of a chunk begins at frame i * num_frames. The rest of a
+chunk is a tail: a shorter segment, which is either omitted or zero-padded. Latents from a video VAE keep the segments
+that the VAE encoded, and have no tails. Their frames are latent frames, at the lower rate of the VAE.
 """
 
 import re
@@ -39,27 +39,31 @@ _COMPRESSED = "latents.npy.zst"
 _ITEM_BYTES = 2  # size of a float16 or bfloat16
 _SHAPE_COLUMNS = ("channels", "height", "width", "dtype", "fps_num", "fps_den")
 DEFAULT_SEGMENT = "5s"
-FALSE_COLOUR_STDS = 2.0  # range of false colours on either side of grey, in standard deviations
-_SAME_S = 1e-3  # tolerance, because decimal seconds may not be exact, as for 80 frames at 30000/1001 frames per second
+FALSE_COLOUR_STDS = 2.0  # distance from grey to black and white in false colours, in standard deviations
+_SAME_S = (
+    1e-3  # tolerance for lengths that decimal seconds cannot express, as 80 frames at 30000/1001 frames per second
+)
 _MS_PER_S = 1000
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*s?")
 
 
 @dataclass(frozen=True)
 class FrameShape:
-    """Shape that all latents of a set share.
+    """Shape that all latents of a variant have in common.
 
     Attributes:
-        channels, height, width: C, h and w of a latent.
+        channels, height, width: Channels C, height h and width w of a latent.
+        dtype: Name of the dtype, float16 or bfloat16.
         fps: Latent frames per second.
-        segment_frames: Number of frames T' if a video VAE encoded complete segments, stored as [C, T', h, w]; 0 if the
-            VAE encoded frame by frame, stored as [C, h, w].
+        is_compressed: True if the members are compressed.
+        segment_frames: Number T' of latent frames per segment if a video VAE encoded complete segments, which are
+            stored as [C, T', h, w]; 0 if the VAE encoded single frames, which are stored as [C, h, w].
     """
 
     channels: int
     height: int
     width: int
-    dtype: str  # float16 or bfloat16
+    dtype: str
     fps: Fraction
     is_compressed: bool = False
     segment_frames: int = 0
@@ -69,21 +73,25 @@ class FrameShape:
         return self.channels * self.height * self.width * _ITEM_BYTES
 
     def __str__(self) -> str:
-        how = f", in segments of {self.segment_frames}" if self.segment_frames else ""
-        how += ", compressed" if self.is_compressed else ""
-        return f"{self.channels} x {self.height} x {self.width} {self.dtype} at {self.fps} frames a second{how}"
+        suffix = f", in segments of {self.segment_frames}" if self.segment_frames else ""
+        suffix += ", compressed" if self.is_compressed else ""
+        return f"{self.channels} x {self.height} x {self.width} {self.dtype} at {self.fps} frames a second{suffix}"
 
 
 @dataclass(frozen=True)
 class LatentRecords:
-    """Chunks with latents, ordered by (video row, start). Each array has one entry per chunk.
+    """Chunks with latents, ordered by video and start. Each array has one entry per chunk.
 
     Attributes:
+        shape: Shape of all latents.
+        video_row: Row of the chunk's video in the list of videos.
+        start_ms: Start in the video, milliseconds.
+        num_frames: Number of latent frames.
         array_place: Place of the array, or of the member if it is compressed (clipmill.train.data.mapped_tars).
         header_bytes: Size of the npy header before the array; 0 for a compressed member.
         crc32: CRC-32 checksum of header and array, or of the compressed member.
         num_unknown: Number of chunks that are omitted because their videos are not in the manifest.
-        packed_bytes: Size of a compressed member; None if members are not compressed.
+        packed_bytes: Size of the compressed member; None if members are not compressed.
     """
 
     shape: FrameShape
@@ -100,7 +108,7 @@ class LatentRecords:
         return len(self.video_row)
 
     def take(self, rows: NDArray[np.int64]) -> "LatentRecords":
-        """Return the records of these chunks; `rows` must be ascending."""
+        """Return the records of the chunks in these rows, which must be ascending."""
         arrays: dict[str, Any] = {
             name: value[rows] for name, value in vars(self).items() if isinstance(value, np.ndarray)
         }
@@ -122,18 +130,20 @@ class LatentRecords:
 def read_records(
     variant: Variant, *, starts: NDArray[np.int64], video_ids: pa.Array, known_ids: pa.Array
 ) -> LatentRecords | None:
-    """Collect the chunks of the videos `video_ids` from a variant's merged table or, without a table, from its indexes.
+    """Return the chunks of a variant that belong to these videos.
+
+    They come from the variant's merged table or, if there is none, from the indexes of its shards.
 
     Args:
         starts: Place of each shard's tar.
-        video_ids: IDs of the videos; a video's row is its index in this array.
+        video_ids: IDs of the requested videos. The row of a video is its index in this array.
         known_ids: IDs of all videos of the manifest.
 
     Returns:
-        The records; None if none of the videos has latents.
+        records: The records; None if none of the videos has latents.
 
     Raises:
-        UserError: Chunks have latents of different shapes, or an index does not match its tar.
+        UserError: Latents of chunks differ in shape, or an index does not match its tar.
     """
     if not variant.num_shards:
         return None
@@ -169,9 +179,9 @@ def read_records(
 
 def _shape(variant: Variant, table: pa.Table, shard_of: NDArray[np.int64], *, is_compressed: bool) -> FrameShape:
     """Return the shape of all latents; raise UserError if shapes differ."""
-    alike = table.select([*_SHAPE_COLUMNS]).group_by(list(_SHAPE_COLUMNS), use_threads=False).aggregate([])
+    distinct_rows = table.select([*_SHAPE_COLUMNS]).group_by(list(_SHAPE_COLUMNS), use_threads=False).aggregate([])
     shapes, segment_frames = [], int(variant.recipe.get("latent_frames") or 0)
-    for row in alike.to_pylist():
+    for row in distinct_rows.to_pylist():
         same = np.ones(len(table), bool)
         for name, value in row.items():
             same &= pc.equal(table[name], value).to_numpy()
@@ -183,21 +193,21 @@ def _shape(variant: Variant, table: pa.Table, shard_of: NDArray[np.int64], *, is
         tars = variant.tar_files
         raise UserError(
             f"latents differ in shape: {shape} in {tars.path(first_shard)}, {other_shape} in {tars.path(other_shard)}",
-            hint="all latents of a variant must have the same shape: "
-            f"prep {command_for(LATENTS)} makes a new variant with one setting",
+            hint=f"run prep {command_for(LATENTS)} to make a new variant: all latents of a variant must have the "
+            "same shape",
         )
     return shape
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Segments of a set of chunks, numbered one chunk after another.
+    """Segments of chunks, numbered one chunk after another.
 
     Attributes:
         num_frames: Number of frames of a full segment.
-        first: Index of the first segment of each chunk, followed by the number of segments, [chunks + 1].
+        first: Number of the first segment of each chunk, followed by the number of segments, int64 [chunks + 1].
         num_tails: Number of chunks that end with a shorter segment.
-        tails: Treatment of tails: "pad" if they are also segments, or "drop".
+        tails: Treatment of shorter segments: "pad" if they are segments too, or "drop".
     """
 
     num_frames: int
@@ -214,7 +224,7 @@ class Segments:
 
 
 def cut(records: LatentRecords, *, num_frames: int, tails: Tails) -> Segments:
-    """Cut the chunks in `records` into segments."""
+    """Cut chunks into segments of `num_frames` frames."""
     per_chunk, rest = np.divmod(records.num_frames.astype(np.int64), num_frames)
     if tails == "pad":
         per_chunk += rest > 0
@@ -234,7 +244,11 @@ def times_us(
 def frame_times_us(
     records: LatentRecords, chunk: NDArray[np.integer], begin: NDArray[np.integer], *, num_frames: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the start and end, as in `times_us`, of segments that begin at the frame `begin` of their chunks."""
+    """Return the start and end of segments, as `times_us` does, given their chunks and first frames.
+
+    Args:
+        begin: First frame of each segment in its chunk.
+    """
     begin = begin.astype(np.int64)
     end = np.minimum(begin + num_frames, records.num_frames[chunk])
     fps = records.shape.fps
@@ -243,10 +257,14 @@ def frame_times_us(
     return start_us + begin * frame_us // fps.numerator, start_us + end * frame_us // fps.numerator
 
 
-def begins_s(
+def frame_starts_s(
     records: LatentRecords, chunk: NDArray[np.integer], begin: NDArray[np.integer], *, num_frames: int
 ) -> NDArray[np.float64]:
-    """Return the start of each frame of segments, seconds [N, num_frames]; nan after a chunk's last frame."""
+    """Return the start of each frame of segments in the video, seconds [N, num_frames]; nan after the chunk's end.
+
+    Args:
+        begin: First frame of each segment in its chunk.
+    """
     frame = begin.astype(np.int64)[:, None] + np.arange(num_frames)
     fps = records.shape.fps
     start = records.start_ms[chunk].astype(np.int64)[:, None] * fps.numerator
@@ -255,26 +273,32 @@ def begins_s(
 
 
 def frames_of(segment: str | None, shape: FrameShape) -> int:
-    """Return the number of frames in a segment of a length such as `5s`; None means the default length.
+    """Return the number of frames in a segment.
+
+    Args:
+        segment: Length such as `5s`; None for the default length.
 
     Raises:
-        UserError: `segment` is not a duration, is not a whole number of frames, or is not the video VAE's segment.
+        UserError: `segment` is not a duration, is not a whole number of frames, or differs from the segments that a
+            video VAE encoded.
     """
     if shape.segment_frames:
         stored_s = float(shape.segment_frames / shape.fps)
         if segment is not None and abs(float(seconds_of(segment)) - stored_s) > _SAME_S:
             raise UserError(
-                f"a segment of {segment!r} cannot be cut out of these latents: a video VAE encoded complete "
+                f"a segment of {segment!r} cannot be cut from these latents: a video VAE encoded complete "
                 f"segments of {stored_s:g} s",
-                hint=f"omit the length, use {stored_s:g}s, or another --segment of prep {command_for(LATENTS)}",
+                hint=f"omit the length, use {stored_s:g}s, or make latents with a different --segment of prep "
+                f"{command_for(LATENTS)}",
             )
         return shape.segment_frames
     segment = DEFAULT_SEGMENT if segment is None else segment
     num_frames = seconds_of(segment) * shape.fps
     if num_frames < 1 or num_frames.denominator != 1:
         raise UserError(
-            f"a segment of {segment!r} is {float(num_frames):g} frames at {shape.fps} frames a second",
-            hint="give seconds that hold a whole number of frames, such as 5s",
+            f"a segment of {segment!r} is {float(num_frames):g} frames at {shape.fps} frames a second, not a positive "
+            "whole number of frames",
+            hint="use a length that contains a whole number of frames, such as 5s",
         )
     return int(num_frames)
 
@@ -283,13 +307,19 @@ def seconds_of(segment: str) -> Fraction:
     """Convert a duration such as `5s` or `2.5` to seconds; raise UserError if it is not a duration."""
     match = _DURATION.fullmatch(segment)
     if match is None:
-        raise UserError(f"{segment!r} is not a segment length", hint="give seconds, such as 5s")
+        raise UserError(f"{segment!r} is not a segment length", hint="use seconds, such as 5s")
     return Fraction(match[1])
 
 
 @dataclass(frozen=True)
 class StoredLatents:
-    """Chunks with latents for the videos of a split, and the divided videos (None if there are none)."""
+    """Chunks of a split that have latents.
+
+    Attributes:
+        video_ids: IDs of the videos of the split.
+        records: Chunks with latents.
+        divided: Videos whose seconds belong to several splits; None if there are none.
+    """
 
     video_ids: pa.Array
     records: LatentRecords
@@ -298,16 +328,16 @@ class StoredLatents:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSegments:
-    """The data from which segments are read.
+    """Data from which segments are read.
 
     Attributes:
         records: Chunks with latents, which are the parts of a segment table.
-        video_ids: Videos of the split.
-        maps: Tars of latents and stored texts.
+        video_ids: IDs of the videos of the split.
+        maps: Maps of the tars of latents and stored texts.
         text: Members that contain stored texts; None if samples have no stored texts.
         num_frames: Number of frames of a full segment.
-        has_tails: True if shorter segments are also samples.
-        made_of: Remark that the latents were made from other chunks; usually empty.
+        has_tails: True if shorter segments are samples too.
+        source_remark: Remark for the log if the latents were made from chunks that are not current; otherwise empty.
     """
 
     records: LatentRecords
@@ -316,7 +346,7 @@ class LatentSegments:
     text: "TextMembers | None"
     num_frames: int
     has_tails: bool
-    made_of: str
+    source_remark: str
 
     def key(self, chunk: int) -> str:
         """Return the key of a chunk."""
@@ -328,26 +358,26 @@ ShownCaptions = Literal["none", "stored", "words"]
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentQuery:
-    """Query for the segments of a data folder.
+    """Description of the segments to open from a data folder.
 
     Attributes:
-        data_dir: Folder that prep made.
+        data_dir: Data folder, or the local copy of its small files if the tars are elsewhere.
         split: Split of the manifest.
-        segment: Length of a segment in seconds, a whole number of frames. By default, the stored segments of a video
-            VAE, or DEFAULT_SEGMENT for other latents.
-        captions: Form of captions in samples: none, stored embeddings, or "words" for text. Unless it is none, segments
+        segment: Length of a segment, such as "5s", which must be a whole number of frames. Default: the stored segments
+            of a video VAE, or DEFAULT_SEGMENT for other latents.
+        captions: Form of captions: "none", "stored" for embeddings, or "words" for text. Unless it is "none", segments
             without captions are omitted.
-        loading: Batches and this rank's share. The threads read members that must be verified, fetched or decompressed.
+        loading: Settings of the loader. Its threads read members that must be verified, downloaded or decompressed.
             Four threads keep a disk busy, and one thread verifies several gigabytes per second. Memory is pinned if
             there is a GPU, unless the caller keeps batches.
         tails: Treatment of the frames after the last full segment of a chunk: "drop", or "pad" with zeros (batches then
             have `num_frames`).
         sources: Sampling weights of caption sources (clipmill.train.config.clips).
-        classes: Class lists of labels, instead of captions. Segments without any of the labels are omitted
-            (clipmill.train.data.latents.segment_table).
-        max_segments: Maximum number of samples per video, evenly spaced; None for all.
-        where: Expression that selects segments by chunks and captions (clipmill.shards.where); None for all.
-        tars: Reader of the tars of a remote data folder. The folder's small files are in `data_dir`.
+        classes: Class lists of the labels, for samples with labels instead of captions. Segments without any of the
+            labels are omitted (clipmill.train.data.latents.segment_table).
+        max_segments: Maximum number of segments per video, evenly spaced; None for all.
+        where: Expression that selects segments by chunks and captions (clipmill.shards.where); None for all segments.
+        tars: Reader of the tars of a remote data folder; None if they are in `data_dir`.
     """
 
     data_dir: Path = field(kw_only=False)

@@ -119,7 +119,7 @@ def open_latent_segments(
         num_rows=num_rows,
     )
     is_first = np.diff(table.first_part, prepend=-1) > 0  # True for the first segment of each chunk; chunks ascend
-    maps.want(records.array_place[table.first_part[is_first]])
+    maps.register_places(records.array_place[table.first_part[is_first]])
     captions: Captions | None = None
     if table.captions is not None and stored_captions is not None:
         captions = Captions(table.captions, stored_captions.texts, tokenize=tokenize)
@@ -154,9 +154,9 @@ def open_latent_segments(
         text_width=None if members is None else members.width,
     )
     video, current = latents.recipe.get(VIDEO), current_variant(data_dir, VIDEO)
-    made_of = ""
+    source_remark = ""
     if video is not None and current is not None and video != current:
-        made_of = f"made of the chunks of {video}, and {current} is the current variant"
+        source_remark = f"made of the chunks of {video}, and {current} is the current variant"
     segments = LatentSegments(
         records=records,
         video_ids=stored.video_ids,
@@ -164,7 +164,7 @@ def open_latent_segments(
         text=members,
         num_frames=num_frames,
         has_tails=query.tails == "pad",
-        made_of=made_of,
+        source_remark=source_remark,
     )
     import torch
 
