@@ -28,14 +28,16 @@ from clipmill.manifests.adapters.annotations import (
     open_annotations,
     require_file,
 )
-from clipmill.manifests.adapters.caption_columns import missing_columns, take_columns, times_of
 from clipmill.manifests.adapters.reading import ROWS_PER_CHUNK, is_encodable
 from clipmill.manifests.adapters.table_formats import (
     JSON_SUFFIX,
     LINE_SUFFIXES,
     TEXT_SUFFIXES,
     json_table_rows,
+    missing_columns,
     read_separated_rows,
+    take_columns,
+    times_of,
 )
 from clipmill.manifests.caption_table import LABEL_PREFIX, METADATA_KEY, PSEUDO_CAPTIONS
 from clipmill.manifests.errors import UserError

@@ -1,30 +1,30 @@
-"""Ego4D narrations (Grauman et al. 2022): the official files, pickled lists from AVION and LaViLa, and EgoVLP files.
+"""Read narrations of Ego4D (Grauman et al. 2022): official files, pickled lists of AVION and LaViLa, files of EgoVLP.
 
 `narration.json` lists the narrations of a video by pass (`narration_pass_1`: `narration_text`, `timestamp_sec`).
-`all_narrations_redacted.json` (version 2) has one list for each video (`narrations`: `text`, `time`). There,
+`all_narrations_redacted.json` (version 2) has one list for each video (`narrations`: `text`, `time`). In this list,
 `_annotation_uid` identifies the pass of one annotator, and passes are numbered in the order in which they first occur.
-Both files give every narration a single timestamp. EgoVLP's rule (Lin et al. 2022, section 3) expands it to an
-interval: [t - beta_i / (2 alpha), t + beta_i / (2 alpha)]. Here beta_i is the mean gap between consecutive narrations
-of video i, and alpha is the mean of beta_i over all videos of the file. Gaps are measured within one annotator's pass.
-Videos of the file count even if they have not been downloaded, so that captions do not shift when more of the dataset
-is downloaded. Negative start times become 0.
+In both files, a narration has a single timestamp t. The rule of EgoVLP (Lin et al. 2022, section 3) expands it to the
+interval [t - beta_i / (2 alpha), t + beta_i / (2 alpha)], where beta_i is the mean gap between consecutive narrations
+of video i, and alpha is the mean of beta_i over all videos of the file. Gaps are measured within the pass of one
+annotator. Videos of the file count even if they have not been downloaded, so that captions do not shift when more of
+the dataset is downloaded. Negative start times become 0.
 
-As in EgoVLP, narrations tagged #unsure are rejected, and all other tags stay in the text (`#C C opens the door`).
+As in EgoVLP, narrations with the tag #unsure are rejected, and all other tags stay in the text (`#C C opens the door`).
 
-The narration files have no splits. Their videos belong to train, unless `ego4d.json`, the metadata of the videos, is
-also passed. It has a split for each group of benchmarks (`split_em`, `split_av`, ...). A video in a test split belongs
-to test; a video in a validation split or in several splits (`multi`) belongs to val. Thus, as in EgoVLP's selection, no
-benchmark evaluates on a training video.
+The narration files have no splits. Their videos belong to train, unless `ego4d.json`, which contains the metadata of
+the videos, is passed as well. It has a split for each group of benchmarks (`split_em`, `split_av`, ...). A video that
+is in a test split belongs to test. Otherwise, a video that is in a validation split or in several splits (`multi`)
+belongs to val. Therefore, as in the selection of EgoVLP, no benchmark evaluates on a training video.
 
 A pickled list contains rows of (video, start in seconds, end in seconds, narration or list of narrations), with exact
-intervals. Lists from LaViLa's narrator also have scores of the narrations, which are ignored. Split and source are
-derived from the file name: `ego4d_train.rephraser.no_punkt_top3` and `ego4d_train` are two sources, and their captions
-with the same interval belong to the same clip.
+intervals. Lists from the narrator of LaViLa also contain scores, which are ignored. Split and source are derived from
+the file name: `ego4d_train.rephraser.no_punkt_top3` and `ego4d_train` are two sources, and their captions with the same
+interval belong to the same clip.
 
-EgoVLP's `egoclip.csv` is tab-separated. Each row is a clip-text pair: `video_uid`, `clip_start` and `clip_end` in
-seconds, and `clip_text`. The pairs belong to train with the source `egoclip`, and a negative start time becomes 0.
-Each distinct clip of `egomcq.json` (clipmill.manifests.adapters.egomcq) becomes one caption in the split val with the
-source `egomcq`. A text file lists videos to omit.
+The tab-separated `egoclip.csv` of EgoVLP has a pair of clip and text in each row: `video_uid`, `clip_start` and
+`clip_end` in seconds, and `clip_text`. The pairs belong to train and have the source `egoclip`. A negative start time
+becomes 0. Each distinct clip of `egomcq.json` (clipmill.manifests.adapters.egomcq) becomes one caption in the split val
+with the source `egomcq`. A text file lists videos to omit.
 """
 
 import pickle
@@ -70,10 +70,10 @@ REDACTED_STATUS = "redacted"
 def read_ego4d(
     directory: Location, *, annotations: Sequence[Path], dataset: str = "ego4d", skip: Location | None = None
 ) -> Reading:
-    """Read Ego4D narrations from JSON and pickle files.
+    """Read narrations of Ego4D.
 
     Args:
-        annotations: Narration files, `ego4d.json` for their splits, EgoVLP files, and text files of videos to omit.
+        annotations: Narration files, `ego4d.json` with the splits, files of EgoVLP, and text files with videos to omit.
 
     Raises:
         UserError: No videos are found, or an annotation file cannot be read.
@@ -123,7 +123,7 @@ def read_ego4d(
 
 
 def _splits(path: Path) -> dict[str, str]:
-    """Return the split of each video in `ego4d.json`; empty for any other file."""
+    """Return the split of each video in `ego4d.json`, or an empty dict for any other file."""
     splits: dict[str, str] = {}
     for key, entry in object_items(path, inside="videos"):
         if key == "videos" and isinstance(entry, dict) and isinstance(entry.get("video_uid"), str):
@@ -131,13 +131,13 @@ def _splits(path: Path) -> dict[str, str]:
             is_val = not values.isdisjoint((VAL, "multi"))
             splits[entry["video_uid"]] = TEST if TEST in values else VAL if is_val else TRAIN
         elif splits or _is_video(entry):
-            break  # the rest is long and not needed
+            break  # the rest of the file is long and not needed
     return splits
 
 
 def _add_narrations(builder: ReadingBuilder, videos: AnnotatedVideos, *, path: Path, splits: Mapping[str, str]) -> None:
-    # The file is read twice, because alpha, the mean of beta over all videos of the file, is known only at the end, and
-    # keeping all narrations in memory would cost more.
+    # The file is read twice, because alpha, the mean of beta over all videos of the file, is known only at the end. To
+    # keep all narrations in memory would cost more.
     beta_of_video: dict[str, float | None] = {}
     for source_id, entry in _videos(path):
         if source_id not in beta_of_video:
@@ -168,15 +168,16 @@ def _add_narrations(builder: ReadingBuilder, videos: AnnotatedVideos, *, path: P
         half_s = None if beta_s is None else beta_s / (2 * alpha_s)
         for name, rows in narrations.items():
             times_s = _times(rows)
-            kept = _keep_usable(builder, rows, times_s, half_s=half_s, where=(path, source_id, name))
-            if kept and half_s is not None:
+            usable = _usable_rows(builder, rows, times_s, half_s=half_s, path=path, source_id=source_id, pass_name=name)
+            if usable and half_s is not None:
+                texts = [_field(rows[row], "narration_text", "text").strip() for row in usable]
                 builder.add_captions(
                     video,
-                    texts=pa.array([_field(rows[row], "narration_text", "text").strip() for row in kept], pa.string()),
+                    texts=pa.array(texts, pa.string()),
                     source=name,
                     file=path,
-                    begin_s=np.maximum(times_s[kept] - half_s, 0.0),
-                    end_s=times_s[kept] + half_s,
+                    begin_s=np.maximum(times_s[usable] - half_s, 0.0),
+                    end_s=times_s[usable] + half_s,
                 )
 
 
@@ -205,35 +206,42 @@ def _passes(entry: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _field(row: Any, *names: str) -> Any:
-    """Return the value of the first field in `names` that a narration has; None if it has no such field."""
+    """Return the value of the first of the named fields that a narration has, or None if it has none of them."""
     return next((row[name] for name in names if name in row), None) if isinstance(row, dict) else None
 
 
 def _times(rows: list[Any]) -> np.ndarray:
-    """Return the timestamp of every narration in seconds, float64[N]; NaN if missing or invalid."""
+    """Return the timestamps of narrations in seconds, float64[N]. A missing or invalid timestamp is NaN."""
     times = [_field(row, "timestamp_sec", "time") for row in rows]
     numbers = [time if _is_time(time) and 0 <= time <= LONGEST_S else np.nan for time in times]
     return np.array(numbers, np.float64)
 
 
 def _mean_gap_s(narrations: dict[str, list[Any]]) -> float | None:
-    """Return beta_i, the mean gap between consecutive narrations in all passes of a video; None without gaps."""
+    """Return beta_i, the mean gap in seconds between consecutive narrations of a video; None if there are no gaps."""
     times = [_times(rows) for rows in narrations.values()]
     gaps = np.concatenate([np.empty(0), *(np.diff(np.sort(times_s[np.isfinite(times_s)])) for times_s in times)])
     return float(gaps.mean()) if gaps.any() else None
 
 
-def _keep_usable(
+def _usable_rows(
     builder: ReadingBuilder,
     rows: list[Any],
     times_s: np.ndarray,
     *,
     half_s: float | None,
-    where: tuple[Path, str, str],
+    path: Path,
+    source_id: str,
+    pass_name: str,
 ) -> list[int]:
-    """Return the indices of the usable narrations of a pass. The other narrations become rejected rows."""
-    path, source_id, name = where
-    kept = []
+    """Return the indices of the usable narrations of a pass. All other narrations become rejected rows.
+
+    Args:
+        rows: Narrations of the pass.
+        times_s: Timestamps in seconds, float64[N].
+        half_s: Half of the length of the intervals in seconds; None if the rule cannot be applied.
+    """
+    usable = []
     for row, (narration, time_s) in enumerate(zip(rows, times_s.tolist(), strict=True)):
         text = _field(narration, "narration_text", "text")
         if not isinstance(text, str) or not is_encodable(text):
@@ -249,10 +257,10 @@ def _keep_usable(
             reason = Reason.NO_INTERVAL
             detail = "the interval rule requires two narrations with different timestamps"
         else:
-            kept.append(row)
+            usable.append(row)
             continue
-        builder.reject(reason, file=str(path), row=row, source_id=source_id, detail=f"{name}: {detail}")
-    return kept
+        builder.reject(reason, file=str(path), row=row, source_id=source_id, detail=f"{pass_name}: {detail}")
+    return usable
 
 
 def _add_pickled_list(
@@ -288,7 +296,7 @@ def _add_pickled_list(
 
 
 def _is_time(value: object) -> TypeGuard[float]:
-    """Return True if `value` is a finite number, possibly negative, that can be represented as a float."""
+    """Return True if a value is a finite number, which may be negative, and can be represented as a float."""
     return (type(value) is float and isfinite(value)) or (type(value) is int and abs(value) <= LONGEST_S)
 
 
@@ -297,7 +305,7 @@ _COLUMNS = ("video_uid", "clip_start", "clip_end", "clip_text")
 
 
 def add_questions(builder: ReadingBuilder, videos: AnnotatedVideos, *, path: Path) -> None:
-    """Add each distinct clip in `egomcq.json` once, with its text."""
+    """Add each distinct clip of `egomcq.json` once, with its text as the caption."""
     seen: set[Clip] = set()
     for row, question in enumerate(read_questions(path)):
         if isinstance(question, str):
@@ -314,7 +322,7 @@ def add_questions(builder: ReadingBuilder, videos: AnnotatedVideos, *, path: Pat
 
 
 def add_pairs(builder: ReadingBuilder, videos: AnnotatedVideos, *, path: Path) -> None:
-    """Add the training pairs of `egoclip.csv`."""
+    """Add the pairs of clip and text in `egoclip.csv`."""
     for row in read_csv(path, required=_COLUMNS, separator="\t"):
         if row.fault is not None:
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row.number, detail=row.fault)
@@ -334,10 +342,10 @@ def add_pairs(builder: ReadingBuilder, videos: AnnotatedVideos, *, path: Path) -
 
 
 def omit_listed_videos(builder: ReadingBuilder, videos: AnnotatedVideos, *, path: Path) -> None:
-    """Omit the videos listed in a text file, one ID per line.
+    """Omit the videos that a text file lists, with one ID per line.
 
     Raises:
-        UserError: The file cannot be read, or is empty.
+        UserError: The file cannot be read, or lists no videos.
     """
     names = {line.strip() for line in text_lines(path) if line.strip()}
     if not names:

@@ -1,4 +1,4 @@
-"""Questions of EgoMCQ (Lin et al. 2022, section 4.1): Which of five clips does a narration describe?
+"""Read the questions of EgoMCQ (Lin et al. 2022, section 4.1): which of five clips does a narration describe?
 
 `egomcq.json` has one entry per question: a text (`query`), five clips (`choices`), and the key of the clip that the
 text describes (`answer`):
@@ -6,8 +6,8 @@ text describes (`answer`):
     {"0": {"query": {"clip_text": ...}, "answer": 3, "types": 1,
            "choices": {"0": {"video_uid": ..., "clip_start": ..., "clip_end": ..., "clip_text": ...}, ...}}, ...}
 
-A question has the kind `intra` if all its clips belong to one video, otherwise `inter`. `types` is not read, because in
-the public code, the comment about it contradicts the metric.
+A question has the kind `intra` if all of its clips belong to one video; otherwise, it has the kind `inter`. `types` is
+not read, because the comment about it in the public code contradicts the metric.
 """
 
 from collections.abc import Iterator
@@ -34,11 +34,14 @@ class Clip:
 
 @dataclass(frozen=True)
 class Question:
-    """A question of EgoMCQ: Which clip does the text describe?
+    """A question of EgoMCQ: which of the clips does the text describe?
 
     Attributes:
-        texts: Texts of the choices.
-        answer: Index of the correct choice.
+        number: 0-based index of the question in the file.
+        text: Text that describes one of the clips.
+        choices: The clips.
+        texts: Text of each clip.
+        answer: Index of the clip that the text describes.
     """
 
     number: int
@@ -55,12 +58,12 @@ class Question:
 
 def has_questions(path: Path) -> bool:
     """Return True if the first entry of a JSON file is a question of EgoMCQ."""
-    first = next(object_items(path), ("", None))[1]
-    return isinstance(first, dict) and "choices" in first and "query" in first
+    entry = next(object_items(path), ("", None))[1]
+    return isinstance(entry, dict) and "choices" in entry and "query" in entry
 
 
 def read_questions(path: Path) -> Iterator[Question | str]:
-    """Yield the questions in file order. For a malformed question, yield a description of its fault.
+    """Yield the questions in the order of the file. For a malformed question, yield a description of the fault.
 
     Raises:
         UserError: The file cannot be read, or is not a JSON object.
@@ -78,7 +81,7 @@ def read_questions(path: Path) -> Iterator[Question | str]:
 
 
 def clip_of(values: dict[str, Any]) -> Clip:
-    """Return the clip of a choice, or of a row in EgoClip; a negative start becomes 0.
+    """Return the clip of a choice or of a row in EgoClip. A negative start becomes 0.
 
     Raises:
         ValueError: The times are invalid.

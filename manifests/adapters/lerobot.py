@@ -1,17 +1,17 @@
-"""LeRobot datasets, versions 3 and 2: robot episodes, recorded by one or more cameras.
+"""Read LeRobot datasets, versions 3 and 2, which contain episodes of robots recorded by one or more cameras.
 
     meta/info.json          version, frames per second, features (a camera has the dtype `video`), splits as ranges of
                             episodes, templates of paths
-    meta/episodes/*/*       version 3, Parquet: a row per episode with its tasks, and for each camera the file and the
-                            span [from_timestamp, to_timestamp) in it; statistics of the episode's frames
-    meta/episodes.jsonl     version 2: a line per episode; each camera has a file per episode
+    meta/episodes/*/*       version 3, Parquet: one row per episode, with the tasks, statistics of the frames, and for
+                            each camera the file and the span [from_timestamp, to_timestamp) in it
+    meta/episodes.jsonl     version 2: one line per episode; each camera has one file per episode
     meta/tasks.*            the tasks by number
     data/                   states, actions, times and tasks of individual frames, which are not copied
 
-A caption describes a span of an episode, as one camera recorded it. Its text is the task, its group is the name of the
-episode, and its view is the short name of the camera. Other columns of the episodes become labels. If an episode has
-several tasks, it is divided where the task of its frames changes. If it has no task, its name becomes the caption, so
-that the episode keeps its split.
+A caption belongs to a span of an episode in the recording of one camera. The text is the task, the group is the name of
+the episode, and the view is the short name of the camera. All other columns of the episodes become labels. An episode
+with several tasks is divided where the task of its frames changes. An episode without a task has its name as the
+caption, so that the episode keeps its split.
 """
 
 import re
@@ -55,7 +55,7 @@ _COPY_AGAIN = "copy it again; after an interrupted recording, LeRobotDataset.fin
 
 @dataclass(frozen=True)
 class _Span:
-    """Part of a video file, whose path is relative to the folder of the dataset."""
+    """Time span in seconds in a video file. The path of the file is relative to the folder of the dataset."""
 
     file: str
     begin_s: float
@@ -64,15 +64,16 @@ class _Span:
 
 @dataclass(frozen=True)
 class _Episode:
-    """An episode.
+    """Metadata of an episode.
 
     Attributes:
-        row: Row of its metadata.
-        split: Split that contains the episode; None if no split does.
-        tasks: Non-empty tasks of the episode.
-        data_file: File with its states and actions, relative to the folder of the dataset.
-        spans: Span by camera, except for cameras whose file or times are missing.
-        labels: Value by column.
+        row: 0-based index of the episode in the metadata.
+        index: `episode_index`.
+        split: Split that contains the episode; None if no split contains it.
+        tasks: Distinct tasks of the episode, without empty ones.
+        data_file: File with the states and actions, relative to the folder of the dataset.
+        spans: Span of the episode by camera, except for cameras whose file or times are missing.
+        labels: Labels by name of the column.
     """
 
     row: int
@@ -93,9 +94,11 @@ class _Dataset:
     """Content of meta/info.json.
 
     Attributes:
-        views: Short name by camera (name of a feature).
-        successes: Frame features that record whether the robot succeeded.
-        splits: Ranges of episodes with their splits, held-out splits first.
+        root: Folder of the dataset.
+        is_v3: True for version 3, False for version 2.
+        views: Short names of the cameras, by name of the feature.
+        successes: Names of the features of frames that record whether the robot was successful.
+        splits: Ranges of episodes with their splits. Held-out splits come first.
         video_path, data_path: Templates of paths relative to `root`.
         num_per_folder: Number of episodes in a folder (version 2).
     """
@@ -120,8 +123,8 @@ def read_lerobot(directory: Location, *, dataset: str = DATASET) -> Reading:
     """Read a LeRobot dataset.
 
     Raises:
-        UserError: The folder is in a bucket, is not a LeRobot dataset of version 2 or 3, or has no camera with videos;
-            or its metadata cannot be read.
+        UserError: The folder is in a bucket, is not a LeRobot dataset of version 2 or 3, or has no camera with videos,
+            or the metadata cannot be read.
     """
     notes: list[str] = []
     info = _open_dataset(directory, notes)
@@ -145,7 +148,7 @@ def read_lerobot(directory: Location, *, dataset: str = DATASET) -> Reading:
     builder.begin_annotations(info.annotations)
     for row, unusable in faults:
         builder.reject(unusable.reason, file=str(info.annotations), row=row, detail=unusable.detail)
-    # Several datasets in one data folder may have cameras and episodes with the same names.
+    # The prefix distinguishes several datasets in one data folder, whose cameras and episodes may have the same names.
     prefix = "" if dataset == DATASET else f"{dataset}_"
     for camera in info.views:
         by_file: dict[str, list[_Episode]] = {}
@@ -170,11 +173,12 @@ def _add_file(
     tasks: Mapping[int, Sequence[tuple[float, str]]],
     prefix: str,
 ) -> None:
-    """Add a video file from a camera, and the captions of the episodes in it.
+    """Add a video file of a camera, and the captions of the episodes in it.
 
     Args:
-        tasks: Tasks by episode, each with its start in seconds from the start of the episode.
-        prefix: Prefix for names that also occur in other datasets.
+        file: Path relative to the folder of the dataset.
+        tasks: Tasks of each episode, with their starts in seconds from the start of the episode.
+        prefix: Prefix for names that may also occur in other datasets.
     """
     path, name, origin_file = info.root / file, PurePosixPath(file), info.annotations
     source_id = f"{prefix}{info.views[camera]}_{f'{name.parent.name}_' if info.is_v3 else ''}{name.stem}"
@@ -188,9 +192,9 @@ def _add_file(
             source_id, file=origin_file, num_captions=len(episodes), detail=detail, row=episodes[0].row
         )
         return
-    # Episodes that overlap another episode by more than half a frame, with the name of the other episode. Usually, the
-    # later episode is rejected. If one is held out and the other is for training, the training episode is rejected,
-    # because training would use held-out frames.
+    # Rejected episodes, which overlap another episode by more than half a frame, with the name of the other episode.
+    # Usually, the later episode is rejected. If one of them is held out and the other is for training, the episode for
+    # training is rejected, because training would use held-out frames.
     overlaps: dict[int, str] = {}
     last: _Episode | None = None
     for episode in sorted(episodes, key=lambda episode: episode.spans[camera].begin_s):
@@ -222,7 +226,7 @@ def _add_file(
 
 
 def _open_dataset(directory: Location, notes: list[str]) -> _Dataset:
-    """Read and check meta/info.json."""
+    """Read and validate meta/info.json. Notes for the user are appended to `notes`."""
     if isinstance(directory, str):
         problem = f"{mask_secrets(directory)} is not a local folder, and LeRobot datasets in buckets are not read"
         raise UserError(problem, hint="copy it to a local folder first")
@@ -278,7 +282,7 @@ def _open_dataset(directory: Location, notes: list[str]) -> _Dataset:
 def _views(
     features: Mapping[str, Mapping[str, Any]], *, fps: float, directory: Path, notes: list[str]
 ) -> dict[str, str]:
-    """Return the short names of the cameras that have videos, by camera."""
+    """Return the short names of the cameras that have videos, by name of the feature."""
     cameras: list[str] = []
     for name, feature in features.items():
         facts = [_dig(feature, "info"), _dig(feature, "video_info")]
@@ -316,12 +320,12 @@ def _split_range(path: Path, name: str, value: object) -> tuple[range, str]:
 
 
 def _fill(template: str, **values: int | str) -> str:
-    """Fill in the fields of a path template; fields without a value become 0."""
+    """Fill in the fields of a path template. Fields without a value become 0."""
     return _FIELD.sub(lambda match: str(values.get(match[1], 0)).zfill(int(match[2] or 0)), template)
 
 
 def _metadata_rows(info: _Dataset) -> Iterator[tuple[dict[str, Any], str | None]]:
-    """Yield the metadata of each episode, with the maxima of `info.successes`, and its fault or None."""
+    """Yield the metadata of each episode, including the maxima of `info.successes`, and its fault or None."""
     maxima = {f"stats/{name}/max": name for name in info.successes}
     if info.is_v3:
         files = sorted(info.annotations.glob("*/*.parquet"))
@@ -345,7 +349,7 @@ def _metadata_rows(info: _Dataset) -> Iterator[tuple[dict[str, Any], str | None]
 
 
 def _dig(value: object, *names: str) -> Any:
-    """Return a value inside nested JSON objects; None if the value or one of the objects is missing."""
+    """Return a value in nested JSON objects, or None if the value or one of the objects is missing."""
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
     return value
@@ -367,7 +371,7 @@ def _parquet_columns(path: Path) -> list[str]:
 def _read_parquet(path: Path, columns: Sequence[str], *, filters: Any = None, are_numbers: bool = False) -> pa.Table:
     try:
         table = pq.read_table(path, columns=list(columns), filters=filters, partitioning=None)
-        table.validate(full=True)  # strings that are not UTF-8
+        table.validate(full=True)  # raises an error for strings that are not UTF-8
         if are_numbers:
             table = table.cast(pa.schema([(name, pa.float64()) for name in columns]))
     except (OSError, pa.ArrowException) as error:
@@ -376,14 +380,14 @@ def _read_parquet(path: Path, columns: Sequence[str], *, filters: Any = None, ar
 
 
 def _to_whole(value: object) -> int | None:
-    """Return a value as an integer of at least 0, or None. (pandas writes 3.0 if the column has empty cells.)"""
+    """Return a value as a non-negative integer, or None. (pandas writes 3.0 for 3 if a column has empty cells.)"""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     return int(value) if 0 <= value < 10**9 and value == int(value) else None
 
 
 def _episode(info: _Dataset, row: int, values: Mapping[str, Any]) -> _Episode:
-    """Return the episode in a row of metadata; raise Unusable if the row is malformed."""
+    """Parse the metadata of an episode. Raise Unusable if it is malformed."""
     index, length, tasks = (
         _to_whole(values.get("episode_index")),
         _to_whole(values.get("length")),
@@ -409,7 +413,7 @@ def _episode(info: _Dataset, row: int, values: Mapping[str, Any]) -> _Episode:
             location |= {"chunk_index": chunk, "file_index": file}
         spans[camera] = _Span(_fill(info.video_path, video_key=camera, **location), begin_s, end_s)
     location |= {name: _to_whole(values.get(f"data/{name}")) or 0 for name in ("chunk_index", "file_index")}
-    # Labels are the columns that are neither positions nor statistics, and the success of the robot.
+    # The labels are the success of the robot, and all columns that contain neither positions nor statistics.
     labels: dict[str, object] = {}
     for name in info.successes:
         value = values.get(f"stats/{name}/max")
@@ -440,9 +444,10 @@ def _episode(info: _Dataset, row: int, values: Mapping[str, Any]) -> _Episode:
 def _tasks_by_time(
     info: _Dataset, episodes: Collection[_Episode], notes: list[str]
 ) -> dict[int, list[tuple[float, str]]]:
-    """Return the tasks of each episode, each with its start in seconds from the start of the episode; "" for no task.
+    """Return the tasks of each episode, with their starts in seconds from the start of the episode.
 
-    Frames are read only for episodes with several tasks. A task whose start cannot be read from them is omitted.
+    An episode without a task has the task "". Frames are read only for episodes with several tasks. A task whose start
+    cannot be read from the frames is omitted.
     """
     tasks = {episode.index: [(0.0, "".join(episode.tasks[:1]))] for episode in episodes}
     by_file: dict[str, list[_Episode]] = {}
@@ -469,7 +474,7 @@ def _tasks_by_time(
 
 
 def _missing_columns(info: _Dataset, file: str, names: Sequence[str]) -> str | None:
-    """Describe the columns `names` that a file of frames lacks; None if it has all of them."""
+    """Describe which of the columns are missing in a file of frames; return None if it has all of them."""
     if not (info.root / file).is_file():
         return f"there is no {file}"
     columns = _parquet_columns(info.root / file)
@@ -478,7 +483,7 @@ def _missing_columns(info: _Dataset, file: str, names: Sequence[str]) -> str | N
 
 
 def _task_names(info: _Dataset) -> dict[float, str]:
-    """Return the name of each task by its number."""
+    """Return the names of the tasks by number."""
     path = info.root / "meta" / ("tasks.parquet" if info.is_v3 else "tasks.jsonl")
     if not info.is_v3:
         rows = (row.values for row in json_rows(path))
@@ -493,7 +498,7 @@ def _task_names(info: _Dataset) -> dict[float, str]:
 
 
 def _notes_of(info: _Dataset, episodes: Collection[_Episode]) -> Iterator[str]:
-    """Describe unusual properties of the episodes."""
+    """Yield notes for the user about unusual properties of the episodes."""
     if isinstance(info.num_episodes, int) and info.num_episodes != len(episodes):
         yield f"meta/info.json has {info.num_episodes} episodes, but the metadata of episodes has {len(episodes):,}"
     kinds: dict[str, list[_Episode]] = {}

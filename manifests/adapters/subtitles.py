@@ -1,13 +1,13 @@
-"""Captions in files next to videos: subtitles (.srt, .vtt), and the output of speech recognition (Whisper's .json).
+"""Read captions from files next to videos: subtitles (.srt, .vtt), and speech recognition (.json from Whisper).
 
-A file belongs to the video with the same name in the same folder: `a.srt`, or with a language `a.en.srt`, belongs to
-`a.mp4`. Its captions have the source `subtitles`, or `asr` for the output of speech recognition, followed by the
-language: `subtitles-en`. Whisper writes the same words in all formats at once. If several files of a video have the
-same words, only one file is read: JSON, which has likelihoods, is preferred to .srt and .vtt.
+A file belongs to the video with the same name in the same folder: `a.srt`, or `a.en.srt` with a language, belongs to
+`a.mp4`. The source of the captions is `subtitles`, or `asr` for the output of speech recognition, followed by the
+language, as in `subtitles-en`. Whisper writes the same words in all formats at once. If several files of a video have
+the same words, only one of them is read: JSON, which contains likelihoods, is preferred to .srt and .vtt.
 
-Existing libraries are not used, for these reasons: pysubs2 reads a negative time as positive, and appends comments, cue
-names and cues with an invalid time to the text of the previous cue; webvtt-py omits such cues silently; srt rejects the
-complete file. In this module, every cue is either valid or has a fault.
+Existing libraries are not used, because none of them reports an invalid cue as such. pysubs2 reads a negative time as
+positive, and appends comments, names of cues and cues with invalid times to the text of the previous cue. webvtt-py
+silently omits such cues. srt rejects the complete file. In this module, each cue is either valid or has a fault.
 """
 
 import codecs
@@ -32,16 +32,17 @@ from clipmill.manifests.storage.urls import Location, location_name, split_url
 
 MAX_FILE_BYTES = 1 << 28
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
-# One to three dashes, and a decimal comma, point or colon, because all of these occur in files that players accept.
+# An arrow may have one to three dashes, and a fraction may follow a comma, a point or a colon, because all of these
+# occur in files that players accept.
 _TIME = r"-?(?:\d{1,4}:)?\d{1,3}:\d{1,2}(?:[.,:]\d{1,9})?"
 _TIMING = re.compile(rf"\s*(?P<begin>{_TIME})\s*-{{1,3}}>\s*(?P<end>{_TIME})(?:\s.*)?", re.DOTALL)
 _LIKE_TIMING = re.compile(r"[\s\d:.,-]*-->|[\s\d:.,-]*:[\s\d:.,-]*->|\s*-?\d+:\S*\s*-->")
 _ARROW = "-->"
-_WORD_TIME = re.compile(r"<\d[\d:.]*><c[.>]")  # time before each word in YouTube's automatic subtitles
-_INSTANT_S = 0.02
-_MAX_TIMING_CHARS = 100  # maximum length of the times in a line, because matching takes quadratic time
+_WORD_TIME = re.compile(r"<\d[\d:.]*><c[.>]")  # time of a word in YouTube's automatic subtitles
+_INSTANT_S = 0.02  # maximum length of a cue that only repeats lines, and of a gap between two scrolling cues
+_MAX_TIMING_CHARS = 100  # maximum length of the times in a line; matching takes quadratic time
 _PARTS = re.compile(r"(?P<sign>-?)(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)(?:[.,:](?P<fraction>\d+))?")
-# Matches <i>, </font>, <v Name>, <c.yellow>, <00:00:01.000>, {\an8}, {y:i}, but not "I <3 you" or "{laughs}".
+# A tag, such as <i>, </font>, <v Name>, <c.yellow>, <00:00:01.000>, {\an8}, {y:i}, but not "I <3 you" or "{laughs}".
 _TAG = re.compile(r"</?[A-Za-z][^<>]*>|</?>|<\d[\d:.,]*>|\{\\[^{}]*\}|\{[A-Za-z]:[^{}]*\}")
 _INVISIBLE = dict.fromkeys((0x200E, 0x200F, 0xFEFF))  # direction marks, and byte order marks in concatenated files
 _LINE_BREAK = re.compile(r"\\[Nnh]")
@@ -50,12 +51,12 @@ _ENTITY = re.compile(r"&(?:[A-Za-z]{1,32}|#\d{1,8}|#[xX][0-9a-fA-F]{1,8});")
 
 @dataclass(frozen=True)
 class Cue:
-    """A timed text in a subtitle file.
+    """A timed text in a file.
 
     Attributes:
-        number: Position in the file, from 0.
+        number: 0-based index of the cue in the file.
         likelihood: Mean log-probability per token, if known.
-        fault: Reason why the cue is unusable, or None.
+        fault: Reason why the cue is unusable, with a description, or None.
     """
 
     number: int
@@ -67,11 +68,14 @@ class Cue:
 
 
 class Unreadable(Exception):
-    """A file does not have the expected form; the message states the reason."""
+    """A file cannot be read or does not have the expected form. The message states the reason."""
 
 
 def decode_text(content: bytes) -> tuple[str, str | None]:
-    """Decode the text of a file as UTF-8, UTF-16 or Windows-1252; return it, and the encoding if it was guessed.
+    """Decode the content of a file as UTF-8, UTF-16 or Windows-1252.
+
+    Returns:
+        The text, and the name of the encoding if it was guessed, otherwise None.
 
     Raises:
         Unreadable: The content is not text.
@@ -79,9 +83,9 @@ def decode_text(content: bytes) -> tuple[str, str | None]:
     for mark, encoding in _MARKS:
         if content.startswith(mark):
             return _decode_strictly(content, encoding), None
-    begin = content[:4096]
+    head = content[:4096]
     for first, encoding in ((1, "utf-16-le"), (0, "utf-16-be")):
-        if begin[first::2].count(0) > len(begin) // 4 > begin[1 - first :: 2].count(0):
+        if head[first::2].count(0) > len(head) // 4 > head[1 - first :: 2].count(0):
             return _decode_strictly(content, encoding), "UTF-16 without a byte order mark"
     if b"\0" in content:
         raise Unreadable("not a text file: it contains NUL bytes")
@@ -96,14 +100,14 @@ def decode_text(content: bytes) -> tuple[str, str | None]:
 
 
 def read_cues(text: str) -> Iterator[Cue]:
-    """Iterate over the cues of a SubRip or WebVTT file, in file order.
+    """Iterate over the cues of a SubRip or WebVTT file, in the order of the file.
 
-    The text of a cue is on one line, without markup and cue settings. YouTube's automatic subtitles scroll: a cue
-    repeats the previous line, followed by a cue of 10 ms that shows nothing else. In such files, each line belongs to
-    the cue that shows it first, and cues that only repeat lines are omitted.
+    The text of a cue is joined to one line, without markup and cue settings. YouTube's automatic subtitles scroll: each
+    cue repeats the previous line, and is followed by a cue of 10 ms that only repeats lines. In such files, each line
+    belongs to the cue that shows it first, and cues that only repeat lines are omitted.
 
     Raises:
-        Unreadable: There are no cues.
+        Unreadable: The file has no cues.
     """
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     is_vtt = lines[0].startswith("WEBVTT")
@@ -116,8 +120,8 @@ def read_cues(text: str) -> Iterator[Cue]:
         body: Sequence[str] = lines[row + 1 : next_row]
         content = body
         if is_vtt:
-            # The first empty line is followed by comments, styles, and the name of the next cue. A line of blanks does
-            # not end a cue (WebVTT, section 6.3); YouTube's cues begin with such lines.
+            # The text ends at the first empty line, which may be followed by comments, styles, and the name of the next
+            # cue. A line of spaces does not end a cue (WebVTT, section 6.3): YouTube's cues begin with such lines.
             content = body[: next((end for end, line in enumerate(body) if not line), len(body))]
         else:
             content = _srt_content(body, is_last=next_row == len(lines))
@@ -127,10 +131,10 @@ def read_cues(text: str) -> Iterator[Cue]:
 
 
 def read_segments(content: Any) -> Iterator[Cue] | None:
-    """Return an iterator over the segments in a JSON value; None if it is not the output of speech recognition.
+    """Return an iterator over the segments in the output of speech recognition, or None for any other JSON value.
 
     Whisper's output is {"segments": [{"start", "end", "text", "avg_logprob", ...}, ...]}, with times in seconds. A list
-    of such segments is also accepted.
+    of such segments is accepted as well.
     """
     segments = content.get("segments") if isinstance(content, dict) else content
     if not isinstance(segments, list):
@@ -143,14 +147,14 @@ def read_segments(content: Any) -> Iterator[Cue] | None:
 
 
 def without_markup(text: str) -> str:
-    """Remove tags from the text of a cue, and replace entities; return the text on one line."""
+    """Return the text of a cue without tags, with entities replaced, on one line."""
     text = _LINE_BREAK.sub(" ", _TAG.sub("", text))
     text = _ENTITY.sub(lambda match: html.unescape(match[0]), text)
     return " ".join(text.translate(_INVISIBLE).split())
 
 
 def read_bytes(path: Location) -> bytes:
-    """Read a file or an object.
+    """Read a file or an object in a bucket.
 
     Raises:
         Unreadable: The file cannot be read, or is too large for subtitles.
@@ -174,10 +178,10 @@ def _decode_strictly(content: bytes, encoding: str) -> str:
 
 
 def _is_timing(line: str, *, previous: str, is_vtt: bool) -> bool:
-    """Return True if a line looks like the timing line of a cue, even if its times are malformed.
+    """Return True if a line looks like the times of a cue, even if the times are malformed.
 
-    In WebVTT, the text of a cue cannot contain an arrow. In SubRip, it can: a line with an arrow is text, unless it
-    looks like times, or follows an empty line or the number of a cue.
+    In WebVTT, the text of a cue cannot contain an arrow. In SubRip, a line with an arrow is text, unless it looks like
+    times, or follows an empty line or the number of a cue.
     """
     if _LIKE_TIMING.match(line, 0, _MAX_TIMING_CHARS):
         return True
@@ -187,7 +191,7 @@ def _is_timing(line: str, *, previous: str, is_vtt: bool) -> bool:
 
 
 def _join_tags(lines: Sequence[str]) -> list[str]:
-    """Join lines if a tag extends over several lines, as in `<v Name` and `of a speaker>`."""
+    """Join lines if a tag extends over several lines, such as `<v Name` and `of a speaker>`."""
     joined: list[str] = []
     for line in lines:
         if joined and joined[-1].rfind("<") > joined[-1].rfind(">"):
@@ -198,10 +202,10 @@ def _join_tags(lines: Sequence[str]) -> list[str]:
 
 
 def _omit_repetition(cues: Sequence[tuple[Cue, list[str]]], *, has_word_times: bool) -> Iterator[Cue]:
-    """Iterate over cues; if they scroll, omit the lines that the previous cue has shown.
+    """Iterate over cues. If the cues scroll, omit all lines that the previous cue has already shown.
 
-    Cues scroll if their words have times, or if a cue lasts only an instant and only repeats lines. Converters to
-    SubRip remove the times of words, but keep the repetition.
+    Cues scroll if their words have times, or if one of them lasts only an instant and only repeats lines. (Converters
+    to SubRip remove the times of words, but keep the repetition.)
     """
     counts = [0, *(_count_repeated_lines(first, second) for first, second in pairwise(cues))]
     does_scroll = has_word_times or any(
@@ -216,7 +220,7 @@ def _omit_repetition(cues: Sequence[tuple[Cue, list[str]]], *, has_word_times: b
 
 
 def _count_repeated_lines(first: tuple[Cue, list[str]], second: tuple[Cue, list[str]]) -> int:
-    """Count the first lines of `second` that repeat the last lines of `first`; 0 if there is a gap between the cues."""
+    """Count how many of the first lines of a cue repeat the last lines of the previous cue; 0 after a gap."""
     (first_cue, first_texts), (second_cue, second_texts) = first, second
     if first_cue.fault or second_cue.fault or abs(second_cue.begin_s - first_cue.end_s) > _INSTANT_S:
         return 0
@@ -242,24 +246,29 @@ def _check_cue(cue: Cue) -> Cue:
 
 
 def _seconds(time: str) -> float | None:
-    """Convert a time to seconds; None if its minutes or seconds are 60 or more."""
+    """Convert a time to seconds, or return None if its minutes or seconds are 60 or more."""
     match = _PARTS.fullmatch(time)
     assert match is not None, time
     hours, minutes, whole_s = (int(match[name] or 0) for name in ("hours", "minutes", "seconds"))
     if whole_s >= 60 or (match["hours"] is not None and minutes >= 60):
         return None
-    # The parts are combined as text, so that 00:00:00.1 becomes exactly 0.1.
+    # The parts are combined as text, so that 00:00:00.1 becomes the float 0.1.
     total = float(f"{(hours * 60 + minutes) * 60 + whole_s}.{match['fraction'] or 0}")
     return -total if match["sign"] and total else total
 
 
 def _srt_content(lines: Sequence[str], *, is_last: bool) -> Sequence[str]:
-    """Return the text between two timing lines, without the number of the next cue. It may contain empty lines."""
+    """Return the lines of text between two lines with times, without the number of the next cue.
+
+    Args:
+        lines: All lines between the two lines with times, or after the last one.
+        is_last: True for the last cue of the file.
+    """
     end = len(lines)
     while not is_last and end and not lines[end - 1].strip():
         end -= 1
-    # The number of the next cue is on the line before its times. If it is followed by empty lines, it must also be
-    # preceded by an empty line; otherwise, it belongs to the text of this cue.
+    # The number of the next cue is on the line before the times. A number that is followed by empty lines belongs to
+    # the text of this cue, unless an empty line also precedes it.
     is_adjacent, is_separate = end == len(lines), end > 1 and not lines[end - 2].strip()
     if not is_last and end and lines[end - 1].strip().isdigit() and (is_adjacent or is_separate):
         end -= 1
@@ -291,15 +300,16 @@ _ORDER = (_ASR_SUFFIX, ".srt", ".vtt")
 # A language (en, pt-BR), or a word that players recognize. `hi` may mean Hindi or "hearing impaired".
 _PART = re.compile(r"[A-Za-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*|default|forced")
 _MAX_PARTS = 2
-_MAX_NAMED = 3
-_HEAD_BYTES = 1 << 20  # size of the start of a file, which is large because Whisper first writes the complete text
+_MAX_LISTED = 3
+_HEAD_BYTES = 1 << 20  # size of the examined start of a file; it is large, because Whisper writes the full text first
 
 
 def note_unread(builder: ReadingBuilder, files: Sequence[VideoFile], *, numbers: Collection[str]) -> None:
-    """Add a note if `files` includes files that `add_files_beside` would read.
+    """Add a note if there are files that `add_companion_files` would read.
 
     Args:
-        numbers: Mapping whose keys are the relative paths of the videos.
+        files: Files with SUFFIXES in the folder of the videos.
+        numbers: Relative paths of the videos.
     """
     stems = {_stem(name) for name in numbers}
     num_subtitles = sum(_suffix(file) in _SUBTITLE_SUFFIXES for file in files)
@@ -316,9 +326,9 @@ def note_unread(builder: ReadingBuilder, files: Sequence[VideoFile], *, numbers:
 
 
 def _looks_like_asr(path: Location) -> bool:
-    """Return True if the first bytes of a file contain the keys of segments.
+    """Return True if the start of a file contains the keys of segments.
 
-    Parsing the complete file would take too long for a note. Objects in a bucket are not read for a note.
+    To parse the complete file would take too long for a note. Objects in a bucket are not read at all for a note.
     """
     if isinstance(path, str):
         return False
@@ -336,11 +346,12 @@ def _looks_like_asr(path: Location) -> bool:
 def add_companion_files(
     builder: ReadingBuilder, directory: Location, files: Sequence[VideoFile], *, numbers: Mapping[str, int | None]
 ) -> None:
-    """Add the captions in `files`, the files with SUFFIXES in a folder of videos.
+    """Add the captions in files next to videos.
 
     Args:
-        directory: Folder of the videos, which is used as the name of the annotation file.
-        numbers: Index in `builder` of each video by relative path; None if the video was rejected.
+        directory: Folder of the videos, which counts as the annotation file.
+        files: Files with SUFFIXES in this folder.
+        numbers: Index of each video in the builder, by relative path; None if the video was rejected.
 
     Raises:
         UserError: There are neither subtitles nor output of speech recognition.
@@ -356,7 +367,7 @@ def add_companion_files(
         if len(names) == 1:
             files_of_video[names[0]].append((file, language))
         elif names:
-            detail = f"it matches {len(names)} videos: {', '.join(names[:_MAX_NAMED])}"
+            detail = f"it matches {len(names)} videos: {', '.join(names[:_MAX_LISTED])}"
             builder.reject(Reason.AMBIGUOUS_VIDEO, file=str(file.path), detail=detail)
         elif _suffix(file) in _SUBTITLE_SUFFIXES:
             builder.reject(Reason.MISSING_FILE, file=str(file.path), detail="no video with this name in its folder")
@@ -376,12 +387,12 @@ def add_companion_files(
 
 
 class _Reader:
-    """Reader for the subtitle files of a folder, one video after another."""
+    """Adds the captions of one video after another, and collects notes about the files."""
 
     def __init__(self, builder: ReadingBuilder, directory: Location) -> None:
         self._builder, self._directory = builder, directory
         self._notes: dict[str, list[Location]] = defaultdict(list)
-        self.num_read = 0  # number of subtitle and speech-recognition files, including damaged ones
+        self.num_read = 0  # number of files that are subtitles or output of speech recognition, including damaged files
 
     def add(self, video: int, files: Sequence[tuple[VideoFile, str]]) -> None:
         seen: set[str] = set()
@@ -419,10 +430,10 @@ class _Reader:
                     self._builder.count_row(self._directory)
 
     def note(self) -> None:
-        """Add the notes to the builder, each with the number of files and the first few names."""
+        """Add the notes to the builder, each with the number of files and the names of the first few files."""
         for text, paths in self._notes.items():
-            more = ", ..." if len(paths) > _MAX_NAMED else ""
-            names = ", ".join(on_one_line(location_name(path).name, max_chars=80) for path in paths[:_MAX_NAMED])
+            more = ", ..." if len(paths) > _MAX_LISTED else ""
+            names = ", ".join(on_one_line(location_name(path).name, max_chars=80) for path in paths[:_MAX_LISTED])
             self._builder.note(f"{text}: {count_noun(len(paths), 'file')} ({names}{more})")
 
     def _cues(self, path: Location) -> list[Cue] | None:
@@ -452,7 +463,14 @@ def _stem(relative: str) -> str:
 
 
 def _video_stem(stem: str, *, known: Container[str]) -> tuple[str, str]:
-    """Split the name of a file into the name of its video and the language; ("stem", "") if no video matches."""
+    """Split the stem of a file into the stem of its video and the language.
+
+    Args:
+        known: Stems of the videos.
+
+    Returns:
+        The stem of the video, and the language, which may be empty. If no video matches, `stem` and "".
+    """
     name, parts = stem, list[str]()
     for _ in range(_MAX_PARTS + 1):
         if name in known:

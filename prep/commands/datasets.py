@@ -63,7 +63,7 @@ DATASETS = (
     ),
     Adapter(
         "vatex",
-        "clipmill.manifests.adapters.clip_captions:read_vatex",
+        "clipmill.manifests.adapters.clips:read_vatex",
         "annotations",
         """Read VATEX: clips with ten English captions each.
 
@@ -97,7 +97,7 @@ DATASETS = (
     ),
     Adapter(
         "epic-kitchens",
-        "clipmill.manifests.adapters.epic_kitchens:read_epic_kitchens",
+        "clipmill.manifests.adapters.timed_captions:read_epic_kitchens",
         "annotations",
         """Read EPIC-KITCHENS-100: narrated actions with verb and noun classes.
 
@@ -128,7 +128,7 @@ DATASETS = (
     ),
     Adapter(
         "kinetics",
-        "clipmill.manifests.adapters.labelled_clips:read_kinetics",
+        "clipmill.manifests.adapters.clips:read_kinetics",
         "lists",
         """Read Kinetics, or any lists of clips with one class each.
 
@@ -143,7 +143,7 @@ DATASETS = (
     ),
     Adapter(
         "msrvtt",
-        "clipmill.manifests.adapters.clip_captions:read_msrvtt",
+        "clipmill.manifests.adapters.clips:read_msrvtt",
         "annotations",
         """Read MSR-VTT: clips with about twenty captions each.
 
@@ -160,7 +160,7 @@ DATASETS = (
     ),
     Adapter(
         "didemo",
-        "clipmill.manifests.adapters.dense_captions:read_didemo",
+        "clipmill.manifests.adapters.timed_captions:read_didemo",
         "annotations",
         """Read DiDeMo: descriptions of moments in videos.
 
@@ -177,7 +177,7 @@ DATASETS = (
     ),
     Adapter(
         "activitynet",
-        "clipmill.manifests.adapters.dense_captions:read_activitynet",
+        "clipmill.manifests.adapters.timed_captions:read_activitynet",
         "annotations",
         """Read ActivityNet Captions: videos described by several sentences with times.
 
@@ -193,7 +193,7 @@ DATASETS = (
     ),
     Adapter(
         "ssv2",
-        "clipmill.manifests.adapters.labelled_clips:read_something_something",
+        "clipmill.manifests.adapters.clips:read_something_something",
         "annotations",
         """Read Something-Something v2: captions, and one of 174 classes per clip.
 

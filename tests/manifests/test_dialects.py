@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from clipmill.manifests.adapters.caption_columns import NAMES, SECONDARY_NAMES
 from clipmill.manifests.adapters.folder import read_folder
 from clipmill.manifests.adapters.reading import Reading
-from clipmill.manifests.adapters.table_formats import line_numbers
+from clipmill.manifests.adapters.table_formats import NAMES, SECONDARY_NAMES, line_numbers
 from clipmill.manifests.errors import UserError
 from tests.manifests.conftest import VideoMaker
 

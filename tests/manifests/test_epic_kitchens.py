@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from clipmill.manifests.adapters.epic_kitchens import read_epic_kitchens, seconds_of_timestamp
+from clipmill.manifests.adapters.timed_captions import read_epic_kitchens, seconds_of_timestamp
 from clipmill.manifests.errors import UserError
 from tests.manifests.conftest import VideoMaker
 from tests.manifests.test_labelled_adapters import reasons, rows

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from clipmill.manifests.adapters.clip_captions import read_msrvtt, read_vatex
-from clipmill.manifests.adapters.dense_captions import read_activitynet, read_didemo
+from clipmill.manifests.adapters.clips import read_msrvtt, read_something_something, read_vatex
 from clipmill.manifests.adapters.ego4d import read_ego4d
 from clipmill.manifests.adapters.folder import read_folder
-from clipmill.manifests.adapters.labelled_clips import read_something_something
 from clipmill.manifests.adapters.reading import Reading
+from clipmill.manifests.adapters.timed_captions import read_activitynet, read_didemo
 from clipmill.manifests.errors import UserError
 from tests.manifests.conftest import VideoMaker
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from clipmill.manifests.adapters.annotations import split_in_file_name
-from clipmill.manifests.adapters.clip_captions import read_vatex
-from clipmill.manifests.adapters.epic_kitchens import read_epic_kitchens
-from clipmill.manifests.adapters.labelled_clips import read_kinetics, read_something_something
+from clipmill.manifests.adapters.clips import read_kinetics, read_something_something, read_vatex
 from clipmill.manifests.adapters.reading import Reading
+from clipmill.manifests.adapters.timed_captions import read_epic_kitchens
 from clipmill.manifests.errors import UserError
 from tests.manifests.conftest import VideoMaker
 

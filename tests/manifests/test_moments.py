@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from clipmill.manifests.adapters.clip_captions import read_msrvtt
-from clipmill.manifests.adapters.dense_captions import moment_of, read_activitynet, read_didemo
+from clipmill.manifests.adapters.clips import read_msrvtt
+from clipmill.manifests.adapters.timed_captions import moment_of, read_activitynet, read_didemo
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_captions
 from clipmill.manifests.write import write_manifest

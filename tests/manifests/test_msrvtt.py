@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clipmill.manifests.adapters.clip_captions import read_msrvtt
+from clipmill.manifests.adapters.clips import read_msrvtt
 from clipmill.manifests.errors import UserError
 from tests.manifests.conftest import VideoMaker, of_splits, write_json
 from tests.manifests.test_labelled_adapters import reasons, rows

@@ -7,10 +7,9 @@ from pathlib import Path
 import pyarrow.compute as pc
 import pytest
 
-from clipmill.manifests.adapters.clip_captions import read_vatex
+from clipmill.manifests.adapters.clips import read_kinetics, read_vatex
 from clipmill.manifests.adapters.folder import read_folder
 from clipmill.manifests.adapters.further import read_caption_tables
-from clipmill.manifests.adapters.labelled_clips import read_kinetics
 from clipmill.manifests.adapters.reading import Reading, read_with_local_tables
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.objects import open_objects

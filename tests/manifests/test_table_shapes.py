@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from clipmill.manifests.adapters.caption_columns import columns_of
 from clipmill.manifests.adapters.folder import read_folder
 from clipmill.manifests.adapters.reading import Reading
+from clipmill.manifests.adapters.table_formats import columns_of
 from clipmill.manifests.errors import UserError
 from tests.manifests.conftest import VideoMaker
 from tests.manifests.test_further_sources import add, read

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clipmill.manifests.adapters.clip_captions import read_vatex
+from clipmill.manifests.adapters.clips import read_vatex
 from clipmill.manifests.adapters.folder import read_folder
 from clipmill.manifests.adapters.reading import Reading
 from clipmill.manifests.errors import UserError
