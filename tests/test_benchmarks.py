@@ -50,7 +50,7 @@ TINY = {
     "views": ["--episodes", "1", "--samples", "2", "--rounds", "1"],
     "vit": ["--rounds", "1", "--variants", "naive", "fused, checkpointed", "open_clip", "--device", "cpu"],
 }
-EVERY_DAY = {"open", "rerun", "selection"}  # make nightly runs the others too
+EVERY_DAY = {"rerun"}  # make nightly runs the others too
 # Constants of the modules: lengths of a turn, workers of a command.
 SMALLER = {"AT_LEAST_S": 0.05, "LOADER_AT_LEAST_S": 0.05, "LATENT_EPOCHS": 2, "CLIPS_PER_PIECE": 20, "NUM_WORKERS": 1}
 NOT_BENCHMARKS = {

@@ -199,7 +199,8 @@ def test_a_source_distribution_makes_the_same_wheel(wheel: Path, sdist: Path, tm
     assert contents[0] == contents[1] and len(contents[0]) > 100
 
 
-@pytest.mark.parametrize("kind", ["wheel", pytest.param("sdist", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_a_distribution_installs_and_runs_without_the_repository(
     request: pytest.FixtureRequest, environment: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -238,6 +239,7 @@ def test_the_wheel_has_the_programs_licences_and_files_beside_the_code(wheel: Pa
     assert {name.partition("/")[0] for name in names} == {"clipmill", entry_points.partition("/")[0]}
 
 
+@pytest.mark.nightly
 def test_every_command_starts_where_the_user_has_modules_of_our_names(environment: Path, own_folder: Path) -> None:
     (own_folder / "program.py").write_text(_HELP)
     listed = run(environment / "python", "program.py", cwd=own_folder).splitlines()

@@ -1,4 +1,4 @@
-"""A sample of the campaign: a case of nearly every part and command, in less than a minute."""
+"""Two samples of the campaign: a few cases every day, and in `make nightly` a case of nearly every part and command."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,7 +9,7 @@ import pytest
 
 from tests.forks import Forks
 from tests.torture.__main__ import parts_of, report
-from tests.torture.campaign import Subjects, run_campaign
+from tests.torture.campaign import run_campaign
 from tests.torture.cases import Case
 from tests.torture.subjects import SUBJECTS
 from tests.torture.workspace import Workspace
@@ -59,23 +59,40 @@ SUBJECTS_OF = {
 }
 
 
+# Two commands that are killed, a damaged file and a hostile one, all of which need the cheapest data.
+EVERY_DAY = {("points", "manifest-first"), ("points", "chunk"), ("damage", "packets"), ("hostile", "weights")}
+
+
+def test_nothing_of_a_few_cases_is_lost_left_behind_or_served_wrong(tmp_path: Path, forks: Forks) -> None:
+    assert run_slice(tmp_path, forks, lambda part, subject: (part, subject) in EVERY_DAY) == EVERY_DAY
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)  # on a shared machine; it takes a minute on an idle one
 def test_nothing_of_a_slice_is_lost_left_behind_or_served_wrong(tmp_path: Path, forks: Forks) -> None:
-    with Workspace(tmp_path, forks) as workspace:
-        drawn = parts_of(NUM_CASES, seed=SEED, workspace=workspace)
-        parts = {part: first_of(subjects, part) for part, subjects in drawn.items()}
-        result = run_campaign(parts, workspace, seed=SEED, seconds=1100)
-    assert not result.failed, report(result, commit="here")
-    tried = {(outcome.case.part, outcome.case.subject) for outcome in result.outcomes}
+    tried = run_slice(tmp_path, forks, is_in_slice)
     assert {part for part, _ in tried} == set(NUM_CASES)
     assert tried >= {("points", subject.name) for subject in SUBJECTS if subject.name not in LEFT_OUT}
 
 
-def first_of(subjects: Subjects, part: str) -> Subjects:
-    """The first cases of the subjects of a part that this test includes."""
+def is_in_slice(part: str, subject: str) -> bool:
+    """Return whether the slice has a case of a subject."""
+    return subject in SUBJECTS_OF[part] if part in SUBJECTS_OF else subject not in LEFT_OUT
 
-    def first(draw: Callable[[], Iterator[Case]]) -> Iterator[Case]:
+
+def run_slice(folder: Path, forks: Forks, is_included: Callable[[str, str], bool]) -> set[tuple[str, str]]:
+    """Run the first cases of the included subjects; return the part and subject of each. All cases must pass."""
+
+    def first(draw: Callable[[], Iterator[Case]], part: str) -> Iterator[Case]:
         return islice(draw(), NUM_CASES[part])
 
-    included = SUBJECTS_OF.get(part, subjects.keys() - LEFT_OUT)
-    return {name: partial(first, draw) for name, draw in subjects.items() if name in included}
+    with Workspace(folder, forks) as workspace:
+        parts = {
+            part: {name: partial(first, draw, part) for name, draw in subjects.items() if is_included(part, name)}
+            for part, subjects in parts_of(NUM_CASES, seed=SEED, workspace=workspace).items()
+        }
+        result = run_campaign(
+            {part: cases for part, cases in parts.items() if cases}, workspace, seed=SEED, seconds=1100
+        )
+    assert not result.failed, report(result, commit="here")
+    return {(outcome.case.part, outcome.case.subject) for outcome in result.outcomes}

@@ -24,7 +24,7 @@ from tests.tutorials.running import Runner
 PAGES = [ROOT / "docs/start.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))]
 
 # The first page, which most readers follow to its end, and those with programs: cells, and processes of torchrun.
-EVERY_DAY = ("start", "notebook", "own_loop")
+EVERY_DAY = ("start", "notebook")
 
 
 @pytest.fixture(scope="module", autouse=True)

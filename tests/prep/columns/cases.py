@@ -135,7 +135,7 @@ CASES = (
     ),
 )
 # They are columns of chunks as `brightness` is, whose contents have tests of their own beside their packages.
-NIGHTLY = ("scores", "captions", "latents")
+NIGHTLY = ("scores", "captions", "latents", "text")
 OF_CHUNKS = [case for case in CASES if case.is_of_chunks]
 
 

@@ -195,6 +195,7 @@ def test_a_node_that_fails_what_others_do_is_named_and_left_out(
     assert error == f'the Ray cluster at "{cluster.address}" requires a different token'
 
 
+@pytest.mark.nightly
 def test_a_node_on_which_no_worker_starts_is_named_and_left_out(
     cluster: Any, add_node: AddNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

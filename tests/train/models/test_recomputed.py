@@ -109,8 +109,9 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_blocks_are_whole_graphs_that_all_of_them_share(backend: str) -> None:
     towers = Towers(activation_checkpointing=True, temporal="random", **LEFT_OUT)  # type: ignore[arg-type]
     plain, compiled = small_encoder(towers), small_encoder(towers)

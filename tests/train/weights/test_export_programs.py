@@ -71,7 +71,8 @@ def outputs(folder: Path) -> list[np.ndarray]:
     return [np.load(folder / f"{number}.out.npy") for number in range(len(BATCHES))]
 
 
-@pytest.mark.parametrize("form", [pytest.param("torch", marks=pytest.mark.nightly), "onnx"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("form", ["torch", "onnx"])
 def test_the_video_tower_is_served_without_clipmill(run: Path, tmp_path: Path, forks: Forks, form: str) -> None:
     out, model = export_and_run(run, form, tmp_path, python=forks.python()), load_model(run, device="cpu")
     for clips, expected_output in zip(BATCHES, outputs(out), strict=True):
