@@ -81,7 +81,7 @@ def score_run(
         stack.enter_context(reading_variants_of_run(weights, use.shards, use.variant, say=say))
         opened = open_weights_as(tasks, weights, use, hint_for_task=_evaluations_of, say=say)
         stack.enter_context(show_batch_counts())
-        result = score_opened(opened, evaluation, flags, out=out, written=on_written)
+        result = score_opened(opened, evaluation, flags, out=out, on_write=on_written)
     if run is not None:
         with Activity(f"writing {run.page}"):
             write_page(run)

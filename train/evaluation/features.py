@@ -1,6 +1,6 @@
-"""Extract one feature vector per clip with frozen video towers; several towers share one pass over the clips.
+"""Extract one feature vector per clip with frozen video towers. Several towers share one pass over the clips.
 
-Each rank extracts a part of the features; `gather_features` gathers them on every rank, in the order of the samples.
+Each rank extracts the features of its clips. `gather_features` gathers them on every rank, in the order of the samples.
 
 Shape suffixes: B clips in a batch, C channels, T frames, H height, W width, D width of the features, N all clips.
 """
@@ -20,7 +20,7 @@ from clipmill.train.distributed.world import World, gather_uneven
 
 
 class Tower(Protocol):
-    """A video tower whose features are extracted."""
+    """Video tower that features are extracted with."""
 
     def features(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
         """Return one vector per clip, [B, D], before any projection or classification layer."""
@@ -29,16 +29,16 @@ class Tower(Protocol):
 
 @dataclass(frozen=True)
 class ClipFeatures:
-    """Features, with one row for each clip that could be decoded.
+    """Features, with a row for each clip that could be decoded.
 
     Attributes:
-        of_tower: Features of each tower, float32 [N, D].
+        tower_features: Features from each tower, float32 [N, D].
         sample: Indices of the samples, int64 [N].
-        num_failed: Number of samples that could not be decoded: on this rank, or on all ranks after `gather_features`.
-        failed: Failed samples of this rank.
+        num_failed: Number of samples that could not be decoded on this rank or, after `gather_features`, on all ranks.
+        failed: Samples that could not be decoded on this rank.
     """
 
-    of_tower: tuple[torch.Tensor, ...]
+    tower_features: tuple[torch.Tensor, ...]
     sample: torch.Tensor
     num_failed: int
     failed: tuple[FailedSample, ...]
@@ -46,12 +46,12 @@ class ClipFeatures:
 
 def tower_of(model: nn.Module) -> Tower:
     """Return the tower of a model: the model itself if it has `features`, otherwise its `video`."""
-    # A wrapper such as DDP forwards calls of the model itself, but has none of the model's other methods.
+    # A wrapper such as DDP forwards only calls, and does not have the model's methods.
     unwrapped = getattr(model, "module", model)
     return cast(Tower, unwrapped if hasattr(unwrapped, "features") else unwrapped.video)
 
 
-@torch.no_grad()  # not inference_mode, because training also uses tensors that a model caches
+@torch.no_grad()  # not inference_mode, because training also uses the tensors that a model caches
 def extract(
     towers: Sequence[Tower],
     batches: Iterable[LoadedBatch],
@@ -62,7 +62,10 @@ def extract(
     """Run towers in evaluation mode on all batches of this rank.
 
     Args:
-        inputs: Function that takes a batch and returns the towers' input, clips [B, C, T, H, W].
+        towers: Video towers, on the device and in evaluation mode.
+        batches: Batches of this rank.
+        inputs: Function that takes a batch and returns the input of the towers, clips [B, C, T, H, W].
+        device: Device of the towers.
 
     Raises:
         FailedWork: A feature is not finite.
@@ -77,17 +80,17 @@ def extract(
         clips_BCTHW = inputs(to_device(loaded.batch, device))
         for tower, features in zip(towers, parts, strict=True):
             features.append(tower.features(clips_BCTHW).float())
-        # Copy the positions, because later batches reuse the buffers.
+        # Clone the positions, because later batches reuse the buffers.
         samples.append(loaded.batch["position"].clone())
     empty = torch.empty(0, 0, device=device)
-    of_tower = tuple(torch.cat(features) if features else empty for features in parts)
+    tower_features = tuple(torch.cat(features) if features else empty for features in parts)
     sample_N = torch.cat(samples) if samples else torch.empty(0, dtype=torch.int64)
-    for rows in of_tower:
+    for rows in tower_features:
         if num_bad := int((~rows.isfinite().all(dim=1)).sum()):
             raise FailedWork(
                 f"features of {num_bad} of {count_noun(len(rows), 'clip')} are not finite: the weights have diverged"
             )
-    return ClipFeatures(of_tower, sample_N.to(device), len(failed), tuple(failed))
+    return ClipFeatures(tower_features, sample_N.to(device), len(failed), tuple(failed))
 
 
 def gather_features(features: ClipFeatures, world: World) -> ClipFeatures:
@@ -102,5 +105,5 @@ def gather_features(features: ClipFeatures, world: World) -> ClipFeatures:
         detail = f"; the first: {features.failed[0].detail}" if features.failed else ""
         raise FailedWork(f"none of {count_noun(num_failed, 'sample')} to probe could be decoded{detail}")
     order = sample_N.argsort()
-    rows = tuple(gather_uneven(rows, world)[order] for rows in features.of_tower)
-    return replace(features, of_tower=rows, sample=sample_N[order], num_failed=num_failed)
+    rows = tuple(gather_uneven(rows, world)[order] for rows in features.tower_features)
+    return replace(features, tower_features=rows, sample=sample_N[order], num_failed=num_failed)

@@ -1,14 +1,14 @@
-"""Open trained weights for evaluation, embedding, export and captioning; write the record in an exported folder.
+"""Open trained weights for evaluation, embedding, export and captioning, and write the record in an exported folder.
 
-The record describes how clips are preprocessed, and contains facts about the run that cannot be read from the tensors:
+The record tells how clips are preprocessed, and contains facts about the run that cannot be read from the tensors:
 
     OUT/clipmill/settings.yaml   settings of the model, without the run's data, paths and initial weights
     OUT/clipmill/run.json        task, classes, decoder, height and width of latents
     OUT/clipmill/tokenizer.json  tokenizer of a captioner
     OUT/clipmill/files.json      size and SHA-256 of these files, the weights and their configuration
 
-The weights are complete: adapters are merged, and the record's settings have neither adapters nor frozen parts. Other
-libraries ignore the record. `train eval OUT` evaluates a model on the same clips as its run.
+The exported weights are complete: adapters are merged, and the settings in the record contain neither adapters nor
+frozen parts. Other libraries ignore the record. `train eval OUT` evaluates the model on the same clips as the run.
 """
 
 from collections.abc import Callable
@@ -55,10 +55,10 @@ def open_weights_as(
     """Open weights as the model of one of several tasks.
 
     Args:
-        tasks: Specs of the tasks by name. A run that does not record its task belongs to the first one.
-        weights: A run, an exported folder, a file from a different project, or open_clip's NAME:TAG.
-        hint_for_task: Function that takes the name of a task that is not in `tasks`, and returns the hint for its
-            weights.
+        tasks: Specs of the tasks by name. A run that does not record its task belongs to the first task.
+        weights: Run, exported folder, file from a different project, or open_clip's NAME:TAG.
+        use: Checkpoint, data and overrides with which the weights are used.
+        hint_for_task: Function that takes the name of a task that is not in `tasks`, and returns the hint of the error.
         say: Function that prints the source of the weights, and the names of interpolated tensors.
 
     Raises:
@@ -116,7 +116,7 @@ def open_weights_as(
 
 
 def require_weights(weights: str | Path, tasks: Tasks) -> None:
-    """Raise a UserError if there is neither a run nor a weights file.
+    """Raise a UserError unless `weights` is a run or weights that one of the tasks can load.
 
     open_clip's NAME:TAG is accepted if one of the tasks can load such a model.
     """
@@ -128,8 +128,8 @@ def require_weights(weights: str | Path, tasks: Tasks) -> None:
         raise missing_weights_error(weights, takes_tags=takes_tags)
     if not takes_tags and not str(weights).startswith(HUB_PREFIX):
         raise UserError(
-            f"{weights} is a CLIP model of open_clip, not a model of train {', '.join(tasks)}",
-            hint="name a run (a training command's --out), an exported folder, or a weights file",
+            f"{weights} is a CLIP model from open_clip, not a model of train {', '.join(tasks)}",
+            hint="use a run (the --out of a training command), an exported folder, or a weights file",
         )
 
 
@@ -144,7 +144,7 @@ def _source(weights: str, towers: Towers | None = None, *, say: Say) -> Source:
 
 
 def task_of_run(run: RunFolder, tasks: Tasks, *, hint_for_task: Callable[[str], str] | None = None) -> TaskSpec:
-    """Return the task of a run; UserError with the hint `hint_for_task(name)` if it is not among `tasks`."""
+    """Return the task of a run; raise a UserError with the hint `hint_for_task(name)` if it is not one of `tasks`."""
     return _task_of(run, tasks, subject=f"{run.path} is a run", hint_for_task=hint_for_task)
 
 
@@ -153,24 +153,24 @@ def _task_of(run: RunFolder, tasks: Tasks, *, subject: str, hint_for_task: Calla
     task = str(facts.get("task", next(iter(tasks))))
     if task not in tasks:
         names = ", ".join(tasks)
-        hint = f"name a run or other weights of train {names}" if hint_for_task is None else hint_for_task(task)
+        hint = f"use a run or other weights of train {names}" if hint_for_task is None else hint_for_task(task)
         if package := facts.get(PACKAGES_FACT, {}).get(f"task {task}"):
-            hint = f"train {task} is provided by the package {package}, which is not installed: install it; {hint}"
+            hint = f"install the package {package}, which provides train {task}; or {hint}"
         raise UserError(f"{subject} of train {task}, not of train {names}", hint=hint)
     return tasks[task]()
 
 
 def _adopt(source: Source, path: Path, tasks: Tasks, *, say: Say) -> tuple[AdoptedModel, TaskSpec]:
-    """Return the first task whose model can be built from the weights of a different project."""
+    """Return the first task that can use the weights of a different project, with the model that it adopts."""
     specs = {name: open_spec() for name, open_spec in tasks.items()}
-    adopting = {name: spec for name, spec in specs.items() if spec.adopt is not None}
-    for spec in adopting.values():
+    adopting_specs = {name: spec for name, spec in specs.items() if spec.adopt is not None}
+    for spec in adopting_specs.values():
         assert spec.adopt is not None
         if (adopted := spec.adopt(source, path, say=say)) is not None:
             return adopted, spec
     raise UserError(
         f"{source.title}: these are not the weights of a complete model of train {', '.join(tasks)}",
-        hint="there are " + "; ".join(f"{spec.adoptable} ({name})" for name, spec in adopting.items()),
+        hint="use one of: " + "; ".join(f"{spec.adoptable} ({name})" for name, spec in adopting_specs.items()),
     )
 
 
@@ -194,8 +194,8 @@ FOLDER = "clipmill"
 _FILES = "files.json"
 # Other files in an exported folder that affect the outputs of the model.
 _OTHER_FILES = (EXTRAS_FILE, "config.json", "open_clip_config.json")
-# Settings that a record omits: the machine, the training data, and which parameters are trained.
-_OMITTED = (
+# Settings that a record omits: the machine, the training data, and the choice of trained parameters.
+_OMITTED_SETTINGS = (
     "shards",
     "mix",
     "cache",
@@ -212,12 +212,12 @@ _OMITTED = (
 
 
 def write_record(folder: Path, opened: OpenedRun) -> None:
-    """Write the record of exported weights into their folder."""
+    """Write the record of exported weights to their folder."""
     settings, record = opened.settings, RunFolder(folder / FOLDER)
     defaults: TrainingSettings = type(settings)()
     init = Init(pixel_mean=settings.init.pixel_mean, pixel_std=settings.init.pixel_std)
     facts: dict[str, Any] = {"task": opened.spec.name, **opened.task.facts()}
-    # Keep the attention backend of the training, because other backends round differently, and the packages that
+    # Record the attention backend of the training, because other backends round differently, and the packages that
     # provide parts of the model.
     keys = ("attention", CHOICE_FACT, PACKAGES_FACT)
     facts |= {name: value for name, value in opened.trained.facts.items() if name in keys}
@@ -227,7 +227,8 @@ def write_record(folder: Path, opened: OpenedRun) -> None:
     record.path.mkdir()
     with deferred_checks():
         save_settings(
-            replace(settings, init=init, **{name: getattr(defaults, name) for name in _OMITTED}), record.settings
+            replace(settings, init=init, **{name: getattr(defaults, name) for name in _OMITTED_SETTINGS}),
+            record.settings,
         )
     publish_json(record.facts, facts)
     for name, content in opened.task.files().items():
@@ -237,26 +238,26 @@ def write_record(folder: Path, opened: OpenedRun) -> None:
 
 
 def read_record(folder: Path) -> RunFolder | None:
-    """Return the record in an exported folder as a run folder without checkpoints; None if there is none.
+    """Return the record in an exported folder as a run folder without checkpoints; None if there is no record.
 
     Raises:
-        UserError: The record is damaged or belongs to other weights, or an exported file is missing or has changed.
+        UserError: The record is damaged, or an exported file is missing or has changed.
     """
     record = RunFolder(folder / FOLDER)
     if not record.settings.is_file() and not (record.path / _FILES).is_file():
         return None
-    weights, known = weights_file(folder), read_object(record.path / _FILES)
-    if known.get(weights.name) != file_facts(weights):
+    weights, recorded_facts = weights_file(folder), read_object(record.path / _FILES)
+    if recorded_facts.get(weights.name) != file_facts(weights):
         raise UserError(
-            f"{record.path} belongs to other weights than {weights.name}, which has changed since the export",
-            hint=f"to use {weights.name} as the weights of a different project, remove {record.path}",
+            f"{record.path} does not belong to {weights.name}, which has changed since the export",
+            hint=f"delete {record.path} to use {weights.name} as weights of a different project",
         )
-    for name in sorted({*known, *(path.name for path in _other_files(folder))}):
+    for name in sorted({*recorded_facts, *(path.name for path in _other_files(folder))}):
         path = folder / name
-        if not path.is_file() or known.get(name) != file_facts(path):
+        if not path.is_file() or recorded_facts.get(name) != file_facts(path):
             raise UserError(
                 f"{path} {'has changed since the export' if path.is_file() else 'was exported, but is missing'}",
-                hint=f"export again; to use {weights.name} as the weights of a different project, remove {record.path}",
+                hint=f"export again, or delete {record.path} to use {weights.name} as weights of a different project",
             )
     return record
 

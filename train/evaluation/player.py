@@ -1,4 +1,4 @@
-"""Clips as small H.264 videos and JPEG images, in data URIs, which result and search pages contain and play."""
+"""Encode clips as small H.264 videos and JPEG images in data URIs, for the pages of results and of searches."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     import av
     from numpy.typing import NDArray
 
-_LONGEST_S = 15.0
+_LONGEST_S = 15.0  # longer clips are cut
 _BUDGET_BYTES = 24 << 20
 _RESULT_BUDGET_BYTES = 8 << 20  # smaller, because the page of a run may contain several results
 
 
 class PlayedClip(Protocol):
-    """A clip that a page can play: a part of a video. `row` distinguishes it from the other clips on the page."""
+    """Part of a video that a page can play."""
 
     @property
     def row(self) -> int:
@@ -58,7 +58,7 @@ class PlayedClip(Protocol):
 
 @dataclass(frozen=True)
 class SampleClip:
-    """A sample of a split as a `PlayedClip`."""
+    """Sample of a split as a `PlayedClip`."""
 
     row: int
     key: str
@@ -87,19 +87,19 @@ class PicturedSamples(Protocol):
         ...
 
     def shown_frames(self, sample: int, *, num_frames: int) -> "list[NDArray[np.uint8]]":
-        """Return frames of the clip, uint8 RGB [H, W, 3]; an empty list if it cannot be decoded."""
+        """Return frames of the clip, uint8 RGB [H, W, 3]; an empty list if the clip cannot be decoded."""
         ...
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A clip on a page.
+class ShownClip:
+    """Clip as it is shown on a page.
 
     Attributes:
-        video: Data URI of an mp4; empty after the page's budget is used up.
+        video: Data URI of an mp4 file; empty once the budget of the page is used up.
         picture: Data URI of the middle frame; empty if the clip cannot be read or decoded.
         missing: Reason why the clip cannot be read or decoded.
-        is_cut: True if the clip is longer than the video shown.
+        is_cut: True if the clip is longer than the video.
     """
 
     video: str = ""
@@ -109,10 +109,12 @@ class Shown:
 
 
 class Player:
-    """Encoder for the clips on a page, up to a total size of videos.
+    """Encoder for the clips on a page, with a limit on the total size of their videos.
 
     Args:
         shards: Data folder.
+        split: Split with the chunks of the clips.
+        cache: Folder for downloaded tars.
         budget_bytes: Total size of the videos, 24 MB by default. Clips beyond it are shown as images.
 
     Raises:
@@ -123,27 +125,27 @@ class Player:
         folder = open_data_folder(shards, cache=cache)
         self._chunks = ChunkSet(folder.path, split=split, rule="packets", tars=folder.tars)
         self._left_bytes = _BUDGET_BYTES if budget_bytes is None else budget_bytes
-        self._made: dict[int, Shown] = {}
+        self._clips: dict[int, ShownClip] = {}
 
     @property
     def num_missing(self) -> int:
         """Number of clips that could not be read or decoded."""
-        return sum(bool(shown.missing) for shown in self._made.values())
+        return sum(bool(shown.missing) for shown in self._clips.values())
 
     def knows(self, clip: PlayedClip) -> bool:
-        """Return True if the split has chunks of the clip's video."""
+        """Return True if the split has chunks from the video of the clip."""
         return bool((rows_of(pa.chunked_array([pa.array([clip.video])]), self._chunks.video_ids) >= 0).all())
 
-    def show(self, clip: PlayedClip) -> Shown:
-        """Return the clip as data URIs. Each clip is encoded once."""
-        if clip.row not in self._made:
+    def show(self, clip: PlayedClip) -> ShownClip:
+        """Return the clip as data URIs. Each clip is encoded only once."""
+        if clip.row not in self._clips:
             try:
-                self._made[clip.row] = self._make(clip)
+                self._clips[clip.row] = self._encode(clip)
             except SampleFailed as error:
-                self._made[clip.row] = Shown(missing=error.detail)
-        return self._made[clip.row]
+                self._clips[clip.row] = ShownClip(missing=error.detail)
+        return self._clips[clip.row]
 
-    def _make(self, clip: PlayedClip) -> Shown:
+    def _encode(self, clip: PlayedClip) -> ShownClip:
         end_s = min(clip.end_s, clip.begin_s + _LONGEST_S)
         num_frames = max(1, round((end_s - clip.begin_s) * CLIP_FPS)) if self._left_bytes > 0 else 1
         frames = self._frames(clip, end_s=end_s, num_frames=num_frames)
@@ -151,10 +153,10 @@ class Player:
             small_frame(frames[len(frames) // 2]).to_ndarray(format="rgb24").astype(np.uint8, copy=False)
         )
         if self._left_bytes <= 0:
-            return Shown(picture=picture)
+            return ShownClip(picture=picture)
         content = small_clip(frames, fps=Fraction(num_frames / (end_s - clip.begin_s)).limit_denominator(1000))
         self._left_bytes -= len(content)
-        return Shown(video=data_uri(content, "video/mp4"), picture=picture, is_cut=end_s < clip.end_s)
+        return ShownClip(video=data_uri(content, "video/mp4"), picture=picture, is_cut=end_s < clip.end_s)
 
     def _frames(self, clip: PlayedClip, *, end_s: float, num_frames: int) -> "list[av.VideoFrame]":
         """Decode evenly spaced frames of a clip."""
@@ -182,12 +184,12 @@ class Player:
 
 
 def open_player(settings: ClipSettings, *, split: str) -> Player | None:
-    """Open a player with a budget of 8 MB for the examples of a result; None for tars, or data without video chunks."""
+    """Open a player with a budget of 8 MB for the examples of a result; None for tars and for data without videos."""
     if not kind_of(settings.folder).has_manifest:
         return None
     try:
         return Player(settings.folder, split=split, cache=settings.cache, budget_bytes=_RESULT_BUDGET_BYTES)
-    except UserError:  # for example latents without their videos; their examples are images
+    except UserError:  # for example latents without videos, whose examples are shown as images
         return None
 
 
@@ -196,17 +198,20 @@ def clip_figure(
 ) -> dict[str, Any]:
     """Return the entry of a result file that pages show as a clip: chunk, times in seconds, and data URIs.
 
-    `frames` are JPEGs of the model's input. `video` and `picture` are the playable clip and its middle frame; empty
-    without a player.
+    In the entry, `frames` are JPEGs of the model's input. `video` and `picture` are the playable clip and its middle
+    frame; both are empty without a player.
 
     Args:
+        samples: Samples of the evaluation.
+        sample: Index of the sample.
         num_frames: Number of frames to sample from the clip.
+        player: Encoder of the clips; None to show only frames.
         at_most: Maximum number of sampled frames to return.
     """
     begin_s, end_s = samples.span_s(sample)
     clip = SampleClip(sample, samples.key(sample), begin_s, end_s)
     pictures = samples.shown_frames(sample, num_frames=num_frames)
-    shown = Shown() if player is None else player.show(clip)
+    shown = ShownClip() if player is None else player.show(clip)
     return {
         **{"key": clip.key, "begin_s": begin_s, "end_s": end_s},
         "frames": [jpeg_uri(frame) for frame in evenly_within(pictures, at_most=at_most)],

@@ -1,7 +1,7 @@
 """Flags and table of `train eval probe`, which probes frozen features with k-NN and a linear layer.
 
-The classes of a label are the classes in either split. Impossible probes are reported before training starts.
-Definitions and sources: docs/evaluation.md.
+A label has all classes that occur in one of the two splits. Impossible probes are reported before training starts.
+docs/evaluation.md contains definitions and sources.
 """
 
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ class ProbeFlags(Checked):
         yield from repetition_mistakes("--method", self.method, known=METHODS)
 
     def evaluation(self) -> ProbeEvaluation:
-        """Return the same evaluation as settings of an evaluation during training."""
+        """Return the flags as the settings that an evaluation during training has."""
         return ProbeEvaluation(split=self.split, labels=self.label, methods=self.method, neighbours=self.neighbours)
 
 
@@ -71,24 +71,24 @@ def probe_table(result: dict[str, Any]) -> Table:
         if finding["num_classes"] <= FEW_CLASSES:
             cells[1] = share_cell(None)
         is_random = finding["encoder"] == "random"
-        words = [finding["label"], METHOD_TITLES[finding["method"]], *(["random"] if is_random else [])]
+        label_parts = [finding["label"], METHOD_TITLES[finding["method"]], *(["random"] if is_random else [])]
         detail = f"{count_noun(finding['num_samples'], 'clip')}, {finding['num_bank']:,} in the bank, "
         detail += count_noun(finding["num_classes"], "class", "classes")
         detail += "" if finding["l2"] is None else f", L2 {finding['l2']:g}"
-        rows.append(Row(", ".join(words), detail, tuple(cells), is_baseline=is_random))
+        rows.append(Row(", ".join(label_parts), detail, tuple(cells), is_baseline=is_random))
         if finding["num_unseen"]:
             notes.append(
                 f"{count_noun(finding['num_unseen'], 'clip')} of "
                 f"{count_noun(finding['num_unseen_classes'], 'class', 'classes')} of {finding['label']} "
                 f"without a clip in the bank: always wrong"
             )
-    sizes = "; ".join(dict.fromkeys(notes))
+    unseen = "; ".join(dict.fromkeys(notes))
     protocol = protocol_of(
         result,
         count_noun(result["num_samples"], "clip"),
         bank=result["bank"],
         features=result["features"],
-        unseen=sizes,
+        unseen=unseen,
     )
     columns = ("top-1", "top-5", "mean class")
     return Table("Probes of frozen features", columns, tuple(rows), protocol, reference=MAJORITY)

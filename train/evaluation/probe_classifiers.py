@@ -1,4 +1,4 @@
-"""The k-NN and linear classifiers that `train eval probe` fits on frozen features, and their accuracies.
+"""k-NN and linear classifiers for frozen features, which `train eval probe` fits, and their accuracies.
 
 Weighted k-NN (Wu et al. 2018, "Unsupervised Feature Learning via Non-Parametric Instance Discrimination", section 3.4):
 the score of a class is the sum of exp(cosine / temperature) over all clips with this class among the k nearest clips
@@ -14,10 +14,10 @@ in float64 (scikit-learn's C is 1 / l2). Biases are not regularised. The objecti
 depend on a seed, a learning rate or a number of epochs. `choose_l2` chooses l2.
 
 The rank of a clip's class is 1 + the number of other classes that score at least as high. Ties count as wrong, so
-features that are all equal get no credit.
+constant features get no credit.
 
-Shape suffixes: N clips, M clips in the bank or the training set, D width, K classes, k neighbours; C candidates, or
-classes that occur among the training clips.
+Shape suffixes: N clips, M clips in the bank or the training set, D width, K classes, k neighbours; C candidates for
+neighbours, or classes that occur among the training clips.
 """
 
 from collections.abc import Sequence
@@ -48,14 +48,18 @@ def vote(
     neighbours: int,
     temperature: float,
 ) -> torch.Tensor:
-    """Return class scores, float64 [N, K], up to a factor per clip; 0 for classes without a neighbour.
+    """Return class scores, float64 [N, K], up to a factor per clip. Classes without a neighbour score 0.
 
     Args:
+        features_ND: Features of the clips to classify.
+        bank_MD: Features of the clips in the bank.
         label_M: Class of each clip in the bank, int64.
+        num_classes: Number of classes K.
         neighbours: Number of neighbours k, at most the size of the bank.
+        temperature: Temperature of the weights.
     """
     cosine_Nk, index_Nk = nearest(features_ND, bank_MD, neighbours=neighbours)
-    # The nearest neighbour has weight 1, because exp() of large numbers would overflow.
+    # Scale the weights so that the nearest neighbour has weight 1. Otherwise exp() could overflow.
     weight_Nk = ((cosine_Nk - cosine_Nk.amax(dim=1, keepdim=True)).double() / temperature).exp()
     votes_NK = weight_Nk.new_zeros(len(features_ND), num_classes)
     return votes_NK.scatter_add_(1, label_M[index_Nk], weight_Nk)
@@ -64,7 +68,7 @@ def vote(
 def nearest(features_ND: torch.Tensor, bank_MD: torch.Tensor, *, neighbours: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines [N, k] and bank indices, int64 [N, k], of the nearest neighbours, in the order of the bank.
 
-    Similarities are computed in blocks, so memory does not grow with N * M.
+    Similarities are computed in blocks, so that memory does not grow with N * M.
     """
     blocks = [
         _nearest_in_bank(block_ND, bank_MD, neighbours=neighbours) for block_ND in features_ND.split(_QUERIES_AT_ONCE)
@@ -79,9 +83,9 @@ def _nearest_in_bank(
     features_ND = torch.nn.functional.normalize(features_ND, dim=1)
     best_Nk = features_ND.new_empty(len(features_ND), 0)
     index_Nk = torch.empty(len(features_ND), 0, dtype=torch.int64, device=features_ND.device)
-    for begin in range(0, len(bank_MD), _BANK_AT_ONCE):
-        block_CD = torch.nn.functional.normalize(bank_MD[begin : begin + _BANK_AT_ONCE], dim=1)
-        index_C = torch.arange(begin, begin + len(block_CD), device=index_Nk.device)
+    for start in range(0, len(bank_MD), _BANK_AT_ONCE):
+        block_CD = torch.nn.functional.normalize(bank_MD[start : start + _BANK_AT_ONCE], dim=1)
+        index_C = torch.arange(start, start + len(block_CD), device=index_Nk.device)
         # Keep the candidates in the order of the bank.
         cosine_NC = torch.cat([best_Nk, features_ND @ block_CD.T], dim=1)
         index_NC = torch.cat([index_Nk, index_C.expand(len(features_ND), -1)], dim=1)
@@ -91,9 +95,9 @@ def _nearest_in_bank(
 
 
 def _largest_indices(values_NC: torch.Tensor, count: int) -> torch.Tensor:
-    """Return ascending indices of the largest values in each row, int64 [N, k]; of equal values, the first ones."""
+    """Return ascending indices of the largest values in each row, int64 [N, k]. Earlier values win ties."""
     smallest_N1 = values_NC.topk(count, dim=1).values[:, -1:]
-    # topk may return any of several equal values, so only its smallest value is used.
+    # topk may return any of several equal values, so use only the smallest value that it returns.
     is_more, is_equal = values_NC > smallest_N1, values_NC == smallest_N1
     num_ties_N1 = count - is_more.sum(dim=1, keepdim=True)
     is_chosen = is_more | (is_equal & (is_equal.cumsum(dim=1) <= num_ties_N1))
@@ -105,8 +109,9 @@ class Accuracy:
     """Accuracies in [0, 1].
 
     Attributes:
-        top1, top5: Fraction of the clips whose class is first, or among the first five.
-        mean_class: Mean of top1 over the classes that have clips.
+        top1: Fraction of the clips whose class ranks first.
+        top5: Fraction of the clips whose class is among the first five.
+        mean_class: Mean of `top1` over the classes that have clips.
     """
 
     top1: float
@@ -116,12 +121,12 @@ class Accuracy:
 
 def class_ranks(scores_NK: torch.Tensor, label_N: torch.Tensor) -> torch.Tensor:
     """Return the rank of each clip's class, int64 [N]; 1 is best."""
-    # The correct class scores at least as high as itself, which makes the best rank 1.
+    # The comparison of the correct class with itself makes 1 the best rank.
     return (scores_NK >= scores_NK.gather(1, label_N[:, None])).sum(dim=1)
 
 
 def accuracy(scores_NK: torch.Tensor, label_N: torch.Tensor) -> Accuracy:
-    """Compute the accuracy of at least one clip from class scores, which must not be NaN."""
+    """Compute the accuracies for one or more clips from class scores, which must not be NaN."""
     rank_N = class_ranks(scores_NK, label_N)
     is_first = (rank_N == 1).double()
     num_classes = scores_NK.shape[1]
@@ -135,21 +140,24 @@ def accuracy(scores_NK: torch.Tensor, label_N: torch.Tensor) -> Accuracy:
     )
 
 
-GRID = (1.0, 10.0, 1e2, 1e3, 1e4)
-FALLBACK = 10.0
-_HELD_OUT = 5  # every fifth video is held out
+GRID = (1.0, 10.0, 1e2, 1e3, 1e4)  # candidates for l2
+FALLBACK = 10.0  # l2 if candidates cannot be compared
+_HELD_OUT = 5  # one of five videos is held out
 _MAX_STEPS = 2000
 _SMALL_GRADIENT = 1e-7
 
 
 @dataclass(frozen=True)
 class LinearProbe:
-    """A trained linear layer.
+    """Trained linear layer.
 
     Attributes:
-        mean_D, scale_D: Mean and standard deviation that standardise the features, float64.
-        weight_CD, bias_C: Weights and biases for standardised features, float64.
+        mean_D: Mean for the standardisation of features, float64.
+        scale_D: Standard deviation for the standardisation of features, float64.
+        weight_CD: Weights for standardised features, float64.
+        bias_C: Biases, float64.
         classes_C: Classes that occur among the training clips, int64.
+        l2: Strength of the regularisation.
         gradient: Largest absolute entry of the objective's gradient at the solution, divided by the number of clips.
     """
 
@@ -170,11 +178,11 @@ class LinearProbe:
 
 
 def fit_linear(features_MD: torch.Tensor, label_M: torch.Tensor, *, l2: float) -> LinearProbe:
-    """Train a layer on clips with at least two classes; `label_M` is int64."""
+    """Train a linear layer on clips from at least two classes; `label_M` is int64."""
     x_MD = features_MD.double()
     mean_D = x_MD.mean(dim=0)
     scale_D = x_MD.std(dim=0, correction=0)
-    # Give constant features a scale of 1, so that they become 0 instead of 0 / 0.
+    # A constant feature gets the scale 1, so that it becomes 0 instead of 0 / 0.
     scale_D = torch.where(scale_D > 1e-12 * x_MD.abs().amax(dim=0), scale_D, torch.ones_like(scale_D))
     x_MD = (x_MD - mean_D) / scale_D
     classes_C, target_M = label_M.unique(return_inverse=True)
@@ -192,8 +200,8 @@ def choose_l2(
 ) -> float:
     """Return the l2 in `grid` with the lowest cross-entropy on a held-out fifth of the videos.
 
-    Held-out clips whose class does not occur among the other clips are ignored. If a comparison is impossible (no clip
-    is left, or the other clips have a single class), l2 is 10.
+    Held-out clips are ignored if their class does not occur among the other clips. If a comparison is impossible (no
+    held-out clip remains, or the other clips have a single class), the result is 10.
     """
     held_out_M = torch.from_numpy(choose_held_out(video_M)).to(label_M.device)
     seen = torch.isin(label_M, label_M[~held_out_M])
@@ -212,7 +220,7 @@ def choose_l2(
 
 
 def choose_held_out(video_M: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return a mask of held-out clips: a random fifth of the videos (rounded up), or every fifth clip of one video.
+    """Return a mask of held-out clips: the clips of a random fifth of the videos, or every fifth clip of one video.
 
     Complete videos are held out, because clips of the same video are more similar than clips of different videos.
     """
@@ -235,7 +243,7 @@ def _solve(
     variance_D, axes_DD = torch.linalg.eigh(x_MD.T @ x_MD / len(x_MD))
     stretch_D = (variance_D.clamp(min=0) / num_classes + decay).rsqrt()
     z_MD = x_MD @ axes_DD * stretch_D
-    # Start from zero weights, and the biases that are optimal for zero weights.
+    # Start from zero weights, and from the biases that are optimal for zero weights.
     u_CD = x_MD.new_zeros(num_classes, x_MD.shape[1], requires_grad=True)
     v_C = (torch.bincount(target_M, minlength=num_classes).double() / len(target_M)).log() / num_classes**0.5
     v_C.requires_grad_()
@@ -263,20 +271,20 @@ def _solve(
 
 @dataclass(frozen=True)
 class LabelledFeatures:
-    """Features of a tower, with the labels of their clips.
+    """Features from a tower, with the labels of the clips.
 
     Attributes:
         features_ND: Features, float32.
-        label_NL: Class of each label, int64, on the device of the features; -1 for no class.
-        video_N: Index of the clip's video, int64.
+        label_NL: Class of each clip for each label, int64, on the device of the features; -1 for no class.
+        video_N: Index of each clip's video, int64.
     """
 
     features_ND: torch.Tensor
     label_NL: torch.Tensor
     video_N: NDArray[np.int64]
 
-    def of_label(self, index: int) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
-        """Return features, classes and videos of the clips that have the label with this index."""
+    def select_label(self, index: int) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
+        """Return the features, classes and videos of the clips that have a class for the label with this index."""
         has_label = self.label_NL[:, index] >= 0
         return self.features_ND[has_label], self.label_NL[has_label, index], self.video_N[has_label.cpu().numpy()]
 
@@ -286,14 +294,17 @@ class ProbeResult:
     """Accuracy of a method on a label. The fields, except `predictions`, are keys of result files.
 
     Attributes:
-        found: Accuracy of the probe.
+        label: Name of the label.
+        method: Classifier.
+        found: Accuracies of the probe.
         num_samples: Number of queries.
         num_bank: Number of labelled clips in the bank.
-        num_classes: Number of classes in both splits together.
+        num_classes: Number of classes that occur in one of the two splits.
         num_unseen: Number of queries whose class does not occur in the bank. Their predictions are always wrong.
         num_unseen_classes: Number of classes that occur among the queries, but not in the bank.
         predictions: Predictions for the queries.
-        l2, gradient: Fields of `LinearProbe`; None for k-NN.
+        l2: See `LinearProbe`; None for k-NN.
+        gradient: See `LinearProbe`; None for k-NN.
     """
 
     label: str
@@ -310,19 +321,19 @@ class ProbeResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry of a result file, without the predictions."""
-        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "predictions"}
-        return {**plain, "found": asdict(self.found)}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "predictions"}
+        return {**values, "found": asdict(self.found)}
 
 
 def probe(
     queries: LabelledFeatures, bank: LabelledFeatures, *, evaluation: ProbeEvaluation, classes: Sequence[ClassList]
 ) -> list[ProbeResult]:
-    """Score a tower with every method on every label.
+    """Probe the features of a tower with every method on every label.
 
     Raises:
         FailedWork: For one of the labels, no query or fewer than two training classes could be decoded.
     """
-    # Autocast is off, because it would change the third digit of the cosines.
+    # Disable autocast, because it would change the third digit of the cosines.
     with torch.autocast(queries.features_ND.device.type, enabled=False):
         return [
             _probe(queries, bank, index=index, label=label, method=method, evaluation=evaluation)
@@ -340,8 +351,8 @@ def _probe(
     method: Method,
     evaluation: ProbeEvaluation,
 ) -> ProbeResult:
-    features_ND, label_N, _ = queries.of_label(index)
-    bank_MD, bank_label_M, bank_video_M = bank.of_label(index)
+    features_ND, label_N, _ = queries.select_label(index)
+    bank_MD, bank_label_M, bank_video_M = bank.select_label(index)
     num_bank_classes = len(bank_label_M.unique())
     if not len(label_N) or num_bank_classes < 2:
         raise FailedWork(

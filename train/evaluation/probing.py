@@ -1,6 +1,6 @@
-"""Run probes of frozen features: open the scored clips and the bank of labelled clips, and compute the results.
+"""Probe frozen features: open the clips to score and the bank of labelled clips, and compute the results.
 
-`train eval probe` compares a trained run with the same tower with random weights. During training, all ranks probe
+`train eval probe` compares a trained tower with the same tower with random weights. During training, all ranks probe
 the model together.
 """
 
@@ -34,11 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProbeSets:
-    """The two sets of samples that a probe needs. Every rank has a part of each set.
+    """Two sets of samples for a probe. Every rank has a part of each set.
 
     Attributes:
-        queries: Clips to score; every `queries_every`-th one is used.
-        bank: Neighbours for k-NN, and training set of linear layers; every `bank_every`-th one is used.
+        classes: Classes of each label.
+        queries: Clips to score.
+        bank: Neighbours for k-NN, and training set for linear layers.
+        queries_every: Step with which clips are taken from `queries`; 1 for all clips.
+        bank_every: Step with which clips are taken from `bank`; 1 for all clips.
     """
 
     classes: tuple[ClassList, ...]
@@ -55,7 +58,7 @@ class ProbeSets:
         world: World,
         device: torch.device,
     ) -> tuple[list[LabelledFeatures], list[LabelledFeatures], ClipFeatures, ClipFeatures]:
-        """Extract features of queries and bank for each tower, with labels. All ranks must call it.
+        """Extract the features of queries and bank with each tower, and add the labels. All ranks must call it.
 
         Raises:
             FailedWork: No clip could be decoded, or a feature is not finite.
@@ -71,10 +74,10 @@ class ProbeSets:
 
 
 def _labelled_features(features: ClipFeatures, samples: "Samples[Any]") -> list[LabelledFeatures]:
-    """Return the features of each tower, with the labels and videos of the clips."""
+    """Return the features from each tower, with the labels and videos of the clips."""
     rows = features.sample.cpu().numpy()
     label_NL = torch.from_numpy(samples.all_labels[rows]).to(features.sample.device)
-    return [LabelledFeatures(features_ND, label_NL, samples.video[rows]) for features_ND in features.of_tower]
+    return [LabelledFeatures(features_ND, label_NL, samples.video[rows]) for features_ND in features.tower_features]
 
 
 def open_sets(
@@ -84,12 +87,17 @@ def open_sets(
     bank_split: str,
     world: World,
     device: torch.device,
-    is_whole: bool = False,
+    uses_all: bool = False,
 ) -> ProbeSets:
     """Open both sets of samples.
 
     Args:
-        is_whole: True to use all samples, regardless of `max_samples` and `max_bank`.
+        settings: Settings of the run, with the data to evaluate.
+        evaluation: Settings of the probe.
+        bank_split: Split of the bank.
+        world: Ranks that share the samples.
+        device: Device of this rank.
+        uses_all: True to use all samples, regardless of `max_samples` and `max_bank`.
 
     Raises:
         UserError: The data are not a folder with a manifest; a split has no clips with a label; the bank is too small
@@ -97,8 +105,8 @@ def open_sets(
     """
     if evaluation.split == bank_split:
         raise UserError(
-            f"{bank_split!r} is both the split to learn from and the split to score: every clip would find itself",
-            hint="use two splits",
+            f"split {bank_split!r} is both the bank and the split to score, so every clip would be its own neighbour",
+            hint="use two different splits",
         )
     folder = open_labelled_folder(settings, column=None).path
     splits = (bank_split, evaluation.split)
@@ -106,8 +114,8 @@ def open_sets(
     bank = _open_labelled(settings, split=bank_split, classes=classes, world=world, device=device)
     queries = _open_labelled(settings, split=evaluation.split, classes=classes, world=world, device=device)
     every = [
-        1 if is_whole else every_for(len(samples), at_most=most)
-        for samples, most in ((queries, evaluation.max_samples), (bank, evaluation.max_bank))
+        1 if uses_all else every_for(len(samples), at_most=limit)
+        for samples, limit in ((queries, evaluation.max_samples), (bank, evaluation.max_bank))
     ]
     sets = ProbeSets(classes, queries, bank, *every)
     _check(sets, evaluation, bank_split=bank_split)
@@ -117,8 +125,8 @@ def open_sets(
 def _open_labelled(
     settings: ClipSettings, *, split: str, classes: Sequence[ClassList], world: World, device: torch.device
 ) -> "Samples[Any]":
-    """Open this rank's part of the clips (pixels or latents) of a split that have any of the labels; each clip once."""
-    # A batch of the training's size fits into memory: an autoencoder sees all cubes here, but keeps no activations.
+    """Open this rank's part of the clips (pixels or latents) in a split that have at least one of the labels."""
+    # A training batch fits into memory: an autoencoder processes all cubes here, but does not keep activations.
     batch = settings.microbatch or world.share(settings.batch)
     loading = replace(loader_settings(settings, world, device=device), batch=batch, group=1)
     samples: Samples[Any] = open_samples(
@@ -139,9 +147,9 @@ def _check(sets: ProbeSets, evaluation: ProbeEvaluation, *, bank_split: str) -> 
     for label, bank_M, label_N in zip(sets.classes, bank_ML.T, label_NL.T, strict=True):
         classes = np.unique(bank_M[bank_M >= 0])
         if len(classes) < 2:
-            what = f"are of the class {label.names[int(classes[0])]!r}" if len(classes) else f"have no {label.label}"
+            problem = f"have the class {label.names[int(classes[0])]!r}" if len(classes) else f"have no {label.label}"
             raise UserError(
-                f"all clips of split {bank_split!r} {what}: there is nothing to tell apart",
+                f"all clips of split {bank_split!r} {problem}, but a probe needs at least two classes",
                 hint="use more data, or a different label",
             )
         if not (label_N >= 0).any():
@@ -151,22 +159,24 @@ def _check(sets: ProbeSets, evaluation: ProbeEvaluation, *, bank_split: str) -> 
         num_bank = int((bank_M >= 0).sum())
         if "knn" in evaluation.methods and evaluation.neighbours > num_bank:
             raise UserError(
-                f"{evaluation.neighbours} neighbours are to vote, but split {bank_split!r} has only "
-                f"{count_noun(num_bank, 'clip')} "
-                f"with a {label.label}",
+                f"{evaluation.neighbours} neighbours are requested, but split {bank_split!r} has only "
+                f"{count_noun(num_bank, 'clip')} with a {label.label}",
                 hint=f"use {num_bank} or fewer for --neighbours (in training --evaluate.neighbours), ideally far fewer "
-                "than a class has clips",
+                "than the number of clips in a class",
             )
 
 
 class LoopProbe:
-    """Probe that is repeated during training, always on the same clips.
+    """Probe that is repeated during training, always on the same clips. The bank has clips of the training split.
 
     Args:
-        settings: Settings of the run, with the data to evaluate. The bank has clips of the training split.
+        settings: Settings of the run, with the data to evaluate.
+        evaluation: Settings of the probe.
         name: Prefix of the metrics.
-        inputs: Function that takes a batch and returns clips [B, C, T, H, W], as the video tower takes them in an
+        inputs: Function that takes a batch and returns the clips [B, C, T, H, W] that the video tower takes in an
             evaluation.
+        world: Ranks that share the samples.
+        device: Device of this rank.
 
     Raises:
         UserError: The labels do not exist, or there are too few clips.
@@ -187,7 +197,7 @@ class LoopProbe:
 
     @property
     def queries(self) -> "Samples[Any]":
-        """Scored clips of this rank."""
+        """Clips that this rank scores."""
         return self._sets.queries
 
     def __call__(self, model: nn.Module, world: World) -> dict[str, float]:
@@ -202,7 +212,7 @@ class LoopProbe:
         for result in probe(queries, bank, evaluation=self._evaluation, classes=self._sets.classes):
             accuracies = asdict(result.found)
             metrics |= {f"{result.label}_{result.method}_{name}": accuracies[name] for name in PROBE_NUMBERS}
-        # All ranks compute the same values, up to the rounding of their devices: use the values of rank 0.
+        # Ranks compute the same values up to the rounding of their devices. Use the values of rank 0 on all ranks.
         values = torch.tensor(list(metrics.values()), dtype=torch.float64, device=self._device)
         metrics = dict(zip(metrics, world.gather(values)[: len(values)].tolist(), strict=True))
         return split_metrics(self._name, metrics, num_failed=sum(part.num_failed for part in features))
@@ -218,17 +228,17 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
     features, settings, trained, evaluation = opened.spec.features, opened.settings, opened.trained, flags.evaluation()
     assert features is not None  # every task with this evaluation has features
     if not flags.label:
-        known = class_labels(read_captions(open_labelled_folder(settings, column=None).path).schema)
+        labels = class_labels(read_captions(open_labelled_folder(settings, column=None).path).schema)
         raise UserError(
             "--label is missing",
-            hint=f"use an available label: {list_labels(known)}",
+            hint=f"use an available label: {list_labels(labels)}",
             flags=("--label",),
         )
     device = trained.device
-    sets = open_sets(settings, evaluation, bank_split=flags.train_split, world=World(), device=device, is_whole=True)
+    sets = open_sets(settings, evaluation, bank_split=flags.train_split, world=World(), device=device, uses_all=True)
     towers = {name: tower_of(model) for name, model in _models(opened, split=flags.split).items()}
     with trained.precision.autocast():
-        queries, bank, *plain = sets.extract(
+        queries, bank, *set_features = sets.extract(
             list(towers.values()), inputs=features.inputs(opened.task), world=World(), device=device
         )
     results_by_tower = {
@@ -237,15 +247,15 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
     }
     names = {classes.label: classes.names for classes in sets.classes}
     by_class = [
-        probed.predictions.by_class(names[probed.label], title=f"{probed.label}, {METHOD_TITLES[probed.method]}")
-        for probed in results_by_tower["trained"]
+        result.predictions.by_class(names[result.label], title=f"{result.label}, {METHOD_TITLES[result.method]}")
+        for result in results_by_tower["trained"]
     ]
     findings = [
         {"encoder": name, **result.as_json(), "majority_baseline": majority_baseline(counts)}
         for name, results in results_by_tower.items()
         for result, counts in zip(results, by_class, strict=True)
     ]
-    # For each label and method, random weights follow trained weights.
+    # For each label and method, put random weights after trained weights.
     findings.sort(key=lambda entry: (flags.label.index(entry["label"]), flags.method.index(entry["method"])))
     return Score(
         name=f"probe-{flags.split}",
@@ -255,23 +265,23 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
             "bank": sets.bank.describe(),
             "features": f"{features.description}; random: the same tower with weights drawn from seed {settings.seed}",
             "protocol": _protocol(evaluation, bank_split=flags.train_split),
-            "num_samples": len(plain[0].sample),
+            "num_samples": len(set_features[0].sample),
             "findings": findings,
             "by_class": by_class,
         },
-        failed=[failure for part in plain for failure in part.failed],
+        failed=[failure for features in set_features for failure in features.failed],
     )
 
 
 def _models(opened: OpenedRun, *, split: str) -> dict[str, nn.Module]:
     """Return a run's model, and a model with weights drawn from its seed, in evaluation mode on the device."""
     task, trained = opened.task, opened.trained
-    # The samples determine the resolution of a run's clips. Other weights record it.
+    # The samples determine the resolution of a run's clips. Weights that are not a run record the resolution.
     samples = None if opened.run is None else task.samples(split, World())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(opened.settings.seed)
-        random = task.build_model(samples).to(trained.device).eval()
-    return {"trained": trained.fill(task.build_model(samples)), "random": random}
+        random_model = task.build_model(samples).to(trained.device).eval()
+    return {"trained": trained.fill(task.build_model(samples)), "random": random_model}
 
 
 def _protocol(evaluation: ProbeEvaluation, *, bank_split: str) -> str:

@@ -1,8 +1,8 @@
-"""Runner of all evaluations: it scores trained weights, and writes the result file.
+"""Run an evaluation of trained weights, and write the result file.
 
-It opens a run, and creates the common fields of a result, the description of the clips, and the command line that
-repeats the evaluation. The evaluation itself is a function in its spec
-(`clipmill.train.spec.EvaluationSpec.score`).
+All evaluations share this code. It opens the run, and fills the common fields of a result, among them the description
+of the clips and the command line that repeats the evaluation. The spec of an evaluation contains the function that
+computes it (`clipmill.train.spec.EvaluationSpec.score`).
 """
 
 import shlex
@@ -53,18 +53,20 @@ class EvaluatedSamples(EvaluatedClips, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedRun:
-    """A run, or other weights, ready to be evaluated.
+    """Run, or other weights, that is ready to be evaluated.
 
     Attributes:
+        spec: Spec of the task.
         title: Name of the weights, as the user wrote it.
         run: Folder of the run; None if the weights are not a run.
         settings: Settings of the model, with the data to evaluate and the overrides.
-        shape: Sizes of the model's layers and inputs.
-        shards: Data to use in place of the run's data, or None.
+        shape: Dimensions of the model.
+        shards: Data to use instead of the run's data; None for the run's data.
         variant: Names of the requested variants.
+        trained: Weights, with their device, precision and attention.
         task: Task of the weights, with the classes or tokens that were saved with them.
         overrides: Overrides whose values differ from the training.
-        lacks: Part of the task's model that the weights lack, such as "a decoder"; '' if none.
+        lacks: Part of the task's model that the weights lack, such as "a decoder"; '' if the model is complete.
         source: Source of the weights if they are not a run.
         checkpoint: Checkpoint of a run.
     """
@@ -89,16 +91,16 @@ class OpenedRun:
             return read_logits(self.checkpoint)
         return Logits() if self.source is None else logits_of(self.source.converted.tensors)
 
-    def require_whole(self) -> None:
+    def require_complete(self) -> None:
         """Raise a UserError if the weights lack a part of the task's model."""
         if self.lacks:
             raise UserError(
                 f"{self.title} has no {self.lacks.removeprefix('a ')}, which this evaluation needs",
-                hint="use weights that have it; train eval probe needs only the video tower",
+                hint="use weights of a complete model, or train eval probe, which needs only the video tower",
             )
 
     def facts(self) -> dict[str, Any]:
-        """Return the entries of a result about weights and data: a run's data, or title and data of other weights."""
+        """Return the entries of a result that describe the data and, if the weights are not a run, the weights."""
         if self.run is not None:
             return self.run.data_facts(self.shards)
         return {"source": self.title, "shards": data_facts("", self.shards)["shards"]}
@@ -109,35 +111,37 @@ class OpenedRun:
         return self.title if self.run is None else self.run.name
 
     def result_name(self, name: str, flags: Any) -> str:
-        """Return the file name of an evaluation's result `name`; it depends on data and overrides."""
+        """Return the file name for the result `name` of an evaluation, which depends on data and overrides."""
         return result_name(f"{name}{suffix_of(self.differences(flags))}", self.facts())
 
     def differences(self, flags: Any) -> dict[str, Any]:
-        """Return the settings that differ from the training, by flag: clips, condition, variants and groups."""
+        """Return the settings that differ from the training, by flag: clips, `--where`, variants and groups."""
         differences = self.overrides.given_values()
         if self.settings.where:
             differences["where"] = self.settings.where
         if self.variant:
             differences["variant"] = " ".join(self.variant)
-        for name, group in _given_groups(flags).items():
-            trained = self.in_effect(name)
+        for name, group in _replaced_groups(flags).items():
+            training_values = self.effective_values(name)
             differences |= {
-                flag: value for flag, value in self.in_effect(name, group).items() if value != trained[flag]
+                flag: value
+                for flag, value in self.effective_values(name, group).items()
+                if value != training_values[flag]
             }
         return differences
 
-    def in_effect(self, name: str, group: Any = None) -> dict[str, Any]:
+    def effective_values(self, name: str, group: Any = None) -> dict[str, Any]:
         """Return the effective values of a settings group, by flag.
 
         Args:
             name: Name of the group, and of the task's method that completes it, such as `decoding`.
-            group: Given group; None for the training's group.
+            group: Settings of the group; None for the settings of the training.
         """
         return flatten(plain_values(asdict(getattr(self.task, name)(group))), f"{name}.")
 
 
-def _given_groups(flags: Any) -> dict[str, Any]:
-    """Return the groups of an evaluation's settings that replace groups of the training's settings."""
+def _replaced_groups(flags: Any) -> dict[str, Any]:
+    """Return the groups of an evaluation's settings that replace groups of the training settings."""
     groups = {group.name: getattr(flags, group.name) for group in fields(flags) if group.default is None}
     return {name: group for name, group in groups.items() if is_dataclass(group)}
 
@@ -147,12 +151,13 @@ class Score:
     """Result of an evaluation.
 
     Attributes:
-        name: Name of the result file. A later run of the same evaluation replaces the file.
-        samples: Scored samples.
+        name: Name of the result file. Repeating the same evaluation replaces the file.
+        samples: Samples that were scored.
         clip: Description of the clips (`describe_clip`).
         values: JSON-serialisable metrics and other values of the result.
         failed: Samples that could not be decoded.
-        beside: Function that takes the path of the result file and the result, and writes additional files beside it.
+        write_more: Function that takes the path of the result file and the result, and writes additional files next to
+            it.
     """
 
     name: str
@@ -160,28 +165,31 @@ class Score:
     clip: str
     values: dict[str, Any]
     failed: Sequence[FailedSample]
-    beside: Callable[[Path, dict[str, Any]], None] | None = field(default=None)
+    write_more: Callable[[Path, dict[str, Any]], None] | None = field(default=None)
 
 
 def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: Say = print) -> OpenedRun:
-    """Open a checkpoint of a run and its task.
+    """Open a checkpoint of a run, and its task.
 
     Args:
+        spec: Spec of the task.
+        run: Folder of the run.
+        use: Checkpoint, data and overrides with which the run is used.
         say: Function that prints which tensors were interpolated.
 
     Raises:
         UserError: The run has no checkpoint, or this machine, the run's settings or the overrides do not fit it.
     """
-    trained_with: ClipSettings = load_settings(run.settings, spec.settings)
-    require_parts(trained_with.towers, run)
+    saved_settings: ClipSettings = load_settings(run.settings, spec.settings)
+    require_parts(saved_settings.towers, run)
     checkpoint = use.checkpoint or run.require_checkpoint()
     trained = open_trained_run(
-        run, replace(trained_with, device=use.device or trained_with.device), checkpoint=checkpoint
+        run, replace(saved_settings, device=use.device or saved_settings.device), checkpoint=checkpoint
     )
     settings, overrides = use.apply_to(trained.settings)
     shape = shape_of_run(run, settings)
-    given = {"shape": shape} if use.is_without_data else {}
-    task: Any = spec.open(settings, attention=trained.attention, device=trained.device, run=run, **given)
+    arguments = {"shape": shape} if use.is_without_data else {}
+    task: Any = spec.open(settings, attention=trained.attention, device=trained.device, run=run, **arguments)
     if overrides.given_values():
         source = open_run_weights(run, checkpoint=checkpoint)
         load = partial(load_all_parameters, source=source, fit=task.fit_all_parameters, say=say)
@@ -214,21 +222,23 @@ def score_opened(
     flags: Any,
     *,
     out: Path | None = None,
-    written: Callable[[Path], object] = lambda path: None,
+    on_write: Callable[[Path], object] = lambda path: None,
 ) -> dict[str, Any]:
     """Evaluate opened weights, and write the result file if they are a run.
 
     Args:
+        opened: Weights to evaluate.
+        evaluation: Spec of the evaluation.
         flags: Settings of the evaluation.
         out: Folder for the result file if the weights are not a run; by default no file is written.
-        written: Function that is called with the path of the result file.
+        on_write: Function that is called with the path of the result file.
 
     Raises:
-        UserError: The data do not fit the evaluation, or `out` has the result of other weights or data.
+        UserError: The data do not fit the evaluation, or `out` contains a result for other weights, data or flags.
         FailedWork: No sample could be decoded.
     """
     if not kind_of(opened.settings.folder).has_manifest:
-        flags = replace(flags, split=TARS_SPLIT)  # tars have no splits, and the result is named after its data
+        flags = replace(flags, split=TARS_SPLIT)  # tars have no splits; the result is named after the data
     score: Score = evaluation.score(opened, flags)
     facts = opened.facts()
     overlap = held_out_facts(score.samples, opened.settings, split=flags.split, data=facts)
@@ -255,38 +265,38 @@ def score_opened(
     elif out is not None:
         path = out / f"{opened.result_name(score.name, flags)}.json"
         if path.exists() and not is_same_evaluation(read_object(path), result):
-            raise UserError(f"{path} is the result of other weights, data or flags", hint="use another --out")
+            raise UserError(f"{path} contains a result for other weights, data or flags", hint="use a different --out")
         out.mkdir(parents=True, exist_ok=True)
         publish_json(path, result)
     if path is not None:
-        if score.beside is not None:
-            score.beside(path, result)
-        written(path)
+        if score.write_more is not None:
+            score.write_more(path, result)
+        on_write(path)
     return result
 
 
 def _incomplete_note(score: Score) -> dict[str, str]:
-    """Return the note about samples missing from a result; empty if all samples of the protocol were scored."""
+    """Return the note that samples are missing from a result; {} if all samples of the protocol were scored."""
     note = score.values.get("incomplete", "")
     if not score.failed:
         return {"incomplete": note} if note else {}
-    num = len(score.failed)
-    failed = f"{count_noun(num, 'sample')} could not be decoded and {'is' if num == 1 else 'are'}"
+    num_failed = len(score.failed)
+    reason = f"{count_noun(num_failed, 'sample')} could not be decoded and {'is' if num_failed == 1 else 'are'}"
     title = score.values.get("title", "")
     return {
-        "incomplete": f"{note}; {failed} not scored" if note else f"{failed} not scored",
+        "incomplete": f"{note}; {reason} not scored" if note else f"{reason} not scored",
         **({"title": mark_title(title)} if title else {}),
     }
 
 
 def split_metrics(split: str, metrics: Mapping[str, float], *, num_failed: int = 0) -> dict[str, float]:
-    """Return metrics of an evaluation in training as `<split>/<name>`, with the number of failures unless it is 0."""
+    """Return the metrics of an evaluation during training as `<split>/<name>`, with the number of failures if any."""
     named_metrics = {**metrics, "num_failed": float(num_failed)} if num_failed else metrics
     return {f"{split}/{name}": value for name, value in named_metrics.items()}
 
 
 def every_for(num_samples: int, *, at_most: int) -> int:
-    """Return the smallest k for which taking every k-th sample leaves at most `at_most` samples."""
+    """Return the smallest k for which every k-th sample gives no more than `at_most` samples."""
     return -(-num_samples // at_most)
 
 
@@ -301,7 +311,8 @@ def describe_clip(
     """Describe the clips of an evaluation: number and sampling of frames, views, crops and resolution.
 
     Args:
-        samples: Loader of the clips. It is needed for latents, whose segment length it knows.
+        settings: Settings of the clips.
+        samples: Samples that read the clips. They are needed for latents, because they know the length of segments.
         views: Temporal and spatial views of a pixel clip.
         mean_of: Noun for the values that are averaged over views.
         is_consecutive: True if the frames of latents are consecutive.
@@ -326,19 +337,19 @@ def describe_clip(
 
 
 def command_line(name: str, opened: OpenedRun, flags: Any) -> str:
-    """Return the command line that repeats an evaluation: the split, and settings that differ from their defaults."""
-    words = ["train", "eval", name, opened.title, "--split", flags.split]
-    words += [] if opened.shards is None else ["--shards", opened.shards]
+    """Return the command line that repeats an evaluation, with the split and the settings that are not defaults."""
+    arguments = ["train", "eval", name, opened.title, "--split", flags.split]
+    arguments += [] if opened.shards is None else ["--shards", opened.shards]
     for name in opened.variant:
-        words += ["--variant", name]
-    words += [] if opened.settings.where is None else ["--where", opened.settings.where]
+        arguments += ["--variant", name]
+    arguments += [] if opened.settings.where is None else ["--where", opened.settings.where]
     for flag, value in opened.overrides.given_values().items():
-        words += [f"--{flag.replace('_', '-')}", str(value)]
+        arguments += [f"--{flag.replace('_', '-')}", str(value)]
     values, defaults = asdict(flags), flatten(asdict(type(flags)()))
-    for group, given in _given_groups(flags).items():
-        # A group replaces the training's complete group, so include values that differ from the group's defaults too.
-        used, trained, default = (opened.in_effect(group, item) for item in (given, None, type(given)()))
-        del values[group]
+    for name, group in _replaced_groups(flags).items():
+        # A group replaces the complete group of the training, so also include values that differ from its defaults.
+        used, trained, default = (opened.effective_values(name, item) for item in (group, None, type(group)()))
+        del values[name]
         if used != trained:
             values |= {flag: used[flag] for flag in used if not used[flag] == trained[flag] == default[flag]}
     for flag, value in flatten(values).items():
@@ -346,5 +357,5 @@ def command_line(name: str, opened: OpenedRun, flags: Any) -> str:
             continue
         flag = f"--{flag.replace('_', '-')}"
         for item in value if isinstance(value, list) else [value]:
-            words += [flag] if item is True else [flag, str(item)]
-    return shlex.join(words)
+            arguments += [flag] if item is True else [flag, str(item)]
+    return shlex.join(arguments)

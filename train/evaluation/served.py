@@ -1,6 +1,6 @@
-"""Export a model of clips as a program that runs without clipmill (torch.export or ONNX), with its preprocessing.
+"""Export a model for clips as a program that runs without clipmill (torch.export or ONNX).
 
-OUT/model.pt2 or OUT/model.onnx   program from normalised clips, float32 [B, C, T, H, W], to float32 [B, N], for any B
+OUT/model.pt2 or OUT/model.onnx   program that maps normalised clips, float32 [B, C, T, H, W], to float32 [B, N]
 OUT/preprocessing.json            number and preprocessing of frames, and the meaning of the output
 """
 
@@ -29,9 +29,10 @@ _USE = {
 
 
 def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[str, Any]) -> Exported:
-    """Export a model on the CPU, in evaluation mode, as a program.
+    """Prepare the export of a model as a program. The model must be on the CPU.
 
     Args:
+        request: Settings, shape and format of the export.
         model: Module that maps float32 clips [B, C, T, H, W] to float32 [B, N], with SDPA attention.
         output: Description of the output, for preprocessing.json.
 
@@ -43,7 +44,7 @@ def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[s
     example = torch.zeros(_EXAMPLE_CLIPS, *views, channels, settings.num_frames, side, side)
     model = model.eval().requires_grad_(False)
     try:
-        # strict=True makes `len(clips)` the batch size instead of a constant.
+        # With strict=True, `len(clips)` is the batch size instead of a constant.
         program = torch.export.export(
             model, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},), strict=True
         )
@@ -52,7 +53,7 @@ def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[s
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(
             f"{request.title} cannot be exported as --format {request.form}: {reason}",
-            hint="a tower must be traceable by torch.export: no branches on values of tensors, no custom kernels",
+            hint="use towers that torch.export can trace, without branches on tensor values and without custom kernels",
             flags=("--format",),
         ) from error
     values = {"input": _input_of(settings, list(example.shape[1:])), "output": dict(output)}
@@ -103,5 +104,5 @@ def _input_of(settings: Any, shape: list[int]) -> dict[str, Any]:
 
 
 def similarity(log_scale: float | None, bias: float | None) -> dict[str, float | None]:
-    """Return the scale and bias that convert cosines to logits: cosine * logit_scale + logit_bias."""
+    """Return the scale and bias that convert cosine similarities to logits: cosine * logit_scale + logit_bias."""
     return {"logit_scale": None if log_scale is None else math.exp(log_scale), "logit_bias": bias}

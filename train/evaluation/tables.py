@@ -1,8 +1,8 @@
 """Tables of the results of `train eval`, with protocols and results by class, for the console and the results page.
 
 Results by class show how many clips of each class are recognised, which classes are confused, and the majority
-baseline. This baseline always predicts the classes that are most frequent among the evaluated clips. No model can do
-better without looking at the clips.
+baseline, which always predicts the classes that are most frequent among the evaluated clips. No model can do better
+without looking at the clips.
 
 Shape suffixes: N clips, K classes.
 """
@@ -24,21 +24,23 @@ if TYPE_CHECKING:
     import torch
 
 
-CLASSES_SECTION = Path(__file__).with_name("classes.html.j2")  # page section for results with `by_class`
+CLASSES_SECTION = Path(__file__).with_name("classes.html.j2")  # section of a page for results with `by_class`
 _LABEL_WIDTH, _CELL_WIDTH = 14, 13
 _INCOMPLETE = "(incomplete)"
-FEW_CLASSES = 5  # with at most this many classes, top-5 accuracy is always 100 %
-
-
-# References for a table's metrics: random rankings, or a model that always predicts the most frequent classes.
+FEW_CLASSES = 5  # maximum number of classes for which top-5 accuracy is always 100 %
+# References for the metrics of a table: random rankings, or a model that always predicts the most frequent classes.
 CHANCE, MAJORITY = "chance", "majority baseline"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A value and its reference as text, and also as numbers if they are fractions in [0, 1].
+    """Cell of a table.
 
     Attributes:
+        text: Value, as text.
+        reference: Reference of the value, as text.
+        share: Value as a fraction in [0, 1]; None for other values.
+        reference_share: Reference as a fraction in [0, 1]; None for other values.
         baseline: Name and value of a trivial model, if the table has a column for it.
     """
 
@@ -51,11 +53,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table.
+    """Row of a table.
 
     Attributes:
+        label: First column.
         detail: Numbers of queries, items or classes.
-        is_baseline: True if the row belongs to a trivial model for comparison.
+        cells: Other columns.
+        is_baseline: True if the row shows a trivial model for comparison.
     """
 
     label: str
@@ -66,13 +70,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Metrics with the protocol that a comparison needs.
+    """Metrics, with the protocol that is needed for a comparison.
 
     Attributes:
+        title: Title.
+        columns: Names of the columns.
+        rows: Rows.
+        protocol: Lines of the protocol, by name.
         headline: Index of the row that represents the table in overviews.
         reference: Reference of the cells, `CHANCE` or `MAJORITY`.
-        means_of: Number and noun of the items that the metrics average over, if these are not clips.
-        cautions: Short descriptions of the metrics' limitations.
+        means_of: Number and noun of the items over which the metrics are averaged; None for clips.
+        cautions: Short descriptions of limitations of the metrics.
     """
 
     title: str
@@ -91,7 +99,7 @@ class Table:
 
     @property
     def baseline_text(self) -> str:
-        """Reference for the first metric (from the table, a trivial model, or the row's detail), and limitations."""
+        """Reference for the first metric (from the cell, a trivial model, or the row's detail), and limitations."""
         row = self.rows[self.headline]
         text = row.cells[0].baseline or row.detail
         if row.cells[0].reference:
@@ -123,12 +131,12 @@ def table_of(make: Callable[[dict[str, Any]], Table], result: dict[str, Any]) ->
 
 
 def mark_title(title: str) -> str:
-    """Mark a title or label because the result has missing samples."""
+    """Mark a title or label of a result that lacks samples."""
     return title if _INCOMPLETE in title else f"{title} {_INCOMPLETE}"
 
 
 def describe(table: Table) -> str:
-    """Return the table as text, with the reference under each row, and the protocol under all rows."""
+    """Return the table as text, with the reference below each row, and the protocol below all rows."""
     reference = f"  {table.reference}"
     width = max(_LABEL_WIDTH, len(reference), *(len(row.label) for row in table.rows))
     lines = [_line("", table.columns, width=width)]
@@ -140,12 +148,12 @@ def describe(table: Table) -> str:
 
 
 def share_cell(value: float | None, reference: float | None = None) -> Cell:
-    """Return the cell for a fraction in [0, 1], shown in percent (a dash for None), with the table's reference."""
+    """Return the cell for a fraction in [0, 1], shown in percent (a dash for None), with its reference."""
     return Cell(percent(value), "" if reference is None else percent(reference), value, reference)
 
 
 def protocol_of(result: dict[str, Any], sizes: str, **more: str) -> dict[str, str]:
-    """Return data, protocol, clips and checkpoint of a result, which a comparison needs."""
+    """Return the data, protocol, clips and checkpoint of a result, which are needed for a comparison."""
     data = f"{result['data']}; {result['variant']}"
     if address := other_data(result):
         data += f"; of {address}"
@@ -174,11 +182,12 @@ _NUM_PAIRS = 15
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions for clips; all tensors are [N], on one device.
+    """Predictions for clips. All tensors are [N], on one device.
 
     Attributes:
-        label_N, predicted_N: Class and predicted class of each clip, int64.
-        is_among_N: True if the class is among the first five, bool.
+        label_N: Class of each clip, int64.
+        predicted_N: Predicted class of each clip, int64.
+        is_among_N: True if the class is among the first five predictions, bool.
     """
 
     label_N: torch.Tensor
@@ -187,40 +196,40 @@ class Predictions:
 
     @staticmethod
     def of(scores_NK: torch.Tensor, label_N: torch.Tensor, *, rank_N: torch.Tensor) -> Predictions:
-        """Return predictions, given class scores and the rank (1 is best) of each clip's class.
+        """Derive predictions from class scores and the rank (1 is best) of each clip's class.
 
-        If a clip's class does not rank first, the best other class is the prediction, even if their scores are tied.
+        If the class of a clip does not rank first, the best other class is the prediction, even if the scores are tied.
         """
         best_other_N = scores_NK.scatter(1, label_N[:, None], float("-inf")).argmax(dim=1)
         return Predictions(label_N, label_N.where(rank_N == 1, best_other_N), rank_N <= _TOP)
 
     @staticmethod
     def join(parts: Sequence[Predictions]) -> Predictions:
-        """Concatenate the clips of several parts, at least one."""
+        """Concatenate the predictions of one or more parts."""
         import torch
 
         names = ("label_N", "predicted_N", "is_among_N")
         return Predictions(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
     def by_class(self, names: Sequence[str], *, title: str) -> dict[str, Any]:
-        """Return the counts of the classes that occur, for a result file.
+        """Count clips and confusions by class, for a result file.
 
         Args:
             names: Names of all classes.
             title: Description of the classes.
 
         Returns:
-            `names`: classes that clips have, or that are predicted. `num`, `num_first` and `num_among`: for each class,
-            the number of clips, of recognised clips, and of clips whose class is among the first five.
-            `confused`: rows [class, predicted class, number of clips], indices into `names`, most frequent first.
+            `names`: classes of the clips, and predicted classes. `num`, `num_first` and `num_among`: for each class,
+            the number of clips, of recognised clips, and of clips whose class is among the first five predictions.
+            `confused`: rows [class, predicted class, number of clips], with indices into `names`, most frequent first.
         """
         label_N, predicted_N = self.label_N.cpu().numpy(), self.predicted_N.cpu().numpy()
-        occurring = np.unique(np.concatenate([label_N, predicted_N]))
-        label_N, predicted_N = np.searchsorted(occurring, label_N), np.searchsorted(occurring, predicted_N)
+        classes = np.unique(np.concatenate([label_N, predicted_N]))
+        label_N, predicted_N = np.searchsorted(classes, label_N), np.searchsorted(classes, predicted_N)
         is_right_N, is_among_N = label_N == predicted_N, self.is_among_N.cpu().numpy()
 
         def count_by_class(class_N: NDArray[np.int64]) -> list[int]:
-            return [int(count) for count in np.bincount(class_N, minlength=len(occurring))]
+            return [int(count) for count in np.bincount(class_N, minlength=len(classes))]
 
         pairs, pair_counts = np.unique(
             np.stack([label_N[~is_right_N], predicted_N[~is_right_N]]), axis=1, return_counts=True
@@ -228,7 +237,7 @@ class Predictions:
         order = np.argsort(-pair_counts, kind="stable")
         return {
             "title": title,
-            "names": [names[index] for index in occurring.tolist()],
+            "names": [names[index] for index in classes.tolist()],
             "num": count_by_class(label_N),
             "num_first": count_by_class(label_N[is_right_N]),
             "num_among": count_by_class(label_N[is_among_N]),
@@ -240,19 +249,19 @@ BASELINE_KEYS = ("top1", "top5", "mean_class")
 
 
 def majority_baseline(by_class: Mapping[str, Any]) -> dict[str, float]:
-    """Return top-1, top-5 and mean class accuracy if the most frequent classes of the clips are always predicted."""
+    """Return the top-1, top-5 and mean class accuracy of always predicting the most frequent classes of the clips."""
     num = sorted(by_class["num"], reverse=True)
     total, num_seen = sum(num), sum(count > 0 for count in num)
     return dict(zip(BASELINE_KEYS, (num[0] / total, sum(num[:_TOP]) / total, 1 / num_seen), strict=True))
 
 
 def class_view(by_class: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a page section about `Predictions.by_class`, with the most frequent classes first.
+    """Return the values for the page section about `Predictions.by_class`, with the most frequent classes first.
 
     Returns:
-        `rows`: all classes with clips. `matrix`: the confusion matrix of the 12 most frequent classes; each row has
-        row_counts cells, and the number of clips that are mistaken for classes outside the matrix. `pairs`: the most
-        confused classes; empty if the matrix contains all classes.
+        `rows`: all classes with clips. `matrix`: the confusion matrix of the 12 most frequent classes; each row has its
+        cells, and the number of clips that are mistaken for classes outside of the matrix. `pairs`: the most confused
+        classes; empty if the matrix contains all classes.
     """
     names, num = by_class["names"], by_class["num"]
     confusions: dict[int, list[tuple[int, int]]] = {}
@@ -284,13 +293,13 @@ def class_view(by_class: Mapping[str, Any]) -> dict[str, Any]:
         {"name": names[label], "taken_for": names[predicted], "count": count, "share": count / num[label]}
         for label, predicted, count in by_class["confused"][:_NUM_PAIRS]
     ]
-    is_whole = len(shown) == len(order) and not any(row["others"] for row in matrix)
+    is_complete = len(shown) == len(order) and not any(row["others"] for row in matrix)
     return {
         "title": by_class["title"],
         "rows": rows,
         "has_among": len(names) > _TOP,
         "matrix": matrix,
-        "has_others": not is_whole,
-        "pairs": [] if is_whole else pairs,
+        "has_others": not is_complete,
+        "pairs": [] if is_complete else pairs,
         "num_shown": len(shown),
     }

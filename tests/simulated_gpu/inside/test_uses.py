@@ -249,4 +249,4 @@ def test_features_are_those_of_their_own_clips_however_far_ahead_the_host_is(jou
     features = extract([_FirstPixel()], batches(), inputs=lambda batch: batch["video"], device=device)
     journal.finish()
     assert journal.races == [] and journal.pageable == []
-    assert features.of_tower[0][:, 0].tolist() == features.sample.tolist() == [*range(24)]
+    assert features.tower_features[0][:, 0].tolist() == features.sample.tolist() == [*range(24)]

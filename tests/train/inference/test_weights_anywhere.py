@@ -176,7 +176,7 @@ def test_results_of_other_weights_are_written_where_the_user_says(
     score(capsys, "retrieval", folder, "--shards", moving, "--out", out)
     other = exports["dual-encoder", "open_clip"]
     assert train("eval", "retrieval", other, "--shards", moving, "--out", out) == 2
-    assert "is the result of other weights, data or flags" in capsys.readouterr().err
+    assert "contains a result for other weights, data or flags" in capsys.readouterr().err
     score(capsys, "caption", exports["caption", "hf"], "--shards", moving, "--out", out)
     assert {path.name for path in out.iterdir()} >= {"captions-val.json", "captions-val.coco.json", "captions-val.html"}
 

@@ -51,7 +51,7 @@ def test_two_ranks_have_the_features_of_one_in_the_order_of_the_samples(
 ) -> None:
     for whole in on_two_ranks(lambda world: find_features([load_batch(its) for its in parts[world.rank]], world)):
         assert whole.sample.tolist() == list(range(7))
-        features, other = whole.of_tower
+        features, other = whole.tower_features
         assert features.dtype == torch.float32 and features[:, 0].tolist() == list(range(7))
         assert torch.equal(other, -features)
 

@@ -120,8 +120,8 @@ def test_towers_of_every_task_are_probed(moving: Path, tmp_path: Path, capsys: p
     ("flags", "message", "hint"),
     [
         (("--label", "mood"), "the captions have no column label_mood", "use an available label: class, noun, verb"),
-        (("--label", "verb", "--split", "train"), "every clip would find itself", "two splits"),
-        (("--label", "verb", "--neighbours", 37), "37 neighbours are to vote, but split 'train' has", "36 or fewer"),
+        (("--label", "verb", "--split", "train"), "every clip would be its own neighbour", "two different splits"),
+        (("--label", "verb", "--neighbours", 37), "37 neighbours are requested, but split 'train' has", "36 or fewer"),
         (("--label", "verb", "--split", "test"), "no videos of split 'test'", ""),
         (("--label", "verb", "--label", "verb"), "--label has a repeated value: verb, verb", "use each value once"),
         ((), "--label is missing", "use an available label: class, noun, verb"),
@@ -158,7 +158,7 @@ def test_a_mistake_in_the_loops_probe_leaves_no_run_behind(
     for flags, message in (
         ((), "needs --evaluate.labels, the labels to predict from frozen features"),
         (("--evaluate.labels", "mood"), "no column label_mood"),
-        (("--evaluate.labels", "verb", "--evaluate.max-bank", 10), "20 neighbours are to vote"),
+        (("--evaluate.labels", "verb", "--evaluate.max-bank", 10), "20 neighbours are requested"),
         (("--evaluate.labels", "verb", "--best", "val/noun_knn_top1"), "--best val/noun_knn_top1 is not a metric"),
     ):
         assert train("mae", "--shards", moving, "--out", tmp_path / "run", *PIXELS, *MASKED, *every, *flags) == 2
@@ -199,7 +199,7 @@ def test_classes_that_the_bank_lacks_are_counted_and_one_class_is_nothing_to_lea
 
     write_captions(tmp_path, videos, [*captions("a", "p", "p"), *captions("b", "p", "q")])
     assert train("eval", "probe", run, *few) == 2
-    assert "all clips of split 'train' are of the class 'p'" in capsys.readouterr().err
+    assert "all clips of split 'train' have the class 'p'" in capsys.readouterr().err
     write_captions(tmp_path, videos, [*captions("a", "p", "q"), Caption("b", 0, 1, "x")])
     assert train("eval", "probe", run, *few) == 2
     assert "no clip of split 'val' is usable" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from clipmill.shards.pages.templates import SEARCH_SCRIPT, load_template
 from clipmill.train.data.chunks import ClipReader
 from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
-from clipmill.train.evaluation.player import PicturedSamples, Player, SampleClip, Shown, clip_figure, open_player
+from clipmill.train.evaluation.player import PicturedSamples, Player, SampleClip, ShownClip, clip_figure, open_player
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for
 from clipmill.train.run.folder import COCO_SUFFIX
 from clipmill.train.run.tracking import count_batches
@@ -161,7 +161,7 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
         clip=describe_clip(settings),
         values=values,
         failed=generated.failed,
-        beside=write_beside,
+        write_more=write_beside,
     )
 
 
@@ -280,7 +280,7 @@ class ScoredCaptions:
         played = set() if player is None else {*by_score[:_NUM_PLAYED], *by_score[-_NUM_PLAYED:]}
         for row, (index, name) in enumerate(self.names.items()):
             begin_s, end_s = self.samples.span_s(index)
-            shown = Shown()
+            shown = ShownClip()
             if player is not None and index in played:
                 shown = player.show(SampleClip(index, self.samples.key(index), begin_s, end_s))
             times = f"{begin_s:.2f}-{end_s:.2f} s"
@@ -315,7 +315,7 @@ class CaptionedVideo:
     references: Sequence[str]
     scores: Mapping[str, float]
     picture: str = ""
-    shown: Shown = Shown()  # noqa: RUF009
+    shown: ShownClip = ShownClip()  # noqa: RUF009
 
 
 def write_captions_page(

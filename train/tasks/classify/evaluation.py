@@ -225,7 +225,7 @@ def score_run(opened: OpenedRun, flags: ClassificationFlags) -> Score:
         UserError: The split has no clips, or the class files do not fit the classes.
         FailedWork: No clip could be decoded, or logits are not finite.
     """
-    opened.require_whole()
+    opened.require_complete()
     settings, trained, task = opened.settings, opened.trained, opened.task
     classes: ClassList = task.classes
     names = names_of_numbers(classes, flags.classes)

@@ -294,7 +294,7 @@ def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, split_remark: st
         UserError: The split has no clips.
         FailedWork: No clip could be decoded.
     """
-    opened.require_whole()
+    opened.require_complete()
     settings, trained, task = opened.settings, opened.trained, opened.task
     samples = task.samples(flags.split, World())
     model = trained.fill(task.build_model(samples))

@@ -228,7 +228,7 @@ def test_a_clip_of_open_clip_is_refused_before_a_download(
     # Without network, a download would be an error of its own.
     assert caption(Path("ViT-B-16:openai"), data_dir, tmp_path / "pseudo.parquet") == 2
     output = capsys.readouterr()
-    assert "ViT-B-16:openai is a CLIP model of open_clip, not a model of train caption" in output.err
+    assert "ViT-B-16:openai is a CLIP model from open_clip, not a model of train caption" in output.err
     assert "download" not in output.out + output.err
     assert caption(tmp_path / "nowhere", data_dir, tmp_path / "pseudo.parquet") == 2
     output = capsys.readouterr()
