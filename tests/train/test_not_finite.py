@@ -15,7 +15,7 @@ from clipmill.train.data.batch import Batch
 from clipmill.train.data.loader import TrainingSet
 from clipmill.train.device.transfer import Scalar
 from clipmill.train.distributed.world import Step, World
-from clipmill.train.engine.metrics import not_finite
+from clipmill.train.engine.metrics import find_non_finite
 from clipmill.train.losses.objective import Objective
 from clipmill.train.run.checkpoint import all_checkpoints
 from clipmill.train.run.folder import RunFolder, read_lines
@@ -98,4 +98,4 @@ def test_a_run_that_has_a_gradient_before_goes_on(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_is_not_finite_is_named(tensors: Mapping[str, torch.Tensor], names: str | None) -> None:
-    assert not_finite(tensors, world=ONE) == names
+    assert find_non_finite(tensors, world=ONE) == names

@@ -13,7 +13,7 @@ from clipmill.manifests.settings import FRACTION, PROBABILITY, Checked, GoesWith
 from clipmill.train.config import fields as groups
 from clipmill.train.config.fields import FIRST_RUN
 from clipmill.train.config.model import (
-    PICTURE_PX,
+    FIXED_FRAME_PX,
     Freeze,
     Init,
     Kind,
@@ -21,7 +21,7 @@ from clipmill.train.config.model import (
     ModelName,
     Tower,
     Towers,
-    check_frames,
+    check_num_frames,
     towers_to_adapt,
     tuning_mistakes,
 )
@@ -40,7 +40,7 @@ OPERATIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionSettings(Checked):
-    """Selection of the captions that clips are paired with."""
+    """Selection of the caption for each clip."""
 
     prefix = "captions"
 
@@ -121,7 +121,7 @@ Weights = Annotated[str, Parameter(name=("--weights", "--run"))]
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Overrides(Checked):
-    """Fields of ClipSettings that may differ from the training when weights are used: number and size of frames."""
+    """Number, sampling and size of the frames of a clip, if they differ from the training of the weights in use."""
 
     num_frames: Annotated[int | None, Range(1, 1024)] = None
     """Number of frames per clip; temporal embeddings are interpolated. Default: as in training."""
@@ -240,7 +240,7 @@ class ClipSettings(TrainingSettings):
                 flags=("--short-side-px", "--size-px"),
             )
         yield from self._view_mistakes() if self.views is not None else ()
-        yield from errors_of(check_frames, self.towers, num_frames=self.num_frames)
+        yield from errors_of(check_num_frames, self.towers, num_frames=self.num_frames)
         yield from tuning_mistakes(
             self.freeze,
             self.lora,
@@ -351,8 +351,8 @@ class Use:
         )
         overrides = self.overrides.differences_from(settings)
         changes, model = overrides.given_values(), getattr(settings, "model", "")
-        if overrides.size_px is not None and model in PICTURE_PX:
-            changes["model"] = model.removesuffix(f"-{PICTURE_PX[model]}")  # the same model for any frame size
+        if overrides.size_px is not None and model in FIXED_FRAME_PX:
+            changes["model"] = model.removesuffix(f"-{FIXED_FRAME_PX[model]}")  # the same model for any frame size
         return replace(settings, **changes), overrides
 
 

@@ -55,7 +55,7 @@ def load_settings(path: Path, kind: type[Settings]) -> Settings:
     Parsing takes a tenth of a second or more, so a process parses equal content only once.
 
     Raises:
-        UserError: The file cannot be read, or has a key or value that `kind` does not know.
+        UserError: The file cannot be read, or has a key or value that `kind` does not accept.
     """
     try:
         content = path.read_bytes()

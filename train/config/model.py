@@ -58,7 +58,7 @@ FormatChoice = Literal[
 # Patch size in pixels. The frame size must be a multiple of the patch size.
 PATCH_PX: dict[str, int] = {"tiny": 16, "s16": 16, "b32": 32, "b16": 16, "l16": 16, "l14": 14, "l14-336": 14}
 # Models whose names imply a frame size, in pixels.
-PICTURE_PX: dict[str, int] = {"l14-336": 336}
+FIXED_FRAME_PX: dict[str, int] = {"l14-336": 336}
 _KINDS = (
     f"Architecture of the video tower (docs/models.md): {', '.join(TOWERS)}. "
     "Default: from --init.weights, else the default of the task."
@@ -193,9 +193,8 @@ class DualEncoderTowers(Towers):
     """Pooling of the token embeddings of --towers.text hf:FOLDER. own: as in the model; mean: their mean; first, last:
     the first or last token."""
     context_length: Annotated[int | None, Range(4, 8192)] = None
-    """Maximum number of tokens per text. Default: from the text tower or --init.weights (CLIP: 77). If the number is
-    larger than in a CLIP, its first 20 positional embeddings are kept and the others are interpolated (Long-CLIP:
-    248)."""
+    """Maximum number of tokens per text. Default: from the text tower or --init.weights (CLIP: 77). With a larger
+    number, the first 20 positional embeddings of a CLIP are kept, and the others are interpolated (Long-CLIP: 248)."""
 
     def rules(self) -> Iterator[UserError]:
         """Yield an error for each setting that does not apply to the towers."""
@@ -220,7 +219,7 @@ def clip_only_mistakes(towers: Towers, *, hint: str) -> Iterator[UserError]:
 
 
 def kind_of(towers: Towers) -> str:
-    """Return the kind of a video tower. Call this only once the initial weights are known, which may determine it."""
+    """Return the kind of a video tower. The initial weights, which may determine it, must be known already."""
     return towers.kind or ("clip" if towers.image is None else LIBRARY)
 
 
@@ -235,11 +234,11 @@ def patch_px_of(model: ModelName, towers: Towers) -> int:
     return towers.patch_px or PATCH_PX[model]
 
 
-def check_picture(model: ModelName, towers: Towers, *, size_px: int) -> None:
+def check_frame_size(model: ModelName, towers: Towers, *, size_px: int) -> None:
     """Raise a UserError if frames of `size_px` do not fit a model. Towers from libraries are checked when built."""
     if towers.image is not None:
         return
-    patch_px, fixed_px = patch_px_of(model, towers), None if towers.patch_px else PICTURE_PX.get(model)
+    patch_px, fixed_px = patch_px_of(model, towers), None if towers.patch_px else FIXED_FRAME_PX.get(model)
     if fixed_px is not None and size_px != fixed_px:
         any_size = model.removesuffix(f"-{fixed_px}")
         raise UserError(
@@ -256,7 +255,7 @@ def check_picture(model: ModelName, towers: Towers, *, size_px: int) -> None:
         )
 
 
-def check_frames(towers: Towers, *, num_frames: int) -> None:
+def check_num_frames(towers: Towers, *, num_frames: int) -> None:
     """Raise a UserError if a clip cannot be cut into tubelets."""
     tubelet = tubelet_of(towers)
     if num_frames % tubelet:
@@ -383,7 +382,7 @@ class FrozenPart:
     value: str = field(default="", compare=False)
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """True if no part of the tower is trained."""
         return self.num_blocks is None and not self.trains_cross_attention
 
@@ -416,7 +415,7 @@ def towers_to_adapt(lora: Lora, freeze: Sequence[str], *, towers: Sequence[Tower
     """Return the towers of a model that get adapters."""
     if not lora.rank:
         return ()
-    frozen = {part.tower for part in map(frozen_part, freeze) if part.is_whole}
+    frozen = {part.tower for part in map(frozen_part, freeze) if part.is_complete}
     return lora.towers or tuple(tower for tower in towers if tower != "decoder" and tower not in frozen)
 
 
@@ -440,7 +439,7 @@ def tuning_mistakes(
         if parts[-1].tower not in towers:
             yield _no_tower(f"--freeze {name}", parts[-1].tower, towers)
             return
-    frozen = {part.tower for part in parts if part.is_whole}
+    frozen = {part.tower for part in parts if part.is_complete}
     if not has_head and frozen >= set(towers):
         hint = "omit one of them" if len(freeze) > 1 else "omit it, or freeze only the first blocks: blocks:N"
         yield UserError(f"--freeze {' '.join(freeze)} leaves nothing to train", hint=hint, flags=("--freeze",))

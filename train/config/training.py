@@ -31,7 +31,7 @@ DEFAULTS: dict[str, dict[str, float]] = {
 def _rows(
     beta1: float, beta2: float, eps: float, *, source: str = "FastCLIP, tables 7 and 10", **rates: tuple[float, float]
 ) -> dict[str, Published]:
-    """Return FastCLIP's published rows for one size of data.
+    """Return FastCLIP's published settings for one scale of data, by optimizer.
 
     Args:
         rates: Learning rate and weight decay of each optimizer.
@@ -223,7 +223,7 @@ class TrainingSettings(DataSettings):
     batch: Annotated[int, groups.TRAINING, FIRST_RUN, COUNT] = 64
     """Batch size, over all processes."""
     lr: LearningRate = 3e-4
-    """Peak learning rate. It is reached at the end of warmup; from there, it follows --optimizer.schedule."""
+    """Peak learning rate, which is reached at the end of warmup. After that, --optimizer.schedule applies."""
     warmup_steps: Annotated[int | str, groups.TRAINING, FIRST_RUN, Steps(0, 10**10)] = 500
     """Length of the linear warmup, in steps or epochs (0.1ep)."""
     weight_decay: WeightDecay = 0.1

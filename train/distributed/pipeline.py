@@ -77,7 +77,7 @@ class Pipeline(nn.Module):
                 self._others[name] = others
         first = {name for name, others in self._others.items() if min(others) < world.stages.rank}
         self.repeated = [parameters[name] for name in sorted(first)]
-        self._running = _Running(part, is_first=world.stages.is_first)
+        self._layers = _StageLayers(part, is_first=world.stages.is_first)
         self._boundaries: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
         self._schedule: tuple[tuple[int, ...], PipelineScheduleSingle] | None = None
 
@@ -105,9 +105,9 @@ class Pipeline(nn.Module):
             arguments["rows"] = rows
         if stages.rank == stages.size - 1:
             arguments["target"] = batch.targets_BKL
-        with self._running.use_batch(batch, step, size=size), _unwrap_errors():
+        with self._layers.use_batch(batch, step, size=size), _unwrap_errors():
             schedule = self._schedule_for(batch, size=size)
-            self._running.loss = loss_of
+            self._layers.loss = loss_of
             schedule.step(*([rows] if stages.is_first else []), **arguments, return_outputs=False)
         average_gradients(list(self.part.parameters()), self._world.replicas)
         self._sum_repeated()
@@ -127,11 +127,13 @@ class Pipeline(nn.Module):
             self._boundaries = self._measure_boundaries(batch)
         stages = self._world.stages
         is_last = stages.rank == stages.size - 1
-        inputs = _resize_boundary(self._boundaries[0], size, num_texts, num_tokens, num_of_samples=1)
+        inputs = _resize_boundary(self._boundaries[0], size, num_texts, num_tokens, num_sample_tensors=1)
         # All outputs of the last stage have one row per text. Some versions of torch check these shapes.
-        outputs = _resize_boundary(self._boundaries[1], size, num_texts, num_tokens, num_of_samples=0 if is_last else 1)
+        outputs = _resize_boundary(
+            self._boundaries[1], size, num_texts, num_tokens, num_sample_tensors=0 if is_last else 1
+        )
         stage = PipelineStage(
-            self._running,
+            self._layers,
             stages.rank,
             stages.size,
             self._device,
@@ -140,7 +142,7 @@ class Pipeline(nn.Module):
             group=stages.group,
         )
         kind = Schedule1F1B if self._settings.schedule == "1f1b" else ScheduleGPipe
-        schedule = kind(stage, num_samples // size, loss_fn=self._running.loss_of, scale_grads=False)
+        schedule = kind(stage, num_samples // size, loss_fn=self._layers.loss_of, scale_grads=False)
         self._schedule = shape, schedule
         return schedule
 
@@ -150,7 +152,7 @@ class Pipeline(nn.Module):
         stage_inputs: list[torch.Tensor] = []
         stage_outputs: list[torch.Tensor] = []
         for rank in range(stages.size):
-            outputs = stages.one(rank, partial(self._running.measure_outputs, stage_inputs, batch))
+            outputs = stages.one(rank, partial(self._layers.measure_outputs, stage_inputs, batch))
             if rank == stages.rank - 1:
                 stage_inputs = outputs
             if rank == stages.rank:
@@ -201,7 +203,7 @@ def check_microbatches(num_samples: int, *, size: int, settings: ParallelSetting
         )
 
 
-class _Running(nn.Module):
+class _StageLayers(nn.Module):
     """Layers of a stage, as a schedule calls them: with the row numbers of samples in place of inputs."""
 
     def __init__(self, part: nn.Module, *, is_first: bool) -> None:
@@ -258,11 +260,11 @@ class _Running(nn.Module):
 
 
 def _resize_boundary(
-    boundary: Sequence[torch.Tensor], size: int, num_texts: int, num_tokens: int, *, num_of_samples: int
+    boundary: Sequence[torch.Tensor], size: int, num_texts: int, num_tokens: int, *, num_sample_tensors: int
 ) -> tuple[torch.Tensor, ...]:
-    """Resize measured tensors. The first `num_of_samples` have one row per sample, the others one row per text."""
-    shapes = [(size, *tensor.shape[1:]) for tensor in boundary[:num_of_samples]]
-    shapes += [(size * num_texts, num_tokens, *tensor.shape[2:]) for tensor in boundary[num_of_samples:]]
+    """Resize measured tensors. The first `num_sample_tensors` have one row per sample, the others one row per text."""
+    shapes = [(size, *tensor.shape[1:]) for tensor in boundary[:num_sample_tensors]]
+    shapes += [(size * num_texts, num_tokens, *tensor.shape[2:]) for tensor in boundary[num_sample_tensors:]]
     return tuple(
         torch.empty(shape, dtype=tensor.dtype, device="meta").requires_grad_(tensor.requires_grad)
         for shape, tensor in zip(shapes, boundary, strict=True)

@@ -162,7 +162,7 @@ def explain_out_of_memory(settings: TrainingSettings, world: World, *, device: t
         yield
     except torch.OutOfMemoryError as error:
         share = settings.batch // world.size
-        raise too_large(
+        raise memory_error(
             batch=settings.batch,
             share=share,
             at_once=min(settings.microbatch or share, share),
@@ -179,7 +179,7 @@ def available_bytes(device: torch.device) -> int:
     return min(limit_bytes, free_bytes + torch.cuda.memory_reserved(device))
 
 
-def too_large(
+def memory_error(
     *, batch: int, share: int, at_once: int, before_bytes: int, peak_bytes: int, total_bytes: int
 ) -> UserError:
     """Return the error for a step that needs more memory than this process can use.
@@ -201,17 +201,17 @@ def too_large(
     if fits is None:
         return UserError(
             message,
-            hint="a single sample does not fit: use a smaller --model, or --parallel.strategy fsdp on more GPUs",
+            hint="use a smaller --model, or --parallel.strategy fsdp on more GPUs: a single sample does not fit",
         )
     return UserError(
         message,
-        hint=f"--microbatch {fits} would probably fit and keeps --batch {batch}; "
+        hint=f"use --microbatch {fits}, which would probably fit and keeps --batch {batch}; "
         f"or use --batch {batch // share * fits}, or --towers.activation-checkpointing",
     )
 
 
 def largest_fit(at_once: int, *, before_bytes: int, peak_bytes: int, total_bytes: int) -> int | None:
-    """Return the largest power of two of samples that probably fits if `at_once` samples did not; None if none fits.
+    """Return a number of samples that probably fits if `at_once` did not, as a power of two; None if none fits.
 
     A sample needs at least (peak - before) / at_once bytes. It may need more, because the peak is measured when memory
     runs out, not after a complete step. The result is therefore at most half of `at_once`.

@@ -198,7 +198,7 @@ _TFLOPS = {
     "T4": 65.0,
 }
 _WITHOUT_TF32 = ("V100", "V100-PCIE", "V100S-PCIE", "T4")
-# MIG slices, and GPUs that are slower or faster than the GPU in the table whose name their name contains.
+# MIG slices, and GPUs whose name contains a name in the table, but whose speed differs.
 _NOT_IN_TABLE = re.compile(r"\bMIG\b|\b(Laptop|Max-Q|Mobile)\b|\bRTX \d+ (D|Ti|SUPER)\b")
 
 
@@ -262,14 +262,14 @@ def require_finite_state(tensors: Mapping[str, torch.Tensor], *, step: int, worl
     Raises:
         FailedWork: A tensor contains NaN or infinity. The error is raised on all ranks.
     """
-    if (names := not_finite(tensors, world=world)) is not None:
+    if (names := find_non_finite(tensors, world=world)) is not None:
         raise FailedWork(
             f"after step {step} these tensors contain values that are not finite (NaN or infinity): {names}; "
             f"no checkpoint was saved, and earlier checkpoints are still in {run.checkpoints}"
         )
 
 
-def not_finite(tensors: Mapping[str, torch.Tensor], *, world: World) -> str | None:
+def find_non_finite(tensors: Mapping[str, torch.Tensor], *, world: World) -> str | None:
     """Return the first names of tensors that contain NaN or infinity; None if all are finite.
 
     All ranks must call this function. Each rank checks its shards without copying them, and waits for the device once.
@@ -409,7 +409,7 @@ class MetricsLog:
             self._trackers.log(self._line(pending, evaluation or {}) | more)
 
     def close(self) -> None:
-        """Log the pending step if its metrics are finite, without communication. Call this however the run ends."""
+        """Log the pending step if its metrics are finite, without communication. This method follows errors, too."""
         pending, self._pending = self._pending, None
         if pending is None or self._is_evaluated:
             return

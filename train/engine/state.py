@@ -17,7 +17,7 @@ from clipmill.train.device.precision import Precision, open_precision
 from clipmill.train.distributed.parallel import ZeroOptimizer, unshard, wrap_model
 from clipmill.train.distributed.storage import dtype_of
 from clipmill.train.distributed.world import World
-from clipmill.train.engine.metrics import not_finite
+from clipmill.train.engine.metrics import find_non_finite
 from clipmill.train.engine.task import ClipTask, Task, take_stage
 from clipmill.train.losses.objective import Objective
 from clipmill.train.optim.optimizer import make_optimizer
@@ -146,7 +146,7 @@ class State:
         packed = self.optimizer.state_dict()
         packed["state"] = {numbers[id(optimized[name])]: state for name, state in moments.items()}
         self.optimizer.load_state_dict(packed)
-        if (names := not_finite(self.tensors(), world=world)) is not None:
+        if (names := find_non_finite(self.tensors(), world=world)) is not None:
             raise UserError(
                 f"checkpoint {path} contains values that are not finite (NaN or infinity) in {names}",
                 hint=removal_hint(path),

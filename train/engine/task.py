@@ -228,7 +228,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         task._settings = settings
         return task
 
-    def note_evaluation(
+    def record_evaluation(
         self, evaluated: EvaluatedData, samples: "EvaluatedSet", *, means_of: tuple[int, str] | None = None, **more: str
     ) -> None:
         """Record the data of an evaluation during training, for run.json and the results page.
@@ -285,7 +285,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
 
         assert self._start is not None
         fitted, theirs = self._start.fitted.tensors, source.converted.tensors
-        for tower in self.towers_of_start():
+        for tower in self.pretrained_towers():
             if not any(name.startswith(f"{tower}.") for name in fitted):
                 raise UserError(
                     f"--lora.towers {tower} adapts pretrained weights, but {source.title} has no weights of that tower",
@@ -337,7 +337,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
             if is_new and id(parameter) not in frozen:
                 parameter.requires_grad_(True)
 
-    def towers_of_start(self) -> Sequence[Tower]:
+    def pretrained_towers(self) -> Sequence[Tower]:
         """Return the towers with adapters, whose weights --init.weights must contain."""
         return adapted_towers(self._settings)
 
@@ -384,7 +384,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return clips.unflatten(0, (-1, num_views)) if num_views > 1 else clips
 
 
-def without_parts(source: Source, parts: Mapping[str, str], *, model: str, say: Say) -> Source:
+def drop_parts(source: Source, parts: Mapping[str, str], *, model: str, say: Say) -> Source:
     """Remove the weights of parts that a model does not have, and print which parts are not used.
 
     Args:

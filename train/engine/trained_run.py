@@ -81,7 +81,7 @@ def open_trained_run(run: RunFolder, settings: Settings, *, checkpoint: Path | N
         except RuntimeError as error:
             raise UserError(
                 f"{checkpoint} does not fit the model of {run.settings}: {str(error).splitlines()[-1].strip()}",
-                hint="were settings changed by hand? restore the settings that the run was trained with",
+                hint="restore the settings that the run was trained with; they may have been changed by hand",
             ) from error
 
     return prepare_run(settings, run=run, facts=run.read_facts(), step=facts.step, weights=which, load=load)

@@ -305,7 +305,7 @@ def check_fits(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torc
     if parts:
         raise UserError(
             f"{path} belongs to a different model; {'; '.join(parts)}",
-            hint="were settings changed by hand? restore the settings that the run was trained with",
+            hint="restore the settings that the run was trained with; they may have been changed by hand",
         )
 
 

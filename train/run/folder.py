@@ -359,7 +359,7 @@ def require_trained_with(checkpoint: Path, settings: TrainingSettings, *, file: 
         read_settings(checkpoint),
         weight_settings(settings),
         where=str(checkpoint),
-        hint=f"was {file} changed by hand? restore the settings that the run was trained with",
+        hint=f"restore the settings that the run was trained with; {file} may have been changed by hand",
     )
 
 

@@ -155,4 +155,4 @@ def test_settings_that_were_changed_by_hand_are_refused(
         assert train(*command) == 2
         error, hint = capsys.readouterr().err.splitlines()
         assert error == f"error: {message.format(checkpoint)}"
-        assert f"was {settings} changed by hand? restore the settings that the run was trained with" in hint
+        assert f"restore the settings that the run was trained with; {settings} may have been changed by hand" in hint

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.model import DualEncoderTowers, ModelName, Towers, check_frames, kind_of, tubelet_of
+from clipmill.train.config.model import DualEncoderTowers, ModelName, Towers, check_num_frames, kind_of, tubelet_of
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 
@@ -55,9 +55,9 @@ def test_what_is_left_out_depends_on_the_kind() -> None:
     plain, videomae = Towers(), Towers(kind="videomae")
     assert [(kind_of(towers), tubelet_of(towers)) for towers in (plain, videomae)] == [("clip", 1), ("videomae", 2)]
     assert (tubelet_of(Towers(tubelet=2)), tubelet_of(Towers(kind="videomae", tubelet=1))) == (2, 1)
-    check_frames(plain, num_frames=3)
+    check_num_frames(plain, num_frames=3)
     with pytest.raises(UserError, match="--num-frames 3 is not a multiple of 2"):
-        check_frames(videomae, num_frames=3)
+        check_num_frames(videomae, num_frames=3)
     trunks = [size_of("tiny", towers).video.trunk for towers in (plain, videomae, Towers(video_norm_eps=1e-6))]
     assert [(trunk.norm_eps, trunk.has_key_bias) for trunk in trunks] == [(1e-5, True), (1e-12, False), (1e-6, True)]
 

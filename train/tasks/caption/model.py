@@ -17,7 +17,7 @@ from torch import nn
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import LIBRARY, kind_of
-from clipmill.train.engine.task import UNUSED_PARTS, without_parts
+from clipmill.train.engine.task import UNUSED_PARTS, drop_parts
 from clipmill.train.models.attention import Attend
 from clipmill.train.models.captioner import Captioner, Gpt2, Gpt2Size, VideoTower, gpt2_size
 from clipmill.train.models.dual_encoder import size_of
@@ -521,7 +521,7 @@ def start_of_captioner(model: AnyCaptioner, source: Source, *, allow: Sequence[s
     if (_LANGUAGE_PROJECTION if isinstance(model, LanguageCaptioner) else _TOKENS) not in source.converted.tensors:
         part = nn.Module()
         part.video = model.video
-        source = without_parts(source, _UNUSED_PARTS, model="a captioner", say=say)
+        source = drop_parts(source, _UNUSED_PARTS, model="a captioner", say=say)
     if isinstance(model.video, TimeSformer):
         tensors = _resize_embeddings(source.converted.tensors, model.video, say=say)
         source = replace(source, converted=replace(source.converted, tensors=tensors))

@@ -20,7 +20,7 @@ from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import AS_TRAINED, CaptionSettings, ClipSettings, NumFrames, Overrides, adapted_towers
 from clipmill.train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
 from clipmill.train.config.fields import FIRST_RUN, SEVERAL, help_group
-from clipmill.train.config.model import SIZE, Freeze, Tower, check_picture
+from clipmill.train.config.model import SIZE, Freeze, Tower, check_frame_size
 from clipmill.train.config.training import Device
 from clipmill.train.evaluation.tables import Cell, Row, Table, protocol_of
 from clipmill.train.spec import CurveGroup, EvaluationSpec, Features, FirstRun, TaskSpec
@@ -309,7 +309,7 @@ class CaptionerSettings(ClipSettings):
                 hint="omit it",
                 flags=("--captions.min-relevancy",),
             )
-        yield from errors_of(check_picture, self.model, self.towers, size_px=self.size_px)
+        yield from errors_of(check_frame_size, self.model, self.towers, size_px=self.size_px)
 
     def check_effects(self, typed: Mapping[str, str]) -> Iterator[UserError]:
         """Yield errors for flags of a new decoder or tokenizer if an existing one is used."""

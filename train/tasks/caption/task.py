@@ -147,7 +147,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
                 with data.explain_errors():
                     evaluation_samples = self.with_data(data.shards).samples(data.split, world)
                 self._evaluation_samples[data.name] = evaluation_samples
-                self.note_evaluation(data, evaluation_samples)
+                self.record_evaluation(data, evaluation_samples)
         return samples
 
     def samples(self, split: str, world: World) -> "Samples[ClipReader]":
@@ -199,10 +199,10 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         else:
             super().adapt(model, tower)
 
-    def towers_of_start(self) -> Sequence[Tower]:
+    def pretrained_towers(self) -> Sequence[Tower]:
         """Return the towers whose adapters need initial weights. A language model always has weights."""
         has_weights = self._settings.decoder.lm is not None
-        return [tower for tower in super().towers_of_start() if not (has_weights and tower == "decoder")]
+        return [tower for tower in super().pretrained_towers() if not (has_weights and tower == "decoder")]
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
         """Return the blocks of the tower and the decoder."""

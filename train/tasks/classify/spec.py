@@ -18,7 +18,7 @@ from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import Augment, LatentSettings
 from clipmill.train.config.evaluation import EVERY, EvaluationSettings
 from clipmill.train.config.fields import FIRST_RUN, help_group
-from clipmill.train.config.model import LIBRARY, check_picture
+from clipmill.train.config.model import LIBRARY, check_frame_size
 from clipmill.train.evaluation.probe import PROBE
 from clipmill.train.evaluation.tables import (
     BASELINE_KEYS,
@@ -84,7 +84,7 @@ class ClassifySettings(LatentSettings):
                 flags=("--towers.kind",),
             )
         if not self.reads_latents:
-            yield from errors_of(check_picture, self.model, self.towers, size_px=self.size_px)
+            yield from errors_of(check_frame_size, self.model, self.towers, size_px=self.size_px)
         else:
             yield from self._latent_rules()
         if (self.mixup or self.cutmix) and self.batch < 2:

@@ -29,7 +29,7 @@ from clipmill.train.data.query import DataQuery, loader_settings, open_samples, 
 from clipmill.train.device.random import Positions, draw_uniform
 from clipmill.train.device.transfer import Scalar
 from clipmill.train.distributed.world import Step, World
-from clipmill.train.engine.task import UNUSED_PARTS, ClipTask, without_parts
+from clipmill.train.engine.task import UNUSED_PARTS, ClipTask, drop_parts
 from clipmill.train.evaluation.runner import every_for, split_metrics
 from clipmill.train.losses.objective import Objective, backward_microbatches
 from clipmill.train.models.attention import Attend
@@ -181,7 +181,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
                     task = self.with_data(data.shards)
                     evaluation_samples = task.samples(data.split, world, views=_views(settings.evaluate))
                 self._evaluation_samples[data.name] = evaluation_samples
-                self.note_evaluation(data, evaluation_samples)
+                self.record_evaluation(data, evaluation_samples)
         return samples
 
     def samples(self, split: str, world: World, *, views: Views | None = None, repeats: int = 1) -> "Samples[Any]":
@@ -230,7 +230,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
             )
         return fit_to(
             tower,
-            without_parts(source, unused_parts, model="a classifier", say=say),
+            drop_parts(source, unused_parts, model="a classifier", say=say),
             allow=self._settings.init.allow,
             say=say,
         )

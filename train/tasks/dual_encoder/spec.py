@@ -18,7 +18,7 @@ from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import CaptionSettings, LatentSettings
 from clipmill.train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
 from clipmill.train.config.fields import FIRST_RUN, help_group
-from clipmill.train.config.model import DualEncoderInit, DualEncoderTowers, Tower, check_picture
+from clipmill.train.config.model import DualEncoderInit, DualEncoderTowers, Tower, check_frame_size
 from clipmill.train.evaluation.probe import PROBE
 from clipmill.train.evaluation.tables import (
     BASELINE_KEYS,
@@ -175,7 +175,7 @@ class DualEncoderSettings(LatentSettings):
                 flags=("--batch",),
             )
         if not self.reads_latents:
-            yield from errors_of(check_picture, self.model, self.towers, size_px=self.size_px)
+            yield from errors_of(check_frame_size, self.model, self.towers, size_px=self.size_px)
         if self.text_tower == "frozen" and self.init.text is not None:
             yield UserError(
                 f"--init.text is {self.init.text}, but --text-tower frozen uses stored embeddings, not a text tower",

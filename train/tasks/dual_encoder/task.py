@@ -224,7 +224,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
             loop_evaluation = LoopEvaluation(
                 task, samples, task._settings, evaluation=evaluation, name=data.name, device=self._device
             )
-        self.note_evaluation(data, samples, means_of=loop_evaluation.means_of, protocol=loop_evaluation.protocol)
+        self.record_evaluation(data, samples, means_of=loop_evaluation.means_of, protocol=loop_evaluation.protocol)
         return loop_evaluation
 
 

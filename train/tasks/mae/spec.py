@@ -19,7 +19,7 @@ from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import Crop, LatentSettings, NumFrames, Sampling
 from clipmill.train.config.evaluation import ProbeEvaluation
 from clipmill.train.config.fields import FIRST_RUN, help_group
-from clipmill.train.config.model import Kind, Tower, Towers, check_picture, clip_only_mistakes, patch_px_of
+from clipmill.train.config.model import Kind, Tower, Towers, check_frame_size, clip_only_mistakes, patch_px_of
 from clipmill.train.config.training import COUNT, LearningRate, OptimizerSettings, WeightDecay
 from clipmill.train.evaluation.probe import PROBE
 from clipmill.train.evaluation.tables import Cell, Row, Table, protocol_of
@@ -168,7 +168,7 @@ class MaeSettings(LatentSettings):
                 flags=("--repeat", "--samples-per-chunk"),
             )
         if not self.reads_latents:
-            misfits = list(errors_of(check_picture, self.model, self.towers, size_px=self.size_px))
+            misfits = list(errors_of(check_frame_size, self.model, self.towers, size_px=self.size_px))
             yield from misfits
             if not misfits:
                 num_patches = (self.size_px // patch_px_of(self.model, self.towers)) ** 2

@@ -334,7 +334,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
             probe = LoopProbe(
                 settings, evaluation, name=data.name, inputs=self.inputs, world=world, device=self._device
             )
-        self.note_evaluation(data, probe.queries)
+        self.record_evaluation(data, probe.queries)
         return probe
 
     def samples(self, split: str, world: World, *, per_chunk: int = 1) -> "Samples[Any]":
