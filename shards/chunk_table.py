@@ -350,7 +350,7 @@ class Moments:
     high: int
 
     @classmethod
-    def of(cls, rows: NDArray[np.integer], *times: NDArray[np.integer]) -> "Moments":
+    def build(cls, rows: NDArray[np.integer], *times: NDArray[np.integer]) -> "Moments":
         """Build the mapping from moments.
 
         Args:

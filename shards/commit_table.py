@@ -94,7 +94,7 @@ def read_contents(variant_dir: Path) -> Contents | None:
     return contents
 
 
-def listed_contents(variant_dir: Path) -> Contents:
+def read_contents_or_empty(variant_dir: Path) -> Contents:
     """Read contents.json of a variant; return empty contents if the file is missing or damaged."""
     try:
         contents = read_contents(variant_dir)
@@ -321,14 +321,14 @@ def read_commits(variant_dir: Path) -> CommitRecords:
     Raises:
         UserError: A record or contents.json is intact, but has a different version of the format.
     """
-    contents = listed_contents(variant_dir)
+    contents = read_contents_or_empty(variant_dir)
     records = _read_records(variant_dir, table_sha256=contents.files.get(COMMIT_TABLE_FILE))
     read_ids = records.commits.keys() | {error.shard_id for error in records.damaged}
     missing = contents.shard_ids - read_ids
     if missing:
         # Read contents.json again: a run that is finishing removes unwanted shards from it before it deletes their
         # records.
-        missing &= listed_contents(variant_dir).shard_ids
+        missing &= read_contents_or_empty(variant_dir).shard_ids
         missing_errors = (DamagedCommit(commit_path(variant_dir, shard_id), _MISSING) for shard_id in missing)
         damaged = sorted((*records.damaged, *missing_errors), key=lambda error: error.shard_id)
         return replace(records, damaged=tuple(damaged))
@@ -482,7 +482,7 @@ def open_table_commits(variant_dir: Path) -> TableCommits | None:
     Raises:
         UserError: contents.json has a different version of the format.
     """
-    contents = listed_contents(variant_dir)
+    contents = read_contents_or_empty(variant_dir)
     table = open_commit_table(variant_dir, sha256=contents.files.get(COMMIT_TABLE_FILE))
     if table is None:
         return None

@@ -133,7 +133,7 @@ def read_commit(path: Path) -> Commit:
     return commit
 
 
-def read_commits_of(variant_dir: Path, shard_ids: Iterable[int]) -> dict[int, Commit]:
+def read_commits_by_id(variant_dir: Path, shard_ids: Iterable[int]) -> dict[int, Commit]:
     """Read the commit records of the given shards, by shard ID. Missing and damaged records are omitted.
 
     Raises:

@@ -66,7 +66,7 @@ def is_data_folder(path: Path) -> bool:
 
 
 def data_folder_error(path: Path) -> UserError:
-    """Return the error for an existing file or folder that is not a data folder. The hint depends on its content."""
+    """Return the error for an existing file or folder that is not a data folder, with a hint based on its content."""
     message = f"{path} is not a data folder: it has no video shards and no manifest"
     if not path.is_dir():
         message = f"{path} is a file, not a data folder"

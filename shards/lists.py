@@ -32,9 +32,9 @@ _SPLIT = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def shard_lists(commits: Mapping[int, Commit]) -> dict[str, bytes]:
-    """Return the content of each list by file name: shards.txt, and shards-<split>.txt for each split.
+    """Return the content of the shard lists by file name: shards.txt, and shards-<split>.txt for each split.
 
-    Each list is in ascending order of shard ID.
+    The tars are in ascending order of shard ID.
 
     Raises:
         ValueError: The name of a split is not valid in a file name.

@@ -332,7 +332,7 @@ os.register_at_fork(after_in_child=_forget_marks)
 
 @contextmanager
 def mark_run(facts: Path, token: str, variants: Mapping[Path, Mapping[str, str]]) -> Iterator[None]:
-    """Mark the variants of a run. The marks are removed if the block ends without an error, which finishes the run.
+    """Mark the variants of a run. The marks are removed only if the block ends without an error.
 
     Args:
         facts: Path of run.json.

@@ -247,7 +247,7 @@ def find_chunks(
     coded = table["video_id"].chunk(0)
     row_of_code = pc.fill_null(pc.index_in(coded.dictionary, value_set=video_ids), -1).to_numpy().astype(np.int64)
     table_row, table_ms = row_of_code[coded.indices.to_numpy()], table["start_ms"].to_numpy()
-    moments = Moments.of(table_row, table_ms)
+    moments = Moments.build(table_row, table_ms)
     keys = moments.numbers(table_row, table_ms)
     is_sorted = bool((keys[1:] > keys[:-1]).all())
     order = None if is_sorted else np.argsort(keys, kind="stable")

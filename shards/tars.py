@@ -144,5 +144,5 @@ class TarFiles:
         return len(self.shard_ids)
 
     def path(self, number: int) -> Path:
-        """Return the path of the tar with this index in the arrays."""
+        """Return the path of the tar at index `number` of the arrays."""
         return self.directory / str(self.names[number].as_py())

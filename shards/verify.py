@@ -142,7 +142,7 @@ def _files(files: ShardFiles) -> tuple[_File, _File]:
 
 
 def _check_state(variant_dir: Path, *, shard_id: int, file: _File) -> tuple[Problem | None, int]:
-    """Return a problem with the existence or size of a file, or None; and the modification time of the file in ns."""
+    """Check the existence and size of a file; return the problem or None, and the modification time in ns."""
     try:
         size_bytes, changed_ns = file_state(variant_dir / file.name)
     except FileNotFoundError:

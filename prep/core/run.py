@@ -28,7 +28,7 @@ from clipmill.prep.core.variants import lost_samples, make_variant, write_select
 from clipmill.prep.engines import Engine, RefusedNode
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.shards.chunk_table import update_chunk_table
-from clipmill.shards.commits import Commit, Failure, commit_path, read_commits_of
+from clipmill.shards.commits import Commit, Failure, commit_path, read_commits_by_id
 from clipmill.shards.dataset import begin_variant, current_variant, set_current_variant
 from clipmill.shards.lists import finish_run
 from clipmill.shards.reader import Variant
@@ -178,7 +178,7 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
                 remove_variant_temporaries(folder)  # remove files of lost workers
             _finish(job, part_job, summary, results, part_run)
         else:
-            commits = read_commits_of(folder, {shard.shard_id for shard in part_job.shards})
+            commits = read_commits_by_id(folder, {shard.shard_id for shard in part_job.shards})
             part_run.report_made(len(commits))
             missing = _missing_shards(part_job, commits, results, gave_up=summary.gave_up)
             _account(part_job, commits, summary, results, missing)
@@ -420,7 +420,7 @@ def unchanged_failures(
         return frozenset()
     retried: set[Failure] = set()
     states = {shard.shard_id: shard.state for shard in with_work(shards)}
-    for shard_id, commit in read_commits_of(variant_dir, states).items():
+    for shard_id, commit in read_commits_by_id(variant_dir, states).items():
         # In a shard that is made again for a different reason, permanent failures recur, but do not count as retried.
         is_retried = states[shard_id] == ShardState.RETRY
         retried.update(failure for failure in commit.failures if is_retried or failure.code in SOURCE_AWAY)

@@ -31,7 +31,7 @@ MAX_TRIES = 3  # maximum number of attempts at a task whose workers are lost
 TICK_S = 0.5
 THREADS_VARIABLE = "CLIPMILL_WORKER_THREADS"  # environment variable that an engine sets in workers on other machines
 _PR_SET_PDEATHSIG = 1
-# Signals that a faulty program gets from the kernel, or sends to itself. Other programs send all other signals.
+# Signals that a faulty program gets from the kernel, or sends to itself. Other signals come from other programs.
 CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
 
 Check = Callable[[], str | None]  # called in a worker; returns the reason why the worker must get no tasks, or None
@@ -74,12 +74,12 @@ class RefusedNode:
     reason: str
 
     def values(self) -> dict[str, str]:
-        """Return the entry in the `--json` output."""
+        """Return the entry of the node in the `--json` output."""
         return {"place": self.node, "reason": self.reason}
 
 
 class Engine(Protocol):
-    """Applies a function to tasks."""
+    """Engine that applies a function to tasks."""
 
     def run(
         self,

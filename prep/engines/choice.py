@@ -115,7 +115,7 @@ def count_gpus() -> int:
     """Return the number of GPUs that torch can use on this machine.
 
     Raises:
-        UserError: Torch is not installed.
+        UserError: torch is not installed.
     """
     try:
         import torch

@@ -120,7 +120,7 @@ class ProcessEngine:
         self._num_started += 1
         ours, theirs = _CONTEXT.Pipe()
         process = _CONTEXT.Process(target=_work, args=(function, check, theirs, gpu), daemon=True)
-        # Hide the main module, which `multiprocessing` would otherwise load in the new process, with the command line.
+        # Hide the main module. Otherwise, `multiprocessing` would load it, with the command line, in the new process.
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")
         try:

@@ -119,7 +119,7 @@ def _find_segments(data_dir: Path, latents: ColumnArrays, text: ColumnArrays, fl
     }
     samples, per_chunk = samples[is_captioned], per_chunk[is_captioned]
     sample = np.repeat(samples, per_chunk)
-    # Number the segments in each chunk, which determines their first frames.
+    # Number the segments in each chunk, to compute their first frames.
     number = np.arange(len(sample)) - np.repeat(np.cumsum(per_chunk) - per_chunk, per_chunk)
     if divided is not None:
         frame_s = latents.numbers("fps_den")[sample] / latents.numbers("fps_num")[sample]
@@ -139,7 +139,7 @@ def _find_segments(data_dir: Path, latents: ColumnArrays, text: ColumnArrays, fl
 
 
 def _segment_shape(latents: ColumnArrays, samples: NDArray[np.int64], segment: str) -> tuple[int, tuple[int, ...]]:
-    """Return the number of latent frames in a segment, and the shape of a latent frame.
+    """Return the number of latent frames in a segment, and the shape (C, h, w) of a latent frame.
 
     Raises:
         UserError: Latents are not float16 or differ in shape, or the segment is not a whole number of frames.

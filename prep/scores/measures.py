@@ -65,7 +65,7 @@ class FrameChoice:
     """Indices of the frames to decode in the first pass, in ascending order.
 
     Attributes:
-        samples: Samples.
+        samples: Samples, from the first to the last frame of the chunk.
         pairs: Pairs (sample, neighbour); empty if the chunk has a single frame.
         middle: Middle frame.
     """
@@ -158,7 +158,7 @@ class Motion:
 
 
 def optical_flow(first: Luma, second: Luma) -> Flow | None:
-    """Return the optical flow between two pictures, given as small luma; None if they are too small."""
+    """Return the optical flow between two small lumas, float32 [H, W, 2]; None if they are too small."""
     if min(first.shape) < _MIN_SIDE_PX:
         return None
     dis: Any = cv2.DISOpticalFlow  # the type stub lacks the optional initial flow
@@ -228,7 +228,12 @@ def analysis_picture(picture: Picture) -> Picture:
 
 
 def intervals_to_refine(samples: Sequence[tuple[int, Picture]], *, threshold: float) -> list[range]:
-    """Return the frames between neighbouring samples (index, picture) that may contain a cut."""
+    """Return the ranges of frames between consecutive samples that may contain a cut.
+
+    Args:
+        samples: (index, picture) of the samples, in ascending order.
+        threshold: Threshold of the detector.
+    """
     detector = ContentDetector(threshold=REFINE_FRACTION * threshold, min_scene_len=0)
     intervals = []
     for previous, (frame, picture) in zip([0, *(frame for frame, _ in samples)], samples, strict=False):
@@ -258,7 +263,7 @@ BLACK_PIXELS = 0.98  # minimum fraction of black pixels in a black frame, as in 
 BAR_LEVEL = 9.3  # maximum mean luma of a line in a bar: 24 in limited range, as in ffmpeg's cropdetect
 # Maximum mean absolute difference between the blocks of frozen pictures, in levels. Compression causes about 0.9.
 STILL_DIFFERENCE = 3.0
-MAX_KEY_FRAME_DIFFERENCE = 2.0  # maximum difference of all blocks that a key frame may cause, in levels
+MAX_KEY_FRAME_DIFFERENCE = 2.0  # maximum difference of all blocks that is attributed to a key frame, in levels
 _BLOCK_PX = 8  # side of a block of small luma, so that its longer side has 16 blocks
 MIN_FROZEN_S = 1.0  # minimum duration of a standstill
 _HASH_SIDE, _PICTURE_SIDE = 8, 32
@@ -277,7 +282,7 @@ class FrameSummary:
     is_black: bool
 
     @classmethod
-    def of(cls, frame: int, luma: Luma) -> "FrameSummary":
+    def from_luma(cls, frame: int, luma: Luma) -> "FrameSummary":
         """Summarize the frame with index `frame` and full-resolution luma `luma`."""
         num_black = np.count_nonzero(luma <= BLACK_LEVEL)
         return cls(frame, small_luma(luma), bool(num_black >= BLACK_PIXELS * luma.size))
@@ -355,7 +360,7 @@ class LineMeans:
     columns: NDArray[np.float32]
 
     @classmethod
-    def of(cls, luma: Luma) -> "LineMeans":
+    def from_luma(cls, luma: Luma) -> "LineMeans":
         rows, columns = (cv2.reduce(luma, axis, cv2.REDUCE_AVG, dtype=cv2.CV_32F) for axis in (1, 0))
         return cls(np.asarray(rows.ravel(), np.float32), np.asarray(columns.ravel(), np.float32))
 

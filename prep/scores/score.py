@@ -96,7 +96,7 @@ def score_chunk(chunk: ChunkContent, *, cut_threshold: float) -> dict[str, Any]:
     intervals = intervals_to_refine(sorted(pictures.items()), threshold=cut_threshold)
     to_refine = [frame for interval in intervals for frame in interval]
     for frame, picture in zip(to_refine, chunk.frames(to_refine), strict=True):
-        summaries[frame] = FrameSummary.of(frame, full_luma(picture))
+        summaries[frame] = FrameSummary.from_luma(frame, full_luma(picture))
         pictures[frame] = _picture(picture, colours)
     cuts = find_cuts(sorted(pictures.items()), threshold=cut_threshold)
     area = find_active_area(first_pass.lines) if first_pass.lines else None
@@ -150,12 +150,12 @@ def _run_first_pass(chunk: ChunkContent, choice: FrameChoice, colours: VideoRefo
     summaries, pictures, sharp_lumas, lines, middle_hash, size = {}, {}, [], [], 0, (0, 0)
     for number, frame in zip(choice.all_frames, chunk.frames(choice.all_frames), strict=True):
         luma = full_luma(frame)
-        summaries[number] = summary = FrameSummary.of(number, luma)
+        summaries[number] = summary = FrameSummary.from_luma(number, luma)
         size = luma.shape[0], luma.shape[1]
         if number in samples:
             pictures[number] = _picture(frame, colours)
             if not summary.is_black:
-                lines.append(LineMeans.of(luma))
+                lines.append(LineMeans.from_luma(luma))
         if number in sharp_frames:
             sharp_lumas.append(luma)
         if number == choice.middle:

@@ -191,7 +191,7 @@ def chunk_finder(data_dir: Path, videos: pa.Table) -> Callable[[np.ndarray, np.n
     end_ms = start_ms + frames * fps_den * 1000 // fps_num
     is_known = video_rows >= 0
     video_rows, start_ms, end_ms = video_rows[is_known], start_ms[is_known], end_ms[is_known]
-    moments = Moments.of(video_rows, start_ms, end_ms)
+    moments = Moments.build(video_rows, start_ms, end_ms)
     order = np.lexsort((start_ms, video_rows))
     starts, ends = (moments.numbers(video_rows, times)[order] for times in (start_ms, end_ms))
 

@@ -230,7 +230,7 @@ class ShotCutting:
         from clipmill.shards.chunk_table import Moments
 
         owners = np.repeat(np.arange(len(self.begins) - 1), self.num_chunks)
-        moments = Moments.of(owners, self.first_frame)
+        moments = Moments.build(owners, self.first_frame)
         codes, keys = moments.numbers(owners, self.first_frame), moments.numbers(videos, first_frame)
         rows = np.minimum(np.searchsorted(codes, keys), max(0, len(codes) - 1))
         is_known = codes[rows] == keys if len(codes) else np.zeros(len(keys), bool)

@@ -109,7 +109,7 @@ class Timeline:
         end: End of the last frame in seconds from time 0.
         last: Start of the last frame in seconds from time 0.
         rate: Average frame rate in frames per second; 0 if unknown.
-        missing: Seconds of video that the header announces after the last packet; 0 within the rounding of containers.
+        missing: Seconds between the last packet and the end stated in the header; 0 if rounding can explain them.
         cut: Description of the missing end of a truncated file; empty if the file is complete.
         is_continuous: True if the timeline equals the timestamps of the file minus `start`.
         is_blind: True if a seek may land between two keyframes, or in the middle of an audio frame.

@@ -258,7 +258,7 @@ def has_index(container: "InputContainer", stream: "VideoStream") -> bool:
 
 
 def indexed_timeline(container: "InputContainer", stream: "VideoStream", *, size_bytes: int) -> Timeline:
-    """Return the timeline of a video for which `has_index` is true.
+    """Return the timeline of a stream for which `has_index` is true.
 
     Packets are read only if the index and the duration in the header disagree, and only from the end of the file.
 
@@ -519,7 +519,7 @@ def _find_missing_end(
     last_end: Fraction,
     file: "IO[bytes] | None",
 ) -> tuple[Fraction, str]:
-    """Return the seconds of video that are missing at the end of a truncated file, and a description; 0 if unknown.
+    """Return the seconds of video that a truncated file lacks at its end (0 if unknown), and a description.
 
     Args:
         last_end: End of the last packet of any stream in seconds.

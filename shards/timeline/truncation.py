@@ -178,7 +178,7 @@ def _check_mp4(file: "IO[bytes]", size_bytes: int) -> str | None:
             return _describe_truncation(f"box {kind.decode()}", position + length, size_bytes)
         has_media |= kind == b"mdat"
         has_end |= kind == b"mfra"  # index at the end of a fragmented file
-        if kind == b"sidx" and not last_fragment:  # index before the first fragment, of all fragments or of this one
+        if kind == b"sidx" and not last_fragment:  # index before the first fragment, which lists one or all fragments
             file.seek(position)
             fragments_end = position + length + _indexed_bytes(file.read(min(length, size_bytes)))
         elif kind == b"moof":

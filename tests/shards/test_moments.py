@@ -73,14 +73,14 @@ def test_a_late_chunk_is_not_taken_for_one_of_the_next_video(find: Callable[[np.
 
 
 def test_what_64_bits_cannot_tell_apart_is_refused_by_name() -> None:
-    Moments.of(np.array([10**9 - 1]), np.array([0, 100 * DAY_MS]))
+    Moments.build(np.array([10**9 - 1]), np.array([0, 100 * DAY_MS]))
     with pytest.raises(UserError, match="1,000,000,000 videos with times from 0 to 10,368,000,000"):
-        Moments.of(np.array([10**9 - 1]), np.array([0, 120 * DAY_MS]))
+        Moments.build(np.array([10**9 - 1]), np.array([0, 120 * DAY_MS]))
 
 
 def test_moments_outside_lie_between_those_inside() -> None:
     rows, times = np.array([0, 0, 3]), np.array([5, 9, 7])
-    moments = Moments.of(rows, times)
+    moments = Moments.build(rows, times)
     known_numbers = moments.numbers(rows, times)
     others = np.array([-1, 0, 0, 1, 3, 3, 2**31]), np.array([9, -(2**50), 2**50, 7, 6, 8, 0])
     numbers = moments.numbers(*others)

@@ -167,7 +167,7 @@ class ChunkSearch:
 
     def __init__(self, table: ChunkTable) -> None:
         self._video_row = table.video_row
-        self._moments = Moments.of(table.video_row, table.start_ms)
+        self._moments = Moments.build(table.video_row, table.start_ms)
         self._starts = self._moments.numbers(table.video_row, table.start_ms)
         self.end_us: NDArray[np.int64] = table.end_us
         self.num_gaps: NDArray[np.int64] = np.cumsum(_gaps(table, self.end_us))

@@ -34,8 +34,8 @@ from clipmill.shards.commit_table import (
     commit_folders,
     commits_from_rows,
     confirm_folders,
-    listed_contents,
     open_commit_table,
+    read_contents_or_empty,
 )
 from clipmill.shards.commits import Commit, commit_bytes
 from clipmill.shards.dataset import current_variant
@@ -212,12 +212,12 @@ class RemoteFiles:
         if (etags := {name: info.etag for name, info in records.items() if info.etag}) != old_etags:
             _publish(local / _ETAGS_FILE, json.dumps(etags).encode())
         if replaced_folders:
-            folders, sha256 = commit_folders(local), listed_contents(local).files[COMMIT_TABLE_FILE]
+            folders, sha256 = commit_folders(local), read_contents_or_empty(local).files[COMMIT_TABLE_FILE]
             confirm_folders(local, sha256=sha256, folders=folders, except_for=folders.keys() - replaced_folders)
 
     def _records_of_table(self, folder: str, local: Path, listed: dict[str, ObjectInfo]) -> dict[str, Commit]:
         """Copy the table of commits; return its unchanged records by name, including records of deleted commits."""
-        sha256 = listed_contents(local).files.get(COMMIT_TABLE_FILE)
+        sha256 = read_contents_or_empty(local).files.get(COMMIT_TABLE_FILE)
         if sha256 is None:
             return {}
         try:
@@ -231,7 +231,7 @@ class RemoteFiles:
         commits = commits_from_rows(table.rows)
         records = {shard_path(shard_id, commit_name(shard_id)): commit for shard_id, commit in commits.items()}
         if not self.objects.is_writable:
-            is_same = listed_contents(local).shard_ids == commits.keys()
+            is_same = read_contents_or_empty(local).shard_ids == commits.keys()
             return records if is_same else {}
         return {
             name: commit
@@ -245,7 +245,7 @@ class RemoteFiles:
         if self.objects.is_writable:
             listed = {info.key.removeprefix(prefix): info for info in self.objects.list(prefix)}
             return {name: info for name, info in listed.items() if name.endswith(".json")}
-        shard_ids = sorted(listed_contents(local).shard_ids)
+        shard_ids = sorted(read_contents_or_empty(local).shard_ids)
         names = [shard_path(shard_id, commit_name(shard_id)) for shard_id in shard_ids]
         if not names:
             names = _LINK.findall(self.objects.read(prefix).decode(errors="replace"))

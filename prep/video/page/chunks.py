@@ -314,7 +314,7 @@ def count_captions(chunks: Chunks, data_dir: Path) -> NDArray[np.int64]:
         UserError: There is no manifest, or it is damaged.
     """
     end_ms = chunks.start_ms + np.ceil(chunks.duration_s * 1000).astype(np.int64)
-    moments = Moments.of(chunks.video, chunks.start_ms, end_ms)
+    moments = Moments.build(chunks.video, chunks.start_ms, end_ms)
     begin, end = (moments.numbers(chunks.video, times) for times in (chunks.start_ms, end_ms))
     change = np.zeros(len(chunks) + 1, np.int64)
     with closing(open_captions(data_dir, dictionary_columns=["video_id"])) as file:

@@ -114,7 +114,7 @@ def test_samples_are_about_half_a_second_apart_for_any_gop(
 
 
 def looks(*luma: tuple[int, int]) -> list[FrameSummary]:
-    return [FrameSummary.of(frame, np.full((72, 128), level, np.uint8)) for frame, level in luma]
+    return [FrameSummary.from_luma(frame, np.full((72, 128), level, np.uint8)) for frame, level in luma]
 
 
 def test_every_frame_of_the_time_belongs_to_one_look() -> None:
@@ -149,7 +149,7 @@ def test_a_standstill_lasts_across_key_frames(
     after = before + np.uint8(everywhere)
     after[8:16, 8:16] = 100 + in_a_block
     pictures = [before] * 3 + [after] * 3
-    seen = [FrameSummary.of(10 * number, picture) for number, picture in enumerate(pictures)]
+    seen = [FrameSummary.from_luma(10 * number, picture) for number, picture in enumerate(pictures)]
     keys = [0, 30] if behind_a_key_frame else [0]
     assert frozen_frames(seen, num_frames=60, min_frames=40, key_frames=keys) == frozen
 
