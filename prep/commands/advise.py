@@ -1,4 +1,4 @@
-"""`prep advise`: check whether a disk or a bucket can keep up with training."""
+"""`prep advise`: check whether a disk or a bucket can keep up with training, or whether re-encoding pays off."""
 
 import json as json_module
 from collections.abc import Iterator
@@ -27,28 +27,29 @@ class AdviseRequest(Checked):
     """Flags of `prep advise`."""
 
     step_time: Annotated[float | None, _Number, Range(above=0)] = None
-    """Duration of a training step in seconds, without waiting for data. Default: the median of --run."""
+    """Duration of a training step in seconds, excluding the time spent waiting for data. Default: the median of --run.
+    """
 
     batch: Annotated[int | None, _Number, Range(above=0)] = None
-    """Batch size in clips per step, of all nodes. Default: the batch size of --run, scaled to --nodes and --gpus."""
+    """Batch size in clips, over all nodes. Default: the batch size of --run, scaled to --nodes and --gpus."""
 
     run: Path | None = None
-    """Run folder of train, which provides step time and batch size."""
+    """Folder of a training run, which provides step time and batch size."""
 
     nodes: Annotated[int | None, _Number, Range(1, _MAX_NODES)] = None
     """Number of nodes that read the same disk or bucket. Default: 1."""
 
     gpus: Annotated[int | None, _Number, Range(1, _MAX_GPUS)] = None
-    """GPUs per node. Default: 1."""
+    """Number of GPUs per node. Default: 1."""
 
     column: ReadColumn = VIDEO
     """Column that training reads: video, or latents (train --input latents)."""
 
     read_speed: Annotated[float | None, _Number, Range(above=0)] = None
-    """Read speed of the disk or bucket in MB/s, of all nodes together. Default: measured from this node."""
+    """Total read speed of the disk or bucket for all nodes in MB/s. Default: measured on this node."""
 
     bitrate: Annotated[str | None, _Number] = None
-    """Bitrate of the chunks in bit/s, such as 800k, 0.8M or 2M. Default: bitrate of the existing chunks."""
+    """Bitrate of the chunks in bit/s, such as 800k, 0.8M or 2M. Default: the bitrate of the existing chunks."""
 
     def rules(self) -> Iterator[UserError]:
         """Yield an error for --bitrate with a column other than `video`."""
@@ -66,13 +67,13 @@ def advise(
     data: Data = Path("data"),
     json: Json = False,
 ) -> None:
-    """Report whether the disk or the bucket keeps up with training, or when re-encoding indexed videos pays.
+    """Report whether the disk or the bucket keeps up with training, or when re-encoding indexed videos pays off.
 
-    On chunks, it considers loaders that read complete chunks, and loaders that read only the packets of a clip, or
+    For chunks, it considers loaders that read complete chunks, and loaders that read only the packets of a clip, or
     stored latents, as train does. It reads chunks of the current variant for a few seconds to measure the read speed.
 
-    On an index (`prep index`), it decodes clips of the videos as they are, encodes some seconds of some videos with
-    each recipe, and says after how many visits of each clip a recipe has saved the CPU time of encoding.
+    For an index (`prep index`), it decodes clips from the source videos, encodes some seconds of a few videos with each
+    recipe, and reports after how many reads of each clip a recipe has saved the CPU time of encoding.
 
     Examples:
 
@@ -96,11 +97,11 @@ def advise(
         return
     step = _step(request)
     num_nodes, gpus_per_node = request.nodes or 1, request.gpus or 1
-    latency_s, is_total, speed_source = None, True, "given by --read-speed"
+    latency_s, is_total, speed_source = None, True, "set by --read-speed"
     read_bytes_per_s = 1e6 * (request.read_speed or 0)
     try:
         with Activity("reading chunks to measure the reads of training"):
-            # If latents are stored beside the chunks, training may also read the latents.
+            # If there are latents of the chunks, training may also read the latents.
             tars, names = bucket_tars(data_dir), [request.column]
             is_remote = tars is not None
             if request.column == VIDEO and not is_remote and current_variant(data_dir, LATENTS) is not None:
@@ -112,7 +113,7 @@ def advise(
                 single, parallel, method = measure_bucket(column, num_processes=gpus_per_node)
                 latency_s = single.read_s
                 if request.read_speed is None:
-                    # A bucket delivers this speed to each node.
+                    # A bucket provides this speed to each node.
                     per_node = "" if num_nodes == 1 else f"{num_nodes} x {size_text(round(parallel.bytes_per_s))}/s, "
                     read_bytes_per_s, speed_source = parallel.bytes_per_s * num_nodes, f"{per_node}{method}"
             elif request.read_speed is None:
@@ -138,7 +139,7 @@ def advise(
     origin = {
         "step": step.origin,
         "read_speed": speed_source,
-        "bitrate": sampled if request.bitrate is None else f"given by --bitrate {request.bitrate}",
+        "bitrate": sampled if request.bitrate is None else f"set by --bitrate {request.bitrate}",
         "clips": clips if request.bitrate is None else f"{clips}, scaled to --bitrate",
     }
     bucket = None
@@ -161,7 +162,7 @@ def advise(
 
 
 def _advise_on_sources(request: AdviseRequest, data_dir: Path, *, json: bool) -> bool:
-    """Print when re-encoding pays off, if the current variant is an index of sources; otherwise return False."""
+    """If the current variant is an index of sources, report when re-encoding pays off; otherwise return False."""
     from clipmill.prep.core.column_arrays import bucket_tars
     from clipmill.shards.columns import SOURCE_MEMBER
     from clipmill.shards.opening import Damaged
@@ -189,6 +190,8 @@ def _advise_on_sources(request: AdviseRequest, data_dir: Path, *, json: bool) ->
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
+    """Duration and batch size of a training step, and a description of where the duration comes from."""
+
     step_s: float
     batch: int
     origin: str
@@ -198,11 +201,14 @@ def _step(request: AdviseRequest) -> _Step:
     """Return the duration and batch size of a step, from the flags or from a run.
 
     The batch size of a run is scaled to the number of GPUs in the flags.
+
+    Raises:
+        UserError: The duration or the batch size is unknown, or the run cannot be read.
     """
     from clipmill.prep.advice import read_run_steps
 
     num_gpus = None if request.nodes is None and request.gpus is None else (request.nodes or 1) * (request.gpus or 1)
-    step_s, batch, origin = request.step_time, request.batch, "given by --step-time"
+    step_s, batch, origin = request.step_time, request.batch, "set by --step-time"
     if request.run is not None:
         steps = read_run_steps(request.run)
         if step_s is None:
@@ -216,7 +222,7 @@ def _step(request: AdviseRequest) -> _Step:
                     f"; its {count_noun(steps.batch, 'clip')} are scaled from {steps.num_readers} to {num_gpus} GPUs"
                 )
     if step_s is None:
-        raise UserError("the step time is unknown", hint="give --step-time SECONDS, or --run RUN")
+        raise UserError("the step time is unknown", hint="use --step-time SECONDS, or --run RUN")
     if batch is None:
-        raise UserError("the batch size is unknown", hint="give --batch CLIPS")
+        raise UserError("the batch size is unknown", hint="use --batch CLIPS")
     return _Step(step_s=step_s, batch=batch, origin=origin)

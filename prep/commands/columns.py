@@ -1,6 +1,6 @@
-"""The commands `prep NAME` and `prep plan NAME` of each column, registered by import path.
+"""Commands `prep NAME` and `prep plan NAME` of each column, which `prep/cli.py` registers by import path.
 
-The attributes `make_NAME` and `plan_NAME` of this module run the commands of a column, and `plan` is the command group
+The attributes `make_NAME` and `plan_NAME` of this module are the commands of a column, and `plan` is the command group
 `prep plan`. They are created on access, so that a column is loaded only when its command is called.
 """
 
@@ -15,7 +15,7 @@ from clipmill.prep.registry import COLUMNS, column_named
 
 
 def __getattr__(name: str) -> Any:
-    """Return `plan`, or the command `make_NAME` or `plan_NAME` of a column."""
+    """Create and return `plan`, or the command `make_NAME` or `plan_NAME` of a column."""
     if name == "plan":
         first, *others = COLUMNS
         command = plan_command(column_named(first))
@@ -37,10 +37,10 @@ def __getattr__(name: str) -> Any:
     except UnusablePart as error:
         unusable = error
 
-        # Only the command of this column fails: help and completion of the other commands do not need the column.
+        # Only the command of this column fails. Help and completion of the other commands still work.
         def refuse(*arguments: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]) -> None:
             raise unusable
 
-        refuse.__doc__ = "Cannot be used; the command reports why."
+        refuse.__doc__ = "Cannot be used; run the command to see why."
         return refuse
     return make_command(spec) if verb == "make" else plan_command(spec)

@@ -1,4 +1,4 @@
-"""The kinds of dataset that `prep manifest` reads: `DATASETS` has an `Adapter` for each.
+"""Kinds of datasets that `prep manifest` reads: `DATASETS` has an `Adapter` for each kind.
 
 To add a kind, write a reader in `manifests/adapters/` and add an `Adapter` to `DATASETS`, or declare the `Adapter` in a
 different package (docs/plugins.md).
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A kind of dataset.
+    """Kind of dataset.
 
     Attributes:
         name: Name of the command, and default name of the dataset.
         reader: Import path `package.module:function` of the reader, which returns a `Reading`.
-        takes: Input of the reader: "captions" for a folder of videos and one table of captions, "annotations" for a
+        takes: Input of the reader: "captions" for a folder of videos and an optional caption table, "annotations" for a
             folder of videos and annotation files, "lists" for lists of clips, "folder" for a folder that contains
             videos and annotations.
-        text: Help text of the command and its parameters.
+        text: Help text of the command, with its parameters.
     """
 
     name: str
@@ -46,19 +46,19 @@ DATASETS = (
 
         The table has the columns video and text, and optionally begin_s, end_s or duration_s (in seconds), source,
         likelihood, split (train, val or test), group, view, label, and label_NAME for other labels; with a label, text
-        may be missing. Common other names of these columns, separators and encodings are recognized. If none of its
-        rows is valid, the manifest is not changed.
+        may be missing. Other common names of these columns, separators and encodings are recognized. If no row is
+        valid, the manifest is not changed.
 
-        Videos on a web server, which cannot be listed, are the ones that the table names by URLs, or by paths below the
-        URL given as the folder.
+        The folders of a web server cannot be listed. Its videos are read from the table, which must contain their URLs,
+        or their paths relative to the URL that is passed as the folder.
 
         Example: prep manifest folder VIDEOS --captions captions.csv
 
         Parameters
         ----------
         directory
-            Folder of the videos, a path or a URL such as s3://bucket/videos; subfolders are included. Omit it if the
-            table has the URLs of the videos.
+            Folder of the videos, a path or a URL such as s3://bucket/videos. Subfolders are included. Omit the folder
+            if the table has the URLs of the videos.
         """,
     ),
     Adapter(
@@ -72,7 +72,7 @@ DATASETS = (
         Parameters
         ----------
         directory
-            Folder of the videos, named <videoID>.mp4 or with another extension.
+            Folder of the videos, named <videoID>.mp4 or with a different extension.
         """,
     ),
     Adapter(
@@ -81,11 +81,11 @@ DATASETS = (
         "annotations",
         """Read Ego4D narrations: the official JSON files, the pickled lists of AVION and LaViLa, or EgoVLP's files.
 
-        The files are all_narrations_redacted.json or narration.json. Their timestamps are expanded to intervals by
-        EgoVLP's rule. With ego4d.json, videos of any validation or test split are not in train. Pickles may contain
-        only lists, tuples, strings and numbers; any other pickle is rejected without being executed. EgoVLP's
-        egoclip.csv has training pairs, and the clips of its egomcq.json are in val. A .txt file lists videos to omit,
-        one ID per line.
+        The official file is all_narrations_redacted.json or narration.json. Its timestamps are expanded to intervals by
+        EgoVLP's rule. With ego4d.json, videos of any validation or test split are excluded from train. Pickles may
+        contain only lists, tuples, strings and numbers; any other pickle is rejected without being executed. EgoVLP's
+        egoclip.csv has training pairs, and the clips of its egomcq.json are put into val. A .txt file lists videos to
+        omit, one ID per line.
 
         Example: prep manifest ego4d VIDEOS --annotations narration.json ego4d.json
 
@@ -115,8 +115,8 @@ DATASETS = (
         "folder",
         """Read a LeRobot dataset (version 3 or 2): episodes of a robot, recorded by one or more cameras.
 
-        Tasks are captions, columns of the episodes are labels, and meta/info.json has the splits. States and actions
-        stay where they are.
+        Tasks become captions, columns of the episodes become labels, and the splits are read from meta/info.json.
+        States and actions are not copied.
 
         Example: prep manifest lerobot DATASET
 
@@ -130,7 +130,7 @@ DATASETS = (
         "kinetics",
         "clipmill.manifests.adapters.clips:read_kinetics",
         "lists",
-        """Read Kinetics, or any lists of clips with one class each.
+        """Read Kinetics, or other lists of clips with one class per clip.
 
         Example: prep manifest kinetics train.csv val.csv --videos VIDEOS
 
@@ -138,7 +138,7 @@ DATASETS = (
         ----------
         lists
             CSV files with the columns label, youtube_id, time_start, time_end and split; or text files with lines of
-            the form "path label", "path num_frames label" (AVION) or "path 0 -1" (VideoMAE V2, no label).
+            the form "path label", "path num_frames label" (AVION) or "path 0 -1" (VideoMAE V2, without a label).
         """,
     ),
     Adapter(
@@ -147,8 +147,9 @@ DATASETS = (
         "annotations",
         """Read MSR-VTT: clips with about twenty captions each.
 
-        The splits come from the JSON files, unless CSVs are given. The split 1k-A has the 1,000 pairs of
-        MSRVTT_JSFUSION_test.csv, and the training videos of MSRVTT_train.9k.csv with their captions in the JSON file.
+        The splits are read from the JSON files, unless CSV files are passed. The 1k-A split consists of the 1,000 test
+        pairs in MSRVTT_JSFUSION_test.csv and the training videos in MSRVTT_train.9k.csv, whose captions are in the JSON
+        file.
 
         Example: prep manifest msrvtt VIDEOS --annotations MSRVTT_JSFUSION_test.csv
 
@@ -164,15 +165,15 @@ DATASETS = (
         "annotations",
         """Read DiDeMo: descriptions of moments in videos.
 
-        The interval of a moment is the interval that most annotators marked. A list of videos (test_list.txt) restricts
-        its split.
+        A moment has the interval that most annotators marked. A list of videos, such as test_list.txt, restricts its
+        split to these videos.
 
         Example: prep manifest didemo VIDEOS --annotations val_data.json test_data.json
 
         Parameters
         ----------
         directory
-            Folder of the videos, named as in the annotations, or with .mp4 added or in place of the extension.
+            Folder of the videos, named as in the annotations, or with .mp4 appended to or replacing the extension.
         """,
     ),
     Adapter(
@@ -181,7 +182,7 @@ DATASETS = (
         "annotations",
         """Read ActivityNet Captions: videos described by several sentences with times.
 
-        The second validation file (val_2.json) has captions of other annotators, with the source human-2.
+        The captions in the second validation file (val_2.json), by different annotators, get the source human-2.
 
         Example: prep manifest activitynet VIDEOS --annotations train.json val_1.json
 
@@ -197,7 +198,7 @@ DATASETS = (
         "annotations",
         """Read Something-Something v2: captions, and one of 174 classes per clip.
 
-        The class is the template without brackets; the class of a test video comes from test-answers.csv.
+        The class is the template without brackets. The classes of test videos are read from test-answers.csv.
 
         Example: prep manifest ssv2 VIDEOS --annotations train.json validation.json
 

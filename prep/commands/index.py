@@ -1,4 +1,4 @@
-"""`prep index`: make the column `video` without encoding: the packets of its chunks stay in the source files."""
+"""`prep index`: make the column `video` without encoding. The packets of the chunks stay in the source files."""
 
 import sys
 from contextlib import redirect_stdout
@@ -29,18 +29,18 @@ def index(
     videos: Annotated[
         Location | None,
         ONE_PLACE,
-        Parameter(help="Folder of videos, a path or a URL, which is read into the manifest first."),
+        Parameter(help="Folder of videos to read into the manifest first, a path or a URL."),
     ] = None,
     /,
     *,
     settings: Annotated[IndexRecipe, Parameter(name="*")] = _SETTINGS,
     request: Annotated[ChunkRequest, Parameter(name="*")] = _REQUEST,
 ) -> None:
-    """Read a folder into the manifest if one is passed, and make the index."""
+    """Read the folder into the manifest, if one is passed, and make the index."""
     if videos is not None:
         _require_new(request.data, videos)
         into = Target(request.data, "folder", videos, may_remove=False, as_json=False)
-        with redirect_stdout(sys.stderr):  # standard output is for the result of this command, the index
+        with redirect_stdout(sys.stderr):  # standard output is for the report on the index
             read_captioned(ADAPTERS["folder"], None, into=into, has_next=False)
     make_column(INDEX, settings, request)
 
@@ -49,24 +49,25 @@ index.__doc__ = INDEX.help
 
 
 def _require_new(data: Path, videos: "Location") -> None:
-    """Check that reading a folder into the manifest would not lose captions, or videos of a different dataset.
+    """Check that reading a folder into the manifest does not lose captions, or videos of a different dataset.
 
     Raises:
-        UserError: The manifest lists videos of the folder with captions or in a different dataset, or the folder is a
-            LeRobot dataset, which has its own command.
+        UserError: The manifest already has videos of the folder with captions or in a different dataset, or the folder
+            is a LeRobot dataset, which has its own command.
     """
     if not is_remote(str(videos)) and (Path(videos) / "meta" / "info.json").is_file():
         raise UserError(
-            f"{videos} is a LeRobot dataset", hint=f"read it with prep manifest lerobot {videos}, then run prep index"
+            f"{videos} is a LeRobot dataset, which prep index cannot read",
+            hint=f"run prep manifest lerobot {videos}, then prep index without the folder",
         )
     if not has_manifest(data):
         return
     table = read_videos(data, columns=["path", "dataset", "num_captions"])
     folder = str(videos) if is_remote(str(videos)) else str(Path(videos).resolve())
     is_inside = pc.starts_with(table["path"], f"{folder.rstrip('/')}/")
-    would_be_lost = pc.or_(pc.greater(table["num_captions"], 0), pc.not_equal(table["dataset"], "folder"))
-    if pc.any(pc.and_(is_inside, would_be_lost)).as_py():
+    is_at_risk = pc.or_(pc.greater(table["num_captions"], 0), pc.not_equal(table["dataset"], "folder"))
+    if pc.any(pc.and_(is_inside, is_at_risk)).as_py():
         raise UserError(
-            f"the manifest of {data} has the videos of {videos} already, with captions or from another dataset",
-            hint="omit the folder: prep index",
+            f"the manifest of {data} already has videos of {videos}, with captions or in a different dataset",
+            hint="run prep index without the folder",
         )

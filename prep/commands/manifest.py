@@ -1,8 +1,8 @@
-"""`prep manifest KIND`: the commands that read datasets into the manifest, one per kind of dataset.
+"""`prep manifest KIND`: commands that read datasets into the manifest, one per kind of dataset.
 
-`datasets.py` lists the kinds. A kind takes a table of captions, annotation files, lists of clips, or a folder with
-everything; a kind with a different input needs a function in this module that builds its command. `captions` adds
-tables of captions for videos that are already in the manifest.
+`datasets.py` lists the kinds. The input of a kind is a folder of videos with a caption table, with annotation files or
+with everything, or lists of clips; for a different input, add a function to this module that builds the command.
+`prep manifest captions` adds caption tables for videos that are already in the manifest.
 """
 
 import json as json_module
@@ -45,7 +45,7 @@ Yes = Annotated[
     Parameter(
         name="--yes",
         negative="",
-        help="Remove videos that are no longer found even if they are more than a third of the dataset.",
+        help="Remove videos that no longer exist, even if they are more than a third of the dataset.",
     ),
 ]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the summary as JSON.")]
@@ -65,7 +65,7 @@ def _places(tokens: Sequence[Token]) -> "list[Location]":
     return [parse_location(token.value) for token in tokens]
 
 
-_LIKELIHOOD = Range(most=0, hint="give the logarithm of a probability, 0 or less, such as -1.5")
+_LIKELIHOOD = Range(most=0, hint="use the logarithm of a probability, 0 or less, such as -1.5")
 
 ONE_PLACE = Parameter(converter=lambda _type, tokens: _places(tokens)[0])
 app = App(name="manifest", help="Read videos and captions of a dataset into the manifest.", group_parameters=OPTIONS)
@@ -78,14 +78,14 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
         captions: Annotated[
             Location | None,
             ONE_PLACE,
-            Parameter(help="Caption table, a path or URL of a .csv, .tsv, .jsonl, .json or .parquet file."),
+            Parameter(help="Caption table: path or URL of a .csv, .tsv, .jsonl, .json or .parquet file."),
         ] = None,
         subtitles: Annotated[
             bool,
             Parameter(
                 negative="",
-                help="Read files beside the videos as captions with times: subtitles (.srt, .vtt) and speech "
-                "recognition in the form of Whisper (.json), named NAME.srt or NAME.en.srt for NAME.mp4.",
+                help="Read captions with times from files beside the videos: subtitles (.srt, .vtt) and speech "
+                "recognition in Whisper's format (.json), named NAME.srt or NAME.en.srt for NAME.mp4.",
             ),
         ] = False,
         data: Data = Path("data"),
@@ -103,7 +103,7 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
 def read_captioned(
     adapter: Adapter, captions: "Location | None", *, subtitles: bool = False, into: "Target", has_next: bool = True
 ) -> None:
-    """Read a folder of videos, and optionally a table of captions, into the manifest; see `write_dataset`."""
+    """Read a folder of videos, with an optional caption table, into the manifest (see `write_dataset`)."""
 
     def read(tables: list[Path]) -> "Reading":
         from clipmill.manifests.store import known_files
@@ -195,12 +195,12 @@ def synthetic(
     mode: Annotated[
         Literal["shapes", "frame-numbers"],
         Parameter(
-            help="Content. shapes: moving shapes with captions that describe them; frame-numbers: frames that "
-            "encode their number, for tests."
+            help="Content of the videos. shapes: moving shapes, with captions that describe them; frame-numbers: "
+            "frames that encode their number, for tests."
         ),
     ] = "shapes",
     out: Annotated[
-        Path | None, Parameter(help="Folder of the videos. Default: the folder synthetic in --data.")
+        Path | None, Parameter(help="Folder to write the videos to. Default: the folder synthetic in --data.")
     ] = None,
     data: Data = Path("data"),
     dataset: Dataset = None,
@@ -221,7 +221,7 @@ def synthetic(
     name = dataset or "synthetic"
     if out is None and (mirror := mirror_of(data)) is not None:
         raise UserError(
-            f"synthetic videos are files, and {mirror.url} is a bucket", hint="give a local folder with --out"
+            f"synthetic videos cannot be written to the bucket {mirror.url}", hint="use --out with a local folder"
         )
     directory = data / "synthetic" if out is None else out
 
@@ -249,7 +249,7 @@ class Target:
     Attributes:
         data: Data folder.
         dataset: Name of the dataset in the manifest.
-        videos: Folder of the videos; None if the tables list them by URL.
+        videos: Folder of the videos; None if the tables contain the URLs of the videos.
         may_remove: Value of `--yes`.
         as_json: Value of `--json`.
     """
@@ -264,12 +264,17 @@ class Target:
 def write_dataset(
     read: "Callable[[list[Path]], Reading]", tables: "Sequence[Location]" = (), *, into: Target, has_next: bool = True
 ) -> None:
-    """Read a dataset and write it to the manifest.
+    """Read a dataset, and write it to the manifest.
 
     Args:
         read: Function that takes local copies of the tables and returns the dataset.
-        tables: Annotation files, paths or URLs.
+        tables: Paths or URLs of annotation files.
+        into: Destination of the dataset.
         has_next: True to print the next command.
+
+    Raises:
+        UserError: The dataset has no usable videos, its name is invalid, or the data folder cannot be created.
+        FailedWork: A table has no usable rows.
     """
     from clipmill.manifests.adapters.reading import is_encodable, read_with_local_tables
     from clipmill.manifests.errors import DISK_ERRORS
@@ -283,19 +288,19 @@ def write_dataset(
 
     data, dataset = into.data, into.dataset
     check_data_dir(data, videos=into.videos)
-    # Report a manifest of an unsupported format before reading the dataset rather than afterwards.
+    # Report an unsupported format of the manifest before reading the dataset, which may take long.
     if (data / "manifest" / "manifest.json").exists():
-        with suppress(DamagedManifest):  # writing the manifest repairs it, or fails with the reason
+        with suppress(DamagedManifest):  # writing the manifest repairs it, or reports the damage
             read_manifest(data)
     if not is_encodable(dataset):
-        raise UserError(f"--dataset {quote_value(dataset)} is not valid Unicode", hint="give another name")
+        raise UserError(f"--dataset {quote_value(dataset)} is not valid Unicode", hint="use a different name")
     with Activity(f"reading dataset {on_one_line(dataset)}"):
         reading = read_with_local_tables(tables, read)
     if not reading.videos.num_rows:
         message, hint = manifest_text.no_video_text(reading, dataset)
         raise UserError(message, hint=hint)
     if manifest_text.unused_files(reading):
-        # Writing the dataset would replace the existing captions, and permanently lose their ids.
+        # Writing the dataset would replace the existing captions, and their IDs would be lost.
         raise FailedWork(manifest_text.unused_text(reading))
     try:
         data.mkdir(parents=True, exist_ok=True)
@@ -304,7 +309,7 @@ def write_dataset(
             raise
         reason = error.strerror or str(error)
         raise UserError(
-            f"cannot create the data folder {data}: {reason}", hint="give another folder with --data"
+            f"cannot create the data folder {data}: {reason}", hint="use --data with a different folder"
         ) from error
     with writing(data), Activity("writing the manifest"):
         written = write_manifest(
@@ -342,39 +347,39 @@ def add_captions(
         list[str] | None,
         Parameter(
             negative="",
-            help="Source to remove, in place of adding tables: a name that prep status shows, or the name of a model "
+            help="Source to remove, instead of adding tables: a name that prep status shows, or the name of a model "
             "without its version. May be repeated.",
         ),
     ] = None,
     source: Annotated[
         str | None,
         Parameter(
-            help="Source name of all captions, in place of the column source of the tables. Default without that "
-            "column: the name of the file."
+            help="Source name of all captions. Default: the column source of the tables or, without it, the name of "
+            "the file."
         ),
     ] = None,
     min_likelihood: Annotated[
         float | None,
         Parameter(
-            help="Drop captions whose likelihood (mean log-probability per token) is below this value, 0 or less. "
-            "Captions without a likelihood are kept."
+            help="Minimum likelihood of a caption (mean log-probability per token), 0 or less; less likely captions "
+            "are dropped. Captions without a likelihood are kept."
         ),
     ] = None,
     drop_duplicates: Annotated[
         bool,
         Parameter(
             negative="",
-            help="Drop captions that repeat another one of the same clip and source, apart from case and whitespace. "
-            "The most likely one is kept.",
+            help="Drop duplicate captions of the same clip and source, ignoring case and whitespace. The most likely "
+            "of them is kept.",
         ),
     ] = False,
     data: Data = Path("data"),
     json: Annotated[bool, Parameter(name="--json", negative="", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Add captions from tables to videos in the manifest, such as tables of `train caption-chunks`, or remove them.
+    """Add captions from tables, such as tables of `train caption-chunks`, to videos in the manifest, or remove them.
 
-    New captions replace earlier captions of the same source, or of an earlier version of the same model, and no others.
-    They are kept when a dataset is read again. Training uses captions of models only if --captions.sources names them.
+    New captions replace only captions of the same source, or of an earlier version of the same model. They are kept
+    when a dataset is read again. Training uses captions of models only if --captions.sources lists them.
 
     Examples:
 
@@ -395,15 +400,17 @@ def add_captions(
 
     raise_mistakes(_LIKELIHOOD.mistakes("--min-likelihood", min_likelihood))
     if source is not None and not is_source_name(source):
-        raise UserError(f"--source {quote_value(source)} is not a name", hint=f"give a name of {SOURCE_CHARS}")
+        raise UserError(
+            f"--source {quote_value(source)} is not a valid name", hint=f"use a name that consists of {SOURCE_CHARS}"
+        )
     folder = require_data_folder(data)
     if remove:
-        choices = {"tables": tables, "--source": source, "--min-likelihood": min_likelihood}
-        _remove_sources(folder, remove, beside={**choices, "--drop-duplicates": drop_duplicates or None}, as_json=json)
+        others = {"tables": tables, "--source": source, "--min-likelihood": min_likelihood}
+        _remove_sources(folder, remove, others={**others, "--drop-duplicates": drop_duplicates or None}, as_json=json)
         return
     if not tables:
-        raise UserError("there are no tables", hint="give tables of captions, or --remove and the name of a source")
-    # Hold the lock while reading the tables, because their rows refer to videos of the manifest.
+        raise UserError("there are no tables", hint="pass tables of captions, or --remove with the name of a source")
+    # Hold the lock while reading the tables, because their rows refer to videos in the manifest.
     with writing(folder), Activity("reading captions"):
         videos = read_videos(folder)
         limits = Limits(ends_of_videos(folder, videos), chunk_finder(folder, videos))
@@ -436,16 +443,17 @@ def add_captions(
         print(f"next: {manifest_text.chunk_command(data)}")
 
 
-def _remove_sources(folder: Path, names: Sequence[str], *, beside: Mapping[str, object], as_json: bool) -> None:
+def _remove_sources(folder: Path, names: Sequence[str], *, others: Mapping[str, object], as_json: bool) -> None:
+    """Remove sources of captions; `others` are the arguments that cannot be used with `--remove`, by name."""
     from clipmill.manifests.progress import Activity
     from clipmill.manifests.store import manifest_dir
     from clipmill.manifests.write import remove_further_sources
     from clipmill.prep.commands.manifest_text import chunk_command
     from clipmill.prep.core.data_folder import writing
 
-    for name, value in beside.items():
+    for name, value in others.items():
         if value is not None:
-            raise UserError(f"--remove and {name} exclude each other", hint="run one command after the other")
+            raise UserError(f"--remove and {name} cannot be used together", hint="run two commands, one for each")
     with writing(folder), Activity("writing the manifest"):
         removed = remove_further_sources(folder, names)
     if as_json:
@@ -461,14 +469,14 @@ def _remove_sources(folder: Path, names: Sequence[str], *, beside: Mapping[str, 
 def _select_captions(
     table: "pa.Table", *, min_likelihood: float | None, drop_duplicates: bool
 ) -> tuple["pa.Table", dict[str, int]]:
-    """Return the captions to keep, and the number of dropped captions by reason.
+    """Return the captions to keep, and the number of dropped captions, keyed by reason.
 
     Args:
         table: Captions of all sources.
 
     Raises:
-        UserError: A minimum was passed, but no caption has a likelihood.
-        FailedWork: No caption of a source is left, so its earlier captions would be lost.
+        UserError: `min_likelihood` is set, but no caption has a likelihood.
+        FailedWork: All captions of a source are dropped, which would also remove its earlier captions.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -480,17 +488,17 @@ def _select_captions(
         if table["likelihood"].null_count == table.num_rows:
             raise UserError(
                 f"--min-likelihood {min_likelihood:g} has no effect: no caption in the tables has a likelihood",
-                hint="omit it, or give tables with the column likelihood",
+                hint="omit --min-likelihood, or use tables with the column likelihood",
             )
         unlikely = is_unlikely(kept, min_likelihood=min_likelihood)
         num_dropped["unlikely"], kept = int(unlikely.sum()), kept.filter(pa.array(~unlikely))
     if drop_duplicates:
         duplicates = is_duplicate(kept)
         num_dropped["duplicate"], kept = int(duplicates.sum()), kept.filter(pa.array(~duplicates))
-    # New captions of a source replace the earlier ones, so an empty source would remove them.
-    left = set(pc.unique(kept["source"]).to_pylist())
+    # New captions of a source replace its earlier captions, so a source without new captions would lose them.
+    kept_sources = set(pc.unique(kept["source"]).to_pylist())
     for name in pc.unique(table["source"]).to_pylist():
-        if name not in left:
+        if name not in kept_sources:
             raise FailedWork(
                 f"no captions of {name} are left: all are below --min-likelihood {min_likelihood:g}; "
                 "the manifest was not changed"
@@ -537,7 +545,7 @@ def _further_lines(
         yield f"note: {on_one_line(name)} describes chunks of {', '.join(variants)}, which is not the current variant"
     if models := [name for name in written.num_captions if is_model_source(name)]:
         names = ", ".join(f"{source_name(name)}@*=1" for name in models)
-        yield f"note: training uses captions of models only if --captions.sources names them, such as human=1,{names}"
+        yield f"note: training uses captions of models only if --captions.sources lists them, such as human=1,{names}"
     yield from (f"note: {on_one_line(note)}" for note in values["notes"])
     if values["num_dropped"]:
         yield "dropped: " + ", ".join(f"{count:,} {reason}" for reason, count in values["num_dropped"].items())

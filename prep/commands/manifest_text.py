@@ -25,21 +25,21 @@ from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 
 _INDENT = "  "
-# Advice by reason for rejected rows, if it is the same for all datasets.
+# Advice on rejected rows, keyed by reason, where it is the same for all datasets.
 ADVICE = {
     Reason.MALFORMED_ROW: "in CSV files, enclose text that contains commas in double quotes",
-    Reason.AMBIGUOUS_VIDEO: "give the path of each video relative to the folder, with the extension",
-    Reason.MISSING_CHUNK: "if the videos have no chunks yet, such as videos that returned, run "
+    Reason.AMBIGUOUS_VIDEO: "use the path of each video relative to the folder, with the extension",
+    Reason.MISSING_CHUNK: "if the videos have no chunks yet, such as videos added again, run "
     f"`prep {command_for(VIDEO)}` or `prep {command_for(VIDEO, INDEXED)}` first, "
     "then this command again",
-    Reason.BAD_SPLIT: "a split is train, val or test; use another data folder (--data) for other splits of the same "
-    "videos",
-    Reason.BAD_TIME: "give times in seconds, with the end after the start",
+    Reason.BAD_SPLIT: "use train, val or test as the split, and a different data folder (--data) for other splits of "
+    "the same videos",
+    Reason.BAD_TIME: "use times in seconds, with the end after the start",
 }
 
 
 def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry], notes: Sequence[str] = ()) -> str:
-    """Return lines about the written dataset and its rejected rows.
+    """Return text about the written dataset and its rejected rows.
 
     Args:
         rejected: First few rejected rows.
@@ -49,7 +49,7 @@ def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry], note
     if written.num_videos_removed:
         changes += f", {written.num_videos_removed:,} removed"
     if written.num_splits_changed:
-        changes += f", {written.num_splits_changed:,} in another split than before"
+        changes += f", {written.num_splits_changed:,} in a different split than before"
     caption_changes = f"{written.num_captions_added:,} new"
     if written.num_captions_removed:
         caption_changes += f", {written.num_captions_removed:,} removed"
@@ -91,10 +91,10 @@ def rejected_lines(
     """Return lines with the number of rejected files and rows by reason, and the first few of them.
 
     Args:
-        num_rejected: Number of rejected files and rows by reason.
+        num_rejected: Number of rejected files and rows, keyed by reason.
         rejected: First few rejected files and rows.
         num_files: Number of rejected files.
-        num_captions_lost: Number of captions of unavailable videos.
+        num_captions_lost: Number of captions whose videos are unavailable.
         folder: Folder of the manifest.
     """
     total = sum(num_rejected.values())
@@ -135,15 +135,15 @@ def written_values(
 
 
 def unused_files(reading: Reading) -> list[str]:
-    """Return the annotation files from which no row was used."""
+    """Return the annotation files without usable rows."""
     return [file for file, num_rows in reading.num_rows_used.items() if not num_rows]
 
 
 def unused_text(reading: Reading) -> str:
-    """Return text with the reasons why no row in `unused_files` is usable, the first few rows, and advice."""
+    """Return the reasons why no row in `unused_files` is usable, the first few rejected rows, and advice."""
     files = unused_files(reading)
     is_from = pc.is_in(reading.rejected["file"], value_set=pa.array(files, pa.string()))
-    for file in files:  # an entry may be a folder of annotation files
+    for file in files:  # a path may be a folder of annotation files
         is_from = pc.or_(is_from, pc.starts_with(reading.rejected["file"], pattern=f"{file}/"))
     rejected = reading.rejected.filter(is_from)
     names = ", ".join(on_one_line(file) for file in files)
@@ -164,11 +164,11 @@ def unused_text(reading: Reading) -> str:
 
 
 def no_video_text(reading: Reading, dataset: str) -> tuple[str, str]:
-    """Return the message and hint for a dataset without usable videos."""
+    """Return the message and the hint of the error for a dataset without usable videos."""
     counts = reading.rejected["reason"].value_counts().to_pylist()
     reasons = "".join(f"; {entry['values']}: {entry['counts']}" for entry in counts)
     rejected = first_rejected(reading.rejected)
-    hint = "check that the names of the video files match the annotations; the manifest was not changed"
+    hint = "make sure that the names of the video files match the annotations; the manifest was not changed"
     if rejected:
         hint += f"; first rejected: {on_one_line(f'{rejected[0].name}: {rejected[0].message}')}"
     if reading.example_file is not None:
@@ -177,7 +177,7 @@ def no_video_text(reading: Reading, dataset: str) -> tuple[str, str]:
 
 
 def chunk_command(data: Path) -> str:
-    """Return the command that makes the chunks of the manifest, with the settings of existing chunks."""
+    """Return the command that makes chunks of the videos, with the settings of existing chunks."""
     with suppress(UserError, OSError):  # `prep status` reports damaged records
         if current_variant(data, VIDEO) is not None:
             stored = Variant.open(data, column=VIDEO).recipe

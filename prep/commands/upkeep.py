@@ -1,4 +1,4 @@
-"""`prep status`, `verify`, `inspect`, `diff`, `gc`, `use` and `retry`: the commands for an existing data folder."""
+"""Commands for an existing data folder: `prep status`, `verify`, `inspect`, `diff`, `gc`, `use` and `retry`."""
 
 import json as json_module
 import os
@@ -19,7 +19,8 @@ from clipmill.prep.registry import column_named, column_names, columns
 from clipmill.shards.columns import VIDEO
 
 VariantName = Annotated[
-    str | None, Parameter(name="--variant", help="Variant name, as shown by prep status. Default: the current variant.")
+    str | None,
+    Parameter(name="--variant", help="Name of a variant, as shown by prep status. Default: the current variant."),
 ]
 if TYPE_CHECKING:
     AnyColumn = str
@@ -52,7 +53,7 @@ def status(*, data: Data = Path("data"), json: Json = False) -> None:
         raise FailedWork(f"{count} missing or damaged; {repair_text(repair_command(state), messages)}")
     if state.videos is not None and state.videos.is_indexed and state.videos.lost:
         count = count_noun(sum(state.videos.lost.values()), "source")
-        raise FailedWork(f"{count} of the index, listed as lost, cannot be read as prep index has read them")
+        raise FailedWork(f"{count} of the index, listed as lost, can no longer be read")
 
 
 def verify(
@@ -89,7 +90,7 @@ def verify(
     reading = "reading the records"
     with Activity(reading):
         if (mirror := mirror_of(data_dir)) is not None:
-            mirror.drop_content()  # verify the content of the bucket, and not of an earlier copy
+            mirror.drop_content()  # verify the content of the bucket rather than local copies
         records = check_folder_records(data_dir)
     if column is not None or variant is not None:
         selected = [column_named(column or VIDEO)]
@@ -97,7 +98,7 @@ def verify(
         try:
             selected = [spec for spec in columns() if current_variant(data_dir, spec.name) is not None]
         except DamagedDataset:
-            selected = []  # the damage is reported below, with the other damaged records
+            selected = []  # the damage is in `records`
         if not selected and not records:
             selected = [column_named(VIDEO)]
     with Activity(reading):
@@ -136,7 +137,7 @@ def inspect(
     key: Annotated[
         str | None,
         Parameter(
-            help="Key of a sample, such as bikes_000015000, or a file name or the beginning of a key that only one "
+            help="Key of a sample, such as bikes_000015000; or the beginning of a key or a file name, if only one "
             "sample matches. Default: show all shards."
         ),
     ] = None,
@@ -151,14 +152,14 @@ def inspect(
     where: Annotated[
         str | None,
         Parameter(
-            help="Expression such as 'motion > 0.2 and cuts = 0', which selects the samples on the page of --html."
+            help="Expression that selects the samples on the page of --html, such as 'motion > 0.2 and cuts = 0'."
         ),
     ] = None,
     chunks: Annotated[
         int | None,
         Parameter(
-            help="Number of chunks to show, drawn evenly over splits and videos, 150 on each page; 1 or more. Default: "
-            "150."
+            help="Number of chunks on the page of --html, drawn evenly from splits and videos, 1 or more. Each file "
+            "shows 150. Default: 150."
         ),
     ] = None,
     column: Annotated[AnyColumn, Parameter(name="--column", help="Column to show.")] = VIDEO,
@@ -166,7 +167,7 @@ def inspect(
     data: Data = Path("data"),
     json: Json = False,
 ) -> None:
-    """Show the shards of a variant or the details of one sample, or write a page of chunks or of scores.
+    """Show the shards of a variant or the details of a sample, or write an HTML page of chunks or scores.
 
     Examples:
 
@@ -191,7 +192,7 @@ def inspect(
         if key is not None:
             is_column = key in {each.name for each in columns()}
             raise UserError(
-                f"--html shows all chunks and cannot be combined with the key {key}",
+                f"--html shows many chunks, and cannot be used with the key {key}",
                 hint=f"use --column {key}" if is_column else "omit the key, or omit --html",
             )
         write_page = work_of(spec).write_page
@@ -201,7 +202,7 @@ def inspect(
                 f"--html does not support column {column}", hint=f"omit --html, or use --column {with_page}"
             )
         if chunks is not None and chunks < 1:
-            raise UserError(f"--chunks is {chunks}", hint="give a number of 1 or more")
+            raise UserError(f"--chunks {chunks} is below 1", hint="use a number of 1 or more")
         writing = f"writing {html}"
         with Activity(writing) as now:
             request = PageRequest(html, where, chunks, now.counter(f"{writing}, reading chunks"))
@@ -220,13 +221,13 @@ def inspect(
 
 
 def diff(
-    first: Annotated[str, Parameter(help="Variant, by the name of its folder.")],
-    second: Annotated[str, Parameter(help="Another variant of the same column.")],
+    first: Annotated[str, Parameter(help="Name of a variant, as shown by prep status.")],
+    second: Annotated[str, Parameter(help="Name of a different variant of the same column.")],
     *,
     data: Data = Path("data"),
     json: Json = False,
 ) -> None:
-    """Show the differences between two variants of a column: settings, samples, bytes, and values of 16 arrays.
+    """Show the differences between two variants of a column: settings, samples, sizes, and the values of 16 arrays.
 
     Example:
 
@@ -247,17 +248,15 @@ def gc(
     dry_run: Annotated[
         bool,
         Parameter(
-            help="List the files that would be removed, without removing them, and why each variant is kept.",
+            help="Only list the files that would be removed, and the reason why each variant is kept.",
             negative="",
         ),
     ] = False,
-    keep: Annotated[
-        tuple[str, ...], Parameter(help="Name of a variant to keep; may be given several times.", negative="")
-    ] = (),
+    keep: Annotated[tuple[str, ...], Parameter(help="Name of a variant to keep. May be repeated.", negative="")] = (),
     older_than: Annotated[
         str | None,
         Parameter(
-            help="Age that a variant must have to be removed, since its last change, such as 7d or 12h. Default: any."
+            help="Minimum time since the last change of a variant to remove, such as 7d or 12h. Default: no minimum."
         ),
     ] = None,
     data: Data = Path("data"),
@@ -265,10 +264,10 @@ def gc(
 ) -> None:
     """Remove variants that are not current, unreferenced shards, and temporary files of killed commands.
 
-    Files that do not belong to the format are never removed. Variants and shards of a column are kept while its current
-    variant is incomplete, damaged or stale. A variant is also kept while its run has not finished, while it has samples
-    that the current variant lacks because of failures that may pass, and while a process or an unfinished training run
-    reads it.
+    Files that do not belong to the format are never removed. All variants and shards of a column are kept while its
+    current variant is incomplete, damaged or stale. A variant is also kept while its run is unfinished, while it has
+    samples that the current variant lacks because of temporary failures, and while a process or an unfinished training
+    run reads it.
 
     Examples:
 
@@ -293,7 +292,7 @@ def gc(
 
     younger_than_s = 0.0 if older_than is None else parse_age(older_than, flag="--older-than")
     data_dir = require_data_folder(data)
-    # Lock all columns: the files of a running command are not committed yet and would be taken for garbage.
+    # Lock all columns, because the uncommitted files of a running command would be mistaken for garbage.
     with ExitStack() as locks:
         for column in columns():
             locks.enter_context(column_lock(data_dir, column=column.name))
@@ -316,15 +315,15 @@ def gc(
 
 
 def use(
-    variant: Annotated[str, Parameter(help="Variant name, as shown by prep status.")],
+    variant: Annotated[str, Parameter(help="Name of a variant, as shown by prep status.")],
     /,
     *,
     column: ColumnName = None,
     data: Data = Path("data"),
 ) -> None:
-    """Make a variant the current variant of its column, which training reads; no file is removed.
+    """Make a variant the current variant of its column, which training reads. No file is removed.
 
-    Training that has begun keeps its variants. The next run of the column's command makes the variant of its settings
+    Running training keeps reading its variant. The next run of the column's command makes the variant of its settings
     current again.
 
     Example:
@@ -340,9 +339,7 @@ def use(
     specs = [spec for spec in columns() if column in (None, spec.name)]
     owners = [spec for spec in specs if variant in list_variants(data_dir, spec.name)]
     if not owners:
-        raise UserError(
-            f"there is no variant {variant} in {data_dir}", hint="prep status shows the variants of a data folder"
-        )
+        raise UserError(f"there is no variant {variant} in {data_dir}", hint="run `prep status` to see the variants")
     if len(owners) > 1:
         names = ", ".join(spec.name for spec in owners)
         raise UserError(f"{variant} is a variant of several columns: {names}", hint="choose one with --column")
@@ -354,7 +351,7 @@ def use(
             shards = ", ".join(f"{shard_id:06d} {state}" for shard_id, (state, _) in problems.items())
             raise UserError(
                 f"{variant} of {name} cannot be read: {shards or 'it has no shards'}",
-                hint=f"run prep {owners[0].command} with its settings first, which `prep status` shows",
+                hint=f"first run prep {owners[0].command} with the settings of the variant, which `prep status` shows",
             )
         set_current_variant(data_dir, name, variant, keeps_unfinished=True)
     print(f"current {name}: {variant}" + (f" (it was {former})" if former not in (None, variant) else ""))
@@ -365,22 +362,22 @@ ColumnOfFailures = Annotated[AnyColumn, FIRST_RUN, Parameter(help="Column whose 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryRequest(Request):
-    """Flags of `prep retry`; a column ignores flags that it does not need."""
+    """Flags of `prep retry`. A column ignores flags that it does not have."""
 
     scratch_size: ScratchSize = None
     in_flight: Annotated[
         int | None,
         EXECUTION,
         FIRST_RUN,
-        Parameter(help="Number of requests to a server at a time, 1 to 4096. Default: as in the last run."),
+        Parameter(help="Maximum number of parallel requests to a server, 1 to 4096. Default: as in the last run."),
     ] = None
     max_tokens_total: Annotated[
         int | None,
         EXECUTION,
         FIRST_RUN,
         Parameter(
-            help="Number of tokens that all answers of the variant may take, earlier ones included. Default: as in the "
-            "last run."
+            help="Maximum number of input and output tokens for the variant, including earlier runs. Default: as in "
+            "the last run."
         ),
     ] = None
 
@@ -397,22 +394,24 @@ def retry(
         str | None,
         FIRST_RUN,
         Parameter(
-            help="Variant whose failures to retry. Default: an unfinished variant with failures, else the current one."
+            help="Variant whose failures to retry. Default: an unfinished variant with failures or, without one, the "
+            "current variant."
         ),
     ] = None,
     weights: Annotated[
         str | None,
         FIRST_RUN,
         Parameter(
-            help="Local folder or file of the model weights. Default: as in the last run; other columns ignore it."
+            help="Local folder or file of the model weights. Columns without a model ignore it. Default: as in the "
+            "last run."
         ),
     ] = None,
     request: Annotated[RetryRequest, Parameter(name="*")] = RetryRequest(),
 ) -> None:
     """Retry the failures of a column, for example after repairing a source video.
 
-    Without --variant, failures of the variant that the last run has left unfinished beside the current one are retried,
-    and it then becomes the current one. If there is none, failures of the current variant are retried.
+    If the last run left a variant unfinished, its failures are retried, and it then becomes the current variant.
+    Otherwise, the failures of the current variant are retried. --variant selects a different variant.
 
     Example:
 
@@ -427,14 +426,14 @@ def retry(
 
     codes = frozenset(only or FailureCode)
     if unknown := sorted(codes - set(FailureCode)):
-        raise UserError(f"unknown failure code: {', '.join(unknown)}", hint=f"failure codes: {', '.join(FailureCode)}")
+        raise UserError(f"unknown failure code: {', '.join(unknown)}", hint=f"use one of {', '.join(FailureCode)}")
     data_dir = require_data_folder(request.data)
     unfinished = unfinished_variant(data_dir, column)
-    # A killed run has not listed its failures, and it is unknown whether its variant is still needed.
+    # A killed run has not written its list of failures, and its variant may no longer be needed.
     has_failed = unfinished is not None and (variant_dir(data_dir, column, unfinished) / FAILURES_FILE).exists()
     if variant is None and has_failed:
         variant = unfinished
-        sys.stderr.write(f"note: a variant that is not the current one is retried: {variant}\n")
+        sys.stderr.write(f"note: retrying {variant}, which is not the current variant\n")
     opened = Variant.open(data_dir, column=column, variant=variant)
     stored = stored_request(opened)
     if request.engine is None and request.address is None:  # use the engine of the run that failed

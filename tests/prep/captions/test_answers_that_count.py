@@ -125,7 +125,7 @@ def test_retry_works_on_the_variant_that_failed_with_the_flags_of_its_run(shard_
         retry = ("retry", "--column", "captions", "--engine", "processes", "--data", data, "--json")
         spent = prep_here(*retry, "--max-tokens-total", ran["answers"]["tokens_in"] + 1, status=1)
         assert "have used the" in spent.stderr + spent.stdout and len(server.log) == num_asked + 1
-        assert f"is retried: {failed}" in spent.stderr
+        assert f"retrying {failed}" in spent.stderr
         tried = prep_here(*retry, "--max-tokens-total", 10_000).summary
         assert (tried["variant"], tried["num_chunks"]) == (failed, NUM_CHUNKS)
         assert len(server.log) == num_asked + NUM_CHUNKS and server.most_at_once == 1

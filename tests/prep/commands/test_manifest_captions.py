@@ -112,7 +112,7 @@ def test_a_source_is_removed_by_name_and_everything_follows(data: Path, tmp_path
     plain.write_text("video,text,begin_s,end_s\nfirst,by a table,0,1\n")
     captions(data, plain, "--source", "asr")
     added = captions(data, of_chunks(data, tmp_path / "p.parquet")).stdout
-    assert "only if --captions.sources names them, such as human=1,narrator@*=1\n" in added
+    assert "only if --captions.sources lists them, such as human=1,narrator@*=1\n" in added
     text = ("text", "--data", data, "--clip", "tiny", "--engine", "processes")
     prep_here(*text)
     assert chunk(data, "--len", "1s", "--preset", "ultrafast", "--short-side", "32")["num_encoded"] == 0
@@ -121,7 +121,8 @@ def test_a_source_is_removed_by_name_and_everything_follows(data: Path, tmp_path
         ran = captions(data, "--remove", wrong, status=2)
         assert why in ran.error and "asr, narrator@aaaaaaaa" in ran.stderr
     assert (
-        "--remove and --source exclude each other" in captions(data, "--remove", "asr", "--source", "x", status=2).error
+        "--remove and --source cannot be used together"
+        in captions(data, "--remove", "asr", "--source", "x", status=2).error
     )
     assert "there are no tables" in captions(data, status=2).error
     assert contents(data / "manifest") == before
@@ -175,7 +176,7 @@ def test_captions_of_chunks_and_videos_that_are_gone_are_listed(data: Path, tmp_
     assert (
         f"p.parquet, entry 2: {second}: missing_chunk: the video has no chunk between 0.0 s and 1.0 s\n" in ran.stdout
     )
-    hint = "  hint: if the videos have no chunks yet, such as videos that returned, run `prep chunk` or `prep "
+    hint = "  hint: if the videos have no chunks yet, such as videos added again, run `prep chunk` or `prep "
     assert hint in ran.stdout
     only = pseudo(tmp_path / "only.parquet", rows[1:])
     assert hint in captions(data, only, status=1).stderr
@@ -216,10 +217,10 @@ def test_tables_of_which_nothing_is_left_leave_the_manifest_as_it_is(data: Path,
     [
         (("--min-likelihood", "0.5"), "--min-likelihood is 0.5"),
         (("--min-likelihood", "nan"), "--min-likelihood is nan"),
-        (("--source", " "), "--source ' ' is not a name"),
-        (("--source", "a=b,c"), "--source 'a=b,c' is not a name"),
-        (("--source", "x@y"), "--source 'x@y' is not a name"),
-        (("--source", "x@1f2e3d4c"), "--source 'x@1f2e3d4c' is not a name"),
+        (("--source", " "), "--source ' ' is not a valid name"),
+        (("--source", "a=b,c"), "--source 'a=b,c' is not a valid name"),
+        (("--source", "x@y"), "--source 'x@y' is not a valid name"),
+        (("--source", "x@1f2e3d4c"), "--source 'x@1f2e3d4c' is not a valid name"),
         (("--source", "mine", "--min-likelihood", "-1"), "no caption in the tables has a likelihood"),
     ],
 )

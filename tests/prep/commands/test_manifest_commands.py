@@ -63,7 +63,11 @@ def test_videos_and_captions_are_counted_by_split(
 def test_a_changed_split_is_counted(videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "captions.csv"
     arguments = ("folder", videos, "--captions", table, "--data", tmp_path / "data")
-    for split, counts in (("train", "(2 new)"), ("val", "(0 new, 1 in another split than before)"), ("val", "(0 new)")):
+    for split, counts in (
+        ("train", "(2 new)"),
+        ("val", "(0 new, 1 in a different split than before)"),
+        ("val", "(0 new)"),
+    ):
         table.write_text(f"video,text,split\na,one,{split}\n")
         assert run(*arguments) == 0
         output = capsys.readouterr().out
@@ -77,7 +81,7 @@ def test_other_splits_of_the_same_videos_need_another_data_folder(
     for path in lists:
         path.write_text("a.mp4 1\n")
     assert run("kinetics", *lists, "--videos", videos, "--data", tmp_path / "data") == 1
-    assert "use another data folder (--data)" in capsys.readouterr().err
+    assert "a different data folder (--data)" in capsys.readouterr().err
 
 
 def test_rejected_files_and_rows_are_counted_apart(

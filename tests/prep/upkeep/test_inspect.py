@@ -164,7 +164,7 @@ def test_a_page_that_cannot_be_written_is_an_error(prep: Prep, shard_set: ShardS
 
 def test_a_key_and_a_page_exclude_each_other(prep: Prep, shard_set: ShardSet, tmp_path: Path) -> None:
     arguments = ("inspect", "long_000000000", "--html", tmp_path / "x.html", "--data", shard_set.data)
-    assert "cannot be combined with the key long_000000000" in prep(*arguments, status=2).error
+    assert "cannot be used with the key long_000000000" in prep(*arguments, status=2).error
     refused = prep("inspect", "scores", "--html", tmp_path / "x.html", "--data", shard_set.data, status=2)
     assert "hint: use --column scores" in refused.stderr
 

@@ -183,7 +183,7 @@ def test_an_expression_chooses_the_chunks(prep: Prep, shard_set: ShardSet, tmp_p
     for arguments, error in (
         (("--html", page, "--where", "duration_s > 60"), "matches none of the 5 chunks"),
         (("--html", page, "--where", "words > 1"), "the page shows chunks"),
-        (("--html", page, "--chunks", 0), "--chunks is 0"),
+        (("--html", page, "--chunks", 0), "--chunks 0 is below 1"),
         (("--where", "start_ms > 1"), "--where has no effect without a page"),
     ):
         assert error in prep("inspect", *arguments, "--data", shard_set.data, status=2).error
