@@ -170,6 +170,6 @@ def test_chunks_of_videos_that_left_the_manifest_are_counted(data_copy: Written)
     captions = [caption for caption in CAPTIONS if caption.video_id != "c"]
     write_captions(data_copy.data_dir, dict.fromkeys("abde", "train"), captions)
     loader = open_segments(data_copy.data_dir)
-    assert "1 chunk of videos that the manifest does not name left out" in loader.describe()
+    assert "1 chunk of videos that are not in the manifest left out" in loader.describe()
     shown = {key for loaded in loader.evaluation_batches() for key in loaded.batch["key"]}
     assert shown and "c_000015000" not in shown

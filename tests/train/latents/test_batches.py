@@ -103,7 +103,7 @@ def test_the_log_says_what_is_left_out(written_data: Written) -> None:
     assert "2 shorter tails left out" in line
     assert "1 caption without embedding" in line
     assert f"{len(segments_of(written_data)) - num_segments} segments without captions left out" in line
-    assert "3 captions outside of all segments" in line
+    assert "3 captions outside all segments" in line
 
 
 def test_a_tail_is_filled_up_with_zeros_and_says_so(written_data: Written) -> None:

@@ -1,4 +1,4 @@
-"""`LatentReader`: segments of latents, read in blocks and collated, with their captions or labels.
+"""`LatentReader`: reads segments of latents in blocks, and collates them with their captions or labels.
 
 `MixedLatentReader` reads the segments of several data folders.
 """
@@ -32,29 +32,29 @@ if TYPE_CHECKING:
     from clipmill.train.data.mixed_samples import Numbering
 
 
-_AHEAD_BYTES = 1 << 28  # total size of members that are loaded ahead
+_AHEAD_BYTES = 1 << 28  # maximum total size of the members that are loaded ahead
 
 Columns = dict[str, NDArray[Any]]  # entries of batches, by name
 
-# A sample: columns of batches and the sample's row in them, its latents, and, in a set with stored text, its embedding.
+# Columns with the entries of a sample, its row in the columns, its latents, and its stored text (None without texts).
 LatentSample = tuple[Columns, int, Part, Part | None]
-_Text = tuple[int, int, int]  # member and place of the embedding, or of a sequence, and number of vectors
-_Segment = tuple[int, int, _Text | None]  # first frame, number of frames, and text
+_Text = tuple[int, int, int]  # member, place, and number of vectors of a stored text
+_Segment = tuple[int, int, _Text | None]  # first frame, number of frames, and stored text
 _Loaded = tuple[Part, Part | None] | Problem
 
 
 @dataclass(frozen=True)
 class SegmentRequests:
-    """Samples to read. Each array has one entry per request.
+    """Requests for segments. Each array has one entry per request.
 
     Attributes:
-        columns: Entries of a batch except latents and embeddings. They may also contain rows of other requests.
-        rows: Rows of the requests in `columns`, ascending.
-        chunk: Index of the chunk in the records.
-        frame: Index of the first frame in the chunk.
+        columns: Entries of batches other than latents and stored texts. They may also contain rows of other requests.
+        rows: Rows of these requests in `columns`, ascending.
+        chunk: Row of the chunk in the records.
+        frame: First frame of the segment in the chunk.
         num_frames: Number of frames. A tail has fewer frames than a full segment.
-        text_place: Place of the first byte of the caption's embedding or sequence; None if texts are not stored. The
-            column `num_tokens` contains the lengths of sequences.
+        text_place: Place of the caption's stored embedding or sequence; None without stored texts. The column
+            `num_tokens` contains the lengths of sequences.
     """
 
     columns: Columns
@@ -65,13 +65,13 @@ class SegmentRequests:
     text_place: NDArray[np.int64] | None
 
     def column(self, name: str, *, default: int) -> NDArray[np.int64]:
-        """Return a column for these requests; if it is missing, `default` for each request."""
+        """Return a column for these requests; if it is missing, an array filled with `default`."""
         column = self.columns.get(name)
         return np.full(len(self.rows), default) if column is None else column[np.asarray(self.rows)]
 
 
 class SegmentReader:
-    """Reader of segments. Thread-safe."""
+    """Reader of the bytes of segments. Thread-safe."""
 
     def __init__(self, segments: LatentSegments) -> None:
         records = segments.records
@@ -80,26 +80,26 @@ class SegmentReader:
         self._text = None if segments.text is None else segments.text.verify_in(self._tars)
 
     def read(self, requests: SegmentRequests, loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
-        """Read the samples of these requests, in order.
+        """Return the samples or failures for these requests, in order.
 
         Args:
-            loading: Settings of the threads that load members that have not been verified or mapped.
+            loading: Settings of the threads that load members which have not been verified or mapped yet.
 
         Raises:
             UserError: A tar can no longer be mapped.
         """
         frame_bytes = self._records.shape.frame_bytes
         latents = self._records.array_place[requests.chunk] + requests.frame * frame_bytes
-        # Find the requests that must load a member first. All other members have been verified, or will be by then.
+        # Find the requests that have to load a member. The members of all other requests are verified before them.
         are_parts = not self._records.shape.is_compressed and self._tars.are_mapped(latents)
-        due = self._latents.first_unverified(requests.chunk)
+        must_load = self._latents.first_unverified(requests.chunk)
         if self._text is not None and self._segments.text is not None and requests.text_place is not None:
             are_parts = are_parts and self._tars.are_mapped(requests.text_place)
-            due |= self._text.first_unverified(self._segments.text.member_at(requests.text_place))
+            must_load |= self._text.first_unverified(self._segments.text.member_at(requests.text_place))
         if not are_parts:
-            due[:] = True
-        if due.any():
-            return self._read_ahead(requests, due, loading)
+            must_load[:] = True
+        if must_load.any():
+            return self._read_ahead(requests, must_load, loading)
         texts: Iterator[Part | None] = repeat(None)
         if self._segments.text is not None and requests.text_place is not None:
             num_tokens = requests.column("num_tokens", default=1)
@@ -108,9 +108,13 @@ class SegmentReader:
         return zip(repeat(requests.columns), requests.rows, parts, texts)
 
     def _read_ahead(
-        self, requests: SegmentRequests, due: NDArray[np.bool_], loading: LoaderSettings
+        self, requests: SegmentRequests, must_load: NDArray[np.bool_], loading: LoaderSettings
     ) -> Iterator[LatentSample | FailedSample]:
-        """Load due members ahead, in threads. Consecutive requests for the same chunk load it only once."""
+        """Return samples or failures. Threads load members ahead, each chunk once for a run of consecutive requests.
+
+        Args:
+            must_load: Mask of the requests that have to load a member.
+        """
         chunk: list[int] = requests.chunk.tolist()
         text: Iterable[_Text | None] = repeat(None, len(chunk))
         if self._segments.text is not None and (place := requests.text_place) is not None:
@@ -118,7 +122,7 @@ class SegmentReader:
             text = zip(self._segments.text.member_at(place).tolist(), place.tolist(), num_tokens.tolist(), strict=True)
         segments = [*zip(requests.frame.tolist(), requests.num_frames.tolist(), text, strict=True)]
         runs = [*pairwise([0, *(np.flatnonzero(np.diff(requests.chunk)) + 1).tolist(), len(chunk)])]
-        waits = np.logical_or.reduceat(due, [begin for begin, _ in runs]).tolist()
+        waits = np.logical_or.reduceat(must_load, [begin for begin, _ in runs]).tolist()
 
         def load(run: tuple[int, int]) -> list[_Loaded]:
             return self._load(chunk[run[0]], segments[slice(*run)])
@@ -149,7 +153,7 @@ class SegmentReader:
                         yield requests.columns, row, *part
 
     def _load(self, chunk: int, segments: Iterable[_Segment]) -> list[_Loaded]:
-        """Return the parts of a chunk for these segments, each with its embedding."""
+        """Load a chunk, and return its parts for these segments, each with its stored text."""
         content, shape, loaded = self._latents.load(chunk), self._records.shape, list[_Loaded]()
         first = int(self._records.header_bytes[chunk])
         if shape.is_compressed and not isinstance(content, Problem):
@@ -176,16 +180,17 @@ class SegmentReader:
 
 
 class LatentRing:
-    """Memory in which samples of one set, or of several sets with the same sample shape, are collated into batches.
+    """Collator for samples of equal shape, and the memory of their batches.
 
-    Each row is copied by one assignment to a slice of a `memoryview`, which holds the interpreter lock. If the lock
-    were released for each row, the loader would wait for it once per row whenever another thread is busy. The copy is
-    as fast as the C library's `memcpy`, and does not use torch's threads, which are slow when they share a core.
+    Each row is copied by a single assignment to a slice of a `memoryview`, which holds the interpreter lock. If the
+    lock were released for each row, the loader would have to wait for it once per row while another thread is busy. The
+    copy is as fast as the C library's `memcpy`, and does not use torch's threads, which are slow if they share a core.
 
     Args:
-        loading: Size of the largest batch, and kind of its memory.
+        segments: Segments with the shape of the samples.
+        loading: Settings with the maximum batch size and the kind of memory.
         keys_of: Function that takes clip IDs and returns the keys of their chunks.
-        captions: Captions of the segments, which batches contain as tokens; None if batches have no captions.
+        captions: Captions that are tokenized for batches; None if batches have no captions.
     """
 
     def __init__(
@@ -200,12 +205,12 @@ class LatentRing:
 
         batch, pin, can_keep = loading.batch, loading.pin, loading.can_keep
         shape, text = segments.records.shape, segments.text
-        num_frames, picture = segments.num_frames, (shape.height, shape.width)
-        # A video VAE stores the channels before the frames. The batch is a view with the frames first.
+        num_frames, frame_size = segments.num_frames, (shape.height, shape.width)
+        # Latents from a video VAE are stored with the channels first. The batch is a view with the frames first.
         self._channels_first = shape.segment_frames > 0
-        row_shape = (num_frames, shape.channels, *picture)
+        row_shape = (num_frames, shape.channels, *frame_size)
         if self._channels_first:
-            row_shape = (shape.channels, num_frames, *picture)
+            row_shape = (shape.channels, num_frames, *frame_size)
         self._latents = _Rows((batch, *row_shape), getattr(torch, shape.dtype), pin=pin, can_keep=can_keep)
         self._text = None
         if text is not None:
@@ -215,18 +220,18 @@ class LatentRing:
         self._keys_of, self._captions, self._from_numpy = keys_of, captions, torch.from_numpy
 
     def collate(self, samples: Sequence[LatentSample]) -> Batch:
-        """Collate `samples` into a batch, in order."""
+        """Collate samples into a batch, in order."""
         columns, rows, latents, texts = zip(*samples)  # noqa: B905 - all have four entries
         first, end = rows[0], rows[0] + len(rows)
         is_slice = columns[-1] is columns[0] and rows[-1] + 1 == end
-        # Use a literal, because calling `Batch` takes a microsecond, which matters for a batch of one sample.
-        pictures = self._latents.fill(latents)
+        rows_of_latents = self._latents.fill(latents)
+        # A literal, because calling `Batch` takes a microsecond, which matters for a batch of one sample.
         batch: Batch = {
             "input": "latents",
-            "latents": pictures.transpose(1, 2) if self._channels_first else pictures,
+            "latents": rows_of_latents.transpose(1, 2) if self._channels_first else rows_of_latents,
         }
         for name, column in columns[0].items():
-            # Slice the arrays, which are never overwritten: slicing tensors takes twice as long.
+            # Slice arrays, which are never overwritten, because slicing tensors takes twice as long.
             values = column[first:end] if is_slice else np.array([entries[name][row] for entries, row, _, _ in samples])
             batch[name] = self._from_numpy(values)  # type: ignore[literal-required]
         batch["key"] = Keys(batch["clip_id"], self._keys_of)
@@ -243,7 +248,7 @@ class LatentRing:
 
 
 class _Rows(BatchMemory):
-    """Memory with rows into which bytes are copied."""
+    """Memory of batches, with rows into which bytes are copied."""
 
     def __init__(self, shape: tuple[int, ...], dtype: "torch.dtype", *, pin: bool, can_keep: bool) -> None:
         super().__init__(shape, dtype, pin=pin, can_keep=can_keep)
@@ -251,7 +256,7 @@ class _Rows(BatchMemory):
         self._slices = [slice(begin, begin + size) for begin in range(0, shape[0] * size, size)]
 
     def fill(self, parts: Sequence[Part]) -> "torch.Tensor":
-        """Copy parts into rows, and return the rows as a tensor. A part that is shorter than a row is zero-padded."""
+        """Copy each part into a row, and return the rows as a tensor. Shorter parts are padded with zeros."""
         (rows, content), size = self.rows(len(parts)), self._row_bytes
         for row, (source, begin, end) in zip(self._slices, parts):  # noqa: B905 - the last batch may be smaller
             content[row] = source[begin:end] if end - begin == size else bytes(source[begin:end]).ljust(size, b"\0")
@@ -259,7 +264,7 @@ class _Rows(BatchMemory):
 
 
 class Keys(Sequence[str]):
-    """Keys of the chunks of clips. They are made on access, because a training step does not need them.
+    """Keys of the chunks of clips, which are made on access, because training steps do not need them.
 
     The sequence compares equal to a list with the same keys.
     """
@@ -290,9 +295,12 @@ class Keys(Sequence[str]):
 
 
 class LatentReader:
-    """Reader of the segments of a table, whose parts are chunks of latents (clipmill.train.data.samples.RowReader).
+    """Reader of the segments in a table (clipmill.train.data.samples.RowReader). Sample i shows row i.
 
-    Sample i shows row i.
+    Args:
+        segments: Data from which segments are read. The parts in the table are rows of its records.
+        table: Table of segments.
+        captions: Captions of the rows; None without captions.
     """
 
     mixture: ClassVar[str] = "clipmill.train.data.latents.reader:MixedLatentReader"
@@ -306,17 +314,17 @@ class LatentReader:
 
     @property
     def num_frames(self) -> int:
-        """Number of frames of a segment."""
+        """Number of frames of a full segment."""
         return self.segments.num_frames
 
     @property
     def segment_s(self) -> float:
-        """Length of a segment, seconds."""
+        """Length of a full segment, seconds."""
         return float(self.num_frames / self.segments.records.shape.fps)
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
         """Return the samples or failures of the blocks, in order."""
-        # Do not use a generator, because it would be resumed for every sample.
+        # Not a generator, which would have to be resumed for every sample.
         return chain.from_iterable(self.read(block, loading) for block in blocks)
 
     def read(self, block: Block, loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
@@ -325,12 +333,12 @@ class LatentReader:
 
     @cached_property
     def segment_reader(self) -> SegmentReader:
-        """Reader of segments. Its first use starts fetching remote tars."""
+        """Reader of the bytes of segments. The first access starts the download of remote tars."""
         self.segments.maps.start_downloads()
         return SegmentReader(self.segments)
 
     def requests(self, block: Block) -> SegmentRequests:
-        """Return requests for a block, each with a caption: drawn by the seed, or the first caption without a seed."""
+        """Return the requests of a block. Captions are drawn or, in an evaluation, the first caption is used."""
         rows, chunk, frame = block.samples, self._chunk[block.samples], self._frame[block.samples].astype(np.int64)
         num_frames = np.minimum(self.segments.records.num_frames[chunk] - frame, self.num_frames)
         columns: Columns = {"position": block.positions, "clip_id": rows.astype(np.int64)}
@@ -355,21 +363,21 @@ class LatentReader:
         return SegmentRequests(columns, range(len(rows)), chunk, frame, num_frames, text_place)
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[LatentSample]], Batch]:
-        """Return the function that collates samples into batches. It uses the same memory in all iterations."""
+        """Return a function that collates samples into batches. All iterations use the same memory."""
         if loading not in self._rings:
             self._rings[loading] = LatentRing(self.segments, loading, keys_of=self.keys_of, captions=self.captions)
         return self._rings[loading].collate
 
     def keys_of(self, rows: NDArray[np.int64]) -> list[str]:
-        """Return the key of the chunk of each row."""
+        """Return the key of the chunk that contains each row."""
         return [self.segments.key(chunk) for chunk in self._chunk[rows].tolist()]
 
     def key(self, sample: int) -> str:
-        """Return the key of a sample's chunk."""
+        """Return the key of the chunk that contains a sample."""
         return self.segments.key(int(self._chunk[sample]))
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the index of the video of each row."""
+        """Return the row of the video that contains each segment."""
         return self.segments.records.video_row[self._chunk[rows]].astype(np.int64)
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -378,14 +386,14 @@ class LatentReader:
         return frame_times_us(self.segments.records, chunk, frame, num_frames=self.num_frames)
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Return the start and end, in the video, of the middle frames of an evaluated segment, seconds."""
+        """Return the start and end, in the video, of the middle frames that an evaluation shows, seconds."""
         begin_us, _ = self.span_us(np.array([sample]))
         fps = self.segments.records.shape.fps
         begin_s = float(begin_us[0]) / 1e6 + float((self.num_frames - num_frames) // 2 / fps)
         return begin_s, begin_s + float(num_frames / fps)
 
     def shown_frames(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Return frames as the model sees them, in false colours: three channels become red, green and blue [h, w, 3].
+        """Return latents in false colours: the first three channels as red, green and blue, uint8 [h, w, 3].
 
         The list is empty if the latents cannot be read or do not match their checksum.
         """
@@ -408,15 +416,12 @@ class LatentReader:
         return list((np.clip(colours / (2 * FALSE_COLOUR_STDS) + 0.5, 0, 1) * 255).astype(np.uint8))
 
     def deviations(self) -> list[str]:
-        """Report whether latents were made from chunks that are not current, and where the tars are located."""
+        """Return remarks on latents that were made from chunks which are not current, and on the tars in the cache."""
         return [self.segments.source_remark, self.segments.maps.describe()]
 
 
 class MixedLatentReader:
-    """Reader of segments from several folders, which are numbered one folder after another.
-
-    See `MixedReader` for the arguments.
-    """
+    """Reader of the segments of several data folders. See `MixedReader` for the arguments."""
 
     def __init__(self, parts: Sequence[Samples], addresses: Sequence[str], numbering: "Numbering") -> None:
         self._readers: list[LatentReader] = [part.reader for part in parts]  # type: ignore[misc]
@@ -428,7 +433,7 @@ class MixedLatentReader:
         return chain.from_iterable(self._read(block, loading) for block in blocks)
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[LatentSample]], Batch]:
-        """Return the function that collates samples into batches. It uses the same memory in all iterations."""
+        """Return a function that collates samples into batches. All iterations use the same memory."""
         if loading not in self._rings:
             self._rings[loading] = LatentRing(
                 self._readers[0].segments, loading, keys_of=self.keys_of, captions=self.captions
@@ -437,11 +442,11 @@ class MixedLatentReader:
 
     @cached_property
     def captions(self) -> Captions | None:
-        """Captions of all folders, with texts numbered one folder after another; None if there are no captions."""
+        """Captions with the texts of all folders, one folder after another; None without captions."""
         parts = [reader.captions for reader in self._readers if reader.captions is not None]
         if not parts:
             return None
-        # Join the tables: in a small batch, finding each caption's folder would take longer than reading its text.
+        # Join the texts, because finding the folder of each caption would take longer than reading its text.
         texts = pa.chunked_array([chunk for part in parts for chunk in part.stored_texts.chunks], pa.string())
         return Captions(parts[0].rows, texts, tokenize=parts[0].tokenize)
 
@@ -452,7 +457,7 @@ class MixedLatentReader:
         return np.cumsum([0, *counts]).tolist()
 
     def keys_of(self, clips: NDArray[np.int64]) -> list[str]:
-        """Return the key of the chunk of each clip."""
+        """Return the key of the chunk that contains each clip."""
         keys: list[str] = [""] * len(clips)
         for folder, indices, rows in self._numbering.divide(clips):
             for index, key in zip(indices.tolist(), self._readers[folder].keys_of(rows), strict=True):

@@ -1,4 +1,4 @@
-"""The table of segments of latents: the chunks that have latents, and the segments with captions or labels."""
+"""Table of the segments of latents: the chunks with latents, and their segments with captions or labels."""
 
 import hashlib
 import shlex
@@ -47,7 +47,8 @@ def read_latents(latents: Variant, data_dir: Path, *, split: str, maps: MappedTa
     """Return the chunks of a split that have latents.
 
     Args:
-        maps: Tars of the latents, possibly followed by other tars.
+        latents: Variant of the latents.
+        maps: Maps of the tars of the latents, possibly followed by other tars.
 
     Raises:
         UserError: There are no latents, or a file is damaged.
@@ -61,22 +62,28 @@ def read_latents(latents: Variant, data_dir: Path, *, split: str, maps: MappedTa
         known_ids=read_videos(data_dir)["video_id"].combine_chunks(),
     )
     if records is None:
-        raise _nothing_of(latents, data_dir, video_ids, split=split)
+        raise _missing_data_error(latents, data_dir, video_ids, split=split)
     return StoredLatents(video_ids, records, divided)
 
 
 def read_text(
     text: Variant, stored: StoredLatents, maps: MappedTars, *, data_dir: Path, split: str, depends_on: Sequence[object]
 ) -> tuple[TextMembers, TextRows]:
-    """Return the members and rows of stored texts. In `maps`, their tars follow the tars of the latents."""
+    """Return the members that contain stored texts, and the embedding of each caption.
+
+    Args:
+        text: Variant of the texts.
+        maps: Maps of the tars of the latents, followed by the tars of the texts.
+        depends_on: Values that identify everything that affects the result (clipmill.train.data.node_cache).
+    """
 
     def read() -> tuple[TextMembers, TextRows]:
         if not text.num_shards:
-            raise _nothing_of(text, data_dir, stored.video_ids, split=split)
+            raise _missing_data_error(text, data_dir, stored.video_ids, split=split)
         starts = maps.starts[len(maps.starts) - text.num_shards :]
         members, rows = read_text_rows(text, starts=starts, video_ids=stored.video_ids)
         if not (members.video_row >= 0).any():
-            raise _nothing_of(text, data_dir, stored.video_ids, split=split)
+            raise _missing_data_error(text, data_dir, stored.video_ids, split=split)
         return members, rows
 
     return open_shared(
@@ -98,16 +105,23 @@ def make_segment_table(
     num_frames: int,
     manifest: tuple[object, ...],
 ) -> SampleTable:
-    """Return the segments of the selected chunks, with their captions or labels."""
+    """Return the table of the segments of the selected chunks, with their captions or labels.
+
+    Args:
+        stored_captions: Captions of the manifest; None for segments without captions.
+        text: Stored embeddings of the captions; None for captions without embeddings.
+        num_frames: Number of frames of a segment.
+        manifest: Mark of the manifest when it was opened (`clipmill.train.data.chunks.manifest_mark`).
+    """
     chunks = None if selection.chunks is None else selection.rows
     records = stored.records if chunks is None else stored.records.take(chunks)
     segments = cut(records, num_frames=num_frames, tails=query.tails)
-    num_left_out, others = 0, None
+    num_left_out, split_remark = 0, None
 
     def keep(shown: NDArray[np.int64]) -> NDArray[np.int64]:
-        nonlocal num_left_out, others
+        nonlocal num_left_out, split_remark
         if stored.divided is not None:
-            shown, others = _without_other_splits(shown, records, segments, stored.divided, split=query.split)
+            shown, split_remark = _remove_other_splits(shown, records, segments, stored.divided, split=query.split)
         if query.max_segments is None:
             return shown
         videos = records.video_row[segments.chunk_of(shown)].astype(np.int64)
@@ -120,7 +134,7 @@ def make_segment_table(
     remarks: list[str] = []
     if stored_captions is not None:
         selected = selection.select_captions()
-        require_same_manifest(query.data_dir, manifest)  # rows and selected rows must come from the same manifest
+        require_same_manifest(query.data_dir, manifest)  # all rows must refer to the same manifest
         segment, captions, remarks = pair_captions(
             query,
             stored_captions,
@@ -154,13 +168,13 @@ def make_segment_table(
     ]
     if records.num_unknown:
         remarks_on_segments.append(
-            f"{count_noun(records.num_unknown, 'chunk')} of videos that the manifest does not name left out"
+            f"{count_noun(records.num_unknown, 'chunk')} of videos that are not in the manifest left out"
         )
     if segments.num_tails:
         treatment = "left out" if query.tails == "drop" else "padded with zeros"
         remarks_on_segments.append(f"{count_noun(segments.num_tails, 'shorter tail')} {treatment}")
-    if others:
-        remarks.append(others)
+    if split_remark:
+        remarks.append(split_remark)
     if num_left_out:
         remarks.append(f"{count_noun(num_left_out, 'further segment')} of long videos left out")
     return SampleTable(
@@ -184,10 +198,10 @@ def _spread_over_videos(videos: NDArray[np.int64], *, max_per_video: int) -> NDA
     return np.flatnonzero((number + 1) * num_taken // count > number * num_taken // count)
 
 
-def _without_other_splits(
+def _remove_other_splits(
     shown: NDArray[np.int64], records: LatentRecords, segments: Segments, divided: DividedVideos, *, split: str
 ) -> tuple[NDArray[np.int64], str | None]:
-    """Return the segments that do not overlap other splits, and a remark on the others (None if there are none)."""
+    """Return the segments that do not overlap other splits, and a remark on the omitted segments or None."""
     chunk = segments.chunk_of(shown)
     begin_us, end_us = times_us(records, segments, shown)
     is_kept = divided.shows_only(split, video=records.video_row[chunk], begin_us=begin_us, end_us=end_us)
@@ -199,7 +213,7 @@ def _without_other_splits(
     return shown[is_kept], f"{omitted} left out, with seconds of other splits"
 
 
-def _nothing_of(variant: Variant, data_dir: Path, video_ids: pa.Array, *, split: str) -> UserError:
+def _missing_data_error(variant: Variant, data_dir: Path, video_ids: pa.Array, *, split: str) -> UserError:
     shards = variant.shards()
     videos = pc.unique(shards[0].index["video_id"])[:3].to_pylist() if shards else []
     column = variant.directory.parent.name
@@ -207,12 +221,12 @@ def _nothing_of(variant: Variant, data_dir: Path, video_ids: pa.Array, *, split:
         f"{variant.directory} has no {column} of any video of split {split!r}: "
         f"the manifest names {', '.join(map(repr, video_ids[:3].to_pylist()))}, "
         f"the column {', '.join(map(repr, videos)) or 'nothing'}",
-        hint=f"run prep {column} --data {shlex.quote(str(data_dir))}, unless the column is of another dataset",
+        hint=f"run prep {column} --data {shlex.quote(str(data_dir))}, unless the column belongs to another dataset",
     )
 
 
-def require_whole_crops(latents: Variant, shape: FrameShape, *, segment: str | None, num_frames: int) -> None:
-    """Raise a UserError if latents have random crops and a segment could contain two different crops."""
+def require_uniform_crops(latents: Variant, shape: FrameShape, *, segment: str | None, num_frames: int) -> None:
+    """Raise a UserError if a segment could contain two different crops, because the crops of latents are random."""
     recipe = latents.recipe
     if recipe.get("crop") not in ("random", "exact") or shape.segment_frames:
         return
@@ -222,7 +236,7 @@ def require_whole_crops(latents: Variant, shape: FrameShape, *, segment: str | N
         raise UserError(
             f"segments of {segment or DEFAULT_SEGMENT} would show two crops: {latents.directory} has a new crop every"
             f" {crop_segment}",
-            hint=f"use segment={crop_segment!r} or an integer fraction of it, or latents with --crop centre",
+            hint=f"use segment={crop_segment!r}, a length that divides it, or latents with --crop centre",
         )
 
 
@@ -240,50 +254,56 @@ def pair_captions(
     selected: NDArray[np.bool_] | None,
     keep: Callable[[NDArray[np.int64]], NDArray[np.int64]],
 ) -> tuple[NDArray[np.int64], RowCaptions, list[str]]:
-    """Read the captions of the videos `video_ids` of a split, and find each caption's segments.
+    """Find the segments that each caption of a split overlaps.
 
-    A segment has the captions of its video that overlap it. Memory: 4 bytes per pair of segment and caption, up to 12
-    per caption, 8 per segment, and 12 per source of a segment whose captions come from several sources.
+    The captions of a segment are all captions of its video that overlap it. The result takes 4 bytes per pair of a
+    segment and a caption, up to 12 per caption, 8 per segment, and 12 per source of a segment whose captions come from
+    several sources.
 
     Args:
         stored: Captions of the manifest.
-        text: Stored embeddings; None if captions do not need embeddings.
+        text: Stored embeddings; captions without an embedding are omitted. None to use all captions.
+        video_ids: IDs of the videos of the split.
         selected: Mask of the selected captions; None for all.
         keep: Function that takes the segments with captions, ascending, and returns the segments to use.
 
     Returns:
-        The segments, ascending; their captions, grouped by segment, then by source, with ascending IDs; and remarks.
+        segments: Segments to use, ascending.
+        captions: Captions of these segments, grouped by segment and source, with ascending IDs.
+        remarks: Remarks for the log.
 
     Raises:
         UserError: A caption belongs to different videos in the text column and in the manifest, a source is missing, or
             no caption is selected.
     """
     stored.verify()
-    of_split = captions_of_split(stored, query.data_dir, split=query.split, video_ids=video_ids, weights=query.sources)
+    split_captions = captions_of_split(
+        stored, query.data_dir, split=query.split, video_ids=video_ids, weights=query.sources
+    )
     span = SegmentSpans(records, segments)
-    none = np.empty(0, np.int64)
+    empty = np.empty(0, np.int64)
     parts: list[dict[str, NDArray[Any]]] = [
-        dict.fromkeys(("id", "row", "place", "tokens", "rank", "first", "last"), none)
+        dict.fromkeys(("id", "row", "place", "tokens", "rank", "first", "last"), empty)
     ]
     num_embedded = num_selected = 0
-    for block in stored.blocks(of_split.videos):
+    for block in stored.blocks(split_captions.videos):
         video_row = block.video.astype(np.int64)
         overlaps = span.overlaps(video_row=video_row, begin_s=block.begin_s, end_s=block.end_s)
         video_row, first, last = (np.repeat(array, block.counts) for array in (video_row, *overlaps))
-        rank = of_split.rank_of_code[block.source]
+        rank = split_captions.rank_of_code[block.source]
         place, tokens = np.empty(0, np.int64), np.empty(0, np.int32)
-        used = rank >= 0
+        is_used = rank >= 0
         if text is not None:
             row_of_text = text.find(block.caption_id, video_row=video_row, video_ids=video_ids)
-            used &= row_of_text >= 0
-        num_embedded += int(used.sum())
+            is_used &= row_of_text >= 0
+        num_embedded += int(is_used.sum())
         if selected is not None:
-            used &= selected[block.row]
-        num_selected += int(used.sum())
-        used &= last > first
+            is_used &= selected[block.row]
+        num_selected += int(is_used.sum())
+        is_used &= last > first
         if text is not None:
-            place = text.place[row_of_text[used]]
-            tokens = tokens if text.num_tokens is None else text.num_tokens[row_of_text[used]]
+            place = text.place[row_of_text[is_used]]
+            tokens = tokens if text.num_tokens is None else text.num_tokens[row_of_text[is_used]]
         part: dict[str, NDArray[Any]] = {
             "id": block.caption_id,
             "row": block.row,
@@ -291,7 +311,7 @@ def pair_captions(
             "first": first,
             "last": last,
         }
-        parts.append({"place": place, "tokens": tokens, **{name: array[used] for name, array in part.items()}})
+        parts.append({"place": place, "tokens": tokens, **{name: array[is_used] for name, array in part.items()}})
     joined = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
     # Sort captions by source and ID, so that ascending indices are also ascending IDs within each source.
     order = np.lexsort((joined["id"], joined["rank"]))
@@ -307,12 +327,12 @@ def pair_captions(
         np.repeat(np.arange(len(segment)), counts[segment]),
         rank[pair_caption],
         num_clips=len(segment),
-        weights=of_split.sources.weights,
+        weights=split_captions.sources.weights,
     )
     captions = RowCaptions(
         choice=choice,
-        sources=of_split.sources,
-        texts_sha256=_words_sha256(stored, text_row, rank=rank, of_split=of_split),
+        sources=split_captions.sources,
+        texts_sha256=_texts_sha256(stored, text_row, rank=rank, split_captions=split_captions),
         caption=pair_caption,
         text_row=text_row,
         same_text=same_text(stored.texts, np.sort(text_row)) if len(text_row) else None,
@@ -320,23 +340,23 @@ def pair_captions(
         place=None if text is None else joined["place"][order],
         num_tokens=None if text is None or text.num_tokens is None else joined["tokens"][order],
     )
-    num_asked_for = of_split.num_captions - of_split.num_other_sources
+    num_from_sources = split_captions.num_captions - split_captions.num_other_sources
     remarks = {
         f"{count_noun(len(segments) - len(shown), 'segment')} without captions left out": len(segments) - len(shown),
-        of_split.sources.describe_omitted(of_split.num_other_sources): of_split.num_other_sources,
-        f"{count_noun(num_asked_for - num_embedded, 'caption')} without embedding": num_asked_for - num_embedded,
+        split_captions.sources.describe_omitted(split_captions.num_other_sources): split_captions.num_other_sources,
+        f"{count_noun(num_from_sources - num_embedded, 'caption')} without embedding": num_from_sources - num_embedded,
         f"{count_noun(num_embedded - num_selected, 'caption')} not selected": num_embedded - num_selected,
-        f"{count_noun(num_selected - len(order), 'caption')} outside of all segments": num_selected - len(order),
+        f"{count_noun(num_selected - len(order), 'caption')} outside all segments": num_selected - len(order),
     }
     return segment, captions, [remark for remark, count in remarks.items() if count]
 
 
-def _words_sha256(
-    captions: CaptionSpans, rows: NDArray[np.int32], *, rank: NDArray[np.int16], of_split: SplitCaptions
+def _texts_sha256(
+    captions: CaptionSpans, rows: NDArray[np.int32], *, rank: NDArray[np.int16], split_captions: SplitCaptions
 ) -> str:
-    """Return the SHA-256 digest of the texts of `rows`, which is computed for each source separately."""
+    """Return the SHA-256 digest of the texts in these rows, which combines separate digests of each source."""
     digests = []
-    for code, source_rank in enumerate(of_split.rank_of_code.tolist()):
+    for code, source_rank in enumerate(split_captions.rank_of_code.tolist()):
         if source_rank >= 0:
             is_used = np.zeros(len(captions.texts), bool)
             is_used[rows[rank == source_rank]] = True
@@ -345,10 +365,10 @@ def _words_sha256(
 
 
 class SegmentSpans:
-    """Search for the segments that overlap a span of a video. Video and time are combined into one number.
+    """Index for finding the segments that overlap spans of videos. Video and time are combined into a single number.
 
     Attributes:
-        lengths_us: Duration of each segment, microseconds, int64 [segments].
+        lengths_us: Length of each segment, microseconds, int64 [segments].
     """
 
     def __init__(self, records: LatentRecords, segments: Segments) -> None:
@@ -363,7 +383,7 @@ class SegmentSpans:
     def overlaps(
         self, *, video_row: NDArray[np.int64], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the segments that overlap each span, as the first index and the index after the last one."""
+        """Return the segments that overlap each span, as a half-open range: the first segment, and the end."""
         begin, end = self._keys(video_row=video_row, begin_s=begin_s, end_s=end_s)
         first = np.searchsorted(self._ends, begin, side="right")
         last = np.searchsorted(self._begins, end, side="left")
@@ -372,10 +392,10 @@ class SegmentSpans:
     def longest_spans(
         self, *, video_row: NDArray[np.int64], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the span with the longest overlap for each segment, and the overlap in microseconds.
+        """Return the span that overlaps each segment longest, and the length of the overlap in microseconds.
 
-        If several spans overlap a segment equally, the first span wins. If no span overlaps a segment, the values are
-        -1 and 0.
+        If several overlaps are equally long, the first span wins. If no span overlaps a segment, the values are -1 and
+        0.
         """
         begin, end = self._keys(video_row=video_row, begin_s=begin_s, end_s=end_s)
         first, last = self.overlaps(video_row=video_row, begin_s=begin_s, end_s=end_s)
@@ -383,7 +403,7 @@ class SegmentSpans:
         span = np.repeat(np.arange(len(first)), widths)
         segment = np.arange(len(span)) - np.repeat(np.cumsum(widths) - widths, widths) + first[span]
         shared_us = np.minimum(end[span], self._ends[segment]) - np.maximum(begin[span], self._begins[segment])
-        # The last assignment wins: the longest overlap, and the first of several equal overlaps.
+        # The last assignment to a segment wins, so sort the longest overlap last, and the first of equal overlaps.
         order = np.lexsort((-span, shared_us))
         longest = np.full(len(self._begins), -1)
         longest_us = np.zeros(len(self._begins), np.int64)
@@ -404,7 +424,11 @@ class SegmentSpans:
 def _pairs(
     first: NDArray[np.int64], last: NDArray[np.int64], *, num_segments: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Return the number of captions of each segment, and the captions, grouped by segment, ascending in each group."""
+    """Return the number of captions of each segment, and all captions, grouped by segment and ascending in a group.
+
+    Args:
+        first, last: Segments that each caption overlaps, as half-open ranges.
+    """
     steps = np.bincount(first, minlength=num_segments + 1) - np.bincount(last, minlength=num_segments + 1)
     counts = np.cumsum(steps)[:num_segments]
     pair_caption = np.empty(int((last - first).sum()), np.int32)
@@ -424,7 +448,7 @@ def _pairs(
 
 
 def _blocks(first: NDArray[np.int64], last: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Yield captions in order, in blocks with a bounded number of pairs."""
+    """Yield captions in order, in blocks that have a limited number of pairs."""
     total = np.cumsum(last - first)
     begin = 0
     while begin < len(first):
@@ -444,17 +468,19 @@ def label_segments(
     classes: Sequence[ClassList],
     selection: Selection,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[str]]:
-    """Read the labels in the captions of the videos `video_ids`, and find the labelled segments.
+    """Find the segments that are overlapped by labelled captions of a split.
 
-    A segment has the label of the labelled caption that overlaps it longest; if overlaps are equal, the lowest caption
-    ID wins. Captions without this label are ignored. A segment is omitted if no labelled caption overlaps it.
+    A segment gets the label of the labelled caption that overlaps it longest; if overlaps are equally long, the lowest
+    caption ID wins. Captions without the label are ignored. Segments without any overlapping labelled caption are
+    omitted.
 
     Returns:
-        The segments with at least one of the labels, ascending; the class of each segment in each class list, int64 [N,
-        L], -1 without a class; and remarks.
+        segments: Segments with at least one of the labels, ascending.
+        label: Class of each segment in each class list, int64 [N, L]; -1 without a class.
+        remarks: Remarks for the log.
 
     Raises:
-        UserError: The captions lack a label, may have several values for it, or no caption is selected.
+        UserError: The captions lack a label, a caption can have several values for it, or no caption is selected.
     """
     table = read_captions(data_dir)
     video_row = rows_of(table["video_id"], video_ids)
@@ -464,7 +490,7 @@ def label_segments(
     begin_s, end_s = (table[name].to_numpy()[labelled.row] for name in ("begin_s", "end_s"))
     spans = SegmentSpans(records, segments)
     label_NL = np.full((len(segments), len(classes)), -1)
-    share_NL = np.zeros((len(segments), len(classes)))
+    covered_NL = np.zeros((len(segments), len(classes)))  # fraction of a segment that its caption overlaps
     for column, label_C in enumerate(labelled.label.T):
         has_label = np.flatnonzero(label_C >= 0 if selected is None else (label_C >= 0) & selected[labelled.row])
         caption_N, shared_us_N = spans.longest_spans(
@@ -472,7 +498,7 @@ def label_segments(
         )
         has_caption = caption_N >= 0
         label_NL[has_caption, column] = label_C[has_label[caption_N[has_caption]]]
-        share_NL[has_caption, column] = shared_us_N[has_caption] / spans.lengths_us[has_caption]
+        covered_NL[has_caption, column] = shared_us_N[has_caption] / spans.lengths_us[has_caption]
     is_labelled = (label_NL >= 0).any(axis=1)
     segment = np.flatnonzero(is_labelled)
     remarks = [", ".join(names.describe(label) for names, label in zip(classes, label_NL[is_labelled].T, strict=True))]
@@ -480,6 +506,6 @@ def label_segments(
         remarks.append(f"{count_noun(num_without, 'segment')} without label left out")
     if caption_remarks := labelled.remarks():
         remarks.append(f"captions: {', '.join(caption_remarks)}")
-    mean_share = float(share_NL[label_NL >= 0].mean()) if len(segment) else 0.0
-    remarks.append(f"the caption that gives the label covers {mean_share:.0%} of a segment on average")
+    mean_fraction = float(covered_NL[label_NL >= 0].mean()) if len(segment) else 0.0
+    remarks.append(f"the caption that gives the label covers {mean_fraction:.0%} of a segment on average")
     return segment, label_NL[is_labelled], remarks

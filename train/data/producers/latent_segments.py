@@ -1,4 +1,4 @@
-"""Segments of a split's latents: with captions, with labels, or with neither."""
+"""Producer of the segments of latents of a split: with captions, with labels, or without either."""
 
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from clipmill.train.data.captions import Captions
 from clipmill.train.data.chunks import manifest_mark
 from clipmill.train.data.data_folder import ChunkRows, Selection, selection_mark
 from clipmill.train.data.latents.reader import LatentReader
-from clipmill.train.data.latents.segment_table import make_segment_table, read_latents, read_text, require_whole_crops
+from clipmill.train.data.latents.segment_table import make_segment_table, read_latents, read_text, require_uniform_crops
 from clipmill.train.data.latents.segments import (
     FrameShape,
     LatentRecords,
@@ -49,25 +49,26 @@ def open_latent_segments(
     """Open the segments of latents of a split, for one rank.
 
     A sample is a segment of a chunk's latents, with one of the captions that overlap it. In training, the caption is
-    drawn by a pure function of (seed, position); in evaluation, it is the first caption of the first source. See
+    drawn, by a pure function of (seed, position); an evaluation uses the first caption of the first source. See
     clipmill.train.data.batch for the entries of batches.
 
     Every array is verified against its checksum when it is first needed, so only the first epoch takes longer. If an
-    array does not match, the sample fails (clipmill.train.data.outcomes).
+    array does not match its checksum, the sample fails (clipmill.train.data.outcomes).
 
-    Memory: 40 bytes per chunk and 8 per segment; with text, another 4 per segment with captions, 12 per caption, and 4
-    per pair of segment and caption.
+    The table takes 40 bytes of memory per chunk and 8 per segment; with captions, another 4 per segment with captions,
+    12 per caption, and 4 per pair of a segment and a caption.
 
     Args:
-        tokenize: Tokenizer for captions in text form. Without it, batches have only caption IDs and text rows.
+        tokenize: Function that tokenizes captions in text form. Without it, batches have only caption IDs and text
+            rows.
         needs_embeddings: True to reject texts that are stored as sequences of vectors.
 
     Raises:
-        UserError: There are no samples, the columns do not belong together, or a tar is missing or truncated.
+        UserError: There are no samples, the columns belong to different datasets, or a tar is missing or truncated.
     """
     data_dir, tars, has_text = query.data_dir, query.tars, query.captions == "stored"
     if not resolve_folder(data_dir).is_dir():
-        raise UserError(f"there is no data folder {data_dir}", hint="name a data folder that prep made")
+        raise UserError(f"there is no data folder {data_dir}", hint="use a data folder that prep made")
     if tars is not None:
         for column in (LATENTS, TEXT) if has_text else (LATENTS,):
             tars.files.copy_column(column)
@@ -93,7 +94,7 @@ def open_latent_segments(
     )
     records = stored.records
     num_frames = frames_of(query.segment, records.shape)
-    require_whole_crops(latents, records.shape, segment=query.segment, num_frames=num_frames)
+    require_uniform_crops(latents, records.shape, segment=query.segment, num_frames=num_frames)
     selection = Selection(
         query.where,
         data_dir,
@@ -118,12 +119,12 @@ def open_latent_segments(
         depends_on=depends_on,
         num_rows=num_rows,
     )
-    is_first = np.diff(table.first_part, prepend=-1) > 0  # True for the first segment of each chunk; chunks ascend
+    is_first = np.diff(table.first_part, prepend=-1) > 0  # mask of the first segment of each chunk; chunks ascend
     maps.register_places(records.array_place[table.first_part[is_first]])
     captions: Captions | None = None
     if table.captions is not None and stored_captions is not None:
         captions = Captions(table.captions, stored_captions.texts, tokenize=tokenize)
-    # Release the memory that reading indexes and captions used; otherwise Arrow would keep it.
+    # Release the memory that was used for reading indexes and captions, because Arrow would keep it.
     pa.default_memory_pool().release_unused()
     names = [variant.directory.name for variant in variants]
 
@@ -145,7 +146,7 @@ def open_latent_segments(
         ),
         empty_error=(
             f"no segment of split {query.split!r} is usable",
-            "labels of captions come from prep manifest"
+            "run prep manifest with annotations that contain labels"
             if query.classes and has_segments
             else "use a shorter segment" + (", or data with captions" if query.captions != "none" else ""),
         ),
@@ -156,7 +157,7 @@ def open_latent_segments(
     video, current = latents.recipe.get(VIDEO), current_variant(data_dir, VIDEO)
     source_remark = ""
     if video is not None and current is not None and video != current:
-        source_remark = f"made of the chunks of {video}, and {current} is the current variant"
+        source_remark = f"made from the chunks of {video}, but {current} is the current variant"
     segments = LatentSegments(
         records=records,
         video_ids=stored.video_ids,
@@ -173,28 +174,36 @@ def open_latent_segments(
 
 
 def open_captions(query: DataQuery) -> Samples[LatentReader]:
-    """Open segments with captions; raise UserError as `open_frames` does, or if there are no captions."""
+    """Open the segments with captions that a task needs.
+
+    Raises:
+        UserError: See `open_frames`; or there are no captions.
+    """
     form: ShownCaptions = "stored" if query.has_stored_text else "words"
-    segments = replace(_query(query), captions=form, sources=query.captions.sources)
-    return _require_fitting(query, open_latent_segments(segments, tokenize=query.tokenize, needs_embeddings=True))
+    segments = replace(_segment_query(query), captions=form, sources=query.captions.sources)
+    return _require_compatible(query, open_latent_segments(segments, tokenize=query.tokenize, needs_embeddings=True))
 
 
 def open_labels(query: DataQuery) -> Samples[LatentReader]:
-    """Open segments with labels; raise UserError as `open_frames` does, or if there are no labels."""
-    segments = replace(_query(query), captions="none", classes=tuple(query.classes))
-    return _require_fitting(query, open_latent_segments(segments))
+    """Open the segments with labels that a task needs.
+
+    Raises:
+        UserError: See `open_frames`; or there are no labels.
+    """
+    segments = replace(_segment_query(query), captions="none", classes=tuple(query.classes))
+    return _require_compatible(query, open_latent_segments(segments))
 
 
 def open_frames(query: DataQuery) -> Samples[LatentReader]:
-    """Open segments without captions and without labels.
+    """Open the segments that a task needs, without captions and labels.
 
     Raises:
         UserError: There are no segments, they cannot be read, or they contradict the settings.
     """
-    return _require_fitting(query, open_latent_segments(replace(_query(query), captions="none")))
+    return _require_compatible(query, open_latent_segments(replace(_segment_query(query), captions="none")))
 
 
-def _query(query: DataQuery) -> SegmentQuery:
+def _segment_query(query: DataQuery) -> SegmentQuery:
     settings, loading, views = query.settings, query.loading, query.views
     assert isinstance(settings, LatentSettings)
     if len(views) > 1:
@@ -209,7 +218,7 @@ def _query(query: DataQuery) -> SegmentQuery:
         folder.path,
         split=query.split,
         segment=settings.segment,
-        # Omit the numbers of threads and the group size: latents are not decoded, and are not read in groups.
+        # The numbers of threads and the group size keep their defaults: latents are neither decoded nor read in groups.
         loading=LoaderSettings(batch=loading.batch, seed=loading.seed, rank=loading.rank, num_ranks=loading.num_ranks),
         max_segments=None if query.has_all_segments or query.split != settings.split else settings.max_segments,
         where=settings.selection,
@@ -217,7 +226,8 @@ def _query(query: DataQuery) -> SegmentQuery:
     )
 
 
-def _require_fitting(query: DataQuery, samples: Samples[LatentReader]) -> Samples[LatentReader]:
+def _require_compatible(query: DataQuery, samples: Samples[LatentReader]) -> Samples[LatentReader]:
+    """Return the samples; raise a UserError if --num-frames or the patch size does not fit them."""
     settings, shape, reader = query.settings, samples.frame_shape, samples.reader
     if settings.num_frames > reader.num_frames:
         raise UserError(
@@ -228,18 +238,18 @@ def _require_fitting(query: DataQuery, samples: Samples[LatentReader]) -> Sample
     if shape.height != shape.width or shape.height % LATENT_PATCH:
         raise UserError(
             f"latents of {shape.height} x {shape.width} cannot be cut into squares of {LATENT_PATCH}",
-            hint=f"make them with a --size that gives an even side: {samples.variant_name}",
+            hint=f"make {samples.variant_name} again with a --size that results in even sides",
         )
     return samples
 
 
 def _common_facts(latents: Variant, shape: FrameShape, text: Variant | None) -> dict[str, str]:
-    """Return the properties that all folders of a mixture must have in common.
+    """Return properties that must be equal in all folders of a mixture.
 
-    They are the shape and the VAE of the latents, and the encoder of stored embeddings.
+    These are the shape and the VAE of the latents, and the encoder of stored embeddings.
     """
     recipe = latents.recipe
     name, weights = recipe.get("vae"), str(recipe.get("vae_sha256"))[:8]
     scaled = f"(x - {recipe.get('shift_factor') or 0}) * {recipe.get('scaling_factor')}"
-    alike = {"latents": str(shape), "VAE": f"{name} {weights}, scaled as {scaled}"}
-    return alike if text is None else {**alike, "text embeddings": encoder_of(text)}
+    facts = {"latents": str(shape), "VAE": f"{name} {weights}, scaled as {scaled}"}
+    return facts if text is None else {**facts, "text embeddings": encoder_of(text)}
