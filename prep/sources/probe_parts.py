@@ -34,7 +34,7 @@ _SHARES_PER_PART = 8  # small shares: a killed part loses little, and parts of u
 
 
 def num_shares(states: FileStates, *, num_parts: int) -> int:
-    """Return the number of shares. It depends only on the files, so that it is the same in all parts."""
+    """Return the number of shares. It is the same in all parts, because it depends only on the files."""
     num_sources, num_bytes = len(states.size_bytes), int(states.size_bytes.clip(0).sum())
     num_tasks = max(math.ceil(num_sources / MAX_SOURCES), math.ceil(num_bytes / MAX_BYTES), 1)
     return max(1, min(num_tasks, num_sources, _SHARES_PER_PART * num_parts))

@@ -252,7 +252,7 @@ def read_probes(
         return PROBES.empty_table().select(PROBES.names if columns is None else list(columns))
 
 
-def add_shares(known: pa.Table, files: Iterable[Path]) -> pa.Table:
+def add_shares(known_probes: pa.Table, files: Iterable[Path]) -> pa.Table:
     """Return the probes, preceded by results of parts that have not been added yet (`probe_parts.py`).
 
     If a path has several rows, the first row counts. A failure from a part does not replace a row, because the row may
@@ -268,11 +268,11 @@ def add_shares(known: pa.Table, files: Iterable[Path]) -> pa.Table:
             continue
         if share.schema.metadata == PROBES.metadata:
             # The table of probes may be large, so it is neither copied nor hashed.
-            known_paths = known["path"].filter(pc.is_in(known["path"], value_set=share["path"]))
+            known_paths = known_probes["path"].filter(pc.is_in(known_probes["path"], value_set=share["path"]))
             is_new = pc.invert(pc.is_in(share["path"], value_set=known_paths))
             share = share.filter(pc.or_(is_new, pc.is_null(share["code"])))
-            known = pa.concat_tables([share.replace_schema_metadata(known.schema.metadata), known])
-    return known
+            known_probes = pa.concat_tables([share.replace_schema_metadata(known_probes.schema.metadata), known_probes])
+    return known_probes
 
 
 def share_files(data_dir: Path) -> list[Path]:
@@ -324,22 +324,28 @@ def probe_sources(
     states = stat_files(paths, num_threads=num_workers)
     probing = Probing(num_workers, retry_failed, run, on_progress)
     stored = read_probes(data_dir, paths=paths)
-    known = add_shares(stored, share_files(data_dir))
-    rows, is_hit = probing.match(paths, states, known)
+    known_probes = add_shares(stored, share_files(data_dir))
+    rows, is_hit = probing.match(paths, states, known_probes)
     adds_shares = True
     if divide is not None:
         if len(todo := np.flatnonzero(~is_hit)):
             # Keep only these probes: all probes are read again below, and must not be in memory twice.
-            stored = known = known.take(pa.array(rows[todo][rows[todo] >= 0]))
-        adds_shares = divide(data_dir, paths, states, known, todo=todo, probing=probing)
+            stored = known_probes = known_probes.take(pa.array(rows[todo][rows[todo] >= 0]))
+        adds_shares = divide(data_dir, paths, states, known_probes, todo=todo, probing=probing)
         if len(todo) or not adds_shares:  # another part may have stored the probes in the meantime
             stored = read_probes(data_dir, paths=paths)
-            known = add_shares(stored, share_files(data_dir))
-            rows, is_hit = probing.match(paths, states, known)
-    is_stored = known is stored and known["path"].equals(paths) and known.schema.metadata == PROBES.metadata
+            known_probes = add_shares(stored, share_files(data_dir))
+            rows, is_hit = probing.match(paths, states, known_probes)
+    is_stored = (
+        known_probes is stored
+        and known_probes["path"].equals(paths)
+        and known_probes.schema.metadata == PROBES.metadata
+    )
     if is_hit.all() and is_stored:
-        return known
-    table = probing.probe(paths, states, known, rows, is_hit, save=lambda probes: _write_probes(data_dir, probes))
+        return known_probes
+    table = probing.probe(
+        paths, states, known_probes, rows, is_hit, save=lambda probes: _write_probes(data_dir, probes)
+    )
     if not table.equals(stored, check_metadata=True):
         _write_probes(data_dir, table)
     if adds_shares:
@@ -356,21 +362,23 @@ class Probing:
     run: "Run | None"
     on_progress: Callable[[int, int], None]
 
-    def match(self, paths: pa.ChunkedArray, states: FileStates, known: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-        """Return the row of each path in `known`, int64 [N], -1 if missing, and the mask of reusable rows, bool [N]."""
-        rows = _rows_of(paths, known=known["path"])
+    def match(
+        self, paths: pa.ChunkedArray, states: FileStates, known_probes: pa.Table
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the row of each path in `known_probes`, int64 [N], -1 if missing, and the mask of reusable rows."""
+        rows = _rows_of(paths, known=known_probes["path"])
         is_hit = rows >= 0
-        is_hit[is_hit] &= np.asarray(known["size_bytes"])[rows[is_hit]] == states.size_bytes[is_hit]
-        is_hit[is_hit] &= np.asarray(known["mtime_ns"])[rows[is_hit]] == states.mtime_ns[is_hit]
-        if self.retry_failed or known.schema.metadata != PROBES.metadata:
-            is_hit[is_hit] &= ~np.asarray(pc.is_valid(known["code"]))[rows[is_hit]]
+        is_hit[is_hit] &= np.asarray(known_probes["size_bytes"])[rows[is_hit]] == states.size_bytes[is_hit]
+        is_hit[is_hit] &= np.asarray(known_probes["mtime_ns"])[rows[is_hit]] == states.mtime_ns[is_hit]
+        if self.retry_failed or known_probes.schema.metadata != PROBES.metadata:
+            is_hit[is_hit] &= ~np.asarray(pc.is_valid(known_probes["code"]))[rows[is_hit]]
         return rows, is_hit
 
     def probe(
         self,
         paths: pa.ChunkedArray,
         states: FileStates,
-        known: pa.Table,
+        known_probes: pa.Table,
         rows: np.ndarray,
         is_hit: np.ndarray,
         *,
@@ -382,7 +390,7 @@ class Probing:
             rows, is_hit: Result of `match`.
             save: Function that stores the probes known so far; called at intervals, and before an error is raised.
         """
-        records = _ProbeTable(known)
+        records = _ProbeTable(known_probes)
         source = np.where(is_hit, rows, -1)
 
         def present_rows() -> pa.Table:
@@ -393,7 +401,7 @@ class Probing:
         next_save_s, num_refused = time.monotonic() + _SAVE_INTERVAL_S, 0
         outcomes = _probe_rows(paths, todo.tolist(), states, num_workers=self.num_workers, run=self.run)
         for number, (row, outcome) in enumerate(outcomes, 1):
-            old = known.slice(rows[row], 1).to_pylist()[0] if rows[row] >= 0 else {}
+            old = known_probes.slice(rows[row], 1).to_pylist()[0] if rows[row] >= 0 else {}
             state = {"size_bytes": int(states.size_bytes[row]), "mtime_ns": int(states.mtime_ns[row])}
             record = {"path": paths[row].as_py(), **state}
             if isinstance(outcome, SourceFailure):

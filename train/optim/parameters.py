@@ -126,9 +126,9 @@ def layers_above(names: Iterable[str], *, depths: Mapping[str, int] | None = Non
 
 
 def set_training_mode(model: nn.Module) -> None:
-    """Put a model into training mode, except modules whose parameters are all frozen.
+    """Put a model into training mode, but keep modules whose parameters are all frozen in evaluation mode.
 
-    In evaluation mode, frozen batch norms keep their statistics, and frozen parts apply no dropout.
+    Frozen batch norms then keep their statistics, and frozen parts apply no dropout.
     """
     model.train()
     for module in model.modules():

@@ -64,7 +64,7 @@ class Curve:
         lines: Lines without smoothing.
         last: Last value as text, or the mean of the last steps for a noisy metric; empty if there are several lines.
         is_noisy: True if the chart is smoothed.
-        from_zero: True if the vertical axis starts at 0.
+        from_zero: True if the vertical axis starts at 0, unless values are negative.
     """
 
     title: str
@@ -242,7 +242,7 @@ def page_of(run: RunFolder) -> dict[str, Any]:
     counts = lines[-1].get("sources", {}) if lines else {}
     sources = [{**source, "count": counts.get(source["name"], 0)} for source in facts.get("sources", [])]
     total = sum(source["count"] for source in sources)
-    # The page shows the most important settings first, and all settings that differ from their defaults.
+    # The page first shows the most important settings, and the settings that differ from their defaults.
     kind = find_task(task).settings if task in task_names() else TrainingSettings
     defaults = flatten(plain_values(asdict(kind())))
     return {

@@ -226,7 +226,7 @@ class ClipFolder:
 
 @dataclass(frozen=True)
 class CaptionLine:
-    """Caption on a card, with its start and end in seconds in the video; `end_s` is None at the end of the video."""
+    """Caption on a card. Start and end are seconds in the video; `end_s` is None if the caption lasts to its end."""
 
     text: str
     begin_s: float
