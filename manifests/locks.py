@@ -196,7 +196,7 @@ def is_abandoned(record: Mapping[str, Any]) -> bool:
 
 
 def machine_id() -> str:
-    """Return an ID of this machine since its last start, and of the namespace in which its process IDs are valid."""
+    """Return an ID of the current boot of this machine and of the PID namespace, which differs between containers."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

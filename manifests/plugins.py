@@ -109,9 +109,7 @@ class Parts(Mapping[str, Part], Generic[Part]):
 
     def unknown_name_error(self, name: str, *, flag: str) -> UserError:
         """Return the error for an unknown name in `flag`, which may also be a setting without a flag."""
-        return UserError(
-            f"{flag} is {name}, which is unknown", hint=f"{flag} must be one of: {', '.join(self)}", flags=(flag,)
-        )
+        return UserError(f"{flag} is {name}, which is unknown", hint=f"use one of {', '.join(self)}", flags=(flag,))
 
     def _added_entries(self) -> dict[str, EntryPoint]:
         """Return the entry points of other packages by name. If two packages declare the same name, the first wins."""
@@ -182,5 +180,5 @@ def import_object(path: str) -> Any:
 
 
 def import_late(path: str) -> Callable[..., Any]:
-    """Return a wrapper of the function with the path `package.module:NAME` that imports it only when called."""
+    """Return a function that, when it is called, imports and calls the function `package.module:NAME`."""
     return lambda *arguments, **keywords: import_object(path)(*arguments, **keywords)

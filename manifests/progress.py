@@ -76,11 +76,14 @@ class Activity:
         self._work, self._details, self._fraction = work or self._work, details, fraction
 
     def counter(self, work: str, *, unit: str = "") -> Callable[[int, int | None], None]:
-        """Return a function `show(done, total)` that shows the number of units with their rate and the remaining time.
+        """Return a function that shows how many units are done, with their rate and the remaining time.
 
         Args:
-            work: Description of the work to show until all units are done. `total` is None if it is unknown.
+            work: Description of the work, which is shown until all units are done.
             unit: Singular noun for the units.
+
+        Returns:
+            A function `show(done, total)`, where `total` is None if it is unknown.
         """
         previous_work, pace = self._work, ProgressRate()
 

@@ -171,7 +171,7 @@ def _examine(settings: Checked) -> tuple[list[UserError], Any]:
                 use = field.needs.use or " or ".join(map(str, field.needs.values))
                 errors.append(
                     UserError(
-                        f"{flag} {value} does nothing with {other} {other_value}",
+                        f"{flag} {value} has no effect with {other} {other_value}",
                         hint=f"use {other} {use}, or omit it",
                         flags=(flag, other),
                     )

@@ -224,7 +224,7 @@ def _removal_error(removed: list[str], num_before: int, dataset: str, *, num_fur
     return UserError(
         f"{len(removed):,} of {num_before:,} videos of dataset {dataset} would be removed from the manifest{captions}: "
         f"{', '.join(removed[:_MAX_LISTED])}{more}",
-        hint="the manifest was not changed; check that the folder and the tables are correct. If the videos were "
+        hint="check that the folder and the tables are correct; the manifest was not changed. If the videos were "
         "removed or renamed on purpose, add --yes; their chunks stay on disk until prep gc",
     )
 
@@ -400,7 +400,7 @@ def remove_further_sources(data_dir: Path, names: Collection[str]) -> dict[str, 
             reason = "belongs to a dataset, so it cannot be removed" if is_in_dataset else "does not exist"
             raise UserError(
                 f"the source {quote_value(name)} {reason}",
-                hint=f"sources that can be removed: {', '.join(old.further) or 'none'}",
+                hint=f"use one of the sources that can be removed: {', '.join(old.further) or 'there are none'}",
             )
         removed |= sources
     counts = {name: int(old.further[name]["num_captions"]) for name in sorted(removed)}

@@ -232,10 +232,11 @@ def text_lines(path: Path, *, encoding: str = _UTF8) -> Iterator[str]:
         with open_annotations(path, encoding=encoding, newline="") as file:
             for line_number, line in enumerate(iter(partial(file.readline, _MAX_LINE_CHARS), ""), start=1):
                 if "\0" in line:
-                    raise UserError(f"{path}, line {line_number}: a NUL byte", hint="use a text file")
+                    raise UserError(f"{path}, line {line_number}: the line contains a NUL byte", hint="use a text file")
                 if len(line) == _MAX_LINE_CHARS:
                     raise UserError(
-                        f"{path}, line {line_number}: longer than {_MAX_LINE_CHARS} characters", hint="use a text file"
+                        f"{path}, line {line_number}: the line has more than {_MAX_LINE_CHARS:,} characters",
+                        hint="use a text file",
                     )
                 yield line
     except UnicodeError as error:

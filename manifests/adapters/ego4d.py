@@ -108,8 +108,8 @@ def read_ego4d(
                 )
     if lists and set(annotations) == set(lists):
         raise UserError(
-            f"there are no narrations, only splits: {', '.join(map(str, lists))}",
-            hint="also pass all_narrations_redacted.json or narration.json",
+            f"the annotation files contain splits, but no narrations: {', '.join(map(str, lists))}",
+            hint="pass all_narrations_redacted.json or narration.json as well",
         )
     for path, splits_of_list in lists.items():
         for video in builder.source_ids():
@@ -380,7 +380,7 @@ def load_plain_pickle(path: Path) -> Any:
     except MemoryError as error:
         raise UserError(
             f"{path} requires more memory than is available",
-            hint="it may be damaged; copy it again from its source",
+            hint="copy it again from its source, because it may be damaged",
         ) from error
     # A damaged pickle may raise exceptions other than UnpicklingError (see Python's documentation of pickle.load).
     except (
@@ -396,7 +396,8 @@ def load_plain_pickle(path: Path) -> Any:
     ) as error:
         detail = str(error) or type(error).__name__
         raise UserError(
-            f"{path} is not a complete pickle: {detail}", hint="it may be damaged; copy it again from its source"
+            f"{path} is not a complete pickle: {detail}",
+            hint="copy it again from its source, because it may be damaged",
         ) from error
 
 

@@ -300,7 +300,7 @@ def _views(
     if not cameras:
         raise UserError(
             "; ".join((f"{directory} has no videos of cameras", *notes)),
-            hint="`lerobot-edit-dataset --operation.type convert_image_to_video` converts images to videos",
+            hint="convert images to videos with `lerobot-edit-dataset --operation.type convert_image_to_video`",
         )
     views = [name.removeprefix("observation.").removeprefix("images.") for name in cameras]
     return dict(zip(cameras, views if len(set(views)) == len(views) else cameras, strict=True))

@@ -382,7 +382,7 @@ def add_companion_files(
     if not reader.num_read and not any(is_subtitle):
         raise UserError(
             f"no subtitles next to the videos in {directory}",
-            hint="for a video NAME.mp4, name them NAME.srt, NAME.en.srt, NAME.vtt, or NAME.json (output of Whisper)",
+            hint="name them NAME.srt, NAME.en.srt, NAME.vtt or NAME.json (output of Whisper) for a video NAME.mp4",
         )
 
 

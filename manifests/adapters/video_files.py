@@ -195,7 +195,7 @@ def no_videos_error(directory: Location, faults: list[Fault], *, omitted: Mappin
     details = "".join(f"; {on_one_line(str(fault.path))}: {fault.detail}" for fault in faults[:3])
     return UserError(
         f"no video files in {directory}{details}{others}",
-        hint="supported extensions: " + " ".join(sorted(suffix[1:] for suffix in VIDEO_SUFFIXES)),
+        hint="use files with these extensions: " + " ".join(sorted(suffix[1:] for suffix in VIDEO_SUFFIXES)),
     )
 
 

@@ -18,7 +18,7 @@ _SHORT_LIFETIME_S = 120  # remaining lifetime below which each request gets the 
 
 
 class ProfileCredentials(Boto3CredentialProvider):
-    """Provider of obstore for a profile, which lets obstore cache credentials no longer than they are valid."""
+    """Credential provider for a profile. obstore caches its credentials only as long as they are valid."""
 
     def __call__(self) -> Any:
         """Return valid credentials, with the time at which obstore must request new ones."""

@@ -260,5 +260,5 @@ def test_splits_are_those_of_ego4d_json_and_no_evaluated_video_is_trained_on(
         assert split_by_uid == expected and reading.captions.num_rows == 12
         assert reading.notes == ("ego4d.json: no split found for 1 video",)
         assert reading.num_rows_used == {str(text): 12, str(meta): 5}
-    with pytest.raises(UserError, match=r"there are no narrations, only splits: .*ego4d\.json"):
+    with pytest.raises(UserError, match=r"the annotation files contain splits, but no narrations: .*ego4d\.json"):
         read_ego4d(folder, annotations=[meta])

@@ -40,7 +40,7 @@ def test_all_mistakes_of_settings_and_their_groups_are_said_at_once() -> None:
     assert [str(error) for error in caught.value.errors] == [
         "--batch is 0, which is out of range",
         "--crop.side is 1, which is out of range",
-        "--crop.share 0.5 does nothing with --crop.rule centre",
+        "--crop.share 0.5 has no effect with --crop.rule centre",
     ]
     assert caught.value.flags == ("--batch", "--crop.side", "--crop.share", "--crop.rule")
     assert caught.value.hint and "--crop.side must be from 2 to 4,096" in caught.value.hint

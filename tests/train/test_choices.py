@@ -193,7 +193,7 @@ def test_a_value_that_does_nothing_is_refused_if_a_flag_or_the_same_file_gives_i
     typed = ("--preset", "vatex-timesformer-gpt2", "--decoding.method", "greedy", "--decoding.num-beams", 3)
     for words in (typed, ("--config", config)):
         assert train("caption", *words) == 2
-        assert error_of(capsys) == "error: --decoding.num-beams 3 does nothing with --decoding.method greedy"
+        assert error_of(capsys) == "error: --decoding.num-beams 3 has no effect with --decoding.method greedy"
     # A stronger file chooses too, and a flag beside a file.
     stronger = tmp_path / "greedy.yaml"
     stronger.write_text("decoding: {method: greedy}")

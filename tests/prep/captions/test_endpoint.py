@@ -307,7 +307,7 @@ def test_requests_are_sent_at_once_up_to_the_limit_and_one_that_is_rejected_is_n
         (("--prompt", "a\x1bb"), "--prompt contains a control character: character 2 is U+001B"),
         (("--prompt", "  "), "--prompt is empty"),
         (("--prompt-file", "/nowhere/x"), "--prompt-file /nowhere/x cannot be read"),
-        (("--seed", "1"), "--seed 1 does nothing with --temperature 0.0"),
+        (("--seed", "1"), "--seed 1 has no effect with --temperature 0.0"),
         (("--in-flight", "0"), "--in-flight is 0"),
         (("--endpoint", "http://me:secret@host/v1"), "--endpoint contains a user name, a password"),
         (("--endpoint", "localhost:8000"), "--endpoint is not a valid URL"),

@@ -74,7 +74,7 @@ def test_several_wrong_settings_are_named_at_once(data: Path) -> None:
     assert [line for line in ran.stderr.splitlines() if line.startswith("error: ")] == [
         "error: --keyint is 601, which is out of range",
         "error: --short-side is 15, which is out of range",
-        "error: --threshold 3.0 does nothing with --cut even",
+        "error: --threshold 3.0 has no effect with --cut even",
         "error: --crf is 99, which is out of range",
     ]
     ran = prep_here("scores", "--data", data, "--workers", 0, "--address", "nonsense", status=2)

@@ -171,8 +171,8 @@ def test_a_flag_that_is_given_wins_over_the_recipe() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"threshold": 3.0}, "--threshold 3.0 does nothing with --cut even"),
-        ({"min_len": "1s"}, "--min-len 1s does nothing with --cut even"),
+        ({"threshold": 3.0}, "--threshold 3.0 has no effect with --cut even"),
+        ({"min_len": "1s"}, "--min-len 1s has no effect with --cut even"),
         ({"cut": "shots", "tail": "drop"}, "--tail drop has no effect with --cut shots"),
         ({"cut": "shots", "min_len": "8s"}, "--min-len 8s is longer than half of --len 15s"),
         ({"cut": "shots", "min_len": "much"}, '--min-len "much" is not a length'),

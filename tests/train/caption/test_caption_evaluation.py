@@ -177,7 +177,7 @@ def test_decoding_and_the_number_of_clips_are_chosen_and_stated(
     for wrong, message in (
         (("--max-samples", 0), "--max-samples is 0"),
         (("--spice-jars", captioner_run), "which SPICE needs"),
-        (("--decoding.num-beams", 3), "does nothing with --decoding.method greedy"),
+        (("--decoding.num-beams", 3), "has no effect with --decoding.method greedy"),
     ):
         assert train("eval", "caption", captioner_run, *wrong) == 2
         assert message in capsys.readouterr().err

@@ -204,7 +204,7 @@ def test_chunks_that_cannot_be_decoded_are_listed_and_have_no_row(
         (["--batch", "0"], "--batch is 0"),
         (["--segment", "5"], '--segment "5" is not a length'),
         (["--num-samples", "0"], "--num-samples is 0"),
-        (["--method", "greedy", "--num-samples", "5"], "--num-samples 5 does nothing with --method greedy"),
+        (["--method", "greedy", "--num-samples", "5"], "--num-samples 5 has no effect with --method greedy"),
         (["--temperature", "0"], "or the decoding method greedy"),
         (["--max-tokens", "13"], "--max-tokens is 13, but the decoder's context has 12 tokens"),
     ],

@@ -98,7 +98,7 @@ def test_one_beam_is_greedy(captioner: Captioner) -> None:
 @pytest.mark.parametrize(
     ("options", "flag"),
     [
-        ({"top_k": 3}, "--decoding.top-k 3 does nothing with --decoding.method greedy"),
+        ({"top_k": 3}, "--decoding.top-k 3 has no effect with --decoding.method greedy"),
         ({"method": "beam", "temperature": 0.5}, "--decoding.temperature 0.5 does nothing"),
         ({"method": "sample", "num_beams": 2}, "--decoding.num-beams 2 does nothing"),
         ({"method": "sample", "temperature": 0.0}, "--decoding.temperature is 0.0"),
