@@ -27,8 +27,7 @@ class AdviseRequest(Checked):
     """Flags of `prep advise`."""
 
     step_time: Annotated[float | None, _Number, Range(above=0)] = None
-    """Duration of a training step in seconds, excluding the time spent waiting for data. Default: the median of --run.
-    """
+    """Duration of a training step in seconds, excluding waits for data. Default: the median of --run."""
 
     batch: Annotated[int | None, _Number, Range(above=0)] = None
     """Batch size in clips, over all nodes. Default: the batch size of --run, scaled to --nodes and --gpus."""
