@@ -198,7 +198,7 @@ class ColumnSpec:
             weights: Path of local weights; None for the weights in the recipe.
 
         Raises:
-            UserError: The recipe was written with another version of the recipe schema, or is incomplete.
+            UserError: The recipe has a different version of the schema, or is incomplete.
         """
         if self.read_settings is None:
             return settings_from(stored, self.settings, column=self.name, schema=self.schema)
@@ -214,7 +214,7 @@ class ColumnSpec:
         """Return the flags of `prep NAME` that reproduce a stored recipe.
 
         Raises:
-            UserError: The recipe was written with another version of the recipe schema.
+            UserError: The recipe has a different version of the schema.
         """
         weights = short_path(Path(stored[WEIGHTS])) if WEIGHTS in stored else None
         settings, kept = self.stored_settings(stored, weights), self.kept_flags(stored)
@@ -225,7 +225,7 @@ class ColumnSpec:
         """Return the command line that reproduces a stored recipe, with the engine of the last run.
 
         Raises:
-            UserError: The recipe was written with another version of the recipe schema.
+            UserError: The recipe has a different version of the schema.
         """
         engine = [word for name in ENGINE_FLAGS if name in stored for word in (f"--{name}", stored[name])]
         arguments = [

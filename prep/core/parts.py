@@ -81,7 +81,7 @@ class Part:
             raise UserError(f"--part {text} is out of range", hint=f"use 1/{last} to {last}/{last}")
         return cls(number, count)
 
-    def holds(self, number: int) -> bool:
+    def owns(self, number: int) -> bool:
         """Return True if the shard with ID `number` belongs to this part."""
         return number % self.count == self.number - 1
 

@@ -336,7 +336,7 @@ class DiskUse:
         if self.freed_bytes:
             num_others = len(self.variant_bytes) - self.has_variant
             what = f"{count_noun(num_others, 'other variant')}" if num_others else "earlier shards"
-            kept = f"{what} {'is' if num_others == 1 else 'are'} kept beside it"
+            kept = f"{what} {'is' if num_others == 1 else 'are'} kept until this variant is complete"
             lines.append(f"         {kept}; then `prep gc` frees up to {size_text(self.freed_bytes)}")
         if not self.fits:
             lines.append("warning  this may not fit on the disk: free some space, or use a folder on a different disk")

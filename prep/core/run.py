@@ -158,7 +158,7 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
         part_run.begin()
     part_job = job
     if part_run is not None:
-        part_job = replace(job, shards=[shard for shard in job.shards if part_run.part.holds(shard.shard_id)])
+        part_job = replace(job, shards=[shard for shard in job.shards if part_run.part.owns(shard.shard_id)])
     reported = frozenset(read_failures(folder / FAILURES_FILE))
     summary, begin_s = Summary(job.variant), time.monotonic()
     results = {result.shard_id: result for result in _results(part_job, engine, summary)}
@@ -282,7 +282,7 @@ def _finish(
     summary.failures = [*job.planning_failures, *summary.failures]
     not_made = []
     for shard_id, stop in missing.items():
-        if part_run is not None and not part_run.part.holds(shard_id):
+        if part_run is not None and not part_run.part.owns(shard_id):
             part_run.count_not_made(shard_id)
             not_made.append(Failure(shard_name(shard_id), None, str(stop.code), stop.message))
     write_failures(job.variant_dir / FAILURES_FILE, [*summary.failures, *not_made])
@@ -351,7 +351,7 @@ def _missing_shards(
             problem=problems[number][1] if number in problems else None,
             result=results.get(number),
             gave_up=gave_up,
-            other_part=None if part_run is None or part_run.part.holds(number) else part_run.part_of(number),
+            other_part=None if part_run is None or part_run.part.owns(number) else part_run.part_of(number),
         )
         if stop is not None:
             missing[number] = stop

@@ -1,4 +1,4 @@
-"""The folder of a variant: its recipe, the request of its last run, and the rule for replacing another variant.
+"""Folder of a variant: its recipe, the request of its last run, and the rule for replacing the current variant.
 
 `<variant>/selection.json` contains the values of the request that commands need to continue the run (`prep retry`, the
 `next` lines): `--where`, `--endpoint`, the path of local weights, and `--engine` or `--address` unless the default

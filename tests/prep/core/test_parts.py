@@ -116,7 +116,7 @@ def test_a_part_that_does_not_exist_is_refused_before_anything_is_made(text: str
 def test_every_shard_belongs_to_exactly_one_part(count: int) -> None:
     every = [Part(number, count) for number in range(1, count + 1)]
     for shard_id in range(50):
-        (part,) = (part for part in every if part.holds(shard_id))
+        (part,) = (part for part in every if part.owns(shard_id))
         assert shard_id % count == part.number - 1
 
 

@@ -66,7 +66,7 @@ def test_the_disk_is_said_to_be_too_small() -> None:
     )
     first, others, warning = use.lines()
     assert first == "disk     4 MB in 2 variants now; 2 to 9 MB to be added; 8 MB free (complete data folder: 5 MB)"
-    assert others.strip() == "2 other variants are kept beside it; then `prep gc` frees up to 4 MB"
+    assert others.strip() == "2 other variants are kept until this variant is complete; then `prep gc` frees up to 4 MB"
     assert warning.startswith("warning  this may not fit") and not use.fits
     assert replace(use, free_bytes=None).fits, "a bucket has no free space"
 
