@@ -11,7 +11,7 @@ times the memory.
 
 decoding: captions of 30 tokens by GPT-2 (124 M parameters) for clips encoded in advance, compared with `generate` of
 transformers with its cache and the same weights. The logits of both are compared first, and equal tokens are counted.
-Target: at least as many tokens per second in greedy decoding.
+Target: at least as many tokens per second as transformers in greedy decoding.
 
 The variants take turns in every round, in rotating order. Figures are medians over the rounds, and ratios are medians
 of the ratios within each round.
@@ -103,7 +103,7 @@ def encoder_rows(ours: Captioner, theirs: Any, clips: torch.Tensor, *, num_round
         ours.zero_grad(set_to_none=True)
         theirs.zero_grad(set_to_none=True)
         memory[variant] = peak_bytes(work, device=device)
-    times = in_turn(variants, device=device, num_rounds=num_rounds, title=ENCODER)
+    times = time_in_turns(variants, device=device, num_rounds=num_rounds, title=ENCODER)
     return [
         {
             "way": variant,
@@ -171,7 +171,7 @@ def decoding_rows(ours: Captioner, theirs: Any, states: torch.Tensor, *, num_rou
         tokens = {variant: work() for variant, work in variants.items()}
         length = min(variant_tokens.shape[1] for variant_tokens in tokens.values())
         same = (tokens[OURS][:, :length] == tokens[HF][:, :length]).float().mean().item()
-        times = in_turn(variants, device=device, num_rounds=num_rounds, title=f"{DECODING}, {method}")
+        times = time_in_turns(variants, device=device, num_rounds=num_rounds, title=f"{DECODING}, {method}")
         count = len(states) * max_tokens_of(settings)
         rows += [
             {
@@ -188,7 +188,7 @@ def decoding_rows(ours: Captioner, theirs: Any, states: torch.Tensor, *, num_rou
     return rows
 
 
-def in_turn(
+def time_in_turns(
     variants: dict[str, Callable[[], Any]], *, device: torch.device, num_rounds: int, title: str
 ) -> dict[str, list[float]]:
     """Return the times of each variant in seconds, one per round."""

@@ -104,7 +104,7 @@ def steps_of(
 
 
 def run_as_rank(schedule: Schedule, microbatches: list[int], num_rounds: int, out: Path) -> None:
-    """Run one stage, in a process that `measured` launched."""
+    """Run one stage, in a process that `launch_stages` launched."""
     from torch.distributed.pipelining import PipelineStage
 
     torch.set_num_threads(1)
@@ -122,7 +122,7 @@ def run_as_rank(schedule: Schedule, microbatches: list[int], num_rounds: int, ou
             out.write_text(json.dumps(every))
 
 
-def measured(size: int, schedule: str, microbatches: list[int], num_rounds: int) -> list[dict[str, Any]]:
+def launch_stages(size: int, schedule: str, microbatches: list[int], num_rounds: int) -> list[dict[str, Any]]:
     """Launch a process for each stage, and return their measurements."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
@@ -190,7 +190,7 @@ def main() -> None:
     one = steps_of(new_captioner(), World(), clock=Clock(), **shared)
     rows = []
     for schedule in arguments.schedules:
-        found = measured(arguments.stages, schedule, **shared)
+        found = launch_stages(arguments.stages, schedule, **shared)
         for count in arguments.microbatches:
             of_stages = [of_rank[str(count)] for of_rank in found]
             rows.append(row_of(schedule, count, of_stages, one[count]))

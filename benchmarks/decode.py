@@ -194,10 +194,6 @@ class Decoders:
             self._running[name] = variant
             stack.callback(variant.end)
 
-    def has(self, name: str) -> bool:
-        """Return True if a variant is available."""
-        return name in self._running
-
     def ask(self, name: str, do: str, **details: Any) -> dict[str, Any] | None:
         """Send a request to a variant; return None if the variant or one of its dependencies is not installed."""
         if name not in self._running:
@@ -235,12 +231,12 @@ def race(variants: Decoders, cases: list[Case], *, num_rounds: int) -> Measured:
             turn = variants.ask(variant, "time", set=name, kind=kind, at_least_s=AT_LEAST_S)
             assert turn is not None, f"{variant} has exited"
             measured.rates[name, kind, variant].append(turn["num_clips"] / turn["cpu_s"])
-        _measure_beside(variants, measured)
+        _measure_costs(variants, measured)
         _progress(f"round {number + 1} finished")
     return measured
 
 
-def _measure_beside(variants: Decoders, measured: Measured) -> None:
+def _measure_costs(variants: Decoders, measured: Measured) -> None:
     for name, kind in [(name, kind) for name, kind, variant in measured.rates if variant == FLOOR]:
         if costs := variants.ask(COSTS, "costs", set=name, kind=kind):
             measured.costs.setdefault((name, kind), []).append(costs)

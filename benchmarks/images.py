@@ -70,7 +70,7 @@ def main() -> None:
         ways = _ways(pattern, arguments.batch)
         rows = _measure(ways, num_rounds=arguments.rounds)
         began_s = time.process_time()
-        num_images = len(_opened(pattern, arguments.batch))
+        num_images = len(_open_samples(pattern, arguments.batch))
         index_us = (time.process_time() - began_s) / num_images * 1e6
     title = f"{num_images:,} images, batches of {arguments.batch}, median of {arguments.rounds} rounds"
     notes = [f"Indexing, once for all runs: {index_us:.0f} us of CPU time per image."]
@@ -101,14 +101,14 @@ def _image(rng: np.random.Generator, *, width: int, height: int) -> bytes:
     return cv2.imencode(".jpg", pixels.astype(np.uint8), [cv2.IMWRITE_JPEG_QUALITY, QUALITY])[1].tobytes()
 
 
-def _opened(pattern: str, batch: int) -> Samples[Any]:
+def _open_samples(pattern: str, batch: int) -> Samples[Any]:
     shape = ClipShape(sampling=Sampling(num_frames=1), size_px=SIZE_PX, min_crop_area=MIN_AREA)
     loading = LoaderSettings(batch=batch, num_threads=WORKERS)
     return open_tar_images(ImageQuery(pattern, shape, loading), has_captions=True, tokenize=load_tokenizer())
 
 
 def _ways(pattern: str, batch: int) -> dict[str, Epoch]:
-    samples = _opened(pattern, batch)
+    samples = _open_samples(pattern, batch)
     num_batches = len(samples) // batch
     ways = {
         "clipmill": _clipmill(samples, num_batches, finish=lambda loaded: loaded["video"]),

@@ -48,7 +48,7 @@ def main() -> None:
     """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
     parser.add_argument("videos", nargs="?", type=Path, help="folder of videos (default: generated videos)")
-    parser.add_argument("--workers", type=int, nargs="+", default=doubled(len(os.sched_getaffinity(0))))
+    parser.add_argument("--workers", type=int, nargs="+", default=powers_of_two(len(os.sched_getaffinity(0))))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--decode", nargs="+", choices=DECODE, default=list(DECODE))
     parser.add_argument("--lengths", type=int, nargs="+", default=[5, 15, 60], help="chunk lengths in seconds")
@@ -72,7 +72,7 @@ def main() -> None:
     print_report(title, rows_of(taken), notes=[], json_path=arguments.json)
 
 
-def doubled(most: int) -> list[int]:
+def powers_of_two(most: int) -> list[int]:
     """Return 1, 2, 4, ... and `most`."""
     return sorted({most, *(1 << power for power in range(most.bit_length()))})
 

@@ -42,14 +42,14 @@ def make_folders(folder: Path, *, videos: Path | None, num_pieces: int, program:
     write_captions(captions, [(number, 0.0, 1.0) for number in range(len(names))])
     for name in (OWN, X264_DEFAULT):
         make_set(name, pieces=pieces, captions=captions, folder=folder, program=program)
-    as_data_folder(folder)
+    make_data_folder(folder)
     if has_latents:
         words = ("--vae", "tiny", "--size", str(LATENT_PX), "--segment", LATENT_SEGMENT)
         run_measured(prep_command("latents", *words, "--data", data_folder(folder, OWN), "--engine", "processes"))
     return names
 
 
-def as_data_folder(folder: Path) -> None:
+def make_data_folder(folder: Path) -> None:
     """Move the files from plain ffmpeg calls to a data folder with the manifest of the folder of `prep chunk`."""
     data = data_folder(folder, X264_DEFAULT)
     shutil.copytree(data_folder(folder, OWN) / "manifest", data / "manifest")
@@ -96,7 +96,7 @@ class DataSteps:
             while True:
                 yield batch
 
-        wall_s, cpu_s, _ = self._timed(again(), count)
+        wall_s, cpu_s, _ = self._time_steps(again(), count)
         return wall_s, cpu_s
 
     def from_loader(self, count: int) -> tuple[float, float, float]:
@@ -106,11 +106,11 @@ class DataSteps:
             # Use up the batches that were loaded before the timing.
             for _ in range(self._settings.batches_ahead + 2):
                 self._take(next(batches).batch)
-            return self._timed(_only_batches(batches), count)
+            return self._time_steps(_only_batches(batches), count)
         finally:
             batches.close()
 
-    def _timed(self, batches: Iterator[Batch], count: int) -> tuple[float, float, float]:
+    def _time_steps(self, batches: Iterator[Batch], count: int) -> tuple[float, float, float]:
         waited_s = 0.0
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         for _ in range(count):

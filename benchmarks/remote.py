@@ -155,7 +155,7 @@ def _make_latents(folder: Path, num_segments: int) -> Path:
     return data
 
 
-def _through(endpoint: str) -> None:
+def _connect_to(endpoint: str) -> None:
     """Let clients that are opened from now on connect to an endpoint."""
     os.environ["AWS_ENDPOINT_URL"] = endpoint
 
@@ -164,7 +164,7 @@ def _clip_ways(
     local: Path, remote: str, folder: Path, server: S3Server, proxy: Faults, shown_ms: str
 ) -> tuple[dict[str, Way], list[dict[str, Any]]]:
     def opened(shards: str, endpoint: str, name: str) -> tuple[TrainingSet, Objects | None]:
-        _through(endpoint)
+        _connect_to(endpoint)
         cache = folder / "cache" / name
         settings = DualEncoderSettings(
             shards=shards, cache=cache, batch=BATCH, num_frames=NUM_FRAMES, size_px=SIZE_PX, workers=1, model="tiny"
@@ -186,7 +186,7 @@ def _latent_ways(
     local: Path, remote: str, folder: Path, server: S3Server, proxy: Faults, shown_ms: str
 ) -> tuple[dict[str, Way], list[dict[str, Any]]]:
     def opened(endpoint: str, name: str, size: str, *, is_empty: bool = False) -> tuple[TrainingSet, Objects | None]:
-        _through(endpoint)
+        _connect_to(endpoint)
         cache = folder / "cache" / f"latents-{name}"
         if is_empty:
             shutil.rmtree(cache / "objects", ignore_errors=True)
@@ -206,7 +206,7 @@ def _latent_ways(
 
 
 def _cached_ways(local: Path, remote: str, folder: Path, proxy: Faults, shown_ms: str) -> dict[str, Way]:
-    _through(proxy.endpoint)
+    _connect_to(proxy.endpoint)
     ways = {
         "local": Way(lambda: (_latents(DataFolder(local)), None)),
         f"S3, {shown_ms}, from the cache": Way(lambda: _open_latents(remote, folder / "cache" / "cached", WHOLE)),

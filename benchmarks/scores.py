@@ -152,7 +152,7 @@ def imagehash_phash(sample: Sample) -> dict[str, Any]:
     return {}
 
 
-def opencv_looks(sample: Sample) -> dict[str, Any]:
+def opencv_scores(sample: Sample) -> dict[str, Any]:
     """Return the scores that OpenCV computes from every frame."""
     gap = max(1, round(NEIGHBOUR_STEP_S * sample.chunk.fps))
     sharp, luma_means, black, speeds = [], [], [], []
@@ -231,7 +231,7 @@ WAYS: dict[str, Callable[[Sample], dict[str, Any]]] = {
     OURS: our_scores,
     "PySceneDetect": scenedetect_cuts,
     "ImageHash": imagehash_phash,
-    "OpenCV": opencv_looks,
+    "OpenCV": opencv_scores,
     "ffmpeg's detectors": ffmpeg_detectors,
     "webrtcvad": webrtcvad_share,
 }

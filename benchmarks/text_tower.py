@@ -115,7 +115,7 @@ def check_equal(towers: dict[str, nn.Module], tokens: torch.Tensor) -> None:
         for name, tower in towers.items():
             furthest = (tower(tokens) - expected).abs().max().item()
             if furthest > 1e-2 * expected.abs().max().item():
-                raise RuntimeError(f"the embeddings of {name} differ from those of packed by {furthest}")
+                raise RuntimeError(f"the embeddings of {name} differ from the embeddings of packed by {furthest}")
 
 
 def times_of(towers: dict[str, nn.Module], tokens: torch.Tensor, *, num_rounds: int) -> dict[str, list[float]]:

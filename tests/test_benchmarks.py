@@ -101,7 +101,7 @@ def test_a_benchmark_prints_a_table_and_writes_the_same_as_json(
     monkeypatch.setattr(sys, "executable", str(forks.python()))
     monkeypatch.delitem(sys.modules, f"benchmarks.{name}", raising=False)
     module = importlib.import_module(f"benchmarks.{name}")
-    monkeypatch.setattr("benchmarks.decode_peers.pieces.made_pictures", flat_pictures)
+    monkeypatch.setattr("benchmarks.decode_peers.pieces.generate_frames", flat_pictures)
     for constant in SMALLER.keys() & vars(module).keys():
         monkeypatch.setattr(module, constant, SMALLER[constant])
     for recipe in (OWN, CLOSED):
@@ -133,7 +133,7 @@ def test_steps_of_a_masked_autoencoder_are_taken_from_chunks_of_any_kind(tmp_pat
     from benchmarks.decode_peers.chunk_sets import OWN, X264_DEFAULT
     from benchmarks.decode_peers.clip_set import FPS, chunk_path, data_folder
     from benchmarks.mae import VARIANTS, data_rows
-    from benchmarks.mae_data import as_data_folder
+    from benchmarks.mae_data import make_data_folder
     from tests.train.tiny_data import Caption, encode_chunk, video_sample, write_captions, write_shard
 
     data = data_folder(tmp_path, OWN)
@@ -142,7 +142,7 @@ def test_steps_of_a_masked_autoencoder_are_taken_from_chunks_of_any_kind(tmp_pat
     plain = chunk_path(tmp_path, X264_DEFAULT, 0)
     plain.parent.mkdir()
     plain.write_bytes(encode_chunk(0, 40, fps=FPS, open_gop=True))
-    as_data_folder(tmp_path)
+    make_data_folder(tmp_path)
     settings = {"model": "tiny", "size_px": 64, "num_frames": 2, "stride": 2, "batch": 1, "workers": 1, "device": "cpu"}
     rows = data_rows(tmp_path, settings, device=torch.device("cpu"), num_rounds=1, num_steps=1)
     assert [(row["chunks"], row["path"]) for row in rows] == list(VARIANTS)
@@ -180,12 +180,12 @@ def test_a_decoder_that_delivers_the_frame_beside_the_one_asked_for_is_caught(tm
 
     from benchmarks.decode_peers.clip_set import Clip, crop_rgb
     from benchmarks.decode_peers.frame_check import ChunkFrames, num_wrong_luma, num_wrong_rgb
-    from benchmarks.decode_peers.pieces import made_pictures
+    from benchmarks.decode_peers.pieces import generate_frames
 
     path = tmp_path / "chunk.mp4"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=30, width=512, height=288, pix_fmt="yuv420p")
-        for picture in islice(made_pictures(np.random.default_rng(0)), 12):
+        for picture in islice(generate_frames(np.random.default_rng(0)), 12):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode(None))
     frames = ChunkFrames(path)
@@ -200,11 +200,11 @@ def test_a_decoder_that_delivers_the_frame_beside_the_one_asked_for_is_caught(tm
 
 
 def test_pieces_are_taken_from_as_many_videos_as_there_are() -> None:
-    from benchmarks.decode_peers.pieces import shared_out
+    from benchmarks.decode_peers.pieces import distribute_pieces
 
     room = {Path("long"): 40, Path("short"): 0, Path("other"): 2}
-    assert shared_out(room, 5) == {Path("long"): 3, Path("other"): 2}
-    assert shared_out(room, 100) == {Path("long"): 40, Path("other"): 2}
+    assert distribute_pieces(room, 5) == {Path("long"): 3, Path("other"): 2}
+    assert distribute_pieces(room, 100) == {Path("long"): 40, Path("other"): 2}
 
 
 def test_ratios_are_of_the_same_round_and_over_the_better_seed() -> None:

@@ -32,7 +32,7 @@ class Costs:
         self._reader, self._ready = PacketReader(folder, name, rgb=False), ReadyClips(folder, name)
         self._frames = FrameReader(folder, name)
 
-    def of(self, clips: list[Clip]) -> dict[str, float]:
+    def measure(self, clips: list[Clip]) -> dict[str, float]:
         """Return the mean CPU microseconds per clip of each step."""
         for clip in clips:
             self._ready.make_ready(clip)
@@ -78,13 +78,13 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     clips = read_clips(folder)
-    of_set: dict[str, Costs] = {}
+    costs_by_set: dict[str, Costs] = {}
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         name = request["set"]
-        if name not in of_set:
-            of_set[name] = Costs(folder, name)
-        return of_set[name].of(clips[request["kind"]])
+        if name not in costs_by_set:
+            costs_by_set[name] = Costs(folder, name)
+        return costs_by_set[name].measure(clips[request["kind"]])
 
     answer_requests(answer)
 

@@ -31,7 +31,7 @@ def cut_pieces(videos: Path, folder: Path, *, num_pieces: int, program: str) -> 
         SystemExit: No video in the folder is at least 15 s long.
     """
     room = {path: int(length_s(path) // PIECE_S) for path in sorted(videos.iterdir()) if path.is_file()}
-    parts = shared_out(room, num_pieces)
+    parts = distribute_pieces(room, num_pieces)
     if not parts:
         raise SystemExit(f"no video in {videos} is at least {PIECE_S} s long")
     names: list[str] = []
@@ -43,7 +43,7 @@ def cut_pieces(videos: Path, folder: Path, *, num_pieces: int, program: str) -> 
     return names
 
 
-def shared_out(room: dict[Path, int], num_pieces: int) -> dict[Path, int]:
+def distribute_pieces(room: dict[Path, int], num_pieces: int) -> dict[Path, int]:
     """Distribute the pieces over the videos in turn, until there are enough or no video has room for another piece."""
     parts = dict.fromkeys(room, 0)
     while sum(parts.values()) < min(num_pieces, sum(room.values())):
@@ -72,7 +72,7 @@ def make_pieces(folder: Path, *, num_pieces: int, program: str) -> list[str]:
         command = [program, "-v", "error", *raw, "-pix_fmt", "yuv420p", *_LOSSLESS, str(folder / f"{number:03d}.mp4")]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
             assert process.stdin is not None
-            for picture in made_pictures(np.random.default_rng(number)):
+            for picture in generate_frames(np.random.default_rng(number)):
                 process.stdin.write(picture.tobytes())
             process.stdin.close()
         if process.returncode:
@@ -80,7 +80,7 @@ def make_pieces(folder: Path, *, num_pieces: int, program: str) -> list[str]:
     return [f"made {number}" for number in range(num_pieces)]
 
 
-def made_pictures(random: np.random.Generator) -> Iterator[np.ndarray]:
+def generate_frames(random: np.random.Generator) -> Iterator[np.ndarray]:
     """Generate the frames of a piece, RGB uint8 [288, 512, 3]. The generator determines them completely."""
     import cv2
 

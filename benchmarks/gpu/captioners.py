@@ -16,11 +16,11 @@ def shape_of(setup: Setup) -> Shape:
     return SHAPES["tiny" if setup.is_dry_run else "base"]
 
 
-def opened_captioners(setup: Setup) -> tuple[Captioner, Any]:
+def open_captioners(setup: Setup) -> tuple[Captioner, Any]:
     """Return both captioners on the device. They are created once, and kept."""
-    return _opened(shape_of(setup), setup.device)
+    return _create(shape_of(setup), setup.device)
 
 
 @lru_cache(maxsize=1)
-def _opened(shape: Shape, device: torch.device) -> tuple[Captioner, Any]:
+def _create(shape: Shape, device: torch.device) -> tuple[Captioner, Any]:
     return captioners(shape, device=device)

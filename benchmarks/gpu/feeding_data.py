@@ -66,7 +66,7 @@ def repeat_chunks(data: Path, target: Path, *, num_copies: int, variant: str | N
     opened = Variant.open(data, variant=variant)
     name = opened.directory.name
     videos, captions = read_videos(data), read_captions(data)
-    names = [[_renamed(one, copy) for one in videos["video_id"].to_pylist()] for copy in range(num_copies)]
+    names = [[_rename(one, copy) for one in videos["video_id"].to_pylist()] for copy in range(num_copies)]
     every = pa.array([one for of_copy in names for one in of_copy])
     splits = pa.array([SPLIT] * len(every))
     video_table = pa.table({"video_id": every, "source_id": every, "path": every, "split": splits})
@@ -74,7 +74,7 @@ def repeat_chunks(data: Path, target: Path, *, num_copies: int, variant: str | N
     parts = []
     for copy in range(num_copies):
         columns = {field.name: captions[field.name] for field in fields}
-        renamed = [_renamed(one, copy) for one in captions["video_id"].to_pylist()]
+        renamed = [_rename(one, copy) for one in captions["video_id"].to_pylist()]
         columns["video_id"] = pa.chunked_array([pa.array(renamed)])
         parts.append(pa.table([columns[field.name].cast(field.type) for field in fields], schema=pa.schema(fields)))
     target.mkdir(parents=True, exist_ok=True)
@@ -87,24 +87,24 @@ def repeat_chunks(data: Path, target: Path, *, num_copies: int, variant: str | N
     for copy in range(num_copies):
         for number, shard in enumerate(shards):
             shard_id = copy * len(shards) + number
-            files = _copied(folder, shard, shard_id=shard_id, copy=copy)
+            files = _copy_shard(folder, shard, shard_id=shard_id, copy=copy)
             commit_shard(folder, shard_id, files)
     set_current_variant(target, COLUMN, name)
     return target
 
 
-def _renamed(video_id: str, copy: int) -> str:
+def _rename(video_id: str, copy: int) -> str:
     return f"r{copy:04d}-{video_id}"
 
 
-def _copied(folder: Path, shard: CommittedShard, *, shard_id: int, copy: int) -> ShardFiles:
+def _copy_shard(folder: Path, shard: CommittedShard, *, shard_id: int, copy: int) -> ShardFiles:
     assert shard.commit.files is not None
     name = ShardName(shard_id, _FINGERPRINT)
     shutil.copyfile(shard.tar_path, folder / name.tar)
     table = shard.index
     for column in ("key", "video_id"):
         place = table.schema.get_field_index(column)
-        renamed = [_renamed(value, copy) for value in table[column].to_pylist()]
+        renamed = [_rename(value, copy) for value in table[column].to_pylist()]
         table = table.set_column(place, table.schema.field(place), pa.array(renamed))
     content = index_bytes(table.combine_chunks())
     (folder / name.index).write_bytes(content)

@@ -59,7 +59,7 @@ def measure_threads(setup: Setup) -> Result:
         for turn in range(num_rounds):
             for number in numbers[turn % len(numbers) :] + numbers[: turn % len(numbers)]:
                 with _batches(samples, batch=shown.batch, num_threads=number) as take:
-                    rate, spent_ms = _timed(take, seconds=seconds)
+                    rate, spent_ms = _time_turn(take, seconds=seconds)
                 rates[number].append(rate)
                 cpu_ms[number].append(spent_ms)
         rows += [
@@ -109,7 +109,7 @@ def _batches(samples: Samples[Any], *, batch: int, num_threads: int) -> Iterator
         yield lambda: len(next(batches).batch["key"])
 
 
-def _timed(take: Callable[[], int], *, seconds: float) -> tuple[float, float]:
+def _time_turn(take: Callable[[], int], *, seconds: float) -> tuple[float, float]:
     """Return the clips per second of wall time, and the CPU time of this process per clip in milliseconds."""
     num_clips, cpu_begin_s, begin_s = 0, time.process_time(), time.perf_counter()
     while (wall_s := time.perf_counter() - begin_s) < seconds or not num_clips:

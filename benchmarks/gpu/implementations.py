@@ -66,7 +66,7 @@ def take_turns(
     variants: dict[str, Implementation] = {}
     for name, opening in openings.items():
         with _surviving(taken[name], setup.device):
-            variants[name] = _opened(opening, taken[name], setup)
+            variants[name] = _open(opening, taken[name], setup)
     for _, name in turns(list(variants), num_rounds) if variants else ():
         if name in variants:
             with _surviving(taken[name], setup.device):
@@ -150,7 +150,7 @@ def _surviving(taken: Timings, device: torch.device) -> Iterator[None]:
             torch.cuda.synchronize(device)  # raises if the device is lost for the other implementations too
 
 
-def _opened(opening: Opening, taken: Timings, setup: Setup) -> Implementation:
+def _open(opening: Opening, taken: Timings, setup: Setup) -> Implementation:
     is_cuda = setup.device.type == "cuda"
     before = torch.cuda.memory_allocated(setup.device) if is_cuda else 0
     variant = opening()

@@ -92,7 +92,7 @@ def measure_attention(setup: Setup) -> Result:
             "`auto ran` and `xformers ran` are the operators that were called, with the longest kernel of a forward "
             "pass if CUPTI reports it.",
             f"fp32 matrix products do not use TF32 ({torch.get_float32_matmul_precision()} precision). MFU and peak "
-            "memory are those of the fastest implementation.",
+            "memory are the values of the fastest implementation.",
             *_skipped_backends(setup),
             *(f"{text} ({len(where)} rows: {', '.join(where)})" for text, where in failures.items()),
         ],
@@ -160,8 +160,8 @@ def _row(shape: Shape, setup: Setup, *, precision: str, dtype: torch.dtype) -> t
         **{name: 1000 * times[name] if name in times else "failed" for name in attends},
         "fastest": fastest,
         "auto / fastest": slowdown,
-        "auto ran": calls.what_ran(attends[AUTO]) if AUTO in times else None,
-        "xformers ran": calls.what_ran(attends[XFORMERS]) if XFORMERS in times else None,
+        "auto ran": calls.describe_operators(attends[AUTO]) if AUTO in times else None,
+        "xformers ran": calls.describe_operators(attends[XFORMERS]) if XFORMERS in times else None,
         "naive peak MB": _megabytes(taken[NAIVE].peak_bytes),
         "peak MB": _megabytes(best.peak_bytes),
         **flops_columns(best.num_flops, best.median_s, setup, precision=precision),
@@ -200,7 +200,7 @@ class AttentionCalls:
         out = attend(*inputs, causal=self._causal, packing=self._packing)
         return [*torch.autograd.grad(out, inputs, self._gradient.to(out.dtype))]
 
-    def what_ran(self, opens: Callable[[], Attend]) -> str:
+    def describe_operators(self, opens: Callable[[], Attend]) -> str:
         """Return the names of the attention operators, and of the longest kernel of a forward pass."""
         attend, seen = opens(), _Operators()
         try:

@@ -72,7 +72,7 @@ def measure_latents(setup: Setup) -> Result:
         notes=[
             f"Stable Diffusion's VAE (84 M parameters, random weights), {num_frames} frames of {side_px} px resized to "
             f"{size_px} px per step, without decoding. `furthest apart`: largest difference between latents of prep "
-            "and the loop. FLOPs are those of a forward pass.",
+            "and the loop. FLOPs are counted for a forward pass.",
         ],
         targets=targets,
     )
@@ -122,6 +122,6 @@ def measure_texts(setup: Setup) -> Result:
         targets.append(Target(what=f"{what}: texts/s relative to a plain loop", figure=figure, goal=0.95))
     return Result(
         rows=rows,
-        notes=[f"{CLIP}'s text tower with random weights, float32, batch size {batch}. FLOPs are those of prep."],
+        notes=[f"{CLIP}'s text tower with random weights, float32, batch size {batch}. FLOPs are counted for prep."],
         targets=targets,
     )

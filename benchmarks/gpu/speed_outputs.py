@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.caption import HF, METHODS, OURS, check_logits
 from benchmarks.caption_steps import generate, write
-from benchmarks.gpu.captioners import opened_captioners, shape_of
+from benchmarks.gpu.captioners import open_captioners, shape_of
 from benchmarks.gpu.implementations import Implementation, Opening, faster_than, rows_of, take_turns
 from benchmarks.gpu.measurements import Result, Setup, Target
 from benchmarks.losses import BASE, OPEN_CLIP, openings_of
@@ -33,7 +33,7 @@ def measure_losses(setup: Setup) -> Result:
         rows=rows_of(taken, setup, items=pairs, unit="pairs", beside=[BASE, OPEN_CLIP], precision="fp32"),
         notes=[
             f"{pairs} pairs of width {width}, float32; ours with per-sample state and logged metrics, as in the "
-            "training loop. FLOPs are those of one similarity matrix and its gradients. MFU is not given, because "
+            "training loop. FLOPs are counted for one similarity matrix and its gradients. MFU is not given, because "
             "train/engine/metrics.py has no peak for float32.",
         ],
         targets=[
@@ -51,7 +51,7 @@ def measure_losses(setup: Setup) -> Result:
 def measure_decoding(setup: Setup) -> Result:
     """Measure the time to write captions of the maximum length, for clips that were encoded in advance."""
     shape = shape_of(setup)
-    ours, theirs = opened_captioners(setup)
+    ours, theirs = open_captioners(setup)
     num_captions = 2 if setup.is_dry_run else _CAPTIONS
     num_tokens = 1 + shape.num_frames * (shape.image_px // shape.patch_px) ** 2
     states = torch.randn(num_captions, num_tokens, shape.width, device=setup.device)
@@ -95,7 +95,7 @@ def measure_decoding(setup: Setup) -> Result:
         rows=rows,
         notes=[
             f"{num_captions} captions by {shape.decoder}, both with a KV cache. `same tokens` compares the "
-            "captions of both in fp32. FLOPs are those of clipmill's decoding, for both."
+            "captions of both in fp32. FLOPs are counted for clipmill's decoding, for both."
         ],
         targets=targets[:1],
     )

@@ -9,7 +9,7 @@ from benchmarks.caption import CHECKPOINTED, encoder_variants
 from benchmarks.caption import HF as CAPTION_HF
 from benchmarks.caption import OURS as CAPTION_OURS
 from benchmarks.caption_steps import Shape
-from benchmarks.gpu.captioners import opened_captioners, shape_of
+from benchmarks.gpu.captioners import open_captioners, shape_of
 from benchmarks.gpu.implementations import Implementation, Opening, Timings, faster_than, rows_of, take_turns
 from benchmarks.gpu.measurements import Result, Setup, Target
 from benchmarks.mae_steps import HF, NUM_FRAMES, OURS, HfSteps, OurSteps, Steps, take
@@ -58,7 +58,7 @@ def measure_timesformer(setup: Setup) -> Result:
     """Compare TimeSformer with TimesformerModel, on the same weights and clips."""
     shape: Shape = shape_of(setup)
     batch = 1 if setup.is_dry_run else _TIMESFORMER_CLIPS
-    ours, theirs = opened_captioners(setup)
+    ours, theirs = open_captioners(setup)
     clips = torch.randn(batch, 3, shape.num_frames, shape.image_px, shape.image_px, device=setup.device)
     models: dict[str, nn.Module] = {
         CAPTION_OURS: ours.video,
@@ -102,8 +102,8 @@ def measure_text(setup: Setup) -> Result:
             figure = faster_than(taken, PACKED, PADDED)
             targets.append(Target(what="speed of packed / padded, captions of 12 tokens", figure=figure, goal=3.0))
     notes = [
-        f"{num_captions} captions per pass, no optimizer; attention: {attention.name}. FLOPs are those of the tokens "
-        "that a variant computes, including padding.",
+        f"{num_captions} captions per pass, no optimizer; attention: {attention.name}. FLOPs are counted for "
+        "the tokens that a variant computes, including padding.",
     ]
     if setup.is_dry_run:
         notes.append("open_clip is not compared in a dry run: it has no tiny text tower.")

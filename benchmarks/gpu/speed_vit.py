@@ -33,9 +33,9 @@ def measure_steps(setup: Setup) -> Result:
     """Compare every attention backend and open_clip with the same batch size."""
     tower, num_clips = _tower(setup), _num_clips(setup)
     openings: dict[str, Opening] = {
-        name: partial(_opened_with, opens, tower, num_clips) for name, opens in attentions(setup).items()
+        name: partial(_open_with, opens, tower, num_clips) for name, opens in attentions(setup).items()
     }
-    openings |= {name: partial(_opened, variant, tower, num_clips) for name, variant in _OTHERS.items()}
+    openings |= {name: partial(_open, variant, tower, num_clips) for name, variant in _OTHERS.items()}
     taken = take_turns(openings, setup)
     frames = num_clips * tower.num_frames
     return Result(
@@ -59,7 +59,7 @@ def measure_compiled(setup: Setup) -> Result:
         "sdpa": TowerVariant(attention="sdpa"),
         OPEN_CLIP: _OTHERS[OPEN_CLIP],
     }
-    taken = take_turns({name: partial(_opened, variant, tower, num_clips) for name, variant in variants.items()}, setup)
+    taken = take_turns({name: partial(_open, variant, tower, num_clips) for name, variant in variants.items()}, setup)
     return Result(
         rows=rows_of(taken, setup, items=num_clips * tower.num_frames, unit="frames", beside=["sdpa", OPEN_CLIP]),
         notes=["Compiled block by block, as with --compile. Compilation time is not included."],
@@ -115,21 +115,21 @@ def _row_of_largest(
             raise MemoryError("a batch of one clip does not fit in memory")
         largest[name] = batch
         own = max(1, batch * 3 // 4)
-        taken = take_turns({name: partial(_opened, variant, tower, own)}, setup, num_rounds=3, num_steps=3)
+        taken = take_turns({name: partial(_open, variant, tower, own)}, setup, num_rounds=3, num_steps=3)
         (row,) = rows_of(taken, setup, items=own * tower.num_frames, unit="frames", beside=[])
     except Exception as error:  # noqa: BLE001  the other variants are measured all the same
         return {"way": name, "error": one_line(error)}
     return {"way": name, "largest batch": batch, "batch / naive": None, "measured with": own, **row}
 
 
-def _opened(variant: TowerVariant, tower: Tower, num_clips: int) -> Implementation:
+def _open(variant: TowerVariant, tower: Tower, num_clips: int) -> Implementation:
     steps = Steps(variant, tower)
     clips = steps.clips(num_clips)
     return Implementation(step=lambda: steps.take(clips), model=steps.model)
 
 
-def _opened_with(opens: Callable[[], Any], tower: Tower, num_clips: int) -> Implementation:
-    return _opened(TowerVariant(attend=opens()), tower, num_clips)
+def _open_with(opens: Callable[[], Any], tower: Tower, num_clips: int) -> Implementation:
+    return _open(TowerVariant(attend=opens()), tower, num_clips)
 
 
 def _tower(setup: Setup) -> Tower:

@@ -80,7 +80,7 @@ def write_columns(data: Path, segments: SegmentSet, *, num_copies: int = 1, is_v
     for copy in range(1, num_copies):
         for number, files in enumerate(first_copy):
             shard_id = copy * len(first_copy) + number
-            _commit(folder, "latents", shard_id, _linked(folder, files, shard_id=shard_id, copy=copy))
+            _commit(folder, "latents", shard_id, _link_shard(folder, files, shard_id=shard_id, copy=copy))
     return len(chunks) * num_copies
 
 
@@ -157,7 +157,7 @@ def _latents_sample(segments: SegmentSet, video: int, first: int, end: int, *, i
     return Sample(key=key, members={"latents.npy": npy_bytes(array)}, fields=fields)
 
 
-def _linked(folder: Path, files: ShardFiles, *, shard_id: int, copy: int) -> ShardFiles:
+def _link_shard(folder: Path, files: ShardFiles, *, shard_id: int, copy: int) -> ShardFiles:
     """Link a shard again, with new keys for its samples."""
     name = ShardName(shard_id, _FINGERPRINT)
     os.link(folder / files.tar, folder / name.tar)

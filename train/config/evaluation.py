@@ -47,7 +47,7 @@ class EvaluatedData:
 
     @contextmanager
     def explain_errors(self) -> Iterator[None]:
-        """Change UserErrors raised while these data are opened: they name the flags of the evaluation."""
+        """Convert UserErrors within the block, in which these data are opened, to errors about the evaluation."""
         try:
             yield
         except UserError as error:
