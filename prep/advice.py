@@ -123,7 +123,7 @@ class Bucket:
     clips_per_epoch: int
 
     def values(self) -> dict[str, Any]:
-        """Return the figures as JSON values."""
+        """Return the figures as a JSON-serialisable dict."""
         load, values = self.load, {"latency_s": self.latency_s, "set_bytes": self.set_bytes}
         values |= {"num_shards": self.num_shards, "clips_per_epoch": self.clips_per_epoch}
         if "packets" not in load.clip_bytes:  # for columns other than video, train fetches complete tars
@@ -153,14 +153,16 @@ class Bucket:
                 f" s. With a --cache-size below {size_text(self.set_bytes)}, tars are fetched again in each epoch"
             )
             return
-        each, limit = values["requests_in_flight_per_gpu"], ""
+        per_gpu, warning = values["requests_in_flight_per_gpu"], ""
         if values["requests_per_s"] > _GETS_PER_S:
-            limit = f", more than the {_GETS_PER_S:,}/s that S3 guarantees per prefix: expect 503 responses and retries"
-        yield f"requests      {values['requests_per_s']:,.0f}/s, {self.requests_per_clip:.2f} per clip{limit}"
+            warning = (
+                f", more than the {_GETS_PER_S:,}/s that S3 guarantees per prefix: expect 503 responses and retries"
+            )
+        yield f"requests      {values['requests_per_s']:,.0f}/s, {self.requests_per_clip:.2f} per clip{warning}"
         yield (
             f"in flight     {values['requests_per_s']:,.0f}/s x {self.latency_s * 1000:.0f} ms = "
-            f"{values['requests_in_flight']:.1f} (Little's law), {each:.1f} per GPU; a train process has up to "
-            f"{READERS}: {'enough' if each <= READERS else 'not enough, use a closer bucket or more processes'}"
+            f"{values['requests_in_flight']:.1f} (Little's law), {per_gpu:.1f} per GPU; a train process has up to "
+            f"{READERS}: {'enough' if per_gpu <= READERS else 'not enough, use a closer bucket or more processes'}"
         )
         yield (
             f"cost          {values['requests_per_epoch']:,.0f} requests per epoch of "
@@ -173,7 +175,7 @@ class Bucket:
 
 
 def advice_values(load: Load) -> dict[str, Any]:
-    """Return the figures and conclusions as JSON values."""
+    """Return the figures and conclusions as a JSON-serialisable dict."""
     values: dict[str, Any] = {
         "batch": load.batch,
         "step_s": load.step_s,
@@ -199,14 +201,14 @@ def advice_values(load: Load) -> dict[str, Any]:
     return values
 
 
-def advice_text(load: Load, origin: Mapping[str, str], *, storage: str = "disk") -> str:
+def advice_text(load: Load, sources: Mapping[str, str], *, storage: str = "disk") -> str:
     """Return the figures, their sources, and the conclusions as lines of text.
 
     Args:
-        origin: Description of the source of each figure: step, read_speed, bitrate, clips.
+        sources: Description of the source of each figure: step, read_speed, bitrate, clips.
         storage: "disk" or "bucket".
     """
-    lines = [f"step          {load.step_s:.3g} s, {count_noun(load.batch, 'clip')}  ({origin['step']})"]
+    lines = [f"step          {load.step_s:.3g} s, {count_noun(load.batch, 'clip')}  ({sources['step']})"]
     if load.num_gpus > 1:
         lines.append(
             f"cluster       {count_noun(load.num_nodes, 'node')} with {count_noun(load.gpus_per_node, 'GPU')} "
@@ -214,22 +216,24 @@ def advice_text(load: Load, origin: Mapping[str, str], *, storage: str = "disk")
             f"{load.batch / load.num_gpus:g} clips, {load.clips_per_s / load.num_gpus:.3g} clips/s"
         )
     lines += [
-        f"read speed    {size_text(load.read_bytes_per_s)}/s  ({origin['read_speed']})",
-        f"bitrate       {size_text(load.video_bytes_per_s)}/s  ({origin['bitrate']})",
-        f"clips         {origin['clips']}",
+        f"read speed    {size_text(load.read_bytes_per_s)}/s  ({sources['read_speed']})",
+        f"bitrate       {size_text(load.video_bytes_per_s)}/s  ({sources['bitrate']})",
+        f"clips         {sources['clips']}",
         "",
         f"B x b <= S_r x delta: the bytes that a step reads, compared with the {size_text(load.readable_bytes)} that "
         f"the {storage} delivers during the step",
     ]
     for way, clip_bytes in load.ways.items():
-        headroom, nodes, longest = load.headroom(way), count_noun(load.num_nodes, "node"), ""
+        headroom, nodes, chunk_limit = load.headroom(way), count_noun(load.num_nodes, "node"), ""
         if way == WHOLE:
-            longest = f"; chunks may be up to {load.longest_chunk_s:.3g} s long ({_SOURCE})"
+            chunk_limit = f"; chunks may be up to {load.longest_chunk_s:.3g} s long ({_SOURCE})"
         # If one of several nodes measured the speed, all nodes together get between this speed and this speed times the
         # number of nodes, so there are three possible verdicts.
         if headroom >= 1:
-            least = "" if load.is_total else f", even if {nodes} together get only the speed that this node measured"
-            verdict = f"fine, {headroom:.1f} times as much is delivered{least}"
+            condition = (
+                "" if load.is_total else f", even if {nodes} together get only the speed that this node measured"
+            )
+            verdict = f"fine, {headroom:.1f} times as much is delivered{condition}"
         elif load.is_total or headroom * load.num_nodes < 1:
             verdict = f"too much, reading takes {1 / headroom:.1f} times as long as the step"
         else:
@@ -237,7 +241,7 @@ def advice_text(load: Load, origin: Mapping[str, str], *, storage: str = "disk")
             verdict = f"fine only if {nodes} together get {needed}/s: pass their speed with --read-speed"
         lines.append(
             f"{way:<13} {load.batch:,} x {size_text(clip_bytes)} = {size_text(load.batch * clip_bytes)}, "
-            f"{size_text(load.clips_per_s * clip_bytes / load.num_nodes)}/s per node: {verdict}{longest}"
+            f"{size_text(load.clips_per_s * clip_bytes / load.num_nodes)}/s per node: {verdict}{chunk_limit}"
         )
     return "\n".join(lines)
 
@@ -298,22 +302,22 @@ def open_column(variant: Variant, name: str) -> Column:
         raise UserError(
             "the current variant has no chunks, because all of them failed", hint="run `prep status` for the reasons"
         )
-    sampled = shards[:: -(-len(shards) // _MAX_SHARDS)]
-    times = pa.concat_tables([shard.index.select(["num_frames", "fps_num", "fps_den"]) for shard in sampled])
+    sample = shards[:: -(-len(shards) // _MAX_SHARDS)]
+    times = pa.concat_tables([shard.index.select(["num_frames", "fps_num", "fps_den"]) for shard in sample])
     frames, fps_num, fps_den = (np.asarray(times[name], np.float64) for name in times.column_names)
     seconds = frames * fps_den / fps_num
     # The first extension is the member that training reads: the chunk, or its latents.
-    sizes = np.concatenate([np.asarray(shard.index[f"{shard.extensions[0]}_size"], np.float64) for shard in sampled])
+    sizes = np.concatenate([np.asarray(shard.index[f"{shard.extensions[0]}_size"], np.float64) for shard in sample])
     num_chunks = sum(shard.num_samples for shard in shards)
     if name == VIDEO:
-        reads = clip_reads(sampled)
+        reads = clip_reads(sample)
         clip_bytes = float(np.mean([sum(size for _, size in ranges) for _, ranges in reads]))
         requests, num_clips = float(np.mean([len(ranges) for _, ranges in reads])), num_chunks
         clips = f"mean of {len(reads)} clips with {_CLIP_FRAMES} frames, 1 to 4 s long"
     else:
-        reads = chunk_reads(sampled)
+        reads = chunk_reads(sample)
         # A compressed array is always read completely.
-        fraction = 1.0 if sampled[0].extensions[0].endswith(".zst") else np.minimum(1.0, SEGMENT_S / seconds)
+        fraction = 1.0 if sample[0].extensions[0].endswith(".zst") else np.minimum(1.0, SEGMENT_S / seconds)
         clip_bytes, requests = float(np.mean(sizes * fraction)), 1.0
         num_clips = max(1, round(num_chunks * float(np.floor(seconds / SEGMENT_S + 1e-6).mean())))
         clips = f"segments of {SEGMENT_S:g} s, mean over {count_noun(len(sizes), 'chunk')}"
@@ -328,7 +332,7 @@ def open_column(variant: Variant, name: str) -> Column:
         clips=clips,
         set_bytes=sum(shard.tar_bytes for shard in shards),
         num_shards=len(shards),
-        sampled_shards=list(sampled),
+        sampled_shards=list(sample),
         reads=reads,
     )
 

@@ -294,7 +294,7 @@ def read_labelled(data_dir: Path, kinds: Mapping[str, Kind] | None = None) -> pa
             problem = "can have several values of" if unknown[0] in file.schema_arrow.names else "have no column"
             raise UserError(
                 f"--where uses {unknown[0]}, but the captions of {data_dir} {problem} {unknown[0]}",
-                hint=f"available labels: {', '.join(available) or 'none'}",
+                hint=f"use one of the labels {', '.join(available)}" if available else "add labels to the captions",
                 flags=("--where",),
             )
         labels: dict[str, Kind] = dict.fromkeys(available, "text") if kinds is None else dict(sorted(kinds.items()))

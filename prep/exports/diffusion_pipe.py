@@ -87,7 +87,7 @@ def write_diffusion_pipe_cache(
     Raises:
         UserError: See `Segments` and `write_cache`; or the trainer has no model for the VAE, size or texts.
     """
-    with_texts = [kind for (kind, _), model in _MODELS.items() if model.entries]
+    with_texts = [vae_class for (vae_class, _), model in _MODELS.items() if model.entries]
     segments = Segments(data_dir, split=flags.split, with_texts=with_texts)
     model, size, num_frames = _model(segments), int(segments.recipe["size"]), segments.num_frames
     name = flags.model or model.name
@@ -140,12 +140,12 @@ def write_diffusion_pipe_cache(
 
 
 def _model(segments: Segments) -> _Model:
-    recipe, kind = segments.recipe, segments.kind
-    model = _MODELS.get((kind, int(recipe["factor"])))
+    recipe, vae_class = segments.recipe, segments.vae_class
+    model = _MODELS.get((vae_class, int(recipe["factor"])))
     if model is None:
-        classes = " or ".join(dict.fromkeys(kind for kind, _ in _MODELS))
+        classes = " or ".join(dict.fromkeys(name for name, _ in _MODELS))
         raise UserError(
-            f"diffusion-pipe has no model for the VAE {kind} with factor {recipe['factor']}",
+            f"diffusion-pipe has no model for the VAE {vae_class} with factor {recipe['factor']}",
             hint=f"use latents from {classes}",
         )
     if int(recipe["size"]) % model.side_step:

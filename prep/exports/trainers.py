@@ -84,7 +84,7 @@ class Segments:
     Attributes:
         latents: Column of latents.
         recipe: Recipe of the latents.
-        kind: VAE class.
+        vae_class: Class of the VAE in diffusers.
         has_texts: True if texts are exported.
         num_uncaptioned: Number of segments without a caption, or without a caption that has a sequence. It is counted
             during iteration.
@@ -103,14 +103,14 @@ class Segments:
                 f"{self.latents.variant.directory} has latents of individual frames, not of segments",
                 hint=f"run {how_to_make(LATENTS, data_dir)} with the VAE of a video model",
             )
-        self.kind, self.num_uncaptioned, self.num_other_split = str(self.recipe["kind"]), 0, 0
-        self.has_texts = self.kind in with_texts
+        self.vae_class, self.num_uncaptioned, self.num_other_split = str(self.recipe["kind"]), 0, 0
+        self.has_texts = self.vae_class in with_texts
         if self.has_texts and not self.text_recipe.get("max_tokens"):
             raise UserError(
                 f"{self.text.variant.directory} has CLIP embeddings, but trainers need sequences", hint=_MAKE_TEXTS
             )
-        self._stored = lru_cache(maxsize=1)(self.latents.array)
-        self._stored_text = lru_cache(maxsize=1)(lambda sample: self.text.array(sample))
+        self._load_latents = lru_cache(maxsize=1)(self.latents.array)
+        self._load_texts = lru_cache(maxsize=1)(lambda sample: self.text.array(sample))
 
     def __iter__(self) -> Iterator[Segment]:
         """Yield the segments, ordered by video and time."""
@@ -136,11 +136,11 @@ class Segments:
                         self.num_other_split += 1
                         continue
                 # Find the first caption that overlaps the segment and, if texts are exported, has a sequence.
-                text_sample, row_of = self._texts.get(video_id, (0, {})) if self.has_texts else (0, None)
+                text_sample, text_rows = self._texts.get(video_id, (0, {})) if self.has_texts else (0, None)
                 for caption_id, caption_begin_s, caption_end_s, caption in self._captions.get(video_id, ()):
                     overlaps = caption_begin_s < begin_s + seconds and caption_end_s > begin_s
-                    if overlaps and (row_of is None or caption_id in row_of):
-                        text = row_of[caption_id] if row_of else 0
+                    if overlaps and (text_rows is None or caption_id in text_rows):
+                        text = text_rows[caption_id] if text_rows else 0
                         yield Segment(name, sample, number, text_sample, text, caption)
                         break
                 else:
@@ -168,7 +168,7 @@ class Segments:
         """Return the stored latents of a segment, [C, T', h, w]."""
         import torch
 
-        array = torch.from_numpy(self._stored(segment.sample)[segment.number])
+        array = torch.from_numpy(self._load_latents(segment.sample)[segment.number])
         return array.view(torch.bfloat16) if self.recipe["dtype"] == "bfloat16" else array
 
     def raw_latents(self, segment: Segment) -> "torch.Tensor":
@@ -192,8 +192,8 @@ class Segments:
         import torch
 
         lengths = self.text.rows.table["row_tokens"][segment.text_sample].as_py()
-        begin = sum(lengths[: segment.text])
-        return torch.from_numpy(self._stored_text(segment.text_sample)[begin : begin + lengths[segment.text]].copy())
+        start = sum(lengths[: segment.text])
+        return torch.from_numpy(self._load_texts(segment.text_sample)[start : start + lengths[segment.text]].copy())
 
     def latents_mark(self, segment: Segment) -> str:
         """Return a string that changes with the stored latents of a segment."""
@@ -348,9 +348,9 @@ def write_finetrainers_data(data_dir: Path, destination: Path, flags: TrainerFla
         UserError: See `Segments` and `write_cache`; or the trainer has no model with this VAE and a T5.
     """
     segments = Segments(data_dir, split=flags.split, with_texts=_MODELS)
-    if segments.kind not in _MODELS:
+    if segments.vae_class not in _MODELS:
         raise UserError(
-            f"finetrainers has no model with the VAE {segments.kind} and the text encoder T5",
+            f"finetrainers has no model with the VAE {segments.vae_class} and the text encoder T5",
             hint=f"use latents from {' or '.join(_MODELS)}",
         )
 
@@ -371,10 +371,10 @@ def _latents(segments: Segments, segment: Segment) -> dict[str, Any]:
 
     mean = segments.raw_latents(segment)
     moments = torch.cat([mean, torch.full_like(mean, _LOG_VARIANCE)])[None].to(torch.bfloat16)
-    if segments.kind == "AutoencoderKLCogVideoX":
+    if segments.vae_class == "AutoencoderKLCogVideoX":
         return {"latents": moments.transpose(1, 2).contiguous()}
     statistics = [torch.tensor(values) for values in segments.statistics]
-    if segments.kind == "AutoencoderKLWan":
+    if segments.vae_class == "AutoencoderKLWan":
         return {"latents": moments, "latents_mean": statistics[0], "latents_std": 1 / statistics[1]}
     frames, height, width = mean.shape[1:]
     shape = {"num_frames": frames, "height": height, "width": width}
@@ -387,7 +387,7 @@ def _condition(segments: Segments, segment: Segment) -> dict[str, "torch.Tensor"
     sequence = segments.sequence(segment)
     padded = torch.zeros(1, int(segments.text_recipe["max_tokens"]), sequence.shape[1], dtype=torch.bfloat16)
     padded[0, : len(sequence)] = sequence
-    mask = _MODELS[segments.kind]
+    mask = _MODELS[segments.vae_class]
     condition = {"encoder_hidden_states": padded}
     return condition if mask is None else {**condition, mask: (torch.arange(padded.shape[1]) < len(sequence))[None]}
 
@@ -410,19 +410,19 @@ def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, s
         UserError: See `Segments` and `write_cache`; or the trainer has no architecture with this VAE.
     """
     segments = Segments(data_dir, split=flags.split, with_texts=_WITH_T5)
-    kind, recipe = segments.kind, segments.recipe
-    if kind not in _ARCHITECTURES:
+    vae_class, recipe = segments.vae_class, segments.recipe
+    if vae_class not in _ARCHITECTURES:
         raise UserError(
-            f"musubi-tuner has no architecture with the VAE {kind}",
+            f"musubi-tuner has no architecture with the VAE {vae_class}",
             hint=f"use latents from {' or '.join(_ARCHITECTURES)}",
         )
-    if kind == "AutoencoderKLWan" and any(recipe.get(name) == value for name, value in _WAN_5B.items()):
+    if vae_class == "AutoencoderKLWan" and any(recipe.get(name) == value for name, value in _WAN_5B.items()):
         raise UserError(
             "the latents are from the VAE of Wan 2.2 TI2V-5B (48 channels, factor 16), which musubi-tuner does not"
             " support",
             hint="use prep export diffusion-pipe, or make latents with the VAE of Wan 2.1, which Wan 2.2 14B uses too",
         )
-    short, full, is_normalised = _ARCHITECTURES[kind]
+    short, full, is_normalised = _ARCHITECTURES[vae_class]
     size, num_frames = int(segments.recipe["size"]), segments.num_frames
 
     def latents(segment: Segment) -> list[bytes]:

@@ -207,10 +207,10 @@ def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[
     columns = {
         score.name: np.asarray(chunks.table[score.name].cast(pa.float64()).to_numpy(), np.float64) for score in SHOWN
     }
-    picked = {score.name: landmarks(columns[score.name]) for score in SHOWN}
+    score_landmarks = {score.name: landmarks(columns[score.name]) for score in SHOWN}
     num_cuts = columns["cuts"]
-    most_cut = np.argsort(-np.nan_to_num(num_cuts), kind="stable")[:NUM_CUT_CHUNKS].tolist()
-    cut = [row for row in most_cut if num_cuts[row] > 0]
+    first_rows = np.argsort(-np.nan_to_num(num_cuts), kind="stable")[:NUM_CUT_CHUNKS].tolist()
+    cut_rows = [row for row in first_rows if num_cuts[row] > 0]
     groups = (
         []
         if selection is None
@@ -219,10 +219,12 @@ def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[
             for name, is_kept in (("kept", True), ("dropped", False))
         ]
     )
-    middles = [*(row for marks in picked.values() for _, row in marks), *(row for _, rows in groups for row in rows)]
-    pictures = chunks.thumbnails(middles, {row: _cut_frames_s(chunks, row) for row in cut}, on_picture=on_picture)
+    middles = [row for marks in score_landmarks.values() for _, row in marks]
+    middles += [row for _, rows in groups for row in rows]
+    cut_times_s = {row: _cut_frames_s(chunks, row) for row in cut_rows}
+    pictures = chunks.thumbnails(middles, cut_times_s, on_picture=on_picture)
 
-    def mark(row: int, name: str = "", value: float | None = None) -> dict[str, Any]:
+    def describe_chunk(row: int, name: str = "", value: float | None = None) -> dict[str, Any]:
         chunk = {
             "picture": pictures[row, None],
             "key": key_of_row(chunks.table, row),
@@ -234,12 +236,14 @@ def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[
     return {
         "summary": f"{count_noun(chunks.table.num_rows, 'chunk')} of {count_noun(num_videos, 'video')}",
         "selection": selection,
-        "groups": [(name, [mark(row) for row in rows]) for name, rows in groups],
+        "groups": [(name, [describe_chunk(row) for row in rows]) for name, rows in groups],
         "scores": [
             {
                 "score": score,
                 **_distribution(score, columns[score.name], selection=selection),
-                "marks": [mark(row, name, columns[score.name][row]) for name, row in picked[score.name]],
+                "marks": [
+                    describe_chunk(row, name, columns[score.name][row]) for name, row in score_landmarks[score.name]
+                ],
             }
             for score in SHOWN
         ],
@@ -248,9 +252,9 @@ def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[
                 "key": key_of_row(chunks.table, row),
                 "times_s": times_s,
                 "seconds": chunks.duration_s(row) or max(times_s),
-                "pictures": [(time_s, pictures[row, time_s]) for time_s in _cut_frames_s(chunks, row)],
+                "pictures": [(time_s, pictures[row, time_s]) for time_s in cut_times_s[row]],
             }
-            for row, times_s in ((row, chunks.table["cut_times_s"][row].as_py()) for row in cut)
+            for row, times_s in ((row, chunks.table["cut_times_s"][row].as_py()) for row in cut_rows)
         ],
     }
 

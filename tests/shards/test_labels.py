@@ -108,7 +108,7 @@ def test_a_label_that_captions_lack_is_named_with_those_that_they_have(tmp_path:
     write_captions(tmp_path, {"a": "train"}, [Caption("a", 0.0, 1.0, "text", labels={"label_one": "x"})])
     with pytest.raises(UserError, match="have no column label_two") as error:
         read_labelled(tmp_path, {"label_two": "text"})
-    assert error.value.hint == "available labels: label_one"
+    assert error.value.hint == "use one of the labels label_one"
 
 
 def test_texts_to_encode_are_selected_by_labels(tmp_path: Path) -> None:
