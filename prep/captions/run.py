@@ -166,11 +166,11 @@ class Cost:
 
     def line(self) -> str:
         """Return the cost as a line of text."""
-        each = f"; {self.seconds / self.num_answers:.2g} s each" if self.num_answers else ""
+        per_answer = f"; {self.seconds / self.num_answers:.2g} s each" if self.num_answers else ""
         tokens = f"{self.tokens_in:,} tokens in, {self.tokens_out:,} out"
         if self.num_uncounted:
             tokens += f", and an unknown number for {count_noun(self.num_uncounted, 'answer')}"
-        return f"{count_noun(self.num_answers, 'answer')}: {tokens}{each}"
+        return f"{count_noun(self.num_answers, 'answer')}: {tokens}{per_answer}"
 
 
 def cost_of(variant_dir: Path) -> Cost:

@@ -66,12 +66,12 @@ def make_captions(chunks: Chunks, recipe: Recipe[CaptionsSettings]) -> Iterator[
         pending_rows = requests.pending_rows()
         chunks.known_rows.update(set(chunks.rows) - set(pending_rows))
         if pending_rows:
-            done: list[int] = []
+            answered_rows: list[int] = []
             num_known = len(chunks.planned_rows) - len(pending_rows)
 
             def show(row: int) -> None:
-                done.append(row)
-                chunks.show(num_known + len(done))
+                answered_rows.append(row)
+                chunks.show(num_known + len(answered_rows))
 
             stop = requests.send(open_captioner(recipe, chunks.options), on_answer=show)
             if stop is not None:

@@ -98,10 +98,10 @@ def rejected_lines(
         folder: Folder of the manifest.
     """
     total = sum(num_rejected.values())
-    what = [count_noun(num, noun) for num, noun in ((num_files, "file"), (total - num_files, "row")) if num]
-    lost = f", and {count_noun(num_captions_lost, 'caption')} of unavailable videos" if num_captions_lost else ""
+    counts = [count_noun(num, noun) for num, noun in ((num_files, "file"), (total - num_files, "row")) if num]
+    lost_text = f", and {count_noun(num_captions_lost, 'caption')} of unavailable videos" if num_captions_lost else ""
     return [
-        f"rejected: {' and '.join(what)}{lost}",
+        f"rejected: {' and '.join(counts)}{lost_text}",
         *(f"{_INDENT}{reason}: {count}" for reason, count in sorted(num_rejected.items())),
         *entry_lines(rejected, num_all=total, list_path=folder / REJECTED_LIST, indent=_INDENT),
     ]

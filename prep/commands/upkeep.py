@@ -190,7 +190,7 @@ def inspect(
         from clipmill.prep.core.work import PageRequest, work_of
 
         if key is not None:
-            is_column = key in {each.name for each in columns()}
+            is_column = key in {entry.name for entry in columns()}
             raise UserError(
                 f"--html shows many chunks, and cannot be used with the key {key}",
                 hint=f"use --column {key}" if is_column else "omit the key, or omit --html",
@@ -299,15 +299,15 @@ def gc(
         locks.enter_context(folder_lock(data_dir))
         rules = KeepRules(locks.enter_context(exclude_new_readers(data_dir)), keep, younger_than_s)
         with Activity("looking for files that are no longer needed"):
-            garbage, in_bucket = find_garbage(data_dir, rules), find_bucket_garbage(data_dir)
+            garbage, bucket_garbage = find_garbage(data_dir, rules), find_bucket_garbage(data_dir)
         removing = f"removing {count_noun(len(garbage.items), 'file')}"
         with Activity(removing) as now:
             removed = None if dry_run else remove(garbage, on_item=now.counter(removing))
-            abort_uploads([] if dry_run else in_bucket.uploads, data_dir)
+            abort_uploads([] if dry_run else bucket_garbage.uploads, data_dir)
     if json:
-        print(json_module.dumps(garbage_values(garbage, in_bucket, removed), indent=1))
+        print(json_module.dumps(garbage_values(garbage, bucket_garbage, removed), indent=1))
     else:
-        print(garbage_text(garbage, in_bucket, removed, data_dir=data_dir))
+        print(garbage_text(garbage, bucket_garbage, removed, data_dir=data_dir))
     if removed is not None and removed.failed:
         path, why = removed.failed[0]
         raise FailedWork(f"{count_noun(len(removed.failed), 'file')} could not be removed; the first: {path}: {why}")
@@ -425,8 +425,10 @@ def retry(
     from clipmill.shards.reader import Variant
 
     codes = frozenset(only or FailureCode)
-    if unknown := sorted(codes - set(FailureCode)):
-        raise UserError(f"unknown failure code: {', '.join(unknown)}", hint=f"use one of {', '.join(FailureCode)}")
+    if unknown_codes := sorted(codes - set(FailureCode)):
+        raise UserError(
+            f"unknown failure code: {', '.join(unknown_codes)}", hint=f"use one of {', '.join(FailureCode)}"
+        )
     data_dir = require_data_folder(request.data)
     unfinished = unfinished_variant(data_dir, column)
     # A killed run has not written its list of failures, and its variant may no longer be needed.

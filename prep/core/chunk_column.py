@@ -111,7 +111,7 @@ def chunk_job(column: ColumnSpec, plan: ChunksPlan, *, options: Any = None) -> J
 
     def make_task(shard: ShardPlan) -> ChunkTask:
         chunks = plan.chunk_shards[shard.shard_id]
-        needed = {shard.shard_id, *(next_chunk.shard_id for next_chunk in chunks.next_chunks.values())}
+        shard_ids = {shard.shard_id, *(next_chunk.shard_id for next_chunk in chunks.next_chunks.values())}
         return ChunkTask(
             column=column.name,
             work=column.work,
@@ -120,7 +120,7 @@ def chunk_job(column: ColumnSpec, plan: ChunksPlan, *, options: Any = None) -> J
             shard_id=shard.shard_id,
             plan_fingerprint=shard.plan_fingerprint,
             video_dir=plan.video_dir,
-            video_commits={number: plan.video_commits[number] for number in sorted(needed)},
+            video_commits={number: plan.video_commits[number] for number in sorted(shard_ids)},
             next_chunks=chunks.next_chunks,
             old_commits=plan.old_commits(shard.shard_id),
             rows=chunks.rows,

@@ -107,8 +107,8 @@ def chunks_of_shard(
         Damaged: An index cannot be read.
         FileNotFoundError: An index is missing.
     """
-    needed = {shard_id, *(next_chunk.shard_id for next_chunk in next_chunks.values())}
-    shards = {number: open_shard(video_dir, commits[number]) for number in sorted(needed)}
+    shard_ids = {shard_id, *(next_chunk.shard_id for next_chunk in next_chunks.values())}
+    shards = {number: open_shard(video_dir, commits[number]) for number in sorted(shard_ids)}
     contents = {number: chunk_fingerprints(shard.index) for number, shard in shards.items()}
     chunks = []
     for row, content in enumerate(contents[shard_id]):
@@ -126,8 +126,8 @@ def column_failure(error: Exception) -> SourceFailure:
     """Return the failure (column_error) for an exception in the code of a column, with the line that raised it."""
     # The first frame is the caller. Report the last frame in the folder of the column, rather than one in a library.
     frames = traceback.extract_tb(error.__traceback__)[1:]
-    in_column = [frame for frame in frames if Path(frame.filename).parent == Path(frames[0].filename).parent]
-    location = f" ({Path(in_column[-1].filename).name}, line {in_column[-1].lineno})" if in_column else ""
+    column_frames = [frame for frame in frames if Path(frame.filename).parent == Path(frames[0].filename).parent]
+    location = f" ({Path(column_frames[-1].filename).name}, line {column_frames[-1].lineno})" if column_frames else ""
     return SourceFailure(FailureCode.COLUMN_ERROR, f"{type(error).__name__}: {first_line(error)}{location}")
 
 

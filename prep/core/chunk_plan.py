@@ -320,24 +320,24 @@ def plan_chunks(
     video_dir = variant_dir(data_dir, VIDEO, recipe.video)
     folder = variant_dir(data_dir, column, recipe.variant)
     video, stored = read_commits(video_dir), stored_shards(folder)
-    chosen = None
+    row_selection = None
     if where is not None:
-        chosen = selected_rows(
+        row_selection = selected_rows(
             data_dir, video_dir, video.commits.values(), parse_where(where, data_dir=data_dir), column=column
         )
     chunk_shards, unreadable = read_chunk_shards(
         video_dir,
         video.commits.values(),
-        chosen=chosen,
+        chosen=row_selection,
         next_chunks=find_next_chunks(video_dir, video.commits) if reads_next else None,
         has_sample=has_sample,
     )
     # The content of these shards is unknown, so keep their stored samples.
-    unknown = {damaged.shard_id for damaged in video.damaged} | unreadable.keys()
+    unreadable_ids = {damaged.shard_id for damaged in video.damaged} | unreadable.keys()
     fingerprint = recipe.fingerprint
     shards = plan_shards(
         (shard.wanted_shard(recipe_fingerprint=fingerprint) for shard in chunk_shards),
-        stored.without(unknown),
+        stored.without(unreadable_ids),
         what_changed="its chunks",
         orphaned_because="the chunks are no longer in the video column"
         if where is None

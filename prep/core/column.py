@@ -217,9 +217,9 @@ class ColumnSpec:
             UserError: The recipe has a different version of the schema.
         """
         weights = short_path(Path(stored[WEIGHTS])) if WEIGHTS in stored else None
-        settings, kept = self.stored_settings(stored, weights), self.kept_flags(stored)
+        settings, run_flags = self.stored_settings(stored, weights), self.kept_flags(stored)
         flags = setting_flags(settings) if self.write_flags is None else self.write_flags(settings)
-        return [*flags, *changed_flags(kept, dict.fromkeys(kept))]
+        return [*flags, *changed_flags(run_flags, dict.fromkeys(run_flags))]
 
     def command_line(self, stored: StoredRecipe, *, data_dir: Path) -> str:
         """Return the command line that reproduces a stored recipe, with the engine of the last run.

@@ -161,12 +161,12 @@ def first_rejected(rejected: pa.Table, *, dataset: str | None = None) -> list[Fa
 
 def first_few(entries: Iterable[FailureEntry]) -> list[FailureEntry]:
     """Return up to MAX_ENTRIES failures: the first failure of each code, then the second of each code, and so on."""
-    by_code: dict[str, list[FailureEntry]] = {}
+    entries_by_code: dict[str, list[FailureEntry]] = {}
     for entry in entries:
-        same_code = by_code.setdefault(entry.code, [])
+        same_code = entries_by_code.setdefault(entry.code, [])
         if len(same_code) < MAX_ENTRIES:
             same_code.append(entry)
-    interleaved = (entry for rank in zip_longest(*by_code.values()) for entry in rank if entry is not None)
+    interleaved = (entry for rank in zip_longest(*entries_by_code.values()) for entry in rank if entry is not None)
     return list(islice(interleaved, MAX_ENTRIES))
 
 

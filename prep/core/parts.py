@@ -477,11 +477,11 @@ class PartRun:
             return f"part     {self.part} has ended; {others}, and the last one finishes the run"
         if not self.not_made:
             return f"part     {self.part} has ended as the last one; everything is made"
-        listed = [
+        counts = [
             f"{count_noun(number, self.unit)} of part {part}" for part, number in sorted(self.not_made.items())[:5]
         ]
-        more = f", and more of {count_noun(len(self.not_made) - 5, 'other part')}" if len(self.not_made) > 5 else ""
-        return f"part     {self.part} has ended as the last one running; not made: {', '.join(listed)}{more}"
+        suffix = f", and more of {count_noun(len(self.not_made) - 5, 'other part')}" if len(self.not_made) > 5 else ""
+        return f"part     {self.part} has ended as the last one running; not made: {', '.join(counts)}{suffix}"
 
     def values(self) -> dict[str, Any]:
         """Return the content of `line` as JSON values."""

@@ -146,9 +146,9 @@ def plan_shards(
         unreadable: IDs of videos whose sources currently cannot be read.
         held: Shards to leave unchanged.
     """
-    known, commits = set[int](), stored.commits
+    planned_ids, commits = set[int](), stored.commits
     for shard in shards:
-        known.add(shard.shard_id)
+        planned_ids.add(shard.shard_id)
         state, reason = state_of(
             commits.get(shard.shard_id),
             shard.fingerprint,
@@ -175,9 +175,9 @@ def plan_shards(
             num_failed=shard.num_chunks - num_stored if is_partial else 0,
         )
     for shard_id, commit in commits.items():
-        if shard_id not in known and shard_id in held.shard_ids:
+        if shard_id not in planned_ids and shard_id in held.shard_ids:
             yield _stored_plan(commit, ShardState.CURRENT, held.because)
-        elif shard_id not in known:
+        elif shard_id not in planned_ids:
             yield _stored_plan(commit, ShardState.ORPHANED, orphaned_because)
 
 
@@ -336,8 +336,8 @@ class DiskUse:
         if self.freed_bytes:
             num_others = len(self.variant_bytes) - self.has_variant
             what = f"{count_noun(num_others, 'other variant')}" if num_others else "earlier shards"
-            kept = f"{what} {'is' if num_others == 1 else 'are'} kept until this variant is complete"
-            lines.append(f"         {kept}; then `prep gc` frees up to {size_text(self.freed_bytes)}")
+            others = f"{what} {'is' if num_others == 1 else 'are'} kept until this variant is complete"
+            lines.append(f"         {others}; then `prep gc` frees up to {size_text(self.freed_bytes)}")
         if not self.fits:
             lines.append("warning  this may not fit on the disk: free some space, or use a folder on a different disk")
         return lines

@@ -94,10 +94,12 @@ class RunProgress:
         return f"{text}; failed: {failed}" if failed else text
 
     def _finished_text(self) -> str:
-        made = f"{self._num_shards_made:,} of {count_noun(self._num_shards, 'shard')}"
-        kept = f"this run has finished {made} ({count_noun(self._num_kept, self._noun)})"
-        lost = self._done - self._num_kept
-        return f"{kept}; {count_noun(lost, self._noun)} of unfinished shards will be made again" if lost > 0 else kept
+        num_made = f"{self._num_shards_made:,} of {count_noun(self._num_shards, 'shard')}"
+        text = f"this run has finished {num_made} ({count_noun(self._num_kept, self._noun)})"
+        num_lost = self._done - self._num_kept
+        if num_lost > 0:
+            text += f"; {count_noun(num_lost, self._noun)} of unfinished shards will be made again"
+        return text
 
 
 def warn_refused(refused: RefusedNode) -> None:

@@ -70,13 +70,13 @@ def states_lines(
         reasons: Reasons to show instead of the reasons in the plan, keyed by shard ID.
     """
     lines = []
-    kept = [shard for shard in shards if shard.state == ShardState.CURRENT]
-    if kept:
-        num_failed = sum(shard.num_failed for shard in kept)
-        num_held = sum(shard.num_chunks for shard in kept) - num_failed
-        held = f"{count_noun(num_held, sample)} in {count_noun(len(kept), 'shard')}"
-        lines.append(f"kept     {held}{f'; {num_failed:,} failed, see prep status' if num_failed else ''}")
-        hold_reasons = {shard.reason for shard in kept if shard.reason.startswith("kept, ")}
+    kept_shards = [shard for shard in shards if shard.state == ShardState.CURRENT]
+    if kept_shards:
+        num_failed = sum(shard.num_failed for shard in kept_shards)
+        num_held = sum(shard.num_chunks for shard in kept_shards) - num_failed
+        kept_samples = f"{count_noun(num_held, sample)} in {count_noun(len(kept_shards), 'shard')}"
+        lines.append(f"kept     {kept_samples}{f'; {num_failed:,} failed, see prep status' if num_failed else ''}")
+        hold_reasons = {shard.reason for shard in kept_shards if shard.reason.startswith("kept, ")}
         lines += [f"         {reason.removeprefix('kept, ')}" for reason in sorted(hold_reasons)]
     # Shards with the same reason share a line, because a plan may have thousands of shards.
     groups: dict[str, _Group] = {}
@@ -94,18 +94,18 @@ def states_lines(
     removed = [shard for shard in shards if shard.state == ShardState.ORPHANED]
     because = Counter((reasons or {}).get(shard.shard_id, shard.reason) for shard in removed)
     lines += [f"to do    {count_noun(count, 'shard')} removed: {reason}" for reason, count in because.items()]
-    listed = [shard for shard in shards if shard.state in _LISTED]
-    lines += [f"shard {shard.shard_id:06d}  {shard.state}: {shard.reason}" for shard in listed[:MAX_LISTED]]
-    if len(listed) > MAX_LISTED:
-        lines.append(f"... and {count_noun(len(listed) - MAX_LISTED, 'more shard')}")
+    listed_shards = [shard for shard in shards if shard.state in _LISTED]
+    lines += [f"shard {shard.shard_id:06d}  {shard.state}: {shard.reason}" for shard in listed_shards[:MAX_LISTED]]
+    if len(listed_shards) > MAX_LISTED:
+        lines.append(f"... and {count_noun(len(listed_shards) - MAX_LISTED, 'more shard')}")
     return lines
 
 
 def states_values(shards: Sequence[ShardPlan], *, sample: str = "chunk") -> dict[str, Any]:
     """Return the content of `states_lines` as JSON values."""
-    states, held = Counter(str(shard.state) for shard in shards), Counter[str]()
+    states, num_samples = Counter(str(shard.state) for shard in shards), Counter[str]()
     for shard in shards:
-        held[str(shard.state)] += shard.num_chunks
+        num_samples[str(shard.state)] += shard.num_chunks
     work = [
         {
             "shard_id": shard.shard_id,
@@ -117,7 +117,7 @@ def states_values(shards: Sequence[ShardPlan], *, sample: str = "chunk") -> dict
         for shard in shards
         if shard.state != ShardState.CURRENT
     ]
-    return {"shards": dict(states), f"{sample}s": dict(held), "work": work}
+    return {"shards": dict(states), f"{sample}s": dict(num_samples), "work": work}
 
 
 def next_line(command: str) -> str:
@@ -317,7 +317,7 @@ def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, 
         return 0
     directory = variant.directory
     committed_paths = {directory / path for file in files for path in (file.tar, file.energon_index, file.index)}
-    others = [
+    other_variants = [
         name
         for name in list_variants(data, column)
         if name != directory.name and not lost_samples(data, column, variant=directory.name, former=name)
@@ -328,7 +328,7 @@ def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, 
         for path in folder.iterdir()
         if path.name.endswith(_SHARD_ENDINGS) and path not in committed_paths
     ]
-    if not others and not stray:
+    if not other_variants and not stray:
         return 0
     from clipmill.shards.marks import list_readers
 
@@ -336,7 +336,9 @@ def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, 
         readers = list_readers(data)
     except (OSError, UserError):  # `prep gc` reports the cause
         return 0
-    unused_bytes = sum(folder_bytes(directory.parent / name) for name in others if not readers.find(column, name))
+    unused_bytes = sum(
+        folder_bytes(directory.parent / name) for name in other_variants if not readers.find(column, name)
+    )
     # A training run that is resumed reads only committed shards, but a running process may still read other files that
     # it has opened.
     if all(reader.is_run for reader in readers.find(column, directory.name)):

@@ -246,13 +246,13 @@ def wanted_spans(
     """
     if not len(layout):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    known = video_rows >= 0
+    is_known = video_rows >= 0
     same_split = np.zeros(len(layout), bool)
-    same_split[known] = np.asarray(
-        pc.equal(as_array(layout["split"]).filter(pa.array(known)), splits.take(pa.array(video_rows[known])))
+    same_split[is_known] = np.asarray(
+        pc.equal(as_array(layout["split"]).filter(pa.array(is_known)), splits.take(pa.array(video_rows[is_known])))
     )
     exists = np.zeros(len(layout), bool)
-    exists[known] = np.asarray(layout["span_index"])[known] < num_spans[video_rows[known]]
+    exists[is_known] = np.asarray(layout["span_index"])[is_known] < num_spans[video_rows[is_known]]
     rows = np.flatnonzero(same_split & exists)
     return rows, video_rows[rows]
 

@@ -145,8 +145,9 @@ def lost_samples(data_dir: Path, column: str, *, variant: str, former: str | Non
     if former is None or former == variant:
         return []
     new = Variant(variant_dir(data_dir, column, variant))
-    listed = read_failures(new.directory / FAILURES_FILE)  # includes failures of sources that are not in a shard
-    failures = [*(failure for commit in new.commits.values() for failure in commit.failures), *listed]
+    # The list also has the failures of sources that are not in a shard.
+    listed_failures = read_failures(new.directory / FAILURES_FILE)
+    failures = [*(failure for commit in new.commits.values() for failure in commit.failures), *listed_failures]
     failures = [failure for failure in dict.fromkeys(failures) if failure.code in _CAN_PASS]
     folder = variant_dir(data_dir, column, former)
     if not failures or not folder.is_dir():

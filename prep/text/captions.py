@@ -84,10 +84,10 @@ class CaptionReader:
                     f"the captions of the manifest cannot be read: {error}", hint="run `prep manifest` again"
                 ) from None
             positions = pc.index_in(table["video_id"].cast(pa.string()), value_set=video_ids)
-            kept = pc.is_valid(positions)
+            is_selected = pc.is_valid(positions)
             if self._where is not None:
-                rows = np.flatnonzero(kept)
-                video_row = positions.filter(kept).to_numpy()
+                rows = np.flatnonzero(is_selected)
+                video_row = positions.filter(is_selected).to_numpy()
                 selected = selected_captions(
                     self._where,
                     self._data_dir,
@@ -99,13 +99,13 @@ class CaptionReader:
                 )
                 mask = np.zeros(table.num_rows, bool)
                 mask[rows[selected]] = True
-                kept = pa.chunked_array([pa.array(mask)])
-            if pc.any(kept).as_py():
+                is_selected = pa.chunked_array([pa.array(mask)])
+            if pc.any(is_selected).as_py():
                 yield CaptionPiece(
                     row_group=group,
-                    videos=positions.filter(kept).to_numpy().astype(np.int64),
-                    ids=table["caption_id"].filter(kept).to_numpy(),
-                    texts=table["text"].filter(kept).combine_chunks(),
+                    videos=positions.filter(is_selected).to_numpy().astype(np.int64),
+                    ids=table["caption_id"].filter(is_selected).to_numpy(),
+                    texts=table["text"].filter(is_selected).combine_chunks(),
                 )
 
 

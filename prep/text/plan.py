@@ -119,7 +119,7 @@ def make_text_plan(
             hint="add captions with prep manifest folder VIDEOS --captions TABLE",
         )
     video_ids, splits = as_array(videos["video_id"]), as_array(videos["split"])
-    known = stored_or_rebuilt_layout(
+    stored_layout = stored_or_rebuilt_layout(
         text_layout_path(data_dir),
         lambda: layout_of_commits(
             list(variants_of(data_dir, TEXT)),
@@ -130,7 +130,7 @@ def make_text_plan(
         video_ids=video_ids,
         splits=splits,
     )
-    layout = extend_text_layout(known, video_ids=video_ids, splits=splits, num_captions=num_captions)
+    layout = extend_text_layout(stored_layout, video_ids=video_ids, splits=splits, num_captions=num_captions)
     rows, video_rows = wanted_text_rows(layout, video_ids=video_ids, splits=splits, num_captions=num_captions)
     planned = videos.take(pa.array(video_rows)) if len(video_rows) else videos.slice(0, 0)
     fingerprint = recipe.fingerprint + ("" if caption_conditions is None else f" where {caption_conditions.text}")

@@ -454,8 +454,8 @@ def late_files(folder: Path, column: str) -> list[Path]:
     paths = [commit_path(folder, commit.shard_id) for commit in commits]
     files = [commit.files for commit in commits if commit.files is not None]
     paths += [folder / path for file in files for path in (file.tar, file.energon_index, file.index)]
-    existing = {path for path in folder.rglob("*") if not path.is_dir()}
-    return [path for path in paths if path in existing] if existing <= set(paths) else []
+    existing_paths = {path for path in folder.rglob("*") if not path.is_dir()}
+    return [path for path in paths if path in existing_paths] if existing_paths <= set(paths) else []
 
 
 def is_in_shard_folder(folder: str, name: str) -> bool:

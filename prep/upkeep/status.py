@@ -363,7 +363,7 @@ def _variant_status(
 ) -> VariantStatus:
     shards, length = variant.shards(), length_of(variant)
     codes = Counter(failure.code for failure in _failures(variant))
-    done = sum(shard.num_done for shard in running if shard.shard_id not in variant.commits)
+    num_done = sum(shard.num_done for shard in running if shard.shard_id not in variant.commits)
     try:
         where = read_selection(variant.directory).get(WHERE)
     except UserError:
@@ -377,7 +377,7 @@ def _variant_status(
         hours=length.seconds / 3600,
         failures=dict(codes.most_common()),
         num_wanted=pending.num_wanted,
-        num_running=done if running else None,
+        num_running=num_done if running else None,
         where=where,
         num_missing=0 if is_current else len((pending.wanted_shards or frozenset()) - variant.commits.keys()),
         num_unread=length.num_unread,

@@ -389,13 +389,13 @@ def _tables(data_dir: Path) -> Iterator[RecordFinding]:
 
 def _dataset(data_dir: Path) -> Iterator[RecordFinding]:
     path = data_dir / DATASET_FILE
-    with_variants = [column for column in columns() if list_variants(data_dir, column.name)]
+    used_columns = [column for column in columns() if list_variants(data_dir, column.name)]
     try:
-        missing = [column for column in with_variants if current_variant(data_dir, column.name) is None]
+        missing = [column for column in used_columns if current_variant(data_dir, column.name) is None]
     except UserError as error:
         yield RecordFinding(str(path), str(error), str(getattr(error, "hint", "")))
         return
-    for column in with_variants:
+    for column in used_columns:
         for name in list_variants(data_dir, column.name):
             folder = variant_dir(data_dir, column.name, name)
             if name != current_variant(data_dir, column.name) and late_files(folder, column.name):
@@ -491,8 +491,8 @@ def repair_text(command: str, messages: Iterable[str]) -> str:
             because no command replaces it.
     """
     has_folder = any(FOLDER_IN_PLACE in message for message in messages)
-    first = "remove or move the folders that are in place of files, then " if has_folder else ""
-    return f"to repair, {first}run: {command}"
+    first_step = "remove or move the folders that are in place of files, then " if has_folder else ""
+    return f"to repair, {first_step}run: {command}"
 
 
 def failure_text(result: VerifyResult, variant: Variant, *, column: ColumnSpec, data_dir: Path) -> str:
