@@ -202,7 +202,7 @@ def run_command(command: Callable[[], object], *, program: str = "", has_daemons
 
 
 def _call(command: Callable[[], object], *, program: str) -> None:
-    """Call `command`. Replace Inaccessible by its cause, and the error for a missing package by a UserError."""
+    """Call `command`. Replace Inaccessible with its cause, and the error for a missing package with a UserError."""
     try:
         command()
     except Inaccessible as error:
@@ -227,8 +227,8 @@ def folder_in_place(path: Path) -> IsADirectoryError:
 def _open_closed_streams() -> None:
     """Connect standard streams that the shell has closed (`>&-`) to the null device.
 
-    Python sets a closed stream to None, and its descriptor is free. Otherwise, the first file that the command opens
-    would get this descriptor, and output that a library or a child process prints to the stream would go to the file.
+    Python sets a closed stream to None, and its descriptor is free. The first file that the command opens would get
+    this descriptor, so output that a library or a child process prints to the stream would go to the file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -49,7 +49,7 @@ def clock(seconds: float, *, decimals: int = 0) -> str:
     """Format a time in the way that media players do: 0:42, 1:02:03.
 
     Args:
-        seconds: Time from the start of the video, in seconds.
+        seconds: Time or duration in seconds.
         decimals: Maximum number of decimal places of the seconds. Trailing zeros are omitted.
     """
     minutes, rest = divmod(round(seconds, decimals), 60)
@@ -70,7 +70,7 @@ def percent(fraction: float | None) -> str:
 
 
 def parse_size(text: str, *, flag: str) -> int:
-    """Parse a size such as 100GB or 1.5TB, with decimal units, to a number of bytes.
+    """Parse a size such as 100GB or 1.5TB, with decimal units, and return it in bytes.
 
     Raises:
         UserError: The text is not a positive number with a unit.
@@ -84,11 +84,11 @@ def parse_size(text: str, *, flag: str) -> int:
     return size_bytes
 
 
-def parse_length(text: str, *, flag: str, also: str = "") -> Fraction:
-    """Parse a length such as 15s or 500ms to an exact number of seconds.
+def parse_length(text: str, *, flag: str, alternatives: str = "") -> Fraction:
+    """Parse a length such as 15s or 500ms, and return the exact number of seconds.
 
     Args:
-        also: Text about other accepted values for the end of the hint, such as ", or 81f for frames".
+        alternatives: Text about other accepted values for the end of the hint, such as ", or 81f for frames".
 
     Raises:
         UserError: The text is not a positive number with a unit.
@@ -97,14 +97,14 @@ def parse_length(text: str, *, flag: str, also: str = "") -> Fraction:
     if match is None or Fraction(match["number"]) == 0:
         raise UserError(
             f'{flag} "{text}" is not a length',
-            hint=f"use a number above 0 with a unit, such as 15s or 500ms{also}",
+            hint=f"use a number above 0 with a unit, such as 15s or 500ms{alternatives}",
             flags=(flag,),
         )
     return Fraction(match["number"]) / (1000 if match["unit"] == "ms" else 1)
 
 
 def parse_age(text: str, *, flag: str) -> float:
-    """Parse an age such as 7d or 12h to seconds.
+    """Parse an age such as 7d or 12h, and return it in seconds.
 
     Raises:
         UserError: The text is not a positive number with a unit.
@@ -116,7 +116,7 @@ def parse_age(text: str, *, flag: str) -> float:
 
 
 def parse_bitrate(text: str, *, flag: str) -> int:
-    """Parse a bitrate such as 800k, 0.8M or 2M, with the suffixes of ffmpeg, to bits per second.
+    """Parse a bitrate such as 800k, 0.8M or 2M, with the suffixes of ffmpeg, and return it in bits per second.
 
     Raises:
         UserError: The text is not a bitrate, has no unit, or is not an integral number of bits per second.

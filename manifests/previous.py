@@ -213,7 +213,7 @@ def count_changed_splits(old: pa.Table, new: pa.Table) -> int:
 
 
 def replace_dataset(old: pa.Table, new: pa.Table, *, dataset: str) -> pa.Table:
-    """Replace the videos of `dataset` by `new`. Videos that are in both tables keep their rows; others are appended."""
+    """Replace the videos of `dataset` with `new`. Videos in both tables keep their rows, and others are appended."""
     position = pc.index_in(new["video_id"], value_set=old["video_id"].combine_chunks()).to_numpy(zero_copy_only=False)
     position = np.where(np.isnan(position.astype(float)), old.num_rows + np.arange(new.num_rows), position)
     is_other = pc.not_equal(old["dataset"], dataset)
@@ -314,8 +314,8 @@ def _rank_keys(hashes: np.ndarray) -> np.ndarray:
     """
     keys = hashes[:, 0].copy()
     order = np.argsort(keys)
-    in_order = keys[order]
-    repeats = in_order[1:] == in_order[:-1]
+    sorted_keys = keys[order]
+    repeats = sorted_keys[1:] == sorted_keys[:-1]
     is_repeated = np.zeros(len(keys), bool)
     is_repeated[order[1:][repeats]] = is_repeated[order[:-1][repeats]] = True
     rows = np.flatnonzero(is_repeated)

@@ -156,7 +156,7 @@ def remove_temporaries(folder: Path, *, matches: Callable[[str], bool] = lambda 
     """Remove temporary files from `folder`. The caller must hold the lock that the writers of these files use.
 
     Args:
-        matches: Function of a final name. Only the temporary files for which it returns True are removed.
+        matches: Function that takes the final name of a file. Only files for which it returns True are removed.
 
     Raises:
         OSError: A file cannot be removed.
@@ -169,7 +169,7 @@ def temporaries_in(folder: Path, *, matches: Callable[[str], bool] = lambda targ
     """Return the sorted paths of the temporary files in `folder`; [] if the folder does not exist.
 
     Args:
-        matches: Function of a final name. Only the temporary files for which it returns True are returned.
+        matches: Function that takes the final name of a file. Only files for which it returns True are returned.
     """
     try:
         with os.scandir(folder) as entries:

@@ -1,4 +1,4 @@
-"""Convert errors about command lines, and settings files to user errors, for `prep` and `train`."""
+"""Convert cyclopts's errors about command lines and settings files to user errors, for `prep` and `train`."""
 
 import re
 from collections.abc import Iterator, Sequence

@@ -183,7 +183,7 @@ def _add_tables(
         The file and row of each video that is listed without a caption, by video ID.
     """
     listed: dict[str, tuple[Path, int]] = {}
-    paired = set()
+    captioned = set()
     for path in tables:
         split = split_of_list(path, example=_TEST_LIST)
         for row in read_csv(path, required=["video_id"]):
@@ -193,13 +193,13 @@ def _add_tables(
             elif "sentence" not in row.values:
                 listed.setdefault(video_id, (path, row.number))
             else:
-                paired.add(video_id)
+                captioned.add(video_id)
                 video = videos.index_of(video_id, split=split, file=path, row=row.number)
                 if video is not None:
                     labels = {"label_category": categories.get(video_id)}
                     origin = Origin(path, SOURCE, row.number)
                     builder.add_caption(video, row.values["sentence"], origin, labels=labels)
-    for video_id in [video_id for video_id in listed if video_id in paired]:
+    for video_id in [video_id for video_id in listed if video_id in captioned]:
         path, number = listed.pop(video_id)
         detail = "its only caption is in a row of another CSV file"
         builder.reject(Reason.BAD_SPLIT, file=str(path), row=number, source_id=video_id, detail=detail)

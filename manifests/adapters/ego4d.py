@@ -125,7 +125,7 @@ def read_ego4d(
 def _splits(path: Path) -> dict[str, str]:
     """Return the split of each video in `ego4d.json`, or an empty dict for any other file."""
     splits: dict[str, str] = {}
-    for key, entry in object_items(path, inside="videos"):
+    for key, entry in object_items(path, nested_key="videos"):
         if key == "videos" and isinstance(entry, dict) and isinstance(entry.get("video_uid"), str):
             values = {value for name, value in entry.items() if name.startswith("split_") and isinstance(value, str)}
             is_val = not values.isdisjoint((VAL, "multi"))
@@ -182,7 +182,7 @@ def _add_narrations(builder: ReadingBuilder, videos: AnnotatedVideos, *, path: P
 
 
 def _videos(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for source_id, entry in object_items(path, inside="videos"):
+    for source_id, entry in object_items(path, nested_key="videos"):
         if _is_video(entry):
             yield source_id, entry
 

@@ -29,19 +29,21 @@ def array_items(path: Path, *, hook: ObjectHook | None = None) -> Iterator[Any]:
     """
     with open_annotations(path, encoding="utf-8-sig") as file:
         window = _Window(path, file, hook=hook)
-        window.expect("[", what="a list")
+        window.expect("[", expected="a list")
         while window.has_next("]"):
             yield window.value()
         window.expect_end()
 
 
-def object_items(path: Path, *, inside: str | None = None, hook: ObjectHook | None = None) -> Iterator[tuple[str, Any]]:
+def object_items(
+    path: Path, *, nested_key: str | None = None, hook: ObjectHook | None = None
+) -> Iterator[tuple[str, Any]]:
     """Iterate over the (key, value) pairs of a file that contains one JSON object.
 
     Args:
-        inside: Key whose value is read entry by entry. For example, `{"version": 1, "videos": {"a": ..., "b": ...}}`
-            with inside="videos" yields the keys version, a and b. If the value is a list, the key videos is yielded
-            with each item.
+        nested_key: Key whose value is read entry by entry. With nested_key="videos", the file
+            `{"version": 1, "videos": {"a": ..., "b": ...}}` yields the keys version, a and b. If the value is a list,
+            the key videos is yielded with each item.
         hook: `object_pairs_hook` of the parser. A ValueError from this function is reported as an error in the file.
 
     Raises:
@@ -49,15 +51,15 @@ def object_items(path: Path, *, inside: str | None = None, hook: ObjectHook | No
     """
     with open_annotations(path, encoding="utf-8-sig") as file:
         window = _Window(path, file, hook=hook)
-        window.expect("{", what="an object")
+        window.expect("{", expected="an object")
         while window.has_next("}"):
             key = window.key()
-            if key == inside and window.peek() == "{":
-                window.expect("{", what="an object")
+            if key == nested_key and window.peek() == "{":
+                window.expect("{", expected="an object")
                 while window.has_next("}"):
                     yield window.key(), window.value()
-            elif key == inside and window.peek() == "[":
-                window.expect("[", what="a list")
+            elif key == nested_key and window.peek() == "[":
+                window.expect("[", expected="a list")
                 while window.has_next("]"):
                     yield key, window.value()
             else:
@@ -85,10 +87,10 @@ class _Window:
             if position < end or not self._grow():
                 return text[position : position + 1]
 
-    def expect(self, character: str, *, what: str) -> None:
+    def expect(self, character: str, *, expected: str) -> None:
         """Consume an opening bracket or a colon."""
         if self.peek() != character:
-            raise self._error(f"expected {what}")
+            raise self._error(f"expected {expected}")
         self._position += 1
         self._opened = character
 
@@ -111,7 +113,7 @@ class _Window:
         key = self.value() if self.peek() == '"' else None
         if key is None:
             raise self._error("expected a key in quotes")
-        self.expect(":", what="a colon")
+        self.expect(":", expected="a colon")
         self._opened = ""
         return str(key)
 

@@ -39,7 +39,7 @@ _NO_COLUMNS = pa.schema([])
 
 
 class RowBuffer:
-    """Buffer for rows of one schema. Each ROWS_PER_CHUNK rows are converted to Arrow.
+    """Buffer for rows of one schema, which are converted to Arrow in batches of ROWS_PER_CHUNK rows.
 
     Args:
         optional: Optional columns, which take memory only for rows with a value. A column without values is omitted.
@@ -145,7 +145,8 @@ class ReadingBuilder:
         self._bulk: list[pa.RecordBatch] = []
         self._num_bulk_rows = 0
         self._rejected = RowBuffer(REJECTED)
-        self._lost: dict[tuple[str, str, Reason, str], tuple[int, int | None]] = {}  # captions, first row
+        # Number of lost captions and first row, by source ID, file, reason and detail.
+        self._lost: dict[tuple[str, str, Reason, str], tuple[int, int | None]] = {}
         self._num_rows_used: dict[Location, int] = {}
         self._example_file: str | None = None
         self._notes: list[str] = []
@@ -397,7 +398,7 @@ def is_encodable(text: str) -> bool:
 
 
 def escape_unencodable(text: str) -> str:
-    """Replace characters that cannot be encoded as UTF-8 by escapes."""
+    """Replace characters that cannot be encoded as UTF-8 with escapes."""
     return text if is_encodable(text) else text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -537,7 +538,7 @@ class AnnotatedVideos:
 
 
 def read_with_local_tables(tables: Sequence[Location], read: Callable[[list[Path]], Reading]) -> Reading:
-    """Call `read` with local copies of annotation files, and replace the paths of the copies by URLs in the result.
+    """Call `read` with local copies of annotation files, and replace the paths of the copies with URLs in the result.
 
     Raises:
         UserError: A file cannot be downloaded, or `read` raises this error.

@@ -532,9 +532,9 @@ def columns_of(header: Sequence[str]) -> dict[str, str]:
     known_names = set(columns.values())
     unneeded: set[str] = set()
     for edge in _EDGES:
-        present = [name for unit in ("s", *_UNITS) if (name := f"{edge}_{unit}") in known_names]
+        time_columns = [name for unit in ("s", *_UNITS) if (name := f"{edge}_{unit}") in known_names]
         is_video_duration = edge == "duration" and not any(name.startswith("begin_") for name in known_names)
-        unneeded.update(present if is_video_duration else present[1:])
+        unneeded.update(time_columns if is_video_duration else time_columns[1:])
     if known_names.isdisjoint({f"{edge}_frame" for edge in _EDGES} - unneeded):
         unneeded.add("fps")
     return {cell: name for cell, name in columns.items() if name not in unneeded}

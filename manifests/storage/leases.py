@@ -191,7 +191,7 @@ class Lease:
             with self._lock:
                 if self._released.is_set() or self._lost_to is not None:
                     return
-                with suppress(OSError, UserError):  # retried in the next period; until then, `require` reports it
+                with suppress(OSError, UserError):  # retried in the next period; `require` raises an error in time
                     self._renew()
 
     def _renew(self) -> None:
@@ -259,7 +259,7 @@ class Lease:
 def server_time_s(objects: Objects) -> float:
     """Return the current time of the server in seconds since the epoch, as the time of a new object."""
     while True:
-        key = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-dataset.json"  # if this process is killed, it is cleaned up
+        key = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-dataset.json"  # other commands remove it after a kill
         objects.write(key, b"")
         try:
             return objects.info(key).modified_s
@@ -386,7 +386,7 @@ class Fence:
 
 
 def holder_of(objects: Objects, info: ObjectInfo) -> str | None:
-    """Return the holder of a lease and since when, or None if the lease is released, abandoned or expired.
+    """Return the holder of a lease and the start time, or None if the lease is released, abandoned or expired.
 
     Without write permission, the time of the server is unknown, so an expired lease counts as held.
     """

@@ -1,7 +1,7 @@
 """Mount the local folder that mirrors a URL, in a command, in its workers, and in the ranks of a training run.
 
-A command opens the local folder of a URL (`open_data`, `open_run`). Its workers mount the same folder, or on a
-different node create one (`mount_problem`). Each rank of a training run opens a separate folder (`Mirror.join`).
+A command opens the local folder of a URL (`open_data`, `open_run`). Its workers mount the same folder, or create a
+folder on a different node (`mount_problem`). Each rank of a training run opens a separate folder (`Mirror.join`).
 """
 
 import hashlib
@@ -58,7 +58,7 @@ def open_run(url: str) -> Path:
 
 
 def is_small_in_run(key: str) -> bool:
-    """Return True for a file of a run that is always fetched: any file but checkpoint parts, pages and event files."""
+    """Return True for a file of a run that is always fetched, unlike parts of checkpoints, pages and event files."""
     return not key.endswith((".bin", ".html")) and "tfevents" not in key
 
 

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 
 PAGE = 1000  # maximum number of objects in one response
-MAX_ATTEMPTS = 4  # maximum number of attempts if a response is truncated that obstore neither resumes nor retries
+MAX_ATTEMPTS = 4  # for a request whose response is truncated, if obstore neither resumes nor retries the request
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -103,7 +103,7 @@ class Listing:
             recursive: Also list the subfolders.
         """
         last_key: str | None = None  # listings are ordered by key, and can be continued after any key
-        source, num_truncated = self._source(prefix, recursive=recursive, after=last_key), 0
+        source, num_truncated = self._source(prefix, recursive=recursive, start_after=last_key), 0
         while True:
             try:
                 page = next(source, None)
@@ -111,7 +111,7 @@ class Listing:
                 num_truncated += 1
                 if num_truncated == MAX_ATTEMPTS or self._s3 is not None:
                     raise
-                source = self._source(prefix, recursive=recursive, after=last_key)
+                source = self._source(prefix, recursive=recursive, start_after=last_key)
                 continue
             except OddName as odd:
                 if self._scheme != "s3":
@@ -122,7 +122,7 @@ class Listing:
                 from clipmill.manifests.storage.s3_requests import S3Requests
 
                 self._s3 = S3Requests(self._url, self._store)
-                source = self._source(prefix, recursive=recursive, after=last_key)
+                source = self._source(prefix, recursive=recursive, start_after=last_key)
                 continue
             if page is None:
                 return
@@ -130,11 +130,13 @@ class Listing:
             yield [info for info in page if info.key > (last_key or "")]
             last_key, num_truncated = page[-1].key if page else last_key, 0
 
-    def _source(self, prefix: str, *, recursive: bool, after: str | None) -> Iterator[list[ObjectInfo]]:
+    def _source(self, prefix: str, *, recursive: bool, start_after: str | None) -> Iterator[list[ObjectInfo]]:
         import obstore
 
         if self._s3 is not None:
-            yield from self._signed_pages(self._s3.list(prefix, recursive=recursive, after=after, page_size=PAGE))
+            yield from self._signed_pages(
+                self._s3.list(prefix, recursive=recursive, start_after=start_after, page_size=PAGE)
+            )
             return
         if not recursive:
             with self._errors(prefix):
@@ -142,7 +144,7 @@ class Listing:
             yield [info_of(entry) for entry in entries]
             return
         with self._errors(prefix):
-            pages = iter(obstore.list(self._store, prefix or None, offset=after, chunk_size=PAGE))
+            pages = iter(obstore.list(self._store, prefix or None, offset=start_after, chunk_size=PAGE))
         while True:
             with self._errors(prefix):
                 page = next(pages, None)
@@ -450,7 +452,7 @@ class Objects:
 
     @property
     def odd_names(self) -> set[str]:
-        """Keys in listings that obstore cannot access: with `//`, `/../`, `/./`, or unprintable characters."""
+        """Listed keys that obstore rejects: keys with `//`, `/../`, `/./`, or unprintable characters."""
         return self._listing.odd_names
 
     def open_uploads(self) -> Iterator["OpenUpload"]:

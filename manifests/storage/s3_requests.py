@@ -57,21 +57,21 @@ class S3Requests:
         self._prefix = f"{store.prefix}/" if store.prefix else ""
 
     def list(
-        self, prefix: str, *, recursive: bool, after: str | None, page_size: int
+        self, prefix: str, *, recursive: bool, start_after: str | None, page_size: int
     ) -> Iterator[list[dict[str, str]]]:
         """Yield the objects in the folder `prefix` by pages, as dicts with the names that S3 uses.
 
         Args:
             recursive: Also list the subfolders.
-            after: Key after which the listing starts; None lists all keys.
+            start_after: Key after which the listing starts; None lists all keys.
             page_size: Maximum number of objects on a page.
         """
         folder = f"{prefix.rstrip('/')}/" if prefix else ""
         query = {"list-type": "2", "encoding-type": "url", "prefix": self._prefix + folder, "max-keys": str(page_size)}
         if not recursive:
             query["delimiter"] = "/"
-        if after is not None:
-            query["start-after"] = self._prefix + after
+        if start_after is not None:
+            query["start-after"] = self._prefix + start_after
         while True:
             response = self._request("GET", query)
             yield [{**entry, "Key": self._key(entry["Key"], response)} for entry in _entries(response, "Contents")]

@@ -128,7 +128,11 @@ def local_files(folder: Path, prefix: str, *, recursive: bool) -> Iterator[tuple
 def is_current(
     path: Path, state: os.stat_result, info: ObjectInfo, *, is_small: Callable[[str], bool] = is_eager
 ) -> bool:
-    """Return True if a local file has the content of an object, or is a placeholder for an object that is not small."""
+    """Return True if a local file represents the current version of an object.
+
+    A small object requires the content; for other objects, a placeholder suffices. If the seconds of the modification
+    time differ from the time of the object, they are corrected.
+    """
     is_content = not state.st_mtime_ns % 2
     stamp = _stamp(info.key, info.etag, is_content=is_content)
     if state.st_size != info.size_bytes or state.st_mtime_ns % _SECOND_NS != stamp:
@@ -157,7 +161,7 @@ def _stamp(key: str, etag: str, *, is_content: bool) -> int:
 
 
 def make_placeholder(path: Path, info: ObjectInfo) -> None:
-    """Replace `path` by a sparse file that has the size of an object, without its content."""
+    """Replace `path` with a sparse file that has the size of an object, but not its content."""
     temporary = temporary_path(path)
     with temporary.open("wb") as file:
         file.truncate(info.size_bytes)

@@ -122,7 +122,7 @@ class LatentsSettings(Checked):
         """
         if match := _FRAMES.fullmatch(self.segment):
             return int(match[1])
-        num_frames = parse_length(self.segment, flag="--segment", also=", or 81f for frames") * self.fps_exact
+        num_frames = parse_length(self.segment, flag="--segment", alternatives=", or 81f for frames") * self.fps_exact
         if num_frames.denominator != 1:
             raise UserError(
                 f"a segment of {self.segment} at {self.fps} fps has {float(num_frames):g} frames, which is not a whole "

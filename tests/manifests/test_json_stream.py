@@ -27,7 +27,7 @@ def test_entries_are_those_of_the_whole_file(
     path.write_text("\ufeff" + json.dumps(VALUES, indent=indent) + "\n", encoding="utf-8")
     expected = [(key, value) for key, value in VALUES.items() if key != "videos"]
     expected[3:3] = list(VALUES["videos"].items())  # type: ignore[attr-defined]
-    assert list(object_items(path, inside="videos")) == expected
+    assert list(object_items(path, nested_key="videos")) == expected
     path.write_text(json.dumps(list(VALUES.values()), indent=indent, ensure_ascii=False), encoding="utf-8")
     assert list(array_items(path)) == list(VALUES.values())
 
