@@ -91,7 +91,7 @@ def test_several_wrong_settings_are_named_at_once(data: Path) -> None:
             "put the flags before --, because all arguments after",
         ),
         ("inspect --data x -- -rf_0", "the data folder x does not exist", "create a data folder"),
-        ("plan --explain -rf", "--explain requires an argument", "with =, as in --explain=-rf; see prep plan"),
+        ("plan --explain -rf", "--explain requires an argument", "as in --explain=-rf; see prep plan"),
         ("latents --crop random", "--vae is required", "see prep latents --help"),
         ("plan --explain=-rf --data x", "the data folder x does not exist", "create a data folder"),
         ("inspect --data y --data x", "the data folder x does not exist", "create a data folder"),
