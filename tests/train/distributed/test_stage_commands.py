@@ -53,5 +53,5 @@ def test_stages_need_processes_and_a_model_that_can_be_cut(
 ) -> None:
     out = tmp_path / "run"
     assert train("mae", "--shards", data_dir, "--out", out, "--parallel.stages", 2, "--device", "cpu") == 2
-    assert "--parallel.stages is 2, and 1 process cannot be divided" in capsys.readouterr().err
+    assert "--parallel.stages is 2, but 1 process cannot be divided" in capsys.readouterr().err
     assert not out.exists()

@@ -187,12 +187,12 @@ def test_a_stage_that_is_killed_ends_the_others_and_the_run_goes_on(runs: Path, 
 
 
 def test_cuts_that_cannot_be_are_refused() -> None:
-    with pytest.raises(UserError, match=r"--parallel.stages is 2, and 3 processes cannot be divided"):
+    with pytest.raises(UserError, match=r"--parallel.stages is 2, but 3 processes cannot be divided"):
         World(size=3).cut(2)
-    with pytest.raises(UserError, match=r"--parallel.stages is 2, and 1 process cannot be divided") as caught:
+    with pytest.raises(UserError, match=r"--parallel.stages is 2, but 1 process cannot be divided") as caught:
         World().cut(2)
     assert caught.value.hint is not None and "torchrun --nproc-per-node 2" in caught.value.hint
-    with pytest.raises(UserError, match=r"--parallel.stages is 10, and the model has 9 layers"):
+    with pytest.raises(UserError, match=r"--parallel.stages is 10, but the model has only 9 layers"):
         take_stage(StageTask(Path(), 0), captioner(), ParallelSettings(stages=10), stages=World(size=10))
     with pytest.raises(UserError, match="the models of train plane cannot be cut into stages"):
         check_stages(PlaneTask(), None, TrainingSettings(parallel=ParallelSettings(stages=2)), world=World(size=2))
