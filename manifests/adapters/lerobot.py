@@ -55,7 +55,7 @@ _COPY_AGAIN = "copy it again; after an interrupted recording, LeRobotDataset.fin
 
 @dataclass(frozen=True)
 class _Span:
-    """Time span in seconds in a video file. The path of the file is relative to the folder of the dataset."""
+    """Time span in a video file, whose path is relative to the folder of the dataset."""
 
     file: str
     begin_s: float
@@ -143,7 +143,7 @@ def read_lerobot(directory: Location, *, dataset: str = DATASET) -> Reading:
     tasks = _tasks_by_time(info, episodes.values(), notes)
     labels = sorted({name for episode in episodes.values() for name in episode.labels})
     builder = ReadingBuilder(dataset, labels=dict.fromkeys(labels, pa.string()))
-    for note in (*notes, *_notes_of(info, episodes.values())):
+    for note in (*notes, *_unusual_properties(info, episodes.values())):
         builder.note(note)
     builder.begin_annotations(info.annotations)
     for row, unusable in faults:
@@ -497,7 +497,7 @@ def _task_names(info: _Dataset) -> dict[float, str]:
     return {number: str(name).strip() for number, name in zip(numbers, names, strict=True)}
 
 
-def _notes_of(info: _Dataset, episodes: Collection[_Episode]) -> Iterator[str]:
+def _unusual_properties(info: _Dataset, episodes: Collection[_Episode]) -> Iterator[str]:
     """Yield notes for the user about unusual properties of the episodes."""
     if isinstance(info.num_episodes, int) and info.num_episodes != len(episodes):
         yield f"meta/info.json has {info.num_episodes} episodes, but the metadata of episodes has {len(episodes):,}"

@@ -1,4 +1,4 @@
-"""Read captions from files next to videos: subtitles (.srt, .vtt), and speech recognition (.json from Whisper).
+"""Read captions from files next to videos: subtitles (.srt, .vtt), and the output of speech recognition (.json).
 
 A file belongs to the video with the same name in the same folder: `a.srt`, or `a.en.srt` with a language, belongs to
 `a.mp4`. The source of the captions is `subtitles`, or `asr` for the output of speech recognition, followed by the

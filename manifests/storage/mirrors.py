@@ -86,8 +86,8 @@ class Mirror(Protocol):
         Args:
             name: Key of the lock.
             unless: Pattern of the names of other locks that no other command may hold.
-            on_wait: Function that is called once with the name of the holder. If it is set, a lock that its holder no
-                longer renews is waited for until it expires.
+            on_wait: Function that is called once with the name of the holder. If it is set, wait until a lock that its
+                holder no longer renews has expired.
 
         Raises:
             LeaseHeld: Another command holds the lock, or a lock whose name matches `unless`.
@@ -220,7 +220,7 @@ def set_modified_time(path: Path, *, time_ns: int) -> None:
 def show_urls(text: str) -> str:
     """Replace the local folders of mirrors with their URLs in a text for people."""
     for folder, mirror in _mounted.items():
-        # If a digit follows, it is the name of a different folder, such as host-10 in place of host-1.
+        # A digit that follows belongs to the name of a different folder: host-10 is not host-1.
         text = re.sub(rf"{re.escape(folder)}(?!\d)", mirror.url.replace("\\", r"\\"), text)
     return text
 
