@@ -77,8 +77,8 @@ def data_folder_error(path: Path) -> UserError:
     if inner := next((child for child in sorted(folder.iterdir()) if child.is_dir() and is_data_folder(child)), None):
         return UserError(message, hint=f"use a data folder, such as {inner}")
     if tars:
-        them = "them" if len(tars) > 1 else "it"
-        hint = f"to train on its {count_noun(len(tars), 'tar')}, pass {them} as '{_tar_pattern(path, tars)}'"
+        pronoun = "them" if len(tars) > 1 else "it"
+        hint = f"to train on its {count_noun(len(tars), 'tar')}, pass {pronoun} as '{_tar_pattern(path, tars)}'"
         return UserError(message, hint=hint)
     if _COMPRESSED.search(path.name):
         return UserError(message, hint="decompress it, and pass the tar: training reads only uncompressed tars")

@@ -186,8 +186,8 @@ def read_source_packets(
     packets = read_packets(file, payload, table, list(chain(*runs)))
     if len(runs) == 1:
         return packets
-    parts = iter(packets)
-    return [packet for run in runs for packet in (*islice(parts, len(run)), RESTART)]
+    remaining = iter(packets)
+    return [packet for run in runs for packet in (*islice(remaining, len(run)), RESTART)]
 
 
 class SourceFile:
@@ -205,7 +205,7 @@ class SourceFile:
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Read several ranges (offset, size) of the file; raises the same errors as `PacketBytes.read_ranges`."""
         if not is_remote(self._location):
-            return _FILES.read_ranges(Path(self._location), ranges)
+            return _LOCAL_FILES.read_ranges(Path(self._location), ranges)
         from clipmill.manifests.storage.urls import split_url
 
         root, key = split_url(self._location)
@@ -213,7 +213,7 @@ class SourceFile:
 
 
 _REMOTE_GAP_BYTES = 1 << 18
-_FILES = LocalTars()  # keeps the most recently read files open
+_LOCAL_FILES = LocalTars()  # keeps the most recently read files open
 
 
 @lru_cache(maxsize=64)

@@ -258,9 +258,9 @@ def leave_mark(directory: Path) -> object | None:
 def _write_mark(mark: _Mark) -> bool:
     """Write a mark; return True. If it cannot be written, print a note and return False."""
     marks = mark.marks
-    waiting = f"waiting for prep gc, which is removing variants in {marks.location}\n"
+    message = f"waiting for prep gc, which is removing variants in {marks.location}\n"
     try:
-        with marks.hold(is_shared=True, on_wait=lambda: sys.stderr.write(waiting)):
+        with marks.hold(is_shared=True, on_wait=lambda: sys.stderr.write(message)):
             marks.write(mark.name, mark.content)
     except (OSError, UserError) as error:
         _folders.update({folder: None for folder, folder_marks in _folders.items() if folder_marks is marks})
@@ -442,8 +442,8 @@ def _has_ended(record: Mapping[str, Any], *, age_s: float) -> bool:
     if not isinstance(facts, dict) or facts.get(TOKEN_FACT) == record.get("token"):
         return False
     # The folder of the run may exist only on a different machine.
-    is_seen = is_remote(run) or str(record.get("holder")).endswith(f" on {os.uname().nodename}")
-    return is_seen or age_s > RUN_EXPIRY_S
+    is_accessible = is_remote(run) or str(record.get("holder")).endswith(f" on {os.uname().nodename}")
+    return is_accessible or age_s > RUN_EXPIRY_S
 
 
 def _read_facts(run: str) -> bytes:
@@ -458,6 +458,6 @@ def _read_facts(run: str) -> bytes:
 @contextmanager
 def exclude_new_readers(data_dir: Path) -> Iterator[Readers]:
     """Yield the readers of a data folder, and block new readers until the block ends."""
-    marks, waiting = _marks_of(data_dir), f"waiting for a reader that is opening {data_dir}\n"
-    with marks.hold(is_shared=False, on_wait=lambda: sys.stderr.write(waiting)):
+    marks, message = _marks_of(data_dir), f"waiting for a reader that is opening {data_dir}\n"
+    with marks.hold(is_shared=False, on_wait=lambda: sys.stderr.write(message)):
         yield replace(list_readers(data_dir), now_s=marks.now_s())

@@ -148,7 +148,7 @@ class _Parser:
         self._fields = {**self._fields, **label_kinds}
         self._check_kinds(root)
         parts = root["children"] if root["type"] == "CONJUNCTION_AND" else [root]
-        texts = [self._sql(part) for part in parts]
+        texts = [self._to_sql(part) for part in parts]
         for node in _nodes(root):
             self._set_precision(node)
         conditions = []
@@ -156,7 +156,7 @@ class _Parser:
             references = (node for node in _nodes(part) if node["class"] == "COLUMN_REF")
             names = frozenset(node["column_names"][0].lower() for node in references)
             labels = {name: self._fields[name] for name in names & self._labels}
-            conditions.append(Condition(text, self._sql(part), names, labels))
+            conditions.append(Condition(text, self._to_sql(part), names, labels))
         return conditions
 
     def _parse(self, expression: str) -> _Node:
@@ -164,7 +164,7 @@ class _Parser:
         import duckdb
 
         try:
-            (tree_json,) = self._row("select json_serialize_sql(?)", f"{_PREFIX}{expression}{_SUFFIX}")
+            (tree_json,) = self._fetch_row("select json_serialize_sql(?)", f"{_PREFIX}{expression}{_SUFFIX}")
             tree = json.loads(tree_json)
         except RecursionError:
             tree = {"error": True, "error_message": "depth"}
@@ -176,7 +176,7 @@ class _Parser:
             self._fail(tree["error_message"], int(tree["position"]) if "position" in tree else None)
         root: _Node = tree["statements"][0]["node"].get("select_list", [{}])[0]
         self._statement_tree = self._statement_tree or tree
-        if self._select(root) != tree:
+        if self._select_only(root) != tree:
             self._fail("it is not a single expression; clauses such as order by are not allowed")
         return root
 
@@ -212,16 +212,16 @@ class _Parser:
         kinds = self._kinds([*conditions, *(operand for operands in comparisons for operand in operands)])
         for node in conditions:
             if (kind := kinds[id(node)]) != "condition":
-                sql = self._sql(node)
+                sql = self._to_sql(node)
                 hint = f"compare it, for example {sql} > 0" if kind == "number" else None
                 self._fail(f"{sql} is {_KIND_NAMES[kind]}, not a condition", node["query_location"], hint=hint)
         for first, *others in comparisons:
             first_kind = kinds[id(first)]
             for other in others:
                 if first_kind != (kind := kinds[id(other)]):
-                    first_text = f"{self._sql(first)} is {_KIND_NAMES[first_kind]}"
+                    first_text = f"{self._to_sql(first)} is {_KIND_NAMES[first_kind]}"
                     self._fail(
-                        f"{first_text}, but {self._sql(other)} is {_KIND_NAMES[kind]}, so they cannot be compared",
+                        f"{first_text}, but {self._to_sql(other)} is {_KIND_NAMES[kind]}, so they cannot be compared",
                         other["query_location"],
                         hint="compare numbers with numbers, and strings with 'strings'; select unknown values with "
                         "`NAME is null`",
@@ -230,17 +230,17 @@ class _Parser:
     def _label_kinds(self, root: _Node) -> dict[str, Kind]:
         """Return the kind of each label that is used as a condition, or compared with values of a single kind."""
         conditions, comparisons = _conditions_and_comparisons(root)
-        kinds: dict[str, Kind] = dict.fromkeys(filter(None, map(self._label, conditions)), "condition")
+        kinds: dict[str, Kind] = dict.fromkeys(filter(None, map(self._label_name, conditions)), "condition")
         for operands in comparisons:
-            others = [node for node in operands if not self._label(node)]
+            others = [node for node in operands if not self._label_name(node)]
             other_kinds = (
                 set(self._kinds(others).values()).difference(("unknown",)) if len(others) < len(operands) else ()
             )
-            for name in filter(None, map(self._label, operands)) if len(other_kinds) == 1 else ():
+            for name in filter(None, map(self._label_name, operands)) if len(other_kinds) == 1 else ():
                 kinds.setdefault(name, *other_kinds)
         return kinds
 
-    def _label(self, node: _Node) -> str:
+    def _label_name(self, node: _Node) -> str:
         """Return the name of the label to which a node refers; empty for other nodes."""
         name = node["column_names"][0].lower() if node["class"] == "COLUMN_REF" else ""
         return name if name in self._labels else ""
@@ -255,7 +255,7 @@ class _Parser:
         calls = [{**self._typeof, "arguments": [{**argument, "expression": node}]} for node in nodes]
         columns = ", ".join(f"null::{_TYPES[kind]} as {name}" for name, kind in self._fields.items())
         try:
-            types = self._row(f"select {self._sql(*calls)} from (select {columns})")
+            types = self._fetch_row(f"select {self._to_sql(*calls)} from (select {columns})")
         except duckdb.Error as error:
             self._fail(str(error))
         return {id(node): _KINDS.get(name, "number") for node, name in zip(nodes, types, strict=True)}
@@ -271,18 +271,19 @@ class _Parser:
                 if argument["expression"]["class"] == "COLUMN_REF":
                     argument["expression"] = {**self._cast, "child": argument["expression"]}
 
-    def _select(self, *nodes: _Node) -> _Node:
+    def _select_only(self, *nodes: _Node) -> _Node:
         """Return the parse tree of a statement that only selects `nodes`."""
         tree = self._statement_tree
         (statement,) = tree["statements"]
         return {**tree, "statements": [{**statement, "node": {**statement["node"], "select_list": [*nodes]}}]}
 
-    def _sql(self, *nodes: _Node) -> str:
+    def _to_sql(self, *nodes: _Node) -> str:
         """Return nodes as SQL in canonical form, with parentheses where necessary."""
-        (sql,) = self._row("select json_deserialize_sql(?)", json.dumps(self._select(*nodes)))
+        (sql,) = self._fetch_row("select json_deserialize_sql(?)", json.dumps(self._select_only(*nodes)))
         return str(sql).removeprefix("SELECT ")
 
-    def _row(self, query: str, *values: str) -> tuple[Any, ...]:
+    def _fetch_row(self, query: str, *values: str) -> tuple[Any, ...]:
+        """Run a query with parameters, and return the first row of the result."""
         return self._database.execute(query, values).fetchone() or ()
 
     def _fail(self, problem: str, location: int | None = None, *, hint: str | None = None) -> NoReturn:
@@ -303,7 +304,7 @@ def _conditions_and_comparisons(root: _Node) -> tuple[list[_Node], list[list[_No
         if node["class"] == "CONJUNCTION" or node["type"] == "OPERATOR_NOT":
             conditions += node["children"]
         elif node["class"] == "CASE":
-            conditions += [check["when_expr"] for check in node["case_checks"]]
+            conditions += [case["when_expr"] for case in node["case_checks"]]
         elif node["class"] in ("COMPARISON", "BETWEEN") or node["type"] in _MEMBERSHIPS:
             operands = [node[name] for name in ("left", "right", "input", "lower", "upper") if name in node]
             comparisons.append([*operands, *node.get("children", ())])
@@ -453,8 +454,8 @@ class Where:
         Raises:
             UserError: A condition uses fields of both chunks and captions.
         """
-        on_chunks: list[Condition] = []
-        on_captions: list[Condition] = []
+        chunk_conditions: list[Condition] = []
+        caption_conditions: list[Condition] = []
         for condition in self.conditions:
             names: dict[Level, list[str]] = {}
             for name, field in _fields_of(sorted(condition.names)).items():
@@ -466,8 +467,8 @@ class Where:
                     hint="write separate conditions on chunks and on captions, and join them with `and`",
                     flags=(_FLAG,),
                 )
-            (on_captions if "caption" in names else on_chunks).append(condition)
-        return self._part(on_chunks), self._part(on_captions)
+            (caption_conditions if "caption" in names else chunk_conditions).append(condition)
+        return self._keep_conditions(chunk_conditions), self._keep_conditions(caption_conditions)
 
     def require(self, levels: Collection[Level], *, because: str) -> None:
         """Raise a UserError if the expression uses names whose level is not in `levels`.
@@ -482,7 +483,8 @@ class Where:
                 f"{_FLAG} uses {', '.join(unsupported)}, but {because}", hint=f"use one of {supported}", flags=(_FLAG,)
             )
 
-    def _part(self, conditions: list[Condition]) -> "Where | None":
+    def _keep_conditions(self, conditions: list[Condition]) -> "Where | None":
+        """Return the expression with only these of its conditions; None if there are none."""
         if len(conditions) == len(self.conditions):
             return self
         text = " and ".join(condition.text for condition in conditions)

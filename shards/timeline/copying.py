@@ -89,15 +89,15 @@ class _VideoWriter:
         shift = delay + round((1 - start) / self._unit)  # leave a second, because the sound may begin a little earlier
         self.start = start + shift * self._unit
         self._times, self._decoding_times = packets.times + shift, ordered + shift - delay
-        self._firsts = [first for first, _ in packets.restarts]
+        self._first_packets = [first for first, _ in packets.restarts]
         self.offsets = [(shift + offset) * self._unit for _, offset in packets.restarts]
         self._number, self._last_key = 0, NO_TIME
 
     def position(self) -> tuple[int, Fraction]:
         """Return the index of the part that is being written, and its length so far in seconds."""
         row = max(0, self._number - 1)
-        part = bisect_right(self._firsts, row) - 1
-        return part, int(self._times[row] - self._times[self._firsts[part]]) * self._unit
+        part = bisect_right(self._first_packets, row) - 1
+        return part, int(self._times[row] - self._times[self._first_packets[part]]) * self._unit
 
     def write(self, packet: "Packet[Any]") -> None:
         """Write the next packet."""

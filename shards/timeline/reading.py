@@ -114,15 +114,15 @@ def find_restarts(
         TimelineError: A timestamp is damaged.
     """
     is_jump = steps_s > LONGEST_FRAME_S
-    firsts = (np.flatnonzero((steps_s < -float(RESTART_S)) | is_jump) + 1).tolist()
+    first_packets = (np.flatnonzero((steps_s < -float(RESTART_S)) | is_jump) + 1).tolist()
     restarts, offset = [(0, 0)], 0
-    for first, end in pairwise([*firsts, len(times)]):
+    for first, end in pairwise([*first_packets, len(times)]):
         if (is_jump[first - 1] and not may_wrap) or (end - first < 2 and first > 1):
             change = f"jump by {steps_s[first - 1] / 3600:,.1f} hours" if is_jump[first - 1] else "go back"
             location = f"at packet {first} ({float((int(times[first - 1]) - int(times[0])) * unit):.2f} s)"
             raise TimelineError("bad_timestamps", f"the timestamps {change} {location}")
-        begin = restarts[-1][0]
-        last = begin + int(np.argmax(times[begin:first]))
+        previous_first = restarts[-1][0]
+        last = previous_first + int(np.argmax(times[previous_first:first]))
         offset += int(times[last] + lengths[last]) - int(times[first:end].min())
         restarts.append((first, offset))
     return tuple(restarts)
