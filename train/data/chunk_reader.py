@@ -114,9 +114,9 @@ class Chunks:
         key, begin_us, end_us = chunks.key(chunk), int(self._parts.begin_us[number]), int(self._parts.end_us[number])
         rgb_frames: dict[int, NDArray[np.uint8]] = {}
 
-        def add(frame: int, picture: "av.VideoFrame") -> None:
+        def add(frame: int, video_frame: "av.VideoFrame") -> None:
             # Use one thread, because starting more threads takes longer than the conversion of a frame.
-            rgb_frames[frame] = np.asarray(picture.to_ndarray(format="rgb24", threads=1), np.uint8)
+            rgb_frames[frame] = np.asarray(video_frame.to_ndarray(format="rgb24", threads=1), np.uint8)
 
         try:
             grid, times = chunks.table.times(chunk), chunks.times(chunk)

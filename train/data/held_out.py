@@ -1,4 +1,4 @@
-"""Cautions about metrics: there are few clips, or clips look like training clips."""
+"""Cautions about the metrics of few clips, or of clips that look like training clips."""
 
 import math
 from collections.abc import Mapping
@@ -37,8 +37,8 @@ class HeldOut:
     Attributes:
         num_clips: Number of distinct clips.
         num_chunks: Number of chunks in which the clips begin; 0 if no chunk looks like a chunk of `trained_split`.
-        num_alike: Number of chunks in which a clip begins and which look like a chunk of `trained_split`; None without
-            scores.
+        num_alike: Number of chunks that contain the start of a clip and look like a chunk of `trained_split`; None
+            without scores.
         trained_split: Split that was used for training.
         were_trained_on: True if the model was trained on these clips, because the data have no splits.
     """

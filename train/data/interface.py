@@ -429,7 +429,7 @@ def read_clips(
 
 def _height_and_width(size_px: int | tuple[int, int]) -> tuple[int, int]:
     sides: list[Any] = list(size_px) if isinstance(size_px, Sequence) else [size_px, size_px]
-    # Even numbers, because chroma has half the size of luma.
+    # The numbers must be even, because chroma has half the resolution of luma.
     if len(sides) != 2 or not all(isinstance(side, Integral) and int(side) > 0 == int(side) % 2 for side in sides):
         raise UserError(
             f"size_px is {quote_value(size_px)}", hint="use a positive even number, or a pair of them: (height, width)"

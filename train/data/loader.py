@@ -201,9 +201,9 @@ class Loader:
             yield builder.take(self.cursor)
 
     def evaluation_batches(self, *, every: int = 1, begin: int = 0) -> Iterator[LoadedBatch]:
-        """Yield batches of this rank's share of every `every`-th sample, in order. The last batch may be smaller.
+        """Yield batches of this rank's share of every `every`-th sample, in order.
 
-        The last batch may even be empty, if samples have failed since the previous batch.
+        The last batch may be smaller, or empty if all samples since the previous batch have failed.
 
         Args:
             every: Step between samples.

@@ -347,24 +347,27 @@ class RemoteMaps(MappedTars):
 
     Args:
         tars: Reader of the tars of the data folder.
-        whole: Variant whose tars must be completely in the cache. The constructor downloads them. None for no variant.
+        cached_variant: Variant whose tars must be completely in the cache, so the constructor downloads them; None for
+            no variant.
 
     Raises:
-        UserError: A tar of `whole` cannot be downloaded, or does not fit into the cache.
+        UserError: A tar of `cached_variant` cannot be downloaded, or does not fit into the cache.
     """
 
     are_remote = True
 
-    def __init__(self, variants: Sequence[Variant], tars: RemoteTars, *, whole: Variant | None = None) -> None:
+    def __init__(self, variants: Sequence[Variant], tars: RemoteTars, *, cached_variant: Variant | None = None) -> None:
         super().__init__(variants)
         self.num_readers = tars.num_readers
         self._tars, self._shards = tars, [shard for variant in variants for shard in variant.shards()]
         self._is_mapped: NDArray[np.bool_] = np.zeros(len(self._shards), bool)
         self._is_needed: NDArray[np.bool_] = np.zeros(len(self._shards), bool)
         self._is_fetching = False
-        if whole is not None:
-            first = sum(variant.num_shards for variant in variants[: list(variants).index(whole)])
-            self._fetch_whole(range(first, first + whole.num_shards), column=whole.directory.parent.name)
+        if cached_variant is not None:
+            first = sum(variant.num_shards for variant in variants[: list(variants).index(cached_variant)])
+            self._fetch_variant(
+                range(first, first + cached_variant.num_shards), column=cached_variant.directory.parent.name
+            )
 
     def require_files(self) -> None:
         """Skip the check, because the samples of a tar that is missing from the bucket fail later."""
@@ -450,7 +453,7 @@ class RemoteMaps(MappedTars):
             self._views[number] = map_descriptor(copy.descriptor, int(self._sizes[number]))
         self._is_mapped[number] = True
 
-    def _fetch_whole(self, numbers: Sequence[int], *, column: str) -> None:
+    def _fetch_variant(self, numbers: Sequence[int], *, column: str) -> None:
         cache = self._tars.cache
         try:
             cache.claim({self._cached_name(number): self._shards[number].tar_bytes for number in numbers})
@@ -480,17 +483,17 @@ class RemoteMaps(MappedTars):
         return self._tars.cached_name(self._shards[number])
 
 
-def open_maps(variants: Sequence[Variant], tars: RemoteTars | None, *, whole: Variant | None) -> MappedTars:
+def open_maps(variants: Sequence[Variant], tars: RemoteTars | None, *, cached_variant: Variant | None) -> MappedTars:
     """Return the maps of the tars of variants.
 
     Args:
         tars: Reader of the tars of a remote data folder; None for a local folder.
-        whole: See `RemoteMaps`.
+        cached_variant: See `RemoteMaps`.
 
     Raises:
         UserError: See `RemoteMaps`.
     """
-    return MappedTars(variants) if tars is None else RemoteMaps(variants, tars, whole=whole)
+    return MappedTars(variants) if tars is None else RemoteMaps(variants, tars, cached_variant=cached_variant)
 
 
 def _fetch_all(maps_ref: "weakref.ref[RemoteMaps]", pending: deque[int], end: threading.Event) -> None:

@@ -168,8 +168,8 @@ class Cursor(NamedTuple):  # a NamedTuple for the same reason as `LoadedBatch`
         """Return the cursor of a rank after a number of batches.
 
         Args:
-            num_common: Number of positions that every rank has used, at least.
-            num_used: Number of positions that this rank has used: more than `num_common` if samples have failed.
+            num_common: Number of positions that every rank has used if no sample has failed.
+            num_used: Number of positions that this rank has used, which is larger if samples have failed.
         """
         if not self.ahead and num_used == num_common and share.group == 1:
             return Cursor(self.position + num_common * share.num_ranks)

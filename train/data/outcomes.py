@@ -215,7 +215,7 @@ class BatchBuilder:
         self.num_batches, self.num_taken = 1, 0
 
     def fill(self, outcomes: Iterator[Any]) -> bool:
-        """Add outcomes until the batch is full; return False if the outcomes end before."""
+        """Add outcomes until the batch is full; return False if there are not enough outcomes."""
         while missing := self._batch - len(self._samples):
             # Take several outcomes at a time: for latents, which are only copied, taking them one by one would double
             # the time per batch.

@@ -53,7 +53,7 @@ class DataQuery:
         views: Temporal and spatial views of each clip in an evaluation.
         is_rgb: True for RGB frames; False for YUV 4:2:0 frames.
         tokenize: Function that tokenizes captions; None for captions as text.
-        has_stored_text: True to replace captions by the embeddings that `prep text` stored.
+        has_stored_text: True to replace captions with the embeddings that `prep text` stored.
         captions: Weights of caption sources, and the minimum relevancy.
         each_caption: True to make a clip for each caption, even if several captions have the same span.
         table: Captions of an evaluation protocol; None for the captions of the manifest.

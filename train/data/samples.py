@@ -38,8 +38,7 @@ class SampleTable:
     Attributes:
         first_part, last_part: First and last part that contain the sample, as rows of the table of parts, int [N].
             `last_part` is None if every sample lies in a single part.
-        begin_us, end_us: Span of the sample in the video, microseconds, int64 [N]; None for images, and if every sample
-            is a complete part.
+        begin_us, end_us: Span of the sample in the video, microseconds, int64 [N]; None for images and latents.
         frame: First frame of a segment of latents in its part, int32 [N]; None for other samples.
         captions: Captions of each row; None without captions.
         label: Class of the sample in each class list, int64 [N, L], or -1 if the list does not contain its class; None

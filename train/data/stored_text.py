@@ -229,7 +229,7 @@ class StoredText:
         if not variant.num_shards:
             hint = f"run {how_to_make(TEXT, data_dir)}"
             raise UserError(f"{variant.directory} has no text of any video", hint=hint)
-        self._tars = open_maps([variant], tars, whole=variant)
+        self._tars = open_maps([variant], tars, cached_variant=variant)
         self.depends_on: tuple[object, ...] = variant_state(variant.directory, variant.commits)
         self._members, self._rows = open_shared(
             lambda: self._read(variant),

@@ -391,8 +391,8 @@ def items_in(tars: Iterable[str], *, cache: Path | None, cache_size: str | None 
         except OSError as error:
             return error
 
-    fetched = map_in_order(fetch, tars, num_threads=1, num_ahead=2, stuck_after_s=_FETCH_TIMEOUT_S)
-    for tar, outcome in fetched:
+    copies = map_in_order(fetch, tars, num_threads=1, num_ahead=2, stuck_after_s=_FETCH_TIMEOUT_S)
+    for tar, outcome in copies:
         if isinstance(outcome, Path):
             yield from _items_of(tar, outcome)
         elif isinstance(outcome, CachedFile):

@@ -1,6 +1,6 @@
 """`VideoStream`: training data in tars that are read sequentially, without an index or a manifest.
 
-A stream is for tars without clipmill's index: tars from other tools, or tars from prep that were copied alone. Each
+A stream is for tars without clipmill's index: tars from other tools, or tars from prep without their indexes. Each
 remote tar is downloaded completely into the cache before it is read. A stream is much slower than a data folder: files
 are read completely and decoded through their containers, a caption across a chunk boundary is shortened (counted in
 `num_shortened`), and the number of samples is not known in advance. If you have the data folder, use its path or URL

@@ -68,7 +68,7 @@ def test_other_labels_are_sorted_as_numbers_where_all_are_numbers(data_dir: Path
     ("label", "splits", "message"),
     [
         ("flavour", ("train",), "no column label_flavour"),
-        ("nouns", ("train",), "captions can have several nouns"),
+        ("nouns", ("train",), "a caption can have several values of 'nouns'"),
         ("class", ("test",), "have only the value '.*' of 'class'"),
     ],
 )

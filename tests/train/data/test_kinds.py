@@ -114,5 +114,5 @@ def test_messages_call_data_by_the_noun_of_their_row(
     monkeypatch.setattr(shards, "KINDS", (kind, *KINDS))
     with pytest.raises(UserError) as refused:
         refuse()
-    assert re.search(r"a/\*\.gif(:| names|, and) GIF files", str(refused.value)), refused.value
+    assert re.search(r"a/\*\.gif(:| names|, but) GIF files", str(refused.value)), refused.value
     assert not re.search(r"\btars?\b", str(refused.value))

@@ -44,7 +44,7 @@ def open_captioned_clips(
         query: Query for the clips. Its conditions on captions select the captions that may be shown.
         tokenize: Function that tokenizes captions; None for captions as text.
         captions: Settings for the choice of a clip's caption.
-        has_stored_text: True to replace captions by the embeddings that `prep text` stored. Captions without an
+        has_stored_text: True to replace captions with the embeddings that `prep text` stored. Captions without an
             embedding are omitted.
         each_caption: True to make a clip for each caption instead of each span, for evaluations that score every
             caption.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def open_chunk_clips(
     query: ClipQuery, *, same_frames: bool = False, segment_us: int | None = None
 ) -> Samples[ClipReader]:
-    """Open clips of complete chunks, or of segments of chunks. A clip shows only the part of a chunk in the split.
+    """Open clips of complete chunks, or of segments of chunks. Parts of chunks in other splits are not shown.
 
     Args:
         query: Query for the chunks. The `group` of its loading settings is the number of samples per clip in an epoch.

@@ -77,7 +77,7 @@ def open_latent_segments(
     if text is not None and needs_embeddings:
         require_embeddings(text, data_dir)
     variants = [latents] if text is None else [latents, text]
-    maps = open_maps(variants, tars, whole=text)
+    maps = open_maps(variants, tars, cached_variant=text)
     marks = [variant_state(variant.directory, variant.commits) for variant in variants]
     split_mark = (query.split, *manifest_mark(data_dir))
     stored = open_shared(
