@@ -144,7 +144,7 @@ def test_a_captioner_that_says_nothing_at_all_ends_its_evaluation(
     assert steps(out)[-1]["val/num_empty"] == 1
     capsys.readouterr()
     assert train("eval", "caption", out) == 1
-    assert "all captions found are empty (1), so there is nothing to score" in capsys.readouterr().err
+    assert "all generated captions are empty (1), so there is nothing to score" in capsys.readouterr().err
     assert not list((out / "evaluations").glob("*"))
 
 

@@ -1,14 +1,15 @@
-"""Generate captions token by token, with greedy search, sampling or beam search.
+"""Generation of captions token by token, with greedy search, sampling or beam search.
 
-A generator is any object with `start` and `step` (`Generator`): a captioner in one process, or its stages in a
-pipeline. All processes that hold a part of the model decode in lockstep: `step` returns the logits of the last stage in
-every process, so all processes choose the same tokens.
+A generator is any object with the methods `start` and `step` (`Generator`): a captioner in one process, or its stages
+in a pipeline. All processes that hold a part of the model decode in lockstep: `step` returns the logits of the last
+stage in every process, so all processes choose the same tokens.
 
-Shape suffixes: V videos, v unfinished videos, R rows of text (V * n; rows of a video are adjacent), r rows that
-are still computed, B beams, c candidates (2 B), L tokens, P prompt tokens, W words of the vocabulary.
+Shape suffixes: V videos, v unfinished videos, R rows of text (V * n; rows of a video are adjacent), r rows that are
+still computed, B beams, c candidates (2 B), L tokens, P prompt tokens, W size of the vocabulary.
 
-The likelihood of a text is the mean natural logarithm of its tokens' probabilities, including the end token. It is
-computed from the model's unmodified probabilities: temperature, top-k, top-p and a minimum length do not affect it.
+The likelihood of a text is the mean natural logarithm of the probabilities of its tokens, including the end token. It
+is computed from the model's unmodified probabilities, so temperature, top-k, top-p and a minimum length do not affect
+it.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,9 +29,9 @@ from clipmill.train.tasks.caption.spec import (
     temperature_of,
 )
 
-# Function that chooses the next tokens [r] from logits [r, W], the indices of the rows [r], and the token's position.
+# Function that chooses the next tokens [r] from their logits [r, W], the indices of the rows [r], and the position.
 Choose = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-# Finished texts are removed from the batch and its caches when at most this fraction of the texts is unfinished.
+# Finished texts are removed from the batch and the cache once at most this fraction of the texts is unfinished.
 _COMPACT_AT = 0.5
 _NEVER = -1e9  # score of an empty beam
 
@@ -42,8 +43,8 @@ class Cache(Protocol):
         """Select rows for the next step.
 
         Args:
-            rows_r: Current row that each new row continues, int64.
-            videos_v: Indices of the videos that these rows belong to, int64. Default: all videos.
+            rows_r: Index of the current row that each new row continues, int64.
+            videos_v: Indices of the current videos to which the new rows belong, int64. Default: all videos.
         """
 
 
@@ -54,10 +55,13 @@ class Generator(Protocol[C]):
     """A model that generates text about videos, such as `clipmill.train.models.captioner.Captioner`."""
 
     def start(self, video: torch.Tensor, /, *, num_tokens: int, rows_per_video: int = 1) -> C:
-        """Return a cache for texts of at most `num_tokens` tokens."""
+        """Encode clips, and return a cache for texts of at most `num_tokens` tokens."""
 
     def step(self, tokens_RL: torch.Tensor, cache: C, /) -> torch.Tensor:
-        """Return logits [R, W] for the next token. The first step takes the prompt, later steps one token per row."""
+        """Return the logits [R, W] for the next token.
+
+        The first step takes the prompt, and later steps take one token per row.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +69,10 @@ class Generated:
     """Generated captions.
 
     Attributes:
-        tokens_VL: Tokens, int64, including the end token if it was reached, padded with end tokens; [R, L] if there are
-            several texts per video.
-        likelihoods_V: Mean log probability per token, float32; [R] if there are several texts per video.
-        scores_V: Scores of a beam search: sum of log probabilities / length ** length_penalty.
+        tokens_VL: Tokens, int64, including the end token if it was reached, padded with end tokens. The shape is [R, L]
+            if there are several texts per video.
+        likelihoods_V: Mean log probability per token, float32. The shape is [R] if there are several texts per video.
+        scores_V: Scores of a beam search: sum of log probabilities / length ** length_penalty. None for other methods.
     """
 
     tokens_VL: torch.Tensor
@@ -87,16 +91,17 @@ def generate_captions(
     prompt_VP: torch.Tensor | None = None,
     rows_per_video: int = 1,
 ) -> Generated:
-    """Generate captions for a batch of clips according to the settings.
+    """Generate captions for a batch of clips.
 
     Args:
         generator: Captioner in evaluation mode.
-        video: Clips, the generator's input.
+        video: Clips, as passed to the generator.
+        settings: Decoding settings.
         end_id: Token before and after a caption.
-        samples: Number that identifies each text, such as the index of its clip. Sampling depends on this number and
-            on the seed, not on the batch.
+        samples: Number that identifies each text, such as the index of its clip. Sampling depends on this number and on
+            the seed, but not on the other texts of the batch.
         prompt_VP: First tokens of each text, int64. Default: the end token.
-        rows_per_video: Number of texts per clip, in adjacent rows; more than one only for sampling.
+        rows_per_video: Number of texts per clip, in adjacent rows. It must be 1, except for sampling.
     """
     if prompt_VP is None:
         prompt_VP = torch.full((len(samples) // rows_per_video, 1), end_id, device=video.device)
@@ -126,7 +131,11 @@ def generate(
     max_tokens: int,
     rows_per_video: int = 1,
 ) -> Generated:
-    """Generate texts for each video until all texts have ended or have `max_tokens`."""
+    """Generate texts until all texts have ended or have `max_tokens` tokens.
+
+    Args:
+        choose: Function that chooses the next tokens.
+    """
     num_videos, prompt_length = prompt_VP.shape
     device = prompt_VP.device
     cache = generator.start(video, num_tokens=prompt_length + max_tokens - 1, rows_per_video=rows_per_video)
@@ -159,7 +168,7 @@ def generate(
 
 
 def num_tokens_of(tokens_RL: torch.Tensor, *, end_id: int) -> torch.Tensor:
-    """Return the number of tokens in each text, including its end token if it was reached, int64 [R]."""
+    """Return the number of tokens of each text, including the end token if it was reached, int64 [R]."""
     return ((tokens_RL == end_id).cumsum(dim=1) == 0).sum(dim=1).add(1).clamp(max=tokens_RL.shape[1])
 
 
@@ -169,10 +178,10 @@ def greedy_tokens(logits_rW: torch.Tensor, rows_r: torch.Tensor, number: int) ->
 
 
 def sampling(settings: DecodingSettings, samples: Sequence[int], *, device: torch.device) -> Choose:
-    """Return a function that samples tokens after applying temperature, then top-k, then top-p.
+    """Return a function that samples tokens after it has applied temperature, top-k and top-p, in this order.
 
     Args:
-        samples: Number that identifies each text.
+        samples: Number that identifies each text, from which its random numbers are drawn.
     """
     positions = np.asarray(samples, dtype=np.int64)
     draws_RL = torch.from_numpy(
@@ -192,28 +201,28 @@ def sampling(settings: DecodingSettings, samples: Sequence[int], *, device: torc
 
 
 def with_temperature(logits_RW: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return logits at a temperature; below 1, likely tokens become more likely."""
+    """Divide logits by a temperature. Below 1, likely tokens become more likely."""
     return logits_RW / temperature
 
 
 def filter_top_k(logits_RW: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Set the logits of all tokens but the k most likely ones to -inf (Fan et al. 2018, section 5.4)."""
+    """Set the logits of all but the k most likely tokens to -inf (Fan et al. 2018, section 5.4)."""
     if top_k >= logits_RW.shape[1]:
         return logits_RW
-    smallest_R1 = logits_RW.topk(top_k, dim=1).values[:, -1:]
-    return logits_RW.masked_fill(logits_RW < smallest_R1, -torch.inf)
+    threshold_R1 = logits_RW.topk(top_k, dim=1).values[:, -1:]
+    return logits_RW.masked_fill(logits_RW < threshold_R1, -torch.inf)
 
 
 def filter_top_p(logits_RW: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Keep the fewest most likely tokens whose probabilities add up to `top_p` (Holtzman et al. 2020, section 3.1).
+    """Set the logits of all tokens outside the nucleus to -inf (Holtzman et al. 2020, section 3.1).
 
-    The logits of other tokens are set to -inf.
+    The nucleus is the smallest set of most likely tokens whose probabilities add up to at least `top_p`.
     """
     if top_p >= 1:
         return logits_RW
     sorted_RW, order_RW = logits_RW.sort(dim=1, descending=True, stable=True)
     probabilities_RW = sorted_RW.softmax(dim=1)
-    # A token is kept if the probabilities of more likely tokens do not reach top_p; the first token is always kept.
+    # Keep a token if the total probability of all more likely tokens is below top_p. Always keep the most likely token.
     preceding_RW = probabilities_RW.cumsum(dim=1) - probabilities_RW
     is_excluded_RW = preceding_RW >= top_p
     is_excluded_RW[:, 0] = False
@@ -221,9 +230,9 @@ def filter_top_p(logits_RW: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def sample_tokens(logits_RW: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
-    """Draw tokens, int64 [R], by inverting the cumulative distribution at uniform numbers from [0, 1)."""
+    """Draw tokens, int64 [R], by evaluating the inverse cumulative distribution at uniform numbers from [0, 1)."""
     sums_RW = logits_RW.double().softmax(dim=1).cumsum(dim=1)
-    # Scale by the sum, because rounding may prevent the probabilities from summing to exactly 1.
+    # Scale the numbers by the sum of all probabilities, which may differ from 1 by rounding.
     targets_R1 = (uniform_R[:, None] * sums_RW[:, -1:]).to(sums_RW.dtype)
     return torch.searchsorted(sums_RW, targets_R1, right=True)[:, 0].clamp(max=logits_RW.shape[1] - 1)
 
@@ -236,13 +245,13 @@ def beam_search(
     *,
     end_id: int,
 ) -> Generated:
-    """Find the best text for each video, by the rules of transformers' `generate`.
+    """Find the best text for each video, with the rules of `generate` in transformers.
 
-    The best 2 B continuations of a video's running texts are candidates; they always include B unfinished texts. If
-    ended texts are among the best B candidates, they compete with the finished texts, and the best B texts are kept.
-    Texts are compared by the sum of their log probabilities / length ** length_penalty. A video is done when its
-    finished texts cannot be improved, judged by the best running text at its current length; with early stopping, as
-    soon as there are B finished texts. At the maximum length, every text counts as ended.
+    In each step, the best 2 B continuations of a video's running texts are candidates, so at least B of them are
+    unfinished. Candidates that have ended, and are among the best B, compete with the finished texts, of which the best
+    B are kept. Texts are compared by the sum of their log probabilities / length ** length_penalty. A video is done
+    when it has B finished texts, and the best running text, scored at its current length, is not better than any of
+    them; with early stopping, as soon as it has B finished texts. At the maximum length, every text counts as ended.
     """
     num_videos, prompt_length = prompt_VP.shape
     device = prompt_VP.device
@@ -251,7 +260,7 @@ def beam_search(
     next_tokens = prompt_VP.repeat_interleave(num_beams, 0)
     running_vBL = torch.full((num_videos, num_beams, max_tokens), end_id, device=device)
     running_scores_vB = torch.full((num_videos, num_beams), _NEVER, device=device)
-    running_scores_vB[:, 0] = 0  # initially, all beams have the same text
+    running_scores_vB[:, 0] = 0  # only one beam, because all beams start with the same text
     finished_vBL = running_vBL.clone()
     finished_scores_vB = torch.full_like(running_scores_vB, _NEVER)
     best_VL = running_vBL[:, 0].clone()
@@ -295,7 +304,8 @@ def beam_search(
         cache.keep(rows_r, remaining if len(remaining) < len(is_done_v) else None)
         if len(remaining) < len(is_done_v):
             videos_v, running_vBL, running_scores_vB, finished_vBL, finished_scores_vB = (
-                x[remaining] for x in (videos_v, running_vBL, running_scores_vB, finished_vBL, finished_scores_vB)
+                values[remaining]
+                for values in (videos_v, running_vBL, running_scores_vB, finished_vBL, finished_scores_vB)
             )
         next_tokens = running_vBL[:, :, number].reshape(-1, 1)
     raise AssertionError("every text ends at the last token")

@@ -1,6 +1,6 @@
-"""`train eval caption`: caption the clips of a split, compute metrics, and write examples and a page of all captions.
+"""Implementation of `train eval caption`: caption the clips of a split, score the captions, and write the pages.
 
-The pages load no other resources, regardless of the text in captions and names.
+The pages load no external resources, regardless of the text in captions and names.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,12 +44,12 @@ from clipmill.train.tasks.caption.spec import (
 from clipmill.train.tasks.caption.task import CaptionTask, captions_of, comparable_captions, mean_loss
 from clipmill.train.tasks.caption.tokenizer import one_line
 
-_MAX_CLIPS_OF_CONSTANT = 500
+_MAX_CLIPS_OF_CONSTANT = 500  # maximum number of clips from whose captions the constant caption is chosen
 _PROTOCOL = (
     "one caption of each clip, compared with all its references; tokens as Stanford's PTBTokenizer makes them, without "
     "punctuation; idf from"
 )
-# Protocol on the page of all captions: key of the result for each label.
+# Entries of the protocol on the page of all captions: labels, and keys of the result.
 _ON_PAGE = {
     **{name: name for name in ("split", "step", "weights", "data", "clip", "decoding", "protocol", "command")},
     "data folder": "shards",
@@ -59,16 +59,16 @@ _ON_PAGE = {
 
 
 def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True) -> Score:
-    """Caption the clips of a split with a run's latest checkpoint, and score the captions.
+    """Caption the clips of a split with the latest checkpoint of a run, and score the captions.
 
-    For comparison, the best constant caption is also scored.
+    The best constant caption is scored for comparison.
 
     Args:
         with_java: True to compute METEOR and SPICE (`score_captions`).
 
     Raises:
-        UserError: The split has no captions.
-        FailedWork: No clip could be decoded, or all captions are empty.
+        UserError: The split has no captions, or a jar of SPICE is missing.
+        FailedWork: No clip could be decoded, predictions are not finite, or all generated captions are empty.
     """
     if flags.spice_jars is not None:
         check_jars(flags.spice_jars)
@@ -86,7 +86,7 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
             device=trained.device,
         )
     loss = mean_loss([generated])
-    # The name of a clip is the name of its video, followed by times if the split has several clips of the video.
+    # The name of a clip is the name of its video, followed by its times if a video of the split has several clips.
     videos = {index: samples.key(index).rpartition("_")[0] for index in range(len(samples))}
     is_single = len(set(videos.values())) == len(videos)
     names = {}
@@ -97,7 +97,7 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
         {name: generated.captions[index] for index, name in names.items()},
         {name: samples.captions.texts_of(index) for index, name in names.items()},
     )
-    constant, chosen = _constant_baseline(task, settings, references)
+    constant, constant_rule = _constant_baseline(task, settings, references)
     with Meteor() as meteor:
         scores, constant_scores = (
             score_captions(candidates, references, with_java=with_java, spice_jars=flags.spice_jars, meteor=meteor)
@@ -105,10 +105,10 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
         )
     if len(scores.empty) == scores.num_videos:
         raise FailedWork(
-            f"all captions found are empty ({scores.num_videos:,}), so there is nothing to score: the model ends each "
-            "caption at once. It was trained for too few steps, or on captions without words"
+            f"all generated captions are empty ({scores.num_videos:,}), so there is nothing to score: the model ends "
+            "each caption immediately. It was trained for too few steps, or on captions without words"
         )
-    scored = ScoredCaptions(
+    scored_captions = ScoredCaptions(
         samples=samples,
         names={index: name for index, name in names.items() if name in captions},
         captions=captions,
@@ -135,8 +135,8 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
         "absent": scores.absent,
         "empty": list(scores.empty),
         "without_words": left_out,
-        "constant": {"caption": constant, "chosen": chosen, "means": constant_scores.means},
-        "said": scored.examples(player),
+        "constant": {"caption": constant, "chosen": constant_rule, "means": constant_scores.means},
+        "said": scored_captions.examples(player),
         "all_said": f"evaluations/{opened.result_name(name, flags)}.html",
     }
 
@@ -144,7 +144,7 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
         write_coco_results(path.with_name(f"{path.stem}{COCO_SUFFIX}"), captions)
         write_captions_page(
             path.with_suffix(".html"),
-            scored.videos(player),
+            scored_captions.videos(player),
             title=f"Captions of split “{split}” by “{opened.name}”",
             means=scores.means,
             baseline=constant_scores.means,
@@ -166,30 +166,33 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
 
 
 def write_coco_results(path: Path, captions: Mapping[str, str]) -> None:
-    """Publish captions by video ID, in the given order, in COCO's results format."""
+    """Publish captions by video ID in COCO's results format, in the given order."""
     publish_json(path, [{"image_id": video_id, "caption": caption} for video_id, caption in captions.items()])
 
 
 def describe_decoding(settings: DecodingSettings) -> str:
-    """Describe the settings that generate captions."""
+    """Describe decoding settings for the protocol of a result."""
     match settings.method:
         case "greedy":
-            how = "greedy"
+            method = "greedy"
         case "sample":
-            how = f"sampling at temperature {temperature_of(settings):g}, seed {settings.seed}"
-            how += "" if settings.top_k is None else f", top-k {settings.top_k}"
-            how += "" if settings.top_p is None else f", top-p {settings.top_p:g}"
+            method = f"sampling at temperature {temperature_of(settings):g}, seed {settings.seed}"
+            method += "" if settings.top_k is None else f", top-k {settings.top_k}"
+            method += "" if settings.top_p is None else f", top-p {settings.top_p:g}"
         case "beam":
-            how = f"{num_beams_of(settings)} beams, length penalty {length_penalty_of(settings):g}"
-            how += ", early stopping" if settings.early_stopping else ""
+            method = f"{num_beams_of(settings)} beams, length penalty {length_penalty_of(settings):g}"
+            method += ", early stopping" if settings.early_stopping else ""
     minimum = f"{settings.min_tokens} to " if settings.min_tokens else "at most "
-    return f"{how}, {minimum}{max_tokens_of(settings)} tokens"
+    return f"{method}, {minimum}{max_tokens_of(settings)} tokens"
 
 
 def _constant_baseline(
     task: CaptionTask, settings: CaptionerSettings, references: Mapping[str, Sequence[str]]
 ) -> tuple[str, str]:
-    """Return the best constant caption, and the rule that selected it."""
+    """Return the best constant caption, and a description of the rule that selected it.
+
+    The caption is from the training split or, if this cannot be read, from the references.
+    """
     split = settings.split
     try:
         training_set = task.samples(split, World())
@@ -197,17 +200,16 @@ def _constant_baseline(
         reason = f"{CONSTANT_RULE}: of the references themselves, as there is nothing of split {split!r}: {error}"
         return best_constant(references), reason
     every = every_for(len(training_set), at_most=_MAX_CLIPS_OF_CONSTANT)
-    known = {str(index): training_set.captions.texts_of(index) for index in range(0, len(training_set), every)}
-    rule = f"{CONSTANT_RULE}: of split {split!r}, {count_noun(len(known), 'clip')} spread evenly over it"
-    return best_constant(known), rule
+    captions = {str(index): training_set.captions.texts_of(index) for index in range(0, len(training_set), every)}
+    rule = f"{CONSTANT_RULE}: of split {split!r}, {count_noun(len(captions), 'clip')} spread evenly over it"
+    return best_constant(captions), rule
 
 
 def _omitted_notes(samples: Samples[ClipReader], *, every: int) -> list[str]:
-    """Return notes on videos of a split without captions, and on clips that --max-samples omits."""
+    """Return remarks on videos of a split that have no captions, and on clips that --max-samples omits."""
     chunks = samples.reader.chunks
-    captioned = np.unique(samples.video)
     remarks = []
-    if num_without := len(chunks.video_ids) - len(captioned):
+    if num_without := len(chunks.video_ids) - len(np.unique(samples.video)):
         have = "video of it has" if num_without == 1 else "videos of it have"
         remarks.append(f"{num_without:,} {have} no captions")
     if every > 1:
@@ -216,7 +218,7 @@ def _omitted_notes(samples: Samples[ClipReader], *, every: int) -> list[str]:
 
 
 def _without_words(scores: CaptionScores, left_out: Sequence[str]) -> list[str]:
-    """Return notes on generated captions without words, and on clips whose references have no words."""
+    """Return remarks on generated captions without words, and on clips whose references have no words."""
     remarks = []
     if scores.empty:
         remarks.append(
@@ -229,9 +231,10 @@ def _without_words(scores: CaptionScores, left_out: Sequence[str]) -> list[str]:
 
 _FOLDER = Path(__file__).parent
 _NUM_EXAMPLES = 12
-# Maximum number of clips with images on the page of all captions. Each image is decoded again, and takes about 8 kB.
-_MAX_WITH_PICTURES = 2000
-_NUM_PLAYED = 30  # number of playable clips with the lowest, and with the highest CIDEr-D
+# Maximum number of clips with images on the page of all captions. Each image must be decoded again, and takes about
+# 8 kB.
+_MAX_WITH_IMAGES = 2000
+_NUM_PLAYED = 30  # number of playable clips with the lowest CIDEr-D, and with the highest
 PLAYED = f"the {_NUM_PLAYED} clips with the lowest and the {_NUM_PLAYED} clips with the highest CIDEr-D can be played"
 # Layout of a clip's contact sheet.
 _NUM_COLUMNS = 2
@@ -248,8 +251,8 @@ class ScoredCaptions:
 
     Attributes:
         samples: Samples of the split.
-        names: Name of each captioned clip, by its index in `samples`.
-        captions, references: Captions and references by name.
+        names: Names of the captioned clips, by index in `samples`.
+        captions, references: Captions and references of the clips, by name.
         num_frames: Number of frames per clip.
     """
 
@@ -261,7 +264,7 @@ class ScoredCaptions:
     num_frames: int
 
     def examples(self, player: Player | None) -> list[dict[str, Any]]:
-        """Return JSON-serialisable clips that are spread evenly over the split, regardless of their scores."""
+        """Return examples as JSON-serialisable values, spread evenly over the split, regardless of their scores."""
         return [
             {
                 **clip_figure(self.samples, index, num_frames=self.num_frames, player=player),
@@ -274,25 +277,28 @@ class ScoredCaptions:
         ]
 
     def videos(self, player: Player | None) -> "Iterator[CaptionedVideo]":
-        """Yield all clips, at most 2,000 with images. Clips with the lowest and the highest CIDEr-D can be played."""
-        every = every_for(len(self.names), at_most=_MAX_WITH_PICTURES)
+        """Yield the rows of the page of all captions.
+
+        At most 2,000 clips have images. The clips with the lowest and the highest CIDEr-D can be played.
+        """
+        every = every_for(len(self.names), at_most=_MAX_WITH_IMAGES)
         by_score = sorted(self.names, key=lambda index: self.scores.per_video[self.names[index]]["cider_d"])
-        played = set() if player is None else {*by_score[:_NUM_PLAYED], *by_score[-_NUM_PLAYED:]}
+        playable = set() if player is None else {*by_score[:_NUM_PLAYED], *by_score[-_NUM_PLAYED:]}
         for row, (index, name) in enumerate(self.names.items()):
             begin_s, end_s = self.samples.span_s(index)
             shown = ShownClip()
-            if player is not None and index in played:
+            if player is not None and index in playable:
                 shown = player.show(SampleClip(index, self.samples.key(index), begin_s, end_s))
             times = f"{begin_s:.2f}-{end_s:.2f} s"
-            is_pictured = row % every == 0 or index in played
-            pictures = self.samples.shown_frames(index, num_frames=self.num_frames) if is_pictured else []
+            has_image = row % every == 0 or index in playable
+            frames = self.samples.shown_frames(index, num_frames=self.num_frames) if has_image else []
             yield CaptionedVideo(
                 name=name,
                 detail="" if name.endswith(times) else times,
                 caption=self.captions[name],
                 references=[one_line(reference) for reference in self.references[name]],
                 scores=self.scores.per_video[name],
-                picture=sheet_uri(pictures),
+                picture=sheet_uri(frames),
                 shown=shown,
             )
 
@@ -302,11 +308,11 @@ class CaptionedVideo:
     """Row on the page of all captions.
 
     Attributes:
-        name: Name of the video, or of the clip if the video has several.
-        detail: Text next to the name, such as the clip's times.
+        name: Name of the video, or name of the clip if videos have several clips.
+        detail: Text next to the name, such as the times of the clip.
         scores: Values by metric, with the keys of METRIC_LABELS.
-        picture: Data URI of an image; empty for no image.
-        shown: Playable clip; empty if it cannot be played.
+        picture: Data URI of an image; empty if there is no image.
+        shown: Playable clip; empty if the clip cannot be played.
     """
 
     name: str
@@ -332,9 +338,10 @@ def write_captions_page(
 
     Args:
         videos: Rows in their initial order. They are rendered one at a time.
-        means, baseline: Values by metric over all videos, for the captions and for the best constant caption.
+        means: Values of the captions by metric, over all videos.
+        baseline: Values of the best constant caption by metric, over all videos.
         absent: Reason for each missing metric.
-        protocol: Facts that a comparison with other results needs.
+        protocol: Facts that are needed to compare the result with other results.
     """
     script = (_FOLDER / "captions.js").read_text(encoding="utf-8")
     parts = load_template(_FOLDER / "captions.html.j2").stream(
@@ -352,26 +359,27 @@ def write_captions_page(
 
 
 def sheet_uri(frames: Sequence[NDArray[np.uint8]]) -> str:
-    """Return a contact sheet of four frames in two rows, as a data URI with a JPEG of about 8 kB.
+    """Return a contact sheet of up to four frames as a data URI with a JPEG of about 8 kB.
+
+    Four frames are arranged in two rows, and fewer frames in one row. Without frames, the URI is empty.
 
     Args:
-        frames: Frames with equal resolution, uint8 RGB [H, W, 3]. Fewer than four are in one row; without frames, the
-            URI is empty.
+        frames: Frames with equal resolution, uint8 RGB [H, W, 3].
     """
     import cv2
 
-    chosen = evenly_within(list(frames), at_most=_MAX_FRAMES)
-    if not chosen:
+    sheet_frames = evenly_within(list(frames), at_most=_MAX_FRAMES)
+    if not sheet_frames:
         return ""
-    height, width = chosen[0].shape[:2]
+    height, width = sheet_frames[0].shape[:2]
     size = (max(1, round(width * _HEIGHT_PX / height)), _HEIGHT_PX)
     gap = ((0, _GAP_PX), (0, _GAP_PX), (0, 0))
-    small = [
+    tiles = [
         np.pad(cv2.resize(frame, size, interpolation=cv2.INTER_AREA), gap, constant_values=_GAP_GREY)
-        for frame in chosen
+        for frame in sheet_frames
     ]
-    columns = _NUM_COLUMNS if len(small) == _MAX_FRAMES else len(small)
-    rows = [np.hstack(small[first : first + columns]) for first in range(0, len(small), columns)]
+    num_columns = _NUM_COLUMNS if len(tiles) == _MAX_FRAMES else len(tiles)
+    rows = [np.hstack(tiles[start : start + num_columns]) for start in range(0, len(tiles), num_columns)]
     sheet = np.vstack(rows)[:-_GAP_PX, :-_GAP_PX]
     # OpenCV expects BGR.
     _, jpeg = cv2.imencode(".jpg", sheet[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, _QUALITY])

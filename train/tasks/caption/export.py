@@ -1,10 +1,10 @@
-"""Export captioners as transformers' VisionEncoderDecoderModel or, with a language model, for several libraries.
+"""Export of captioners: as a VisionEncoderDecoderModel of transformers, or with a language model for several libraries.
 
-A captioner with a language model is exported as a folder that transformers, peft and torch open without clipmill:
+A captioner with a language model is exported as a folder that transformers, peft and torch can open without clipmill:
 
-    OUT/lm/                   the language model and its tokenizer, as transformers save them
-    OUT/adapter/              peft's LoRA, if there is one
-    OUT/model.pt2             program of torch.export that maps normalised clips to the prefix of their captions
+    OUT/lm/                   the language model and its tokenizer, as saved by transformers
+    OUT/adapter/              the LoRA adapters, as saved by peft, if there are any
+    OUT/model.pt2             torch.export program that maps normalised clips to the prefixes of their captions
     OUT/preprocessing.json    number and preprocessing of frames, and the parts of the prefix
     OUT/visual.safetensors    tensors of the video tower and the projector by name
     OUT/visual.json           settings of the tower and the projector
@@ -53,23 +53,23 @@ from clipmill.train.weights.source import Say, Source
 
 
 def adopted_captioner(source: Source, path: Path, *, say: Say) -> AdoptedModel | None:
-    """Convert a captioner of TimeSformer and GPT-2, with the tokenizer in its folder; None for weights without decoder.
+    """Convert the weights of a captioner of TimeSformer and GPT-2; None for weights without a decoder.
 
     Raises:
-        UserError: The folder lacks the sizes or the tokenizer, which cannot be read from the tensors.
+        UserError: The folder has no config.json or tokenizer, whose content cannot be read from the tensors.
     """
     if not has_decoder(source.converted.tensors):
         return None
     config = read_config(path / "config.json")
     if config is None:
         raise UserError(
-            f"{source.title} is a captioner without config.json and tokenizer, which its tokens need",
+            f"{source.title} is a captioner without config.json, from which its sizes are read",
             hint="use a folder that save_pretrained or train export wrote",
         )
     video = caption_config_of(config, source=str(path)).video
     assert video is not None  # a decoder without a tower is not a captioner
     trunk = video.size.trunk
-    with deferred_checks():  # the checks are about --model
+    with deferred_checks():  # the checks of --model do not apply to these weights
         settings = CaptionerSettings(
             num_frames=video.num_frames,
             size_px=video.image_px,
@@ -91,7 +91,7 @@ def adopted_captioner(source: Source, path: Path, *, say: Say) -> AdoptedModel |
 
 
 def exported_captioner(request: ExportRequest) -> Exported:
-    """Export a captioner.
+    """Export a captioner to the requested format.
 
     Raises:
         UserError: The format cannot represent the captioner.
@@ -105,7 +105,7 @@ def exported_captioner(request: ExportRequest) -> Exported:
     kind = kind_of(settings.towers)
     if kind != "timesformer":
         raise UserError(
-            f"{request.title} is a captioner with a tower of the kind {settings.towers.kind}, but the format takes "
+            f"{request.title} is a captioner with a tower of the kind {settings.towers.kind}, but --format hf takes "
             "only a TimeSformer",
             hint="export a run with --towers.kind timesformer",
         )
@@ -143,7 +143,7 @@ def save_hf(
     Args:
         end_id: Token before and after a caption.
         pad_id: Padding token. Default: `end_id`.
-        decoding: Default decoding of `generate`. Default: transformers' defaults.
+        decoding: Decoding settings that `generate` uses by default. Default: the defaults of transformers.
 
     Raises:
         UserError: The video tower is not a TimeSformer.
@@ -174,25 +174,25 @@ def save_hf(
 def hf_generation_config(
     *, end_id: int, pad_id: int, decoding: DecodingSettings | None = None, context_length: int | None = None
 ) -> dict[str, Any]:
-    """Return the content of generation_config.json: special tokens, and decoding settings of `generate`.
+    """Return the content of generation_config.json: special tokens, and the decoding settings of `generate`.
 
     Args:
-        decoding: Decoding settings. Default: transformers' defaults, such as 20 tokens.
+        decoding: Decoding settings. Default: the defaults of transformers, such as 20 tokens.
         context_length: Maximum number of tokens of the decoder.
     """
-    chosen = {} if decoding is None else generate_arguments(decoding, context_length)
-    return generation_config(end_id=end_id, pad_id=pad_id, decoding=chosen)
+    arguments = {} if decoding is None else generate_arguments(decoding, context_length)
+    return generation_config(end_id=end_id, pad_id=pad_id, decoding=arguments)
 
 
 def generate_arguments(decoding: DecodingSettings, context_length: int | None) -> dict[str, Any]:
-    """Return the arguments of `generate` for the given decoding settings."""
-    longest = min(max_tokens_of(decoding), context_length or max_tokens_of(decoding))
-    lengths = {"max_new_tokens": longest}
+    """Return the arguments of `generate` that correspond to decoding settings."""
+    max_tokens = min(max_tokens_of(decoding), context_length or max_tokens_of(decoding))
+    lengths = {"max_new_tokens": max_tokens}
     if decoding.min_tokens:
-        lengths["min_new_tokens"] = min(decoding.min_tokens, longest - 1)
+        lengths["min_new_tokens"] = min(decoding.min_tokens, max_tokens - 1)
     num_beams = num_beams_of(decoding)
     if decoding.method == "sample":
-        # By default, old versions of transformers restrict sampling to the 50 most likely tokens.
+        # Set top_k, because old versions of transformers sample from the 50 most likely tokens by default.
         limits = {"top_k": decoding.top_k or 0, "top_p": 1.0 if decoding.top_p is None else decoding.top_p}
         return {**lengths, "do_sample": True, "num_beams": 1, "temperature": temperature_of(decoding), **limits}
     if decoding.method == "greedy" or num_beams == 1:
@@ -247,8 +247,8 @@ class _Prefix(nn.Module):
     def __init__(self, captioner: LanguageCaptioner) -> None:
         super().__init__()
         self.video, self.projection = captioner.video, captioner.projection
-        for name, embedded in zip(("before", "after"), captioner.prompt(), strict=True):
-            self.register_buffer(name, embedded.detach().clone())
+        for name, embeddings in zip(("before", "after"), captioner.prompt(), strict=True):
+            self.register_buffer(name, embeddings.detach().clone())
 
     def forward(self, clips_BCTHW: Tensor) -> Tensor:
         return prefix_of(self, clips_BCTHW, self.before, self.after)
@@ -258,7 +258,7 @@ def exported_language(request: ExportRequest, parts: LanguageDecoder, *, decodin
     """Export a captioner with a language model.
 
     Args:
-        decoding: Arguments of `generate`.
+        decoding: Arguments that `generate` uses by default.
 
     Raises:
         UserError: The tower cannot be traced, or peft is not installed.
@@ -266,16 +266,16 @@ def exported_language(request: ExportRequest, parts: LanguageDecoder, *, decodin
     from transformers import GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # save_pretrained would print a progress bar between other output
+    disable_progress_bar()  # otherwise, save_pretrained prints a progress bar into other output
     settings = request.settings
     captioner = build_captioner(settings, parts, attend=attend_with_sdpa)
     assert isinstance(captioner, LanguageCaptioner)
-    is_adapted = any(".lora_A." in name for name in request.weights)
-    if is_adapted:
+    has_adapters = any(".lora_A." in name for name in request.weights)
+    if has_adapters:
         add_language_adapters(captioner.decoder, settings.lora)
     captioner.load_state_dict(rename_as_in(captioner, request.weights))
     language, end_id = captioner.decoder, parts.tokenizer.end_id
-    if is_adapted:
+    if has_adapters:
         language = parts.new_model()
         language.load_state_dict({name: request.weights[f"decoder.{name}"] for name in language.state_dict()})
     language.generation_config = GenerationConfig(
@@ -290,23 +290,25 @@ def exported_language(request: ExportRequest, parts: LanguageDecoder, *, decodin
     }
     program = exported_program(replace(request, form="torch"), _Prefix(captioner), prefix)
     visual = {name: tensor for name, tensor in request.weights.items() if not name.startswith("decoder.")}
-    about = {name: value for name, value in weight_settings(settings).items() if name.partition(".")[0] in _SETTINGS}
+    visual_settings = {
+        name: value for name, value in weight_settings(settings).items() if name.partition(".")[0] in _SETTINGS
+    }
 
     def write(folder: Path) -> None:
         program.write(folder)
         save_tensors(visual, folder / f"{_VISUAL}.safetensors", metadata={"format": "pt"})
-        save_json(folder / f"{_VISUAL}.json", {**about, "decoder": parts.facts()})
+        save_json(folder / f"{_VISUAL}.json", {**visual_settings, "decoder": parts.facts()})
         language.save_pretrained(folder / _LM)
         for name, content in parts.files.items():
             if name != "config.json":
                 (folder / _LM / name).write_bytes(content)
-        if is_adapted:
+        if has_adapters:
             captioner.decoder.save_pretrained(folder / _ADAPTER)
 
-    imported, loaded = "", ""
-    if is_adapted:
-        imported = "from peft import PeftModel\n"
-        loaded = f'lm = PeftModel.from_pretrained(lm, f"{{folder}}/{_ADAPTER}")\n'
-    script = _SCRIPT.replace("PEFT_IMPORT\n", imported).replace("PEFT_LOAD\n", loaded)
+    peft_import, peft_load = "", ""
+    if has_adapters:
+        peft_import = "from peft import PeftModel\n"
+        peft_load = f'lm = PeftModel.from_pretrained(lm, f"{{folder}}/{_ADAPTER}")\n'
+    script = _SCRIPT.replace("PEFT_IMPORT\n", peft_import).replace("PEFT_LOAD\n", peft_load)
     script = script.replace("PREPROCESSING", PREPROCESSING_FILE)
     return Exported(write=write, usage=f"In this folder, with torch, transformers and av:\n\n```python\n{script}\n```")

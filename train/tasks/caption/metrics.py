@@ -1,24 +1,26 @@
-"""Compute caption metrics (BLEU, CIDEr-D, CIDEr, ROUGE-L; METEOR and SPICE in Java), and the best constant caption.
+"""Caption metrics (BLEU, CIDEr-D, CIDEr and ROUGE-L; METEOR and SPICE in Java), and the best constant caption.
 
 BLEU-1 to BLEU-4 (Papineni et al. 2002) are computed as in pycocoevalcap. Precisions are computed over the complete
-corpus, not averaged over videos. The brevity penalty uses the reference length closest to the candidate's length, and
-the shorter of two equally close lengths. All orders have equal weights.
+corpus, and not averaged over videos. The brevity penalty uses the reference length that is closest to the candidate's
+length, and the shorter of two equally close lengths. All orders have equal weights.
 
 CIDEr-D and CIDEr (Vedantam, Zitnick, Parikh: "CIDEr: Consensus-based Image Description Evaluation", CVPR 2015) compare
 n-gram vectors. An entry is the count of an n-gram times its idf, log(V) - log(max(1, df)), where df is the number of
-videos, out of V, with the n-gram in any reference (equation 1; a caption's length cancels out). Both metrics are
-means over the orders 1 to 4 and over references, times 10. As in all public code, words are not stemmed.
+videos, out of V, with the n-gram in any reference (equation 1; the length of a caption cancels out). Both metrics are
+means over the orders 1 to 4 and over the references, times 10. As in all public code, words are not stemmed.
 
 - CIDEr (equations 2 and 3): the cosine of the vectors of candidate and reference.
 - CIDEr-D (equation 4): the candidate's entries are clipped to the reference's entries, and the cosine is multiplied by
-  a Gaussian of the difference in length, sigma 6. pycocoevalcap, and with it most papers, call this metric "CIDEr". As
-  in pycocoevalcap, a length is the number of bigrams.
+  a Gaussian of the difference in length with sigma 6. pycocoevalcap, and therefore most papers, call this metric
+  "CIDEr". As in pycocoevalcap, the length is the number of bigrams.
 
 With a single video, every idf is log(1) = 0, so both scores are 0.
 
-ROUGE-L (Lin 2004) is computed as in pycocoevalcap: beta is 1.2, with the best precision and the best recall of all
-references, which may be different references. In pycocoevalcap, a caption without words equals a reference without
-words, and scores 1. Here it scores 0, by Lin's definition.
+ROUGE-L (Lin 2004) is computed as in pycocoevalcap: beta is 1.2, and the best precision and the best recall over all
+references are used, which may be from different references. In pycocoevalcap, a caption without words equals a
+reference without words, and scores 1. Here it scores 0, in accordance with Lin's definition.
+
+"ours" refers to the candidates (generated captions), and "theirs" to the references.
 """
 
 import hashlib
@@ -38,7 +40,7 @@ from clipmill.train.tasks.caption.ptb_tokenizer import tokenize
 from clipmill.train.tasks.caption.spec import METRIC_LABELS
 
 MAX_ORDER = 4
-# Constants of pycocoevalcap's BLEU. They keep a precision of 0 / 0 at zero, and affect published scores.
+# Constants of pycocoevalcap's BLEU. They make a precision of 0 / 0 almost zero, and affect published scores.
 _TINY = 1e-15
 _SMALL = 1e-9
 _SIGMA = 6.0
@@ -51,13 +53,13 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class GramCounts:
-    """N-grams of one order: E entries, one per n-gram of each caption, sorted by caption and n-gram.
+    """Counts of the n-grams of one order: E entries, one per distinct n-gram of each caption, sorted by both.
 
     Attributes:
         caption: Index of the caption, int64 [E].
         gram: Number of the n-gram, int64 [E].
-        count: Number of occurrences, int64 [E].
-        num_grams: Number of different n-grams.
+        count: Number of occurrences in the caption, int64 [E].
+        num_grams: Number of distinct n-grams in all captions.
     """
 
     caption: Ints
@@ -66,9 +68,9 @@ class GramCounts:
     num_grams: int
 
     def of(self, first: int, last: int) -> "GramCounts":
-        """Return the counts of captions `first` to `last` - 1, renumbered from 0."""
-        begin, end = np.searchsorted(self.caption, (first, last))
-        return GramCounts(self.caption[begin:end] - first, self.gram[begin:end], self.count[begin:end], self.num_grams)
+        """Return the counts of the captions `first` to `last` - 1, renumbered from 0."""
+        start, end = np.searchsorted(self.caption, (first, last))
+        return GramCounts(self.caption[start:end] - first, self.gram[start:end], self.count[start:end], self.num_grams)
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,12 @@ class Corpus:
     """One candidate for each of V videos, and R references, sorted by video.
 
     Attributes:
-        candidates: N-grams of the orders 1 to 4; a candidate has the index of its video.
-        references: N-grams of the references.
-        candidate_lengths: Numbers of words, int64 [V].
-        reference_lengths: Numbers of words, int64 [R].
-        video_of_reference: Index of the video, int64 [R], ascending; every video occurs.
+        candidates: N-grams of the candidates, for the orders 1 to 4. The index of a candidate is the index of its
+            video.
+        references: N-grams of the references, for the orders 1 to 4.
+        candidate_lengths: Number of words of each candidate, int64 [V].
+        reference_lengths: Number of words of each reference, int64 [R].
+        video_of_reference: Index of each reference's video, int64 [R], ascending. Every video has a reference.
     """
 
     candidates: Sequence[GramCounts]
@@ -91,20 +94,23 @@ class Corpus:
 
 
 def count_grams(captions: Sequence[Sequence[str]]) -> list[GramCounts]:
-    """Count the n-grams of orders 1 to 4 in captions. A caption is a list of words."""
-    known: dict[str, int] = {}
-    words = np.array([known.setdefault(word, len(known)) for caption in captions for word in caption], dtype=np.int64)
+    """Count the n-grams of the orders 1 to 4 in captions, which are lists of words."""
+    vocabulary: dict[str, int] = {}
+    words = np.array(
+        [vocabulary.setdefault(word, len(vocabulary)) for caption in captions for word in caption], dtype=np.int64
+    )
     lengths = np.array([len(caption) for caption in captions], dtype=np.int64)
     caption = np.repeat(np.arange(len(captions)), lengths)
-    num_remaining = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(words))  # words to the end of the caption
+    # Number of words from each word to the end of its caption.
+    num_remaining = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(words))
 
     counts = []
-    code, num_grams = words, max(len(known), 1)
+    code, num_grams = words, max(len(vocabulary), 1)
     for order in range(1, MAX_ORDER + 1):
         has_order = num_remaining >= order
         if order > 1:
             # An n-gram consists of an (n - 1)-gram and the next word.
-            pairs = code[has_order] * max(len(known), 1) + words[np.flatnonzero(has_order) + order - 1]
+            pairs = code[has_order] * max(len(vocabulary), 1) + words[np.flatnonzero(has_order) + order - 1]
             distinct, inverse = np.unique(pairs, return_inverse=True)
             code = np.zeros_like(code)
             code[has_order] = inverse
@@ -115,7 +121,7 @@ def count_grams(captions: Sequence[Sequence[str]]) -> list[GramCounts]:
 
 
 def look_up(queries: Ints, keys: Ints, values: Ints) -> Ints:
-    """Return the values of the keys `queries`, 0 for missing keys; `keys` must be ascending."""
+    """Return the value of each key in `queries`, or 0 if the key is missing. `keys` must be ascending."""
     if not len(keys):
         return np.zeros_like(queries)
     index = np.minimum(np.searchsorted(keys, queries), len(keys) - 1)
@@ -136,7 +142,7 @@ def bleu(corpus: Corpus) -> tuple[Floats, Floats]:
 
 
 def _closest_lengths(candidate_lengths: Ints, reference_lengths: Ints, video_of_reference: Ints) -> Ints:
-    """Return, for each video, the reference length that is closest to the candidate's length."""
+    """Return the reference length that is closest to the candidate's length, for each video."""
     distance = np.abs(reference_lengths - candidate_lengths[video_of_reference])
     order = np.lexsort((reference_lengths, distance, video_of_reference))
     first = np.searchsorted(video_of_reference, np.arange(len(candidate_lengths)))
@@ -144,17 +150,17 @@ def _closest_lengths(candidate_lengths: Ints, reference_lengths: Ints, video_of_
 
 
 def _clipped_matches(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num_videos: int) -> Floats:
-    """Count each candidate's n-grams, each at most as often as it occurs in one of the references."""
+    """Count the matching n-grams of each candidate. An n-gram counts at most as often as in any single reference."""
     keys = video_of_reference[theirs.caption] * theirs.num_grams + theirs.gram
     order = np.argsort(keys, kind="stable")
     distinct, first = np.unique(keys[order], return_index=True)
-    most = np.maximum.reduceat(theirs.count[order], first) if len(first) else first
-    matches = np.minimum(ours.count, look_up(ours.caption * ours.num_grams + ours.gram, distinct, most))
+    max_counts = np.maximum.reduceat(theirs.count[order], first) if len(first) else first
+    matches = np.minimum(ours.count, look_up(ours.caption * ours.num_grams + ours.gram, distinct, max_counts))
     return np.asarray(np.bincount(ours.caption, weights=matches, minlength=num_videos), dtype=np.float64)
 
 
 def _scores(matches: Floats, possible: Floats, length: Ints, reference_length: Ints) -> Floats:
-    """Return BLEU [4, V] from counts [4, V] and lengths [V]."""
+    """Return BLEU [4, V] from the counts [4, V] of matching and of all n-grams, and from lengths [V]."""
     precisions = np.cumprod((matches + _TINY) / (possible + _SMALL), axis=0)
     scores = precisions ** (1 / np.arange(1, MAX_ORDER + 1))[:, None]
     ratio = (length + _TINY) / (reference_length + _SMALL)
@@ -165,14 +171,14 @@ def cider(corpus: Corpus) -> tuple[Floats, Floats]:
     """Compute CIDEr-D and CIDEr of each video, [V] each."""
     num_videos, num_references = len(corpus.candidate_lengths), len(corpus.reference_lengths)
     video_of_reference = corpus.video_of_reference
-    bigrams = np.maximum(corpus.candidate_lengths - 1, 0)[video_of_reference]
-    bigrams -= np.maximum(corpus.reference_lengths - 1, 0)
-    penalty = np.exp(-(bigrams.astype(np.float64) ** 2) / (2 * _SIGMA**2))
+    difference = np.maximum(corpus.candidate_lengths - 1, 0)[video_of_reference]
+    difference -= np.maximum(corpus.reference_lengths - 1, 0)
+    penalty = np.exp(-(difference.astype(np.float64) ** 2) / (2 * _SIGMA**2))
     clipped, plain = np.zeros(num_references), np.zeros(num_references)
     for ours, theirs in zip(corpus.candidates, corpus.references, strict=True):
-        for_clipped, for_plain = _cosines(ours, theirs, video_of_reference, num_videos)
-        clipped += penalty * for_clipped
-        plain += for_plain
+        clipped_cosine, plain_cosine = _cosines(ours, theirs, video_of_reference, num_videos)
+        clipped += penalty * clipped_cosine
+        plain += plain_cosine
     scale = _SCALE / (len(corpus.candidates) * np.bincount(video_of_reference, minlength=num_videos))
     clipped_sum = np.bincount(video_of_reference, weights=clipped, minlength=num_videos)
     plain_sum = np.bincount(video_of_reference, weights=plain, minlength=num_videos)
@@ -180,13 +186,13 @@ def cider(corpus: Corpus) -> tuple[Floats, Floats]:
 
 
 def _cosines(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num_videos: int) -> tuple[Floats, Floats]:
-    """Return each reference's cosine with its candidate for one order, [R], with clipped and with plain entries."""
+    """Return the cosine of each reference and its candidate for one order, [R], with clipped and with plain entries."""
     num_references = len(video_of_reference)
     keys = video_of_reference[theirs.caption] * theirs.num_grams + theirs.gram
     ascending = np.sort(keys)  # np.unique uses hashing, which takes ten times as long
-    first_of_video = ascending[np.flatnonzero(np.diff(ascending, prepend=-1))]
-    num_with = np.bincount(first_of_video % theirs.num_grams, minlength=theirs.num_grams)
-    idf = np.log(num_videos) - np.log(np.maximum(num_with, 1))
+    distinct = ascending[np.flatnonzero(np.diff(ascending, prepend=-1))]
+    document_frequency = np.bincount(distinct % theirs.num_grams, minlength=theirs.num_grams)
+    idf = np.log(num_videos) - np.log(np.maximum(document_frequency, 1))
 
     our_norm = np.sqrt(np.bincount(ours.caption, weights=(ours.count * idf[ours.gram]) ** 2, minlength=num_videos))
     their_entry = theirs.count * idf[theirs.gram]
@@ -204,29 +210,29 @@ def _cosines(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num
 
 
 def rouge_l(candidate: str, references: Sequence[str]) -> float:
-    """Compute ROUGE-L of a tokenized caption against at least one tokenized reference."""
+    """Compute ROUGE-L of a tokenized caption against one or more tokenized references."""
     if not candidate:
         return 0.0
     words = candidate.split(" ")
-    positions: dict[str, int] = {}  # bit set of each word's positions
+    positions: dict[str, int] = {}  # bit mask of the positions of each word
     for position, word in enumerate(words):
         positions[word] = positions.get(word, 0) | 1 << position
     precision = recall = 0.0
     for reference in references:
-        others = reference.split(" ")
-        common = _common_length(positions, len(words), others)
+        reference_words = reference.split(" ")
+        common = _common_length(positions, len(words), reference_words)
         precision = max(precision, common / len(words))
-        recall = max(recall, common / len(others))
+        recall = max(recall, common / len(reference_words))
     if precision == 0 or recall == 0:
         return 0.0
     return (1 + _BETA**2) * precision * recall / (recall + _BETA**2 * precision)
 
 
-def _common_length(positions: dict[str, int], num_words: int, others: Sequence[str]) -> int:
-    """Return the length of the longest common subsequence, computed bit-parallel row by row (Hyyrö 2004)."""
+def _common_length(positions: dict[str, int], num_words: int, reference_words: Sequence[str]) -> int:
+    """Return the length of the longest common subsequence, with the bit-parallel algorithm of Hyyrö (2004)."""
     all_positions = (1 << num_words) - 1
     row = all_positions
-    for word in others:
+    for word in reference_words:
         matching = row & positions.get(word, 0)
         row = (row + matching | row - matching) & all_positions
     return num_words - row.bit_count()
@@ -243,14 +249,14 @@ class CaptionScores:
     """Metrics of captions.
 
     Attributes:
-        means: Values by metric, with the keys of METRIC_LABELS: means over videos, except that BLEU and METEOR are
-            computed over the corpus.
+        means: Values by metric, with the keys of METRIC_LABELS. BLEU and METEOR are computed over the corpus; other
+            values are means over videos.
         per_video: Values by video and metric, in the order of the candidates.
         absent: Reason for each missing metric.
-        empty: Videos whose captions have no words. They score 0 in every metric.
+        empty: Videos whose captions have no words, which score 0 in every metric.
         num_references: Total number of references.
-        idf: Source of CIDEr's document frequencies.
-        ids_hash: Hash of the video IDs, which shows whether scores of two results are about the same videos.
+        idf: Description of the source of CIDEr's document frequencies.
+        ids_hash: Hash of the video IDs, which shows whether two results are for the same videos.
     """
 
     means: dict[str, float]
@@ -278,11 +284,12 @@ def score_captions(
     """Score one caption per video against all its references.
 
     Args:
-        candidates: Generated caption, which may be empty, for each video ID.
-        references: Captions for each video ID; at least one must have words (`without_words` lists other videos).
-        with_java: True to compute METEOR and SPICE, which take seconds to start, and time for each video.
-        spice_jars: Folder with the two jars that SPICE needs.
-        meteor: Entered instance, to score several sets of captions with one program. Default: a new instance.
+        candidates: Generated caption for each video ID. It may be empty.
+        references: Captions for each video ID, at least one of them with words (`without_words` lists other videos).
+        with_java: True to compute METEOR and SPICE, whose programs take seconds to start.
+        spice_jars: Folder with the two jars that SPICE needs; None to omit SPICE.
+        meteor: METEOR inside its `with` block, to score several sets of captions with one program. Default: a new
+            program.
 
     Raises:
         UserError: There are no videos; the IDs differ; a video has no reference with words; or a jar is missing.
@@ -331,24 +338,24 @@ def score_captions(
 
 
 def without_words(references: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the videos whose references have no words, so that captions cannot be compared with them."""
+    """Return the videos whose references have no words, and therefore cannot be compared with captions."""
     return [video_id for video_id, captions in references.items() if not any(map(tokenize, captions))]
 
 
 def name_videos(video_ids: Sequence[str]) -> str:
-    """Return the names of the first few videos, as text."""
+    """Return the names of the first few videos as a comma-separated list."""
     return ", ".join(video_ids[:_MAX_LISTED]) + (", ..." if len(video_ids) > _MAX_LISTED else "")
 
 
 def hash_of_ids(ids: Iterable[str]) -> str:
-    """Return 16 hexadecimal digits that identify a set of videos, in any order."""
+    """Return 16 hexadecimal digits that identify a set of videos, regardless of their order."""
     return hashlib.sha256("\n".join(sorted(ids)).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def _plain_scores(
     ours: Mapping[str, str], theirs: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """Compute the metrics that do not need Java, per video and overall."""
+    """Compute the metrics that do not need Java: their values by metric and video, and their overall values."""
     captions = [caption.split() for caption in ours.values()]
     captions += [caption.split() for references in theirs.values() for caption in references]
     lengths = np.array([len(words) for words in captions], dtype=np.int64)
@@ -372,23 +379,23 @@ def _plain_scores(
     return {name: dict(zip(ours, row.tolist(), strict=True)) for name, row in rows.items()}, means
 
 
-def _require_videos(lacking: Sequence[str], what: str) -> None:
-    if lacking:
+def _require_videos(misfits: Sequence[str], what: str) -> None:
+    if misfits:
         raise UserError(
-            f"{count_noun(len(lacking), 'video')} {'is' if len(lacking) == 1 else 'are'} {what}: "
-            f"{name_videos(lacking)}",
-            hint="score only the videos that have both",
+            f"{count_noun(len(misfits), 'video')} {'is' if len(misfits) == 1 else 'are'} {what}: "
+            f"{name_videos(misfits)}",
+            hint="score only videos that have a caption and references with words",
         )
 
 
 def best_constant(references: Mapping[str, Sequence[str]]) -> str:
-    """Return the best constant caption, which has the highest mean CIDEr-D as the caption of every clip.
+    """Return the best constant caption: the caption with the highest mean CIDEr-D if it is used for every clip.
 
-    The mean CIDEr of a caption over all clips is a single product with the mean of their vectors. CIDEr-D has no such
-    shortcut, so it is computed only for the captions with the highest CIDEr.
+    The mean CIDEr of a caption over all clips is a single product with the mean of the clips' vectors. CIDEr-D has no
+    such shortcut, so it is computed only for the captions with the highest CIDEr.
 
     Args:
-        references: Captions of each clip, at least one. Clips whose captions have no words are ignored.
+        references: Captions of each clip, at least one per clip. Clips whose captions have no words are ignored.
     """
     wordless = set(without_words(references))
     if len(wordless) == len(references):
@@ -410,18 +417,18 @@ def mean_cider(captions: Sequence[Sequence[str]], clip_of: np.ndarray) -> Floats
 
     Args:
         captions: Captions as lists of words.
-        clip_of: Index of each caption's clip, int64 [R], ascending from 0; every clip has captions.
+        clip_of: Index of each caption's clip, int64 [R], ascending from 0. Every clip has captions.
     """
     num_clips = int(clip_of[-1]) + 1
-    share = 1 / (num_clips * np.bincount(clip_of)[clip_of])
+    weight = 1 / (num_clips * np.bincount(clip_of)[clip_of])
     total: Floats = np.zeros(len(captions))
     counts = count_grams(captions)
     for grams in counts:
         clip_and_gram = np.unique(clip_of[grams.caption] * grams.num_grams + grams.gram)
-        num_with = np.bincount(clip_and_gram % grams.num_grams, minlength=grams.num_grams)
-        entry = grams.count * (np.log(num_clips) - np.log(np.maximum(num_with, 1)))[grams.gram]
+        document_frequency = np.bincount(clip_and_gram % grams.num_grams, minlength=grams.num_grams)
+        entry = grams.count * (np.log(num_clips) - np.log(np.maximum(document_frequency, 1)))[grams.gram]
         norm = np.sqrt(np.bincount(grams.caption, weights=entry**2, minlength=len(captions)))
         unit = entry / np.where(norm == 0, 1.0, norm)[grams.caption]
-        mean = np.bincount(grams.gram, weights=unit * share[grams.caption], minlength=grams.num_grams)
+        mean = np.bincount(grams.gram, weights=unit * weight[grams.caption], minlength=grams.num_grams)
         total += np.bincount(grams.caption, weights=unit * mean[grams.gram], minlength=len(captions))
     return total / len(counts)

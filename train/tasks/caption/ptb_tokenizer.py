@@ -1,17 +1,18 @@
-"""Tokenize captions like Stanford's PTBTokenizer, which all published caption metrics use, but without Java.
+"""Tokenizer for caption metrics, which returns the tokens of Stanford's PTBTokenizer without Java.
 
-The tokens equal those from `pycocoevalcap.tokenizer.PTBTokenizer`: Stanford's PTBTokenizer (CoreNLP 3.4.1,
-`-preserveLines -lowerCase`), followed by the removal of punctuation. docs/captions.md describes the comparison and the
-differences.
+All published caption metrics use PTBTokenizer. The tokens equal the output of
+`pycocoevalcap.tokenizer.PTBTokenizer`: Stanford's PTBTokenizer (CoreNLP 3.4.1, `-preserveLines -lowerCase`), followed
+by the removal of punctuation. docs/captions.md describes the comparison and the differences.
 
-At each position of a caption, the rule with the longest match determines the next token; of equally long matches, the
-first rule wins. Required context after a token counts towards the length, but is not part of the token. The rules were
-derived by comparison with the original on millions of strings, and agree with it on all of them.
+At each position of a caption, the rule with the longest match determines the next token. If several matches are equally
+long, the first rule wins. Required context after a token counts towards the length, but is not part of the token. The
+rules were derived by comparison with the original on millions of strings, and agree with it on all of them.
 
-The original is from 2014, and knows only the Unicode characters of that year in the basic plane. Its treatment of each
-of these 63,000 characters was measured. `ptb_characters.tsv` lists the characters beyond ASCII as ranges of three
-kinds: a `letter` (or a digit of any script); a `mark`, which may be part of a word but not of a number; and a `symbol`,
-which is a separate token. All other characters, such as emoji, are dropped unless a rule contains them.
+The original is from 2014, and knows only the Unicode characters of that year in the basic multilingual plane. Its
+treatment of each of these 63,000 characters was measured. `ptb_characters.tsv` lists the characters beyond ASCII as
+ranges of three kinds: a `letter` (or a digit of any script); a `mark`, which may be part of a word, but not of a
+number; and a `symbol`, which is a separate token. All other characters, such as emoji, are dropped unless a rule
+contains them.
 """
 
 import re
@@ -23,10 +24,10 @@ from pathlib import Path
 _TABLE = Path(__file__).parent / "ptb_characters.tsv"
 Rewrite = Callable[[str], str]
 
-# Lists of words, separated by spaces.
+# The following lists of words are separated by spaces.
 
-# These words keep their full stop. A sentence may end with a word of the first group, but not of the second. This
-# matters if a letter follows directly: "etc.x" is two tokens, "mr.x" is one token.
+# Abbreviations, which keep their full stop. A sentence may end with a word of the first group, but not of the second.
+# The groups differ if a letter follows directly: "etc.x" is two tokens, "mr.x" is one token.
 ABBREVIATIONS_AT_ENDS = (
     "al ala apr ariz assn aug bancorp bhd bldg blvd bros calif co colo conn corp cos ct dak dec esq est etc ext feb "
     "fla fri ga inc ind intl jan jr jul jun kan kans ky ltd mar md mich minn mo mon mont neb nev nov oct okla penn "
@@ -37,18 +38,18 @@ ABBREVIATIONS_BEFORE_NAMES = (
     "gov govs hon insp invt jos lieut lt maj messrs mlle mme mr mrs ms msgr mt natl pfc ph pres prof profs pvt rep "
     "reps rev sen sens sfc sgt spc st ste supt treas vs wm"
 )
-# Words that are abbreviations only if they are capitalised: "Mass." and "mass".
+# Words that are abbreviations only if they are capitalised: "Mass.", but not "mass.".
 ABBREVIATIONS_WITH_CAPITALS = "ark az del ill la mass miss ore pa tex wash"
-# Words that are abbreviations only before a number: "no. 5", but "no."
+# Words that are abbreviations only before a number: "no. 5", but not "no.".
 ABBREVIATIONS_BEFORE_NUMBERS = "art ca fig figs no nos op pp prop"
 
-# Words that are two tokens.
+# Words that are split into two tokens.
 DOUBLE_WORDS = (("can", "not"), ("gim", "me"), ("gon", "na"), ("got", "ta"), ("lem", "me"), ("wan", "na"))
 
 # Words that are one token despite their apostrophe.
 WORDS_WITH_APOSTROPHES = "nor'easter c'mon c'est e'er s'mores ev'ry li'l nat'l cap'n"
 
-# If these words are capitalised and follow a letter with a full stop, they begin a sentence: "the U.S. The man".
+# Words that begin a sentence if they are capitalised and follow a letter with a full stop: "the U.S. The man".
 SENTENCE_STARTERS = (
     "A About According Additionally After An As At But Earlier He Her Here However If In It Last Many More Mr. Ms. "
     "Now Once One Other Our She Since So Some Such That The Their Then There These They This We When While What Yet You"
@@ -62,12 +63,12 @@ FILE_ENDINGS = (
 
 @dataclass(frozen=True)
 class Rule:
-    """A kind of token.
+    """Rule for one kind of token.
 
     Attributes:
-        pattern: Pattern whose first group is the token, followed by required context. Two newlines follow every
-            caption.
-        rewrite: Function that replaces the token. If it returns an empty text, the token is dropped.
+        pattern: Pattern whose first group is the token. Required context may follow. Two newlines are appended to every
+            caption before it is matched.
+        rewrite: Function that takes the token and returns its replacement, or an empty string to drop the token.
     """
 
     pattern: re.Pattern[str]
@@ -75,7 +76,7 @@ class Rule:
 
 
 def _replace_spaces(token: str) -> str:
-    """Replace the spaces within a token by no-break spaces, to distinguish them from spaces between tokens."""
+    """Replace the spaces in a token with no-break spaces, to distinguish them from spaces between tokens."""
     return token.replace(" ", "\u00a0")
 
 
@@ -106,7 +107,7 @@ def _entity(token: str) -> str:
 
 
 def _any_of(words: Iterable[str]) -> str:
-    """Return a pattern that matches any of the words, longer words first."""
+    """Return a pattern that matches any of the words, and prefers longer words."""
     return "(?:" + "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True)) + ")"
 
 
@@ -114,7 +115,7 @@ def _any_of(words: Iterable[str]) -> str:
 def rules() -> tuple[Rule, ...]:
     """Return all rules, in order."""
     inside = character_classes()
-    # Building blocks of words, numbers and so on.
+    # Building blocks of the patterns.
     accent = "&(?i:[aeiou](?:acute|grave|uml));"
     alone = f"[A-Za-z{inside['letter']}]"
     letter = f"(?:[A-Za-z{inside['letter']}{inside['mark']}]|{accent})"
@@ -145,7 +146,7 @@ def rules() -> tuple[Rule, ...]:
     any_case = re.IGNORECASE
     # Tags.
     rule(tags, rewrite=_replace_spaces)
-    # Words, and words that are two tokens: can not, 't is, it 's, do n't.
+    # Words, and words that are split into two tokens: can not, 't is, it 's, do n't.
     for first, second in DOUBLE_WORDS:
         rule(first, second, flags=any_case)
     rule("'t", "(?:is|was)", flags=any_case)
@@ -166,7 +167,7 @@ def rules() -> tuple[Rule, ...]:
     )
     rule("@[A-Za-z_][A-Za-z_0-9]*")
     rule(f"#{letter}+")
-    # Words with full stops in or after them.
+    # Words that contain or end with full stops.
     rule(words)
     rule(_any_of(ABBREVIATIONS_AT_ENDS.split()) + r"\.", two_more, flags=any_case)
     rule(_any_of(ABBREVIATIONS_BEFORE_NAMES.split()) + r"\.", flags=any_case)
@@ -222,7 +223,7 @@ def rules() -> tuple[Rule, ...]:
     rule("&(?:#[0-9]+|cdq|odq|ht|tl|lr|ql|qr|qc|ur);", flags=any_case)
     rule(r"[cC]\+\+|[CcFf]#")
     rule(r"[!?]+|_+|\*+|\\\*|<<|>>|@+|#+|-{5,}|--|''|``|['`]")
-    # The kind of a quotation mark does not matter: punctuation is dropped.
+    # The kind of quotation mark does not matter, because punctuation is dropped.
     rule('"', rewrite=lambda token: "''")
     rule("-{3,4}|[\u0096\u0097\u2013\u2014\u2015]", rewrite=lambda token: "--")
     rule("\\.{3,5}|\\. \\. \\.|[\u0085\u2026]", rewrite=lambda token: "...")
@@ -235,7 +236,7 @@ def rules() -> tuple[Rule, ...]:
 
 
 def character_classes() -> dict[str, str]:
-    """Return the content of a regex character class for `letter`, `mark` and `symbol`, without ASCII."""
+    """Return the characters beyond ASCII of the kinds `letter`, `mark` and `symbol`, as content of regex classes."""
     inside = {"letter": "", "mark": "", "symbol": ""}
     for line in _TABLE.read_text(encoding="ascii").splitlines()[1:]:
         first, last, kind = line.split("\t")
@@ -243,10 +244,10 @@ def character_classes() -> dict[str, str]:
     return inside
 
 
-# The original converts brackets to lower case ("-lrb-") before it drops punctuation, so it does not drop brackets.
+# The original converts brackets to lower case ("-lrb-") before it drops punctuation, so brackets are not dropped.
 PUNCTUATION = frozenset(["''", "'", "``", "`", "-LRB-", "-RRB-", "-LCB-", "-RCB-", *".?!,:;-", "--", "..."])
 
-# The original starts a new line at these characters, which shifts all later captions of its caller.
+# Characters at which the original starts a new line. In pycocoevalcap, this shifts all later captions.
 _LINE_ENDS = re.compile("[\n\r\x0b\x0c\u2028\u2029]")
 _SOFT_HYPHEN = "\u00ad"
 # Fast path: most captions consist of letters and spaces, perhaps with a full stop.
@@ -258,18 +259,22 @@ _SKIPPED = re.compile("[ \t][ \t\u00a0\u2000-\u200a\u3000]*")
 
 
 def tokenize(caption: str) -> str:
-    """Return a caption's tokens in lower case without punctuation, separated by single spaces; may be empty."""
+    """Return the tokens of a caption in lower case, without punctuation, separated by single spaces.
+
+    The result may be empty.
+    """
     if _PLAIN_CAPTION.fullmatch(caption):
         words = caption.lower().removesuffix(".").split()
         if words[-1] not in _special_words() and _DOUBLE.isdisjoint(words):
             return " ".join(words)
-    line = " ".join(tokens_of(caption)).rstrip()  # as in the original, which matters for a URL before a wide space
+    # Strip the line as the original does, which has an effect after a URL before a wide space.
+    line = " ".join(tokens_of(caption)).rstrip()
     return " ".join(token for token in line.split(" ") if token not in PUNCTUATION)
 
 
 @cache
 def _special_words() -> frozenset[str]:
-    """Return the words that are two tokens, or that keep their full stop."""
+    """Return the words that are split into two tokens, or that keep their full stop."""
     lists = [ABBREVIATIONS_AT_ENDS, ABBREVIATIONS_BEFORE_NAMES, ABBREVIATIONS_WITH_CAPITALS]
     lists.append("pte ptes pty ptys ppte ppty mfg mtg")
     return _DOUBLE.union(*(words.split() for words in lists))
@@ -298,10 +303,10 @@ def tokens_of(caption: str) -> list[str]:
 
 
 def _next_token(text: str, position: int) -> tuple[str, int]:
-    """Return the token at a position, and the position after it; the token is empty for a dropped character."""
+    """Return the token at a position, which is empty for a dropped character, and the position after the token."""
     matches = [(match, rule) for rule in rules() if (match := rule.pattern.match(text, position))]
     if not matches:
         return "", position + 1
-    match, rule = max(matches, key=lambda pair: pair[0].end())  # of equally long matches, the first one
+    match, rule = max(matches, key=lambda pair: pair[0].end())  # the first of equally long matches
     token = match[1] if rule.rewrite is None else rule.rewrite(match[1])
     return token.lower(), match.end(1)

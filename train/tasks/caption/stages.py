@@ -1,4 +1,4 @@
-"""Split a captioner into pipeline stages: a captioner is a flat list of layers, which can be cut anywhere.
+"""Pipeline stages of a captioner, which is treated as a flat list of layers that can be cut anywhere.
 
     video_embedding                 clips -> x
     video_block 0, 1, ...           x -> x
@@ -7,11 +7,11 @@
     text_block 0, 1, ...            video, text -> video, text
     head                            video, text -> logits
 
-One or two floating-point tensors go from one stage to the next. The stage with the token embedding also gets the
-tokens. Parameters have the same names as in the complete captioner. The token embedding belongs to the decoder's first
-and last layers: if these are in different stages, each stage has a copy.
+One or two floating-point tensors are passed from each stage to the next. The stage with the token embedding also gets
+the tokens. Parameters have the same names as in the complete captioner. The token embedding belongs to both the first
+and the last layer of the decoder. If these layers are in different stages, each stage has a copy.
 
-Shape suffixes: V videos, R rows of text (V * n), L tokens, W words of the vocabulary.
+Shape suffixes: V videos, R rows of text (V * n), L tokens, D width, W size of the vocabulary.
 """
 
 import re
@@ -43,7 +43,11 @@ _BLOCK_KIND = "block"
 
 @dataclass(frozen=True)
 class Layer:
-    """Layer of a captioner; `number` is the index of a block."""
+    """Layer of a captioner.
+
+    Attributes:
+        number: Index of a block; 0 for other layers.
+    """
 
     kind: LayerKind
     number: int = 0
@@ -70,7 +74,7 @@ def all_layers(captioner: Captioner) -> tuple[Layer, ...]:
 
 
 def owners_of(name: str) -> tuple[Layer, ...]:
-    """Return the layers that have a parameter or buffer of a captioner; two for the tied embedding.
+    """Return the layers to which a parameter or buffer belongs. The tied token embedding belongs to two layers.
 
     Raises:
         ValueError: A captioner has no parameter or buffer with this name.
@@ -91,7 +95,7 @@ def owners_of(name: str) -> tuple[Layer, ...]:
 
 
 def parameters_by_layer(captioner: Captioner) -> list[int]:
-    """Return the number of parameters in each layer; tied parameters count in both layers."""
+    """Return the number of parameters of each layer. Tied parameters count in both of their layers."""
     counts = dict.fromkeys(all_layers(captioner), 0)
     for name, parameter in captioner.named_parameters():
         for layer in owners_of(name):
@@ -100,7 +104,7 @@ def parameters_by_layer(captioner: Captioner) -> list[int]:
 
 
 def layers_of(captioner: Captioner) -> list[LayerCost]:
-    """Return the layers with their costs, in order. Blocks of the tower and the decoder have the same kind."""
+    """Return the cost of each layer, in order. Blocks of the tower and of the decoder have the same kind."""
     kinds = [_BLOCK_KIND if layer.kind.endswith(_BLOCK_KIND) else layer.kind for layer in all_layers(captioner)]
     return [LayerCost(*layer) for layer in zip(kinds, parameters_by_layer(captioner), strict=True)]
 
@@ -108,11 +112,15 @@ def layers_of(captioner: Captioner) -> list[LayerCost]:
 class CaptionerPart(nn.Module):
     """Consecutive layers of a captioner.
 
-    Parameters of other layers are removed from the captioner. If it was built on the meta device, they never need
-    memory.
+    The constructor removes the parameters of all other layers from the captioner. If the captioner was built on the
+    meta device, they never need memory.
 
     Args:
-        begin, end: Index of the first layer, and index after the last layer.
+        begin: Index of the first layer.
+        end: Index after the last layer.
+
+    Raises:
+        ValueError: The captioner does not have these layers.
     """
 
     def __init__(self, captioner: Captioner, *, begin: int, end: int) -> None:
@@ -123,9 +131,9 @@ class CaptionerPart(nn.Module):
         self.layers = layers[begin:end]
         self.video, self.projection, self.decoder = captioner.video, captioner.projection, captioner.decoder
         # Remove the parameters and buffers of other layers.
-        own_layers = set(self.layers)
+        part_layers = set(self.layers)
         for name in [name for name, _ in chain(captioner.named_parameters(), captioner.named_buffers())]:
-            if own_layers.isdisjoint(owners_of(name)):
+            if part_layers.isdisjoint(owners_of(name)):
                 path, _, leaf = name.rpartition(".")
                 module = captioner.get_submodule(path)
                 if leaf in module._parameters:
@@ -134,7 +142,7 @@ class CaptionerPart(nn.Module):
                     module.register_buffer(leaf, None)
 
     def has(self, kind: LayerKind) -> bool:
-        """Return True if one of the layers is of this kind."""
+        """Return True if one of the layers has this kind."""
         return any(layer.kind == kind for layer in self.layers)
 
     @property
@@ -148,8 +156,8 @@ class CaptionerPart(nn.Module):
         """Run all layers.
 
         Args:
-            inputs: Clips for the first part; otherwise the previous part's outputs.
-            tokens: Tokens, for the part that embeds them (`Captioner.forward`).
+            inputs: Clips for the first part; the outputs of the previous part for other parts.
+            tokens: Tokens for the part that embeds them (`Captioner.forward`).
         """
         x = inputs
         for layer in self.layers:
@@ -157,7 +165,7 @@ class CaptionerPart(nn.Module):
         return x[0] if len(x) == 1 else x
 
     def encode(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Run only the tower's layers; return the input if there are none."""
+        """Run only the layers of the tower. Without such layers, return the input."""
         x = inputs
         for layer in self.layers:
             if layer.kind.startswith("video_"):
@@ -165,20 +173,20 @@ class CaptionerPart(nn.Module):
         return x[0]
 
     def start(self, video_VND: torch.Tensor, *, num_tokens: int, rows_per_video: int = 1) -> TextCache:
-        """Return a cache of this part's text blocks (`Gpt2.start`)."""
+        """Return a cache for the text blocks of this part (`Gpt2.start`)."""
         numbers = [layer.number for layer in self.layers if layer.kind == "text_block"]
         decoder = self._decoder()
         return decoder.start(video_VND, num_tokens=num_tokens, rows_per_video=rows_per_video, block_indices=numbers)
 
     def step(self, inputs: torch.Tensor, cache: TextCache) -> torch.Tensor:
-        """Run the decoder's layers on the tokens that follow the cached tokens.
+        """Run the layers of the decoder on the tokens that follow the cached tokens.
 
         Args:
-            inputs: Tokens, int64 [R, L], for the part that embeds them; otherwise the previous part's output, [R, L,
-                D].
+            inputs: Tokens, int64 [R, L], for the part that embeds them; the output [R, L, D] of the previous part for
+                other parts.
 
         Returns:
-            Logits [R, W] for the next token from the last part; otherwise the part's output, [R, L, D].
+            Logits [R, W] for the next token in the last part; the output [R, L, D] in other parts.
         """
         decoder = self._decoder()
         x_RLD = decoder.embed(inputs, offset=cache.num_tokens) if self.has("token_embedding") else inputs
@@ -200,7 +208,7 @@ class CaptionerPart(nn.Module):
                 return (x if self.projection is None else self.projection(x),)
             case "token_embedding":
                 if tokens is None:
-                    raise ValueError("the part that embeds tokens needs them")
+                    raise ValueError("the part with the token embedding needs tokens")
                 return (carried[0], decoder.embed(tokens.flatten(0, -2)))
             case "text_block":
                 video, text = carried
@@ -214,14 +222,14 @@ class CaptionerPart(nn.Module):
 
 
 def _tower_of(module: nn.Module) -> TokenTower:
-    """Return the video tower, which runs block by block.
+    """Return the video tower, which must be able to run block by block.
 
     Raises:
-        UserError: The tower comes from a library, where it is one module.
+        UserError: The tower is from a library, and is a single module.
     """
     if not isinstance(module.video, TokenTower):
         raise UserError(
-            "--towers.image is a tower from a library, which cannot be cut into pipeline stages",
+            "--towers.image is a tower from a library, which cannot be split into pipeline stages",
             hint="omit --parallel.stages",
             flags=("--towers.image",),
         )
@@ -229,12 +237,12 @@ def _tower_of(module: nn.Module) -> TokenTower:
 
 
 def part_of(captioner: Captioner, layers: range) -> CaptionerPart:
-    """Move the given layers from a captioner to a part."""
+    """Move the given layers of a captioner to a part. The captioner cannot be used afterwards."""
     return CaptionerPart(captioner, begin=layers.start, end=layers.stop)
 
 
 def whole_captioner(model: nn.Module, *, stages: World, device: torch.device) -> nn.Module:
-    """Return a module that every pipeline stage calls like a complete captioner; `model` itself for a single stage."""
+    """Return a module that every pipeline stage calls like a complete captioner; for a single stage, `model` itself."""
     if stages.size == 1:
         return model
     assert isinstance(model, CaptionerPart)
@@ -242,14 +250,15 @@ def whole_captioner(model: nn.Module, *, stages: World, device: torch.device) ->
 
 
 class StagedCaptioner(nn.Module):
-    """A captioner in pipeline stages, called like `clipmill.train.models.captioner.Captioner`.
+    """Captioner in pipeline stages, with the interface of `clipmill.train.models.captioner.Captioner`.
 
-    The encoder's output passes through the stages once. Each stage caches keys and values of its blocks. The last stage
-    broadcasts its logits, R * W values per token, so that all stages choose the same tokens. Only the first stage
-    needs pixels.
+    The output of the encoder passes through the stages once. Each stage caches the keys and values of its blocks. The
+    last stage broadcasts its logits, R * W values per token, so that all stages choose the same tokens. Only the first
+    stage needs pixels.
 
     Args:
         part: Layers of this stage.
+        stages: Pipeline stages that hold the captioner.
     """
 
     def __init__(self, part: CaptionerPart, *, stages: World, device: torch.device) -> None:
@@ -260,28 +269,28 @@ class StagedCaptioner(nn.Module):
         self._first = stages.gather_objects(part.has("token_embedding")).index(True)
 
     def forward(self, video_VCTHW: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return logits [R, L, W] for the token after each token (`Captioner.forward`)."""
+        """Return the logits [R, L, W] for the token after each token (`Captioner.forward`)."""
 
-        def run(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            outputs = self.part(*(given or (video_VCTHW,)), tokens=tokens)
+        def run(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            outputs = self.part(*(inputs or (video_VCTHW,)), tokens=tokens)
             return outputs if isinstance(outputs, tuple) else (outputs,)
 
         return self._from_last(run_along(self._stages, run, device=self._device))
 
     def start(self, video_VCTHW: torch.Tensor, *, num_tokens: int, rows_per_video: int = 1) -> TextCache:
-        """Return a cache for this stage's blocks (`Captioner.start`)."""
+        """Return a cache for the blocks of this stage (`Captioner.start`)."""
 
-        def run(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            return (self.part.encode(*(given or (video_VCTHW,))),)
+        def run(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            return (self.part.encode(*(inputs or (video_VCTHW,))),)
 
         (video_VND,) = run_along(self._stages, run, device=self._device)
         return self.part.start(video_VND, num_tokens=num_tokens, rows_per_video=rows_per_video)
 
     def step(self, tokens_RL: torch.Tensor, cache: TextCache) -> torch.Tensor:
-        """Return logits [R, W] for the next token (`Captioner.step`)."""
+        """Return the logits [R, W] for the next token (`Captioner.step`)."""
 
-        def run(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            return (self.part.step(given[0] if given else tokens_RL, cache),)
+        def run(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            return (self.part.step(inputs[0] if inputs else tokens_RL, cache),)
 
         return self._from_last(run_along(self._stages, run, first=self._first, device=self._device))
 

@@ -1,6 +1,6 @@
-"""Convert captions to token IDs with a byte-level BPE like GPT-2's, read from a folder or trained on the captions.
+"""Tokenizer of captions: a byte-level BPE like GPT-2's, which is read from a folder or trained on the captions.
 
-The work is done by the tokenizers library, which reads GPT-2's files.
+The tokenizers library, which can read GPT-2's files, does the work.
 
 Shape suffixes: K captions per sample, L tokens.
 """
@@ -30,22 +30,26 @@ if TYPE_CHECKING:
 
 END = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
-# Older names of GPT-2's files, which have the same content.
+# Files with the same content in older GPT-2 folders.
 _PARTS = ("vocab.json", "merges.txt")
-# Target that the loss ignores, with torch's default value.
+# Target that the loss ignores (the default `ignore_index` of torch).
 NO_TOKEN = -100
 _LETTERS = string.ascii_letters + string.digits
 
 
 class CaptionTokenizer:
-    """Byte-level BPE. Any text can be converted to tokens and back.
+    """Byte-level BPE, which converts any text to tokens and back.
+
+    Args:
+        where: Source of the tokenizer, for messages.
+        end: Text of the end token.
 
     Attributes:
         end_id: Token before the first and after the last token of a caption.
-        vocabulary_size: Number of IDs, which start at 0.
+        vocabulary_size: Number of token IDs, which start at 0.
 
-    Args:
-        end: Text of the token at the end of a caption.
+    Raises:
+        UserError: The tokenizer has no end token, or no tokens for some letters.
     """
 
     def __init__(self, tokenizer: "Tokenizer", *, where: str, end: str = END) -> None:
@@ -55,36 +59,36 @@ class CaptionTokenizer:
             raise UserError(
                 f"the tokenizer of {where} has no {end}, the token at the end of a caption; its special tokens: "
                 f"{', '.join(special) or 'none'}",
-                hint=f"if one of them ends texts, rename it to {end} in {TOKENIZER_FILE}, which keeps its number; "
-                "otherwise use the tokenizer of a GPT-2",
+                hint=f"rename the token that ends texts to {end} in {TOKENIZER_FILE}, which keeps its ID, or use the "
+                "tokenizer of a GPT-2",
             )
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
         self.end_id: int = end_id
-        tokens_of = zip(_LETTERS, tokenizer.encode_batch(list(_LETTERS), add_special_tokens=False), strict=True)
-        if lost := [letter for letter, encoded in tokens_of if not encoded.ids or end_id in encoded.ids]:
+        encodings = zip(_LETTERS, tokenizer.encode_batch(list(_LETTERS), add_special_tokens=False), strict=True)
+        if missing := [letter for letter, encoding in encodings if not encoding.ids or end_id in encoding.ids]:
             raise UserError(
-                f"the tokenizer of {where} has no tokens for {len(lost)} of {len(_LETTERS)} letters and digits, such "
-                f"as {lost[0]!r}: captions would lose them",
-                hint="it is not a GPT-2 tokenizer, or it is truncated; use the folder of a complete tokenizer",
+                f"the tokenizer of {where} has no tokens for {len(missing)} of {len(_LETTERS)} letters and digits, "
+                f"such as {missing[0]!r}, which captions would lose",
+                hint="use the folder of a complete GPT-2 tokenizer: this tokenizer is truncated, or of another kind",
             )
         self.vocabulary_size: int = tokenizer.get_vocab_size()
 
     def ids(self, text: str) -> list[int]:
-        """Return the tokens of a caption, without the end token."""
+        """Return the token IDs of a caption, without the end token."""
         ids: list[int] = self._tokenizer.encode(one_line(text), add_special_tokens=False).ids
         return ids
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Return the tokens of a part of a prompt. Line breaks are kept."""
+        """Return the token IDs of a part of a prompt, including its line breaks."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids if text else []
         return ids
 
     def targets(self, text: str, *, max_tokens: int) -> NDArray[np.int64]:
-        """Return target tokens for a decoder, int64 [max_tokens]: the caption's tokens, the end token, and then -100.
+        """Return the targets of a decoder, int64 [max_tokens]: the caption's tokens, the end token, and then -100.
 
-        A longer caption is truncated and gets no end token, so the decoder does not learn to stop there.
+        A longer caption is truncated, without an end token, so that the decoder does not learn to stop there.
         """
         ids = [*self.ids(text), self.end_id][:max_tokens]
         targets = np.full(max_tokens, NO_TOKEN, np.int64)
@@ -92,21 +96,21 @@ class CaptionTokenizer:
         return targets
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens up to the first end token, on one line; invalid UTF-8 bytes become U+FFFD."""
+        """Return the text of the tokens before the first end token, on one line. Invalid UTF-8 becomes U+FFFD."""
         ids = list(ids)
         if self.end_id in ids:
             ids = ids[: ids.index(self.end_id)]
         return one_line(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def num_longer(self, texts: Iterable[str], *, max_tokens: int) -> int:
-        """Count captions that exceed `max_tokens`, including the end token."""
-        # A token has at least one byte, so shorter captions need not be encoded.
-        long = [line for line in map(one_line, texts) if len(line.encode()) >= max_tokens]
-        encoded = self._tokenizer.encode_batch(long, add_special_tokens=False)
-        return sum(len(caption.ids) >= max_tokens for caption in encoded)
+        """Count the captions with more than `max_tokens` tokens, including the end token."""
+        # A token has at least one byte, so captions with fewer bytes need not be encoded.
+        lines = [line for line in map(one_line, texts) if len(line.encode()) >= max_tokens]
+        encodings = self._tokenizer.encode_batch(lines, add_special_tokens=False)
+        return sum(len(encoding.ids) >= max_tokens for encoding in encodings)
 
     def numbers(self) -> dict[str, int]:
-        """Return the ID of each token."""
+        """Return the ID of each token, by the token's text."""
         ids: dict[str, int] = self._tokenizer.get_vocab()
         return ids
 
@@ -116,17 +120,15 @@ class CaptionTokenizer:
 
 
 def one_line(text: str) -> str:
-    """Replace control characters and white space in a caption by single spaces."""
+    """Replace control characters and runs of white space in a caption with single spaces."""
     return " ".join("".join(" " if unicodedata.category(char) == "Cc" else char for char in text).split())
 
 
 def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> CaptionTokenizer:
-    """Train a BPE from the most frequent pairs in captions, starting from 256 bytes (Sennrich et al. 2016).
-
-    The same texts give the same tokenizer.
+    """Train a byte-level BPE on captions (Sennrich et al. 2016). Equal texts yield equal tokenizers.
 
     Args:
-        vocabulary_size: Maximum size of the vocabulary; a few texts may have fewer pairs.
+        vocabulary_size: Maximum size of the vocabulary. A few short texts may have too few pairs to reach it.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -152,21 +154,21 @@ def read_tokenizer(folder: Path, *, hint: str | None = None) -> CaptionTokenizer
     """Read the tokenizer in a folder: tokenizer.json, or GPT-2's vocab.json and merges.txt.
 
     Args:
-        hint: Hint for errors about a missing or damaged tokenizer; replaces the default hint.
+        hint: Hint for the error if the tokenizer is missing or damaged. Default: a hint about the files.
 
     Raises:
-        UserError: The tokenizer is missing, is damaged, or has no end token.
+        UserError: The tokenizer is missing or damaged, or has no end token.
     """
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 
-    whole, parts = folder / TOKENIZER_FILE, [folder / name for name in _PARTS]
+    tokenizer_file, parts = folder / TOKENIZER_FILE, [folder / name for name in _PARTS]
     if not has_tokenizer(folder):
         raise UserError(
             f"there is no tokenizer in {folder}",
-            hint=hint or f"it is {TOKENIZER_FILE}, or vocab.json and merges.txt as in GPT-2's folder",
+            hint=hint or f"use a folder with {TOKENIZER_FILE}, or with vocab.json and merges.txt as in GPT-2's folder",
         )
-    files = [whole] if whole.is_file() else parts
+    files = [tokenizer_file] if tokenizer_file.is_file() else parts
     try:
         if files == parts:
             vocabulary = parse_json(parts[0].read_text(encoding="utf-8"))
@@ -177,7 +179,7 @@ def read_tokenizer(folder: Path, *, hint: str | None = None) -> CaptionTokenizer
             tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             tokenizer.decoder = decoders.ByteLevel()
         else:
-            tokenizer = Tokenizer.from_str(whole.read_text(encoding="utf-8"))
+            tokenizer = Tokenizer.from_str(tokenizer_file.read_text(encoding="utf-8"))
     except Exception as error:
         raise UserError(
             f"cannot read the tokenizer {files[0]}: {error}", hint=hint or "download the folder of the decoder again"
@@ -186,15 +188,15 @@ def read_tokenizer(folder: Path, *, hint: str | None = None) -> CaptionTokenizer
 
 
 class TargetCaptions(Captions):
-    """Captions of clips as targets for the decoder. Batches get `targets`.
+    """Captions of clips as targets for the decoder, which batches contain as `targets`.
 
-    A training sample has `per_visit` of the clip's captions, drawn without replacement, or all if the clip has fewer.
-    An evaluation uses the first captions of the clip. If a clip has too few captions, the remaining rows are padding.
+    A training sample has `per_visit` captions, drawn from the captions of its clip without replacement. An evaluation
+    uses the first captions of the clip. If a clip has fewer captions, the remaining rows are padding.
 
     Args:
-        make_tokenizer: Function that returns the tokenizer. It may read captions to train it.
-        max_tokens: Number L of tokens, including the end of a caption. Longer captions are truncated and counted.
-        per_visit: Number K of captions per training sample.
+        make_tokenizer: Function that takes all captions, on which it may train a tokenizer, and returns the tokenizer.
+        max_tokens: Number L of tokens per caption, including the end token. Longer captions are truncated and counted.
+        per_visit: Number K of captions per sample.
     """
 
     def __init__(
@@ -211,11 +213,15 @@ class TargetCaptions(Captions):
 
     @cached_property
     def tokenizer(self) -> CaptionTokenizer:
-        """Tokenizer of the targets. Created on first use, because it may depend on the captions of several sets."""
+        """Tokenizer of the targets, created on first use, because it may depend on the captions of several sets."""
         return self._make_tokenizer(self.all_texts())
 
     def visits_per_epoch(self, num_samples: int) -> float:
-        """Return the number of samples per epoch, with as many captions as an epoch of clip-caption pairs."""
+        """Return the number of samples per epoch, so that an epoch has about one visit per caption.
+
+        Args:
+            num_samples: Number of clips, the minimum.
+        """
         return max(num_samples, self.num_entries / self._per_visit)
 
     @cached_property
@@ -223,15 +229,15 @@ class TargetCaptions(Captions):
         return self.tokenizer.num_longer(self.all_texts(), max_tokens=self._max_tokens)
 
     def facts(self) -> tuple[Any, ...]:
-        """Return the tokenizer's hash for the fingerprint of the samples."""
+        """Return a hash of the tokenizer, which is part of the fingerprint of the samples."""
         return (sha256(self.tokenizer.as_json()).hexdigest(),)
 
     def describe(self) -> list[str]:
-        """Return a log line with the number of captions that are truncated."""
+        """Return a remark on the number of truncated captions, if there are any."""
         return [f"{self._num_cut:,} cut to {self._max_tokens} tokens"] if self._num_cut else []
 
     def add(self, sample: Sample, request: SampleRequest) -> None:
-        """Add the targets of the clip's captions, int64 [K, L]."""
+        """Add the targets of the clip's captions to a sample, int64 [K, L]."""
         entries = self._draw_entries(request)
         targets_KL = np.full((self._per_visit, self._max_tokens), NO_TOKEN, np.int64)
         for row, entry in enumerate(entries):
@@ -245,9 +251,9 @@ class TargetCaptions(Captions):
         entries = choice.entries(request.sample)
         if request.seed is None or len(entries) <= self._per_visit:
             return list(entries[: self._per_visit])
-        # Weighted sampling without replacement: take the smallest exponential waiting times (Efraimidis and Spirakis
-        # 2006).
+        # For weighted sampling without replacement, take the smallest exponential waiting times (Efraimidis and
+        # Spirakis 2006).
         position = np.array([request.position])
-        shares: NDArray[np.float64] = draw_uniform(position, len(entries), seed=request.seed, purpose="captions")[0]
-        waits = -np.log1p(-shares) / choice.weights(request.sample)
+        draws: NDArray[np.float64] = draw_uniform(position, len(entries), seed=request.seed, purpose="captions")[0]
+        waits = -np.log1p(-draws) / choice.weights(request.sample)
         return sorted(entries[int(index)] for index in np.argsort(waits, kind="stable")[: self._per_visit])

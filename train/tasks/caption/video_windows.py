@@ -1,8 +1,8 @@
-"""Read video files from any source, cut them into windows of fixed length, and caption the windows.
+"""Windows of video files: decode any video file, divide it into windows of fixed length, and caption the windows.
 
-Files are opened only as video containers, through the file protocol, so a playlist with the name of a video cannot open
-other files. `clipmill.shards.timeline` decides which frame is displayed at which time, as for the chunks that prep
-makes.
+Files are opened only as video containers, through the file protocol, so a playlist with the file name of a video cannot
+open other files. clipmill.shards.timeline determines which frame is displayed at which time, as for the chunks that
+prep makes.
 """
 
 import os
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from av.container import InputContainer
 
 
-_SLACK_S = 1  # a decoder may not output the last frames of a damaged file
+_SLACK_S = 1  # tolerated gap at the end, because a decoder may not output the last frames of a video
 
 # Suffixes of video files in folders. Files that are passed directly may have any suffix.
 SUFFIXES = frozenset(
@@ -47,19 +47,19 @@ SUFFIXES = frozenset(
 
 
 class VideoFailed(ClipmillError):
-    """A video cannot be read, or not to its end. The message contains the reason."""
+    """Error for a video that cannot be read, or cannot be read to its end. The message contains the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoTiming:
-    """Timing of a video, from its packets.
+    """Timing of a video, read from its packets.
 
     Attributes:
-        end_us: End of the last existing frame.
-        last_us: Time of the last existing frame.
-        missing_us: Duration in the header beyond the last packet, if it exceeds the rounding of containers.
-        fps: Frames per second; the mean if the rate varies.
-        timeline: Times and shape of the video.
+        end_us: End of the last frame.
+        last_us: Presentation time of the last frame.
+        missing_us: Duration by which the header exceeds the last packet; 0 if containers may round by as much.
+        fps: Frames per second; the mean rate if the rate varies.
+        timeline: Times and shape of the frames.
         packets: Packets of the video track.
     """
 
@@ -73,7 +73,12 @@ class VideoTiming:
 
 @dataclass(frozen=True)
 class TimedFrame:
-    """An upright, cropped frame, with its presentation time in microseconds and its pixel aspect ratio."""
+    """An upright, cropped frame.
+
+    Attributes:
+        begin_us: Presentation time.
+        aspect: Pixel aspect ratio (width / height).
+    """
 
     begin_us: Fraction
     frame: "av.VideoFrame"
@@ -92,12 +97,12 @@ def read_timing(path: Path) -> VideoTiming:
         picture = first_picture(container, find_track(container, timeline.track))
         timeline = replace(timeline, shape=picture.shape)
     num_frames = int(packets.is_shown.sum())
-    mean = timeline.last / (num_frames - 1) if num_frames > 1 else Fraction(0)
+    mean_interval_s = timeline.last / (num_frames - 1) if num_frames > 1 else Fraction(0)
     return VideoTiming(
         end_us=max(1, round(timeline.end * US_PER_S)),
         last_us=round(timeline.last * US_PER_S),
         missing_us=round(timeline.missing * US_PER_S),
-        fps=timeline.rate or (1 / mean if mean > 0 else Fraction(30)),
+        fps=timeline.rate or (1 / mean_interval_s if mean_interval_s > 0 else Fraction(30)),
         timeline=timeline,
         packets=packets,
     )
@@ -118,7 +123,7 @@ def frames_of(path: Path, timing: VideoTiming) -> Iterator[TimedFrame]:
             stream.codec_context.options = {"err_detect": "explode"}  # report errors instead of concealing them
             for time_s, frame in displayed_frames(container, timeline, timing.packets):
                 if frame.is_corrupt:
-                    # A recording may start between two key frames, so its first frames lack their key frame.
+                    # Skip damaged frames at the start: a recording may start between two key frames.
                     if not num_frames:
                         continue
                     raise VideoFailed(f"the frame at {float(time_s):.2f} s is damaged")
@@ -126,8 +131,8 @@ def frames_of(path: Path, timing: VideoTiming) -> Iterator[TimedFrame]:
                 last = max(last, time_s)
                 yield TimedFrame(time_s * US_PER_S, frame, timeline.aspect_at(time_s))
     except _Unreadable as error:
-        where = f"after {float(last):.2f} s" if num_frames else "from the start"
-        raise VideoFailed(f"it cannot be decoded {where}: {error}") from error
+        position = f"after {float(last):.2f} s" if num_frames else "from the start"
+        raise VideoFailed(f"it cannot be decoded {position}: {error}") from error
     if not num_frames:
         raise VideoFailed("no frame can be decoded")
     if last < timeline.last - _SLACK_S:
@@ -138,7 +143,7 @@ def frames_of(path: Path, timing: VideoTiming) -> Iterator[TimedFrame]:
 
 
 class _Unreadable(VideoFailed):
-    """libav reported an error while reading or decoding."""
+    """Error that libav reported while it was reading or decoding a video."""
 
 
 @contextmanager
@@ -151,7 +156,7 @@ def _open_container(path: Path) -> "Iterator[InputContainer]":
         if not path.stat().st_size:
             raise VideoFailed("the file is empty")
         container = open_container(f"file:{os.fspath(path)}")
-    except (OSError, ValueError) as error:  # libav's errors derive from both
+    except (OSError, ValueError) as error:  # base classes of libav's errors
         raise VideoFailed(f"it cannot be opened as a video: {_reason(error)}") from error
     try:
         with container:
@@ -167,7 +172,9 @@ def _reason(error: Exception) -> str:
 
 
 def find_videos(paths: Iterable[Path]) -> list[Path]:
-    """Return the given files, and the videos in the given folders, recursively and sorted. Each file occurs once.
+    """Return the given files, and all videos in the given folders and their subfolders, sorted within each folder.
+
+    Each file occurs once.
 
     Raises:
         UserError: A file or folder does not exist, or a folder contains no videos.
@@ -175,12 +182,14 @@ def find_videos(paths: Iterable[Path]) -> list[Path]:
     video_of_path: dict[str, Path] = {}
     for path in paths:
         if not path.exists():
-            raise UserError(f"there is no {shown_name(path)}", hint="pass videos, or folders with videos")
+            raise UserError(
+                f"there is no file or folder {shown_name(path)}", hint="pass video files, or folders with videos"
+            )
         videos = _in_folder(path) if path.is_dir() else [path]
         if not videos:
             raise UserError(
                 f"the folder {shown_name(path)} holds no videos",
-                hint=f"videos are recognised by their suffixes: {' '.join(sorted(SUFFIXES))}",
+                hint=f"use a folder with files that end in one of: {' '.join(sorted(SUFFIXES))}",
             )
         for video in videos:
             video_of_path.setdefault(os.path.realpath(video), video)
@@ -200,14 +209,14 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 def shown_name(path: Path) -> str:
-    """Return a path as printable text; file names may be arbitrary bytes."""
+    """Return a path as printable text. File names may contain arbitrary bytes."""
     text = os.fsencode(path).decode("utf-8", "replace")
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
 _LARGEST_RATE = 1_000_000  # one frame per microsecond
 _SHORTEST_US, _LONGEST_US = US_PER_S // 10, 3600 * US_PER_S
-# A remainder shorter than this fraction of a window is added to the last window.
+# A remainder shorter than this fraction of a window is merged into the last window.
 _MIN_REMAINDER = Fraction(1, 4)
 
 
@@ -220,10 +229,14 @@ class Window:
 
 
 def windows_of(video_us: int, *, length_us: int) -> Iterator[Window]:
-    """Yield the consecutive windows of a video with the duration `video_us`, in exact arithmetic.
+    """Yield the consecutive windows of a video.
 
-    A remainder at the end becomes a shorter window, or is added to the last window if it is shorter than a quarter of a
-    window. A video that is shorter than a window is a single window.
+    A remainder at the end becomes a shorter window, or is merged into the last window if it is shorter than a quarter
+    of a window. A video that is shorter than a window is a single window.
+
+    Args:
+        video_us: Duration of the video.
+        length_us: Length of a window.
     """
     full, rest = divmod(video_us, length_us)
     if full and rest < _MIN_REMAINDER * length_us:
@@ -237,13 +250,13 @@ def parse_length_us(length: str, *, flag: str = "--len") -> int:
     """Convert a length such as `10s` or `500ms` to microseconds.
 
     Raises:
-        UserError: The text is not a length, or is out of range.
+        UserError: The string is not a length, or the length is out of range.
     """
     length_us = round(parse_length(length, flag=flag) * US_PER_S)
     if not _SHORTEST_US <= length_us <= _LONGEST_US:
         raise UserError(
-            f"{flag} {length} is out of range",
-            hint="use 100ms to 3600s; most captioned clips have about 10s",
+            f"{flag} {length} is not between 100ms and 3600s",
+            hint="use 100ms to 3600s, such as 10s, the length of most captioned clips",
             flags=(flag,),
         )
     return length_us
@@ -251,11 +264,11 @@ def parse_length_us(length: str, *, flag: str = "--len") -> int:
 
 @dataclass(frozen=True)
 class WindowClip:
-    """The frames of a window.
+    """A window with the frames that are sampled from it.
 
     Attributes:
-        video: Frames, uint8 [T, S * S * 3 / 2], YUV 4:2:0 (clipmill.train.data.clip_frames).
-        colour: Matrix and range (clipmill.train.augment.colour).
+        video: Frames as YUV 4:2:0 planes, uint8 [T, S * S * 3 / 2] (clipmill.train.data.clip_frames).
+        colour: Colour kind (clipmill.train.augment.colour).
         video_us: Duration of the complete video.
     """
 
@@ -266,26 +279,26 @@ class WindowClip:
 
 
 def window_clips(path: Path, sampling: Sampling, *, size_px: int, length_us: int) -> Iterator[WindowClip]:
-    """Yield the clips of a video's windows. Only one clip at a time is in memory.
+    """Yield the clips of a video's windows. Only one clip is in memory at a time.
 
     Raises:
-        VideoFailed: The video cannot be read, or not to its end. All earlier clips are valid.
+        VideoFailed: The video cannot be read, or cannot be read to its end. All earlier clips are valid.
     """
     timing = read_timing(path)
-    pictures = _Pictures(frames_of(path, timing), size_px=size_px)
-    # In a truncated video, complete windows before its end are valid.
+    sampler = _FrameSampler(frames_of(path, timing), size_px=size_px)
+    # In a truncated video, only complete windows are valid.
     valid_us = timing.end_us - timing.end_us % length_us if timing.missing_us else timing.end_us
     for window in windows_of(valid_us, length_us=length_us):
-        # Sampling rules that count frames count the frames of the file.
+        # Some sampling rules count frames, so they need the frame rate of the file.
         fps = timing.fps.limit_denominator(_LARGEST_RATE)
-        video, colour = pictures.at(
+        video, colour = sampler.at(
             moments_of(
                 window.begin_us, window.end_us, sampling, fps_num=fps.numerator, fps_den=fps.denominator, rng=None
             )
         )
         # Decode to the end of the window to detect damage after the last sampled frame.
-        pictures.go_to(window.end_us)
-        if timing.missing_us and pictures.are_over_before(timing.last_us):
+        sampler.go_to(window.end_us)
+        if timing.missing_us and sampler.ends_before(timing.last_us):
             break
         yield WindowClip(window, video, colour, timing.end_us)
     if timing.missing_us:
@@ -293,42 +306,46 @@ def window_clips(path: Path, sampling: Sampling, *, size_px: int, length_us: int
         raise VideoFailed(f"it is cut off: its header promises {promised_s:.2f} s, but it ends at {end_s:.2f} s")
 
 
-class _Pictures:
+class _FrameSampler:
     """Sampler of frames at ascending times, in one pass over a video. It holds two frames at a time."""
 
     def __init__(self, frames: Iterator[TimedFrame], *, size_px: int) -> None:
         self._frames, self._size_px = frames, size_px
-        self._now = next(frames)  # also displayed before its own time, as in chunks
+        self._current = next(frames)  # also displayed before its presentation time, as in chunks
         self._next = next(frames, None)
-        self._picture: tuple[Planes, int] | None = None
+        self._square: tuple[Planes, int] | None = None
 
     def at(self, moments: Moments) -> tuple[Planes, int]:
-        """Return the frames displayed at these times, [T, S * S * 3 / 2], and the first frame's colour.
+        """Return the frames displayed at the given times, [T, S * S * 3 / 2], and the colour kind of the first frame.
 
         If colour tags change within a clip, frames keep their pixel values, as in chunks.
         """
-        pictures = []
+        squares = []
         for numerator in moments.numerators:
             self.go_to(Fraction(numerator, moments.denominator))
-            if self._picture is None:
-                self._picture = picture_of(self._now.frame, aspect=self._now.aspect, size_px=self._size_px)
-            pictures.append(self._picture)
-        return np.stack([planes for planes, _ in pictures]), pictures[0][1]
+            if self._square is None:
+                self._square = centred_square(self._current.frame, aspect=self._current.aspect, size_px=self._size_px)
+            squares.append(self._square)
+        return np.stack([planes for planes, _ in squares]), squares[0][1]
 
-    def are_over_before(self, time_us: int) -> bool:
-        """Return True if the last frame was reached, and its time is before the given time."""
-        return self._next is None and round(self._now.begin_us) < time_us
+    def ends_before(self, time_us: int) -> bool:
+        """Return True if the last frame was reached, and its presentation time is before the given time."""
+        return self._next is None and round(self._current.begin_us) < time_us
 
     def go_to(self, moment_us: Fraction | int) -> None:
-        """Advance to the frame displayed at a time. The next frame is also decoded."""
+        """Advance to the frame that is displayed at a time, and decode the frame after it."""
         while self._next is not None and self._next.begin_us <= moment_us:
-            # Release the frame before the next one is decoded, so that only two frames are in memory.
-            self._now, self._next, self._picture = self._next, None, None
+            # Release the current frame before decoding another frame, so that only two frames are in memory.
+            self._current, self._next, self._square = self._next, None, None
             self._next = next(self._frames, None)
 
 
-def picture_of(frame: "av.VideoFrame", *, aspect: Fraction, size_px: int) -> tuple[Planes, int]:
-    """Return the largest centred square of an upright frame as planes, uint8 [S * S * 3 / 2], and its colour."""
+def centred_square(frame: "av.VideoFrame", *, aspect: Fraction, size_px: int) -> tuple[Planes, int]:
+    """Crop an upright frame to its largest centred square, and resize it.
+
+    Returns:
+        Planes, uint8 [S * S * 3 / 2], and the colour kind.
+    """
     planar = as_yuv420(frame)
     rectangle = shown_square(planar.width, planar.height, aspect=aspect)
     [planes] = crop_clip([planar], rectangle, size_px=size_px)
@@ -341,9 +358,10 @@ def picture_of(frame: "av.VideoFrame", *, aspect: Fraction, size_px: int) -> tup
 
 
 def shown_square(width: int, height: int, *, aspect: Fraction) -> Rectangle:
-    """Return the part of a coded frame that is displayed as the largest centred square.
+    """Return the rectangle of a coded frame that is displayed as the largest centred square.
 
     Args:
+        width, height: Resolution of the coded frame in pixels.
         aspect: Pixel aspect ratio (width / height).
     """
     side = min(width * aspect, Fraction(height))
@@ -371,7 +389,12 @@ CaptionClips = Callable[[list[WindowClip]], list[Caption]]
 
 @dataclass(frozen=True)
 class CaptionedWindow:
-    """A window with its caption, which is a single line; `video_us` is the duration of the complete video."""
+    """A window with its caption.
+
+    Attributes:
+        caption: Caption on a single line.
+        video_us: Duration of the complete video.
+    """
 
     video: Path
     begin_us: int
@@ -384,7 +407,11 @@ class CaptionedWindow:
 
 @dataclass(frozen=True)
 class VideoEnd:
-    """End of a video; `failure` is the reason if reading failed. All earlier windows of the video are valid."""
+    """End of a video.
+
+    Attributes:
+        failure: Reason if the video could not be read to its end; all earlier windows are valid. None for success.
+    """
 
     video: Path
     failure: str | None = None
@@ -403,9 +430,13 @@ def caption_videos(
     length_us: int,
     batch: int,
 ) -> Iterator[CaptionedWindow | VideoEnd]:
-    """Yield the captioned windows of videos in order. A `VideoEnd` follows the windows of each video.
+    """Yield the captioned windows of videos in order, and a `VideoEnd` after the windows of each video.
 
     Args:
+        caption: Function that captions clips.
+        sampling: Rule for the choice of frames in a window.
+        size_px: Side length of the frames.
+        length_us: Length of a window.
         batch: Number of windows that are captioned together.
     """
     items = _clips(videos, sampling=sampling, size_px=size_px, length_us=length_us)
@@ -430,7 +461,7 @@ def caption_videos(
 
 
 def _decode_ahead(groups: Iterator[Group]) -> Iterator[Group]:
-    """Decode the next group while the model runs on the current one."""
+    """Decode the next group in a thread while the model captions the current group."""
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
     try:
         future = pool.submit(next, groups, None)
@@ -442,7 +473,7 @@ def _decode_ahead(groups: Iterator[Group]) -> Iterator[Group]:
 
 
 def _groups(clips: Iterator[Clip | VideoEnd], *, batch: int) -> Iterator[Group]:
-    """Yield groups of `batch` clips, with the ends of videos between the clips."""
+    """Yield groups of `batch` clips, in which the ends of videos follow their clips."""
     group: Group = []
     num_clips = 0
     for item in clips:
@@ -489,7 +520,11 @@ class VideoProgress:
         self._activity.__exit__(kind, error, trace)
 
     def say_done(self, where: str) -> None:
-        """Print the amount of captioned video, the location of the captions, and the number of empty captions."""
+        """Print a summary with the amount of captioned video and the number of empty captions.
+
+        Args:
+            where: Location of the captions, appended to the first part of the summary.
+        """
         windows, videos = count_noun(self._num_windows, "window"), count_noun(self._num_videos, "video")
         rates = f"{self._captioned_s():.0f} s of video, {self._speed()}"
         empty = (
@@ -499,24 +534,24 @@ class VideoProgress:
 
     def show(self, event: CaptionedWindow | VideoEnd) -> None:
         """Show a captioned window, or the end of a video."""
-        share = 0.0
+        fraction = 0.0
         if isinstance(event, CaptionedWindow):
             self._num_windows += 1
             self._num_empty += not event.caption
-            self._now_us, share = event.end_us, min(event.end_us / event.video_us, 1.0)
+            self._now_us, fraction = event.end_us, min(event.end_us / event.video_us, 1.0)
         else:
             self._num_done += 1
             self._finished_us, self._now_us = self._finished_us + self._now_us, 0
             if event.failure is not None:
                 self._num_failed += 1
                 print(f"{shown_name(event.video)}: {event.failure}", file=sys.stderr, flush=True)
-        done = self._num_done + share
-        self._pace.add(done)
-        shown = amount_text(round(done, 1), self._num_videos, "video")
+        num_done = self._num_done + fraction
+        self._pace.add(num_done)
+        amount = amount_text(round(num_done, 1), self._num_videos, "video")
         self._activity.say(
-            lambda: join_parts(shown, self._speed(), self._pace.time_left(self._num_videos)),
+            lambda: join_parts(amount, self._speed(), self._pace.time_left(self._num_videos)),
             work="captioning",
-            fraction=done / self._num_videos,
+            fraction=num_done / self._num_videos,
         )
 
     def _captioned_s(self) -> float:
