@@ -14,7 +14,7 @@ STORIES: tuple[tuple[str, str], ...] = (
     ),
     (r"not finite|the … is … at step", "[the loss is not finite](troubleshooting.md#the-loss-is-not-finite)"),
     (r"\branks? |\branks\b", "[several processes](troubleshooting.md#several-processes)"),
-    (r"captions found are empty|learns nothing", "check the captions, the loss, and what is frozen"),
+    (r"generated captions are empty|learns nothing", "check the captions, the loss, and what is frozen"),
     (r"captions have no label", "use a label column of the captions, or add one"),
     (r"another process", "wait until it has finished, or stop it"),
     (r"no such folder|is a file, not a folder", "use the folder of the videos"),
