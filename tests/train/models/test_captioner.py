@@ -113,7 +113,7 @@ def test_parts_of_a_captioner_do_what_the_whole_does(tmp_path: Path, tower: str)
     num_stages = len(all_layers(whole))
     for cuts in ((5,), (1, 6, 8), tuple(range(1, num_stages))):
         borders = (0, *cuts, num_stages)
-        parts = [CaptionerPart(deepcopy(whole), begin=begin, end=end) for begin, end in pairwise(borders)]
+        parts = [CaptionerPart(deepcopy(whole), start=start, end=end) for start, end in pairwise(borders)]
         carried: tuple[torch.Tensor, ...] = (video,)
         for part in parts:
             outcome = part(*carried, tokens=tokens)
@@ -192,13 +192,13 @@ def test_parts_are_made_without_memory_for_the_rest() -> None:
         )
         captioner = Captioner(tower, Gpt2(Gpt2Size(trunk=trunk, vocabulary_size=50), attend=attend_naively))
     names = [name for name, _ in captioner.named_parameters()]
-    part = CaptionerPart(captioner, begin=6, end=8).to_empty(device="cpu")
+    part = CaptionerPart(captioner, start=6, end=8).to_empty(device="cpu")
     assert [name for name, _ in part.named_parameters()] == [
         name for name in names if set(owners_of(name)) & {Layer("text_block", 1), Layer("head")}
     ]
     assert len(blocks_of(part)) == 1
     with pytest.raises(ValueError, match="layers"):
-        CaptionerPart(captioner, begin=3, end=3)
+        CaptionerPart(captioner, start=3, end=3)
 
 
 def test_checkpointed_blocks_give_the_same_gradients(tmp_path: Path) -> None:

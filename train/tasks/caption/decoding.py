@@ -248,8 +248,8 @@ def beam_search(
     """Find the best text for each video, with the rules of `generate` in transformers.
 
     In each step, the best 2 B continuations of a video's running texts are candidates, so at least B of them are
-    unfinished. Candidates that have ended, and are among the best B, compete with the finished texts, of which the best
-    B are kept. Texts are compared by the sum of their log probabilities / length ** length_penalty. A video is done
+    unfinished. Candidates that have ended, and are among the best B, compete with the finished texts, and the best B of
+    them are kept. Texts are compared by the sum of their log probabilities / length ** length_penalty. A video is done
     when it has B finished texts, and the best running text, scored at its current length, is not better than any of
     them; with early stopping, as soon as it has B finished texts. At the maximum length, every text counts as ended.
     """

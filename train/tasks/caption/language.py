@@ -344,7 +344,7 @@ def _read_weights(folder: Path, config: "PreTrainedConfig") -> "PreTrainedModel"
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise UserError(
             f"cannot read the weights of {folder} (--decoder.lm): {first_line(error)}",
-            hint=f"weights are read only from safetensors files; {hint}",
+            hint=f"use weights in safetensors files, or {hint}",
             flags=("--decoder.lm",),
         ) from error
     if lacks := sorted({*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])}):

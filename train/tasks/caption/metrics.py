@@ -295,7 +295,7 @@ def score_captions(
         UserError: There are no videos; the IDs differ; a video has no reference with words; or a jar is missing.
     """
     if not candidates:
-        raise UserError("there are no captions to score", hint="a split without captioned videos has no scores")
+        raise UserError("there are no captions to score", hint="use a split with captioned videos")
     _require_videos([video_id for video_id in candidates if not references.get(video_id)], "without references")
     _require_videos([video_id for video_id in references if video_id not in candidates], "without a caption to score")
     if spice_jars is not None:

@@ -116,19 +116,19 @@ class CaptionerPart(nn.Module):
     meta device, they never need memory.
 
     Args:
-        begin: Index of the first layer.
+        start: Index of the first layer.
         end: Index after the last layer.
 
     Raises:
         ValueError: The captioner does not have these layers.
     """
 
-    def __init__(self, captioner: Captioner, *, begin: int, end: int) -> None:
+    def __init__(self, captioner: Captioner, *, start: int, end: int) -> None:
         super().__init__()
         layers = all_layers(captioner)
-        if not 0 <= begin < end <= len(layers):
-            raise ValueError(f"layers {begin} to {end} of a captioner with {len(layers)}")
-        self.layers = layers[begin:end]
+        if not 0 <= start < end <= len(layers):
+            raise ValueError(f"there are no layers {start} to {end} in a captioner with {len(layers)} layers")
+        self.layers = layers[start:end]
         self.video, self.projection, self.decoder = captioner.video, captioner.projection, captioner.decoder
         # Remove the parameters and buffers of other layers.
         part_layers = set(self.layers)
@@ -238,7 +238,7 @@ def _tower_of(module: nn.Module) -> TokenTower:
 
 def part_of(captioner: Captioner, layers: range) -> CaptionerPart:
     """Move the given layers of a captioner to a part. The captioner cannot be used afterwards."""
-    return CaptionerPart(captioner, begin=layers.start, end=layers.stop)
+    return CaptionerPart(captioner, start=layers.start, end=layers.stop)
 
 
 def whole_captioner(model: nn.Module, *, stages: World, device: torch.device) -> nn.Module:

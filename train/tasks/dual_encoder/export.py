@@ -167,7 +167,7 @@ def exported_clip(request: ExportRequest) -> Exported:
 
 
 def _exported_library(request: ExportRequest) -> Exported:
-    """Export towers in the format of the image tower's library, and all other tensors to a file beside it."""
+    """Export towers in the format of the image tower's library, and all other tensors to a separate file."""
     settings = request.settings
     library, _, name = settings.towers.image.partition(":")
     require_format(request.form, (library, *PROGRAM_FORMATS), what=f"{library}'s tower {name}")

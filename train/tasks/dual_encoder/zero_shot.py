@@ -14,7 +14,7 @@ A class file is a list or a table (clipmill.train.data.classes). A template file
 With a class file, a numeric label is the number of a class in the file, and a text label must be a name in the file.
 Without a label, the text of a caption must be a name in the file.
 
-Datasets of CLIP_benchmark (LAION) are image tars with the class and template files beside them:
+Datasets of CLIP_benchmark (LAION) are image tars with the class and template files next to them:
 
     DIR/classnames.txt                           one class per line; the first line is class 0
     DIR/zeroshot_classification_templates.txt    one template per line, with {c} for the name
@@ -55,7 +55,7 @@ from clipmill.train.tasks.dual_encoder.protocols import Embeddings, EmbedTexts
 from clipmill.train.tasks.dual_encoder.spec import DualEncoderEvaluation
 
 PLAIN_TEMPLATE = "{}"
-# Names of the files that CLIP_benchmark stores beside its tars.
+# Names of the files that CLIP_benchmark stores next to its tars.
 _CLASSES_FILE, _TEMPLATES_FILE = "classnames.txt", "zeroshot_classification_templates.txt"
 PROTOCOL = (
     "a class is the mean of the unit-length embeddings of its prompts; the nearest class by cosine; "
@@ -141,7 +141,7 @@ def image_classes(pattern: str, classes: Path | None) -> ClassList:
 
     Args:
         pattern: Paths of the tars, as in `--shards`.
-        classes: File with the class names; None for classnames.txt beside the tars.
+        classes: File with the class names; None for classnames.txt next to the tars.
 
     Raises:
         UserError: The file is missing, cannot be read, or is empty.
@@ -166,7 +166,7 @@ def image_class_prompts(samples: Samples[Any], pattern: str, evaluation: DualEnc
         )
     classes, templates = evaluation.classes, evaluation.templates
     names = _read_class_names(pattern, classes)
-    templates = templates or _find_file_beside(pattern, _TEMPLATES_FILE)
+    templates = templates or _find_file_near_tars(pattern, _TEMPLATES_FILE)
     prompt_templates = (PLAIN_TEMPLATE,) if templates is None else read_templates(templates)
     ids = np.arange(samples.num_clips)
     source = (
@@ -176,7 +176,7 @@ def image_class_prompts(samples: Samples[Any], pattern: str, evaluation: DualEnc
 
 
 def _read_class_names(pattern: str, classes: Path | None) -> list[str]:
-    path = classes or _find_file_beside(pattern, _CLASSES_FILE)
+    path = classes or _find_file_near_tars(pattern, _CLASSES_FILE)
     if path is None:
         problem = f"there is no {_CLASSES_FILE} next to the tars {pattern}, nor in the folder above"
         if is_remote(pattern):
@@ -191,7 +191,7 @@ def _read_class_names(pattern: str, classes: Path | None) -> list[str]:
     return names
 
 
-def _find_file_beside(pattern: str, name: str) -> Path | None:
+def _find_file_near_tars(pattern: str, name: str) -> Path | None:
     """Find a file in the folder of the tars or in its parent; None if there is no such file, or the tars are remote."""
     from clipmill.train.data.tar_samples import expand
 

@@ -142,7 +142,7 @@ class InParts:
 
     def __init__(self, captioner: Captioner, *cuts: int) -> None:
         borders = (0, *cuts, len(all_layers(captioner)))
-        self.parts = [CaptionerPart(deepcopy(captioner), begin=begin, end=end) for begin, end in pairwise(borders)]
+        self.parts = [CaptionerPart(deepcopy(captioner), start=start, end=end) for start, end in pairwise(borders)]
         self.of_text = [part for part in self.parts if not part.layers[-1].kind.startswith("video_")]
 
     def start(self, video: torch.Tensor, *, num_tokens: int, rows_per_video: int = 1) -> "CachesOfParts":

@@ -51,7 +51,7 @@ BERT = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
 BAD: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no tokenizer": (_without("tokenizer.json"), "there is no tokenizer in", "--decoder.tokenizer"),
     "no configuration": (_without("config.json"), "has no config.json", "causal language model"),
-    "no weights": (_without("model.safetensors"), "cannot read the weights of", "only from safetensors files"),
+    "no weights": (_without("model.safetensors"), "cannot read the weights of", "in safetensors files"),
     "cut weights": (_cut, "cannot read the weights of", "download the folder"),
     "other weights": (_change("config.json", intermediate_size=65), "do not fit its config.json", "download the"),
     "contradiction": (
