@@ -135,7 +135,7 @@ def test_every_loss_and_optimizer_goes_with_every_kind_of_preset(launch_settings
 
 
 @pytest.mark.parametrize(
-    ("command", "named"), [("dual-encoder", "use --preset fastclip-medium"), ("mae", "presets of")]
+    ("command", "named"), [("dual-encoder", "use --preset fastclip-medium"), ("mae", "use a preset of train mae")]
 )
 def test_a_preset_of_the_old_name_is_refused_with_the_new_one(
     capsys: pytest.CaptureFixture[str], command: str, named: str

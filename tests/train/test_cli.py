@@ -141,7 +141,11 @@ def test_a_finished_run_resumes_to_nothing_and_refuses_other_settings(
         (["--shards", "{data}", "--preset", "huge"], "there is no preset 'huge'", "tiny"),
         (["--shards", "{data}", "--config", "none.yaml"], "cannot read none.yaml", "YAML"),
         (["--shards", "{data}", "--resume"], "there is no run in", "--out"),
-        (["--shards", "{data}", "--attention", "xformers", "--device", "cpu"], "xformers has no attention", "sdpa"),
+        (
+            ["--shards", "{data}", "--attention", "xformers", "--device", "cpu"],
+            "xformers does not support a CPU",
+            "sdpa",
+        ),
     ],
 )
 def test_mistakes_are_two_lines_and_leave_nothing_behind(

@@ -333,7 +333,7 @@ def propose(request: Request, surveys: Sequence[Survey], examined: Examined) -> 
         preset = Chosen(request.preset, "--preset")
         if request.preset not in presets_of(kind):
             raise UserError(
-                f"preset {request.preset!r} is not one of train {task.value}",
+                f"{request.preset!r} is not a preset of train {task.value}",
                 hint=f"presets of train {task.value}: {', '.join(presets_of(kind))}",
             )
     settings: Any = load_settings(preset_path(preset.value, task.value), kind)

@@ -50,7 +50,7 @@ def test_files_of_one_schema_that_were_exchanged_are_refused(tmp_path: Path) -> 
 
 def test_a_table_without_checksum_or_of_other_columns_is_refused(tmp_path: Path) -> None:
     pq.write_table(TABLE, tmp_path / "t.parquet")
-    with pytest.raises(ValueError, match="it has no checksum"):
+    with pytest.raises(ValueError, match="the checksums of its columns are missing"):
         read_table_file(tmp_path / "t.parquet", schema=TABLE.schema)
     with pytest.raises(ValueError, match="unexpected columns: name"):
         read_table_file(tmp_path / "t.parquet", schema=pa.schema([("name", pa.string())]))

@@ -64,7 +64,7 @@ def test_another_condition_encodes_what_is_missing_and_drops_the_rest(prep: Prep
     ("where", "message"),
     [
         ("motion > 0.5", "has no scores shards"),
-        ("words > 3", "--where uses words, but prep latents takes chunks"),
+        ("words > 3", "--where uses words, but prep latents selects chunks"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_made(shard_set: ShardSet, where: str, message: str) -> None:

@@ -56,16 +56,16 @@ def test_a_manifest_without_captions_makes_no_variant(prep: Command, tmp_path: P
     [
         ("ViT-B-32", 'error: --clip "ViT-B-32" does not name a text encoder'),
         ("ViT-B-32:", 'error: --clip "ViT-B-32:" does not name a text encoder'),
-        ("ViT-Q-32:openai", 'error: open_clip has no model "ViT-Q-32"'),
-        ("ViT-B-32:no_such_tag", 'error: "no_such_tag" is neither a file nor a tag of ViT-B-32'),
-        ("ViT-B-32:/nowhere/clip.pt", 'error: "/nowhere/clip.pt" is neither a file nor a tag'),
-        ("ViT-B-32:openai", "error: the weights openai require a different activation function than ViT-B-32 has"),
+        ("ViT-Q-32:openai", 'open_clip has no model "ViT-Q-32"'),
+        ("ViT-B-32:no_such_tag", '"no_such_tag" is neither a file nor a tag of ViT-B-32'),
+        ("ViT-B-32:/nowhere/clip.pt", '"/nowhere/clip.pt" is neither a file nor a tag'),
+        ("ViT-B-32:openai", "the weights openai require a different activation function than ViT-B-32 has"),
     ],
 )
 def test_a_tower_that_is_not_there_is_named(prep: Command, data: Path, clip: str, message: str) -> None:
     ran = prep("text", "--clip", clip, "--data", data, status=2)
     error, hint = messages(ran.stderr)
-    assert error.startswith(message) and hint.startswith("hint: ")
+    assert error.startswith("error: ") and message in error and hint.startswith("hint: ")
     assert not (data / "text").exists()
 
 

@@ -92,7 +92,7 @@ def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_who
         (("--init.weights", first, "--towers.tubelet", 4), "use --towers.tubelet 2, the number of frames per cube"),
         (("--repeats", 0), "--repeats is 0"),
         (("--input", "latents", "--augment.flip", 0.5), "--augment.flip applies to pixels"),
-        (("--input", "latents", "--repeats", 2), "--repeats is 2, but latents are not decoded"),
+        (("--input", "latents", "--repeats", 2), "because latents are not decoded"),
     ):
         assert train("classify", *words(*TINY, *STEPS, *still, *mistake), "--out", tmp_path / "none") == 2
         assert message in capsys.readouterr().err

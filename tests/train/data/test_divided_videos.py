@@ -121,8 +121,7 @@ def test_the_log_and_the_status_say_what_is_left_out(data_of_splits: Path) -> No
     lost = stored_lost_times(data_of_splits)
     assert lost == {"train": LostTime(6.55, 3), "val": LostTime(11.0, 2)}
     assert lost_lines(lost, indent=10)[1] == (
-        "splits    val: 11.0 s of 2 chunks belong to captions of other splits, and training without captions leaves "
-        "them out"
+        "splits    val: 11.0 s of 2 chunks belong to captions of other splits; training without captions omits them"
     )
 
 

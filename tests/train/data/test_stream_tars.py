@@ -64,7 +64,7 @@ def test_a_tar_that_breaks_off_is_named_wherever_it_does(tmp_path: Path, payload
     keys, failed = evaluate_stream(path)
     assert keys in (["a", "b"], ["a"])  # webdataset keeps the sample before one that breaks off
     [(key, detail)] = failed
-    assert key == str(path) and "cannot be read from" in detail
+    assert key == str(path) and "cannot be read after" in detail
 
 
 def test_names_that_webdataset_would_give_to_a_shell_are_files(

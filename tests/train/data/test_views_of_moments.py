@@ -179,8 +179,8 @@ def test_groups_whose_view_was_not_encoded_are_omitted_and_counted(robot: Path) 
     ("changes", "words"),
     [
         ({"views": "top,wrist"}, "views is 'top,wrist'"),
-        ({"views": ("top",)}, "views top does not name two"),
-        ({"views": ("top", "top")}, "views top,top does not name two"),
+        ({"views": ("top",)}, "views top is not a list of different cameras"),
+        ({"views": ("top", "top")}, "views top,top is not a list of different cameras"),
         ({"clips": 2, "shuffle": False}, "2 clips x 1 crops of 2 cameras"),
     ],
 )
@@ -256,7 +256,7 @@ def test_settings_of_views_that_have_no_effect_or_place(robot: Path, tmp_path: P
     flags = ("--shards", robot, "--out", tmp_path / "run", "--model", "tiny", "--steps", "1", "--device", "cpu")
     for command, more, words in (
         ("dual-encoder", ("--towers.views", "concat"), "--towers.views is concat, which has no effect"),
-        ("mae", ("--views", "top,wrist"), "chunks of single cameras"),
+        ("mae", ("--views", "top,wrist"), "from a single camera"),
         ("dual-encoder", ("--views", "top,wrist", "--input", "latents"), "--views needs decoded clips"),
         ("dual-encoder", ("--views", "top,wrist", "--parallel.stages", "2"), "--views needs the complete tower"),
     ):

@@ -143,7 +143,7 @@ def test_text_whose_captions_are_of_other_videos_is_named(data_copy: Written, tm
     other = write_all(tmp_path / "other", SHARDS, CAPTIONS[::-1], without=WITHOUT_EMBEDDING)
     shutil.rmtree(data_copy.text_dir)
     shutil.copytree(other.text_dir, data_copy.text_dir)
-    with pytest.raises(UserError, match="caption 0 is of video 'a' in the manifest, and of 'e' in the text column"):
+    with pytest.raises(UserError, match="caption 0 belongs to video 'a' in the manifest, but to video 'e' in"):
         open_segments(data_copy.data_dir)
 
 

@@ -95,7 +95,7 @@ def test_views_are_a_dimension_of_their_own(data_dir: Path) -> None:
     [
         ({"sources": {"robot": 1}}, r"the source 'robot' \(requested by sources\)", "human"),
         ({"sources": {"human": -1}}, "sources has an invalid entry: 'human=-1'", "each source once"),
-        ({"sources": "human=1"}, "sources is 'human=1'", "by name"),
+        ({"sources": "human=1"}, "sources is 'human=1'", "for each name"),
         ({"min_relevancy": 2.0}, "min_relevancy is 2.0", "min_relevancy must be"),
         ({"augment": {"flip": 2}, "pixel_mean": MEAN, "pixel_std": STD}, "augment.flip is 2", "augment.flip must be"),
         ({"augment": {"flap": 1}, "pixel_mean": MEAN, "pixel_std": STD}, "augment is {'flap': 1}", "brightness"),

@@ -218,7 +218,7 @@ def test_clips_that_cannot_be_decoded_are_named_and_have_no_row(
     assert np.abs(np.load(out / "video.npy")).max(axis=1).min() > 0
     # Again: nothing to do, but the failures are still there.
     assert embed(run, damaged, out) == 1
-    assert f"remove {out} and run the same command again" in capsys.readouterr().err
+    assert f"remove {out}, and run the same command again" in capsys.readouterr().err
 
 
 def test_features_of_other_towers_pooled_and_all_tokens(masked_run: Path, data_dir: Path, tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_extras_of_other_weights_are_refused(run: Path, tmp_path: Path) -> None:
     save_file({name: tensor + 1 for name, tensor in state.items()}, out / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"does not belong to model.safetensors") as caught:
         open_weights(Init(weights=str(out)))
-    assert "remove video_extras.safetensors" in str(caught.value.hint)
+    assert "delete video_extras.safetensors" in str(caught.value.hint)
 
 
 def test_the_user_hears_what_is_lost(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
