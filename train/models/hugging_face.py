@@ -29,6 +29,8 @@ Pooling = str  # value of --towers.text-pooling
 PADDING = -1
 _LONGEST = 512  # default context length of text encoders that support longer texts
 _NUM_COLORS = 3
+# Text for messages about values that `is_triple` rejects; its field is a `Range`.
+TRIPLE = "three numbers from {0.least:g} to {0.most:g}, for R, G and B"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,16 +300,11 @@ def _convert_to_unit_values(processor: dict[str, Any], *, source: str) -> dict[s
     for key, limits, shift in (("image_mean", PIXEL_MEAN, offset), ("image_std", PIXEL_STD, 0.0)):
         value = processor.get(key)
         if not is_triple(value, limits):
-            raise UserError(f"{source}: {key} is {value!r}, but must be {describe_triple(limits)}", hint=_DAMAGED)
+            raise UserError(f"{source}: {key} is {value!r}, but must be {TRIPLE.format(limits)}", hint=_DAMAGED)
         if value is not None:
             changed[key] = [float(number) if is_plain else (number + shift) / scale for number in value]
     plain = {"do_normalize": True, "do_rescale": True, "rescale_factor": 1 / _BYTE} | dict.fromkeys(_OFFSETS, False)
     return {**processor, **{key: value for key, value in plain.items() if key in processor}, **changed}
-
-
-def describe_triple(limits: Range) -> str:
-    """Return what `is_triple` accepts: "three numbers from 0 to 1, for R, G and B"."""
-    return f"three numbers from {limits.least:g} to {limits.most:g}, for R, G and B"
 
 
 def is_triple(value: Any, limits: Range) -> bool:

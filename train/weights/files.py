@@ -23,7 +23,7 @@ from clipmill.manifests.hub import hub_if_reachable
 from clipmill.manifests.publish import parse_json
 from clipmill.shards.opening import open_regular
 from clipmill.train.config.model import EPS_RANGE, PIXEL_MEAN, PIXEL_STD
-from clipmill.train.models.hugging_face import PROCESSOR_FILES, describe_triple, is_triple
+from clipmill.train.models.hugging_face import PROCESSOR_FILES, TRIPLE, is_triple
 from clipmill.train.weights.conversion import Mean
 
 # Configuration files next to weights: parse the JSON, check the values that are used, and build transformers' objects.
@@ -142,8 +142,8 @@ _TYPES: tuple[tuple[frozenset[str], Callable[[Any], bool], str], ...] = (
         lambda value: value is None or (isinstance(value, list) and all(isinstance(text, str) for text in value)),
         "a list of strings",
     ),
-    (frozenset({"mean"}), lambda value: is_triple(value, PIXEL_MEAN), describe_triple(PIXEL_MEAN)),
-    (frozenset({"std"}), lambda value: is_triple(value, PIXEL_STD), describe_triple(PIXEL_STD)),
+    (frozenset({"mean"}), lambda value: is_triple(value, PIXEL_MEAN), TRIPLE.format(PIXEL_MEAN)),
+    (frozenset({"std"}), lambda value: is_triple(value, PIXEL_STD), TRIPLE.format(PIXEL_STD)),
 )
 
 
