@@ -54,7 +54,8 @@ class Activity:
             self._start_s = time.monotonic()
             _activities.append(self)
             if len(_activities) == 1:
-                _close = _show()
+                show = _show_on_terminal if is_terminal(sys.stderr) else _show_in_log
+                _close = show() if is_first_process() else lambda: None
         return self
 
     def __exit__(
@@ -226,14 +227,8 @@ def _program_clock() -> str:
     return clock(time.monotonic() - _PROGRAM_START_S)
 
 
-def _show() -> Callable[[], object]:
-    """Start to display the innermost activity, and return a function that ends the display."""
-    if not is_first_process():
-        return lambda: None
-    return _show_on_terminal() if is_terminal(sys.stderr) else _show_in_log()
-
-
 def _show_on_terminal() -> Callable[[], object]:
+    """Start to display the innermost activity on a terminal, and return a function that ends the display."""
     from rich.console import Console
     from rich.live import Live
 
@@ -256,6 +251,7 @@ def _show_on_terminal() -> Callable[[], object]:
 
 
 def _show_in_log() -> Callable[[], object]:
+    """Start to write lines about the innermost activity to a log, and return a function that ends this."""
     has_ended = Event()
 
     def write_lines() -> None:

@@ -135,7 +135,7 @@ PACKAGES = ("manifests", "shards", "train", "prep")
 MAX_PARTICIPLES_IN_TESTS = 25
 # Limits that only go down: files, functions, classes, and lines of imports in percent of all lines.
 IDEAS = {
-    "manifests": (51, 787, 109, 5.9),
+    "manifests": (51, 786, 109, 5.7),
     "shards": (35, 445, 71, 6.3),
     "train": (207, 2832, 490, 7.3),
     "prep": (122, 1306, 265, 8.5),
