@@ -51,15 +51,15 @@ _LAST_COMMANDS = {
     ),
     "inspect": (
         "clipmill.prep.commands.upkeep:inspect",
-        "Show the shards of a variant or the details of one sample, or write a page of chunks or of scores.",
+        "Show the shards of a variant or the details of a sample, or write an HTML page of chunks or scores.",
     ),
     "diff": (
         "clipmill.prep.commands.upkeep:diff",
-        "Show the differences between two variants of a column: settings, samples, bytes, and values of 16 arrays.",
+        "Show the differences between two variants of a column: settings, samples, sizes, and the values of 16 arrays.",
     ),
     "use": (
         "clipmill.prep.commands.upkeep:use",
-        "Make a variant the current variant of its column, which training reads; no file is removed.",
+        "Make a variant the current variant of its column, which training reads. No file is removed.",
     ),
     "gc": (
         "clipmill.prep.commands.upkeep:gc",
@@ -67,7 +67,7 @@ _LAST_COMMANDS = {
     ),
     "advise": (
         "clipmill.prep.commands.advise:advise",
-        "Report whether the disk or the bucket keeps up with training, or when re-encoding indexed videos pays.",
+        "Report whether the disk or the bucket keeps up with training, or when re-encoding indexed videos pays off.",
     ),
 }
 
