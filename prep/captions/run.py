@@ -199,7 +199,7 @@ def estimate(plan: ChunksPlan) -> Addition:
                 scale = num_chunks / counted_cost.num_answers
                 values |= {name: round(getattr(counted_cost, name) * scale) for name in ("tokens_in", "tokens_out")}
                 tokens = f"{values['tokens_in']:,} tokens in and {values['tokens_out']:,} out"
-            lines.append(f"         {tokens}; {duration_text(values['answer_s'])} without requests in parallel")
+            lines.append(f"         {tokens}; {duration_text(values['answer_s'])} if requests are not sent in parallel")
             lines.append(f"         ({cost.line()})")
             for answer in answers[:_NUM_SHOWN]:
                 problem = answer.problem(plan.recipe.values["model"])

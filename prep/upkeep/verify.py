@@ -512,7 +512,9 @@ def failure_text(result: VerifyResult, variant: Variant, *, column: ColumnSpec, 
     if unmarked_ids:
         paths = ", ".join(str(commit_path(variant.directory, shard_id)) for shard_id in unmarked_ids[:5])
         more = f" and {len(unmarked_ids) - 5} more" if len(unmarked_ids) > 5 else ""
-        parts.append(f"a run does not detect all of the damage: to make these shards again, first remove {paths}{more}")
+        parts.append(
+            f"only `prep verify` detects some of the damage: to make these shards again, remove {paths}{more} first"
+        )
     if result.inaccessible:
         shards = count_noun(len(result.inaccessible), "shard")
         parts.append(f"{shards} of {name} cannot be accessed, and may be intact: verify again later")
