@@ -61,7 +61,7 @@ class PartLeases:
         try:
             self._part_lock.take_over(
                 on_wait=lambda holder: sys.stderr.write(
-                    f"part {self._part} waits: {holder} has the lock; it expires {EXPIRY_S:g} s after its last renewal\n"
+                    f"part {self._part} waits: {holder} has its lock; it expires after {EXPIRY_S:g} s without renewal\n"
                 )
             )
         except LeaseHeld as held:
