@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 Device = Literal["cpu", "cuda"]
 
-# Epsilon of the normalisation layers in the tiny VAE. With a smaller one, the untrained VAE would amplify noise in flat
-# areas.
+# Epsilon of the normalisation layers in the tiny VAE. With a smaller value, the untrained VAE would amplify noise in
+# flat areas.
 _TINY_EPS = 0.1
 
 

@@ -4,7 +4,7 @@ The index of an MP4 file lists the position of every packet, so truncation is de
 containers are demuxed completely, without decoding, because a plan needs information that only the packets contain: the
 exact end of the last frame, timestamps that restart, changes of shape, and damage. The duration in a header is not
 enough: it is rounded, may belong to a different track, or is missing, so a plan based on it could omit chunks or
-contain nonexistent ones. For all containers, one frame is decoded to get the actual resolution and rotation.
+contain nonexistent chunks. For all containers, one frame is decoded to get the actual resolution and rotation.
 
 Files are opened only with an allowlist of demuxers and through the file protocol. A playlist or concat script that is
 disguised as a video is rejected, so it cannot make libav read other files. Objects are read in ranges

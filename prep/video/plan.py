@@ -448,7 +448,7 @@ def find_changes(plan: Plan, commits: Mapping[int, Commit], variant_dir: Path) -
     shard_ids = [shard.shard_id for shard in plan.shards if shard.state in (*_COMPARED_STATES, ShardState.ORPHANED)]
     stored = stored_spans(variant_dir, commits, shard_ids=shard_ids)
     spans_of_shard = {tar.commit.shard_id: spans for tar, spans in stored.items() if tar.commit is not None}
-    # If several tars contain a span, prefer a tar with a commit: the last entry wins, hence the reversed order.
+    # The last tar that contains a span is used. The order is reversed, so that tars with a commit come last.
     tars = {
         fingerprint: (tar, spans.chunk_bytes)
         for tar, spans in reversed(stored.items())
