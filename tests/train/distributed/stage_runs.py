@@ -34,7 +34,7 @@ from clipmill.train.run.folder import RunFolder, create_run
 from clipmill.train.run.tracking import Progress
 from clipmill.train.tasks.caption.decoding import generate_captions
 from clipmill.train.tasks.caption.spec import DecodingSettings
-from clipmill.train.tasks.caption.stages import TIED, CaptionerPart, layers_of, part_of, whole_captioner
+from clipmill.train.tasks.caption.stages import TIED, CaptionerPart, complete_captioner, layers_of, part_of
 from clipmill.train.tasks.caption.task import CaptionLoss
 from tests.train.plane import LoadedPoints, Points, settings
 
@@ -252,7 +252,7 @@ def _on_four(folder: Path, world: World, two_by_two: World) -> None:
     part = train_stages(chosen_of(folder / "4", parallel=four), world)
     tied = {name: parameter for name, parameter in part.named_parameters() if name == TIED}
     torch.save(tied, folder / f"tied-{world.rank}.pt")
-    model = whole_captioner(part.eval(), stages=world.stages, device=CPU)
+    model = complete_captioner(part.eval(), stages=world.stages, device=CPU)
     captions = captions_by(model, sees=world.stages.is_first)
     (folder / f"said-{world.rank}.json").write_text(json.dumps(captions))
     train_stages(chosen_of(begin_from(folder / "resumed-4", folder / "one", world), parallel=four), world)

@@ -1,1 +1,1 @@
-"""Captioning: train a captioner, generate and score captions, caption any video file."""
+"""Captioning: training of captioners, generation and scores of captions, and captions of any video file."""

@@ -106,7 +106,7 @@ def max_tokens_of(settings: DecodingSettings) -> int:
     return _MAX_TOKENS if settings.max_tokens is None else settings.max_tokens
 
 
-def fit_decoding(settings: Decoding, context_length: int, *, is_of_run: bool = False) -> Decoding:
+def fit_decoding(settings: Decoding, context_length: int, *, is_stored: bool = False) -> Decoding:
     """Return the effective decoding settings for a decoder, in a canonical form.
 
     `max_tokens` is limited by the decoder's context. Other values become None if they equal their defaults, and the
@@ -114,13 +114,13 @@ def fit_decoding(settings: Decoding, context_length: int, *, is_of_run: bool = F
 
     Args:
         context_length: Maximum number of tokens of the decoder.
-        is_of_run: True for the settings of a run. Old runs stored the default of 30, which is reduced without an error.
+        is_stored: True for settings that a run stored. Old runs stored the default of 30, which may exceed the context.
 
     Raises:
         UserError: A limit that the user set exceeds the context.
     """
     min_flag, max_flag = settings.flag("min_tokens"), settings.flag("max_tokens")
-    if is_of_run and settings.max_tokens == _MAX_TOKENS:
+    if is_stored and settings.max_tokens == _MAX_TOKENS:
         settings = replace(settings, max_tokens=None)
     if settings.max_tokens is not None and settings.max_tokens > context_length:
         raise UserError(

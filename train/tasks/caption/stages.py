@@ -141,14 +141,14 @@ class CaptionerPart(nn.Module):
                 else:
                     module.register_buffer(leaf, None)
 
-    def has(self, kind: LayerKind) -> bool:
-        """Return True if one of the layers has this kind."""
+    def has_layer(self, kind: LayerKind) -> bool:
+        """Return True if one of the layers is of the given kind."""
         return any(layer.kind == kind for layer in self.layers)
 
     @property
     def is_last(self) -> bool:
         """True if the output is logits."""
-        return self.has("head")
+        return self.has_layer("head")
 
     def forward(
         self, *inputs: torch.Tensor, tokens: torch.Tensor | None = None
@@ -189,7 +189,7 @@ class CaptionerPart(nn.Module):
             Logits [R, W] for the next token in the last part; the output [R, L, D] in other parts.
         """
         decoder = self._decoder()
-        x_RLD = decoder.embed(inputs, offset=cache.num_tokens) if self.has("token_embedding") else inputs
+        x_RLD = decoder.embed(inputs, offset=cache.num_tokens) if self.has_layer("token_embedding") else inputs
         x_RLD = decoder.run_blocks(x_RLD, cache)
         return decoder.logits(x_RLD[:, -1]) if self.is_last else x_RLD
 
@@ -241,7 +241,7 @@ def part_of(captioner: Captioner, layers: range) -> CaptionerPart:
     return CaptionerPart(captioner, start=layers.start, end=layers.stop)
 
 
-def whole_captioner(model: nn.Module, *, stages: World, device: torch.device) -> nn.Module:
+def complete_captioner(model: nn.Module, *, stages: World, device: torch.device) -> nn.Module:
     """Return a module that every pipeline stage calls like a complete captioner; for a single stage, `model` itself."""
     if stages.size == 1:
         return model
@@ -266,7 +266,7 @@ class StagedCaptioner(nn.Module):
         self.part = part
         self._stages, self._device = stages, device
         # Index of the first stage with text layers.
-        self._first = stages.gather_objects(part.has("token_embedding")).index(True)
+        self._first = stages.gather_objects(part.has_layer("token_embedding")).index(True)
 
     def forward(self, video_VCTHW: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits [R, L, W] for the token after each token (`Captioner.forward`)."""

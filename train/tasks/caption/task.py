@@ -59,7 +59,7 @@ from clipmill.train.tasks.caption.model import (
     start_of_captioner,
 )
 from clipmill.train.tasks.caption.spec import METRIC_LABELS, CaptionerSettings, DecodingSettings, fit_decoding
-from clipmill.train.tasks.caption.stages import layers_of, part_of, whole_captioner
+from clipmill.train.tasks.caption.stages import complete_captioner, layers_of, part_of
 from clipmill.train.tasks.caption.tokenizer import NO_TOKEN, TOKENIZER_FILE, CaptionTokenizer, TargetCaptions
 from clipmill.train.weights.loading import LoadedWeights
 from clipmill.train.weights.source import Say, Source
@@ -93,7 +93,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
     ) -> None:
         super().__init__(settings, **opened)
         self._say = say
-        self._decoder, self._is_of_run = decoder, decoder is not None
+        self._decoder, self._is_existing_run = decoder, decoder is not None
         self._evaluation_samples: dict[str, Samples[ClipReader]] = {}
         self._captions_per_clip: str | None = None  # mean number of captions per clip, formatted for run.json
 
@@ -250,7 +250,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         evaluation = self._settings.evaluate
         batches = samples.evaluation_batches(every=every_for(len(samples), at_most=evaluation.max_samples))
         generated = captions_of(
-            whole_captioner(model, stages=world.stages, device=self._device),
+            complete_captioner(model, stages=world.stages, device=self._device),
             broadcast_batches(batches, world.stages),
             inputs=self.inputs,
             tokenizer=self.decoder.tokenizer,
@@ -280,8 +280,8 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         Raises:
             UserError: A requested number of tokens exceeds the context.
         """
-        is_of_run = settings is None and self._is_of_run
-        return fit_decoding(settings or self._settings.decoding, self.decoder.context_length, is_of_run=is_of_run)
+        is_stored = settings is None and self._is_existing_run
+        return fit_decoding(settings or self._settings.decoding, self.decoder.context_length, is_stored=is_stored)
 
     def _tokenizer(self, texts: Iterable[str]) -> CaptionTokenizer:
         if self._decoder is None:

@@ -1,1 +1,1 @@
-"""Classification of clips: fine-tune a video tower on a labelled dataset."""
+"""Classification of clips: fine-tuning of a video tower on labelled clips."""

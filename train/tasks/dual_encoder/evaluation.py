@@ -41,10 +41,10 @@ from clipmill.train.tasks.dual_encoder.protocols import (
     CLIP_BENCHMARK,
     NAMED,
     Embeddings,
+    EmbeddingTask,
     EmbedTexts,
     Match,
     RetrievalScorer,
-    TakesBatches,
     embed_all,
     embed_texts,
     gather_embeddings,
@@ -286,7 +286,7 @@ class LoopEvaluation:
 
     def __init__(
         self,
-        task: TakesBatches,
+        task: EmbeddingTask,
         samples: TrainingSet,
         settings: DualEncoderSettings,
         *,

@@ -42,10 +42,11 @@ from clipmill.train.tasks.dual_encoder.spec import ProtocolName, RetrievalName
 _KEY_BYTES = 8
 _TEXTS_PER_BATCH = 256
 
+# Function that returns unit-length embeddings of texts, [M, E].
 EmbedTexts = Callable[[Sequence[str]], NDArray[np.float32]]
 
 
-class TakesBatches(Protocol):
+class EmbeddingTask(Protocol):
     """Interface of a task whose model embeds clips and captions."""
 
     def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,7 +83,7 @@ class Embeddings:
 
 @torch.no_grad()  # not inference_mode, because training reuses tensors that the model caches, such as masks
 def embed_all(
-    task: TakesBatches, model: nn.Module, batches: Iterable[LoadedBatch], *, device: torch.device, num_clips: int = 1
+    task: EmbeddingTask, model: nn.Module, batches: Iterable[LoadedBatch], *, device: torch.device, num_clips: int = 1
 ) -> Embeddings:
     """Embed all batches of this rank with a model in evaluation mode.
 

@@ -117,7 +117,7 @@ def test_settings_that_mean_nothing_are_refused(options: dict[str, float], flag:
 
 
 @pytest.mark.parametrize(
-    ("expected", "context_length", "is_of_run", "result"),
+    ("expected", "context_length", "is_stored", "result"),
     [
         (None, 12, False, 12),
         (None, 40, False, 30),
@@ -129,16 +129,16 @@ def test_settings_that_mean_nothing_are_refused(options: dict[str, float], flag:
     ],
 )
 def test_the_default_length_gives_way_to_the_context_and_a_length_that_was_asked_for_does_not(
-    expected: int | None, context_length: int, is_of_run: bool, result: int | None
+    expected: int | None, context_length: int, is_stored: bool, result: int | None
 ) -> None:
     settings = DecodingSettings(max_tokens=expected)
     if result is None:
         with pytest.raises(
             UserError, match=f"--decoding.max-tokens is {expected}, but the decoder's context has 12 tok"
         ):
-            fit_decoding(settings, context_length, is_of_run=is_of_run)
+            fit_decoding(settings, context_length, is_stored=is_stored)
     else:
-        assert fit_decoding(settings, context_length, is_of_run=is_of_run).max_tokens == result
+        assert fit_decoding(settings, context_length, is_stored=is_stored).max_tokens == result
 
 
 @pytest.mark.parametrize(
