@@ -48,7 +48,7 @@ TORCH_IN_PREP = {
 # Programs are started in one place of each side, which has the time limit and ends the whole process group.
 MAY_START_PROGRAMS = {
     *("prep/video/ffmpeg.py", "prep/sources/probe_processes.py", "prep/video/staging.py", "prep/engines/ray.py"),
-    *("train/tasks/caption/java.py", "train/doctor/accelerator.py"),
+    *("train/tasks/caption/java.py", "train/doctor/machine.py"),
 }
 # They accept plain containers, or a plain array, only; elsewhere a pickle from outside would be a program from outside.
 MAY_UNPICKLE = {"manifests/adapters/ego4d.py", "train/tasks/dual_encoder/egocentric.py"}

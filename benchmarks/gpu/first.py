@@ -26,7 +26,7 @@ from benchmarks.gpu.feeding_data import require_repeated
 from benchmarks.gpu.feeding_steps import wait_row
 from benchmarks.gpu.measurements import Result, Setup, Target, one_line
 from benchmarks.gpu.speed_attention import PRECISIONS, SHAPES, AttentionCalls, tiny
-from clipmill.train.doctor.accelerator import examine_accelerator
+from clipmill.train.doctor.machine import examine_accelerator
 from clipmill.train.models.attention import AttentionChoice, attend_naively, open_attention
 from clipmill.train.run.folder import read_lines
 

@@ -21,7 +21,8 @@ STORIES: tuple[tuple[str, str], ...] = (
     (r"requested by …\) does not exist|^timm:", "check the name: a folder, or a model that its library knows"),
     (r"has no column|lists videos|does not have the lists|belong together", "use files of the same release"),
     (
-        r"scores are of|is stale|is missing$|no … shards|no committed shards|has no chunks|no text of any video",
+        r"scores are of|is stale|is missing$|no … shards|no committed shards|has no (video )?chunks|"
+        r"no text of any video",
         "run the `prep` command of that column, which `prep status` shows",
     ),
     (r"missing or damaged|does not match its checksum", _REPAIR),

@@ -9,7 +9,7 @@ import torch
 
 from clipmill.train.device import driver, precision
 from clipmill.train.device.driver import is_older, required_driver, why_no_gpu
-from clipmill.train.doctor.accelerator import examine_accelerator
+from clipmill.train.doctor.machine import examine_accelerator
 from tests.train.running import SMALL, error_of, train
 
 OLD = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"

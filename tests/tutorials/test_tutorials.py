@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from clipmill.train.doctor.accelerator import ask_child
+from clipmill.train.doctor.machine import ask_child
 from clipmill.train.tasks.caption.java import MetricUnavailable
 from tests.conftest import ROOT
 from tests.prep.captions.server import run_server

@@ -114,12 +114,12 @@ def _run(plan: "Plan") -> None:
     if plan.proposal.num_processes > 1:
         # Replace this process, to free its GPU memory, with the torchrun program beside this interpreter.
         programs = Path(sys.executable).parent
-        torchrun, *rest = plan.words
+        torchrun, *rest = plan.arguments
         rest = [str(programs / word) if word == "train" and (programs / word).exists() else word for word in rest]
         os.execv(programs / torchrun, [torchrun, *rest])
     launch(plan.proposal.spec, plan.settings, resume=False, provenance=Provenance())
     out = plan.settings.out
     print(f"page: {out / 'index.html'}\ncheckpoints: {out / 'checkpoints'}")
     # With held-out clips, the run itself has already suggested the first command.
-    for command in plan.then[1:] if plan.proposal.held_out else plan.then:
+    for command in plan.next_commands[1:] if plan.proposal.held_out else plan.next_commands:
         print(f"next: {command}")

@@ -1,4 +1,4 @@
-"""`train doctor`: rules that judge a machine, the report of the command, and the lines for run.json."""
+"""`train doctor`: rules that find problems of a machine, the report of the command, and the entry for run.json."""
 
 import json
 import re
@@ -18,18 +18,18 @@ from clipmill.manifests.progress import Activity
 from clipmill.train.doctor.machine import (
     CODECS,
     LEVELS,
-    Examined,
     Finding,
+    MachineFacts,
     as_json,
     examine,
     examine_in_run,
-    used_by_training,
+    training_defaults,
 )
 
-# Rules: pure functions that take facts about a machine and return findings: what is wrong, and what to do.
+# Rules: pure functions that take facts about a machine, and yield findings with hints.
 
 _GB = 1e9
-_MIN_SHM = 1 << 30  # minimum size for NCCL's buffers within a machine, and for Ray's objects
+_MIN_SHM = 1 << 30  # bytes of /dev/shm that NCCL's buffers within a machine, and Ray's objects, need
 _MIN_FREE = 2 * _GB
 _SLOW_READ = 100e6
 _SLOW_PIECE_MS = 10.0
@@ -39,36 +39,37 @@ _FASTER_DISK = "use a faster disk, or run train bench to check whether the disk 
 _broken, _warning, _note = (partial(Finding, level) for level in LEVELS)
 
 
-def judge(examined: Examined) -> list[Finding]:
+def judge(machine: MachineFacts) -> list[Finding]:
     """Return all findings, in order of decreasing severity."""
-    findings = [finding for rule in _RULES for finding in rule(examined)]
+    findings = [finding for rule in _RULES for finding in rule(machine)]
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
-def _judge_torch(examined: Examined) -> Iterator[Finding]:
-    if (error := examined.accelerator.torch_error) is not None:
+def _judge_torch(machine: MachineFacts) -> Iterator[Finding]:
+    if (error := machine.accelerator.torch_error) is not None:
         yield _broken(
-            f"torch cannot be used: {error}", "reinstall the extra `train`; if a GPU does not respond, check nvidia-smi"
+            f"torch cannot be used: {error}",
+            "reinstall clipmill[train]; if a GPU does not respond, check it with nvidia-smi",
         )
 
 
-def _judge_gpu(examined: Examined) -> Iterator[Finding]:
+def _judge_gpu(machine: MachineFacts) -> Iterator[Finding]:
     from clipmill.train.device.driver import is_older
 
-    accelerator = examined.accelerator
-    if accelerator.gpus or accelerator.torch_error is not None or examined.asked_device == "cpu":
+    accelerator = machine.accelerator
+    if accelerator.gpus or accelerator.torch_error is not None or machine.asked_device == "cpu":
         return
-    finding = _broken if examined.asked_device == "cuda" else _warning
+    finding = _broken if machine.asked_device == "cuda" else _warning
     if accelerator.driver is None and accelerator.unusable_gpu is not None:
         yield finding(
             f"the GPU of this machine cannot be used: {accelerator.unusable_gpu}",
             "install the NVIDIA driver; until then training runs on the CPU",
         )
     elif accelerator.driver is None:
-        if examined.asked_device == "cuda":
+        if machine.asked_device == "cuda":
             yield _broken(
-                "there is no GPU here, but --device cuda requests one: no NVIDIA driver was found",
-                "use --device cpu, or another machine",
+                "--device cuda requests a GPU, but this machine has no NVIDIA driver",
+                "use --device cpu, or a machine with a GPU",
             )
     elif accelerator.torch_cuda is None:
         yield finding(
@@ -77,69 +78,70 @@ def _judge_gpu(examined: Examined) -> Iterator[Finding]:
         )
     elif accelerator.needed_driver is not None and is_older(accelerator.driver, accelerator.needed_driver):
         yield finding(
-            f"the NVIDIA driver ({accelerator.driver}) is older than {accelerator.needed_driver}, the oldest that "
-            f"torch {accelerator.torch} for CUDA {accelerator.torch_cuda} supports",
+            f"the NVIDIA driver ({accelerator.driver}) is older than {accelerator.needed_driver}, the oldest driver "
+            f"that torch {accelerator.torch} for CUDA {accelerator.torch_cuda} supports",
             f"update the driver to {accelerator.needed_driver} or later; until then training runs on the CPU",
         )
     else:
         yield finding(
             f"there is an NVIDIA driver ({accelerator.driver}), but torch {accelerator.torch} for CUDA "
             f"{accelerator.torch_cuda} finds no GPU: {accelerator.cuda_error or 'none is visible'}",
-            "update a driver that is too old; check CUDA_VISIBLE_DEVICES, and that the container was started with "
+            "update the driver if it is too old; check CUDA_VISIBLE_DEVICES, and that the container was started with "
             "access to the GPUs (--gpus all)",
         )
 
 
-def _judge_gpu_use(examined: Examined) -> Iterator[Finding]:
-    if examined.asked_device == "cpu":
+def _judge_gpu_use(machine: MachineFacts) -> Iterator[Finding]:
+    if machine.asked_device == "cpu":
         return
-    for index, gpu in enumerate(examined.accelerator.gpus):
+    for index, gpu in enumerate(machine.accelerator.gpus):
         used_bytes = 0 if gpu.free_bytes is None else gpu.memory_bytes - gpu.free_bytes
         if used_bytes > max(_USED_SHARE * gpu.memory_bytes, 2 * _GB):
             yield _warning(
                 f"{used_bytes / _GB:.0f} of the {gpu.memory_bytes / _GB:.0f} GB of GPU {index} are already in use",
-                "nvidia-smi lists the processes; CUDA_VISIBLE_DEVICES selects another GPU",
+                "list the processes with nvidia-smi, or select a different GPU with CUDA_VISIBLE_DEVICES",
             )
 
 
-def _judge_attention(examined: Examined) -> Iterator[Finding]:
-    accelerator = examined.accelerator
-    working = sorted({trial.attention for trial in accelerator.tried if not trial.error})
+def _judge_attention(machine: MachineFacts) -> Iterator[Finding]:
+    accelerator = machine.accelerator
+    usable_backends = sorted({trial.attention for trial in accelerator.tried if not trial.error})
     for trial in accelerator.tried:
         if trial.error:
-            what = f"attention with {trial.attention} fails for {trial.kind} in {trial.dtype}: {trial.error}"
+            problem = f"attention with {trial.attention} fails for {trial.kind} in {trial.dtype}: {trial.error}"
             if trial.attention == "sdpa":
-                yield _broken(what, "torch does not support this GPU: install a build that does")
+                yield _broken(problem, "install a build of torch that supports this GPU")
             else:
-                yield _warning(what, f"--attention auto ignores it; {', '.join(working) or 'nothing'} works")
+                names = ", ".join(usable_backends) or "none"
+                yield _warning(problem, f"use --attention auto, which ignores this backend; usable backends: {names}")
         elif accelerator.gpus and trial.attention == "sdpa" and "math" in trial.kernels:
             yield _warning(
-                f"SDPA has no fused kernel for {trial.kind} in {trial.dtype} here, and stores all scores in memory",
+                f"SDPA has no fused kernel for {trial.kind} in {trial.dtype}, and stores all scores in memory",
                 "install a build of torch for this GPU",
             )
 
 
-def _judge_xformers(examined: Examined) -> Iterator[Finding]:
-    accelerator = examined.accelerator
+def _judge_xformers(machine: MachineFacts) -> Iterator[Finding]:
+    accelerator = machine.accelerator
     if accelerator.xformers == "not loaded":
         yield _warning(
             f"xformers is installed but cannot be loaded: {accelerator.xformers_library}",
-            "training works without it; docs/models.md lists matching versions of torch and xformers",
+            "install matching versions of torch and xformers (docs/models.md), or train without xformers",
         )
 
 
-def _judge_cores(examined: Examined) -> Iterator[Finding]:
-    host = examined.host
+def _judge_cores(machine: MachineFacts) -> Iterator[Finding]:
+    host = machine.host
     cores = min(host.allowed_cores, host.quota_cores or host.allowed_cores)
     if host.quota_cores is not None and host.quota_cores < host.allowed_cores:
         yield _warning(
-            f"the cgroup allows the time of {host.quota_cores:g} of {count_noun(host.allowed_cores, 'visible core')}",
-            f"torch starts a thread for each visible core: set OMP_NUM_THREADS={max(1, int(host.quota_cores))}",
+            f"the cgroup allows only {host.quota_cores:g} of {count_noun(host.allowed_cores, 'visible core')}",
+            f"set OMP_NUM_THREADS={max(1, int(host.quota_cores))}, because torch starts a thread for each visible core",
         )
     value = host.thread_variables.get("OMP_NUM_THREADS", "").strip()
-    # A value such as "4,2" has one number for each nesting level. OpenMP ignores text that is not a number.
+    # A value such as "4,2" has one number per nesting level. OpenMP ignores text that is not a number.
     num_threads = int(value.split(",")[0]) if re.fullmatch(r"[1-9][0-9]{0,8}(,.*)?", value) else None
-    is_on_cpu = examined.asked_device == "cpu" or not examined.accelerator.gpus
+    is_on_cpu = machine.asked_device == "cpu" or not machine.accelerator.gpus
     if num_threads is not None and (num_threads > cores or (is_on_cpu and 2 * num_threads < cores)):
         yield _warning(
             f"OMP_NUM_THREADS is {value}, but {cores:g} cores are available",
@@ -147,62 +149,62 @@ def _judge_cores(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def _judge_shared_memory(examined: Examined) -> Iterator[Finding]:
-    size = examined.host.shm_bytes
-    if size is not None and size < _MIN_SHM and len(examined.accelerator.gpus) > 1:
+def _judge_shared_memory(machine: MachineFacts) -> Iterator[Finding]:
+    size = machine.host.shm_bytes
+    if size is not None and size < _MIN_SHM and len(machine.accelerator.gpus) > 1:
         yield _warning(
-            f"/dev/shm, through which processes on several GPUs exchange data (NCCL), has only {size_text(size)}",
+            f"/dev/shm, with which NCCL exchanges data between processes on several GPUs, has only {size_text(size)}",
             "start the container with --shm-size 8g or --ipc host",
         )
 
 
-def _judge_decoder(examined: Examined) -> Iterator[Finding]:
-    decoder = examined.decoder
+def _judge_decoder(machine: MachineFacts) -> Iterator[Finding]:
+    decoder = machine.decoder
     if decoder.error is not None:
         yield _broken(f"PyAV cannot be used: {decoder.error}", "install PyAV, which decodes the clips")
     elif decoder.missing:
         yield (_broken if "h264" in decoder.missing else _warning)(
             f"PyAV {decoder.pyav} has no decoder for {', '.join(decoder.missing)}",
-            "install PyAV from its wheel, which has all decoders; chunks with other codecs can be read",
+            "install PyAV from its wheel, which has all decoders; chunks with other codecs can be read without it",
         )
 
 
-def _judge_disk(examined: Examined) -> Iterator[Finding]:
-    disk = examined.disk
+def _judge_disk(machine: MachineFacts) -> Iterator[Finding]:
+    disk = machine.disk
     if disk is None:
         return
     if disk.kind == "network":
         yield _warning(
-            f"{disk.path} is on a network file system ({disk.file_system}): each clip waits for the server",
+            f"{disk.path} is on a network file system ({disk.file_system}), so each clip waits for the server",
             "copy the data to a local disk, or run train bench to check whether the server keeps up",
         )
     if disk.free_bytes is not None and disk.free_bytes < _MIN_FREE:
         yield _warning(
-            f"{disk.path} has only {disk.free_bytes / _GB:.1f} GB left; each checkpoint of ViT-B takes 1.8 GB",
+            f"{disk.path} has only {disk.free_bytes / _GB:.1f} GB left, and each checkpoint of ViT-B takes 1.8 GB",
             "free some space, or write runs to another disk (--out)",
         )
     if disk.problem is not None:
         yield Finding(disk.problem.level, f"{disk.path}: {disk.problem.what}", disk.problem.hint)
     speed = disk.speed
-    if speed is None or speed.cached is not False:  # reads from the page cache do not show the disk's speed
+    if speed is None or speed.cached is not False:  # reads from the page cache do not show the speed of the disk
         return
     if speed.read_bytes_per_s < _SLOW_READ:
         yield _warning(f"{disk.path} is read at {size_text(speed.read_bytes_per_s)}/s", _FASTER_DISK)
     if speed.piece_ms > _SLOW_PIECE_MS:
         yield _warning(
-            f"random reads of 64 KiB from {disk.path} take {speed.piece_ms:.0f} ms; clips are read in such pieces",
+            f"random reads of 64 KiB, as clips need them, take {speed.piece_ms:.0f} ms from {disk.path}",
             "use a faster disk, or more --workers",
         )
 
 
-def _judge_compilation(examined: Examined) -> Iterator[Finding]:
-    if examined.host.compiler is None:
-        yield _note("--compile cannot be used: there is no C compiler", "install gcc, or set CC")
-    elif examined.accelerator.gpus and not examined.accelerator.has_triton:
-        yield _note("--compile cannot be used on the GPU: triton is not installed", "install triton")
+def _judge_compilation(machine: MachineFacts) -> Iterator[Finding]:
+    if machine.host.compiler is None:
+        yield _note("--compile cannot be used, because there is no C compiler", "install gcc, or set CC")
+    elif machine.accelerator.gpus and not machine.accelerator.has_triton:
+        yield _note("--compile cannot be used on the GPU, because triton is not installed", "install triton")
 
 
-_RULES: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
+_RULES: tuple[Callable[[MachineFacts], Iterator[Finding]], ...] = (
     *(_judge_torch, _judge_gpu, _judge_gpu_use, _judge_attention, _judge_xformers),
     *(_judge_cores, _judge_shared_memory, _judge_decoder, _judge_disk, _judge_compilation),
 )
@@ -218,25 +220,29 @@ _CACHED = {True: "from the page cache", False: "not from the page cache", None: 
 
 
 def run_doctor(*, shards: Path | None, device: str, is_json: bool) -> None:
-    """Examine this machine and print the report.
+    """Examine this machine, and print the report.
+
+    Args:
+        shards: Data folder whose disk is examined; None for the current folder.
+        device: Value of `--device`.
+        is_json: True to print JSON.
 
     Raises:
         UserError: `shards` is not a folder on a disk.
-        FailedWork: A finding would stop training.
+        FailedWork: A problem would stop training.
     """
     if shards is not None:
         _require_folder(shards)
     with Activity("examining this machine, which takes about 10 s"):
-        examined = examine(device=device, shards=shards)
-    findings = judge(examined)
+        machine = examine(device=device, shards=shards)
+    findings = judge(machine)
     if is_json:
-        print(json.dumps({**as_json(examined), "findings": [asdict(finding) for finding in findings]}))
+        print(json.dumps({**as_json(machine), "findings": [asdict(finding) for finding in findings]}))
     else:
-        print_report(examined, findings)
+        print_report(machine, findings)
     num_broken = sum(finding.level == "broken" for finding in findings)
     if num_broken:
-        things = count_noun(num_broken, "thing")
-        raise FailedWork(f"{things} would stop training")
+        raise FailedWork(f"{count_noun(num_broken, 'problem')} would stop training")
 
 
 def _require_folder(shards: Path) -> None:
@@ -249,36 +255,38 @@ def _require_folder(shards: Path) -> None:
             hint=f"omit --shards, and measure the bucket with prep advise --data {remote}",
             flags=("--shards",),
         )
-    what = f"{shards} is a file, not a data folder" if shards.exists() else f"there is no folder {shards}"
-    raise UserError(f"{what} (requested by --shards)", hint="use the data folder that prep made", flags=("--shards",))
+    problem = f"{shards} is a file, not a data folder" if shards.exists() else f"there is no folder {shards}"
+    raise UserError(
+        f"{problem} (requested by --shards)", hint="use the data folder that prep made", flags=("--shards",)
+    )
 
 
 def doctor_facts(*, asked_device: str, device_type: str) -> dict[str, Any]:
-    """Return the lines and findings for run.json, without slow measurements."""
-    examined = examine_in_run(asked_device=asked_device, device_type=device_type)
-    return {"lines": lines_of(examined), "findings": [asdict(finding) for finding in judge(examined)]}
+    """Return the report's lines and findings for run.json, without slow measurements."""
+    machine = examine_in_run(asked_device=asked_device, device_type=device_type)
+    return {"lines": lines_of(machine), "findings": [asdict(finding) for finding in judge(machine)]}
 
 
-def lines_of(examined: Examined) -> dict[str, str]:
+def lines_of(machine: MachineFacts) -> dict[str, str]:
     """Return the lines of the report, by label."""
-    return {label: text for label, describe in _LINES.items() if (text := describe(examined))}
+    return {label: text for label, describe in _LINES.items() if (text := describe(machine))}
 
 
-def print_report(examined: Examined, findings: list[Finding]) -> None:
-    """Print lines and findings, wrapped to the terminal's width."""
+def print_report(machine: MachineFacts, findings: list[Finding]) -> None:
+    """Print the lines and findings, wrapped to the width of the terminal."""
     columns = min(shutil.get_terminal_size().columns, _MAX_COLUMNS) if sys.stdout.isatty() else 80
-    for label, text in lines_of(examined).items():
+    for label, text in lines_of(machine).items():
         print(wrap_words(text, label=label, columns=columns))
     for finding in findings:
         print()
         print(wrap_words(finding.what, label=f"{finding.level}:", columns=columns))
         print(wrap_words(finding.hint, label="hint:", columns=columns))
     if not findings:
-        print("\nNothing is wrong.")
+        print("\nNo problems were found.")
 
 
 def wrap_words(text: str, *, label: str, columns: int) -> str:
-    """Wrap words after a label."""
+    """Wrap text, with a label in front of the first line and an indent in front of the others."""
     return textwrap.fill(
         text,
         width=columns,
@@ -289,8 +297,8 @@ def wrap_words(text: str, *, label: str, columns: int) -> str:
     )
 
 
-def _gpus(examined: Examined) -> str:
-    accelerator = examined.accelerator
+def _gpus(machine: MachineFacts) -> str:
+    accelerator = machine.accelerator
     driver = f"; driver {accelerator.driver}" if accelerator.driver else ""
     if not accelerator.gpus:
         return f"none{driver or '; no NVIDIA driver'}"
@@ -301,8 +309,8 @@ def _gpus(examined: Examined) -> str:
     return "; ".join(f"{count} x {kind}" for kind, count in kinds.items()) + driver
 
 
-def _torch(examined: Examined) -> str:
-    accelerator = examined.accelerator
+def _torch(machine: MachineFacts) -> str:
+    accelerator = machine.accelerator
     if accelerator.torch is None:
         return "cannot be used"
     parts = [accelerator.torch, f"CUDA {accelerator.torch_cuda}" if accelerator.torch_cuda else "without CUDA"]
@@ -314,10 +322,10 @@ def _torch(examined: Examined) -> str:
     return ", ".join(parts)
 
 
-def _attention(examined: Examined) -> str:
-    """List the attention backends with their kernels, grouped."""
+def _attention(machine: MachineFacts) -> str:
+    """List the attention backends, grouped with their kernels."""
     texts: dict[str, dict[str, list[str]]] = {}
-    for trial in examined.accelerator.tried:
+    for trial in machine.accelerator.tried:
         kernels = "fails" if trial.error else trial.kernels
         texts.setdefault(trial.attention, {}).setdefault(kernels, []).append(trial.kind)
     lines = []
@@ -327,16 +335,16 @@ def _attention(examined: Examined) -> str:
     return "; ".join(lines)
 
 
-def _decoder(examined: Examined) -> str:
-    decoder = examined.decoder
+def _decoder(machine: MachineFacts) -> str:
+    decoder = machine.decoder
     if decoder.error is not None:
         return "cannot be used"
     available = [codec for codec in CODECS if codec not in decoder.missing]
     return f"PyAV {decoder.pyav}, libavcodec {decoder.libavcodec}: {', '.join(available) or 'none'}"
 
 
-def _processor(examined: Examined) -> str:
-    host = examined.host
+def _processor(machine: MachineFacts) -> str:
+    host = machine.host
     text = f"{host.processor}, {count_noun(host.num_cores, 'core')}"
     if host.memory_bytes is not None:
         text += f"; memory {size_text(host.memory_bytes)}"
@@ -344,19 +352,19 @@ def _processor(examined: Examined) -> str:
     return text + (f"; /dev/shm {size_text(host.shm_bytes)}" if host.shm_bytes is not None else "; no /dev/shm")
 
 
-def _threads(examined: Examined) -> str:
-    host = examined.host
+def _threads(machine: MachineFacts) -> str:
+    host = machine.host
     text = f"{count_noun(host.allowed_cores, 'core')} allowed"
     if host.quota_cores is not None:
-        text += f", the cgroup's limit is {host.quota_cores:g}"
-    if examined.accelerator.num_threads is not None:
-        text += f"; torch uses {count_noun(examined.accelerator.num_threads, 'thread')}"
+        text += f", limited to {host.quota_cores:g} by the cgroup"
+    if machine.accelerator.num_threads is not None:
+        text += f"; torch uses {count_noun(machine.accelerator.num_threads, 'thread')}"
     variables = ", ".join(f"{name}={value}" for name, value in host.thread_variables.items())
     return f"{text}; {variables or 'OMP_NUM_THREADS is not set'}"
 
 
-def _disk(examined: Examined) -> str:
-    disk = examined.disk
+def _disk(machine: MachineFacts) -> str:
+    disk = machine.disk
     if disk is None:
         return ""
     text = f"{disk.path}: {disk.file_system or 'unknown file system'}, {_DISK_KINDS[disk.kind]}"
@@ -369,20 +377,20 @@ def _disk(examined: Examined) -> str:
     return text
 
 
-def _software(examined: Examined) -> str:
-    versions = examined.versions
+def _software(machine: MachineFacts) -> str:
+    versions = machine.versions
     shown = [f"{name} {versions[name]}" for name in ("clipmill", "python", "numpy", "pyarrow") if name in versions]
-    return f"{', '.join(shown)}; {examined.system}"
+    return f"{', '.join(shown)}; {machine.system}"
 
 
-def _training(examined: Examined) -> str:
-    if examined.is_run:
+def _training(machine: MachineFacts) -> str:
+    if machine.is_run:
         return ""
-    used = used_by_training(examined)
-    compiles = "--compile works" if used.compiles else "no --compile"
+    defaults = training_defaults(machine)
+    compiles = "--compile works" if defaults.compiles else "no --compile"
     return (
-        f"{used.device}, {used.precision}, attention: {used.attention}; "
-        f"{used.loader_threads} loader threads; {compiles}"
+        f"{defaults.device}, {defaults.precision}, attention: {defaults.attention}; "
+        f"{defaults.loader_threads} loader threads; {compiles}"
     )
 
 

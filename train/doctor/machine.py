@@ -1,40 +1,49 @@
-"""Facts about a machine, for `train doctor`: host, disk of a folder, video decoder, and the defaults of training.
+"""Facts about a machine for `train doctor`: host, disk of a folder, torch and GPUs, decoder, and training's defaults.
 
 Facts about the host come from /proc and /sys. If a file is missing, as in many containers, the value is None.
 
 Measuring a disk takes a few seconds (clipmill.shards.disk_speed). In a data folder, only parts of an existing tar are
 read. In other folders, a file of 48 MB is written, flushed, read and removed.
+
+As a program (`python -m clipmill.train.doctor.machine`), this file prints the facts about torch, the GPUs and trials of
+attention as one JSON object. `train doctor` runs it as a child process with a timeout (`ask_child`), because a damaged
+driver can hang or kill any process that uses it.
 """
 
 import errno
+import json
 import os
 import platform
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from clipmill.manifests.errors import first_line
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import commands_of
 from clipmill.shards.disk_speed import DiskSpeed, measure_file, measure_folder
 from clipmill.train.config.training import TrainingSettings
-from clipmill.train.doctor.accelerator import Accelerator, ask_child, examine_accelerator
-from clipmill.train.run.environment import processor, versions
+from clipmill.train.run.environment import installed_version, processor, versions
 
 _MIN_FREE_BYTES = 200_000_000  # four times the size of the temporary file for measuring a disk
-_TIMEOUT_S = 15.0
+_DISK_TIMEOUT_S = 15.0
 _NETWORK = {
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "pvfs2"),
     *("orangefs", "wekafs", "davfs", "fuse.davfs2", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.glusterfs"),
     *("fuse.ceph", "fuse.rclone", "fuse.goofys", "fuse.juicefs", "fuse.mount-s3", "fuse.blobfuse2"),
 }
-# File systems for folders of the host of a virtual machine or sandbox, whose disk cannot be examined from within.
+# File systems with which a virtual machine or sandbox shows folders of its host, whose disk cannot be examined.
 _HOST = {"9p", "virtiofs", "gofer", "vboxsf", "fuse.lima", "fuse.grpcfuse"}
 _MEMORY = {"tmpfs", "ramfs"}
 _CHECK_MOUNT = "check the mount and its permissions"
-_MAKE_ROOM = "free some space, have the quota or the number of inodes raised, or write runs to another disk (--out)"
+_MAKE_ROOM = "free some space, raise the quota or the number of inodes, or write runs to another disk (--out)"
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _CGROUP = Path("/sys/fs/cgroup")
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -50,8 +59,10 @@ class Finding:
     """Problem of a machine, or a note.
 
     Attributes:
-        level: broken: training cannot start, or stops; warning: training is slower than possible, or different; note:
-            only for information.
+        level: "broken" if training cannot start or would stop, "warning" if training is slow or differs from the
+            default, "note" for information only.
+        what: Description of the problem.
+        hint: Advice about what to do.
     """
 
     level: Level
@@ -64,9 +75,10 @@ class Host:
     """Facts about the host.
 
     Attributes:
-        allowed_cores: Number of cores in this process's affinity mask.
-        quota_cores: CPU time per wall-clock time that the cgroup allows, if limited.
-        memory_bytes, free_bytes: Memory of the machine, or of the cgroup if that is less.
+        allowed_cores: Number of cores in the affinity mask of this process.
+        quota_cores: Number of cores whose time the cgroup allows; None without a limit.
+        memory_bytes: Memory of the machine, or of the cgroup if that is less.
+        free_bytes: Free part of that memory.
         shm_bytes: Size of /dev/shm.
     """
 
@@ -91,14 +103,16 @@ def examine_host() -> Host:
         used = _limit(_CGROUP / "memory.current", _CGROUP / "memory/memory.usage_in_bytes") or 0
         total, free = limit, min(limit - used, free if free is not None else limit)
     # cgroup v1 stores the two numbers of cpu.max in separate files.
-    version_1 = " ".join(_read(_CGROUP / "cpu" / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
-    # The compilers that torch.compile looks for.
+    version_1_quota = " ".join(
+        _read(_CGROUP / "cpu" / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    )
+    # Compilers that torch.compile looks for.
     compilers = (os.environ.get("CC"), os.environ.get("CXX"), "cc", "gcc", "clang", "g++")
     return Host(
         processor=processor(),
         num_cores=os.cpu_count() or 1,
         allowed_cores=len(os.sched_getaffinity(0)),
-        quota_cores=quota_of(_read(_CGROUP / "cpu.max")) or quota_of(version_1),
+        quota_cores=quota_of(_read(_CGROUP / "cpu.max")) or quota_of(version_1_quota),
         memory_bytes=total,
         free_bytes=free,
         shm_bytes=_shared_memory(),
@@ -108,7 +122,7 @@ def examine_host() -> Host:
 
 
 def quota_of(text: str) -> float | None:
-    """Return the number of cores that a line from cpu.max allows ("200000 100000": 2.0); None without a limit."""
+    """Return the number of cores that a line of cpu.max allows (2.0 for "200000 100000"); None without a limit."""
     quota, _, period = text.strip().partition(" ")
     if not quota.isdigit() or not period.isdigit() or int(period) == 0:
         return None
@@ -157,21 +171,21 @@ class Disk:
 
 
 def examine_disk(folder: Path, *, is_data: bool) -> Disk:
-    """Measure the disk of a folder in at most 15 seconds, even if it does not respond. Data folders are only read."""
+    """Measure the disk of a folder, for at most 15 seconds if it does not respond. Data folders are only read."""
     disks: list[Disk] = []
-    # If the server of a mount is gone, calls block forever. The thread is then abandoned.
+    # If the server of a mount does not respond, calls block forever. The thread is then abandoned.
     worker = threading.Thread(target=lambda: disks.append(_examine(folder, is_data=is_data)), daemon=True)
     worker.start()
-    worker.join(_TIMEOUT_S)
+    worker.join(_DISK_TIMEOUT_S)
     if disks:
         return disks[0]
     kind, file_system = file_system_of(folder, _read(_MOUNTS))
-    timeout = Finding("broken", f"no response within {_TIMEOUT_S:.0f} s", _CHECK_MOUNT)
+    timeout = Finding("broken", f"no response within {_DISK_TIMEOUT_S:.0f} s", _CHECK_MOUNT)
     return Disk(path=str(folder), kind=kind, file_system=file_system, problem=timeout)
 
 
 def file_system_of(folder: Path, mounts: str) -> tuple[str, str | None]:
-    """Return kind and type of the file system of an absolute path, from the text of /proc/self/mountinfo."""
+    """Return the kind and type of the file system of an absolute path, from the text of /proc/self/mountinfo."""
     best, file_system = "", None
     for line in mounts.splitlines():
         mount_text, _, type_text = line.partition(" - ")
@@ -179,8 +193,8 @@ def file_system_of(folder: Path, mounts: str) -> tuple[str, str | None]:
         if len(fields) < 5 or not types:
             continue
         mount = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
-        is_above = mount == "/" or str(folder) == mount or str(folder).startswith(f"{mount}/")
-        if is_above and len(mount) >= len(best):  # if a folder is mounted twice, the last mount is visible
+        contains_folder = mount == "/" or str(folder) == mount or str(folder).startswith(f"{mount}/")
+        if contains_folder and len(mount) >= len(best):  # of two mounts at the same folder, the last is visible
             best, file_system = mount, types[0]
     if file_system is None:
         return "unknown", None
@@ -198,50 +212,248 @@ def _examine(folder: Path, *, is_data: bool) -> Disk:
         return Disk(path=str(path), problem=_unreadable_finding(error))
     kind, file_system = file_system_of(path, _read(_MOUNTS))
     free_bytes = stat.f_bavail * stat.f_frsize
-    known: Any = {"path": str(path), "kind": kind, "file_system": file_system, "free_bytes": free_bytes}
+    facts: Any = {"path": str(path), "kind": kind, "file_system": file_system, "free_bytes": free_bytes}
     try:
         if not is_data:
-            return Disk(**known, speed=measure_folder(path) if free_bytes >= _MIN_FREE_BYTES else None)
-        # The largest tar, because tars of scores are tiny; OSError for unreadable folders, which glob would skip.
+            return Disk(**facts, speed=measure_folder(path) if free_bytes >= _MIN_FREE_BYTES else None)
+        # Read the largest tar, because tars of scores are tiny. Unlike glob, scandir raises for unreadable folders.
         variants = (variant for column in _folders(path) for variant in _folders(column))
         tars = [entry for variant in variants for entry in os.scandir(variant) if entry.name.endswith(".tar")]
         tar = Path(max(tars, key=lambda entry: entry.stat().st_size).path) if tars else None
         if tar is None:
-            none = Finding(
+            finding = Finding(
                 "note",
                 "there is no shard to read, so the speed was not measured",
                 f"run {commands_of(path, VIDEO)} first",
             )
-            return Disk(**known, problem=none)
+            return Disk(**facts, problem=finding)
         with tar.open("rb", buffering=0) as file:
-            return Disk(**known, speed=measure_file(file.fileno()))
+            return Disk(**facts, speed=measure_file(file.fileno()))
     except OSError as error:
         if is_data:
-            return Disk(**known, problem=_unreadable_finding(error))
+            return Disk(**facts, problem=_unreadable_finding(error))
         if error.errno in _NO_SPACE:
-            return Disk(**known, problem=Finding("warning", "the disk is full, so it was not measured", _MAKE_ROOM))
-        return Disk(**known, problem=Finding("note", f"not measured: {error.strerror}", _CHECK_MOUNT))
+            return Disk(**facts, problem=Finding("warning", "the disk is full, so it was not measured", _MAKE_ROOM))
+        return Disk(**facts, problem=Finding("note", f"not measured: {error.strerror}", _CHECK_MOUNT))
 
 
 def _unreadable_finding(error: OSError) -> Finding:
     where = f" ({error.filename})" if error.filename else ""
-    hint = "give this user access to it" if error.errno == errno.EACCES else _CHECK_MOUNT
+    hint = "give this user permission to read it" if error.errno == errno.EACCES else _CHECK_MOUNT
     return Finding("broken", f"cannot be read: {error.strerror}{where}", hint)
 
 
 def _folders(folder: Path) -> list[Path]:
-    # Folders of columns are not hidden, and are not the file system's lost+found.
+    # Skip hidden folders and the file system's lost+found, which are not columns.
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
     return [folder / name for name in names if name != "lost+found" and not name.startswith(".")]
 
 
-# Decoders for the codecs of `prep chunk` (clipmill.train.data.decoders); the default codec's decoder comes first.
+# Facts about torch, the GPUs and trials of attention, which need a process with torch.
+#
+# Shape suffixes: B batch, M tokens, H heads, K width of a head.
+
+_CHILD_TIMEOUT_S = 180.0
+_KILL_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """GPU, as reported by torch; `free_bytes` is None if it was not queried."""
+
+    name: str
+    memory_bytes: int
+    free_bytes: int | None
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionTrial:
+    """Trial of an attention backend on the device, with the kernels that it used or its error."""
+
+    attention: str
+    kind: str
+    dtype: str
+    kernels: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """Facts about torch and the GPUs.
+
+    Attributes:
+        torch_error: Reason why torch cannot be used. All other facts are then unknown.
+        torch_cuda: CUDA version that torch was built for; None for torch without CUDA.
+        needed_driver: Oldest NVIDIA driver that supports this CUDA version.
+        driver: Version of the NVIDIA driver; None if there is no driver.
+        cuda_error: Error from torch if it finds no GPU.
+        unusable_gpu: Reason why torch cannot use a GPU of this machine, as a run prints it; None without such a GPU.
+        xformers: Version of xformers, "not installed" or "not loaded".
+        xformers_library: Reason why xformers' own compiled library cannot be loaded.
+        attention: Name of the backend that `--attention auto` uses on the first GPU; unknown without trials.
+        has_triton: True if triton, with which torch.compile generates GPU kernels, is installed.
+        environment: Facts for bug reports to PyTorch (torch.utils.collect_env); empty without trials.
+    """
+
+    torch_error: str | None = None
+    torch: str | None = None
+    torch_cuda: str | None = None
+    needed_driver: str | None = None
+    cudnn: str | None = None
+    driver: str | None = None
+    cuda_error: str | None = None
+    unusable_gpu: str | None = None
+    num_threads: int | None = None
+    gpus: list[Gpu] = field(default_factory=list)
+    xformers: str = "not installed"
+    xformers_library: str | None = None
+    has_triton: bool = False
+    precision: str = "fp32"
+    attention: str = "sdpa"
+    tried: list[AttentionTrial] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+
+
+def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Accelerator:
+    """Examine torch and the GPUs.
+
+    Args:
+        tries: True to run each attention backend on the device, and load xformers, which changes torch's settings.
+        has_gpus: True to look for GPUs, which initialises CUDA.
+    """
+    # Import this only here, because a run needs it only for its page.
+    from clipmill.train.device.driver import driver_version, required_driver, why_no_gpu
+
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Accelerator(torch_error=first_line(error), driver=driver_version())
+    from clipmill.train.models.attention_choice import cudnn_version
+
+    facts: dict[str, Any] = {
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "needed_driver": required_driver(torch.version.cuda),
+        "driver": driver_version(),
+        "num_threads": torch.get_num_threads(),
+        "has_triton": find_spec("triton") is not None,
+        "xformers": installed_version("xformers"),
+    }
+    if has_gpus:
+        try:
+            torch.cuda.init()
+            facts["gpus"] = [_gpu(index, queries_free=tries) for index in range(torch.cuda.device_count())]
+            facts["cudnn"] = cudnn_version()
+        except (RuntimeError, AssertionError) as error:  # torch without CUDA raises an AssertionError
+            facts |= {"cuda_error": first_line(error), "unusable_gpu": why_no_gpu()}
+    if tries:
+        from torch.utils.collect_env import get_env_info
+
+        from clipmill.train.device.precision import open_precision
+        from clipmill.train.models.attention_choice import FASTEST
+
+        try:
+            facts["environment"] = get_env_info()._asdict()
+        except (OSError, RuntimeError, AttributeError) as error:  # collect_env runs programs, which may fail
+            facts["environment"] = {"error": first_line(error)}
+        device_type = "cuda" if facts.get("gpus") else "cpu"
+        precision = open_precision("auto", device_type=device_type)
+        facts |= {"precision": precision.name, **_xformers()}
+        has_xformers = facts["xformers"] not in ("not installed", "not loaded")
+        if facts.get("gpus"):
+            facts["attention"] = FASTEST.get(facts["gpus"][0].capability, "xformers" if has_xformers else "sdpa")
+        names = ["sdpa", *(["xformers"] if has_xformers else []), "cudnn", "flash"] if facts.get("gpus") else ["sdpa"]
+        kinds = ("clips", "packed captions")
+        facts["tried"] = [_try_attention(name, kind, precision.name, device_type) for name in names for kind in kinds]
+    return Accelerator(**facts)
+
+
+def accelerator_of(values: dict[str, Any]) -> Accelerator:
+    """Convert JSON values to an `Accelerator`."""
+    gpus = [Gpu(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in values["gpus"]]
+    tried = [AttentionTrial(**trial) for trial in values["tried"]]
+    return Accelerator(**{**values, "gpus": gpus, "tried": tried})
+
+
+def _gpu(index: int, *, queries_free: bool) -> Gpu:
+    import torch
+
+    gpu = torch.cuda.get_device_properties(index)
+    # Query only on request: the query creates a context of several hundred megabytes on each GPU.
+    free_bytes = torch.cuda.mem_get_info(index)[0] if queries_free else None
+    return Gpu(name=gpu.name, memory_bytes=gpu.total_memory, free_bytes=free_bytes, capability=(gpu.major, gpu.minor))
+
+
+def _xformers() -> dict[str, Any]:
+    from clipmill.train.models.attention import load_xformers
+
+    if find_spec("xformers") is None:
+        return {}
+    try:
+        return {"xformers_library": load_xformers()}
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # unsupported version of torch
+        return {"xformers": "not loaded", "xformers_library": first_line(error)}
+
+
+def _try_attention(name: str, kind: str, precision: str, device_type: str) -> AttentionTrial:
+    """Run a forward and a backward pass of attention for clips or for packed captions."""
+    import torch
+
+    from clipmill.train.models.attention import open_attention, pack
+    from clipmill.train.models.attention_choice import kernels_of
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    device, is_packed = torch.device(device_type), kind != "clips"
+    lengths = (12, 9, 17, 26)
+    trial = {"attention": name, "kind": kind, "dtype": str(dtype).removeprefix("torch.")}
+    try:
+        attend = open_attention(name, device_type=device_type).attend  # type: ignore[arg-type]
+        packing = pack(lengths, device=device) if is_packed else None
+        generator = torch.Generator(device).manual_seed(0)
+        shape = (1, sum(lengths), 3, 4, 64) if is_packed else (2, 197, 3, 4, 64)
+        qkv = torch.randn(shape, dtype=dtype, device=device, generator=generator, requires_grad=True)
+        out = attend(*qkv.unbind(2), causal=is_packed, packing=packing)
+        out.sum().backward()
+        if qkv.grad is None or not bool(qkv.grad.isfinite().all()):
+            return AttentionTrial(**trial, error="the gradients are not finite")
+        return AttentionTrial(**trial, kernels=str(kernels_of(name, *qkv.unbind(2), causal=is_packed, packing=packing)))
+    # Versions of libraries may be incompatible.
+    except (RuntimeError, ImportError, AttributeError, TypeError) as error:
+        return AttentionTrial(**trial, error=first_line(error))
+
+
+def ask_child(*, timeout_s: float = _CHILD_TIMEOUT_S, module: str = "clipmill.train.doctor.machine") -> Accelerator:
+    """Examine torch in a child process. If the child hangs or crashes, `torch_error` says so."""
+    from clipmill.train.device.driver import driver_version
+
+    command, pipe = [sys.executable, "-P", "-m", module], subprocess.PIPE
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True)
+    try:
+        printed, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        try:
+            process.communicate(timeout=_KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            pass  # a driver that does not respond blocks the child in the kernel
+        reason = f"torch and the GPU did not respond within {timeout_s:.0f} s"
+    else:
+        try:
+            return accelerator_of(json.loads(printed))
+        except (ValueError, KeyError, TypeError):
+            lines = errors.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
+            reason = f"the process that tests torch and attention ended with {process.returncode}: {lines[-1]}"
+    return Accelerator(torch_error=reason, driver=driver_version())
+
+
+# Decoders for the codecs of `prep chunk` (clipmill.train.data.decoders), the decoder of the default codec first.
 CODECS = ("h264", "hevc", "libdav1d", "vp9", "mjpeg")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """PyAV and its libavcodec, and the `CODECS` that are missing; or the error from importing PyAV."""
+    """Versions of PyAV and libavcodec, with the missing `CODECS`; or the error from importing PyAV."""
 
     pyav: str | None = None
     libavcodec: str | None = None
@@ -250,14 +462,15 @@ class Decoder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Examined:
+class MachineFacts:
     """Facts about a machine.
 
     Attributes:
         asked_device: Value of `--device`.
+        versions: Versions of Python and packages, as on the page of a run.
+        system: Operating system, with the versions of kernel and libc.
         disk: Disk of the data folder or the current folder; None if it was not examined.
-        versions: Versions of Python and packages, as on a run's page.
-        is_run: True if a starting run examined the machine. The run reports elsewhere what it uses.
+        is_run: True if the machine was examined at the start of a run, which reports its own device and precision.
     """
 
     asked_device: str
@@ -271,8 +484,12 @@ class Examined:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Used:
-    """Defaults of the training commands on a machine."""
+class TrainingDefaults:
+    """Defaults of the training commands on a machine.
+
+    Attributes:
+        compiles: True if `--compile` can be used.
+    """
 
     device: str
     precision: str
@@ -281,27 +498,27 @@ class Used:
     compiles: bool
 
 
-def examine(*, device: str, shards: Path | None) -> Examined:
-    """Examine everything in about 10 seconds, including the disk of `shards` or, without it, the current folder."""
+def examine(*, device: str, shards: Path | None) -> MachineFacts:
+    """Examine everything in about 10 seconds, including the disk of `shards` or, if it is None, the current folder."""
     disk = examine_disk(shards or Path(), is_data=shards is not None)
     return _examine_parts(device, ask_child(), disk=disk)
 
 
-def examine_in_run(*, asked_device: str, device_type: str) -> Examined:
-    """Examine, for a run's page, all facts that take only milliseconds, in this process; no measurements or trials."""
+def examine_in_run(*, asked_device: str, device_type: str) -> MachineFacts:
+    """Examine everything that takes only milliseconds, in this process, for the page of a run."""
     return _examine_parts(asked_device, examine_accelerator(tries=False, has_gpus=device_type == "cuda"), is_run=True)
 
 
-def _examine_parts(asked_device: str, accelerator: Accelerator, **others: Any) -> Examined:
+def _examine_parts(asked_device: str, accelerator: Accelerator, **options: Any) -> MachineFacts:
     libc = " ".join(platform.libc_ver())
-    return Examined(
+    return MachineFacts(
         asked_device=asked_device,
         host=examine_host(),
         accelerator=accelerator,
         decoder=examine_decoder(),
         versions=versions(),
         system=f"{platform.system()} {platform.release()}, {libc or 'unknown libc'}",
-        **others,
+        **options,
     )
 
 
@@ -321,22 +538,37 @@ def examine_decoder() -> Decoder:
     return Decoder(pyav=av.__version__, libavcodec=version, missing=tuple(missing))
 
 
-def used_by_training(examined: Examined) -> Used:
+def training_defaults(machine: MachineFacts) -> TrainingDefaults:
     """Return the defaults of the training commands on this machine."""
-    accelerator = examined.accelerator
-    is_cuda = bool(accelerator.gpus) and examined.asked_device != "cpu"
+    accelerator = machine.accelerator
+    is_cuda = bool(accelerator.gpus) and machine.asked_device != "cpu"
     attention = accelerator.attention if is_cuda else "sdpa"
     if attention == "xformers":
         attention = "xformers, or sdpa for heads and precisions without an xformers kernel"
-    return Used(
+    return TrainingDefaults(
         device="cuda" if is_cuda else "cpu",
         precision=accelerator.precision if is_cuda else "fp32",
         attention=attention,
         loader_threads=TrainingSettings.workers,
-        compiles=examined.host.compiler is not None and (not is_cuda or accelerator.has_triton),
+        compiles=machine.host.compiler is not None and (not is_cuda or accelerator.has_triton),
     )
 
 
-def as_json(examined: Examined) -> dict[str, Any]:
+def as_json(machine: MachineFacts) -> dict[str, Any]:
     """Return all facts as a JSON-serialisable dict."""
-    return {"machine": asdict(examined), "training": asdict(used_by_training(examined))}
+    return {"machine": asdict(machine), "training": asdict(training_defaults(machine))}
+
+
+def _main() -> None:
+    # Redirect the output of libraries to standard error, so that standard output contains only the JSON object.
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    json.dump(asdict(examine_accelerator()), output)
+    output.flush()
+    # Exit without cleaning up, because the libraries of a damaged driver can hang at exit.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,4 +1,4 @@
-"""Survey of data folders, and choices for a first run: task, preset, batch size, number of steps.
+"""Survey data folders, and choose task, preset, batch size and number of steps for a first run.
 
 The survey reads only the small files of a data folder, which list columns, splits, chunks, captions and labels.
 """
@@ -42,9 +42,11 @@ class SplitFacts:
     """Facts about a split, whose chunks are from the current variant of the `video` column.
 
     Attributes:
-        num_videos, num_captions: Number of videos that have chunks, and number of their captions.
+        num_videos: Number of videos that have chunks.
+        num_chunks: Number of chunks.
         hours: Total length of the chunks.
-        num_without: Number of videos without chunks, because the chunks were not made yet, or failed.
+        num_captions: Number of captions of these videos.
+        num_without: Number of videos without chunks, because the chunks have not been made or could not be made.
         sources: Sources of the captions.
     """
 
@@ -61,10 +63,11 @@ class Survey:
     """Facts about the content of a data folder.
 
     Attributes:
+        address: Path or address of the data folder, as the user wrote it.
         columns: Current variant of each column.
         splits: Splits by name, in order of decreasing size.
         chunk_s: Median length of a chunk, in seconds.
-        labels: Labels of the captions that can be used as classes: values for `--label`.
+        labels: Labels of the captions that can be used as classes, with `--label`.
     """
 
     address: str
@@ -75,10 +78,10 @@ class Survey:
 
 
 def survey(address: str) -> Survey:
-    """Survey a data folder, given by a path or an address in object storage.
+    """Survey a data folder at a path or in object storage.
 
     Raises:
-        UserError: The data folder does not exist, its manifest is empty, or it has no chunks of video.
+        UserError: The data folder does not exist, its manifest is empty, or it has no video chunks.
     """
     if not kind_of(address).has_manifest:
         raise data_folder_error(address, "but train quickstart reads the manifest of a data folder")
@@ -89,7 +92,8 @@ def survey(address: str) -> Survey:
     if not videos.num_rows:
         raise UserError(
             f"the manifest of {address} has no videos",
-            hint=f"add some: prep manifest folder VIDEOS --data {shlex.quote(address)}; then prep {command_for(VIDEO)}",
+            hint=f"add videos with prep manifest folder VIDEOS --data {shlex.quote(address)}, and run prep "
+            f"{command_for(VIDEO)}",
         )
     columns = {name: variant for name in COLUMNS if (variant := current_variant(folder.path, name)) is not None}
     if VIDEO in columns and folder.tars is not None:
@@ -99,9 +103,7 @@ def survey(address: str) -> Survey:
         hint = f"make the chunks: {how_to_make(VIDEO, address, columns.get(VIDEO, ''))}"
         if LATENTS in columns:
             hint += f"; or train on the latents: {_latents_command(address, folder.path, has_text=TEXT in columns)}"
-        raise UserError(
-            f"{address} has no chunks of video{'; it has ' if others else ''}{', '.join(others)}", hint=hint
-        )
+        raise UserError(f"{address} has no video chunks{', only ' if others else ''}{', '.join(others)}", hint=hint)
     video_ids = videos["video_id"].combine_chunks()
     try:
         table, _ = chunk_table(Variant.open(folder.path, tars=folder.tars).require_complete(), video_ids)
@@ -115,19 +117,19 @@ def survey(address: str) -> Survey:
     divided = read_divided_videos(folder.path)
     names = list(dict.fromkeys([*pc.unique(videos["split"]).to_pylist(), *(divided.splits if divided else ())]))
     codes: NDArray[np.int64] = index_in(videos["split"].combine_chunks(), pa.array(names))
-    is_made = np.bincount(table.video_row, minlength=len(codes)) > 0
-    captions, labels = _captions(folder.path, video_ids, codes, is_made, names=names)
+    has_chunks = np.bincount(table.video_row, minlength=len(codes)) > 0
+    captions, labels = _captions(folder.path, video_ids, codes, has_chunks, names=names)
     return Survey(
         address=address,
         columns=columns,
-        splits=_splits(names, codes, is_made, table, captions, divided=divided),
+        splits=_splits(names, codes, has_chunks, table, captions, divided=divided),
         chunk_s=float(np.median(_seconds(table))),
         labels=labels,
     )
 
 
 def split_to_train(surveys: Sequence[Survey]) -> str:
-    """Return the split to train on: `train`, or the only split that has chunks in all data folders.
+    """Return the split to train on, which is `train` or the only split that has chunks in all data folders.
 
     Raises:
         UserError: There is no such split, or there are several.
@@ -139,26 +141,25 @@ def split_to_train(surveys: Sequence[Survey]) -> str:
     if len(common) == 1:
         return common[0]
     pairs = zip(surveys, names, strict=True)
-    found_splits = "; ".join(f"{data.address} has {', '.join(sorted(splits))}" for data, splits in pairs)
+    splits_by_folder = "; ".join(f"{data.address} has {', '.join(sorted(splits))}" for data, splits in pairs)
     raise UserError(
-        f"there is no split 'train' with chunks in each data folder: {found_splits}",
+        f"there is no split 'train' with chunks in each data folder: {splits_by_folder}",
         hint=f"use --split to select the split to train on: train {DEFAULT} --shards DATA --split NAME",
     )
 
 
 def split_to_evaluate(surveys: Sequence[Survey], *, trained: str) -> str | None:
-    """Return the split to evaluate on: not the trained split, and with chunks in each folder; None without one."""
+    """Return a split to evaluate on, which has chunks in each folder and is not trained on; None if there is none."""
     names = [
         name
         for name in surveys[0].splits
         if name != trained and all(name in data.splits and data.splits[name].num_chunks for data in surveys)
     ]
-    ranked = sorted(names, key=lambda name: _HELD_OUT.index(name) if name in _HELD_OUT else len(_HELD_OUT))
-    return ranked[0] if ranked else None
+    return min(names, key=lambda name: _HELD_OUT.index(name) if name in _HELD_OUT else len(_HELD_OUT), default=None)
 
 
 def describe(data: Survey) -> list[str]:
-    """Describe a data folder in lines of text."""
+    """Return lines of text that describe a data folder."""
     chunks = sum(split.num_chunks for split in data.splits.values())
     length = duration_text(3600 * sum(split.hours for split in data.splits.values()))
     labels = f"; labels: {', '.join(data.labels)}" if data.labels else ""
@@ -187,7 +188,7 @@ def _require_folder(path: Path) -> None:
         make = make.replace("VIDEOS", shlex.quote(str(path)))
         raise UserError(
             f"{path} is not a data folder: it has no manifest",
-            hint=f"if it contains videos, make a data folder from them: {make}",
+            hint=f"make a data folder from its videos, if it contains any: {make}",
         )
 
 
@@ -195,11 +196,11 @@ def _latents_command(address: str, data_dir: Path, *, has_text: bool) -> str:
     """Return the command for a first run on latents."""
     has_captions = bool(num_captions_of(data_dir))
     for task in tasks():
-        run = task.first_run
-        if run is not None and run.latents_flags and run.needs_captions == has_captions:
-            flags = (
-                run.latents_flags if has_text or not run.no_text_flags else f"{run.latents_flags} {run.no_text_flags}"
-            )
+        recipe = task.first_run
+        if recipe is not None and recipe.latents_flags and recipe.needs_captions == has_captions:
+            flags = recipe.latents_flags
+            if recipe.no_text_flags and not has_text:
+                flags = f"{flags} {recipe.no_text_flags}"
             return f"train {task.name} --shards {shlex.quote(address)} {flags}"
     raise AssertionError("no task reads latents")
 
@@ -211,9 +212,14 @@ def _seconds(table: ChunkTable) -> NDArray[np.float64]:
 
 
 def _captions(
-    data_dir: Path, video_ids: pa.Array, codes: NDArray[np.int64], is_made: NDArray[np.bool_], *, names: Sequence[str]
+    data_dir: Path,
+    video_ids: pa.Array,
+    codes: NDArray[np.int64],
+    has_chunks: NDArray[np.bool_],
+    *,
+    names: Sequence[str],
 ) -> tuple[dict[int, Counter[str]], tuple[str, ...]]:
-    """Count the captions of videos that have chunks, by split and source; also return the labels."""
+    """Return the number of captions of videos that have chunks, by split and source, and the names of the labels."""
     counts = defaultdict[int, Counter[str]](Counter)
     with open_captions(data_dir, dictionary_columns=("video_id",)) as file:
         labels = class_labels(file.schema_arrow)
@@ -222,7 +228,7 @@ def _captions(
             table = file.read_row_group(group, columns=columns)
             row, source = rows_of(table["video_id"], video_ids), table["source"].combine_chunks().dictionary_encode()
             sources = source.dictionary.to_pylist()
-            is_counted = (row >= 0) & is_made[row]
+            is_counted = (row >= 0) & has_chunks[row]
             code = codes[row]
             if "split" in columns:
                 caption_code = rows_of(table["split"], pa.array(names))
@@ -236,7 +242,7 @@ def _captions(
 def _splits(
     names: Sequence[str],
     codes: NDArray[np.int64],
-    is_made: NDArray[np.bool_],
+    has_chunks: NDArray[np.bool_],
     table: ChunkTable,
     captions: Mapping[int, Counter[str]],
     *,
@@ -255,7 +261,7 @@ def _splits(
     splits = {
         name: SplitFacts(
             num_videos=len(np.unique(video[chunk_code == code])),
-            num_without=int((~is_made[codes == code]).sum()),
+            num_without=int((~has_chunks[codes == code]).sum()),
             num_chunks=int((chunk_code == code).sum()),
             hours=float(seconds[chunk_code == code].sum()) / 3600,
             num_captions=captions[code].total(),
@@ -268,10 +274,10 @@ def _splits(
 
 EPOCHS = 30  # number of epochs, similar to the presets for synthetic videos
 _MIN_STEPS = 200  # minimum number of steps if the time limit allows them
-_FEWEST_STEPS = 20  # minimum number of steps in any case, even if the start takes most of a short time limit
+_FEWEST_STEPS = 20  # minimum number of steps in any case, even if the time limit allows fewer
 NUM_CHECKPOINTS = 4
-_MOST_AT_ONCE = 256  # maximum number of clips on a GPU in the first attempt
-_MIN_GPU_BYTES = 8 * 10**9  # a ViT-B/16 with a text tower, its gradients and AdamW's moments take 2.4 GB without clips
+_MAX_FIRST_BATCH = 256  # maximum batch size on a GPU in the first trial
+_MIN_GPU_BYTES = 8 * 10**9  # a ViT-B/16 with a text tower, gradients and AdamW's moments takes 2.4 GB without clips
 MINUTES = {"cpu": 10.0, "cuda": 60.0}
 
 
@@ -288,47 +294,50 @@ def task_without_captions() -> str:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A value and the reason for it."""
+class Choice:
+    """Value, and the reason for it."""
 
     value: str
     reason: str
 
 
-def choose_task(surveys: Sequence[Survey], *, split: str, requested: str | None) -> Chosen:
+def choose_task(surveys: Sequence[Survey], *, split: str, requested: str | None) -> Choice:
     """Return the task to train.
 
     Args:
-        requested: Task in --task; None to choose by the data.
+        surveys: Data folders.
+        split: Split to train on.
+        requested: Value of --task; None to choose a task for the data.
 
     Raises:
         UserError: The requested task needs captions, but a data folder has none.
     """
     uncaptioned = [data.address for data in surveys if not data.splits[split].num_captions]
-    num = sum(data.splits[split].num_captions for data in surveys)
+    num_captions = sum(data.splits[split].num_captions for data in surveys)
     if requested is None:
         if not uncaptioned:
-            return Chosen(DEFAULT, count_noun(num, "caption"))
+            return Choice(DEFAULT, count_noun(num_captions, "caption"))
         where = "no captions" if len(uncaptioned) == len(surveys) else f"no captions in {', '.join(uncaptioned)}"
         task = task_without_captions()
-        return Chosen(task, f"{where}, and train {task} needs none")
+        return Choice(task, f"{where}, and train {task} needs none")
     if uncaptioned and first_run_of(requested).needs_captions:
         raise UserError(
             f"split {split!r} of {uncaptioned[0]} has no captions, but train {requested} needs them",
-            hint="add a table of captions: prep manifest folder VIDEOS --captions captions.csv --data "
-            f"{uncaptioned[0]}; or use --task {task_without_captions()}",
+            hint="add a table of captions with prep manifest folder VIDEOS --captions captions.csv --data "
+            f"{uncaptioned[0]}, or use --task {task_without_captions()}",
         )
-    return Chosen(requested, "--task")
+    return Choice(requested, "--task")
 
 
 def choose_label(surveys: Sequence[Survey], *, requested: str | None) -> str:
     """Return the label to train on.
 
     Args:
-        requested: Label in --label; None for the only label.
+        surveys: Data folders.
+        requested: Value of --label; None for the only label.
 
     Raises:
-        UserError: No label is in all data folders, or there are several labels and none was requested.
+        UserError: The data folders have no label in common, or there are several labels and none was requested.
     """
     labels = [name for name in surveys[0].labels if all(name in data.labels for data in surveys)]
     if requested is not None and requested in labels:
@@ -336,12 +345,12 @@ def choose_label(surveys: Sequence[Survey], *, requested: str | None) -> str:
     if requested is not None:
         raise UserError(
             f"the captions have no label {requested!r}",
-            hint=f"labels: {', '.join(labels) or 'none'}; see docs/classification.md",
+            hint=f"use one of the labels: {', '.join(labels) or 'none'}; see docs/classification.md",
         )
     if not labels:
         raise UserError(
             "the captions have no labels, but this task needs labels",
-            hint="see docs/classification.md for datasets with labels; or use another --task",
+            hint="use data with labels (docs/classification.md), or a different --task",
         )
     if len(labels) > 1:
         raise UserError(
@@ -350,27 +359,28 @@ def choose_label(surveys: Sequence[Survey], *, requested: str | None) -> str:
     return labels[0]
 
 
-def choose_preset(task: str, *, gpu_bytes: Sequence[int]) -> Chosen:
-    """Return the preset of a task.
+def choose_preset(task: str, *, gpu_bytes: Sequence[int]) -> Choice:
+    """Return the preset for a task.
 
     Args:
+        task: Name of the task.
         gpu_bytes: Memory of each GPU in bytes; empty for training on a CPU.
     """
     recipe = first_run_of(task)
     if not gpu_bytes:
-        return Chosen(recipe.cpu_preset, "small enough for a CPU")
+        return Choice(recipe.cpu_preset, "small enough for a CPU")
     if recipe.gpu_preset is None:
-        return Chosen(recipe.cpu_preset, f"larger presets of train {task} need further files")
+        return Choice(recipe.cpu_preset, f"larger presets of train {task} need further files")
     if min(gpu_bytes) < _MIN_GPU_BYTES:
-        return Chosen(recipe.cpu_preset, f"{recipe.gpu_preset} needs a GPU with {size_text(_MIN_GPU_BYTES)}")
-    which = "a GPU has" if len(gpu_bytes) == 1 else f"{len(gpu_bytes)} GPUs have at least"
-    return Chosen(recipe.gpu_preset, f"{which} {size_text(min(gpu_bytes))} of memory")
+        return Choice(recipe.cpu_preset, f"{recipe.gpu_preset} needs a GPU with {size_text(_MIN_GPU_BYTES)}")
+    subject = "a GPU has" if len(gpu_bytes) == 1 else f"{len(gpu_bytes)} GPUs have at least"
+    return Choice(recipe.gpu_preset, f"{subject} {size_text(min(gpu_bytes))} of memory")
 
 
 def first_batch(preset: int, *, num_samples: int, on_gpu: bool) -> int:
-    """Return the batch size to try first: a power of two, at most the preset's batch size and half of the samples."""
-    most = min(preset, max(2, num_samples // 2), _MOST_AT_ONCE if on_gpu else preset)
-    return 1 << (most.bit_length() - 1)
+    """Return the batch size to try first: a power of two, up to the preset's batch size and half of the samples."""
+    limit = min(preset, max(2, num_samples // 2), _MAX_FIRST_BATCH if on_gpu else preset)
+    return 1 << (limit.bit_length() - 1)
 
 
 @dataclass(frozen=True)
@@ -383,13 +393,13 @@ class Length:
 
 
 def choose_length(num_samples: int, *, batch: int, step_s: float, other_s: float, minutes: float) -> Length:
-    """Return the number of steps: `EPOCHS` and at least `_MIN_STEPS` if the time allows, else `_FEWEST_STEPS` or more.
+    """Return the number of steps for `EPOCHS` epochs, and at least `_MIN_STEPS`, or fewer if the time is too short.
 
     Args:
         num_samples: Number of samples per epoch.
         batch: Batch size over all processes.
-        step_s: Time of a step, in seconds.
-        other_s: Time of the start (including the first step) and of the checkpoints, in seconds.
+        step_s: Time per step, in seconds.
+        other_s: Time for the start (including the first step) and for the checkpoints, in seconds.
         minutes: Time limit of the complete run.
     """
     steps = math.ceil(EPOCHS * num_samples / batch)
@@ -398,7 +408,7 @@ def choose_length(num_samples: int, *, batch: int, step_s: float, other_s: float
         steps, reason = _MIN_STEPS, "the fewest steps that show learning"
     affordable = int((60 * minutes - other_s) / step_s)
     if affordable < _FEWEST_STEPS:
-        steps, reason = _FEWEST_STEPS, f"the fewest; --minutes {minutes:g} allows fewer"
+        steps, reason = _FEWEST_STEPS, f"the minimum, although --minutes {minutes:g} allows fewer"
     elif steps > affordable:
         steps, reason = affordable, f"the most that --minutes {minutes:g} allows"
     epochs = steps * batch / num_samples
@@ -406,44 +416,46 @@ def choose_length(num_samples: int, *, batch: int, step_s: float, other_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
-    """Expected time of a run in seconds, and its range."""
+class ExpectedTime:
+    """Expected time of a run in seconds, with its range."""
 
     seconds: float
     least_s: float
     most_s: float
 
 
-_SPREAD = (0.85, 1.15)  # variation of the speed on a quiet machine
-_BUSY_SPREAD = (0.5, 2.0)  # variation if other processes use the same cores, as they may end or need more time
+_SPREAD = (0.85, 1.15)  # range of the time on a quiet machine, relative to the estimate
+_BUSY_SPREAD = (0.5, 2.0)  # range if other processes use the same cores, because they may end or need more time
 
 
 def is_busy(load: float, *, cores: float) -> bool:
-    """Return True if other processes need most of the cores; `load` includes this process."""
+    """Return True if other processes need most of the cores; the load average includes this process."""
     return load - 1 > 0.75 * cores
 
 
 def expected_time(
     steps: int, *, step_times: Sequence[float], start_s: float, checkpoints_s: float, num_processes: int, busy: bool
-) -> Expected:
+) -> ExpectedTime:
     """Estimate the time of a run from the times of a few of its steps.
 
-    The range covers the means of four sections of these steps, and is at least `_SPREAD`.
+    The range covers the means of four sections of these steps, and is at least as wide as `_SPREAD`.
 
     Args:
-        step_times: Times of at least one step, in seconds.
+        steps: Number of steps of the run.
+        step_times: Times of one or more steps, in seconds.
         start_s: Time from the start of the run to the end of its first step, in seconds.
-        checkpoints_s: Time of all checkpoints, in seconds.
-        num_processes: Number of processes. Several widen the range, as averaging of gradients was not measured.
+        checkpoints_s: Time for all checkpoints, in seconds.
+        num_processes: Number of processes. Several processes widen the range, because averaging their gradients takes
+            time that was not measured.
         busy: True if other processes are using the machine.
     """
     mean, size = fmean(step_times), max(1, len(step_times) // 4)
-    means = [fmean(step_times[begin : begin + size]) for begin in range(0, len(step_times) - size + 1, size)]
+    means = [fmean(step_times[start : start + size]) for start in range(0, len(step_times) - size + 1, size)]
     low, high = _BUSY_SPREAD if busy else _SPREAD
     communication = 1.0 if num_processes == 1 else 1.5
-    later, other_s = max(0, steps - 1), start_s + checkpoints_s
-    return Expected(
-        seconds=other_s + later * mean,
-        least_s=low * other_s + later * min(*means, low * mean),
-        most_s=high * other_s + later * max(*means, high * mean) * communication,
+    num_later_steps, other_s = max(0, steps - 1), start_s + checkpoints_s
+    return ExpectedTime(
+        seconds=other_s + num_later_steps * mean,
+        least_s=low * other_s + num_later_steps * min(*means, low * mean),
+        most_s=high * other_s + num_later_steps * max(*means, high * mean) * communication,
     )

@@ -1,4 +1,4 @@
-"""The plan of a first run: measured steps, and the resulting settings, command line, text and JSON.
+"""Plan a first run: measure training steps, and derive the settings, the command line, and the plan as text and JSON.
 
 Steps are measured with smaller and smaller batches until a batch fits into memory.
 """
@@ -31,11 +31,11 @@ from clipmill.train.data.captions import equal_weights
 from clipmill.train.data.held_out import HeldOut, look_alikes_of
 from clipmill.train.distributed.world import World
 from clipmill.train.doctor.commands import judge, wrap_words
-from clipmill.train.doctor.machine import Examined
+from clipmill.train.doctor.machine import MachineFacts
 from clipmill.train.quickstart import choice
 from clipmill.train.quickstart.choice import (
-    Chosen,
-    Expected,
+    Choice,
+    ExpectedTime,
     Length,
     Survey,
     describe,
@@ -51,14 +51,15 @@ from clipmill.train.weights.source import Say
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class Measurements:
     """Measurements of training steps.
 
     Attributes:
-        batch: Largest batch size of this process that fits.
+        batch: Largest batch size that fits into the memory of this process.
         num_samples: Number of samples per epoch.
+        data: Description of the samples.
         start_s: Time from the start of the command to the end of the first step, in seconds.
-        taken: Times and memory of the steps.
+        steps: Times and memory of the steps.
         checkpoint_bytes: Size of model, optimizer and objective, in bytes.
         checkpoint_s: Time for writing a checkpoint, in seconds; 0 if the disk is full.
         num_halved: Number of larger batch sizes that did not fit.
@@ -68,33 +69,37 @@ class Measured:
     num_samples: int
     data: str
     start_s: float
-    taken: StepTimes
+    steps: StepTimes
     checkpoint_bytes: int
     checkpoint_s: float
     num_halved: int
 
     def as_json(self) -> dict[str, Any]:
-        """Return a JSON-serialisable dict, with the number and mean of the step times."""
+        """Return a JSON-serialisable dict, with the number of steps and their mean time."""
         values = asdict(self)
-        steps = values.pop("taken")
+        steps = values.pop("steps")
         num_steps = len(steps.pop("step_times"))
-        return {**values, **steps, "num_steps": num_steps, "step_s": self.taken.step_s}
+        return {**values, **steps, "num_steps": num_steps, "step_s": self.steps.step_s}
 
 
 def measure(
     spec: TaskSpec, settings: ClipSettings, *, device: torch.device, seconds: float, began_s: float, say: Say
-) -> Measured:
-    """Take steps for about `seconds`; try smaller batches until a batch fits.
+) -> Measurements:
+    """Take steps for about `seconds`. If a batch does not fit into memory, try a smaller batch.
 
     Args:
+        spec: Spec of the task.
         settings: Settings of the run. Their batch size is tried first.
-        began_s: Time at which the command began. Like a run, the command imports PyTorch.
+        device: Device to train on.
+        seconds: Time for the steps, in seconds.
+        began_s: Time at which the command started. Like a run, the command imports PyTorch.
+        say: Function that prints a line.
 
     Raises:
         UserError: The data or the weights contradict the task, or even the smallest batch does not fit.
         FailedWork: Too many samples could not be loaded.
     """
-    least, num_halved = settings.least_batch, 0
+    num_halved = 0
     while True:
         opened = _open_task(spec, settings, device=device, say=say)
         batch, opened_s = opened.settings.batch, time.perf_counter() - began_s
@@ -103,20 +108,20 @@ def measure(
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        if batch // 2 < least:
+        if batch // 2 < settings.least_batch:
             raise UserError(
                 f"out of memory: not even a batch of {count_noun(batch, 'clip')} fits on the {device.type}",
                 hint="use --preset tiny, or --device cpu",
             )
         say(f"{batch} clips do not fit into memory; trying {batch // 2}")
         settings, num_halved = replace(settings, batch=batch // 2), num_halved + 1
-    taken, checkpoint_bytes, checkpoint_s = trial
-    return Measured(
+    steps, checkpoint_bytes, checkpoint_s = trial
+    return Measurements(
         batch=batch,
         num_samples=opened.samples.num_samples or 1,
         data=opened.samples.describe(),
-        start_s=opened_s + taken.first_s,
-        taken=taken,
+        start_s=opened_s + steps.first_s,
+        steps=steps,
         checkpoint_bytes=checkpoint_bytes,
         checkpoint_s=checkpoint_s,
         num_halved=num_halved,
@@ -124,13 +129,13 @@ def measure(
 
 
 def _steps(opened: OpenedTask, *, seconds: float) -> tuple[StepTimes, int, float] | None:
-    """Take steps, and write a checkpoint; return their measurements, or None if memory is too small."""
+    """Take steps and write a checkpoint. Return their measurements, or None if the batch does not fit into memory."""
     try:
         with Activity(f"trying steps of {count_noun(opened.settings.batch, 'clip')} on the {opened.device.type}"):
             steps = Steps(opened)
-            taken = take_steps(steps, opened, seconds=seconds)
+            step_times = take_steps(steps, opened, seconds=seconds)
         with Activity("trying a checkpoint"):
-            return taken, steps.state_bytes, _checkpoint_s(steps, opened)
+            return step_times, steps.state_bytes, _checkpoint_s(steps, opened)
     except RuntimeError as error:  # includes torch.OutOfMemoryError
         if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
             return None
@@ -138,7 +143,7 @@ def _steps(opened: OpenedTask, *, seconds: float) -> tuple[StepTimes, int, float
 
 
 def _open_task(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, say: Say) -> OpenedTask:
-    """Open the task with the largest batch that its samples allow."""
+    """Open the task with the largest batch that the number of samples allows."""
     opened = open_to_measure(spec, settings, world=World(), device=device, say=say)
     num_samples = opened.samples.num_samples or 1
     batch = first_batch(settings.batch, num_samples=num_samples, on_gpu=device.type == "cuda")
@@ -146,16 +151,16 @@ def _open_task(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, 
         opened = open_to_measure(spec, replace(settings, batch=batch), world=World(), device=device, say=say)
     if batch > num_samples:
         raise UserError(
-            f"the training set has {count_noun(num_samples, 'sample')}, too few for a batch of {batch}",
-            hint="add videos or captions, and run the command that prep status then shows",
+            f"the training set has only {count_noun(num_samples, 'sample')}, too few for a batch of {batch}",
+            hint="add videos or captions, and run the command that prep status shows",
         )
     return opened
 
 
 def _checkpoint_s(steps: Steps, opened: OpenedTask) -> float:
-    """Write a checkpoint next to the future run, and remove it; return the time in seconds.
+    """Write a checkpoint next to the future run and remove it. Return the time in seconds.
 
-    If the checkpoint would fill the disk, nothing is written and the time is 0. The plan then has a warning.
+    If the checkpoint would fill the disk, nothing is written, the time is 0, and the plan will contain a warning.
     """
     parent = existing_folder(opened.settings.out)
     if shutil.disk_usage(parent).free < 2 * steps.state_bytes:
@@ -163,7 +168,7 @@ def _checkpoint_s(steps: Steps, opened: OpenedTask) -> float:
     try:
         folder = TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=parent)
     except OSError as error:
-        raise UserError(f"{parent} cannot be written: {error.strerror}", hint="use another --out") from error
+        raise UserError(f"{parent} cannot be written: {error.strerror}", hint="use a different --out") from error
     state, world = steps.state, opened.world
     with folder as name, closing(CheckpointWriter(Path(name), world=world, keep=1, best=None)) as writer:
         began_s = time.perf_counter()
@@ -174,29 +179,30 @@ def _checkpoint_s(steps: Steps, opened: OpenedTask) -> float:
 
 
 def existing_folder(path: Path) -> Path:
-    """Return the closest existing folder above a path."""
+    """Return a path, or its closest parent folder that exists."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 _COLUMNS = 100
-_MUCH_WAITING = 0.3
+_MUCH_WAITING = 0.3  # fraction of the time that steps wait for data, above which a warning is shown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Choices that follow from data and machine, before steps are measured.
+    """Choices that follow from the data and the machine, before steps are measured.
 
     Attributes:
-        held_out: Split for evaluations; None without such a split.
-        settings: Settings with the preset's batch size and number of steps.
+        held_out: Split for evaluations; None if there is no such split.
+        settings: Settings with the batch size and the number of steps of the preset.
         num_processes: Number of processes, one per GPU.
+        minutes: Time limit of the run.
         load: Load average of the last minute.
     """
 
     surveys: tuple[Survey, ...]
-    examined: Examined
-    task: Chosen
-    preset: Chosen
+    machine: MachineFacts
+    task: Choice
+    preset: Choice
     split: str
     held_out: str | None
     settings: ClipSettings
@@ -212,49 +218,51 @@ class Proposal:
     @property
     def is_on_gpu(self) -> bool:
         """True if the run trains on GPUs."""
-        return bool(self.examined.accelerator.gpus) and self.settings.device != "cpu"
+        return bool(self.machine.accelerator.gpus) and self.settings.device != "cpu"
 
     @property
     def is_busy(self) -> bool:
         """True if other processes use the same cores."""
-        host = self.examined.host
+        host = self.machine.host
         return choice.is_busy(self.load, cores=min(host.allowed_cores, host.quota_cores or host.allowed_cores))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The plan of a first run.
+    """Plan of a first run.
 
     Attributes:
         settings: Complete settings of the command.
-        words: Arguments of the command line, including the program.
-        then: Commands to use after the run.
+        disk_bytes: Size of all checkpoints, in bytes.
+        free_bytes: Free space on the disk, in bytes.
+        arguments: Arguments of the command line, including the program.
+        next_commands: Commands to use after the run.
         warnings: Warnings to read before the run.
     """
 
     proposal: Proposal
-    measured: Measured
+    measured: Measurements
     settings: ClipSettings
     length: Length
-    expected: Expected
+    expected: ExpectedTime
     disk_bytes: int
     free_bytes: int
-    words: tuple[str, ...]
-    then: tuple[str, ...]
+    arguments: tuple[str, ...]
+    next_commands: tuple[str, ...]
     warnings: tuple[str, ...]
 
     @property
     def command(self) -> str:
         """Command line for a shell."""
-        return shlex.join(self.words)
+        return shlex.join(self.arguments)
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as a JSON-serialisable dict."""
-        proposal, host = self.proposal, self.proposal.examined.host
+        proposal, host = self.proposal, self.proposal.machine.host
         return {
             "data": [asdict(data) for data in proposal.surveys],
             "machine": {
-                "gpus": [asdict(gpu) for gpu in proposal.examined.accelerator.gpus],
+                "gpus": [asdict(gpu) for gpu in proposal.machine.accelerator.gpus],
                 "processor": host.processor,
                 "cores": host.allowed_cores,
                 "memory_bytes": host.memory_bytes,
@@ -274,29 +282,29 @@ class Plan:
             "free_bytes": self.free_bytes,
             "out": str(self.settings.out),
             "warnings": list(self.warnings),
-            "argv": list(self.words),
+            "argv": list(self.arguments),
             "command": self.command,
-            "then": list(self.then),
+            "then": list(self.next_commands),
         }
 
     def text(self) -> str:
         """Return the plan as text for a terminal."""
-        lines, last = list[str](), ""
+        lines, last_label = list[str](), ""
         for label, text in self._rows():
-            lines.append(wrap_words(text, label="" if label == last else label, columns=_COLUMNS))
-            last = label if label != "warning" else ""
+            lines.append(wrap_words(text, label="" if label == last_label else label, columns=_COLUMNS))
+            last_label = label if label != "warning" else ""
         return "\n".join([*lines, "", f"    {self.command}", ""])
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         proposal, measured, settings, expected = self.proposal, self.measured, self.settings, self.expected
-        host, gpus = proposal.examined.host, proposal.examined.accelerator.gpus
+        host, gpus = proposal.machine.host, proposal.machine.accelerator.gpus
         yield from (("data", line) for data in proposal.surveys for line in describe(data))
         gpu = f"{count_noun(len(gpus), 'GPU')} ({', '.join(sorted({gpu.name for gpu in gpus}))})" if gpus else "no GPU"
         memory = "" if host.memory_bytes is None else f", {size_text(host.memory_bytes)} of memory"
         yield "machine", f"{gpu}; {count_noun(host.allowed_cores, 'core')}{memory}"
         yield "task", f"{proposal.task.value} on split {proposal.split}: {proposal.task.reason}"
-        about = f"{count_noun(settings.num_frames, 'frame')} at {settings.size_px} px"
-        yield "preset", f"{proposal.preset.value}, {about}: {proposal.preset.reason}"
+        clip = f"{count_noun(settings.num_frames, 'frame')} at {settings.size_px} px"
+        yield "preset", f"{proposal.preset.value}, {clip}: {proposal.preset.reason}"
         gpus_text = f" on {proposal.num_processes} GPUs; one was measured" if proposal.num_processes > 1 else ""
         misfits = f"; {count_noun(measured.num_halved, 'larger size')} did not fit" if measured.num_halved else ""
         yield "batch", f"{count_noun(settings.batch, 'clip')}{gpus_text}{misfits}"
@@ -305,36 +313,36 @@ class Plan:
         times = [duration_text(seconds) for seconds in (expected.seconds, expected.least_s, expected.most_s)]
         yield (
             "time",
-            f"about {times[0]}, between {times[1]} and {times[2]}; measured: {measured.taken.step_s:.2g} s per step, "
-            f"{measured.taken.wait_share:.0%} of it waiting for data, {measured.start_s:.0f} s to start, "
+            f"about {times[0]}, between {times[1]} and {times[2]}; measured: {measured.steps.step_s:.2g} s per step, "
+            f"{measured.steps.wait_share:.0%} of it waiting for data, {measured.start_s:.0f} s to start, "
             f"{measured.checkpoint_s:.1f} s per checkpoint",
         )
         kind = " of GPU memory" if proposal.is_on_gpu else ""
-        yield "memory", f"{size_text(measured.taken.memory_bytes)}{kind}, measured"
+        yield "memory", f"{size_text(measured.steps.memory_bytes)}{kind}, measured"
         yield "disk", f"{size_text(self.disk_bytes)} for checkpoints; {size_text(self.free_bytes)} are free"
         yield from (("warning", text) for text in self.warnings)
 
 
-def propose(request: Request, surveys: Sequence[Survey], examined: Examined) -> Proposal:
-    """Choose task, preset, splits and run folder.
+def propose(request: Request, surveys: Sequence[Survey], machine: MachineFacts) -> Proposal:
+    """Choose the task, the preset, the splits and the run folder.
 
     Raises:
         UserError: The data contradict the request.
         FailedWork: A problem of this machine would stop training.
     """
-    if broken := [finding for finding in judge(examined) if finding.level == "broken"]:
-        raise FailedWork(f"{broken[0].what} would stop training: {broken[0].hint}")
+    if problems := [finding for finding in judge(machine) if finding.level == "broken"]:
+        raise FailedWork(f"a problem would stop training: {problems[0].what}; {problems[0].hint}")
     split = split_to_train(surveys)
     task = choice.choose_task(surveys, split=split, requested=request.task)
-    gpus = [] if request.device == "cpu" else [gpu.memory_bytes for gpu in examined.accelerator.gpus]
+    gpus = [] if request.device == "cpu" else [gpu.memory_bytes for gpu in machine.accelerator.gpus]
     preset = choice.choose_preset(task.value, gpu_bytes=gpus)
     kind = find_task(task.value).settings
     if request.preset is not None:
-        preset = Chosen(request.preset, "--preset")
+        preset = Choice(request.preset, "--preset")
         if request.preset not in presets_of(kind):
             raise UserError(
                 f"{request.preset!r} is not a preset of train {task.value}",
-                hint=f"presets of train {task.value}: {', '.join(presets_of(kind))}",
+                hint=f"use one of the presets: {', '.join(presets_of(kind))}",
             )
     settings: Any = load_settings(preset_path(preset.value, task.value), kind)
     folders = (Path("runs", f"quickstart-{number}" if number > 1 else "quickstart") for number in range(1, 10_000))
@@ -343,7 +351,7 @@ def propose(request: Request, surveys: Sequence[Survey], examined: Examined) -> 
         "split": split,
         "out": request.out or next(folder for folder in folders if not folder.exists()),
         "device": request.device,
-        "workers": min(settings.workers, max(1, examined.host.allowed_cores)),
+        "workers": min(settings.workers, max(1, machine.host.allowed_cores)),
     }
     if request.weights is not None:
         changes["init"] = replace(settings.init, weights=request.weights)
@@ -355,15 +363,15 @@ def propose(request: Request, surveys: Sequence[Survey], examined: Examined) -> 
         changes["label"] = choice.choose_label(surveys, requested=request.label)
     elif request.label is not None:
         raise UserError(
-            f"--label {request.label} has no effect: train {task.value} needs no labels",
+            f"--label {request.label} has no effect, because train {task.value} needs no labels",
             hint="add --task " + " or ".join(name for name in OFFERED if choice.first_run_of(name).needs_label),
             flags=("--label",),
         )
     if request.out is not None and request.out.exists() and any(request.out.iterdir()):
-        raise UserError(f"{request.out} exists and is not empty", hint="use another --out, or omit it")
+        raise UserError(f"{request.out} exists and is not empty", hint="use a different --out, or omit it")
     return Proposal(
         surveys=tuple(surveys),
-        examined=examined,
+        machine=machine,
         task=task,
         preset=preset,
         split=split,
@@ -375,29 +383,29 @@ def propose(request: Request, surveys: Sequence[Survey], examined: Examined) -> 
     )
 
 
-def make_plan(proposal: Proposal, measured: Measured) -> Plan:
+def make_plan(proposal: Proposal, measured: Measurements) -> Plan:
     """Complete a proposal with measurements."""
-    proposed, batch = proposal.settings, measured.batch * proposal.num_processes
-    # On a GPU, checkpoints are written in the background during the steps, except for the last one.
+    batch = measured.batch * proposal.num_processes
+    # On a GPU, all checkpoints except the last are written in the background.
     num_waited = 1 if proposal.is_on_gpu else choice.NUM_CHECKPOINTS
     length = choice.choose_length(
         measured.num_samples,
         batch=batch,
-        step_s=measured.taken.step_s,
+        step_s=measured.steps.step_s,
         other_s=measured.start_s + num_waited * measured.checkpoint_s,
         minutes=proposal.minutes,
     )
-    proposed = convert_epochs(proposed, measured.num_samples / batch)
-    every = max(1, min(proposed.checkpoint_every, math.ceil(length.steps / choice.NUM_CHECKPOINTS)))
+    settings = convert_epochs(proposal.settings, measured.num_samples / batch)
+    every = max(1, min(settings.checkpoint_every, math.ceil(length.steps / choice.NUM_CHECKPOINTS)))
     settings = replace(
-        proposed,
+        settings,
         batch=batch,
         steps=length.steps,
-        warmup_steps=min(proposed.warmup_steps, length.steps // 10),
+        warmup_steps=min(settings.warmup_steps, length.steps // 10),
         checkpoint_every=every,
     )
     num_checkpoints = math.ceil(length.steps / every)
-    # The checkpoints that are kept, and a further checkpoint while it is written.
+    # In addition to the checkpoints that are kept, one checkpoint may be in progress.
     disk_bytes = measured.checkpoint_bytes * min(num_checkpoints, settings.keep_checkpoints + 1)
     free_bytes = shutil.disk_usage(existing_folder(settings.out)).free
     return Plan(
@@ -407,7 +415,7 @@ def make_plan(proposal: Proposal, measured: Measured) -> Plan:
         length=length,
         expected=choice.expected_time(
             length.steps,
-            step_times=measured.taken.step_times,
+            step_times=measured.steps.step_times,
             start_s=measured.start_s,
             checkpoints_s=measured.checkpoint_s * (1 if proposal.is_on_gpu else num_checkpoints),
             num_processes=proposal.num_processes,
@@ -415,46 +423,46 @@ def make_plan(proposal: Proposal, measured: Measured) -> Plan:
         ),
         disk_bytes=disk_bytes,
         free_bytes=free_bytes,
-        words=tuple(_words(proposal, settings)),
-        then=tuple(_following_commands(proposal, settings)),
+        arguments=tuple(_command_arguments(proposal, settings)),
+        next_commands=tuple(_following_commands(proposal, settings)),
         warnings=tuple(_warnings(proposal, measured, length, disk_bytes=disk_bytes, free_bytes=free_bytes)),
     )
 
 
-def _words(proposal: Proposal, settings: ClipSettings) -> list[str]:
-    """Return the command line: the preset, and the settings that differ from the preset."""
+def _command_arguments(proposal: Proposal, settings: ClipSettings) -> list[str]:
+    """Return the command line, with the preset and the settings that differ from it."""
     preset = load_settings(preset_path(proposal.preset.value, settings.command), type(settings))
-    words = ["torchrun", "--nproc-per-node", str(proposal.num_processes), "--no-python"]
-    words = [*(words if proposal.num_processes > 1 else ()), "train", settings.command]
+    launcher = ["torchrun", "--nproc-per-node", str(proposal.num_processes), "--no-python"]
+    arguments = [*(launcher if proposal.num_processes > 1 else ()), "train", settings.command]
     for folder in settings.folders:
-        words += ["--shards", folder]
-    words += ["--preset", proposal.preset.value]
+        arguments += ["--shards", folder]
+    arguments += ["--preset", proposal.preset.value]
     for name in ("split", "label", "steps", "batch", "warmup_steps", "checkpoint_every", "workers", "device"):
         value = getattr(settings, name, None)
         if name in ("steps", "batch") or value != getattr(preset, name, None):
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    words += ["--init.weights", settings.init.weights] if settings.init.weights else []
+            arguments += [f"--{name.replace('_', '-')}", str(value)]
+    arguments += ["--init.weights", settings.init.weights] if settings.init.weights else []
     captions: Any = getattr(settings, "captions", None)
     if captions != getattr(preset, "captions", None):
-        words += ["--captions.sources", captions.sources]
-    return [*words, "--out", str(settings.out)]
+        arguments += ["--captions.sources", captions.sources]
+    return [*arguments, "--out", str(settings.out)]
 
 
 def _following_commands(proposal: Proposal, settings: ClipSettings) -> Iterator[str]:
-    """Yield commands to use after the run: an evaluation if there is a held-out split, and an embedding and search."""
+    """Yield commands to use after the run: an evaluation if there is a held-out split, an embedding, and a search."""
     run = shlex.quote(str(settings.out))
     evaluation = proposal.spec.first_evaluation
     if proposal.held_out is not None and evaluation is not None:
         split = "" if proposal.held_out == evaluation.settings().split else f" --split {proposal.held_out}"
         yield f"train eval {evaluation.name} {run}{split}"
     if choice.first_run_of(proposal.task.value).can_search and len(settings.folders) == 1:
-        embedded = shlex.quote(f"{settings.out}-embedded")
-        yield f"train embed {run} --split {proposal.held_out or proposal.split} --out {embedded}"
-        yield f'train search {embedded} "what to look for" --page search.html'
+        embeddings = shlex.quote(f"{settings.out}-embedded")
+        yield f"train embed {run} --split {proposal.held_out or proposal.split} --out {embeddings}"
+        yield f'train search {embeddings} "what to look for" --page search.html'
 
 
 def _held_out_clips(proposal: Proposal, split: str) -> HeldOut:
-    """Return facts about the held-out split: its clips are chunks, or captions if these are needed and fewer."""
+    """Return facts about the held-out split. Its clips are its chunks, or its captions if they are needed and fewer."""
     num_chunks = sum(data.splits[split].num_chunks for data in proposal.surveys)
     num_captions = sum(data.splits[split].num_captions for data in proposal.surveys)
     needs_captions = choice.first_run_of(proposal.task.value).needs_captions
@@ -470,31 +478,31 @@ def _held_out_clips(proposal: Proposal, split: str) -> HeldOut:
 
 
 def _warnings(
-    proposal: Proposal, measured: Measured, length: Length, *, disk_bytes: int, free_bytes: int
+    proposal: Proposal, measured: Measurements, length: Length, *, disk_bytes: int, free_bytes: int
 ) -> Iterator[str]:
-    findings = [finding for finding in judge(proposal.examined) if finding.level == "warning"]
+    findings = [finding for finding in judge(proposal.machine) if finding.level == "warning"]
     yield from (f"{finding.what}; {finding.hint}" for finding in findings)
     if proposal.held_out is None:
         yield (
             f"all chunks are in split {proposal.split!r}, so the model cannot be evaluated on other videos: assign "
-            "some videos to the split val (column split of the table of captions or videos), and run prep manifest "
+            "some videos to the split val (column split in the table of captions or videos), and run prep manifest "
             "again"
         )
     elif cautions := _held_out_clips(proposal, proposal.held_out).cautions():
-        yield f"metrics of split {proposal.held_out!r} say little: {'; '.join(cautions)}"
+        yield f"metrics on split {proposal.held_out!r} mean little: {'; '.join(cautions)}"
     recipe = choice.first_run_of(proposal.task.value)
     if recipe.weights and proposal.preset.value == recipe.gpu_preset and proposal.settings.init.weights is None:
         yield (
             f"{recipe.gpu_preset} was published with pretrained weights: add --init.weights {recipe.weights}, which "
-            "open_clip downloads; without them, training starts from random weights and is slow to learn"
+            "open_clip downloads; otherwise training starts from random weights and learns slowly"
         )
     if length.epochs < 1:
-        yield f"the run shows only {length.epochs:.0%} of the samples: allow more time with --minutes"
-    if measured.taken.wait_share > _MUCH_WAITING:
-        share = f"{measured.taken.wait_share:.0%}"
+        yield f"the run uses only {length.epochs:.0%} of the samples: allow more time with --minutes"
+    if measured.steps.wait_share > _MUCH_WAITING:
+        share = f"{measured.steps.wait_share:.0%}"
         yield f"steps wait for data {share} of the time: train bench {proposal.task.value} finds the bottleneck"
     if proposal.is_busy:
-        cores = count_noun(proposal.examined.host.allowed_cores, "core")
-        yield f"other processes use this machine (load {proposal.load:.0f} on {cores}), and the time depends on them"
+        cores = count_noun(proposal.machine.host.allowed_cores, "core")
+        yield f"other processes use this machine (load {proposal.load:.0f} on {cores}), so the time depends on them"
     if disk_bytes > free_bytes:
-        yield f"checkpoints take {size_text(disk_bytes)}, but {size_text(free_bytes)} are free: use another --out"
+        yield f"checkpoints take {size_text(disk_bytes)}, but {size_text(free_bytes)} are free: use a different --out"

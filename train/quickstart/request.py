@@ -1,4 +1,4 @@
-"""Flags of `train quickstart` with which the user overrides proposals."""
+"""Flags of `train quickstart` that override proposed values."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ else:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Decisions of the user; None for a value that quickstart proposes."""
+    """Values that the user chose; None for a value that quickstart proposes."""
 
     task: Task | None = None
     """Task to train. Default: dual-encoder on data with captions, otherwise mae."""

@@ -8,9 +8,16 @@ from pathlib import Path
 import pytest
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.train.doctor.accelerator import Accelerator, accelerator_of, ask_child, examine_accelerator
 from clipmill.train.doctor.commands import doctor_facts, run_doctor
-from clipmill.train.doctor.machine import examine_decoder, examine_host, quota_of
+from clipmill.train.doctor.machine import (
+    Accelerator,
+    accelerator_of,
+    ask_child,
+    examine_accelerator,
+    examine_decoder,
+    examine_host,
+    quota_of,
+)
 from tests.forks import Forks
 
 
@@ -48,7 +55,7 @@ def test_what_stops_training_ends_with_1(forks: Forks, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(forks.python()))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(FailedWork, match="1 thing would stop training"):
+    with pytest.raises(FailedWork, match="1 problem would stop training"):
         run_doctor(shards=None, device="cuda", is_json=True)
 
 

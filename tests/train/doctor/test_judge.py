@@ -6,15 +6,24 @@ from typing import Any
 import pytest
 
 from clipmill.shards.disk_speed import DiskSpeed
-from clipmill.train.doctor.accelerator import Accelerator, Gpu, Tried
 from clipmill.train.doctor.commands import judge, lines_of
-from clipmill.train.doctor.machine import Decoder, Disk, Examined, Finding, Host, used_by_training
+from clipmill.train.doctor.machine import (
+    Accelerator,
+    AttentionTrial,
+    Decoder,
+    Disk,
+    Finding,
+    Gpu,
+    Host,
+    MachineFacts,
+    training_defaults,
+)
 
 H200 = Gpu(name="NVIDIA H200", memory_bytes=150_000_000_000, free_bytes=149_000_000_000, capability=(9, 0))
-WORKS = [Tried(attention="sdpa", kind="clips", dtype="bfloat16", kernels="fused attention of cuDNN 9.26.0")]
+WORKS = [AttentionTrial(attention="sdpa", kind="clips", dtype="bfloat16", kernels="fused attention of cuDNN 9.26.0")]
 FAST = DiskSpeed(read_bytes_per_s=2e9, piece_ms=0.1, cached=False)
 SLOW = DiskSpeed(read_bytes_per_s=30e6, piece_ms=25.0, cached=None)
-GOOD = Examined(
+GOOD = MachineFacts(
     asked_device="auto",
     host=Host(
         processor="Xeon",
@@ -47,7 +56,7 @@ GOOD = Examined(
 )
 
 
-def machine(*, asked: str = "auto", **changes: dict[str, Any]) -> Examined:
+def machine(*, asked: str = "auto", **changes: dict[str, Any]) -> MachineFacts:
     """The good machine with other fields of its host, accelerator, decoder or disk."""
     parts = {name: replace(getattr(GOOD, name), **fields) for name, fields in changes.items()}
     return replace(GOOD, asked_device=asked, **parts)
@@ -65,14 +74,14 @@ def test_nothing_is_said_of_a_good_machine() -> None:
 @pytest.mark.parametrize(
     ("examined", "level", "words", "hint"),
     [
-        (machine(asked="cuda", accelerator=NO_GPU), "broken", "no GPU here", "--device cpu"),
+        (machine(asked="cuda", accelerator=NO_GPU), "broken", "requests a GPU", "--device cpu"),
         (
             machine(accelerator=OLD_DRIVER),
             "warning",
             "torch 2.15.0+cu132 for CUDA 13.2 finds no GPU: the dri",
             "update",
         ),
-        (machine(asked="cuda", accelerator=OLD_DRIVER), "broken", "an NVIDIA driver (535.104.05)", "update a driver"),
+        (machine(asked="cuda", accelerator=OLD_DRIVER), "broken", "an NVIDIA driver (535.104.05)", "update the driver"),
         (
             machine(accelerator={**OLD_DRIVER, "needed_driver": "580.65.06"}),
             "warning",
@@ -119,7 +128,7 @@ def test_nothing_is_said_of_a_good_machine() -> None:
             machine(accelerator={"tried": [*WORKS, replace(WORKS[0], attention="xformers", error="no operator")]}),
             "warning",
             "attention with xformers fails",
-            "sdpa works",
+            "usable backends: sdpa",
         ),
         (
             machine(accelerator={"tried": [replace(WORKS[0], kernels="math (all scores in memory) of torch")]}),
@@ -130,8 +139,8 @@ def test_nothing_is_said_of_a_good_machine() -> None:
         (machine(accelerator={"xformers": "not loaded"}), "warning", "cannot be loaded", "docs/models.md"),
         (machine(accelerator={"has_triton": False}), "note", "triton", "triton"),
         (machine(host={"compiler": None}), "note", "no C compiler", "gcc"),
-        (machine(host={"quota_cores": 4.0}), "warning", "allows the time of 4", "OMP_NUM_THREADS=4"),
-        (machine(host={"quota_cores": 0.5}), "warning", "allows the time of 0.5", "OMP_NUM_THREADS=1"),
+        (machine(host={"quota_cores": 4.0}), "warning", "allows only 4", "OMP_NUM_THREADS=4"),
+        (machine(host={"quota_cores": 0.5}), "warning", "allows only 0.5", "OMP_NUM_THREADS=1"),
         (machine(host={"thread_variables": {"OMP_NUM_THREADS": "64"}}), "warning", "is 64, but 16 cores", "unset"),
         (
             machine(host={"thread_variables": {"OMP_NUM_THREADS": "1"}}, accelerator=NO_GPU),
@@ -151,11 +160,11 @@ def test_nothing_is_said_of_a_good_machine() -> None:
         (machine(disk={"kind": "network", "file_system": "nfs4"}), "warning", "network file system (nfs4)", "local"),
         (machine(disk={"free_bytes": 10**9}), "warning", "1.0 GB left", "--out"),
         (machine(disk={"speed": replace(FAST, read_bytes_per_s=30e6)}), "warning", "read at 30 MB/s", "train bench"),
-        (machine(disk={"speed": replace(FAST, piece_ms=25.0)}), "warning", "64 KiB from /data take 25 ms", "--workers"),
+        (machine(disk={"speed": replace(FAST, piece_ms=25.0)}), "warning", "take 25 ms from /data", "--workers"),
         (machine(disk={"problem": Finding("note", "no shard", "run it")}), "note", "/data: no shard", "run it"),
     ],
 )
-def test_what_is_wrong_is_said_with_a_hint(examined: Examined, level: str, words: str, hint: str) -> None:
+def test_what_is_wrong_is_said_with_a_hint(examined: MachineFacts, level: str, words: str, hint: str) -> None:
     (finding,) = judge(examined)
     assert finding.level == level
     assert words in finding.what and hint in finding.hint
@@ -175,7 +184,7 @@ def test_what_is_wrong_is_said_with_a_hint(examined: Examined, level: str, words
         machine(accelerator={"gpus": [replace(H200, free_bytes=None)]}),
     ],
 )
-def test_what_does_not_matter_is_not_said(examined: Examined) -> None:
+def test_what_does_not_matter_is_not_said(examined: MachineFacts) -> None:
     assert judge(examined) == []
 
 
@@ -185,13 +194,13 @@ def test_what_stops_training_comes_first() -> None:
 
 
 def test_what_training_uses_follows_from_the_machine() -> None:
-    used = used_by_training(GOOD)
+    used = training_defaults(GOOD)
     assert (used.device, used.precision, used.compiles) == ("cuda", "bf16", True)
     assert used.attention == "xformers, or sdpa for heads and precisions without an xformers kernel"
     for other in ("sdpa", "cudnn"):
-        assert used_by_training(machine(accelerator={"attention": other})).attention == other
+        assert training_defaults(machine(accelerator={"attention": other})).attention == other
     for examined in (machine(asked="cpu"), machine(accelerator=NO_GPU)):
-        used = used_by_training(examined)
+        used = training_defaults(examined)
         assert (used.device, used.precision, used.attention) == ("cpu", "fp32", "sdpa")
 
 

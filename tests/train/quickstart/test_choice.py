@@ -81,18 +81,18 @@ def test_the_length_is_that_of_the_epochs_within_the_time() -> None:
     cut = choice.choose_length(10**6, batch=64, step_s=1.0, other_s=60.0, minutes=10.0)
     assert (cut.steps, cut.reason) == (540, "the most that --minutes 10 allows") and cut.epochs < 1
     least = choice.choose_length(9, batch=4, step_s=9.0, other_s=60.0, minutes=0.1)
-    assert (least.steps, least.reason) == (20, "the fewest; --minutes 0.1 allows fewer")
+    assert (least.steps, least.reason) == (20, "the minimum, although --minutes 0.1 allows fewer")
 
 
 def test_the_expected_time_has_a_range_that_grows_with_what_is_not_known() -> None:
     def expect_time(
         times: list[float], *, num: int = 1, busy: bool = False, checkpoints_s: float = 0.0
-    ) -> choice.Expected:
+    ) -> choice.ExpectedTime:
         return choice.expected_time(
             101, step_times=times, start_s=10.0, checkpoints_s=checkpoints_s, num_processes=num, busy=busy
         )
 
-    def values(its: choice.Expected) -> tuple[float, float, float]:
+    def values(its: choice.ExpectedTime) -> tuple[float, float, float]:
         return its.seconds, its.least_s, its.most_s
 
     assert values(expect_time([1.0] * 8)) == pytest.approx((110.0, 93.5, 126.5))

@@ -68,14 +68,14 @@ def test_the_printed_command_is_accepted_and_has_the_settings_of_the_plan(
     plan: Plan, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings_list = note_launches(monkeypatch)
-    assert plan.words[0] == "train" and plan.command.startswith("train dual-encoder --shards ")
-    parse(app, plan.words[1:])()
+    assert plan.arguments[0] == "train" and plan.command.startswith("train dual-encoder --shards ")
+    parse(app, plan.arguments[1:])()
     assert settings_list == [plan.settings]
     assert (plan.settings.batch, plan.settings.split, plan.settings.model) == (4, "train", "tiny")
     num_steps = plan.settings.steps
     assert plan.settings.warmup_steps == num_steps // 10 and plan.settings.checkpoint_every == -(-num_steps // 4)
-    assert plan.then[0] == "train eval retrieval runs/quickstart"
-    for command in plan.then[:2]:
+    assert plan.next_commands[0] == "train eval retrieval runs/quickstart"
+    for command in plan.next_commands[:2]:
         app.parse_args(command.removeprefix("train "))
 
 
@@ -86,11 +86,11 @@ def test_captions_of_models_are_named_if_there_are_no_others(plan: Plan) -> None
     proposal = propose(
         Request(device="cpu"),
         [replace(data_survey, splits={**data_survey.splits, "train": train})],
-        plan.proposal.examined,
+        plan.proposal.machine,
     )
-    words = make_plan(proposal, plan.measured).words
+    words = make_plan(proposal, plan.measured).arguments
     assert words[words.index("--captions.sources") + 1] == "captioner@*=1,vlm@*=1"
-    assert "--captions.sources" not in plan.words
+    assert "--captions.sources" not in plan.arguments
 
 
 def test_held_out_clips_are_not_more_than_their_captions(plan: Plan) -> None:
@@ -120,7 +120,7 @@ def test_the_plan_as_json_says_what_was_found_and_measured(
         "tiny",
         "val",
     )
-    assert "metrics of split 'val' say little: only 3 clips" in plan_record["warnings"]
+    assert "metrics on split 'val' mean little: only 3 clips" in plan_record["warnings"]
     expected, measured = plan_record["expected"], plan_record["measured"]
     assert 0 < expected["least_s"] < expected["seconds"] < expected["most_s"]
     assert measured["num_samples"] == 9 and measured["num_steps"] >= 1 and measured["memory_bytes"] > 1e8
@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_tried_with_fewer_clips(
         tried.append(opened.settings.batch)
         if opened.settings.batch > most:
             raise error
-        return plan.measured.taken
+        return plan.measured.steps
 
     monkeypatch.setattr("gc.collect", lambda: 0)
     monkeypatch.setattr(measurements, "take_steps", take)
@@ -221,14 +221,14 @@ def test_what_cannot_be_trained_on_is_refused_with_what_to_do(tmp_path: Path, da
         str(tmp_path / "file"): ("is a file", "prep manifest"),
         str(tmp_path / "nothing"): ("is empty", "prep chunk --data"),
         str(tmp_path / "videos"): ("it has no manifest", f"prep manifest folder {tmp_path / 'videos'}"),
-        str(folder_without_chunks(tmp_path / "manifest", num_videos=2)): ("has no chunks of video", "prep chunk"),
+        str(folder_without_chunks(tmp_path / "manifest", num_videos=2)): ("has no video chunks", "prep chunk"),
         str(tmp_path / "{000..003}.tar"): ("names image tars or video tars, but train", "use the data folder"),
     }
     latents = folder_without_chunks(tmp_path / "latents", num_videos=2)
     set_current_variant(latents, "latents", "tiny")
     set_current_variant(latents, "video", "gone")
     cases[str(latents)] = (
-        "has no chunks of video; it has latents",
+        "has no video chunks, only latents",
         f"train mae --shards {latents} --preset mae-latents",
     )
     for address, (why, hint) in cases.items():
@@ -256,7 +256,7 @@ def test_flags_that_contradict_data_or_each_other_are_refused(
         (["--yes", "--json"], "--yes runs the command, but --json only prints"),
         (["--minutes", "0"], "--minutes 0"),
         (["--task", "classify"], "the captions have no labels"),
-        (["--label", "shape"], "--label shape has no effect: train dual-encoder needs no labels"),
+        (["--label", "shape"], "--label shape has no effect, because train dual-encoder needs no labels"),
         (["--preset", "huge"], "'huge' is not a preset of train dual-encoder"),
         (["--out", "out"], "out exists and is not empty"),
     ):
