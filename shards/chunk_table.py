@@ -43,7 +43,7 @@ _MEMBER_FIELDS = {"offset": pa.uint64(), "size": pa.uint64(), "crc32": pa.uint32
 _POSITION_FIELDS = {"shard": pa.int32(), "row": pa.int32()}
 _SHARDS_KEY, _INDEXES_KEY, _OPEN_GOPS_KEY = b"shard_ids", b"index_sha256", b"open_gops"
 _MEMBER_KEY, _FORMAT_KEY = b"member", b"clipmill_format"
-_MARK_DIGITS = 16  # number of hex digits of an index's SHA-256 that identify the index
+_DIGEST_DIGITS = 16  # number of hex digits of an index's SHA-256 that identify the index
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ class ChunkRows:
 
 
 def read_chunk_rows(variant: Variant, *, columns: Collection[str] | None = None) -> ChunkRows:
-    """Return the samples of a variant, from the current parts of its merged table and from indexes otherwise.
+    """Read the samples of a variant.
+
+    They are read from the parts of the merged table; where a part is missing or stale, from the indexes of its shards.
 
     Args:
         columns: Columns of the table to read and verify; None for all.
@@ -164,7 +166,7 @@ def chunk_table_metadata(
         _FORMAT_KEY: str(FORMAT_VERSION).encode(),
         _MEMBER_KEY: member.encode(),
         _SHARDS_KEY: ",".join(map(str, index_sha256)).encode(),
-        _INDEXES_KEY: "".join(sha256[:_MARK_DIGITS] for sha256 in index_sha256.values()).encode(),
+        _INDEXES_KEY: "".join(sha256[:_DIGEST_DIGITS] for sha256 in index_sha256.values()).encode(),
         _OPEN_GOPS_KEY: ",".join(map(str, sorted(open_gops))).encode(),
     }
 
@@ -201,21 +203,24 @@ class _Part:
             return False
 
     def open_previous(self) -> pa.Table | None:
-        """Map the file and verify it, even if it is stale; return None if it is unusable or has another format."""
+        """Map and verify the file, even if it is stale; return None if it is unusable, or has a different format."""
         try:
             table = verify_columns(open_merged_table(self.path), self.path)
         except (DamagedTable, OSError):
             return None
-        is_format = _metadata(table, _FORMAT_KEY) == str(FORMAT_VERSION).encode()
-        return table if is_format and not field_differences(self._column, table.schema) else None
+        has_format = _metadata(table, _FORMAT_KEY) == str(FORMAT_VERSION).encode()
+        return table if has_format and not field_differences(self._column, table.schema) else None
 
     def changed_shards(self, old: pa.Table | None) -> list[int]:
         """Return the IDs of the shards whose rows are missing from `old`, or were read from a different index."""
         ids = [] if old is None else _numbers(old, _SHARDS_KEY)
-        marks = "" if old is None else _metadata(old, _INDEXES_KEY).decode()
-        old_marks = {shard_id: marks[n * _MARK_DIGITS : (n + 1) * _MARK_DIGITS] for n, shard_id in enumerate(ids)}
-        current = ((shard_id, sha256[:_MARK_DIGITS]) for shard_id, sha256 in self.index_sha256.items())
-        return [shard_id for shard_id, mark in current if old_marks.get(shard_id) != mark]
+        digits = "" if old is None else _metadata(old, _INDEXES_KEY).decode()
+        starts = range(0, len(digits), _DIGEST_DIGITS)
+        old_digests = {
+            shard_id: digits[start : start + _DIGEST_DIGITS] for shard_id, start in zip(ids, starts, strict=False)
+        }
+        current = ((shard_id, sha256[:_DIGEST_DIGITS]) for shard_id, sha256 in self.index_sha256.items())
+        return [shard_id for shard_id, digest in current if old_digests.get(shard_id) != digest]
 
     def build(self, *, old: pa.Table | None, finds_open_gops: bool) -> pa.Table:
         """Build the rows of the part, and the metadata of its schema.
@@ -264,8 +269,8 @@ class _Part:
         write_merged_table(self.path, table, commits=self._commits, metadata=table.schema.metadata)
 
     def _is_current(self, schema: pa.Schema) -> bool:
-        is_format = (schema.metadata or {}).get(_FORMAT_KEY) == str(FORMAT_VERSION).encode()
-        return is_format and is_table_of(schema, self._commits) and not field_differences(self._column, schema)
+        has_format = (schema.metadata or {}).get(_FORMAT_KEY) == str(FORMAT_VERSION).encode()
+        return has_format and is_table_of(schema, self._commits) and not field_differences(self._column, schema)
 
 
 def _parts(variant: Variant) -> list[_Part]:
@@ -342,7 +347,7 @@ class Moments:
 
     Attributes:
         num_rows: Number of rows up to the last row with a moment from which the mapping was built.
-        low, high: Earliest and latest of their times, in the unit of the times.
+        low, high: Earliest and latest time of these moments, in the unit of the times.
     """
 
     num_rows: int
