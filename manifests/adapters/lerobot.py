@@ -146,8 +146,8 @@ def read_lerobot(directory: Location, *, dataset: str = DATASET) -> Reading:
     for note in (*notes, *_unusual_properties(info, episodes.values())):
         builder.note(note)
     builder.begin_annotations(info.annotations)
-    for row, unusable in faults:
-        builder.reject(unusable.reason, file=str(info.annotations), row=row, detail=unusable.detail)
+    for row, rejection in faults:
+        builder.reject(rejection.reason, file=str(info.annotations), row=row, detail=rejection.detail)
     # The prefix distinguishes several datasets in one data folder, whose cameras and episodes may have the same names.
     prefix = "" if dataset == DATASET else f"{dataset}_"
     for camera in info.views:
