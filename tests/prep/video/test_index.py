@@ -82,29 +82,29 @@ SOURCES: dict[str, Make] = {
     "plain.mp4": make_with(*X264, "-g", 250),
     "b_pyramid.mp4": make_with("-c:v", "libx264", "-preset", "medium", "-g", 25, *QUIET),
     "open_gops.mp4": make_with(*X264, "-bf", 3, "-g", 24, "-x264-params", "open-gop=1"),
-    "ntsc.mov": make_with(*X264, "-bf", 2, rate="30000/1001"),
-    "slow.mkv": make_with(*X264, "-bf", 2, rate="7"),
-    "fast.mp4": make_with(*X264, rate="90"),
     "open_hevc.mkv": make_with(*X265, "-x265-params", "log-level=error:keyint=20:bframes=3"),
-    "hevc.mp4": make_with(*X265, "-x265-params", "log-level=error:keyint=30:open-gop=0", "-tag:v", "hvc1"),
-    "ten_bits.mp4": make_with("-c:v", "libx265", "-preset", "ultrafast", "-pix_fmt", "yuv420p10le", *QUIET),
     "vp9.webm": make_with(
         "-c:v", "libvpx-vp9", "-b:v", "200k", "-g", 40, "-deadline", "realtime", "-cpu-used", 8, *QUIET
     ),
-    "av1.mp4": make_with("-c:v", "libsvtav1", "-preset", 12, "-g", 30, *QUIET),
     "edited.mp4": with_edit,
     "early_sound.mp4": with_early_sound,
     "uneven.mp4": with_uneven_frames,
     "fragments.mp4": make_with(*X264, "-bf", 2, "-g", 30, "-movflags", "frag_keyframe+empty_moov"),
-    "intra.mp4": make_with(*X264, "-g", 1),
-    "full_colour.mp4": make_with(*X264, "-pix_fmt", "yuv444p", "-bf", 2, "-g", 40),
-    "timecode.mov": with_timecode,
     "tracks.mp4": with_tracks,
     "ends.mkv": make_with(*X264, "-g", 17, "-bf", 2, "-t", 4.4),
 }
 # Of `make nightly` only.
 VP9 = ("-c:v", "libvpx-vp9", "-b:v", "200k", "-deadline", "good", "-cpu-used", 5)
 MORE: dict[str, Make] = {
+    "slow.mkv": make_with(*X264, "-bf", 2, rate="7"),
+    "fast.mp4": make_with(*X264, rate="90"),
+    "hevc.mp4": make_with(*X265, "-x265-params", "log-level=error:keyint=30:open-gop=0", "-tag:v", "hvc1"),
+    "ten_bits.mp4": make_with("-c:v", "libx265", "-preset", "ultrafast", "-pix_fmt", "yuv420p10le", *QUIET),
+    "av1_in_mp4.mp4": make_with("-c:v", "libsvtav1", "-preset", 12, "-g", 30, *QUIET),
+    "full_colour.mp4": make_with(*X264, "-pix_fmt", "yuv444p", "-bf", 2, "-g", 40),
+    "timecode.mov": with_timecode,
+    "intra.mp4": make_with(*X264, "-g", 1),
+    "ntsc.mov": make_with(*X264, "-bf", 2, rate="30000/1001"),
     "more_bits.mkv": make_with(*X265, "-pix_fmt", "yuv420p10le", "-x265-params", "log-level=error:keyint=40:bframes=4"),
     "av1.webm": make_with("-c:v", "libsvtav1", "-preset", 10, "-g", 40, *QUIET),
     "superframes.webm": make_with(*VP9, "-auto-alt-ref", 1, "-lag-in-frames", 16, "-arnr-maxframes", 5, *QUIET),
