@@ -99,8 +99,8 @@ def test_one_beam_is_greedy(captioner: Captioner) -> None:
     ("options", "flag"),
     [
         ({"top_k": 3}, "--decoding.top-k 3 has no effect with --decoding.method greedy"),
-        ({"method": "beam", "temperature": 0.5}, "--decoding.temperature 0.5 does nothing"),
-        ({"method": "sample", "num_beams": 2}, "--decoding.num-beams 2 does nothing"),
+        ({"method": "beam", "temperature": 0.5}, "--decoding.temperature 0.5 has no effect"),
+        ({"method": "sample", "num_beams": 2}, "--decoding.num-beams 2 has no effect"),
         ({"method": "sample", "temperature": 0.0}, "--decoding.temperature is 0.0"),
         ({"method": "sample", "top_k": 0}, "--decoding.top-k is 0"),
         ({"method": "sample", "top_p": 1.5}, "--decoding.top-p is 1.5"),

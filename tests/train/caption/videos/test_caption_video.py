@@ -95,7 +95,7 @@ def test_a_damaged_video_is_named_and_the_others_are_written(
         (["{films}", "--format", "json"], "--format json applies only to files"),
         (["{films}", "--out", "{films}", "--format", "json"], "is a folder"),
         (["{films}", "--out", "{films}/notes.txt/c.json"], "cannot be created"),
-        (["{films}", "--decoding.top-k", "3"], "--decoding.top-k 3 does nothing"),
+        (["{films}", "--decoding.top-k", "3"], "--decoding.top-k 3 has no effect"),
     ],
 )
 def test_mistakes_are_named(
