@@ -132,5 +132,5 @@ def test_an_address_that_is_no_data_folder_is_the_users_mistake(
 
 def test_a_cache_that_cannot_be_made_is_the_users_mistake(data_server: HttpFolder, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be made"):
+    with pytest.raises(UserError, match="cannot be created"):
         open_set(f"{data_server.address}/data", tmp_path / "file")
