@@ -136,9 +136,9 @@ MAX_PARTICIPLES_IN_TESTS = 25
 # Limits that only go down: files, functions, classes, and lines of imports in percent of all lines.
 IDEAS = {
     "manifests": (51, 786, 109, 5.7),
-    "shards": (35, 445, 71, 6.3),
+    "shards": (35, 444, 71, 6.1),
     "train": (206, 2832, 490, 7.3),
-    "prep": (122, 1306, 265, 8.5),
+    "prep": (122, 1306, 265, 8.2),
 }
 # Patterns of a translated sentence; CONTRIBUTING says what to write instead.
 FOREIGN = re.compile(
