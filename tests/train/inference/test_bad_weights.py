@@ -156,7 +156,7 @@ def test_an_export_whose_other_files_have_changed_or_are_missing_is_refused(
         shutil.copytree(exported_clip, tmp_path / "other")
         edit_file(name, before, after)
         error, hint = error_and_hint(capsys, *score)
-        assert f"{name} has changed since the export" in error and f"remove {record}" in hint
+        assert f"{name} has changed since the export" in error and f"delete {record}" in hint
         shutil.rmtree(tmp_path / "other")
     for name in ("video_extras.safetensors", "clipmill/settings.yaml", "clipmill/run.json"):
         shutil.copytree(exported_clip, tmp_path / "other")
