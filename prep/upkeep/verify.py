@@ -513,7 +513,7 @@ def failure_text(result: VerifyResult, variant: Variant, *, column: ColumnSpec, 
         paths = ", ".join(str(commit_path(variant.directory, shard_id)) for shard_id in unmarked_ids[:5])
         more = f" and {len(unmarked_ids) - 5} more" if len(unmarked_ids) > 5 else ""
         parts.append(
-            f"only `prep verify` detects some of the damage: to make these shards again, remove {paths}{more} first"
+            f"only `prep verify` detects some damage; to make these shards again, first remove their commits: {paths}{more}"
         )
     if result.inaccessible:
         shards = count_noun(len(result.inaccessible), "shard")

@@ -204,7 +204,9 @@ def test_captions_with_times_after_the_end_of_their_video_are_counted(
         1.9 if row["path"].endswith("short.mp4") else end_s for row, end_s in zip(table.to_pylist(), ends, strict=True)
     ]
     write_table_file(path, table.set_column(column, table.schema.field("end_s"), pa.array(ends)))
-    expected += ": not used in training\n          1 ends more than a second after the end of the video: used up to the end"
+    expected += (
+        ": not used in training\n          1 ends more than a second after the end of the video: used up to the "
+    )
     text = prep("status", "--data", shard_set.data).stdout
     assert expected in text
     named = [line.strip() for line in text.splitlines() if "_after_end: " in line]
