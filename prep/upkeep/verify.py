@@ -512,9 +512,7 @@ def failure_text(result: VerifyResult, variant: Variant, *, column: ColumnSpec, 
     if unmarked_ids:
         paths = ", ".join(str(commit_path(variant.directory, shard_id)) for shard_id in unmarked_ids[:5])
         more = f" and {len(unmarked_ids) - 5} more" if len(unmarked_ids) > 5 else ""
-        parts.append(
-            f"only `prep verify` detects some damage; to make these shards again, first remove their commits: {paths}{more}"
-        )
+        parts.append(f"a run does not detect some damage: to repair it, first remove these commits: {paths}{more}")
     if result.inaccessible:
         shards = count_noun(len(result.inaccessible), "shard")
         parts.append(f"{shards} of {name} cannot be accessed, and may be intact: verify again later")
