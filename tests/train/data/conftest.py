@@ -9,7 +9,7 @@ from tests.train.data.http_folder import HttpFolder
 
 @pytest.fixture
 def data_server(data_dir: Path, tmp_path: Path, few_retries: None) -> Iterator[HttpFolder]:
-    """A copy of the data folder that a test may damage."""
+    """Server of a copy of the data folder, which a test may damage."""
     shutil.copytree(data_dir, tmp_path / "served/data")
     server = HttpFolder(tmp_path / "served")
     yield server

@@ -1,4 +1,4 @@
-"""A real HTTP server of one folder, with ranges, listings, and failures on demand."""
+"""HTTP server of one folder, with range requests, listings, and failures on demand."""
 
 import http.server
 import re
@@ -10,16 +10,16 @@ from typing import Any
 
 
 class HttpFolder:
-    """Serves a folder until it is closed.
+    """HTTP server that serves a folder until it is closed.
 
     Attributes:
-        address: of the folder.
-        num_failures: how often each file still fails with status 503 before it works; ".*" for all.
-        cut: paths that come shorter than their announced length.
-        without_ranges: paths that come whole, whatever part was asked for.
-        hanging: paths of which half comes, and then nothing more; `has_hung` is set when one does.
-        redirects: where paths are redirected to.
-        num_bytes: sent so far, by path.
+        address: URL of the folder.
+        num_failures: Number of further requests for each path that fail with status 503.
+        cut: Paths whose response is shorter than its announced length.
+        without_ranges: Paths that are sent complete, even in response to a range request.
+        hanging: Paths whose response stops after half of the bytes. The server sets `has_hung` when that happens.
+        redirects: Redirect target of each redirected path.
+        num_bytes: Number of bytes sent so far, by path.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,7 +30,7 @@ class HttpFolder:
         self.has_hung = threading.Event()
         self.redirects: dict[str, str] = {}
         self.num_bytes: Counter[str] = Counter()
-        self.counting = threading.Lock()  # each request has a thread
+        self.counting = threading.Lock()  # each request runs in its own thread
         handler = partial(_Handler, self, directory=str(folder))
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.address = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -47,7 +47,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         super().__init__(*arguments, **options)
 
     def send_head(self) -> Any:
-        """Of HEAD requests and of listings."""
+        """Handle HEAD requests and listings."""
         return None if self._redirect() else super().send_head()
 
     def _redirect(self) -> bool:
@@ -71,13 +71,13 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
             return
         path = Path(self.translate_path(self.path))
         if not path.is_file():
-            super().do_GET()  # a listing, or 404
+            super().do_GET()  # a listing, or status 404
             return
         content = path.read_bytes()
         begin, end, status = 0, len(content), 200
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if asked and self.path not in folder.without_ranges:
-            begin, end, status = int(asked[1]), min(int(asked[2]) + 1, len(content)), 206
+        byte_range = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if byte_range and self.path not in folder.without_ranges:
+            begin, end, status = int(byte_range[1]), min(int(byte_range[2]) + 1, len(content)), 206
         part = content[begin:end]
         self.send_response(status)
         self.send_header("Content-Length", str(len(part)))
@@ -87,12 +87,12 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         if self.path in folder.cut:
             part = part[: len(part) // 2]
         with folder.counting:
-            folder.num_bytes[self.path] += len(part)  # before a client can go away that has seen enough
+            folder.num_bytes[self.path] += len(part)  # count before the client can close the connection
         self.end_headers()
         if self.path in folder.hanging:
             self.wfile.write(part[: len(part) // 2])
             folder.has_hung.set()
-            self.connection.recv(1)  # until the other side has gone
+            self.connection.recv(1)  # wait until the client closes the connection
             return
         self.wfile.write(part)
         self.close_connection = True

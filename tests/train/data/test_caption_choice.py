@@ -1,4 +1,4 @@
-"""Which caption a visit shows: a pure function of (seed, position), by the weights of sources."""
+"""Choice of the caption that a visit shows: a pure function of seed and position, weighted by source."""
 
 import numpy as np
 import pyarrow as pa
@@ -14,11 +14,11 @@ from clipmill.train.data.captions import CaptionChoice, choice_from_entries, cho
 from clipmill.train.models.text import load_tokenizer
 
 NUM_DRAWS = 60_000
-ROWS = ((0, 2), (0, 3), (1, 3), (-1, 2))  # first chunk, begin, length, rank
+ROWS = ((0, 2), (0, 3), (1, 3), (-1, 2))  # first chunk, start, length, rank
 
 
 def choice_of(ranks: list[list[int]], weights: list[float]) -> CaptionChoice:
-    """From the ranks of each clip's captions."""
+    """Make a caption choice from the ranks of each clip's captions."""
     clip = np.repeat(np.arange(len(ranks)), [len(clip_ranks) for clip_ranks in ranks])
     rank = np.array([rank_of_caption for clip_ranks in ranks for rank_of_caption in sorted(clip_ranks)], np.int16)
     return choice_from_entries(clip, rank, num_clips=len(ranks), weights=np.array(weights))
@@ -30,7 +30,8 @@ def shares(choice: CaptionChoice, clip: int, *, num_places: int) -> np.ndarray:
 
 
 def test_captions_are_drawn_by_the_weight_of_their_source_and_then_all_alike() -> None:
-    # Clip 0 has one caption of each of two sources, clip 1 three of the last alone, clip 2 one, three and two.
+    # Clip 0 has one caption from each of the first two sources. Clip 1 has three captions from the last source. Clip 2
+    # has one, three and two captions from the three sources.
     choice = choice_of([[0, 1], [2, 2, 2], [0, 1, 1, 1, 2, 2]], [1.0, 2.0, 0.5])
     expected = {
         0: [1 / 3, 2 / 3, *[0] * 9],
@@ -39,7 +40,7 @@ def test_captions_are_drawn_by_the_weight_of_their_source_and_then_all_alike() -
     }
     for clip, expected_share in expected.items():
         all_shares = shares(choice, clip, num_places=11)
-        # Four standard deviations of a share of this many draws.
+        # The tolerance is four standard deviations of a fraction over this many draws.
         assert np.abs(all_shares - expected_share).max() < 4 * np.sqrt(0.25 / NUM_DRAWS)
         assert (all_shares[np.array(expected_share) == 0] == 0).all()
 
@@ -124,7 +125,7 @@ def test_weights_keep_their_order() -> None:
     rows=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(1, 3), st.integers(-1, 2)), max_size=40)
 )
 def test_captions_of_one_span_are_one_clip(rows: list[tuple[int, int, int, int]]) -> None:
-    """Rows of (first chunk, begin, length, rank) against a plain grouping."""
+    """Rows of (first chunk, start, length, rank) are grouped as a plain loop groups them."""
     chunk, begin, length, rank = (np.array([row[at] for row in rows], np.int64) for at in range(4))
     usable = UsableCaptions(np.arange(len(rows)), begin, begin + length, chunk, chunk, {}, 0)
     places = np.arange(len(rows), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Captions opened from the files by span: those that a plain reading of captions.parquet finds, or a refusal."""
+"""Captions opened by span from the files: the clips match a plain reading of captions.parquet, or opening fails."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -34,7 +34,10 @@ WITHOUT_EMBEDDING = frozenset(range(0, 3000, 7))
 
 
 def random_captions(seed: int, *, num_videos: int) -> list[Caption]:
-    """Captions of ten chunks of 15 s per video, and some beyond; many share a span, exactly or to the microsecond."""
+    """Make captions within ten chunks of 15 s per video, and some beyond.
+
+    Many captions share a span, either exactly or to the microsecond.
+    """
     rng = np.random.default_rng(seed)
     begin = rng.integers(0, 40, 3000) * 4.0 + rng.choice([0, 1e-8], 3000)
     end = begin + rng.choice([2.0, 20.0, 0.0, np.inf, 1e-9], 3000)
@@ -47,7 +50,10 @@ def random_captions(seed: int, *, num_videos: int) -> list[Caption]:
 
 
 def folder_of(path: Path, splits: tuple[str, ...], *, num_videos: int = NUM_VIDEOS) -> Path:
-    """Videos without pixels, each in a random one of `splits`, and captions; the last five videos have no chunks."""
+    """Write videos without pixels, each in a random split of `splits`, and captions.
+
+    The last five videos have no chunks.
+    """
     write_column(path, "video", num_chunks=(NUM_VIDEOS - 5) * 10)
     of_video = np.random.default_rng(1).choice(splits, num_videos).tolist()
     names = [video_ids(number, 1)[0].as_py() for number in range(num_videos)]
@@ -59,7 +65,7 @@ def folder_of(path: Path, splits: tuple[str, ...], *, num_videos: int = NUM_VIDE
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A manifest whose files have many batches."""
+    """Data folder with a manifest whose files have many batches."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(caption_spans, "_BATCH", 500)
         patch.setattr(caption_spans, "_TEXTS", 400)
@@ -81,7 +87,9 @@ def open_clips_of(data_dir: Path, *, split: str = "train", **settings: Any) -> S
 def _spans_read_plainly(
     data_dir: Path, ranks: dict[str, int], *, split: str, stored: bool, is_selected: Callable[[Any], bool]
 ) -> dict[tuple[str, int, int], list[tuple[int, int]]]:
-    """The captions of each span that can be shown, as (rank of the source, row), row by row of the manifest."""
+    """Return the captions of each span that can be shown, as (rank of the source, row), by reading the manifest row by
+    row.
+    """
     videos = read_videos(data_dir)
     of_split = {row["video_id"] for row in videos.to_pylist() if row["split"] == split}
     with_chunks = set(video_ids(0, NUM_VIDEOS - 5).to_pylist())
@@ -101,7 +109,7 @@ def _spans_read_plainly(
     return rows_by_clip
 
 
-IN_ORDER = {"reader": 0, "writer": 1}  # those of models only if they are named
+IN_ORDER = {"reader": 0, "writer": 1}  # captions from models are used only if their source is listed
 
 
 @pytest.mark.parametrize(
@@ -158,7 +166,7 @@ def test_a_table_in_place_of_the_manifest_gives_the_same_samples(
         return [samples.fingerprint, samples.describe(), list(samples.captions.all_texts())]
 
     expected = of(None)
-    monkeypatch.setattr(data_folder, "_BLOCK", 100)  # selected from in parts, the file as one
+    monkeypatch.setattr(data_folder, "_BLOCK", 100)  # the table is filtered in parts, the file in one pass
     assert of(read_captions(data_dir)) == expected
     assert of(read_captions(data_dir).slice(100, 900)) != expected
 
@@ -169,7 +177,7 @@ def test_texts_of_a_manifest_that_is_used_whole_are_not_read(tmp_path: Path, mon
     write_captions(tmp_path, videos, [Caption(name, 0, at, f"{name} {at}") for name in videos for at in range(1, 90)])
 
     def fail(*_: object) -> None:
-        pytest.fail("all texts are read")
+        pytest.fail("texts must not be read")
 
     monkeypatch.setattr("clipmill.train.data.caption_rows.used_texts", fail)
     assert len(open_clips_of(tmp_path)) == 2 * 89
@@ -248,5 +256,5 @@ def test_spans_are_in_order_and_hold_every_caption(data_dir: Path) -> None:
             assert pairs == sorted(pairs) and pairs
         names = pa.array(files.sources).take(pa.array(block.source)).to_pylist()
         assert names == table["source"].take(pa.array(block.row)).to_pylist()
-    assert keys == sorted(set(keys)), "each span once"
+    assert keys == sorted(set(keys)), "each span must occur once"
     assert files.texts.to_pylist() == table["text"].to_pylist()

@@ -1,4 +1,7 @@
-"""Clips with what a captioner shall say of them: captions drawn without repeats, as likely as their sources say."""
+"""Clips with target captions for a captioner.
+
+Captions are drawn without repeats, in proportion to their source weights.
+"""
 
 from collections import Counter
 from functools import partial
@@ -52,7 +55,7 @@ def open_clips_of(data_dir: Path, tokenizer: CaptionTokenizer, *, per_visit: int
 
 
 def captions_of_visits(samples: Samples[Any], tokenizer: CaptionTokenizer, *, num_visits: int) -> list[list[str]]:
-    """The captions of each visit of clip 0."""
+    """Return the captions of each visit of clip 0."""
     visits = (loaded.batch for loaded in islice(samples.batches(max_failures=0), 2 * num_visits))
     return [
         [

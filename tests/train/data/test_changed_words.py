@@ -1,4 +1,4 @@
-"""A run goes on with the captions that it began with: other words under the same ids and spans are noticed."""
+"""Resumed runs use the captions that they started with. Changed text under the same ids and spans is detected."""
 
 import shutil
 from dataclasses import replace
@@ -24,7 +24,7 @@ OTHER_WORDS = "texts or sources of captions have changed since the state was sav
 
 
 def rewrite(data_dir: Path, splits: dict[str, str], captions: list[Caption]) -> None:
-    """Another manifest, whose captions have the same ids."""
+    """Write a different manifest whose captions have the same ids."""
     shutil.rmtree(data_dir / MANIFEST_FOLDER)
     write_captions(data_dir, splits, captions)
 
@@ -41,7 +41,8 @@ def test_other_words_of_clips_are_noticed(data_dir: Path, tmp_path: Path) -> Non
     captions = [Caption(row["video_id"], row["begin_s"], row["end_s"], row["text"]) for row in rows]
     rewrite(data_copy, VIDEOS, captions)
     assert open_set(data_copy).fingerprint == before
-    # One letter of one caption; and two texts that are the same letters, cut at another place.
+    # The first change alters one letter of one caption. The second moves a letter from one caption to the next, so the
+    # concatenated text stays the same.
     for changed in ({1: "The middle of a"}, {0: "it begin", 1: "sthe middle of a"}):
         rewrite(
             data_copy,
@@ -51,7 +52,7 @@ def test_other_words_of_clips_are_noticed(data_dir: Path, tmp_path: Path) -> Non
         samples = open_set(data_copy)
         with pytest.raises(UserError, match=OTHER_WORDS):
             samples.load_state_dict(begun_with(before))
-    # Those of another split are not trained on.
+    # Captions of a different split are not used in training.
     rewrite(
         data_copy,
         VIDEOS,

@@ -1,4 +1,4 @@
-"""Whole chunks as samples: the window of a visit, several samples of a chunk, epochs, ranks, damage."""
+"""Complete chunks as samples: the window of a visit, several samples per chunk, epochs, ranks and damage."""
 
 from dataclasses import replace
 from itertools import islice
@@ -20,18 +20,19 @@ from clipmill.train.data.producers.chunk_clips import open_chunk_clips
 from clipmill.train.data.samples import Samples
 from tests.train.tiny_data import SIZE_PX, encode_chunk, video_sample, write_captions, write_shard
 
-# (video, begin in ms, number of the first frame, frames): two longer than 16 x 4 frames, one as long, two shorter.
+# Each row is (video, start in ms, number of the first frame, number of frames). Two chunks are longer than 16 x 4
+# frames, one has exactly that length, and two are shorter.
 CHUNKS = (("a", 0, 0, 90), ("a", 9000, 90, 40), ("b", 0, 200, 64), ("b", 6400, 264, 1), ("c", 0, 300, 80))
 LENGTHS = np.array([frames for *_, frames in CHUNKS])
 FIRSTS = np.array([first for *_, first, _ in CHUNKS])
-# The whole picture, at its own size: the numbers in it stay readable.
+# The complete frame at its own resolution keeps the numbers in it readable.
 SHAPE = ClipShape(sampling=Sampling(num_frames=16, rule="stride", stride=4), size_px=SIZE_PX, crop="centre")
 LOADING = LoaderSettings(batch=5, num_threads=1, num_ahead=5, seed=3)
 
 
 @pytest.fixture(scope="module")
 def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Videos alone, without captions; the fourth was not chunked."""
+    """Videos without captions; the fourth video has no chunks."""
     return write_videos(tmp_path_factory.mktemp("videos"))
 
 
@@ -52,7 +53,7 @@ def chunk_clips(
 
 
 def batches_shown(samples: Samples[Any], num_batches: int) -> list[tuple[dict[str, list[int]], np.ndarray]]:
-    """Positions and clips of batches, and their numbers, read before their memory is used again."""
+    """Return the positions and clip ids of batches, and their frame numbers, read before the batch memory is reused."""
     taken = islice(samples.batches(max_failures=0), num_batches)
     shown = []
     for loaded_batch in taken:
@@ -63,7 +64,7 @@ def batches_shown(samples: Samples[Any], num_batches: int) -> list[tuple[dict[st
 
 
 def numbers(batch: Batch) -> np.ndarray:
-    """The numbers that the pictures show, [B, T]."""
+    """Return the frame numbers that the images show, [B, T]."""
     luma = batch["video"].numpy()[:, :, : SIZE_PX**2].reshape(*batch["video"].shape[:2], SIZE_PX, SIZE_PX)
     return np.array([[read_frame_number(picture) for picture in clip] for clip in luma])
 
@@ -107,13 +108,13 @@ def test_samples_of_a_chunk_are_visited_in_a_row_and_decoded_once(
     assert samples.num_samples == len(samples) == 15 and samples.num_clips == 5
     assert "3 samples of each in an epoch" in samples.describe()
     batches = batches_shown(samples, 3)
-    assert 5 <= len(decoded) <= 5 + 2, "the loader may have begun what comes after"
+    assert 5 <= len(decoded) <= 5 + 2, "the loader may have decoded ahead"
     clip_ids = np.concatenate([ids["clip_id"] for ids, _ in batches]).reshape(5, 3)
     assert sorted(clip_ids[:, 0]) == [0, 1, 2, 3, 4] and (clip_ids == clip_ids[:, :1]).all()
     windows = np.concatenate([rows for _, rows in batches]).reshape(5, 3, 16)
     begins = {chunk: set(its[:, 0]) for chunk, its in zip(clip_ids[:, 0].tolist(), windows, strict=True)}
-    assert len(begins[0]) == len(begins[4]) == 3, "every sample has a window of its own"
-    # Evaluations show each chunk once, wherever training has it several times.
+    assert len(begins[0]) == len(begins[4]) == 3, "every sample has a different window"
+    # Evaluations show each chunk once, even where training shows it several times.
     assert [samples.key(number) for number in (0, 2, 3)] == ["a_000000000", "a_000000000", "a_000009000"]
 
 
@@ -121,7 +122,7 @@ def test_repeated_masks_show_the_same_frames_cut_out_in_different_ways(videos: P
     whole = chunk_clips(videos, per_chunk=3, same_frames=True)
     visits = np.concatenate([rows for _, rows in batches_shown(whole, 6)]).reshape(10, 3, 16)
     assert (visits == visits[:, :1]).all()
-    assert len(set(visits[:, 0, 0].tolist())) > 5, "the next epoch has other windows"
+    assert len(set(visits[:, 0, 0].tolist())) > 5, "the next epoch has different windows"
     cropped = chunk_clips(videos, per_chunk=3, same_frames=True, shape=replace(SHAPE, crop="multi-scale"))
     taken = islice(cropped.batches(max_failures=0), 3)
     pictures = np.concatenate([loaded.batch["video"].numpy().copy() for loaded in taken])

@@ -1,4 +1,4 @@
-"""Clips with several captions: each clip once an epoch, one caption a visit, ids that losses can keep state by."""
+"""Clips with several captions: one visit per clip and epoch, one caption per visit, and stable ids for losses."""
 
 from collections import Counter
 from itertools import islice
@@ -31,7 +31,7 @@ def action(verb: int, *nouns: int) -> dict[str, Any]:
     return {"label_verb": verb, "label_nouns": list(nouns)}
 
 
-# Caption ids are the places in this list.
+# Caption ids are the indices in this list.
 CAPTIONS = [
     Caption("a", 0.0, 1.0, "said of a", "human", action(0, 1)),
     Caption("a", 1.0, 3.0, "across the border of a", "human", action(0, 2)),
@@ -41,8 +41,8 @@ CAPTIONS = [
     Caption("a", 0.0, 1.0, "a, once more", "rephraser", action(0, 1)),
     Caption("b", 0.0, 1.0, "b, in other words", "rephraser", action(3, 4)),
     Caption("b", 2.0, float("inf"), "said by a model", "narrator", action(1, 2, 1)),
-    Caption("b", 2.0, 4.0, "by another", "narrator", action(1, 2, 1)),  # 4 s is the end: the same clip
-    Caption("b", 1.0, 2.0, "said of a", "narrator", action(5, 6)),  # a text that another clip has
+    Caption("b", 2.0, 4.0, "by another", "narrator", action(1, 2, 1)),  # 4 s is the video's end: the same clip
+    Caption("b", 1.0, 2.0, "said of a", "narrator", action(5, 6)),  # a different clip has the same text
 ]
 CLIPS = [{0, 4, 5}, {1}, {2, 6}, {9}, {7, 8}]
 
@@ -71,7 +71,7 @@ def open_clips_of(
 
 
 def visits(samples: Samples[Any], count: int) -> list[tuple[int, int, int]]:
-    """(position, clip, caption) of the first `count` samples."""
+    """Return (position, clip, caption) of the first `count` samples."""
     batches = samples.batches(max_failures=0)
     visit_rows = [
         (int(position), int(clip), int(caption))
@@ -92,7 +92,7 @@ def test_every_clip_comes_once_an_epoch_with_one_of_its_captions(data_dir: Path)
         assert sorted(clip for _, clip, _ in all_visits[5 * epoch : 5 * epoch + 5]) == [0, 1, 2, 3, 4]
     drawn = Counter((clip, caption) for _, clip, caption in all_visits)
     assert set(drawn) == {(clip, caption) for clip, captions in enumerate(CLIPS) for caption in captions}
-    # Sources alike: the one human caption as often as both of the rephraser's.
+    # Sources have equal weights: the one human caption is drawn as often as both rephraser captions together.
     assert 8 <= drawn[0, 0] <= 32
     assert "9 of 9 captions of split 'train', one at a time for each of 5 clips" in samples.describe()
     assert "human = 1 (3 captions), narrator = 1 (3 captions), rephraser = 1 (3 captions)" in samples.describe()
@@ -132,7 +132,7 @@ def test_stored_embeddings_come_with_pixels(data_dir: Path) -> None:
     assert "1 without embedding" in samples.describe() and "tiny-89abcdef" in samples.variant_name
     text = {}
     written = Written(data_dir)
-    write_text(written, CAPTIONS, width=4, without=frozenset({1}))  # the same bits again, to compare with
+    write_text(written, CAPTIONS, width=4, without=frozenset({1}))  # writes the same bits again, for the comparison
     text = {caption: bits.tolist() for caption, bits in written.text.items()}
     batches = samples.batches(max_failures=0)
     for loaded in islice(batches, 10):
@@ -166,7 +166,7 @@ def test_captions_by_relevancy_are_those_of_the_definition(data_dir: Path) -> No
         text = CAPTIONS[int(batch["caption_id"])].text
         relevancies[int(batch["clip_id"])][text] = float(batch["relevancy"])
     batches.close()
-    # A text's classes are those of the first caption that has it.
+    # The classes of a text come from the first caption with that text.
     texts = list(dict.fromkeys(caption.text for caption in CAPTIONS if caption.video_id != "d"))
     classes = {caption.text: caption.labels for caption in reversed(CAPTIONS) if caption.video_id != "d"}
     clip_texts = [CAPTIONS[min(captions)] for captions in CLIPS]
@@ -178,7 +178,7 @@ def test_captions_by_relevancy_are_those_of_the_definition(data_dir: Path) -> No
             expected[text] = (same_verb + len(mine & theirs) / len(mine | theirs)) / 2
         expected[caption.text] = 1.0
         assert relevancies[clip] == pytest.approx({text: value for text, value in expected.items() if value > 0.1})
-    # The clip whose verb and nouns nobody shares is shown with its own text.
+    # No other clip shares the verb or the nouns of this clip, so it is shown with its own text.
     assert relevancies[3] == {"said of a": 1.0}
 
 

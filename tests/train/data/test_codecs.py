@@ -1,4 +1,4 @@
-"""Hundreds of random clips of frame-numbered videos, over every codec: the frames delivered are those asked for."""
+"""Hundreds of random clips from frame-numbered videos with every codec: the delivered frames are the requested ones."""
 
 from collections.abc import Iterator
 from fractions import Fraction
@@ -18,11 +18,11 @@ from clipmill.train.data.decoders import ChunkDecoder, ChunkFrames, DecodeRule, 
 from clipmill.train.data.frame_sampling import ChunkTimes, Sampling, frame_indices, moments_of
 from tests.prep.running import chunk, manifest
 
-NUM_FRAMES = 100  # three chunks of 30 and a tail of 10
+NUM_FRAMES = 100  # three chunks of 30 frames and a last chunk of 10
 FPS = Fraction(30000, 1001)
 SIZE_PX = 96
 NUM_CLIPS = 100
-CODECS = [  # with a quality that leaves the numbers readable
+CODECS = [  # the quality keeps the numbers readable
     ("h264", "comb", "12"),
     ("h264", "star", "12"),
     ("h264", "closed", "12"),
@@ -51,7 +51,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def shard(request: pytest.FixtureRequest, data_dir: Path) -> Iterator[CommittedShard]:
     codec, gop, crf = request.param
-    # 1.001 s hold 30 frames at 29.97 a second: chunks whose borders are no round times.
+    # At 29.97 frames per second, 1.001 s hold 30 frames, so chunk boundaries are not round times.
     settings = ["--len", "1001ms", "--fps", "30000/1001", "--short-side", str(SIZE_PX)]
     settings += [] if gop == "intra" else ["--keyint", "12"]
     summary = chunk(data_dir, *settings, "--codec", codec, "--gop", gop, "--crf", crf)
@@ -77,7 +77,7 @@ def chunks_of(shard: CommittedShard) -> list[ChunkTimes]:
 
 
 def test_random_clips_show_the_frames_that_were_asked_for(shard: CommittedShard) -> None:
-    """By the numbers in the pixels, through sampling, packets, crop and resize, across the borders of chunks."""
+    """The numbers in the pixels survive sampling, packets, crop and resize, also across chunk boundaries."""
     chunks = chunks_of(shard)
     assert all(shard.packet_tables.packet_table(row).has_closed_gops for row in range(len(chunks)))
     rng = np.random.default_rng(0)
@@ -102,7 +102,10 @@ def test_random_clips_show_the_frames_that_were_asked_for(shard: CommittedShard)
 
 
 def _frames_by_exact_time(begin_us: int, end_us: int, sampling: Sampling, number: int) -> list[int]:
-    """Frames of the video on screen at the moments, by fractions; chunk starts are stored in whole milliseconds."""
+    """Return the video frames on screen at the sampled moments, computed with fractions.
+
+    Chunk starts are stored in whole milliseconds.
+    """
     rng = None if number % 4 == 0 else np.random.default_rng(number)
     moments = moments_of(begin_us, end_us, sampling, fps_num=FPS.numerator, fps_den=FPS.denominator, rng=rng)
     return [int(Fraction(time, moments.denominator) * FPS / 1_000_000) for time in moments.numerators]
@@ -122,7 +125,7 @@ def test_packets_give_the_very_pixels_of_sequential_decoding(shard: CommittedSha
 
 
 def test_by_packets_and_by_container_come_the_same_planes(shard: CommittedShard) -> None:
-    """At the size of the chunk, where nothing is resized."""
+    """The clip has the resolution of the chunk, so nothing is resized."""
     whole = Rectangle(0, 0, SIZE_PX, SIZE_PX)
     ways = [decode(shard, 1, {3, 17, 29}), decode(shard, 1, {3, 17, 29}, "plain")]
     by_packets, plain = (

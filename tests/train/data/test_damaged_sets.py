@@ -1,4 +1,4 @@
-"""Commits and indexes that cannot be read are named before a run begins."""
+"""Unreadable commits and indexes are reported before a run starts."""
 
 import os
 from itertools import islice
@@ -21,7 +21,7 @@ from tests.train.tiny_data import CHUNK_FRAMES, Caption, encode_chunk, video_sam
 
 @pytest.mark.parametrize("what", ["tar", "index.arrow"])
 def test_a_pipe_in_place_of_a_file_fails_its_own_samples_alone(tmp_path: Path, what: str) -> None:
-    """`open` of a pipe waits for somebody who writes."""
+    """Opening a named pipe blocks until a writer opens it."""
     for number, video in enumerate(("a", "b")):
         write_shard(tmp_path, number, [video_sample(video, 0, encode_chunk(0, CHUNK_FRAMES))], split="train")
     captions = [Caption(video, at, at + 0.5, f"{video} at {at}") for video in ("a", "b") for at in (0, 0.5)]

@@ -1,4 +1,4 @@
-"""Videos with captions of several splits: no second of a split is shown to another."""
+"""Videos whose captions belong to several splits: no second of one split is shown to another split."""
 
 from pathlib import Path
 from typing import Any
@@ -32,24 +32,24 @@ SPLITS = {"a": "train", "b": "val", "c": "train"}
 
 
 def span(video: str, begin_s: float, end_s: float, split: str | None, label: str | None = None) -> Caption:
-    """A caption that says when it is."""
+    """Make a caption whose text states its span."""
     labels = {"split": split, "label_done": label}
     return Caption(video, begin_s, end_s, f"{video} {begin_s:g} {end_s:g}", labels=labels)
 
 
-# The pictures of a video read 10, 11, ... in each second: frame n of it appears after n / 10 s.
+# The frame numbers of a video count up in each second: frame n appears at n / 10 s.
 CAPTIONS = [
     span("a", 0, 5, None, "yes"),
     span("a", 5, 9.05, "val", "no"),  # ends within a frame
     span("a", 9.05, 12, None, "no"),
-    span("a", 11, 14, None, "yes"),  # shows seconds of test
+    span("a", 11, 14, None, "yes"),  # overlaps seconds of the test split
     span("a", 13, 15, "test", "no"),
     span("a", 15, 15.5, "val", "yes"),  # too short for a sample without captions
     span("b", 0, 7, None, "no"),
     span("b", 7, 18, "train", "yes"),
     span("c", 0, float("inf"), None, "no"),
 ]
-# Frames of each video by split, by hand.
+# Expected frames of each video by split, written by hand.
 FRAMES = {
     "train": {"a": {*range(50), *range(91, 130), *range(155, 180)}, "b": set(range(70, 180)), "c": set(range(180))},
     "val": {"a": set(range(50, 91)), "b": set(range(70))},
@@ -77,7 +77,7 @@ def query(folder: Path, split: str, *, where: str | None = None) -> ClipQuery:
 
 
 def frames_of(samples: Samples[Any], *, num_batches: int = 40) -> dict[str, set[int]]:
-    """Frames that training shows of each video, read from the pictures."""
+    """Return the frames of each video that training shows, read from the images."""
     seconds_by_split: dict[str, set[int]] = {}
     batches = samples.batches(max_failures=0)
     for _ in range(num_batches):
@@ -139,7 +139,7 @@ def test_captions_of_a_split_are_shown_whatever_the_split_of_their_video(data_of
     )
     assert ("1 shows seconds of another split" in samples.describe()) == (split == "train")
     for video, frames in frames_of(samples, num_batches=20).items():
-        assert frames <= FRAMES[split][video] | set(range(150, 155)) | {90}, "captions may begin within a frame"
+        assert frames <= FRAMES[split][video] | set(range(150, 155)) | {90}, "captions may start within a frame"
 
 
 def test_labels_of_a_split_and_their_classes(data_of_splits: Path) -> None:
@@ -193,7 +193,7 @@ def test_look_alikes_are_of_the_split_of_their_middle_frame(data_of_splits: Path
     keys = chunks_table(data_of_splits)["key"].to_pylist()
     assert len(keys) == 9
     hashes = {key: phash(number) for number, key in enumerate(keys)}
-    hashes["b_000012000"] = hashes["a_000006000"]  # the middle of the second, at 9 s, is in val
+    hashes["b_000012000"] = hashes["a_000006000"]  # the middle frame of chunk a_000006000, at 9 s, is in val
     hashes["c_000000000"] = hashes["b_000000000"]
     write_scores(data_of_splits, {key: {"phash": value} for key, value in hashes.items()})
     leakage = find_leakage(data_of_splits)

@@ -1,4 +1,4 @@
-"""Streamed tars that were made to do harm: nothing else is opened on their behalf, and memory stays bounded."""
+"""Malicious tars in a stream: they cannot make the reader open anything else, and memory use stays bounded."""
 
 import bz2
 import gzip
@@ -27,7 +27,7 @@ LARGE_BYTES = 3 << 30
 
 
 class Listener:
-    """Counts who connects."""
+    """Server that counts the connections it receives."""
 
     def __init__(self) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -56,7 +56,7 @@ def listener() -> Iterator[Listener]:
 
 
 def playlists(local: Path, port: int) -> dict[str, bytes]:
-    """Files that are no video and make libav open others."""
+    """Return files that are not videos but make libav open other files or URLs."""
     address = f"http://127.0.0.1:{port}/x"
     dash = (
         '<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011" type="static" '
@@ -116,7 +116,7 @@ def member(name: str, content: bytes) -> bytes:
 
 
 def sparse(name: str) -> bytes:
-    """A member of GNU's old format, of 512 bytes that stand for a terabyte, with a second header."""
+    """Return a member in the old GNU sparse format: 512 bytes that represent one terabyte, with a second header."""
     block = bytearray(header(name, 512, kind=tarfile.GNUTYPE_SPARSE))
     block[386:410] = b"%011o\0%011o\0" % (0, 512)
     block[482] = 1
@@ -145,7 +145,10 @@ _ZEROS = bytes(16 << 20)
 
 
 def write_zeros(path: Path, name: str, *, kind: bytes = tarfile.REGTYPE) -> None:
-    """A tar with a member, or a header, of 3 GB of zeros: a hole in the file, which takes no room on the disk."""
+    """Write a tar that contains a member, or a header, of 3 GB of zeros.
+
+    The zeros are a hole in the file, so they take no disk space.
+    """
     with path.open("wb") as file:
         file.write(FIRST + header(name, LARGE_BYTES, kind=kind))
         file.seek(LARGE_BYTES, os.SEEK_CUR)
@@ -153,14 +156,14 @@ def write_zeros(path: Path, name: str, *, kind: bytes = tarfile.REGTYPE) -> None
 
 
 def write_packed(path: Path, compress: Callable[[bytes], bytes]) -> None:
-    """A tar of a few MB with three members of 0.8 GB."""
+    """Write a compressed tar of a few MB with three members of 0.8 GB."""
     bomb = compress(_ZEROS) * 48
     members = [compress(header(f"bomb{number}.mp4", 48 * len(_ZEROS))) + bomb for number in range(3)]
     path.write_bytes(compress(FIRST) + b"".join(members) + compress(LAST + END))
 
 
 BOMBS: dict[str, tuple[Callable[[Path], object], str, bool]] = {
-    # how it is written, what is said of it, and whether what follows in the tar is read
+    # Each row is a function that writes the tar, the expected message, and whether the rest of the tar is read.
     "gzip": (lambda path: write_packed(path, gzip.compress), "expands to more than 64 times its size", False),
     "bzip2": (lambda path: write_packed(path, bz2.compress), "expands to more than 64 times its size", False),
     "sparse": (lambda path: path.write_bytes(FIRST + sparse("bomb.mp4") + LAST + END), "is a sparse file", True),
@@ -186,7 +189,7 @@ BOMBS: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     "claim": (lambda path: path.write_bytes(FIRST + header("bomb.mp4", 1 << 33) + LAST + END), "was cut short", False),
     "negative": (lambda path: path.write_bytes(FIRST + header("bomb.mp4", -512) + LAST + END), "negative size", False),
     "pax_negative": (
-        # 1,536 bytes back from the payload is where the PAX header begins.
+        # The PAX header starts 1,536 bytes before the payload.
         lambda path: path.write_bytes(FIRST + pax(b"14 size=-1536\n") + header("bomb.mp4", 0) + LAST + END),
         "negative size",
         False,
@@ -241,7 +244,7 @@ def test_memory_stays_bounded_whatever_a_tar_claims(tmp_path: Path) -> None:
     for name, path in paths.items():
         _, message, goes_on = BOMBS[name]
         good = [key for key, detail in results[str(path)] if not detail]
-        # Where a tar breaks off between two members, the sample before is not known to be whole.
+        # If a tar ends between two members, it is unknown whether the previous sample is complete.
         assert good == ["a", "z"] if goes_on else good in (["a"], []), (name, results[str(path)])
         problems = [detail for _, detail in results[str(path)] if detail]
         assert (message in problems[0]) if message else not problems, (name, problems)

@@ -1,4 +1,4 @@
-"""One place tells which kind of data an address names, and what is not a data folder is refused by what it holds."""
+"""Kinds of data: one table recognizes a kind by its URL or path, and errors state what the data hold."""
 
 import re
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def test_kinds_that_are_spelled_alike_have_the_same_kind_of_manifest() -> None:
     for kind in KINDS:
         by_spelling.setdefault(kind.spelling.pattern, set()).add(kind.has_manifest)
     assert all(len(values) == 1 for values in by_spelling.values())
-    assert KINDS[-1] is CLIPS and CLIPS.spelling.search("anything")  # so that every address has a kind
+    assert KINDS[-1] is CLIPS and CLIPS.spelling.search("anything")  # so every URL or path has a kind
 
 
 def test_tars_are_looked_into_only_with_settings_and_latents_are_asked_for(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Planes: one rectangle out of every frame, luma and chroma alike, however the frames are stored."""
+"""Planes: the same rectangle is cut from luma and chroma of every frame, for every pixel format."""
 
 from fractions import Fraction
 
@@ -29,7 +29,7 @@ from clipmill.train.data.outcomes import SampleFailed
 
 
 def smooth_frame(width: int, height: int, *, phase: float = 0.0) -> av.VideoFrame:
-    """Slow waves in Y, U and V, so that interpolation rules differ little."""
+    """Make a frame with slow waves in Y, U and V, so that interpolation rules differ little."""
     rows, columns = np.mgrid[0:height, 0:width] / 40
     luma = 128 + 80 * np.sin(rows + phase) * np.cos(columns)
     chroma = [128 + 60 * np.sin(columns[::2, ::2] + 2 * phase), 128 + 60 * np.cos(rows[::2, ::2])]
@@ -41,7 +41,7 @@ def smooth_frame(width: int, height: int, *, phase: float = 0.0) -> av.VideoFram
 
 
 def parts(picture: np.ndarray, size_px: int) -> list[np.ndarray]:
-    """Y, U and V of a picture."""
+    """Return the Y, U and V planes of an image."""
     num_luma, half_px = size_px * size_px, size_px // 2
     chroma = picture[num_luma:].reshape(2, half_px, half_px)
     return [picture[:num_luma].reshape(size_px, size_px), chroma[0], chroma[1]]
@@ -51,7 +51,7 @@ def parts(picture: np.ndarray, size_px: int) -> list[np.ndarray]:
     "rectangle", [Rectangle(40, 20, 128, 128), Rectangle(40, 20, 200, 150), Rectangle(7, 5, 99, 81)]
 )
 def test_every_plane_is_the_rectangle_resized(rectangle: Rectangle) -> None:
-    """Beside torch's antialiased resize of the same part."""
+    """The reference is torch's antialiased resize of the same rectangle."""
     frame = smooth_frame(320, 240)
     [picture] = crop_clip([frame], rectangle, size_px=64)
     source = frame.to_ndarray()
@@ -66,7 +66,7 @@ def test_every_plane_is_the_rectangle_resized(rectangle: Rectangle) -> None:
 
 
 def test_fine_detail_is_averaged_and_not_picked_where_much_is_left_out() -> None:
-    """A checkerboard of single pixels becomes grey: four of its pixels are one of the result."""
+    """A checkerboard of single pixels becomes grey, because each output pixel averages several input pixels."""
     board = np.indices((256, 256)).sum(axis=0) % 2 * 255
     flat = np.concatenate([board.reshape(-1), np.full(256 * 128, 128)]).reshape(384, 256).astype(np.uint8)
     frame = av.VideoFrame.from_ndarray(flat, format="yuv420p")
@@ -101,7 +101,7 @@ def test_a_clip_is_the_same_whichever_frame_comes_first(num_crops: int, is_train
 
 
 def test_bilinear_is_within_a_level_of_exact_arithmetic() -> None:
-    """Whichever library OpenCV has for it; cuts are aligned to no boundary."""
+    """This holds for each library that OpenCV may use for the resize. The crop is not aligned."""
     noise = np.random.default_rng(0).integers(0, 256, (240 * 3 // 2, 320), dtype=np.uint8)
     frame = av.VideoFrame.from_ndarray(noise, format="yuv420p")
     rectangle = Rectangle(13, 7, 211, 187)
@@ -114,9 +114,9 @@ def test_bilinear_is_within_a_level_of_exact_arithmetic() -> None:
 @pytest.mark.parametrize("scale", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_simple_crop_is_a_crop_of_the_resized_frame_to_the_pixel(scale: int, seed: int) -> None:
-    """Beside torchvision: the short side is resized to 256, and 224 pixels of it are cropped."""
+    """The reference is torchvision, which resizes the short side to 256 and crops 224 pixels."""
     width, height = 456 * scale, 256 * scale
-    # Multiples of 4, so that no mean of four pixels is rounded.
+    # Values are multiples of 4, so the mean of four pixels needs no rounding.
     noise = 4 * np.random.default_rng(seed).integers(0, 64, (height * 3 // 2, width), dtype=np.uint8)
     frame = av.VideoFrame.from_ndarray(noise, format="yuv420p")
     shape = ClipShape(sampling=Sampling(num_frames=1), size_px=224, crop="simple")
@@ -126,7 +126,7 @@ def test_a_simple_crop_is_a_crop_of_the_resized_frame_to_the_pixel(scale: int, s
     for plane, whole, grid in zip(parts(clip.video[0], 224), (noise[:height], *chroma), (1, 2, 2), strict=True):
         side, begin = 224 // grid, [offset / grid / scale for offset in (drawn.top, drawn.left)]
         if any(offset % 1 for offset in begin):
-            continue  # chroma of the resized frame has no such offset
+            continue  # the chroma planes of the resized frame have no such offset
         exact = torch.from_numpy(whole.astype(np.float64))[None]
         resized = resize(exact, [256 // grid]) if scale == 1 else avg_pool2d(exact, 2)
         assert np.array_equal(plane, crop(resized, int(begin[0]), int(begin[1]), side, side)[0].numpy())
@@ -163,7 +163,7 @@ def test_frames_of_different_sizes_make_no_clip() -> None:
 
 @pytest.mark.parametrize("colour", range(len(COLOUR_KINDS)))
 def test_rgb_on_the_cpu_is_what_the_device_makes_of_the_planes(colour: int) -> None:
-    """Within two levels: chroma is rounded to whole levels in between."""
+    """Values differ by at most two levels, because the CPU path rounds chroma to whole levels."""
     clip = crop_clip([smooth_frame(160, 120, phase=phase) for phase in (0.0, 1.0)], Rectangle(3, 5, 99, 97), size_px=64)
     pictures = rgb_frames(clip, colour, size_px=64).astype(int)
     on_device = to_rgb_uint8(torch.from_numpy(clip)[None], torch.tensor([colour], dtype=torch.uint8), size_px=64)

@@ -1,4 +1,4 @@
-"""Batches made one ahead: nothing changes but the time."""
+"""Batches prefetched one step ahead: only the time changes."""
 
 import threading
 import time
@@ -67,7 +67,7 @@ def test_closing_ends_the_thread_and_the_source() -> None:
 
 
 def test_what_stays_on_the_cpu_is_told_of_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor of the CPU has no `record_stream`; every batch has some."""
+    """CPU tensors have no CUDA stream to record, and every batch contains some."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     loaded = LoadedBatch(Batch(key=["a"], position=torch.tensor([3]), caption_id=torch.tensor([5])), (), Cursor(1))
     assert prefetch_module._record_stream(loaded, torch.device("cuda", 0)) is loaded

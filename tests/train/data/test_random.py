@@ -1,4 +1,4 @@
-"""What torch draws is what numpy draws."""
+"""Random draws of torch and numpy: both are bit-identical."""
 
 import numpy as np
 import torch

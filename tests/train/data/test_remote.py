@@ -1,4 +1,4 @@
-"""A data folder behind a real HTTP server: the same clips, few bytes, patience, and nothing made up."""
+"""Data folder on an HTTP server: same clips, few bytes, retries, and no replacement of failed samples."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Places other than a well-behaved web server, and what the cache does when they change or the disk is full."""
+"""Remote storage other than a well-behaved web server, and the cache when the data change or the disk is full."""
 
 import json
 import shutil
@@ -93,7 +93,7 @@ def test_a_commit_that_is_missing_over_there_is_refused(data_server: HttpFolder,
     finish_run(folder, dropped=(), planned=(0, 1))
     open_set(f"{data_server.address}/data", tmp_path / "cache")
     (folder / "commits" / "000001.json").unlink()
-    (folder / "commits.arrow").unlink()  # which stands for the commits
+    (folder / "commits.arrow").unlink()  # the merged table that replaces the commit records
     shutil.rmtree(tmp_path / "cache")
     with pytest.raises(UserError, match=r"000001\.json: the commit record is missing"):
         open_set(f"{data_server.address}/data", tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""How many requests it takes to open a remote data folder, and how ranks of a machine share them."""
+"""Number of requests to open a remote data folder, and how the ranks on a machine share them."""
 
 import os
 import shutil
@@ -34,7 +34,7 @@ NUM_SHARDS = 120
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data folder with many shards of one chunk, with its merged tables."""
+    """Data folder with many one-chunk shards and merged tables."""
     folder = tmp_path_factory.mktemp("many")
     payload = encode_chunk(0, 8)
     names = [f"v{number:04d}" for number in range(NUM_SHARDS)]
@@ -51,7 +51,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def remote(many: Path, s3: S3Server) -> Objects:
-    """The same in a bucket; only the first tars are there."""
+    """Bucket with the same data folder, but only with the tars of shard 7."""
     objects = open_objects(s3.make_bucket("many-shards"))
     tables = {"commits.arrow", "contents.json"}  # uploaded first, so that all records are newer
     paths = sorted((path for path in many.rglob("*") if path.is_file()), key=lambda path: path.name not in tables)
@@ -63,7 +63,7 @@ def remote(many: Path, s3: S3Server) -> Objects:
 
 @contextmanager
 def without(remote: Objects, many: Path, *keys: str) -> Iterator[None]:
-    """Some objects are gone meanwhile."""
+    """Remove some objects from the bucket for the duration of the block."""
     remote.delete(*keys)
     yield
     for key in keys:
@@ -86,7 +86,7 @@ def test_opening_many_shards_takes_few_requests(many: Path, remote: Objects, fau
     assert not isinstance(remote_sample, FailedSample) and not isinstance(other, FailedSample)
     assert np.array_equal(remote_sample["video"], other["video"])
     assert len(list(tmp_path.rglob("*.index.arrow"))) == 1
-    # Nothing large is copied again.
+    # No large file is copied again.
     assert num_requests(faults, lambda: open_set(remote.url, tmp_path)) < 15
 
 
@@ -116,7 +116,7 @@ def test_credentials_that_are_refused_fail_no_sample_and_end_the_reading(
         for path in (tmp_path / code / "by-index", tmp_path / code / "by-tar"):
             faults.set()
             samples = open_set(remote.url, path)
-            if path.name == "by-tar":  # its index is here already
+            if path.name == "by-tar":  # the index is already in the cache
                 samples.reader.load([SampleRequest(7, 7, None)])
             faults.set(Fault("error", status=status, code=code))
             with pytest.raises(AccessRefused, match=rf"s3://.*{message}.*{code}"):
@@ -137,7 +137,7 @@ def test_a_run_that_goes_on_costs_the_records_and_indexes_that_it_has_added(
     many: Path, remote: Objects, faults: Faults, tmp_path: Path
 ) -> None:
     open_set(remote.url, tmp_path / "before")
-    # A shard is made again, and another one is new.
+    # One shard is rebuilt, and one shard is new.
     copy = Path(shutil.copytree(many, tmp_path / "many"))
     payload = encode_chunk(8, 8)
     write_shard(copy, 3, [video_sample("v0003", 0, payload)], split="train")
@@ -187,7 +187,7 @@ def test_ranks_of_a_machine_copy_once(remote: Objects, faults: Faults, tmp_path:
         "files = RemoteFiles(open_objects(sys.argv[1]), Path(sys.argv[2]))\n"
         "files.copy_manifest(); files.copy_column('video'); files.copy_column('video')"
     )
-    # A launcher, whose children are the ranks.
+    # The launcher's child processes are the ranks.
     launch = (
         "import os, subprocess, sys\n"
         "surroundings = [{**os.environ, 'LOCAL_RANK': str(rank)} for rank in range(int(sys.argv[1]))]\n"

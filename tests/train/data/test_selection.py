@@ -1,4 +1,4 @@
-"""`--where` of sample sets: which clips it keeps, and what it says of them."""
+"""`--where` on sample sets: which clips it keeps, and what the description says about them."""
 
 import shutil
 from pathlib import Path
@@ -24,7 +24,8 @@ from tests.train.data.http_folder import HttpFolder
 
 SHAPE = ClipShape(sampling=Sampling(num_frames=1), size_px=32)
 LOADING = LoaderSettings(batch=2, num_threads=1, num_ahead=2, seed=0)
-# Chunks of 2, 2 and 1.5 s of a, b and c (train) and d (val); captions of the 1st, of the first two and of the last two.
+# Videos a, b and c (train) and d (val) have chunks of 2, 2 and 1.5 s. Each video has a caption in the first chunk, one
+# across the first two chunks, and one across the last two.
 MOTION = {
     **{f"a_00000{start}000": motion for start, motion in ((0, 0.9), (2, 0.1), (4, 0.9))},
     **{f"b_00000{start}000": motion for start, motion in ((0, 0.9), (2, 0.9), (4, 0.9))},
@@ -35,7 +36,7 @@ MOTION = {
 
 @pytest.fixture(scope="module")
 def scored_data(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The data of the other tests, with scores."""
+    """The data folder of the other tests, with scores."""
     copy = tmp_path_factory.mktemp("scored") / "data"
     shutil.copytree(data_dir, copy)
     hashes = {key: phash(number) for number, key in enumerate(MOTION)}
@@ -56,7 +57,8 @@ def keys_and_texts(samples: Samples[Any]) -> list[str]:
 def test_a_clip_is_kept_if_all_chunks_that_it_touches_are(scored_data: Path) -> None:
     samples = captioned_clips(scored_data, "motion > 0.5")
     begins = {samples.key(n) + f" {samples.span_s(n)[0]}" for n in range(len(samples))}
-    # The second and third of a touch a slow chunk; the chunks of c are slow or unknown but for the last.
+    # The second and third captions of a overlap a slow chunk. All chunks of c except the last are slow or have no
+    # score.
     assert begins == {
         "a_000000000 0.0",
         "b_000000000 0.0",
@@ -75,7 +77,7 @@ def test_captions_are_selected_by_their_own_fields(scored_data: Path) -> None:
     assert "9 of 9 chunks and 3 of 9 captions selected" in samples.describe()
     both = captioned_clips(scored_data, "motion > 0.5 and words >= 4")
     assert {both.text(n) for n in range(len(both))} == {"the middle of b", "the end of b"}
-    # Without likelihoods they are all unknown.
+    # Without a likelihood column, all likelihoods are null.
     assert len(captioned_clips(scored_data, "likelihood is null or likelihood > -1")) == 9
 
 
@@ -100,7 +102,7 @@ def test_whole_chunks_are_kept_by_their_own_scores(scored_data: Path) -> None:
 
 
 def test_the_expression_is_part_of_the_fingerprint(scored_data: Path, data_dir: Path) -> None:
-    # Both select the same clips.
+    # Both expressions select the same clips.
     first, other = (captioned_clips(scored_data, where).fingerprint for where in ("motion > 0.5", "motion > 0.6"))
     assert first != other
     assert captioned_clips(scored_data, None).fingerprint == captioned_clips(data_dir, None).fingerprint
@@ -136,7 +138,7 @@ def test_chunks_without_scores_are_counted(scored_data: Path, tmp_path: Path) ->
         captioned_clips(copy, "motion > 0.5")
     assert f"run prep status --data {copy} for the command" in str(error.value.hint)
     assert len(captioned_clips(copy, "begin_s < 3")) > 0
-    # A chunk whose scores could not be computed has unknown ones.
+    # The scores of a chunk that failed are null.
     directory = write_scores(copy, {**some, "b_000002000": {}, "b_000004000": {"motion": 1.0}}, failed=["b_000000000"])
     samples = captioned_clips(copy, "motion > 0.5")
     assert "7 of 9 chunks selected" in samples.describe()

@@ -1,4 +1,4 @@
-"""Sets of many samples: opened from merged tables, computed once per machine, and the same as ever."""
+"""Large sample sets: opened from merged tables and computed once per machine, with unchanged samples."""
 
 import errno
 import gc
@@ -59,7 +59,7 @@ OF_VIDEO = ("captions", "selected", "chunks")
 
 @pytest.fixture(scope="module")
 def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four videos in three shards that are not in the order of videos; two of the captions share a span."""
+    """Four videos in three shards, whose order is not the order of the videos; two of the captions share a span."""
     data = tmp_path_factory.mktemp("videos")
     for shard_id, names in enumerate(("db", "c", "a")):
         samples = [sample for name in names for sample in chunks_of(name, 30)]
@@ -77,7 +77,7 @@ def written_data(tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 @pytest.fixture
 def shared_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sets of any size are shared, through this folder."""
+    """Cache folder through which sets of any size are shared."""
     monkeypatch.setattr(node_cache, "MIN_ROWS", 0)
     monkeypatch.setattr(node_cache, "_chosen", tmp_path / "cache")
     return tmp_path / "cache"
@@ -95,11 +95,11 @@ def without_tables(data: Path) -> None:
 
 
 def first_batches(samples: Any) -> list[Any]:
-    """Fingerprint, description and the first batches of a set."""
+    """Return the fingerprint, description and first batches of a set."""
     contents = [samples.fingerprint, samples.describe(), samples.num_samples]
     for loaded in islice(samples.batches(position=0, max_failures=0), 5):
         values = {name: list(value) if name == "key" else np.asarray(value) for name, value in loaded.batch.items()}
-        values["time_s"] = np.nan_to_num(values["time_s"], nan=-1)  # of padding, which is not equal to itself
+        values["time_s"] = np.nan_to_num(values["time_s"], nan=-1)  # padding is NaN, which is not equal to itself
         contents.append({name: np.asarray(value).tolist() for name, value in values.items() if name != "input"})
     return contents
 
@@ -116,12 +116,12 @@ def test_a_set_is_the_same_from_tables_and_from_the_cache(
         with_tables(data)
         assert first_batches(OPEN[name](data)) == expected
         monkeypatch.setattr(node_cache, "MIN_ROWS", 0)
-        monkeypatch.setattr(node_cache, "SCRATCH_BYTES", 1)  # what is computed of captions is collected in files
+        monkeypatch.setattr(node_cache, "SCRATCH_BYTES", 1)  # caption results are collected in files
         assert first_batches(OPEN[name](data)) == expected
         assert list(shared_by_all.rglob("*"))
 
         def fail(*_: object, **__: object) -> None:
-            pytest.fail("another rank has computed this")
+            pytest.fail("another rank has already computed this")
 
         for module, function in (
             (chunks, "_open_chunks"),
@@ -210,7 +210,7 @@ def test_a_damaged_file_of_the_cache_is_made_again(shared_by_all: Path, damage: 
 def test_a_flipped_bit_is_noticed_and_the_table_made_again(
     videos: Path, shared_by_all: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In each tenth of the file, whether the damage is in numbers, texts or the structure."""
+    """The flipped bits, one in each tenth of the file, hit numbers, texts and the structure."""
     expected = first_batches(OPEN["captions"](videos))
     (path,) = shared_by_all.rglob("captions-*")
     whole = path.read_bytes()
@@ -271,7 +271,7 @@ def test_a_cache_that_cannot_be_written_costs_time_and_is_said(
     def raise_missing() -> None:
         raise FileNotFoundError(errno.ENOENT, "No such file", "an index")
 
-    with pytest.raises(FileNotFoundError, match="an index"):  # an error of the data, not of the cache
+    with pytest.raises(FileNotFoundError, match="an index"):  # a data error, not a cache error
         open_held(raise_missing, of=1)
 
 
@@ -280,11 +280,11 @@ def test_the_cache_keeps_what_was_used_last(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(node_cache, "_MAX_BYTES", 20_000)
     kept = [open_held(partial(np.full, 1000, number), of=number) for number in range(2)]
     time.sleep(0.02)
-    open_held(lambda: pytest.fail("it is there"), of=0)
+    open_held(lambda: pytest.fail("the value is cached"), of=0)
     open_held(lambda: np.full(1000, 2), of=2)
-    open_held(lambda: pytest.fail("it is there"), of=0)
-    assert open_held(lambda: np.full(1000, 9), of=1)[0] == 9, "the one that was used least recently is gone"
-    assert kept[1][0] == 1, "a process that maps it keeps it"
+    open_held(lambda: pytest.fail("the value is cached"), of=0)
+    assert open_held(lambda: np.full(1000, 9), of=1)[0] == 9, "the least recently used value must be deleted"
+    assert kept[1][0] == 1, "a process that maps a value keeps it"
 
 
 def test_ids_are_looked_up_once_not_shard_by_shard(videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +301,10 @@ def test_ids_are_looked_up_once_not_shard_by_shard(videos: Path, monkeypatch: py
 
 
 def leave_alone_what_stays() -> None:
-    """Free the maps of the sets of other tests; what stays is not looked at again, which takes a second each time."""
+    """Free the maps that other tests left, and freeze the other objects.
+
+    The garbage collector then does not visit them again, which takes a second each time.
+    """
     gc.collect()
     gc.freeze()
 
@@ -319,7 +322,7 @@ def test_indexes_beyond_the_limit_are_unmapped(videos: Path, monkeypatch: pytest
     gc.collect()
     maps = Path("/proc/self/maps").read_text().splitlines()
     mapped_splits = {line.split()[-1] for line in maps if str(videos) in line and line.endswith(".index.arrow")}
-    assert len(mapped_splits) <= 2, "the index in use, and the one before it until its last user is done"
+    assert len(mapped_splits) <= 2, "the index in use, and the previous one until its last user has finished"
 
 
 def test_tars_beyond_the_limit_are_mapped_when_needed(written_data: Written, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,10 +335,10 @@ def test_tars_beyond_the_limit_are_mapped_when_needed(written_data: Written, mon
 
     for name, expected_batches in expected.items():
         samples = OPEN[name](written_data.data_dir)
-        assert not num_mapped(), "opening maps no tar"
+        assert not num_mapped(), "opening must not map a tar"
         assert [first_batches(samples) for _ in range(3)] == [expected_batches] * 3
         gc.collect()
-        assert 0 < num_mapped() <= 2 and len(OPEN_MAPS) <= 2, "more only while a batch needs them"
+        assert 0 < num_mapped() <= 2 and len(OPEN_MAPS) <= 2, "more tars are mapped only while a batch needs them"
         del samples
         gc.collect()
 

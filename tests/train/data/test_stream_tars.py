@@ -1,4 +1,4 @@
-"""Tars that end too early, that hold less than they should, and runs that go on far behind the first epoch."""
+"""Tars that end too early or hold less than they should, and runs that resume many epochs later."""
 
 import json
 import signal
@@ -34,7 +34,7 @@ def payload() -> bytes:
 
 
 def write_tar(path: Path, payload: bytes, keys: list[str]) -> Path:
-    """A tar of one short video a key, with its key as its caption."""
+    """Write a tar with one short video per key, captioned with its key."""
     with wds.TarWriter(str(path)) as writer:
         for key in keys:
             writer.write({"__key__": key, "mp4": payload, "txt": key})
@@ -42,7 +42,7 @@ def write_tar(path: Path, payload: bytes, keys: list[str]) -> Path:
 
 
 def evaluate_stream(pattern: object) -> tuple[list[str], list[tuple[str, str]]]:
-    """Keys of the clips, and (key, detail) of the failures."""
+    """Return the keys of the clips, and (key, detail) of the failures."""
     batches = list(open_stream(pattern).evaluation_batches())
     failed = [(failure.key, failure.detail) for loaded in batches for failure in loaded.failed]
     return keys_of([loaded for loaded in batches if loaded.batch]), failed
@@ -50,7 +50,7 @@ def evaluate_stream(pattern: object) -> tuple[list[str], list[tuple[str, str]]]:
 
 @pytest.mark.parametrize("where", ["between two samples", "in a header", "in a payload", "a header is damaged"])
 def test_a_tar_that_breaks_off_is_named_wherever_it_does(tmp_path: Path, payload: bytes, where: str) -> None:
-    """Readers of tars take the first two, and the last, for its end."""
+    """Tar readers take the first two cases and the last one for the end of the tar."""
     path = write_tar(tmp_path / "0.tar", payload, ["a", "b", "c"])
     content = bytearray(path.read_bytes())
     with tarfile.open(path) as tar:
@@ -62,7 +62,7 @@ def test_a_tar_that_breaks_off_is_named_wherever_it_does(tmp_path: Path, payload
         del content[end.get(where, third.offset_data + 100) :]
     path.write_bytes(content)
     keys, failed = evaluate_stream(path)
-    assert keys in (["a", "b"], ["a"])  # webdataset keeps the sample before one that breaks off
+    assert keys in (["a", "b"], ["a"])  # webdataset keeps the sample before a truncated one
     [(key, detail)] = failed
     assert key == str(path) and "cannot be read after" in detail
 
@@ -102,7 +102,10 @@ def test_an_empty_caption_is_none(tmp_path: Path, payload: bytes) -> None:
 def test_a_stream_shows_the_frames_that_the_data_folder_shows(
     tmp_path: Path, rule: SamplingRule, num_clips: int
 ) -> None:
-    """Captions that lie in one chunk each, by way of the index and by way of a tar alone, in one view or several."""
+    """Reading a data folder and reading only its tar give the same frames, in one view or several.
+
+    Each caption lies in one chunk.
+    """
     captions = [Caption("v", 0.3, 1.9, "one"), Caption("v", 2.0, 3.95, "two"), Caption("v", 3.1, 3.15, "three")]
     chunks = chunks_of("v", 40)
     write_captions(tmp_path, {"v": "train"}, captions)
@@ -131,7 +134,7 @@ def test_a_stream_shows_the_frames_that_the_data_folder_shows(
 
 
 def test_strides_are_whole_frames_in_a_video_of_odd_length(tmp_path: Path) -> None:
-    """31 frames at 30 per second, of which the middle window of 25 begins exactly where a frame does."""
+    """The video has 31 frames at 30 per second. The middle window of 25 frames starts exactly on a frame boundary."""
     with wds.TarWriter(str(tmp_path / "0.tar")) as writer:
         writer.write({"__key__": "v", "mp4": encode_chunk(0, 31, fps=30, size_px=SIZE_PX), "txt": "x"})
     shape = replace(SHAPE, sampling=Sampling(num_frames=5, rule="stride", stride=5))
@@ -235,7 +238,7 @@ def test_a_killed_download_leaves_no_tar(tmp_path: Path, payload: bytes) -> None
     served.mkdir()
     write_tar(served / "0.tar", payload, ["a", "b", "c"])
     server = HttpFolder(served)
-    server.hanging.add("/0.tar")  # half of it comes, and then nothing more
+    server.hanging.add("/0.tar")  # the response stops after half of the bytes
     script = (
         "import sys; from pathlib import Path; from clipmill.train.data.remote import local_copy\n"
         "local_copy(sys.argv[1], cache=Path(sys.argv[2]))"
@@ -244,7 +247,7 @@ def test_a_killed_download_leaves_no_tar(tmp_path: Path, payload: bytes) -> None
     with subprocess.Popen([sys.executable, "-c", script, address, str(cache)]) as process:
         assert server.has_hung.wait(60)
         while process.poll() is None and not list(cache.glob("objects/*")):
-            time.sleep(0.01)  # it has been sent half, and makes its file
+            time.sleep(0.01)  # the process has received half of the tar and is creating its file
         process.send_signal(signal.SIGKILL)
     server.hanging.clear()
     left = [path.name for path in cache.glob("objects/*")]

@@ -1,4 +1,4 @@
-"""Tars from front to back: ours, and video2dataset's; order, ranks, resuming, and what is wrong with them."""
+"""Tars read sequentially, written by clipmill or video2dataset: order, ranks, resuming and faults."""
 
 import json
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def first(stream: VideoStream, num_batches: int, *, max_failures: int = 0) -> li
 
 
 def numbers(loaded: LoadedBatch) -> list[list[int]]:
-    """Frame numbers in the luma of each clip."""
+    """Return the frame numbers in the luma of each clip."""
     luma = loaded.batch["video"][:, :, : SIZE_PX**2].unflatten(-1, (SIZE_PX, SIZE_PX))
     return [[read_frame_number(picture) for picture in clip] for clip in luma.numpy()]
 
@@ -60,7 +60,7 @@ def keys_of(batches: list[LoadedBatch]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three tars of four samples as video2dataset writes them; sample n begins with frame 100 n."""
+    """Three tars of four samples as video2dataset writes them; sample n starts with frame 100 n."""
     folder = tmp_path_factory.mktemp("foreign")
     for tar in range(3):
         with wds.TarWriter(str(folder / f"{tar:05d}.tar")) as writer:
@@ -100,7 +100,7 @@ def test_a_foreign_tar_gives_whole_videos_with_their_captions(foreign: Path) -> 
 
 
 def test_our_tar_gives_the_parts_of_captions_that_lie_in_each_chunk(ours: Path) -> None:
-    """Caption two lies in two chunks of a second: 0.8 to 1 s in one, 1 to 1.4 s in the next."""
+    """The second caption spans two chunks of one second: 0.8 to 1 s in one, 1 to 1.4 s in the next."""
     stream = open_stream(ours)
     [batch] = stream.evaluation_batches()
     assert [stream.text(number) for number in range(4)] == ["one", "two", "two", "rest"]
@@ -196,7 +196,7 @@ def test_a_tar_that_comes_short_is_no_copy_and_a_named_failure(foreign_server: H
 
 
 def test_videos_of_variable_rate_show_the_frame_of_their_time(tmp_path: Path) -> None:
-    """Frames last 4, 4, 6, 2, 8, 3, 1, 4 quarters of a thirtieth of a second, by turns: 31 of them 127 quarters."""
+    """Frame durations cycle through 4, 4, 6, 2, 8, 3, 1 and 4 quarters of 1/30 s, so 31 frames last 127 quarters."""
     video = tmp_path / "v.mp4"
     FrameNumberVideo(
         num_frames=31, fps=Fraction(30), width=SIZE_PX, height=SIZE_PX, variable_rate=True, start_offset_s=1.0
@@ -205,5 +205,5 @@ def test_videos_of_variable_rate_show_the_frame_of_their_time(tmp_path: Path) ->
         writer.write({"__key__": "v", "mp4": video.read_bytes(), "txt": "x"})
     shape = replace(SHAPE, sampling=Sampling(num_frames=3))
     [batch] = open_stream(tmp_path / "0.tar", shape=shape).evaluation_batches()
-    # Quarters 21.2, 63.5 and 105.8; at a constant rate the first would be frame 5.
+    # The moments are at 21.2, 63.5 and 105.8 quarters. At a constant rate, the first one would show frame 5.
     assert numbers(batch) == [[4, 15, 26]]

@@ -1,4 +1,4 @@
-"""Truncated files in tars: each fails by name, whatever its container, and is never a shorter video."""
+"""Truncated files in tars: each fails with its name in every container format, and none is read as a shorter video."""
 
 import io
 import random
@@ -20,8 +20,8 @@ NUM_FRAMES = 40
 COPY = ("-c", "copy")
 MPEG2 = ("-c:v", "mpeg2video", "-r", "25")
 VP9 = ("-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", "8")
-LIVE_AVI = "live.avi"  # written to a pipe, where ffmpeg cannot go back to write sizes
-# Muxer, and options of ffmpeg.
+LIVE_AVI = "live.avi"  # written to a pipe, where ffmpeg cannot seek back to write sizes
+# Each value is the muxer, followed by ffmpeg options.
 COMPLETE = {
     "last.mp4": ("mp4", *COPY),
     "first.mov": ("mov", *COPY, "-movflags", "+faststart"),

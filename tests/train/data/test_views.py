@@ -1,4 +1,4 @@
-"""Several looks at a clip in an evaluation: which moments, which squares, in which order."""
+"""Several views of a clip in an evaluation: their moments, their crops and their order."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_one_look_is_in_the_middle_whatever_the_rule() -> None:
 
 def test_looks_with_a_stride_reach_from_the_begin_of_the_span_to_its_end() -> None:
     assert frames("stride", 3) == [[0, 8, 16, 24], [134, 142, 150, 158], [268, 276, 284, 292]]
-    # In a span shorter than the window all looks are the same.
+    # In a span shorter than the window, all views are the same.
     assert len({tuple(sample_frames) for sample_frames in frames("stride", 3, end_us=900_000)}) == 1
 
 
@@ -81,10 +81,11 @@ def test_the_frames_of_all_views_come_one_view_after_another(data_dir: Path) -> 
     sampling = Sampling(num_frames=2)
     shape = ClipShape(sampling=sampling, size_px=64, min_crop_area=1.0, views=Views(num_clips=3, num_crops=2))
     samples = open_set(data_dir, shape=shape)
-    # Frames 30 to 54 at 10 a second in halves of 12.5: looks at 1/6, 3/6 and 5/6 of each, every one as two squares.
+    # The clip has frames 30 to 54 at 10 per second, in two segments of 12.5 frames. The views lie at 1/6, 3/6 and 5/6
+    # of each segment, and each view has two square crops.
     times = [3.0 + 1.25 * half + 1.25 * (2 * view + 1) / 6 for view in range(3) for _ in range(2) for half in range(2)]
     assert numbers(samples, 2) == [int(10 * time + 1e-9) for time in times]
-    assert len(load(open_set(data_dir, shape=shape), 2, seed=5)["video"]) == 2  # training looks once
+    assert len(load(open_set(data_dir, shape=shape), 2, seed=5)["video"]) == 2  # training shows one view
 
 
 def test_crops_of_a_wide_picture_are_its_parts() -> None:

@@ -1,4 +1,4 @@
-"""Views of one moment: clips of several cameras show the same moments, and towers take them by their mean or tokens."""
+"""Clips from several cameras: their views show the same moments, and towers use their mean or all their tokens."""
 
 import dataclasses
 from fractions import Fraction
@@ -23,7 +23,7 @@ from tests.train.running import train
 from tests.train.tiny_data import Caption, encode_chunk, video_sample, write_captions, write_shard
 
 FPS = {"top": Fraction(10), "wrist": Fraction(20)}
-# Begins of the episodes in the files of the cameras, and their ends: wrist recorded less of the second one.
+# Start and end of each episode in the file of each camera. The wrist camera recorded less of the second episode.
 SPANS = {"top": [(0.0, 1.5), (1.5, 3.0)], "wrist": [(0.5, 2.0), (2.0, 3.0)]}
 SIZE_PX = 64
 VIEWS = ("top", "wrist")
@@ -43,7 +43,7 @@ def captions_of(spans: dict[str, list[tuple[float, float]]]) -> list[Caption]:
 @pytest.fixture(scope="module")
 def robot(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data_dir = tmp_path_factory.mktemp("robot")
-    # The numbers of the cameras' frames differ, so that they cannot be confused.
+    # The frame numbers of the cameras do not overlap, so frames cannot be confused.
     chunks = [("top", 100, 30), ("wrist", 200, 80), ("alone", 0, 30)]
     samples = [
         video_sample(name, 0, encode_chunk(first, count, fps=FPS.get(name, Fraction(10))), fps=FPS.get(name, 10))
@@ -81,7 +81,8 @@ def test_views_show_the_same_moments(robot: Path, sampling: str, shuffle: bool) 
         for row, text in enumerate(batch["caption"]):
             episode = int(text[-1])
             offsets = [time_s[row, at] - SPANS[view][episode][0] for at, view in enumerate(VIEWS)]
-            # The moment lies in the frame of the slower camera, and the other one shows its frame at that moment.
+            # The moment lies within the frame of the slower camera, and the other camera shows its frame at that
+            # moment.
             assert (offsets[1] > offsets[0] - 0.05 - 1e-9).all() and (offsets[1] < offsets[0] + 0.1 - 1e-9).all()
             assert batch["begin_s"][row] == SPANS["top"][episode][0]
             assert offsets[0].min() >= 0 and offsets[0].max() < 1.5 and offsets[1].max() < (1.5, 1.0)[episode]
@@ -190,7 +191,7 @@ def test_views_that_do_not_fit_are_refused(robot: Path, changes: dict[str, Any],
 
 
 def tower_of(rule: str, **settings: Any) -> tuple[VideoViT, VideoViT]:
-    """A tower of two views, and the tower of one view with the same weights."""
+    """Return a tower for two views, and a tower for one view with the same weights."""
     towers = Towers(views=rule, width=32, heads=2, depth=2, patch_px=16, temporal="random", **settings)  # type: ignore[arg-type]
     size = size_of("tiny", towers).video
     torch.manual_seed(0)
@@ -212,7 +213,7 @@ def test_a_tower_takes_the_mean_of_views_or_all_of_their_tokens() -> None:
     assert torch.equal(several(clips_BVCTHW[:, 0]), views[0])
     several, single = tower_of("concat")
     assert several.state_dict().keys() - single.state_dict().keys() == {"view_embedding"}
-    # By hand: the tokens of both views, one after another, through the blocks.
+    # Pass the concatenated tokens of both views through the blocks.
     tokens = torch.cat([single.embed(clips_BVCTHW[:, view]) for view in range(2)], dim=1)
     expected = single.finish(single.transformer(tokens))
     assert torch.allclose(several.tokens(clips_BVCTHW), expected, atol=1e-6)
