@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def parts_of(names: Collection[str], *, seed: int, workspace: Workspace) -> dict[str, Subjects]:
-    """Return the subjects of some parts."""
+    """Return the subjects of the selected parts."""
     subjects_by_part: dict[str, Subjects] = {}
     for name in names:
         for module in PARTS[name]:

@@ -1,8 +1,8 @@
-"""Answers of a server to `prep captions` in random order: complete and cut off, refusals, errors, and no answers.
+"""Random server responses to `prep captions`: complete and truncated answers, refusals, errors and dropped connections.
 
-An answer that counts is stored as it was sent, and becomes the caption of its chunk; no other text does. A chunk with
-such an answer is never asked about again. After every run the data folder is valid, and a run in which the server
-answers completes it.
+A complete answer is stored exactly as the server sent it and becomes the caption of its chunk; no other text does. The
+command never asks about such a chunk again. After every run the data folder is valid. A run against a working server
+completes it.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ from tests.torture.commands import Ran
 from tests.torture.workspace import Workspace, copy
 
 PART = "answers"
-_NUM_CASES = 60  # of each subject
-_NUM_RUNS = 3  # in which the server does as it likes; then it answers
+_NUM_CASES = 60  # cases per subject
+_NUM_RUNS = 3  # runs against the faulty server, before one against a working server
 _KEYS = ("", "EMPTY", "x", "stub", "sk-0123456789abcdef")
 _TEXTS = (
     "EMPTY street, a man",
@@ -47,7 +47,7 @@ _STATUSES = {"passing": (429, 500, 502, 503, 408), "all": (402, 403, 401, 404), 
 
 
 def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
-    """Return the cases of each mixture of answers, which are drawn from `seed`."""
+    """Return the cases for each mixture of responses, which are drawn from `seed`."""
     return {name: partial(_cases, seed, workspace, name) for name in _MIXTURES}
 
 
@@ -59,13 +59,13 @@ def _cases(seed: int, workspace: Workspace, mixture: str) -> Iterator[Case]:
 
 @dataclass
 class _Script:
-    """A server's answers, drawn, and the texts that it has sent about each chunk.
+    """Server whose responses are drawn at random, with the texts that it has sent about each chunk.
 
     Attributes:
         kinds: Names of `_KINDS` to draw from.
-        texts: Texts of the answers that count, by chunk.
-        again: Chunks that were asked about although there was such an answer.
-        doubtful: Texts of answers that may count or not.
+        texts: Texts of the valid answers, by chunk.
+        again: Chunks that were requested although they already had a valid answer.
+        doubtful: Texts of answers that the command may accept or reject.
     """
 
     random: Random
@@ -77,7 +77,7 @@ class _Script:
     _num_sent: int = 0
 
     def reply(self, request: Request, _: int) -> Reply:
-        """Draw an answer."""
+        """Draw a response."""
         chunk = hashlib.sha256(b"".join(picture.tobytes() for picture in request.pictures)).hexdigest()
         with self._lock:
             self._num_sent += 1
@@ -92,7 +92,7 @@ class _Script:
             return reply
 
 
-_Drawn = tuple[bool | None, Reply]  # whether it counts; None if a server that sends this may mean either
+_Drawn = tuple[bool | None, Reply]  # whether the answer is valid; None if both readings are allowed
 
 
 def _complete(random: Random, text: str, request: Request) -> _Drawn:
@@ -104,7 +104,7 @@ def _answer_incompletely(random: Random, text: str, request: Request) -> _Drawn:
 
 
 def _counts(random: Random, text: str, request: Request) -> _Drawn:
-    """Draw an answer whose numbers of tokens are none."""
+    """Draw a valid answer whose token counts are not numbers."""
     usage = {name: random.choice(_USAGES) for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
     return True, completion(text, request, usage=random.choice((usage, None, [], "many")))
 
@@ -114,7 +114,7 @@ def _no_text(random: Random, _: str, request: Request) -> _Drawn:
 
 
 def _surrogate(random: Random, text: str, request: Request) -> _Drawn:
-    """Draw an answer with a lone surrogate beside the text, which JSON may contain and no file can."""
+    """Draw an answer with a lone surrogate outside the text. JSON may contain one; a file cannot."""
     if random.random() < 0.5:
         return None, completion(text, request, finish_reason="\ud800")
     return False, completion(text, request, refusal="no \udfff")
@@ -181,7 +181,7 @@ def _try(workspace: Workspace, mixture: str, folder: Path, *, seed: str) -> None
     key = random.choice(_KEYS)
     environment = {"OPENAI_API_KEY": key} if key else {}
     retries = random.choice((0, 0, 1))
-    # Texts that would be hidden if they were keys are captions too.
+    # Some texts look like API keys that the command would mask, but they are valid captions.
     asked = ("--frames", 1, "--size", 32, "--in-flight", random.choice((1, 3)), "--retries", retries, "--timeout", 20)
     with run_server(script.reply) as server:
         command = ("captions", "--endpoint", server.address, "--model", MODEL, *asked, *bases.ENGINE)
@@ -190,7 +190,7 @@ def _try(workspace: Workspace, mixture: str, folder: Path, *, seed: str) -> None
                 script.kinds = ("complete",)
             ran = _prep(workspace, folder, environment, *_next(random, folder, command, number))
             _require_as_sent(folder, script, ran)
-        # What a run before has declared refused or cut off is asked about again by `prep retry`.
+        # `prep retry` asks again about chunks whose answers were refused or truncated in an earlier run.
         ran = _prep(workspace, folder, environment, *command)
         ran = _prep(workspace, folder, environment, "retry", "--column", "captions", *bases.ENGINE)
         _require_as_sent(folder, script, ran)
@@ -203,7 +203,7 @@ def _try(workspace: Workspace, mixture: str, folder: Path, *, seed: str) -> None
 
 
 def _next(random: Random, folder: Path, command: tuple[object, ...], number: int) -> tuple[object, ...]:
-    """Return the next command: the same one, or the retry of failures."""
+    """Return the next command: the same command again, or a retry of the failures."""
     is_begun = any(folder.glob("data/captions/*/commits/[0-9]*.json"))
     if number and is_begun and random.random() < 0.3:
         return ("retry", "--column", "captions", *bases.ENGINE)
@@ -217,7 +217,7 @@ def _prep(workspace: Workspace, folder: Path, environment: dict[str, str], *argu
 
 
 def _captions(folder: Path) -> dict[str, str]:
-    """Return the captions of the column by the key of their chunk; none before its first run."""
+    """Return the captions of the column by the key of their chunk, or an empty dict before its first run."""
     if not any(folder.glob("data/captions/*/commits/[0-9]*.json")):
         return {}
     variant = next(path for path in folder.glob("data/captions/*") if path.is_dir())
@@ -226,7 +226,7 @@ def _captions(folder: Path) -> dict[str, str]:
 
 
 def _require_as_sent(folder: Path, script: _Script, ran: Ran) -> None:
-    """Check that captions are answers that count, stored as they were sent, and that none was asked for twice."""
+    """Check that captions are valid answers, stored exactly as sent, and that no answered chunk was requested again."""
     if script.again:
         raise Broken(f"{len(script.again)} questions were asked although there was an answer: {ran.described()}")
     sent = {text for texts in script.texts.values() for text in texts}

@@ -22,7 +22,7 @@ CHUNK = ("chunk", "--len", "500ms", "--preset", "ultrafast", "--short-side", 32)
 SHOTS = (*CHUNK, "--cut", "shots")
 LATENTS = ("latents", "--vae", "tiny", "--size", 32, "--num-gpus", 0)
 TEXT = ("text", "--clip", "tiny", "--num-gpus", 0)
-# Without a text tower, whose token embedding would add 90 MB to each checkpoint.
+# Train without a text tower: its token embedding would add 90 MB to each checkpoint.
 TRAIN = (
     *("dual-encoder", "--model", "tiny", "--num-frames", 2, "--size-px", 32, "--batch", 2, "--warmup-steps", 1),
     *(
@@ -45,7 +45,7 @@ _LATER_CAPTIONS = (*_CAPTIONS[:1], ("a", "another", 1, 2, "train"), ("c", "four"
 
 
 def video_latents(workspace: Workspace) -> tuple[object, ...]:
-    """Return the arguments of `prep latents` with a VAE of videos: a segment per chunk, ending in the next chunk."""
+    """Return the arguments of `prep latents` for a video VAE: one segment per chunk, overlapping the next chunk."""
 
     def save(folder: Path) -> None:
         from tests.prep.latents.video_vaes import save_model
@@ -65,7 +65,7 @@ def prep(workspace: Workspace, folder: Path, *arguments: object, status: int = 0
 
 
 def videos(workspace: Workspace) -> Path:
-    """Create `first`: videos a and b of 2 and 1 s with captions; and `later`: a and c with other captions."""
+    """Create `first`: videos a and b of 2 s and 1 s with captions; and `later`: a and c with different captions."""
     return workspace.made("videos", _write_videos)
 
 
@@ -91,13 +91,13 @@ def manifest_arguments(workspace: Workspace, *, which: str = "first") -> tuple[o
 
 
 def captions_arguments(workspace: Workspace) -> tuple[object, ...]:
-    """Return the arguments of `prep manifest captions` for captions of a further source."""
+    """Return the arguments of `prep manifest captions` for captions from an additional source."""
     return ("manifest", "captions", videos(workspace) / "further.csv", "--source", "model")
 
 
 @cache
 def vlm_arguments() -> tuple[object, ...]:
-    """Return the arguments of `prep captions`, by a server that runs as long as this process; its answers are short."""
+    """Return the arguments of `prep captions` for a server with short answers, which runs until this process exits."""
     server = Server()
     server.begin()
     asked = ("--frames", 1, "--size", 32, "--in-flight", 1, "--retries", 0)
@@ -105,29 +105,29 @@ def vlm_arguments() -> tuple[object, ...]:
 
 
 def with_manifest(workspace: Workspace) -> Path:
-    """A data folder with a manifest only."""
+    """Create a data folder that holds only a manifest."""
     return workspace.made("manifest", lambda folder: _then(workspace, folder, *manifest_arguments(workspace)))
 
 
 def with_chunks(workspace: Workspace) -> Path:
-    """As `with_manifest`, with chunks: six in two shards."""
+    """Create a data folder with a manifest and six chunks in two shards."""
     return workspace.made("chunks", lambda folder: _then(workspace, folder, *CHUNK, *ENGINE, after=with_manifest))
 
 
 def with_mjpeg(workspace: Workspace) -> Path:
-    """As `with_chunks`, in MJPEG."""
+    """Create a data folder with a manifest and six MJPEG chunks in two shards."""
     chunk = ("chunk", "--len", "500ms", "--recipe", "fast", "--short-side", 32)
     return workspace.made("mjpeg", lambda folder: _then(workspace, folder, *chunk, *ENGINE, after=with_manifest))
 
 
 def with_other_part(workspace: Workspace) -> Path:
-    """As `with_manifest`, with the second of two parts of the chunks."""
+    """Create a data folder with a manifest, and the chunks of the second of two parts."""
     part = (*CHUNK, *ENGINE, "--part", "2/2")
     return workspace.made("other-part", lambda folder: _then(workspace, folder, *part, after=with_manifest))
 
 
 def with_scores(workspace: Workspace) -> Path:
-    """Captions of two sources, chunks cut at shots, and their scores."""
+    """Create a data folder with captions from two sources, chunks cut at shots, and scores of the chunks."""
 
     def make(folder: Path) -> None:
         _then(workspace, folder, *captions_arguments(workspace), after=with_manifest)
@@ -138,7 +138,7 @@ def with_scores(workspace: Workspace) -> Path:
 
 
 def with_page_folder(workspace: Workspace) -> Path:
-    """As `with_chunks`, with an empty folder for a page."""
+    """Create a data folder with chunks, and an empty folder for a page."""
 
     def make(folder: Path) -> None:
         copy(with_chunks(workspace), folder)
@@ -148,7 +148,7 @@ def with_page_folder(workspace: Workspace) -> Path:
 
 
 def with_columns(workspace: Workspace) -> Path:
-    """As `with_chunks`, with latents and text."""
+    """Create a data folder with chunks, latents and text."""
 
     def make(folder: Path) -> None:
         _then(workspace, folder, *LATENTS, *ENGINE, after=with_chunks)
@@ -158,7 +158,7 @@ def with_columns(workspace: Workspace) -> Path:
 
 
 def with_run(workspace: Workspace) -> Path:
-    """All columns, and a dual encoder trained on them in `run`."""
+    """Create a data folder with all columns, and train a dual encoder on them in `run`."""
 
     def make(folder: Path) -> None:
         copy(with_columns(workspace), folder)
@@ -177,7 +177,7 @@ def _then(workspace: Workspace, folder: Path, *arguments: object, after: object 
 
 
 def with_later_manifest(workspace: Workspace) -> Path:
-    """Chunks and columns of the first videos, with the manifest of the later ones."""
+    """Create the chunks and columns of the first videos, then replace the manifest with the one of the later videos."""
 
     def make(folder: Path) -> None:
         _then(workspace, folder, *manifest_arguments(workspace, which="later"), after=with_columns)
@@ -186,7 +186,7 @@ def with_later_manifest(workspace: Workspace) -> Path:
 
 
 def with_garbage(workspace: Workspace) -> Path:
-    """Two variants of chunks and of latents, with the remains of killed commands."""
+    """Create two variants of chunks and of latents, with leftovers of killed commands."""
 
     def make(folder: Path) -> None:
         copy(with_columns(workspace), folder)
@@ -205,9 +205,9 @@ def with_garbage(workspace: Workspace) -> Path:
 
 
 def with_failure(workspace: Workspace) -> Path:
-    """Chunks of two videos, one of which could not be decoded then and is intact now: `prep retry` encodes it.
+    """Create chunks of two videos, one of which fails to decode at first; `prep retry` encodes it later.
 
-    The file keeps its size and modification time, as on a disk with a temporary failure.
+    The intact file has the size and modification time of the undecodable one, as after a temporary disk failure.
     """
 
     def make(folder: Path) -> None:

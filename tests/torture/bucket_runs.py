@@ -1,14 +1,14 @@
-"""Trainings whose run is in a bucket, disturbed at one of their requests; then the same command continues the run.
+"""Training runs in a bucket, disturbed at one of their requests; then the same command continues the run.
 
 - `kill`: the request is dropped, and the command is killed;
-- `frozen`: it is dropped and the command stopped until a successor on another machine has finished; it must change
-  nothing afterwards. `late`: the server gets the request only then;
-- `refuse`, `refuse-all`: the request, or this and all later ones, are answered with 403;
-- `lost`: the server does the work, and its answer is lost; `away`: the server has errors for two seconds.
+- `frozen`: the request is dropped and the command is stopped until a successor on another machine has finished; then
+  the command must not change anything. `late`: the server gets the request only then;
+- `refuse`, `refuse-all`: the server answers the request, or this and all later requests, with 403;
+- `lost`: the server executes the request, but its response is lost; `away`: the server returns errors for two seconds.
 
-After each, every checkpoint that has its record has all of its parts, except for a record that arrives late, which
-readers ignore and the next command removes. In the end the run has the weights and losses of an undisturbed one, and
-no other parts.
+After each fault, every checkpoint that has a record has all of its parts. The exception is a record that arrives late:
+readers ignore it, and the next command removes it. At the end the run has the weights and losses of an undisturbed run,
+and no other parts.
 """
 
 import hashlib
@@ -67,7 +67,7 @@ def _cases_of(seed: int, workspace: Workspace) -> Iterator[Case]:
 
 
 def _points_of(requests: tuple[tuple[str, str], ...]) -> list[str]:
-    """Return the requests below the run, `METHOD:key#n`, between the first and the last writing of its lock."""
+    """Return the requests for objects of the run, `METHOD:key#n`, between the first and the last write of its lock."""
     counts: dict[str, int] = {}
     points = []
     for method, path in requests:
@@ -75,7 +75,7 @@ def _points_of(requests: tuple[tuple[str, str], ...]) -> list[str]:
         counts[name] = counts.get(name, 0) + 1
         points.append(f"{name}#{counts[name]}")
     locks = [number for number, point in enumerate(points) if point.startswith(f"PUT:/run/{LOCK}")]
-    inside = points[locks[2] : locks[-1]]  # the first two are of the creation
+    inside = points[locks[2] : locks[-1]]  # the first two writes create the lock
     return [point for point in inside if not point.partition("#")[0].endswith(LOCK) and "?" not in point]
 
 
@@ -106,7 +106,7 @@ class _Trial:
             self.objects: Objects = open_objects(self.address)
 
     def run(self, machine: str, *, is_direct: bool = False) -> Ran:
-        """Begin or continue the run on a machine, through the proxy or directly."""
+        """Start or continue the run on a machine, through the proxy or directly."""
         environment = self._server.environment(endpoint=None if is_direct else self.proxy.endpoint)
         environment |= {"CLIPMILL_SHORT_LEASES": "1", "PYTHONPATH": f"{SHORT_LEASES}{os.pathsep}{ROOT}"}
         data = bases.with_columns(self._workspace) / "data"
@@ -129,7 +129,7 @@ class _Trial:
         return os.getsid(int(json.loads(self.objects.read(LOCK))["process"]))
 
     def contents(self) -> dict[str, bytes]:
-        """Return all objects but the lock."""
+        """Return all objects except the lock."""
         return {info.key: self.objects.read(info.key) for info in self.objects.list() if info.key != LOCK}
 
     def require_whole(self) -> dict[str, bytes]:
@@ -144,7 +144,7 @@ class _Trial:
         return contents
 
     def require_same(self) -> None:
-        """Check that the run is complete, and has the parts and losses of an undisturbed run on a disk."""
+        """Check that the run is complete, with the same parts and losses as an undisturbed run on a local disk."""
         contents, whole = self.require_whole(), bases.with_run(self._workspace) / "run"
         result = {_RANDOM.sub("0", key): content for key, content in contents.items() if "/__" in key}
         parts = {path.relative_to(whole).as_posix(): path.read_bytes() for path in whole.rglob("__*")}

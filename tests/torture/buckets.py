@@ -1,14 +1,14 @@
-"""Writers of a bucket that are frozen or cut off from it at each of their requests, until a successor has finished.
+"""Commands that write to a bucket, frozen or cut off at each of their requests until a successor has finished.
 
 A command runs through a proxy. At one request it is
 
-- `frozen`: the request is dropped, and all its processes are stopped (SIGSTOP);
-- `cut-off`: this request and all later ones get no answer, while its processes go on;
-- `late`: it is frozen, and the server gets the request after the successor has finished.
+- `frozen`: the request is dropped, and all processes of the command are stopped (SIGSTOP);
+- `cut-off`: this request and all later ones get no response, while the processes keep running;
+- `late`: the command is frozen, and the server gets the request after the successor has finished.
 
-Its lease expires, and another command takes it over and finishes. Then the first one goes on: it must change nothing of
-what its successor has left, and must not end with success unless its work was done. Leases expire in seconds here
-(`short_leases`).
+The lease of the command expires, and a successor takes it over and finishes. Then the first command continues. It must
+not change anything that its successor wrote, and it must not exit with success unless its work was already done. Leases
+expire within seconds here (`short_leases`).
 """
 
 import atexit
@@ -41,7 +41,7 @@ from tests.torture.workspace import Workspace
 
 PART = "buckets"
 SHORT_LEASES = Path(__file__).parent / "short_leases"
-_SIGNED = "&X-Amz-*"  # in names: times and signatures differ from run to run
+_SIGNED = "&X-Amz-*"  # in the names of requests: times and signatures differ between runs
 CHANGING = ("PUT", "POST", "DELETE")
 _OWN_END = re.compile(r"\.lock$|\.tmp-")
 _LIMIT_S = 120.0
@@ -50,12 +50,14 @@ _lock, _starting = threading.Lock(), threading.Lock()
 
 @dataclass(frozen=True)
 class Subject:
-    """A command, and its successor.
+    """Command and its successor.
 
     Attributes:
-        base: makes the data folder that both begin with.
-        faults: see the module; "late" only if the successor is the same command, which makes the same objects.
-        column_lock: name of the lock that both take.
+        base: Function that creates the data folder that both commands start from.
+        faults: Kinds of faults; see the module. "late" requires that the successor is the same command, because it then
+            creates
+            the same objects.
+        column_lock: Name of the lock that both commands take.
     """
 
     name: str
@@ -84,17 +86,17 @@ SUBJECTS = (
 
 @dataclass(frozen=True)
 class Point:
-    """A request of a command: `METHOD:key#n`, the n-th one of this method and key; `*` is a random part of the key.
+    """Request of a command: `METHOD:key#n`, the n-th one of this method and key; `*` is a random part of the key.
 
     Attributes:
-        is_last: whether nothing follows but the end of temporary objects and of the lock.
+        is_last: True if only the deletion of temporary objects and of the lock follows.
     """
 
     name: str
     is_last: bool
 
     def fault(self, kind: str) -> Fault:
-        """Return what happens to the request."""
+        """Return the fault that happens at this request."""
         match = re.fullmatch(r"(\w+):(.*)#(\d+)", self.name, re.DOTALL)
         assert match is not None
         path = re.escape(match[2]).replace(re.escape(_SIGNED), "&X-Amz-.*").replace(re.escape("*"), "[0-9a-f]{12}")
@@ -138,7 +140,7 @@ def points_of(requests: Sequence[tuple[str, str]], column_lock: str) -> list[Poi
         number for number, (method, key) in enumerate(named) if method == "PUT" and key.endswith(f"/{column_lock}")
     ]
     changes = [number for number, (method, key) in enumerate(named) if method in CHANGING and not _OWN_END.search(key)]
-    # The end of a command deletes its token; a command that writes nothing is there to delete.
+    # At its end, a command deletes its token. A command that writes nothing exists to delete objects.
     written = [number for number in changes if named[number][0] == "PUT"]
     last = max(written or changes)
     counts: Counter[str] = Counter()
@@ -165,7 +167,7 @@ class _Trial:
             upload(subject.base(workspace) / "data", self.address)
 
     def run(self, arguments: Callable[[Workspace], Sequence[object]], name: str, *, port: int | None = None) -> Ran:
-        """Run a command of another machine, through the proxy at a port or directly."""
+        """Run a command as if on another machine, through the proxy at a port or directly."""
         endpoint = None if port is None else f"http://127.0.0.1:{port}"
         environment = self._server.environment(endpoint=endpoint)
         environment |= {"CLIPMILL_SHORT_LEASES": "1", "PYTHONPATH": f"{SHORT_LEASES}{os.pathsep}{ROOT}"}
@@ -174,7 +176,7 @@ class _Trial:
         return commands.run("prep", words, scratch=self._folder / name, environment=environment)
 
     def contents(self) -> dict[str, str]:
-        """Return what is in the bucket, without locks and temporary objects, which the next command removes."""
+        """Return the contents of the bucket without locks and temporary objects, which the next command removes."""
         with leading_to(self._server):
             contents = contents_of(self.address)
         return {key: digest for key, digest in contents.items() if "/.tmp-" not in f"/{key}"}
@@ -217,7 +219,7 @@ def _try(subject: Subject, workspace: Workspace, point: Point, fault: str, folde
 
 
 def _run_successor(trial: _Trial, subject: Subject) -> dict[str, str]:
-    """Run the successor as soon as the lease has expired; return the contents that it leaves."""
+    """Run the successor as soon as the lease has expired; return the contents of the bucket afterwards."""
     end_s = time.monotonic() + _LIMIT_S
     while True:
         time.sleep(EXPIRY_S)
@@ -242,8 +244,8 @@ def _session_of(process: int) -> int | None:
 
 
 def shared_server() -> S3Server:
-    """Return the server of all cases, which ends with this process."""
-    with _starting:  # two cases may ask for it at once
+    """Return the server that all cases share; it stops when this process exits."""
+    with _starting:  # two cases may request it at once
         return _start_server()
 
 
@@ -255,7 +257,7 @@ def _start_server() -> S3Server:
 
 
 def leading_to(server: S3Server) -> ExitStack:
-    """Context manager during which clients of this process find the server."""
+    """Return a context manager during which clients in this process use the server."""
     stack = ExitStack()
     stack.enter_context(_lock)
     stack.enter_context(patch.dict(os.environ, server.environment()))

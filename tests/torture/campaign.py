@@ -1,4 +1,4 @@
-"""Runs cases, two at a time, until all are done or the time is up, and collects the outcomes."""
+"""Campaign runner: runs cases, two at a time, until all are done or the time is up, and collects the outcomes."""
 
 import math
 import shutil
@@ -16,13 +16,13 @@ from tests.torture.cases import Broken, Case, taken_in_turns
 from tests.torture.workspace import Workspace
 
 NUM_AT_ONCE = 2
-# Subject -> its cases, in the order of execution. The cases are drawn only when the subject's turn comes.
+# Map from a subject to its cases, in the order of execution. The cases are drawn only when the subject's turn comes.
 Subjects = dict[str, Callable[[], Iterator[Case]]]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a case; `reason` is None if it passed."""
+    """Outcome of a case; `reason` is None if the case passed."""
 
     seed: int
     case: Case
@@ -32,7 +32,7 @@ class Outcome:
 
 @dataclass
 class Result:
-    """The outcomes of a campaign."""
+    """Outcomes of a campaign."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     num_left: int = 0
@@ -56,12 +56,12 @@ def run_campaign(
     """Run one case of each part and subject in turn.
 
     Args:
-        seed: that the cases are drawn from.
-        seconds: time after which no more cases are started.
-        only: name of the case to run, or a common prefix of several names.
-        keeps: keep the folders of failed cases.
-        num_cases: maximum number of cases of a part; all of the parts that are not given.
-        say: callback for the progress lines.
+        seed: Seed from which the cases are drawn.
+        seconds: Time after which no more cases are started.
+        only: Name of the case to run, or a common prefix of several names.
+        keeps: True to keep the folders of failed cases.
+        num_cases: Maximum number of cases per part; parts that are not listed run all of their cases.
+        say: Callback for the progress lines.
     """
     deadline_s = time.monotonic() + seconds
     result, lock = Result(), threading.Lock()
@@ -98,7 +98,10 @@ def run_campaign(
 def _list_cases(
     parts: dict[str, Subjects], *, seed: int, only: str | None
 ) -> tuple[list[list[list[Case]]], list[Outcome]]:
-    """List the cases of each part and subject. A subject that fails even without faults is returned as a failure."""
+    """List the cases of each part and subject.
+
+    A subject that fails even without faults is returned as a failure.
+    """
     broken: list[Outcome] = []
 
     def cases_of(part: str, subject: str, draw: Callable[[], Iterator[Case]]) -> list[Case]:
@@ -128,7 +131,7 @@ def _list_cases(
 
 
 def _try(case: Case, folder: Path, *, keeps: bool) -> tuple[str | None, float]:
-    """Run a case; return why it failed, or None, and the seconds that it took."""
+    """Run a case; return the reason of its failure (None if it passed) and its duration in seconds."""
     folder.mkdir(parents=True)
     begin_s, reason = time.monotonic(), None
     try:

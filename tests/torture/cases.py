@@ -1,4 +1,4 @@
-"""A case: one fault, and the invariants that must hold nevertheless."""
+"""Test case of the campaign: one fault, and the invariants that must hold nevertheless."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Broken(Exception):
-    """An invariant is violated; the message says what was found, and in which file or output."""
+    """Violation of an invariant; the message states the observation, and the file or output concerned."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Case:
     """One fault injection.
 
     Attributes:
-        name: `part/subject/...`: unique, readable, and the same whenever the case is drawn again.
-        fault: kind of fault, in one word; a column of the table of counts.
-        run: runs the case in an empty folder; raises `Broken` if an invariant is violated.
+        name: Unique, readable name `part/subject/...`, which stays the same whenever the case is drawn again.
+        fault: Kind of fault in one word; a column of the table of counts.
+        run: Function that runs the case in an empty folder and raises `Broken` if an invariant is violated.
     """
 
     name: str
@@ -37,10 +37,10 @@ class Case:
 
 
 def draw(things: list[T], *, seed: str, kinds: Sequence[Callable[[T], str]]) -> Iterator[T]:
-    """Yield all of `things` in a random order determined by `seed`, in which rare kinds come as early as frequent ones.
+    """Yield all of `things` in a random order determined by `seed`, with rare kinds as early as frequent ones.
 
     Args:
-        kinds: functions that return the kind of a thing, its kind within that kind, and so on.
+        kinds: Functions that return the kind of a thing, the kind of that thing within its kind, and so on.
     """
     yield from _in_turns(things, Random(seed), list(kinds))
 

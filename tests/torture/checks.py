@@ -1,4 +1,4 @@
-"""Invariants after a command, whatever fault was injected; each check raises `Broken`."""
+"""Invariants that hold after a command, whatever fault was injected; each check raises `Broken`."""
 
 import hashlib
 from collections.abc import Collection, Mapping
@@ -17,7 +17,10 @@ EXIT_CODES = frozenset({0, 1, 2, 3, 130, 143})
 
 
 def ended_well(ran: Ran, *, status: int | Collection[int] = EXIT_CODES) -> Ran:
-    """Check for no traceback, and for an exit status in `status`; signals are allowed only if given explicitly."""
+    """Check that a command printed no traceback and exited with a status in `status`.
+
+    A signal is allowed only if its negative number is in `status`.
+    """
     allowed = {status} if isinstance(status, int) else status
     if "Traceback (most recent call last)" in ran.output:
         raise Broken(f"a traceback: {ran.described()}")
@@ -43,7 +46,7 @@ def same_contents(actual: Mapping[str, str], expected: Mapping[str, str]) -> Non
 
 
 def samples(data: Path, *, column: str = "video") -> dict[str, str]:
-    """Return the SHA-256 of all members of a column by their names."""
+    """Return the SHA-256 of each member of a column, by the name of the member."""
     return {
         f"{sample['__key__']}.{extension}": hashlib.sha256(content).hexdigest()
         for sample in Variant.open(data, column=column).require_complete().iterate()
@@ -53,7 +56,7 @@ def samples(data: Path, *, column: str = "video") -> dict[str, str]:
 
 
 def whole_shards(data: Path) -> None:
-    """Check that each commit is of files with the bytes that it records: a reader relies on nothing else."""
+    """Check that the files of each commit have the bytes that it records; readers rely only on this record."""
     for folder in sorted(data.glob("*/*/commits")):
         for commit in read_commits(folder.parent).commits.values():
             if problems := verify_shard(folder.parent, commit):
@@ -61,7 +64,10 @@ def whole_shards(data: Path) -> None:
 
 
 def no_litter(*folders: Path) -> None:
-    """Check for no temporary files and no empty folders below `folders`, which may be missing or empty themselves."""
+    """Check that there are no temporary files and no empty folders below `folders`.
+
+    The folders themselves may be missing or empty.
+    """
     problems = []
     for folder in folders:
         for path in sorted(folder.rglob("*")):

@@ -1,4 +1,4 @@
-"""Runs `prep` and `train` as separate processes, and waits for all processes that they start."""
+"""Runner that starts `prep` and `train` as separate processes, and waits for all processes that they start."""
 
 import os
 import re
@@ -26,7 +26,7 @@ _KEPT = ("PATH", "HOME", "LANG", "CLIPMILL_FFMPEG", "LD_LIBRARY_PATH")
 
 @dataclass(frozen=True)
 class Ran:
-    """The outcome of a command; `status` is negative for a signal."""
+    """Outcome of a command; `status` is negative for a signal."""
 
     command: str
     status: int
@@ -44,7 +44,7 @@ class Ran:
 
 
 class Commands:
-    """Starts commands, as forks of the server `forks`. A server of its own is terminated by `close`."""
+    """Launcher of commands, as forks of the server `forks`; `close` terminates a server that was created here."""
 
     def __init__(self, folder: Path, forks: Forks | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,15 +60,15 @@ class Commands:
         environment: Mapping[str, str] | None = None,
         is_fresh: bool = False,
     ) -> Ran:
-        """Run `prep` or `train` to completion, and wait for the processes that it leaves behind.
+        """Run `prep` or `train` to completion, and wait for the processes that it leaves running.
 
         Args:
-            scratch: its $TMPDIR, created if missing.
-            is_fresh: use a new interpreter and new workers, as in production, instead of a fork with all modules
-                imported.
+            scratch: Folder used as $TMPDIR; created if missing.
+            is_fresh: True to use a new interpreter and new workers, as in production, instead of a fork with all
+                modules imported.
 
         Raises:
-            Broken: the command did not exit, or some of its processes outlived it.
+            Broken: The command did not exit, or some of its processes outlived it.
         """
         with self._lock:
             self._count += 1
@@ -134,7 +134,7 @@ class Commands:
                 return None, session
 
     def close(self) -> None:
-        """Terminate the fork server, unless it was given."""
+        """Terminate the fork server, unless the caller passed it."""
         if self._is_own:
             self._forks.close()
 
@@ -144,7 +144,7 @@ def _wait_for_all(session: int, mark: str, ran: Ran) -> None:
     while left := _processes(session, mark):
         daemons = [pid for pid, name in left.items() if _RAYS_OWN.search(name)]
         if len(daemons) == len(left) and ran.status == -signal.SIGKILL:
-            # Ray's processes exit some time after their driver was killed; they do not write here.
+            # Ray's processes exit some time after their driver was killed; they do not write to these folders.
             for pid in daemons:
                 _kill(pid)
         elif time.monotonic() > deadline_s:
@@ -155,7 +155,10 @@ def _wait_for_all(session: int, mark: str, ran: Ran) -> None:
 
 
 def _processes(session: int, mark: str) -> dict[int, str]:
-    """Return process ID -> name of the processes of a session or with the mark in their environment, except zombies."""
+    """Map process IDs to names, for the processes of a session or with the mark in their environment.
+
+    Zombies are omitted.
+    """
     processes = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():

@@ -1,4 +1,4 @@
-"""Changes of container files that no muxer makes: edit lists, lengths, crops, dropped frames, joined files."""
+"""Edits of container files that no muxer makes: edit lists, durations, crops, dropped frames, joined files."""
 
 import re
 import struct
@@ -10,9 +10,9 @@ _FLV_HEADER_BYTES = 13
 _BOXES_OF_TRACK = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stsd")
 _SAMPLE_ENTRIES = (b"avc1", b"hvc1", b"hev1", b"mp4v", b"vp09", b"jpeg", b"av01")
 _ENTRY_BYTES = (
-    86  # of a VisualSampleEntry before its boxes, with size and type; an stsd has 16 bytes before its entries
+    86  # bytes of a VisualSampleEntry before its boxes, with size and type; an stsd has 16 bytes before its entries
 )
-# Matroska: IDs of elements (RFC 9559).
+# Matroska element IDs (RFC 9559).
 _SEGMENT, _TRACKS, _TRACK, _VIDEO, _VOID = b"\x18\x53\x80\x67", b"\x16\x54\xae\x6b", b"\xae", b"\xe0", b"\xec"
 _CROPS = (b"\x54\xcc", b"\x54\xbb", b"\x54\xdd", b"\x54\xaa")  # left, top, right, bottom
 _DISPLAY = (b"\x54\xb0", b"\x54\xba")  # width, height
@@ -20,7 +20,7 @@ _DISPLAY_UNIT = b"\x54\xb2"
 
 
 def append_files(container: str, first: bytes, second: bytes) -> bytes:
-    """Put two files together, as recorders and `cat` do; each begins with its own timestamps."""
+    """Concatenate two files, as recorders and `cat` do; the timestamps of each file start from its own first value."""
     if container == "flv":
         return first + second[_FLV_HEADER_BYTES:]
     if container == "ts":
@@ -32,7 +32,7 @@ def append_files(container: str, first: bytes, second: bytes) -> bytes:
 
 
 def _one_transport_stream(content: bytes) -> bytes:
-    """Number the packets of each PID without a break, as one recorder does."""
+    """Renumber the packets of each PID continuously, as in the output of one recorder."""
     numbers: dict[int, int] = {}
     packets = []
     for begin in range(0, len(content), _TS_BYTES):
@@ -49,12 +49,12 @@ def _one_transport_stream(content: bytes) -> bytes:
 
 
 def with_edit(content: bytes, *, begin_s: Fraction | None = None, end_s: Fraction | None = None) -> bytes:
-    """Hide the begin or the end of the first track of an MP4 by its edit list."""
+    """Hide the start or the end of the first track of an MP4 with its edit list."""
     changed = bytearray(content)
     at = content.index(b"elst")
     (num_edits,) = struct.unpack_from(">I", content, at + 8)
     assert content[at + 4] == 0
-    at += 12 * (num_edits - 1)  # an edit before the last one is the time before the first frame
+    at += 12 * (num_edits - 1)  # an edit before the last one is the delay before the first frame
     (movie_scale,) = struct.unpack_from(">I", content, content.index(b"mvhd") + 16)
     (media_scale,) = struct.unpack_from(">I", content, content.index(b"mdhd") + 16)
     length, media_begin = struct.unpack_from(">Ii", content, at + 12)
@@ -65,7 +65,7 @@ def with_edit(content: bytes, *, begin_s: Fraction | None = None, end_s: Fractio
         length = round(end_s * movie_scale)
     (old_length,) = struct.unpack_from(">I", content, at + 12)
     struct.pack_into(">Ii", changed, at + 12, length, media_begin)
-    # The headers of the track and of the movie state the same: the sum of the edits, and the longest track.
+    # The headers of the track and of the movie state matching durations: the sum of the edits, and the longest track.
     tracks = [match.start() + 24 for match in re.finditer(b"tkhd\0", content)]
     lengths = [struct.unpack_from(">I", content, place)[0] for place in tracks]
     lengths[0] -= old_length - length
@@ -75,7 +75,7 @@ def with_edit(content: bytes, *, begin_s: Fraction | None = None, end_s: Fractio
 
 
 def with_media_length(content: bytes, *, share: Fraction) -> bytes:
-    """Let the media header of an MP4's first track state a share of its length, as after an overflow."""
+    """Let the media header of an MP4's first track state a fraction of its true duration, as after an overflow."""
     changed = bytearray(content)
     at = content.index(b"mdhd")
     assert content[at + 4] == 0
@@ -87,7 +87,7 @@ def with_media_length(content: bytes, *, share: Fraction) -> bytes:
 def with_clean_aperture(content: bytes, crop: Sequence[int]) -> bytes:
     """Add a crop (left, top, right, bottom) in pixels to the first track of an MP4 (`clap`, ISO 14496-12, 12.1.4).
 
-    The file ends with its `moov`, so that no position in it changes.
+    The `moov` is at the end of the file, so that no offset in the file changes.
     """
     left, top, right, bottom = crop
     places = []
@@ -109,7 +109,7 @@ def with_clean_aperture(content: bytes, crop: Sequence[int]) -> bytes:
 
 
 def _box(content: bytes, kind: bytes, begin: int, end: int) -> tuple[int, int]:
-    """Return begin and end of the first box of a kind between two offsets."""
+    """Return the start and the end of the first box of a kind between two offsets."""
     while begin < end:
         size, name = struct.unpack_from(">I4s", content, begin)
         if size == 1:
@@ -123,8 +123,8 @@ def _box(content: bytes, kind: bytes, begin: int, end: int) -> tuple[int, int]:
 def with_display(content: bytes, *, crop: Sequence[int], size: Sequence[int]) -> bytes:
     """Set the crop (left, top, right, bottom) and the display size (width, height) of a Matroska file's first video.
 
-    The bytes come from the void element before the tracks: positions in the file stay as they are, except that of the
-    tracks, which players find while reading.
+    The bytes are taken from the void element before the tracks. Offsets in the file do not change, except the offset
+    of the tracks, which players find by reading.
     """
     values = zip((*_CROPS, *_DISPLAY), (*crop, *size), strict=True)
     added = b"".join(_element(name, value.to_bytes(2, "big")) for name, value in values)
@@ -152,12 +152,12 @@ def _element(name: bytes, data: bytes) -> bytes:
 
 
 def _child(content: bytes, name: bytes, begin: int, end: int) -> tuple[int, int, int]:
-    """Return where an element of Matroska begins, where its data begins, and where it ends."""
+    """Return the start of a Matroska element, the start of its data, and its end."""
     return next(place for child, *place in _children(content, begin, end) if child == name)  # type: ignore[return-value]
 
 
 def _children(content: bytes, begin: int, end: int) -> Iterator[tuple[bytes, int, int, int]]:
-    """Yield the elements between two offsets: ID, begin, begin of the data, and end."""
+    """Yield the elements between two offsets: ID, start, start of the data, and end."""
     while begin < end:
         id_bytes = 9 - content[begin].bit_length()
         at = begin + id_bytes
@@ -171,7 +171,7 @@ def _children(content: bytes, begin: int, end: int) -> Iterator[tuple[bytes, int
 
 
 def with_dropped_frames(content: bytes, num_dropped: int) -> bytes:
-    """Append frames without data to an AVI, as a capture that ends with lost frames does."""
+    """Append frames without data to an AVI, as a capture that ends with dropped frames does."""
     changed = bytearray(content)
     movie = content.index(b"movi") - 8
     (movie_bytes,) = struct.unpack_from("<I", content, movie + 4)

@@ -1,6 +1,6 @@
-"""Damage: corrupted files of every durable kind in a data folder, and in a checkpoint.
+"""Damage to files of every durable kind, in a data folder and in a checkpoint.
 
-`prep verify --deep` must detect the damage and training must reject the data, or the data read must be unchanged. The
+Either `prep verify --deep` detects the damage and training rejects the data, or the data that is read is unchanged. The
 command that created a file must restore it with the same bytes.
 """
 
@@ -33,18 +33,18 @@ from tests.torture.subjects import _resume, _run_contents, _stopped_run
 from tests.torture.workspace import Workspace, copy
 
 PART = "damage"
-_DRAWS = 8  # for each combination of fault and kind
+_DRAWS = 8  # draws per combination of fault and kind
 _TRAIN_ON_LATENTS = (*bases.TRAIN[:5], "--batch", 2, "--input", "latents", "--segment", "0.5s", *bases.TRAIN[9:])
 
 
 @dataclass(frozen=True)
 class Made:
-    """A data folder to damage.
+    """Data folder to damage.
 
     Attributes:
-        base: creates it.
-        manifests: commands that make its manifest.
-        columns: commands that make its columns, by their names.
+        base: Function that creates the folder.
+        manifests: Commands that create its manifest.
+        columns: Commands that create its columns, by column name.
     """
 
     base: Callable[[Workspace], Path]
@@ -73,10 +73,10 @@ class Kind:
     """One kind of durable file.
 
     Attributes:
-        pattern: glob pattern of its files in the folder of a case.
-        partners: glob pattern of the files that it may be exchanged with.
-        trained: columns to train on: chunks, latents, both or neither.
-        made: the folder.
+        pattern: Glob pattern of its files in the folder of a case.
+        partners: Glob pattern of the files that it may be exchanged with.
+        trained: Columns to train on: chunks, latents, both or neither.
+        made: Data folder that contains the files.
         is_cache: True if the loss of a file costs only time.
     """
 
@@ -177,7 +177,7 @@ def _in_data(workspace: Workspace, decay: Decay, folder: Path, *, kind: Kind) ->
     for command in columns.values():
         ended_well(_prep(workspace, folder, *command), status=0)
     ended_well(_prep(workspace, folder, "verify", "--deep"), status=0)
-    # Changes without meaning, such as different white space, may remain.
+    # Changes without meaning, such as different whitespace, may remain.
     aside = set() if is_found else {str(Path(name).relative_to("data")) for name in (decay.path,)}
     digests, expected = (
         {name: digest for name, digest in contents(part / "data").items() if name not in aside}
@@ -187,7 +187,10 @@ def _in_data(workspace: Workspace, decay: Decay, folder: Path, *, kind: Kind) ->
 
 
 def _repair_manifest(workspace: Workspace, folder: Path, made: Made) -> None:
-    """Run the commands that made the manifest again, without it if the first is refused, as its hint says."""
+    """Run the commands that created the manifest again.
+
+    If the first command is rejected, delete the manifest first, as the hint says.
+    """
     first = _prep(workspace, folder, *made.manifests[0](workspace))
     if len(made.manifests) > 1 and first.status == 2:
         if "caption IDs would change" not in first.output:
@@ -208,7 +211,7 @@ def _names(ran: Ran, decay: Decay) -> None:
 
 
 def _trained_right(workspace: Workspace, folder: Path, what: str) -> None:
-    """Check that a training run rejects the data, reports the failures, or gives the same result as on intact data."""
+    """Check that a training run rejects the data, reports failures, or gives the same result as with intact data."""
     sound = _sound_run(workspace, what)
     ran = _train(workspace, folder, what)
     if ran.status == 0 and not (folder / "run" / "failures.jsonl").read_bytes():
@@ -233,7 +236,7 @@ def _sound_run(workspace: Workspace, what: str) -> Path:
 
 
 def _meaning(data: Path, columns: Collection[str]) -> list[Any]:
-    """Return everything that is read from the records and samples of a data folder."""
+    """Return all values read from the records and samples of a data folder."""
     read: list[Any] = [table(data).to_pylist() for table in (read_videos, read_captions, read_rejected_rows)]
     read += [read_layout(path).to_pylist() for path in sorted((data / "layout").iterdir())]
     read += [read_shots(data).to_pylist(), open_scores(data).table.to_pylist()] if "scores" in columns else []
@@ -250,7 +253,7 @@ def _prep(workspace: Workspace, folder: Path, *arguments: object) -> Ran:
 
 
 def _with_bank(workspace: Workspace) -> Path:
-    """Create the text column as left by a kill after encoding and before any shard is written."""
+    """Create the text column as it is after a kill between encoding and the first shard."""
 
     def make(folder: Path) -> None:
         copy(bases.with_columns(workspace), folder)
@@ -287,7 +290,7 @@ def _resume_run(workspace: Workspace, folder: Path) -> Ran:
 
 
 def _in_checkpoint(workspace: Workspace, decay: Decay, folder: Path) -> None:
-    """Check that the run refuses to resume and says why, or gives the same result as an undisturbed run."""
+    """Check that the run refuses to resume and states the reason, or gives the same result as an undisturbed run."""
     expected = _run_contents(_resumed_run(workspace))
     ran = _resume_run(workspace, folder)
     if ran.status == 0:

@@ -1,6 +1,6 @@
-"""File corruption: flipped bits, also of names, overwritten and zeroed ranges, truncation, deletion, and exchange.
+"""File corruption: flipped bits (also in names), overwritten and zeroed ranges, truncation, deletion, and exchange.
 
-The modification time is preserved, as on a disk that loses bits; comparing sizes and times misses most of it.
+The modification time is preserved, as on a disk that loses bits; a comparison of sizes and times misses most of it.
 """
 
 import os
@@ -11,18 +11,18 @@ from pathlib import Path
 from random import Random
 
 _BLANK_BYTES = 512
-_NAME = re.compile(rb"[a-z][a-z0-9_]{3,}")  # of a column or a key, as far as the content tells
+_NAME = re.compile(rb"[a-z][a-z0-9_]{3,}")  # name of a column or a key, judged by its form alone
 
 
 @dataclass(frozen=True)
 class Decay:
-    """The corruption of one file of a folder.
+    """Corruption of one file in a folder.
 
     Attributes:
-        fault: kind of corruption, in one word.
-        path: the file, relative to the folder.
-        where: the affected bit, byte or size, or the other file.
-        do: applies the corruption in a folder.
+        fault: Kind of corruption, in one word.
+        path: Path of the file, relative to the folder.
+        where: Affected bit, byte or size, or the other file.
+        do: Function that applies the corruption in a folder.
     """
 
     fault: str
@@ -39,7 +39,7 @@ def draw_decay(random: Random, folder: Path, fault: str, *, paths: list[Path], p
     """Draw a corruption of one of `paths` (relative to `folder`); None if this fault does not apply to the file.
 
     Args:
-        partners: files that a file may be exchanged with.
+        partners: Files that a file may be exchanged with.
     """
     path = random.choice(paths)
     content = (folder / path).read_bytes()
@@ -47,7 +47,7 @@ def draw_decay(random: Random, folder: Path, fault: str, *, paths: list[Path], p
         others = [other for other in partners if other != path and (folder / other).read_bytes() != content]
         if not others:
             return None
-        # Files of equal size can only be told apart by their checksum.
+        # Files of equal size can be distinguished only by their checksum.
         same_size = [other for other in others if (folder / other).stat().st_size == len(content)]
         other = random.choice(same_size if same_size and random.random() < 0.5 else others)
         return Decay(fault, path, str(other), lambda target: _exchange(target / path, target / other))

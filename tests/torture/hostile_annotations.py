@@ -1,7 +1,7 @@
 """Hostile annotation files for `prep manifest`.
 
-Rows must be accepted or rejected with a reason, or the whole file must be rejected with an error that names it. No code
-in a file is executed, and memory is limited.
+Rows must be accepted or rejected with a reason, or the complete file must be rejected with an error that names it. No
+code in a file is executed, and memory is limited.
 """
 
 import json
@@ -24,7 +24,7 @@ _DEEP = 100_000
 
 
 class _Runs:
-    """Its pickle requests the execution of a command."""
+    """Object whose pickle requests the execution of a command."""
 
     def __init__(self, marker: str) -> None:
         self._marker = marker

@@ -1,6 +1,6 @@
 """Malicious source videos, derived from small videos whose pixels encode their frame numbers.
 
-Each replaces a valid file after `prep manifest`, like a source that is corrupted or replaced later.
+Each one replaces a valid file after `prep manifest`, like a source that is corrupted or replaced later.
 """
 
 import os
@@ -42,10 +42,12 @@ class HostileSource:
     """One malicious source.
 
     Attributes:
-        name: `kind/what`, unique.
-        suffix: its file extension, without the dot.
-        put: writes it to a path; the second argument is a folder with resources that it may try to access.
-        is_whole: its frames are intact, so chunks made from it must show them in order, from the first.
+        name: Unique name `kind/what`.
+        suffix: File extension without the dot.
+        put: Function that writes the source to a path; its second argument is the folder with resources that the source
+            may
+            try to access.
+        is_whole: True if the frames are intact, so that chunks made from it must show them in order, from the first.
     """
 
     name: str
@@ -60,20 +62,20 @@ class HostileSource:
 
 @dataclass(frozen=True)
 class Outside:
-    """Resources that no source may access: a video under a lease, and a port with a listener."""
+    """Resources that no source may access: a video under a file lease, and a port with a listener."""
 
     video: Path
     port: int
 
 
 def write_containers(video: Path, folder: Path) -> None:
-    """Write `video` in each of CONTAINERS, and as whole.mp4."""
+    """Write `video` in each container of CONTAINERS, and as whole.mp4."""
     for name, options in CONTAINERS.items():
         subprocess.run([find_ffmpeg().path, "-v", "error", "-i", video, *options, folder / f"a.{name}"], check=True)
 
 
 def hostile_sources(seed: int, containers: Path) -> list[HostileSource]:
-    """Yield all sources, in an order determined by `seed`."""
+    """Return all sources, in an order determined by `seed`."""
     every = [*_damage(seed, containers), *_scripts(), *_no_files(), *_claims(containers)]
     return list(draw(every, seed=f"{seed}/hostile", kinds=[lambda case: case.kind]))
 
@@ -155,7 +157,7 @@ _DAMAGES: dict[str, tuple[_Change, bool]] = {
 
 
 def _scripts() -> Iterator[HostileSource]:
-    """Text that makes its reader open another resource: a local video or a URL."""
+    """Yield text files that make their reader open another resource: a local video or a URL."""
     texts = {
         "ffconcat": ("mp4", "ffconcat version 1.0\nfile '{video}'\n"),
         "ffconcat-http": ("mkv", "ffconcat version 1.0\nfile 'http://127.0.0.1:{port}/v.mp4'\n"),
@@ -188,7 +190,7 @@ def _scripts() -> Iterator[HostileSource]:
 def _no_files() -> Iterator[HostileSource]:
     def socket_at(target: Path, _: Outside) -> None:
         with socket.socket(socket.AF_UNIX) as made:
-            here = os.open(target.parent, os.O_RDONLY)  # its own path may exceed the length limit of a socket address
+            here = os.open(target.parent, os.O_RDONLY)  # the full path may exceed the length limit of a socket address
             try:
                 made.bind(f"/proc/self/fd/{here}/{target.name}")
             finally:
@@ -225,7 +227,7 @@ def _sparse(target: Path, size_bytes: int) -> None:
 
 
 def _claims(containers: Path) -> Iterator[HostileSource]:
-    """Headers that contradict the content: sizes, durations, rates, and offsets outside the file."""
+    """Yield videos whose headers contradict the content: sizes, durations, rates, and offsets outside the file."""
     mp4, avi, gif = (containers / f"a.{name}" for name in ("mp4", "avi", "gif"))
     huge, large = b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff"
     claims: dict[str, tuple[Path, bytes, int, bytes]] = {
@@ -300,4 +302,4 @@ NAMES = (
     "nan",
     "__key__",
 )
-"""Of honest videos, without the ending."""
+"""Names of the valid videos, without the extension."""

@@ -53,7 +53,7 @@ CONFIGS: dict[str, str | bytes] = {
 
 
 class _Trap:
-    """Creates a file when it is unpickled."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, sprung: Path) -> None:
         self._sprung = sprung

@@ -1,8 +1,8 @@
 """Hostile sources for `prep`.
 
 Each source must be processed exactly or reported by name, and the other sources must be processed. No other file is
-read, no network connection is opened, and memory is limited. Sources are processed in batches, in one data folder;
-each is a separate case that checks its own outcome.
+read, no network connection is opened, and memory is limited. Sources are processed in batches, in one data folder; each
+source is a separate case that checks its own outcome.
 """
 
 import json
@@ -45,9 +45,9 @@ _OUTPUT_FPS = 30
 _CHUNK = ("chunk", "--len", "500ms", "--preset", "ultrafast", "--fps", _OUTPUT_FPS, "--keyint", 15)
 _ADDRESS = re.compile("0x[0-9a-f]{9}")
 _MOST_MEMORY_BYTES = 4 << 30
-_HONEST = {"honest-first": 300, "honest-last": 400}  # with the number of its first frame
+_HONEST = {"honest-first": 300, "honest-last": 400}  # the number of its first frame
 _OUTSIDE_FRAME = 900  # first frame of a video that is not part of the input
-# Prints once when another process opens the file in its argument.
+# Program that prints once when another process opens the file in its argument.
 _WATCH = """
 import fcntl, os, signal, sys
 signal.signal(signal.SIGIO, lambda *_: (print("opened", flush=True), os._exit(0)))
@@ -127,7 +127,7 @@ def _write_video(path: Path, *, first: int) -> None:
 
 
 def _limited_ffmpeg(folder: Path) -> Path:
-    """Write an ffmpeg wrapper with a limit on its address space, so that excessive use is a named failure."""
+    """Write an ffmpeg wrapper that limits its address space, so that excessive use is a named failure."""
     path = folder / "ffmpeg"
     path.write_text(f'#!/bin/sh\nulimit -v {_MOST_MEMORY_BYTES >> 10}\nexec "{find_ffmpeg().path}" "$@"\n')
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -136,7 +136,7 @@ def _limited_ffmpeg(folder: Path) -> Path:
 
 @contextmanager
 def _listening() -> Iterator[socket.socket]:
-    """Listen at a port that must not receive connections."""
+    """Listen on a port that must not receive connections."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -156,7 +156,7 @@ def _num_connections(listener: socket.socket) -> int:
 
 @contextmanager
 def _watch(path: Path) -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether the file has been opened; False on file systems without leases."""
+    """Yield a function that returns True if the file has been opened; always False on file systems without leases."""
     watcher = subprocess.Popen([sys.executable, "-c", _WATCH, path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert watcher.stdout is not None
     is_watching = watcher.stdout.readline() == b"watching\n"
@@ -188,12 +188,12 @@ def _frame_numbers(content: bytes) -> list[int]:
     """Decode the numbers in all frames of a chunk; -1 if one of them is unreadable."""
     try:
         return frame_numbers(content)
-    except ValueError:  # for a source with corrupted pixels
+    except ValueError:  # possible for a source with corrupted pixels
         return [-1] * len(read_chunk(content, fps=Fraction(_OUTPUT_FPS)).packet_frame)
 
 
 def _outcome_of(made: Callable[[], Path], number: int, source: HostileSource, folder: Path) -> None:
-    """Check that the source has failed with an error naming it, or that its frames were encoded."""
+    """Check that the source has failed with an error that names it, or that its frames were encoded."""
     report = json.loads((made() / "report.json").read_text())
     failure, shown = report["failures"].get(_id(number)), report["shown"].get(_id(number), [])
     if failure is not None:
@@ -223,7 +223,10 @@ def _outcome_of(made: Callable[[], Path], number: int, source: HostileSource, fo
 
 
 def _require_first_frames(shown: list[int], *, first: int) -> None:
-    """Each source frame corresponds to three output frames; rounding may move one of them to its neighbour."""
+    """Check the first frame numbers: three output frames per source frame.
+
+    Rounding may assign one of the three to the neighbouring source frame.
+    """
     for frame, number in enumerate(shown):
         if abs(number - first - frame * FPS / _OUTPUT_FPS) > 1:
             raise Broken(f"output frame {frame} shows frame {number - first}: {shown[: frame + 3]}")
@@ -258,7 +261,7 @@ def _names(workspace: Workspace) -> Iterator[Case]:
 
 
 def _named_videos(workspace: Workspace) -> Path:
-    """Chunk valid videos under all of NAMES, and one whose name is not valid UTF-8."""
+    """Chunk valid videos whose names are those in NAMES, and one whose name is not valid UTF-8."""
 
     def make(folder: Path) -> None:
         videos = folder / "videos"

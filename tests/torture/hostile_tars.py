@@ -1,7 +1,7 @@
 """Malicious tars for streaming in `train`, and the required outcome of each.
 
-Each tar has the sample `a` before and `z` after the sample `bad`, with frames whose pixels encode their numbers.
-Outside the tar are a video and a text that must never be read (the canaries), and a port that must not be contacted.
+Each tar has the samples `a`, `bad` and `z` in this order, with frames whose pixels encode their numbers. Outside the
+tar are a video and a text that must never be read (the canaries), and a port that must not be contacted.
 """
 
 import bz2
@@ -29,14 +29,14 @@ CANARY_NUMBER = 900
 CANARY_TEXT = "canary-4711"
 _EXTENSIONS = ("mp4", "mkv", "webm", "mov", "avi")
 
-# Outcome of `bad`: shown exactly; reported by name; either of the two; shown with unpredictable content. Outcome of the
-# tar: a failure from there on, or the tar is read and does not contain the sample `bad`.
+# Outcome of the sample `bad`: shown exactly; reported by name; either of the two; shown with unpredictable content.
+# Outcome of the tar: a failure from that sample on, or the tar is read and does not contain the sample `bad`.
 Fate = Literal["shown", "named", "either", "changed", "broken", "absent"]
 
 
 @dataclass(frozen=True)
 class HostileTar:
-    """A tar and its required outcome."""
+    """Tar and its required outcome."""
 
     name: str
     fault: str
@@ -48,7 +48,7 @@ class HostileTar:
 class Outside:
     """Resources outside the tar."""
 
-    canary: Path  # a video, with a text of the same name beside it
+    canary: Path  # video, with a text of the same name beside it
     port: int
 
 
@@ -79,7 +79,7 @@ def hostile_tars(seed: str) -> Iterator[HostileTar]:
 
 
 def _members(random: Random) -> Iterator[HostileTar]:
-    """Members whose content does not match their extension."""
+    """Yield tars with members whose content does not match their extension."""
     for kind in playlists(Path("/x"), 1):
         for extension in random.sample(_EXTENSIONS, 2):
 
@@ -109,7 +109,7 @@ def _members(random: Random) -> Iterator[HostileTar]:
         def mislabel(_: Outside, format_name: str = format_name) -> bytes:
             return around(sample("bad", _remux(video("bad"), format_name)))
 
-        # libav may seek past a frame in a packet stream without container, which is then reported as a failure.
+        # libav may seek past a frame in a packet stream without a container; the frame is then reported as a failure.
         fate: Fate = "either" if format_name == "mpegts" else "shown"
         yield HostileTar(f"mislabelled-{format_name}", "mislabelled", mislabel, fate)
     for number in range(10):
@@ -135,7 +135,7 @@ def _members(random: Random) -> Iterator[HostileTar]:
 
 
 def _descriptions() -> Iterator[HostileTar]:
-    """Malformed sample metadata."""
+    """Yield tars with malformed sample metadata."""
     ours = {"span_fingerprint": "x", "begin_s": [0, 1], "end_s": [2, 1]}
     caption = {"caption_id": 1, "text": "x", "begin_s": 0.0, "end_s": 2.0}
     jsons: dict[str, tuple[object, Fate]] = {
@@ -177,7 +177,7 @@ def _descriptions() -> Iterator[HostileTar]:
 
 
 def _structures(random: Random) -> Iterator[HostileTar]:
-    """Tars whose headers contradict their content."""
+    """Yield tars whose headers contradict their content."""
     whole = around(sample("bad"))
     links = {"sym": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE}
     for name, kind in links.items():
@@ -259,7 +259,7 @@ def _compress(random: Random) -> Iterator[HostileTar]:
 
 
 def _always(content: bytes) -> Callable[[Outside], bytes]:
-    """The content of a tar that references nothing outside of itself."""
+    """Return a function that ignores the outside resources and returns the bytes of a tar."""
     return lambda _: content
 
 

@@ -25,8 +25,8 @@ from tests.train.data.test_streams import SIZE_PX
 from tests.train.tiny_data import encode_chunk
 
 PART = "hostile"
-_TAR_MB = 3000  # of address space, including thread stacks
-_TAR_ADDED_MB = 400  # of memory
+_TAR_MB = 3000  # address space in MB, including thread stacks
+_TAR_ADDED_MB = 400  # memory in MB
 _TRAIN_MB = 6000
 
 
@@ -64,7 +64,7 @@ def _case(subject: str, name: str, fault: str, run: Callable[[Path], None]) -> C
 
 
 def _tar(workspace: Workspace, hostile: HostileTar, folder: Path) -> None:
-    """Read a hostile and a good tar: decoded frames are exact, failures are named, and nothing else is read."""
+    """Read a hostile and a valid tar: decoded frames are exact, failures are named, and no other file is read."""
     canary = folder / "outside" / "canary.mp4"
     canary.parent.mkdir()
     canary.write_bytes(encode_chunk(CANARY_NUMBER, 20, size_px=SIZE_PX))
@@ -169,7 +169,7 @@ def _checkpoint(workspace: Workspace, damage: Damage, folder: Path) -> None:
 
 
 def _require_short(ran: Ran) -> None:
-    """Check that an error has only a few lines, and shows nothing of unrelated files."""
+    """Check that an error has only a few lines, and shows nothing from unrelated files."""
     if CANARY_TEXT in ran.output:
         raise Broken(f"a file from outside is shown: {ran.described()}")
     if len(ran.stderr) > 20_000:

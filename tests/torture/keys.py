@@ -1,8 +1,8 @@
-"""Keys that expire while a command works on a bucket.
+"""Access keys that expire while a command works in a bucket.
 
-`renewed`: keys that a profile, an instance or a container renews, and that live for seconds: no request may be signed
-with a key that has expired. `expired`: keys that cannot be renewed: the command ends with the exit status of a refusal,
-and the same command with valid keys ends with the bytes of an undisturbed run.
+`renewed`: a profile, an instance or a container renews the keys, which live for seconds; no request may be signed with
+an expired key. `expired`: the keys cannot be renewed. The command then exits with the status for refused work, and the
+same command with valid keys produces the bytes of an undisturbed run.
 """
 
 import os
@@ -26,9 +26,9 @@ from tests.torture.commands import Ran
 from tests.torture.workspace import Workspace
 
 PART = "keys"
-_NUM_CASES = 20  # of each subject
+_NUM_CASES = 20  # cases per subject
 _KINDS = ("profile", "instance", "container")
-_REFUSED = {0, 3}  # 0: all was done before
+_REFUSED = {0, 3}  # 0: all work was done before the keys expired
 _PROCESS = """
 import json, sys
 sys.path.insert(0, {root!r})
@@ -39,7 +39,7 @@ print(json.dumps({{"Version": 1, "SessionToken": key.pop("Token"), **key}}))
 
 
 def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
-    """Return the cases of preparation and training, with keys of both kinds, which are drawn from `seed`."""
+    """Return the cases of preparation and training with keys of both kinds, drawn from `seed`."""
     return {
         f"{kind}-{program}": partial(_cases, seed, workspace, kind, program)
         for kind in ("renewed", "expired")
@@ -54,7 +54,7 @@ def _cases(seed: int, workspace: Workspace, kind: str, program: str) -> Iterator
 
 
 class _Trial:
-    """A bucket with a data folder, and a proxy in front of it that knows which keys have expired."""
+    """Bucket with a data folder, and a proxy in front of it that knows which keys have expired."""
 
     def __init__(self, workspace: Workspace, program: str, folder: Path, proxy: Faults, *, name: str) -> None:
         self._workspace, self._program, self._folder, self._proxy = workspace, program, folder, proxy
@@ -65,7 +65,7 @@ class _Trial:
             upload(base / "data", self.address)
 
     def run(self, keys: dict[str, str] | None, *, has_short_leases: bool = True) -> Ran:
-        """Run the command, with its own keys or with some that the server always takes."""
+        """Run the command with `keys`, or with keys that the server always accepts."""
         environment = self._server.environment(endpoint=self._proxy.endpoint)
         if keys is not None:
             for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
@@ -82,7 +82,7 @@ class _Trial:
         return self._workspace.commands.run(self._program, words, scratch=scratch, environment=environment)
 
     def contents(self) -> dict[str, str]:
-        """Return what is in the bucket, without locks and temporary objects."""
+        """Return the contents of the bucket without locks and temporary objects."""
         with leading_to(self._server):
             contents = contents_of(self.address)
         return {key: digest for key, digest in contents.items() if "/.tmp-" not in f"/{key}"}
@@ -96,7 +96,7 @@ def _try(workspace: Workspace, kind: str, program: str, folder: Path, *, random:
             life_s = random.uniform(2.5, 6.0)
             proxy.set(latency_s=random.choice((0.0, 0.02, 0.1)), key_life_s=life_s)
             keys = _renewable_keys(random.choice(_KINDS), proxy, folder, life_s=life_s)
-            # On a busy machine, a program that gives keys takes longer than a short lease lasts.
+            # On a busy machine, the program that provides keys can take longer than a short lease lasts.
             ran = ended_well(trial.run(keys, has_short_leases=False), status=0)
             seen = proxy.seen()
             if len(seen.keys) < 2 or seen.num_expired:
@@ -116,7 +116,7 @@ def _try(workspace: Workspace, kind: str, program: str, folder: Path, *, random:
 
 
 def _renewable_keys(kind: str, proxy: Faults, folder: Path, *, life_s: float) -> dict[str, str]:
-    """Return the variables that lead a command to keys of one kind."""
+    """Return the environment variables that make a command use keys of one kind."""
     if kind == "instance":
         return {"AWS_METADATA_ENDPOINT": proxy.endpoint}
     if kind == "container":
@@ -130,7 +130,7 @@ def _renewable_keys(kind: str, proxy: Faults, folder: Path, *, life_s: float) ->
 
 
 def _undisturbed_digests(workspace: Workspace) -> dict[str, str]:
-    """Return the contents of a data folder in a bucket in which nothing failed."""
+    """Return the contents of a data folder in a bucket after a run without faults."""
 
     def make(made: Path) -> None:
         with faulty(shared_server().port) as proxy:

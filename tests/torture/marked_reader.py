@@ -1,4 +1,4 @@
-"""A process that reads a data folder as a training does: `python -m tests.torture.marked_reader DATA CACHE [VARIANT]`.
+"""Process that reads a data folder as training does: `python -m tests.torture.marked_reader DATA CACHE [VARIANT]`.
 
 It opens a variant, prints its name, and then answers each line of its input with a digest of all samples, until the
 input ends.

@@ -1,8 +1,8 @@
-"""Readers of a data folder that begin, end, are stopped and killed, between new variants, other videos, `prep use` and
-`prep gc`, in random order.
+"""Readers of a data folder during random changes to it.
 
-Every reader gets the bytes of its beginning until its end. After `prep gc` there are the current variant and those with
-readers, and no others; at the end there is the current one, without marks.
+Readers start, end, are stopped and are killed, between new variants, different videos, `prep use` and `prep gc`, in
+random order. Every reader reads the same bytes from its start to its end. After `prep gc`, only the current variant and
+the variants with readers remain; at the end, only the current variant remains, without marks.
 """
 
 import json
@@ -29,7 +29,7 @@ from tests.torture.commands import Ran
 from tests.torture.workspace import Workspace, copy
 
 PART = "marks"
-_NUM_CASES = 30  # of each place
+_NUM_CASES = 30  # cases per location
 _PLACES = ("local", "bucket")
 _CRFS = (24, 35, 45)
 _ACTIONS = ("begin", "begin", "begin", "named", "end", "kill", "stop", "make", "make", "videos", "use", "gc", "gc")
@@ -37,7 +37,7 @@ _LIMIT_S = 120.0
 
 
 def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
-    """Return the cases of each place, which are drawn from `seed`."""
+    """Return the cases for each location, which are drawn from `seed`."""
     return {place: partial(_cases, seed, workspace, place) for place in _PLACES}
 
 
@@ -49,11 +49,11 @@ def _cases(seed: int, workspace: Workspace, place: str) -> Iterator[Case]:
 
 @dataclass
 class _Reader:
-    """A process of `marked_reader`.
+    """Process that runs `marked_reader`.
 
     Attributes:
         variant: Name of the variant that it has opened.
-        digest: What it read first.
+        digest: Digest of the samples that it read first.
     """
 
     process: "subprocess.Popen[str]"
@@ -62,12 +62,12 @@ class _Reader:
     is_stopped: bool = False
 
     def line(self) -> str:
-        """Return the next line of its output; empty if it has ended."""
+        """Return the next line of the reader's output; empty if the reader has ended."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def read(self) -> str:
-        """Let it read all samples, and return their digest."""
+        """Let the reader read all samples, and return their digest."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.write("read\n")
@@ -75,7 +75,7 @@ class _Reader:
         return self.line()
 
     def end(self, *, is_killed: bool) -> None:
-        """End it: by the end of its input, or by a signal."""
+        """Stop the reader, by closing its input or with a signal."""
         assert self.process.stdin is not None
         if is_killed:
             self.process.kill()
@@ -87,7 +87,7 @@ class _Reader:
 
 @dataclass
 class _Trial:
-    """The folder of a case and its readers; a context manager."""
+    """Folder of a case and its readers; a context manager."""
 
     workspace: Workspace
     folder: Path
@@ -100,19 +100,19 @@ class _Trial:
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def prep(self, *arguments: object) -> Ran:
-        """Run `prep`, which must succeed."""
+        """Run `prep` and require success."""
         self.log.append(f"prep {' '.join(map(str, arguments[:3]))}")
         words = [*arguments, "--data", self.data]
         run = self.workspace.commands.run
         return ended_well(run("prep", words, scratch=self.folder / "tmp", environment=self.environment), status=0)
 
     def variants(self) -> tuple[str, set[str]]:
-        """Return the current variant and all variants, as `prep status` shows them."""
+        """Return the current variant and all variants, as `prep status` lists them."""
         column: dict[str, Any] = json.loads(self.prep("status", "--json").stdout)["columns"]["video"]
         return column["current"], {variant["name"] for variant in column["variants"]}
 
     def begin_reader(self, *names: str) -> None:
-        """Begin a reader of the current variant, or of a named one."""
+        """Start a reader of the current variant, or of the variant in `names`."""
         words = [self.data, str(self.folder / "cache"), *names]
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.torture.marked_reader", *words],
@@ -134,14 +134,14 @@ class _Trial:
         self.readers.append(reader)
 
     def require_same(self) -> None:
-        """Check that each reader reads what it has read first."""
+        """Check that each reader still reads the samples that it read first."""
         for reader in self.readers:
             if not reader.is_stopped and reader.read() != reader.digest:
                 reader.process.kill()
                 raise self.broken(f"a reader of {reader.variant} reads other bytes: {reader.process.communicate()[1]}")
 
     def collect(self) -> None:
-        """Run `prep gc`, and check that it keeps what is read, and nothing else."""
+        """Run `prep gc`, and check that it keeps exactly the current variant and the variants with readers."""
         ran = self.prep("gc")
         current, names = self.variants()
         expected = {current, *(reader.variant for reader in self.readers)}
@@ -170,12 +170,12 @@ def _act(trial: _Trial, action: str) -> None:
         trial.crf = random.choice(_CRFS)
         trial.prep(*bases.CHUNK, "--crf", trial.crf, *bases.ENGINE)
     elif action == "videos":
-        # The current variant gets other shards in the place of some.
+        # Some shards of the current variant are replaced.
         trial.prep(*bases.manifest_arguments(trial.workspace, which=random.choice(("first", "later"))))
         trial.prep(*bases.CHUNK, "--crf", trial.crf, *bases.ENGINE)
     elif action == "use":
         trial.prep("use", random.choice(sorted(trial.variants()[1])))
-        trial.crf = 24  # of the next new shards
+        trial.crf = 24  # quality of the next new shards
     elif action == "gc":
         trial.collect()
     elif readers:
@@ -212,7 +212,7 @@ def _try(workspace: Workspace, place: str, folder: Path, *, seed: str) -> None:
 
 
 def _upload(data: Path) -> tuple[str, dict[str, str]]:
-    """Copy a data folder to a bucket; return its address, and the environment in which commands find it."""
+    """Copy a data folder to a bucket; return its URL, and the environment in which commands can access it."""
     server = shared_server()
     address = server.make_bucket(f"marks-{os.getpid()}-{threading.get_ident()}-{time.monotonic_ns()}")
     paths = [path for path in data.rglob("*") if path.is_file() and not path.name.endswith(".lock")]

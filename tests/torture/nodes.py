@@ -1,6 +1,6 @@
-"""Clusters of a good and a bad node; the bad node fails from the beginning, or after some work.
+"""Clusters of a good and a bad node; the bad node fails from the start, or after some work.
 
-`prep chunk` must make every chunk, with the bytes of an undisturbed run, and name no node but the bad one.
+`prep chunk` must create every chunk, with the bytes of an undisturbed run, and report only the bad node.
 """
 
 import atexit
@@ -27,16 +27,16 @@ from tests.torture.checks import ended_well, no_litter, samples
 from tests.torture.workspace import Workspace, copy
 
 PART = "nodes"
-_NUM_CASES = 20  # of each subject
-_NUM_VIDEOS = 8  # of a shard each
+_NUM_CASES = 20  # cases per subject
+_NUM_VIDEOS = 8  # one per shard
 _CHUNK = ("chunk", "--len", "100ms", "--preset", "ultrafast", "--short-side", 32)
-# How ffmpeg ends on a bad node.
+# Ways in which ffmpeg fails on a bad node.
 _ENDINGS = {
     "crash": "kill -ILL $$",
     "worker": "kill -KILL $PPID",
     "missing": "echo 'error while loading shared libraries: libx264.so' >&2; exit 127",
 }
-_one_at_a_time = threading.Lock()  # a cluster has the nodes of one case
+_one_at_a_time = threading.Lock()  # a cluster holds the nodes of one case at a time
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Spoilt:
 
 
 def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
-    """Return the cases of each kind of bad node, which are drawn from `seed`; none where mounts are not permitted."""
+    """Return the cases for each kind of bad node, drawn from `seed`; empty where mounts are not permitted."""
     from tests.prep.engines.nodes import may_mount
 
     kinds = ("scratch", "sources", "keys", *_ENDINGS)
@@ -63,7 +63,10 @@ def _cases(seed: int, workspace: Workspace, kind: str) -> Iterator[Case]:
 
 @cache
 def _cluster() -> Any:
-    """A head of one CPU, which ends with this process; its token is in the environment."""
+    """Return a head node with one CPU.
+
+    It stops when this process exits; its token is in the environment.
+    """
     from tests.prep.engines.conftest import HEAD, cluster_of
 
     stack = ExitStack()

@@ -1,6 +1,6 @@
-"""Pictures that carry a number, which a reader recognizes at any size, and only upright and complete.
+"""Images that carry a number, which a reader recognizes at any size, but only upright and complete.
 
-A bright frame surrounds each picture, so that its edges are found also within black bars. Two rows of six blocks are
+A bright border surrounds each image, so that its edges can be found within black bars. Two rows of six blocks encode
 the number in binary, with three check bits. The lowest row has patches of pure colors.
 """
 
@@ -10,18 +10,18 @@ import numpy as np
 
 MAX_NUMBER = (1 << 9) - 1
 _EDGE, _GROUND, _DARK, _LIGHT = 225, 90, 20, 235
-_EDGE_MIN = 160  # a row or column without a brighter pixel belongs to a bar
+_EDGE_MIN = 160  # a row or column without a brighter pixel belongs to a black bar
 _COLORS = ((190, 60, 60), (60, 190, 60), (60, 60, 190), (190, 190, 60))
 _BLOCK_ROWS, _COLOR_ROWS = (0.15, 0.42, 0.69), (0.74, 0.88)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a picture shows.
+    """Values read from an image.
 
     Attributes:
-        number: Number of the picture; -1 if it cannot be read.
-        width, height: Size of the picture within its bars in pixels.
+        number: Number in the image; -1 if it cannot be read.
+        width, height: Size of the image within its black bars, in pixels.
         colors: Means of the color patches, RGB from 0 to 255; array of shape [4, 3].
     """
 
@@ -32,7 +32,7 @@ class Reading:
 
 
 def draw_number(number: int, *, width: int, height: int) -> np.ndarray:
-    """Draw a picture in RGB; array of shape [height, width, 3]."""
+    """Draw an RGB image with a number; array of shape [height, width, 3]."""
     picture = np.full((height, width, 3), _GROUND, np.uint8)
     for bit in range(12):
         row, column = divmod(bit, 6)
@@ -49,7 +49,7 @@ def draw_number(number: int, *, width: int, height: int) -> np.ndarray:
 
 
 def read_number(picture: np.ndarray) -> Reading:
-    """Read a picture in RGB, which may have black bars."""
+    """Read an RGB image, which may have black bars."""
     rows, columns = ((picture[:, :, 1].max(axis=axis) > _EDGE_MIN).nonzero()[0] for axis in (1, 0))
     if not (len(rows) and len(columns)):
         return Reading(-1, 0, 0, np.zeros((4, 3)))
@@ -70,12 +70,12 @@ def read_number(picture: np.ndarray) -> Reading:
 
 
 def color_error(reading: Reading) -> float:
-    """Return the largest difference between the color patches and the colors that were drawn, in levels of 255."""
+    """Return the largest difference between the color patches and the drawn colors, in levels from 0 to 255."""
     return float(np.abs(reading.colors - np.array(_COLORS)).max())
 
 
 def _code(number: int) -> int:
-    return number | (7 - number % 7) << 9  # a remainder, because a mirrored picture satisfies a parity
+    return number | (7 - number % 7) << 9  # a remainder, because a mirrored image passes a parity check
 
 
 def _mean_around(picture: np.ndarray, x: float, y: float) -> np.ndarray:

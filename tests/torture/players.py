@@ -1,4 +1,4 @@
-"""What a player shows: an independent decode of a source, and the frames of its chunks. Without code of the product."""
+"""Independent player: decodes a source, and the frames of its chunks, without code of the product."""
 
 import io
 import json
@@ -19,13 +19,13 @@ from tests.torture.source_files import Source
 
 @dataclass(frozen=True)
 class Showing:
-    """When a player shows which frames.
+    """Frames that a player shows, with their times.
 
     Attributes:
-        begins_s: When each frame begins, in seconds from the start of the container.
+        begins_s: Start of each frame, in seconds from the start of the container.
         numbers: Number of each frame.
-        end_s: When the last frame ends.
-        border_s: How far its times are from the true ones at most.
+        end_s: End of the last frame in seconds.
+        border_s: Maximum error of these times in seconds.
         ratio: Width of the first frame on the screen divided by its height.
     """
 
@@ -36,14 +36,14 @@ class Showing:
     ratio: float
 
     def due(self, begin_s: float, end_s: float) -> set[int]:
-        """Return the numbers of the frames that are on show at some time between two."""
+        """Return the numbers of the frames that are shown at some time between `begin_s` and `end_s`."""
         first = max(0, bisect_right(self.begins_s, begin_s - self.border_s) - 1)
         last = max(first + 1, bisect_left(self.begins_s, end_s + self.border_s))
         return set(self.numbers[first:last])
 
 
 def decode(path: Path, source: Source) -> Showing:
-    """Decode a source with PyAV. Parts whose timestamps start again follow one another."""
+    """Decode a source with PyAV. Parts whose timestamps restart follow each other."""
     with av.open(str(path), metadata_errors="ignore") as container:
         start_s = Fraction(container.start_time or 0, av.time_base)
         videos = list(container.streams.video)
@@ -58,7 +58,7 @@ def decode(path: Path, source: Source) -> Showing:
             number = read_number(source.upright(_rgb(frame))).number
             unit = frame.time_base or Fraction(1)
             begin_s = begins_s[-1] - shift_s + step_s if frame.pts is None else frame.pts * unit
-            if last_s is not None and begin_s <= last_s:  # the timestamps start again
+            if last_s is not None and begin_s <= last_s:  # the timestamps restart
                 shift_s = begins_s[-1] + step_s - begin_s
             last_s = begin_s
             lasting_s = frame.duration * unit or step_s
@@ -66,7 +66,7 @@ def decode(path: Path, source: Source) -> Showing:
             numbers.append(number)
     if source.container == "mpg":
         begins_s = _correct_times(begins_s, numbers, source)
-    end_s = begins_s[-1] + min(lasting_s, step_s)  # unless the container says less, of the mean length
+    end_s = begins_s[-1] + min(lasting_s, step_s)  # at most the mean duration, less if the container says so
     if "tail" in source.options:
         end_s = min(end_s, begins_s[0] + source.options["tail"])
     return Showing(
@@ -79,10 +79,10 @@ def decode(path: Path, source: Source) -> Showing:
 
 
 def _correct_times(begins_s: list[Fraction], numbers: list[int], source: Source) -> list[Fraction]:
-    """Return the times of the frames in a program stream, which has timestamps for some frames only.
+    """Return the frame times of a program stream, which has timestamps for only some frames.
 
-    libav guesses the others. It is a frame late where the header of a picture lies in two packets: it gives that
-    picture the timestamp of the next one.
+    libav interpolates the other timestamps. Where the header of a picture is split across two packets, its result is
+    one frame late: libav gives that picture the timestamp of the next one.
     """
     zero_s = begins_s[0] - source.begins_s[numbers[0]]
     drawn_s = [zero_s + source.begins_s[number] for number in numbers]
@@ -93,12 +93,12 @@ def _correct_times(begins_s: list[Fraction], numbers: list[int], source: Source)
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk of a data folder.
+    """Chunk of a data folder.
 
     Attributes:
-        about: The content of its json member.
-        readings: What each frame shows; sizes are those on a screen with square pixels.
-        sound: Samples of its sound; None without sound.
+        about: Content of its json member.
+        readings: Values read from each frame; sizes are measured on a screen with square pixels.
+        sound: Audio samples; None if the chunk has no audio.
     """
 
     about: dict[str, Any]
@@ -115,7 +115,7 @@ class Chunk:
 
 
 def read_chunks(data: Path) -> list[Chunk]:
-    """Return the chunks in the tars of a data folder, in order of time."""
+    """Return the chunks in the tars of a data folder, ordered by time."""
     members: dict[str, dict[str, bytes]] = {}
     for path in data.glob("video/*/*.tar"):
         with tarfile.open(path) as tar:
@@ -144,6 +144,6 @@ def _chunk(about: dict[str, Any], content: bytes) -> Chunk:
 
 
 def _rgb(frame: av.VideoFrame) -> np.ndarray:
-    """Return a frame in RGB by its own color matrix, as a player does; BT.601 if it has none."""
+    """Convert a frame to RGB with its own color matrix, as a player does, or with BT.601 if it has none."""
     space = 1 if frame.colorspace == 1 else 5
     return frame.to_ndarray(format="rgb24", src_colorspace=space)

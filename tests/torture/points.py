@@ -2,8 +2,8 @@
 
 The command is killed before or after the operation, the operation fails with EIO or ENOSPC, or a write is truncated.
 Processes that read source videos are killed, once or each time, and so is ffmpeg. Then the command runs again without
-faults: the result must be byte-identical to that of a run without any fault. A video whose readers are killed each time
-is left out of the first run, and may be in further shards: its samples must be the same.
+faults: the result must be byte-identical to the result of an undisturbed run. A video whose readers are killed each
+time is omitted from the first run, and may end up in additional shards; its samples must be the same.
 """
 
 import re
@@ -22,7 +22,7 @@ from tests.torture.workspace import Workspace
 
 PART = "points"
 _NUM_WALKS, _WALK_STEPS = 20, 3
-_OF_WORKERS = ("kill-worker", "kill-2", "kill-3", "kill-each", "kill-started")  # the command goes on
+_OF_WORKERS = ("kill-worker", "kill-2", "kill-3", "kill-each", "kill-started")  # the command continues
 # The number of heartbeats depends on the duration of the work.
 _UNSTEADY = re.compile(r"/\.tmp-running/.*#(?!1$)")
 
@@ -51,7 +51,7 @@ def _cases_of(subject: Subject, seed: int, workspace: Workspace) -> Iterator[Cas
 
 
 def _with_walks(cases: Iterator[Case], others: list[Case]) -> Iterator[Case]:
-    """Alternate two of `cases` with one of the others."""
+    """Alternate two of `cases` with one of `others`."""
     for other in others:
         yield from islice(cases, 2)
         yield other
@@ -59,7 +59,7 @@ def _with_walks(cases: Iterator[Case], others: list[Case]) -> Iterator[Case]:
 
 
 def trace_undisturbed(subject: Subject, workspace: Workspace) -> tuple[Mapping[str, str], list[str]]:
-    """Trace a run without faults; return the contents that it ends with, and its log of operations."""
+    """Trace a run without faults; return its final contents and its log of operations."""
 
     def make(folder: Path) -> None:
         subject.begin(workspace, folder)
@@ -92,8 +92,8 @@ def _try(
     _check_end(ran, subject, point, fault, folder)
     whole_shards(folder / "data")
     if ran.status == subject.status:
-        # The command reports success, so the result must be complete; files it could not remove are left to the next
-        # run, and a warning names derived files that it could not write: those of before may be there.
+        # The command reports success, so the result must be complete. Files that it could not remove are left to the
+        # next run. A warning names derived files that it could not write; their earlier versions may remain.
         unwritten = {name for name in undisturbed if f"{name} was not written" in ran.output}
         digests, expected = (
             {name: digest for name, digest in contents.items() if name not in unwritten}
@@ -111,7 +111,7 @@ def _try(
 def _walk(
     subject: Subject, workspace: Workspace, points: list[Point], seed: str, undisturbed: Mapping[str, str], folder: Path
 ) -> None:
-    """Inject several faults, each in the run that continues after the previous one; a point may no longer occur."""
+    """Inject several faults, each in the run that continues after the previous fault; a point may no longer occur."""
     random, done = Random(seed), []
     subject.begin(workspace, folder)
     for number in range(_WALK_STEPS):
@@ -151,7 +151,7 @@ def _check_end(ran: Ran, subject: Subject, point: Point, fault: str, folder: Pat
     elif fault in _OF_WORKERS:
         ended_well(ran, status={*statuses, 1, 2} if fault == "kill-started" else {*statuses, 1})
     else:
-        # A failed fsync must not be passed over; other operations may be dispensable.
+        # A failed fsync must be reported; other operations may be dispensable.
         is_said = point.operation != "fsync" or "was not written" in ran.output
         ended_well(ran, status={*statuses, 1, 2} if is_said else {1, 2})
         if ran.status not in statuses and str(folder) not in ran.output:

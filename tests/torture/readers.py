@@ -1,8 +1,8 @@
 """Damage that a reader meets before `prep verify`: in packets and arrays, under columns, under pages.
 
-A training that reads every packet of its chunks names each chunk with a flipped one, and one on latents or stored text
-each sample with a flipped array. Latents and scores of damaged chunks are those of intact ones, or are not made. Pages
-and lists of `prep inspect` are those of intact data, or name what is damaged.
+A training run that reads every packet of its chunks names each chunk with a flipped packet. A training run on latents
+or stored text names each sample with a flipped array. Latents and scores of damaged chunks equal the ones of intact
+chunks, or are not created. Pages and lists of `prep inspect` equal the ones of intact data, or name the damaged files.
 """
 
 import json
@@ -21,7 +21,7 @@ from tests.torture.damage import PART, TRAININGS
 from tests.torture.decay import FAULTS, Decay, draw_decay
 from tests.torture.workspace import Workspace, copy
 
-# As many frames as the span of a caption has, so that each of them is read.
+# Read as many frames as the span of a caption has, so that every frame is read.
 _ALL_FRAMES = (*bases.TRAIN[:3], "--num-frames", 30, *bases.TRAIN[5:7], "--batch", 2)
 _READ_ALL = (*_ALL_FRAMES, "--warmup-steps", 0, "--steps", 1, "--workers", 1, "--device", "cpu")
 _OF_CHUNKS = (("scores", *bases.ENGINE), (*bases.LATENTS, *bases.ENGINE))
@@ -37,7 +37,7 @@ _INSPECT: dict[str, tuple[str, ...]] = {
 
 
 def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
-    """Return the cases of trainings and of pages, in an order determined by `seed`."""
+    """Return the cases for training runs and pages, in an order determined by `seed`."""
     of_pages = partial(_decays, seed, "inspect", bases.with_scores, "data/*/*/**/*", _in_pages)
     of_columns = partial(_decays, seed, "columns", bases.with_chunks, "data/video/*/000*", _under_columns)
     return {
@@ -66,9 +66,9 @@ def _decays(
 
 
 def _packets(seed: int, workspace: Workspace, kind: str, base: Callable[[Workspace], Path]) -> Iterator[Case]:
-    """One case for each packet of a chunk: a bit of it is flipped in one chunk of each caption.
+    """Yield one case per packet of a chunk: a bit of the packet is flipped in one chunk of each caption.
 
-    The captions of the split are of one second, which is two chunks. A decoder of MJPEG notices few of these flips.
+    The captions of the split last one second, which is two chunks. An MJPEG decoder notices few of these flips.
     """
     whole = base(workspace)
     (shard,) = Variant.open(whole / "data").shards("train")
@@ -100,7 +100,7 @@ def _in_packets(
 
 
 def _arrays(seed: int, workspace: Workspace) -> Iterator[Case]:
-    """A bit of one array is flipped, and all arrays are read."""
+    """Yield cases in which one bit of one array is flipped, and all arrays are read."""
     whole = bases.with_columns(workspace)
     for column, extension, what in (("latents", "latents.npy", "latents"), ("text", "text.npy", "chunks")):
         (shard,) = Variant.open(whole / "data", column=column).shards("train")
@@ -118,7 +118,8 @@ def _in_array(workspace: Workspace, shard: CommittedShard, row: int, at: int, wh
     content = bytearray(tar.read_bytes())
     content[at] ^= 1
     tar.write_bytes(content)
-    # The embeddings of a video's captions are those of clips of it, whose keys begin with its ID.
+    # Embeddings of a video's captions are reported under the keys of the video's clips, which begin with the video's
+    # ID.
     _names_all({shard.index["key"][row].as_py()}, _train(workspace, folder, TRAININGS[what]), folder)
 
 
@@ -128,7 +129,7 @@ def _train(workspace: Workspace, folder: Path, arguments: Sequence[object]) -> R
 
 
 def _names_all(damaged: Collection[str], ran: Ran, folder: Path) -> None:
-    """Check that a training has named all damaged samples, which it has read."""
+    """Check that a training run has reported all damaged samples that it read."""
     named = [json.loads(line)["key"] for line in (folder / "run" / "failures.jsonl").read_text().splitlines()]
     if unnoticed := [key for key in sorted(damaged) if not any(text.startswith(key) for text in named)]:
         raise Broken(f"{', '.join(unnoticed)} was read without a word: {ran.described()}")

@@ -1,4 +1,4 @@
-"""The containers of `sources`, and what a source in each of them may have."""
+"""Containers of `sources`, and the traits that a source in each of them may have."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ _MPEG_RATES = ("24000/1001", "25", "30000/1001", "30", "50")
 
 @dataclass(frozen=True)
 class Container:
-    """A container, and what a source in it may have.
+    """Container, and the traits that a source in it may have.
 
     Attributes:
         format: Name of libav's muxer.
         codecs: Video codecs.
         sound: Audio codec.
-        traits: Names of the traits of `source_draws`.
+        traits: Names of the traits in `source_draws`.
         tick_s: Resolution of its timestamps in seconds.
     """
 

@@ -1,4 +1,4 @@
-"""Draws sources: a container, one to three traits that a file can have at once, and their parameters."""
+"""Random draw of sources: a container, one to three traits that a file can combine, and their parameters."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,8 @@ from tests.torture.source_containers import CONTAINERS, TRACKS, Container
 from tests.torture.source_files import Source
 
 _SIZES = ((128, 96), (160, 96), (96, 128), (144, 112), (192, 112))
-# Traits of one group exclude each other, because one file cannot have both, or because a player's answer is unclear.
+# Traits of one group exclude each other, because a file cannot have both, or because the behaviour of players is
+# undefined.
 _GROUPS: dict[str, tuple[str, ...]] = {
     "clock": ("gap", "restart", "mdhd", "head", "dropped-tail"),
     "end": ("tail", "fragments", "mdhd", "restart"),
@@ -62,7 +63,7 @@ def draw_source(random: Random, container: str) -> Source:
         begins_s=tuple(begins_s),
         width=width,
         height=height,
-        # The decoding times of an encoder with B frames begin before the last ones of the encoder before it.
+        # The decoding times of an encoder with B-frames start before the last decoding times of the previous encoder.
         num_reordered=0 if {"fragments", "size", "change-aspect", "change-colors"} & options.keys() else reordered,
         gop=gop,
         has_sound=has_sound,
@@ -72,7 +73,7 @@ def draw_source(random: Random, container: str) -> Source:
 
 @dataclass(frozen=True)
 class _Draft:
-    """What is drawn before the parameters of a trait."""
+    """Properties that are drawn before the parameters of a trait."""
 
     codec: str
     fps: Fraction
@@ -88,7 +89,7 @@ def _draw_traits(random: Random, kind: Container, codec: str) -> list[str]:
         excluded = {name for group in _GROUPS.values() if trait in group for name in group}
         if not excluded & set(drawn):
             drawn.append(trait)
-    # Traits alone are as frequent as two and three of them together.
+    # One, two and three traits are equally frequent.
     return sorted(drawn[: random.choice((1, 2, 3))])
 
 
@@ -96,7 +97,7 @@ def _is_possible(trait: str, kind: Container, codec: str) -> bool:
     if trait == "size":
         return codec in ("libvpx", "libvpx-vp9", "mpeg2video", "mpeg1video") or kind.format == "mpegts"
     if trait in ("aspect", "change-aspect") and codec == "mpeg1video":
-        return False  # it has few ratios
+        return False  # MPEG-1 has few ratios
     if trait == "change-colors":
         return codec == "libx264"
     if trait == "aspect":
@@ -109,7 +110,7 @@ def _seconds(*choices: str) -> Callable[[Random, _Draft], Fraction]:
 
 
 def _aspects(random: Random, draft: _Draft) -> Fraction:
-    if draft.codec == "mpeg2video":  # it has only the ratios of the screen 4:3 and 16:9
+    if draft.codec == "mpeg2video":  # MPEG-2 has only the display ratios 4:3 and 16:9
         return Fraction(random.choice(("4/3", "16/9"))) / Fraction(*draft.size)
     return Fraction(random.choice(("4/3", "2", "3/4", "16/11")))
 
@@ -128,7 +129,7 @@ def _change_of_size(random: Random, draft: _Draft) -> dict[str, Any]:
 
 def _gap(random: Random, draft: _Draft) -> dict[str, Any]:
     seconds = Fraction(random.choice(("3/10", "3/2", "4", "11", "13")))
-    # In whole frames, because an AVI has nothing else.
+    # Use complete frames, because an AVI cannot express other durations.
     return {"frame": draft.place, "seconds": Fraction(math.ceil(seconds * draft.fps)) / draft.fps}
 
 
@@ -149,7 +150,7 @@ _PARAMETERS: dict[str, Callable[[Random, _Draft], Any]] = {
     "lag": _seconds("1/5", "1"),
     "restart": lambda _, draft: draft.place,
     "head": lambda _, draft: draft.begins_s[draft.place // 2],
-    # Within a frame, because an edit is rounded to milliseconds.
+    # End within a frame, because an edit is rounded to milliseconds.
     "tail": lambda _, draft: (draft.begins_s[draft.place] + draft.begins_s[draft.place + 1]) / 2,
     "mdhd": _seconds("1/3", "2/3"),
     "fragments": lambda *_: True,

@@ -1,4 +1,4 @@
-"""Encoding the pictures of a source, with the times of a plan in place of those of the encoder."""
+"""Encoder for the frames of a source, with the times of a plan in place of the encoder's own times."""
 
 from collections.abc import Iterator
 from fractions import Fraction
@@ -7,7 +7,7 @@ from typing import Any
 import av
 import numpy as np
 
-TimedPacket = tuple[Fraction, Any]  # when it is decoded, in seconds, and the packet
+TimedPacket = tuple[Fraction, Any]  # decoding time in seconds, and the packet
 
 
 def add_video(
@@ -20,7 +20,7 @@ def add_video(
 ) -> Any:
     stream = file.add_stream(codec, rate=fps, options=choices)
     _set_form(stream.codec_context, codec, fps, picture, form)
-    # An AVI has a packet for each tick: an empty packet is a frame that was dropped.
+    # An AVI has a packet for each tick; an empty packet is a dropped frame.
     stream.time_base = 1 / fps if file.format.name == "avi" else Fraction(1, 90000)
     return stream
 
@@ -49,7 +49,7 @@ def _set_form(context: Any, codec: str, fps: Fraction, picture: np.ndarray, form
 def encode_frames(
     context: Any, pictures: Iterator[np.ndarray], begins_s: list[Fraction], *, frame_s: Fraction, matrix: str | None
 ) -> list[TimedPacket]:
-    """Return the packets of frames with their decoding times, whatever distances the encoder believes in."""
+    """Return the packets of frames with decoding times that do not depend on the encoder's frame distances."""
     packets: list[Any] = []
     space = 1 if matrix == "bt709" else 5  # ITU-R BT.709 or BT.601
     for number, picture in enumerate(pictures):

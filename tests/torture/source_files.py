@@ -1,7 +1,7 @@
 """Source videos with unusual timelines, geometry, changes and tracks.
 
-A `Source` says when each frame begins and what a player shows. `Source.write` writes its file with PyAV, without code
-of the product. Headers that no muxer writes are written by `container_bytes`.
+A `Source` defines when each frame starts and what a player shows. `Source.write` writes its file with PyAV, without
+code of the product. `container_bytes` writes headers that no muxer writes.
 """
 
 from collections.abc import Mapping
@@ -20,20 +20,21 @@ from tests.torture.source_containers import CONTAINERS, Container
 from tests.torture.source_encoding import TimedPacket, add_video, encode_frames, open_encoder
 
 _SAMPLES_PER_S = 48000
-_LOUD_S = 1  # the sound of a source is loud and silent in turns of this length
-_PACKET_S = 0.1  # sound in a packet of a program stream
+_LOUD_S = 1  # duration of the loud and silent parts, which alternate
+_PACKET_S = 0.1  # duration of an audio packet in a program stream
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A source video that can be written.
+    """Source video that can be written.
 
     Attributes:
-        begins_s: When each frame begins to be shown, in seconds from the first frame; frames that an edit list hides
-            begin before 0 or after `end_s`.
-        end_s: When the last frame ends.
-        width, height: Size of the coded picture before crop, in the direction in which it is shown.
-        options: Parameters of the traits that the source has, by the name of the trait.
+        begins_s: Start of each frame, in seconds from the first shown frame; frames that an edit list hides start
+            before 0 or
+            after `end_s`.
+        end_s: End of the last frame in seconds.
+        width, height: Size of the coded picture before the crop, in the orientation in which it is shown.
+        options: Parameters of the source's traits, by the name of the trait.
     """
 
     container: str
@@ -54,7 +55,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The traits with their parameters, as in the name of a case."""
+        """Traits with their parameters, as in the name of a case."""
         words = [f"{name}={_word(value)}" if value is not True else name for name, value in self.options.items()]
         return "+".join([f"{self.codec.removeprefix('lib')}@{_word(self.fps)}", *words])
 
@@ -73,13 +74,13 @@ class Source:
 
     @property
     def sound_begin_s(self) -> Fraction:
-        """When the sound begins, in seconds from the first frame."""
+        """Start of the audio, in seconds from the first frame."""
         return self.options.get("lag", Fraction(0)) - self.options.get("lead", Fraction(0))
 
     def sound_levels(self, time_s: float) -> set[bool]:
-        """Return whether the sound is loud at a time, in seconds from the first frame; both if the file leaves it open.
+        """Return whether the audio is loud at a time in seconds from the first frame; both values if this is undefined.
 
-        A packet of a program stream has one timestamp. Sound behind a gap may be in a packet that begins before it.
+        A packet of a program stream has one timestamp. Audio after a gap may be in a packet that begins before the gap.
         """
         is_loud = self.sound_begin_s <= time_s < self.end_s and bool(_is_loud(np.array(time_s)))
         if (gap := self.options.get("gap")) is not None:
@@ -90,7 +91,7 @@ class Source:
         return {is_loud}
 
     def upright(self, picture: np.ndarray) -> np.ndarray:
-        """Return what a player shows of a decoded picture: crop and display matrix are applied."""
+        """Apply the crop and the display matrix to a decoded picture, as a player does."""
         if crop := self.options.get("crop"):
             left, top, right, bottom = crop
             picture = picture[top : picture.shape[0] - bottom, left : picture.shape[1] - right]
@@ -111,7 +112,7 @@ class Source:
         path.write_bytes(self._patched(path.read_bytes()))
 
     def _patched(self, content: bytes) -> bytes:
-        """Write what no muxer writes into the headers."""
+        """Return the content with header values that no muxer writes."""
         options = self.options
         crop, aspect = options.get("crop"), options.get("aspect")
         if self.kind.format in ("matroska", "webm"):
@@ -132,7 +133,7 @@ class Source:
         return content
 
     def _size_of(self, number: int) -> tuple[int, int]:
-        """Return the size of a frame's visible part in pixels, in the direction in which it is shown."""
+        """Return the visible size of a frame in pixels, in the orientation in which it is shown."""
         change = self.options.get("size")
         if change is not None and number >= change["frame"]:
             width, height = change["size"]
@@ -144,7 +145,7 @@ class Source:
         picture = self._turned(draw_number(number, width=width, height=height), is_back=False)
         if crop := self.options.get("crop"):
             left, top, right, bottom = crop
-            # A player that shows what lies outside the crop shows another edge than that of the picture.
+            # A player that ignores the crop shows this padding in place of the edge of the image.
             picture = np.pad(picture, ((top, bottom), (left, right), (0, 0)), constant_values=255)
         return np.ascontiguousarray(picture)
 
@@ -158,7 +159,7 @@ class Source:
         return picture
 
     def _encoders(self, frames: range) -> list[tuple[range, Fraction, str | None]]:
-        """Return for each run of frames that one encoder makes: frames, pixel aspect and color matrix."""
+        """Return the frames, pixel aspect and color matrix of each run of frames that one encoder produces."""
         borders = {frames.start, frames.stop}
         aspect, colors = self.options.get("change-aspect"), self.options.get("change-colors")
         borders |= {change["frame"] for change in (self.options.get("size"), aspect, colors) if change is not None}
@@ -223,7 +224,7 @@ class Source:
         return stream, made
 
     def _other_track(self, file: Any, begins_s: list[Fraction]) -> list[TimedPacket]:
-        """Add a track of gray pictures, which nobody should see."""
+        """Add a track of gray frames that must never be shown."""
         gray = np.full((96, 96, 3), 90, np.uint8)
         stream = add_video(file, self.codec, self.fps, gray, (Fraction(1), None), self._choices())
         stream.disposition = 0

@@ -1,8 +1,8 @@
 """Sources with unusual timelines, geometry, changes and tracks: chunks show what a player shows, or do not exist.
 
-Each case writes one source (`source_draws`, `source_files`), chunks it with short chunks, and compares every frame of
-every chunk with an independent decode (`players`). A source may be refused only by a failure that is listed in
-`REFUSALS` for one of its traits; then none of its chunks exist.
+Each case writes one source (`source_draws`, `source_files`), chunks it into short chunks, and compares every frame of
+every chunk with an independent decode (`players`). A source may be rejected only with a failure that is listed in
+`REFUSALS` for one of its traits; then none of its chunks may exist.
 """
 
 import json
@@ -26,18 +26,19 @@ from tests.torture.source_files import Source
 from tests.torture.workspace import Workspace
 
 PART = "sources"
-_NUM_CASES = 200  # of each container
+_NUM_CASES = 200  # cases per container
 _FLAGS = ("chunk", "--len", "200ms", "--preset", "ultrafast", "--short-side", 64, "--crf", 18)
 _RATES = (30, 30, 25, 10)
-# Failures with which a source may be refused, by trait, and a word that the message has to have: the true reason.
+# Failures with which a source may be rejected, by trait, each with a word for the true reason that the message must
+# contain.
 REFUSALS: dict[str, dict[str, str]] = {}
-_MAX_RATIO_ERROR = 0.07  # of a picture of 64 pixels whose sides are even
-_SOUND_MARGIN_S = 0.3  # the sound of a source changes at full seconds
-_MAX_COLOR_ERROR = 14  # of two encodes; the wrong matrix makes 25 or more
+_MAX_RATIO_ERROR = 0.07  # for an image of 64 pixels with even side lengths
+_SOUND_MARGIN_S = 0.3  # the audio of a source changes at full seconds
+_MAX_COLOR_ERROR = 14  # after two encodes; a wrong matrix causes an error of 25 or more
 
 
 def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
-    """Return the cases of each container, which are drawn from `seed`."""
+    """Return the cases for each container, which are drawn from `seed`."""
     return {name: partial(_cases, seed, workspace, name) for name in CONTAINERS}
 
 
@@ -80,7 +81,7 @@ def _try(workspace: Workspace, source: Source, folder: Path, *, fps: int, audio:
 
 
 def _require_as_drawn(source: Source, showing: Showing) -> None:
-    """Check the case itself: the file contains the frames that were drawn, in order, and a player can read them."""
+    """Check the case itself: the file contains the drawn frames in order, and a player can read them."""
     hidden = [number for number in range(source.num_frames) if _is_hidden(source, number)]
     drawn = [number for number in range(source.num_frames) if number not in hidden]
     lost = set(drawn) - set(showing.numbers)
@@ -103,7 +104,7 @@ def _failures(data: Path) -> list[dict[str, Any]]:
 
 
 def _require_reason(source: Source, failures: list[dict[str, Any]], ran: Ran) -> None:
-    """Check that a refusal is legitimate, has the true reason, and is the outcome of the command."""
+    """Check that a rejection is legitimate, states the true reason, and sets the exit status of the command."""
     if len(failures) != 1 or ran.status != 1:
         raise Broken(f"neither chunks nor a failure: {failures}: {ran.described()}")
     (failure,) = failures
@@ -115,7 +116,7 @@ def _require_reason(source: Source, failures: list[dict[str, Any]], ran: Ran) ->
 
 
 def _require_timeline(chunks: list[Chunk], showing: Showing, source: Source, *, fps: int) -> None:
-    """Check that each output frame shows what is on show at its time, and that nothing is missing."""
+    """Check that each output frame shows the source frame of its time, and that nothing is missing."""
     num_frames = 0
     shown: set[int] = set()
     for chunk in chunks:
@@ -142,7 +143,7 @@ def _require_timeline(chunks: list[Chunk], showing: Showing, source: Source, *, 
 
 
 def _require_pictures(chunks: list[Chunk], source: Source) -> None:
-    """Check the shape of every picture, and the colors if their description changes."""
+    """Check the shape of every frame, and its colors if the color description changes."""
     for chunk in chunks:
         for reading in chunk.readings:
             expected, ratio = float(source.shown_ratio(reading.number)), reading.width / reading.height
@@ -155,7 +156,7 @@ def _require_pictures(chunks: list[Chunk], source: Source) -> None:
 
 
 def _require_sound(chunks: list[Chunk], showing: Showing, source: Source) -> None:
-    """Check that the sound of each chunk is that of its time, as far as the time is sure: it is loud or silent."""
+    """Check that the audio of each chunk is loud or silent at the right times, where these are unambiguous."""
     zero_s = showing.begins_s[0] - float(source.begins_s[showing.numbers[0]])
     for chunk in chunks:
         middle_s = float(chunk.begin_s + chunk.end_s) / 2 - zero_s

@@ -1,4 +1,4 @@
-"""The commands for fault injection at every point, and the results that must be identical."""
+"""Commands for fault injection at every point, and the results that must be identical."""
 
 import hashlib
 import json
@@ -16,24 +16,24 @@ from tests.torture.checks import ended_well
 from tests.torture.watched import Watched
 from tests.torture.workspace import Workspace, copy
 
-# Fields of a line in metrics.jsonl that measure speed.
+# Fields of metrics.jsonl that measure speed.
 _TIMES = {"samples_per_s", "step_s", "data_wait_s", "data_wait_share", "tflops"}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A command for fault injection.
+    """Command for fault injection.
 
     Attributes:
-        arguments: of the command, as a function of the workspace and the folder of a case.
-        base: creates the initial folder of a case; None for an empty folder.
-        status: exit status without faults.
-        term: point at which the command also receives SIGTERM, which it handles.
-        is_fresh: run the command and its workers in new interpreters; see `Commands.run`.
-        kept: results that must be identical: name -> digest.
-        again: arguments of the command after a fault; None for the same arguments.
-        last: arguments of the run without faults that ends a case; None for those of `again`.
-        max_cases: maximum number of cases, for commands that take long.
+        arguments: Function that takes the workspace and the folder of a case and returns the arguments of the command.
+        base: Function that creates the initial folder of a case; None for an empty folder.
+        status: Exit status without faults.
+        term: Point at which the command also receives SIGTERM, which it handles.
+        is_fresh: True to run the command and its workers in new interpreters; see `Commands.run`.
+        kept: Function that returns the results that must be identical, as a map from name to digest.
+        again: Arguments of the command after a fault; None for the same arguments.
+        last: Arguments of the run without faults that ends a case; None for the arguments in `again`.
+        max_cases: Maximum number of cases, for commands that take long.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Subject:
     max_cases: int | None = None
 
     def watched(self, workspace: Workspace, folder: Path) -> Watched:
-        """Return the command in a folder, for tracing or fault injection."""
+        """Return the command in a folder, ready for tracing or fault injection."""
         arguments = self.arguments(workspace, folder)
         sources = bases.videos(workspace) if self.program == "prep" else None
         return Watched(self.program, arguments, folder, sources=sources, term=self.term, is_fresh=self.is_fresh)
@@ -65,7 +65,7 @@ class Subject:
         return Watched(self.program, arguments, folder, is_fresh=self.is_fresh)
 
     def watched_last(self, workspace: Workspace, folder: Path) -> Watched:
-        """Return the command that has to reach the result after all faults."""
+        """Return the command that must reach the result after all faults."""
         if self.last is None:
             return self.watched_again(workspace, folder)
         return Watched(self.program, self.last(workspace, folder), folder)
@@ -96,7 +96,10 @@ def _vlm(_: Workspace, folder: Path) -> Sequence[object]:
 
 
 def _asked_once(folder: Path) -> dict[str, str]:
-    """Return the column, and the answers without their times: there is another one if a question was asked twice."""
+    """Return the column, and its answers without their times.
+
+    A chunk that was requested twice adds an answer.
+    """
     data = folder / "data"
     digests = {name: digest for name, digest in contents(data).items() if "/answers/" not in name}
     answers = (answer for journals in data.glob("captions/*/answers") for answer in answers_in(journals))
@@ -129,14 +132,14 @@ def _train_again(workspace: Workspace, folder: Path) -> Sequence[object]:
 
 
 def _run_contents(folder: Path) -> dict[str, str]:
-    """Return the content of a run's files, without times and paths of the folder."""
+    """Return the contents of a run's files, without times and paths of the folder."""
     run = folder / "run"
     values: dict[str, Any] = {}
     for path in sorted(path for path in run.rglob("*") if path.is_file()):
         name = str(path.relative_to(run))
         content = path.read_bytes().replace(str(folder).encode(), b"FOLDER")
         if path.name == "index.html":
-            values[name] = "there"  # it has times
+            values[name] = "there"  # the file contains times
         elif path.suffix == ".bin":
             values[name] = hashlib.sha256(content).hexdigest()
         elif path.name == "metrics.jsonl":
@@ -145,7 +148,7 @@ def _run_contents(folder: Path) -> dict[str, str]:
         elif path.name == "checkpoint.json":
             values[name] = {k: v for k, v in json.loads(content).items() if k not in ("checksum", "files")}
         elif path.name == "run.json":
-            # The description of the machine varies, for example in the free memory; the mark is drawn at random.
+            # The description of the machine varies, for example in the free memory; the mark is a random value.
             values[name] = {k: v for k, v in json.loads(content).items() if k not in ("doctor", TOKEN_FACT)}
         else:
             values[name] = content.decode("utf-8", "replace")
@@ -172,7 +175,7 @@ SUBJECTS = (
     Subject("chunk", _prep(*bases.CHUNK, *bases.ENGINE), bases.with_manifest),
     Subject("chunk-again", _prep(*bases.CHUNK, *bases.ENGINE), bases.with_later_manifest),
     Subject("chunk-fresh", _prep(*bases.CHUNK, *bases.ENGINE), bases.with_manifest, is_fresh=True),
-    # What Ray has left to do is done by the other engine: only the name of the engine is in a data folder.
+    # The other engine completes the work that Ray left; the data folder differs only in the name of the engine.
     Subject(
         "chunk-ray",
         _prep(*bases.CHUNK, *bases.RAY),

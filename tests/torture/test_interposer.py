@@ -12,7 +12,7 @@ from tests.torture.commands import INTERPOSER
 from tests.torture.interposer import watch
 from tests.torture.watched import not_yet_on_the_disk
 
-# All kinds of writes in the programs; one of them in a child process, which must detect by itself that it is watched.
+# The programs cover all kinds of writes. One write is in a child process, which must detect that it is watched.
 PROGRAM = """
 import os, shutil, subprocess, sys, tempfile
 from pathlib import Path

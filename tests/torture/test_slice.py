@@ -1,4 +1,4 @@
-"""Two samples of the campaign: a few cases every day, and in `make nightly` a case of nearly every part and command."""
+"""Two samples of the campaign: a few cases every day, and a case of nearly every part and command in `make nightly`."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,26 +15,27 @@ from tests.torture.subjects import SUBJECTS
 from tests.torture.workspace import Workspace
 
 SEED = 1
-# They start Ray or new interpreters, which prep/core/test_killed.py kills as well, or wait for leases; it takes longer
-# than everything else together.
+# These subjects start Ray or new interpreters, which prep/core/test_killed.py kills as well, or wait for leases. They
+# take longer than all other subjects together.
 TOO_LONG = {"chunk-ray", "chunk-fresh", "text-fresh", "late-chunk", "late-gc", "late-gc-twice", "late-scores"}
-# Their files have the format, the writer, the reader and the repair of another subject's.
+# These files share the format, writer, reader and repair of another subject's files.
 LIKE_OTHERS = {"probes", "contents", "latents-video", "latents-tars", "latents-indexes", "text-indexes"}
 LIKE_OTHERS |= {"merged-tables", "scores-tars", "scores-indexes", "subtitles", "packets-mjpeg"}
-# Each of their files is damaged, found and made again in manifests/test_damaged_manifests.py, shards/test_contents.py,
+# Each of these files is damaged, detected and repaired in manifests/test_damaged_manifests.py, shards/test_contents.py,
 # prep/video/test_rerun.py, prep/upkeep/test_verify_command.py and prep/upkeep/test_records.py.
 DAMAGED_ELSEWHERE = {"tables", "mapped-captions", "lists", "text-tars", "video-indexes", "energon-indexes"}
 DAMAGED_ELSEWHERE |= {"manifest", "layouts", "dataset", "recipes", "commits", "video-tars"}
-# The same commands as other subjects', which begin or end differently: `unfinished` has two of them, and
+# These subjects run the commands of other subjects, with a different start or end. `unfinished` contains two of them;
 # prep/core/test_parts.py, prep/video/test_detection.py and train/test_resume_auto.py kill the others.
 SAME_COMMANDS = {"manifest-second", "chunk-again", "text-again", "train-stopped", "chunk-part", "chunk-shots"}
-# prep/core/test_left_behind.py kills it at every moment.
+# prep/core/test_left_behind.py kills this command at every moment.
 KILLED_ELSEWHERE = {"gc"}
-# The same machinery as `scores`, `latents` and `train`; the last of these is ended in train/distributed as well.
-# prep/text/test_run.py, prep/captions/test_endpoint.py and prep/upkeep/test_inspect.py end and rerun the others.
+# These subjects use the same machinery as `scores`, `latents` and `train`; train/distributed also kills the last one.
+# prep/text/test_run.py, prep/captions/test_endpoint.py and prep/upkeep/test_inspect.py kill and rerun the others.
 LIKE_OTHERS |= {"captions", "text", "vlm", "inspect", "train-resumed"}
-# Records and input, of each of which prep/upkeep/test_records.py, manifests/test_hostile_annotations.py,
-# prep/video/test_bad_input.py, train/data/test_hostile_tars.py or train/inference/test_bad_weights.py has a case.
+# Records and input files; prep/upkeep/test_records.py, manifests/test_hostile_annotations.py,
+# prep/video/test_bad_input.py, train/data/test_hostile_tars.py or train/inference/test_bad_weights.py has a case of
+# each.
 DAMAGED_ELSEWHERE |= {
     "shots",
     "further-captions",
@@ -47,19 +48,19 @@ DAMAGED_ELSEWHERE |= {
     "checkpoint",
 }
 LEFT_OUT = TOO_LONG | LIKE_OTHERS | DAMAGED_ELSEWHERE | SAME_COMMANDS | KILLED_ELSEWHERE
-# Of each subject. `make nightly` has seven more: `buckets`, beside manifests/storage/test_late_writers.py, `runs`,
-# beside train/test_bucket_runs.py, `answers`, beside prep/captions/test_endpoint.py, `variants`, beside
-# prep/core/test_replacement.py, `nodes`, beside prep/engines/test_cluster.py, `keys`, beside
-# manifests/storage/test_credentials.py, and `marks`, beside test_many_readers.py.
+# Number of cases per subject. `make nightly` has seven more parts, each with a shorter test elsewhere: `buckets`
+# (manifests/storage/test_late_writers.py), `runs` (train/test_bucket_runs.py), `answers`
+# (prep/captions/test_endpoint.py), `variants` (prep/core/test_replacement.py), `nodes` (prep/engines/test_cluster.py),
+# `keys` (manifests/storage/test_credentials.py), and `marks` (test_many_readers.py).
 NUM_CASES = {"points": 1, "damage": 1, "hostile": 1, "unfinished": 1, "sources": 1}
-# Of these parts only some subjects, because their cases run several commands each.
+# Only some subjects of these parts, because each of their cases runs several commands.
 SUBJECTS_OF = {
     "unfinished": {"chunk-again"},
     "sources": {"mp4"},
 }
 
 
-# Two commands that are killed, a damaged file and a hostile one, all of which need the cheapest data.
+# Two killed commands, a damaged file and a hostile file, all of which need only the cheapest data.
 EVERY_DAY = {("points", "manifest-first"), ("points", "chunk"), ("damage", "packets"), ("hostile", "weights")}
 
 
@@ -68,7 +69,7 @@ def test_nothing_of_a_few_cases_is_lost_left_behind_or_served_wrong(tmp_path: Pa
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1200)  # on a shared machine; it takes a minute on an idle one
+@pytest.mark.timeout(1200)  # limit for a shared machine; an idle one takes a minute
 def test_nothing_of_a_slice_is_lost_left_behind_or_served_wrong(tmp_path: Path, forks: Forks) -> None:
     tried = run_slice(tmp_path, forks, is_in_slice)
     assert {part for part, _ in tried} == set(NUM_CASES)
@@ -76,7 +77,7 @@ def test_nothing_of_a_slice_is_lost_left_behind_or_served_wrong(tmp_path: Path, 
 
 
 def is_in_slice(part: str, subject: str) -> bool:
-    """Return whether the slice has a case of a subject."""
+    """Return True if the slice has a case of a subject."""
     return subject in SUBJECTS_OF[part] if part in SUBJECTS_OF else subject not in LEFT_OUT
 
 

@@ -1,16 +1,17 @@
-"""What readers find between a kill and the rerun, and what a run with failures records.
+"""State that readers see between a kill and the rerun, and the failures that a run records.
 
 A command is killed at each write, fsync and rename of a durable file, before or after it, or after half of a write. No
 other command runs before readers look:
 
-- Each file is the old one or one that the undisturbed command publishes, byte for byte.
-- Each commit is of files that are complete, and every sample of its shards is one of before or of the undisturbed run.
-- `prep status` finds nothing damaged.
+- Each file has, byte for byte, its old content or content that the undisturbed command publishes.
+- The files of each commit are complete, and every sample of its shards comes from the earlier run or equals the sample
+  of the undisturbed run.
+- `prep status` reports no damage.
 
-`commits` has only kills as soon as a commit has its name.
+`commits` has only kills right after a commit gets its name.
 
-`failures`: sources are damaged, and the command is killed or not. The run that ends has exit status 1, and
-each failure is in the commit of its shard and in failures.jsonl, and no other one is; so it is after a further run.
+`failures`: sources are damaged, and the command is killed or not. The run that completes has exit status 1. Exactly its
+failures are in the commits of their shards and in failures.jsonl; the same holds after an additional run.
 """
 
 import json
@@ -38,7 +39,7 @@ _NAMES = ("manifest-second", "chunk", "chunk-again", "captions", "scores", "late
 _COLUMNS = {"chunk": "video", "chunk-again": "video", "retry": "video", "scores": "scores", "latents": "latents"}
 _OPERATIONS = ("write", "truncate", "fsync", "rename")
 _FAULTS = ("kill", "kill-after", "cut")
-# Journals and signs of life, which grow in place, and temporary files.
+# Journals and heartbeats, which grow in place, and temporary files.
 _IN_PLACE = re.compile(r"(^|/)(\.tmp-|answers/|bank/)")
 _UNREAD = re.compile(r"TMPDIR|/\.tmp-running/|\.lock#|-workers#")
 _COMMITTED = re.compile(r"rename:.*/commits/\d+\.json#")
@@ -70,7 +71,7 @@ def _cases(seed: int, workspace: Workspace, subject: Subject) -> Iterator[Case]:
 
 
 def _cases_of_commits(seed: int, workspace: Workspace) -> Iterator[Case]:
-    """Kills as soon as a commit has its name: what it names has to be complete by then."""
+    """Yield kills right after a commit gets its name: the files that it lists must be complete by then."""
     pairs = []
     for subject in SUBJECTS:
         if subject.name in _COLUMNS:
@@ -127,7 +128,7 @@ def _check_failures(workspace: Workspace, damaged: list[int], folder: Path, *, i
         _, was_there = watched.disturbed(workspace.commands, _first_commit(workspace), "kill-after")
         if not was_there:
             raise Broken("the command was not killed: it did not come to its first commit")
-    for statuses in ({1}, {0, 1}):  # a run may pass over what the one before has reported
+    for statuses in ({1}, {0, 1}):  # a rerun may skip the failures that the previous run reported
         ran = workspace.commands.run("prep", [*_CHUNK, "--data", data], scratch=folder / "tmp")
         ended_well(ran, status=statuses)
         expected = {(str(number), "decode_errors") for number in damaged}
@@ -159,7 +160,7 @@ def _write_videos(folder: Path) -> None:
 
 
 def _damage(path: Path) -> None:
-    """Overwrite the last frames of a video; a probe decodes the first one only."""
+    """Overwrite the last frames of a video; a probe decodes only the first one."""
     content, state = bytearray(path.read_bytes()), path.stat()
     end = content.index(b"moov") - 4
     content[end - 150 : end] = bytes(150)

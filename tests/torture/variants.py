@@ -1,9 +1,8 @@
-"""New variants over a complete one, of which parts cannot be made for a while: sources that are gone or refused, a disk
-that is full, kills.
+"""New variants beside a complete one, while parts of them cannot be created.
 
-After every attempt, and after `prep gc` and `prep status`, readers get the complete variant of before, until the new
-one is complete. When the cause is gone, a run or `prep retry` completes the new variant, with the bytes of an
-undisturbed run.
+Sources are missing or rejected, a disk is full, or commands are killed. After every attempt, and after `prep gc` and
+`prep status`, readers get the earlier complete variant until the new one is complete. Once the cause is removed, a run
+or `prep retry` completes the new variant, with the bytes of an undisturbed run.
 """
 
 import os
@@ -29,7 +28,7 @@ from tests.torture.watched import Watched, points_of
 from tests.torture.workspace import Workspace, copy
 
 PART = "variants"
-_NUM_CASES = 40  # of each subject
+_NUM_CASES = 40  # cases per subject
 _CHUNK = (*bases.CHUNK, *bases.ENGINE)
 _NEW = {
     "gone": (*_CHUNK, "--crf", 35),
@@ -43,12 +42,12 @@ _NUM_VIDEOS = 4
 
 @dataclass(frozen=True)
 class Subject:
-    """A kind of failures.
+    """Kind of failures.
 
     Attributes:
-        name: Key of `_NEW`, the command that makes the new variant.
+        name: Key of `_NEW`, the command that creates the new variant.
         column: Column of the variant.
-        faults: Words for what may happen to an attempt.
+        faults: Names of the faults that may happen to an attempt.
     """
 
     name: str
@@ -66,7 +65,7 @@ SUBJECTS = (
 
 
 def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
-    """Return the cases of each kind of failures, which are drawn from `seed`."""
+    """Return the cases for each kind of failures, which are drawn from `seed`."""
     return {subject.name: partial(_cases, seed, workspace, subject) for subject in SUBJECTS}
 
 
@@ -79,7 +78,7 @@ def _cases(seed: int, workspace: Workspace, subject: Subject) -> Iterator[Case]:
 
 
 class _Trial:
-    """The folder of a case: sources, which may be taken away, and a complete variant; a context manager."""
+    """Folder of a case: sources, which may be removed, and a complete variant; a context manager."""
 
     def __init__(self, workspace: Workspace, subject: Subject, folder: Path) -> None:
         self.workspace, self.subject, self.folder = workspace, subject, folder
@@ -87,7 +86,7 @@ class _Trial:
         self._proxy: Faults | None = None
 
     def begin(self) -> None:
-        """Make the complete variant."""
+        """Create the complete variant."""
         if self.subject.name == "latents":
             copy(bases.with_columns(self.workspace), self.folder)
             return
@@ -110,19 +109,19 @@ class _Trial:
         return f"{address}/videos"
 
     def run(self, *arguments: object, status: int | set[int] = 0) -> Ran:
-        """Run `prep` without kills, on the sources as they are."""
+        """Run `prep` without kills, on the sources in their current state."""
         words = [*arguments, "--data", self.folder / "data"]
         run = self.workspace.commands.run
         return ended_well(run("prep", words, scratch=self.folder / "tmp", environment=self._environment), status=status)
 
     def attempt(self, fault: str, random: Random) -> Ran:
-        """Try to make the new variant while something fails."""
+        """Try to create the new variant while something fails."""
         new = _NEW[self.subject.name]
         names = random.sample(range(_NUM_VIDEOS), random.randrange(1, _NUM_VIDEOS))
         if fault == "gone":
             for number in names:
                 shutil.move(self.folder / "videos" / f"{number}.mp4", self.folder / f"{number}.away")
-            return self.run(*new, status={0, 1})  # 0 if an attempt before has made all of it
+            return self.run(*new, status={0, 1})  # 0 if an earlier attempt created all of it
         if fault == "refused":
             assert self._proxy is not None
             numbers = "|".join(map(str, names))
@@ -136,14 +135,14 @@ class _Trial:
         return ended_well(ran, status=({-9} if fault == "kill" else {0, 1, 2}) if was_there else {0})
 
     def mend(self) -> None:
-        """Bring the sources back."""
+        """Restore the sources."""
         for path in self.folder.glob("*.away"):
             path.rename(self.folder / "videos" / f"{path.stem}.mp4")
         if self._proxy is not None:
             self._proxy.set()
 
     def samples(self) -> Mapping[str, str]:
-        """Return what readers of the column get."""
+        """Return the samples that readers of the column get."""
         return samples(self.folder / "data", column=self.subject.column)
 
     def __enter__(self) -> "_Trial":
@@ -160,7 +159,7 @@ def _write_videos(folder: Path) -> None:
 
 
 def _make_undisturbed(workspace: Workspace, subject: Subject) -> Path:
-    """Return a folder in which nothing failed: the samples of the new variant, and `trace.txt`."""
+    """Return a folder after a run without faults: the samples of the new variant, and `trace.txt`."""
 
     def make(folder: Path) -> None:
         with _Trial(workspace, subject, folder) as trial:
@@ -203,7 +202,10 @@ def _try(workspace: Workspace, subject: Subject, attempts: list[str], folder: Pa
 
 
 def _is_retried(attempts: list[str], random: Random, subject: Subject) -> bool:
-    """Return True if `prep retry` is to complete the variant: of a column whose default it is, with failures to try."""
+    """Return True if `prep retry` is to complete the variant.
+
+    This requires the default column of `prep retry`, and failures that it can try again.
+    """
     return subject.column == "video" and set(attempts) <= {"gone", "refused"} and random.random() < 0.5
 
 

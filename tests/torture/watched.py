@@ -1,4 +1,4 @@
-"""Runs a command under the interposer: lists its points, and injects a fault at one of them."""
+"""Command under the interposer: lists its points, and injects a fault at one of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ SCRATCH = "TMPDIR/"
 # Other files in $TMPDIR belong to libraries: tempfile, for example, tests whether the folder is writable.
 _OWN_SCRATCH = f"{SCRATCH}scratch-clipmill-"
 _KILLS = ("kill", "kill-after")
-# The possible faults of an operation. A short write may terminate the process, or be reported to the caller.
+# Possible faults of an operation. A short write may terminate the process, or be reported to the caller.
 _FAULTS = {
     "write": ("kill", "eio", "enospc", "cut", "short"),
     "fsync": ("kill", "eio", "enospc"),
@@ -42,7 +42,7 @@ class Point:
         faults = _FAULTS.get(self.operation, _OTHER_FAULTS)
         if self.is_driver or self.operation == "start":
             return faults
-        if self.operation == "read":  # as often as it is tried: by a probe, and by a worker before it is tried alone
+        if self.operation == "read":  # a probe makes one attempt, and a worker a further one
             return (*faults, "kill-worker", "kill-2" if "@probe#" in self.name else "kill-3", "kill-each")
         return (*faults, "kill-worker")
 
@@ -55,7 +55,7 @@ def points_of(lines: Sequence[str]) -> list[Point]:
 
 
 def _is_own(line: str) -> bool:
-    """Return True if a line of a trace concerns one of clipmill's files."""
+    """Return True if a line of a trace concerns a file of clipmill."""
     path = line.partition(" ")[2].partition(":")[2]
     return not path.startswith(SCRATCH) or path.startswith(_OWN_SCRATCH)
 
@@ -76,7 +76,7 @@ def not_yet_on_the_disk(lines: Sequence[str]) -> list[str]:
             unsynced.discard(name)
         elif operation in ("rename", "link"):
             late = {path for path in unsynced if path == source or path.startswith(f"{source}/")}
-            if late and not name.startswith(SCRATCH):  # losing these in a power failure is harmless
+            if late and not name.startswith(SCRATCH):  # losing these files in a power failure is harmless
                 early.append(f"{name} (written as {', '.join(sorted(late))})")
             unsynced -= late
     return early
@@ -84,12 +84,12 @@ def not_yet_on_the_disk(lines: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Watched:
-    """A command in a case's folder, with `data`, `run` and the scratch folder watched.
+    """Command in a case's folder, with `data`, `run` and the scratch folder watched.
 
     Attributes:
-        sources: folder of the source videos, whose readers are watched.
-        term: point at which the command receives SIGTERM, in addition to any fault.
-        is_fresh: see `Commands.run`.
+        sources: Folder of the source videos, whose readers are watched.
+        term: Point at which the command receives SIGTERM, in addition to any fault.
+        is_fresh: True to run the command in new interpreters; see `Commands.run`.
     """
 
     program: str
@@ -106,7 +106,7 @@ class Watched:
     def traced(self, commands: Commands) -> tuple[Ran, list[str]]:
         """Run the command without faults; return its outcome and its operations, as lines of `interposer.watch`.
 
-        `versions.txt` in the folder then lists the SHA-256 of every file that got its name.
+        `versions.txt` in the folder then lists the SHA-256 of every file that was renamed to a watched name.
         """
         log = self.folder / "points.log"
         ran = self._run(commands, {watch.LOG: str(log), watch.VERSIONS: str(self.folder / "versions.txt")})
@@ -122,7 +122,7 @@ class Watched:
         return ran, (self.folder / "flags" / "fault").exists()
 
     def undisturbed(self, commands: Commands) -> Ran:
-        """Run the command as users do, and return its outcome."""
+        """Run the command without the interposer, as users do, and return its outcome."""
         return commands.run(self.program, self.arguments, scratch=self.scratch, is_fresh=self.is_fresh)
 
     def _run(self, commands: Commands, environment: dict[str, str]) -> Ran:

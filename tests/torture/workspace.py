@@ -10,7 +10,10 @@ from tests.torture.commands import Commands
 
 
 class Workspace:
-    """The folder for all files of a campaign; a context manager. `forks`: a server that runs already."""
+    """Folder for all files of a campaign; a context manager.
+
+    `forks` is a server that is already running.
+    """
 
     def __init__(self, folder: Path, forks: Forks | None = None) -> None:
         self.folder = folder
@@ -19,7 +22,7 @@ class Workspace:
         self._making: dict[str, threading.Lock] = {}
 
     def made(self, name: str, make: Callable[[Path], None]) -> Path:
-        """Return the folder `name`, created by `make` on first use. It must not be modified: see `copy`.
+        """Return the folder `name`, created by `make` on first use. Do not modify it: see `copy`.
 
         Threads that request the same folder wait for each other; a `make` may request other folders.
         """
@@ -28,7 +31,7 @@ class Workspace:
         path = self.folder / "made" / name
         with making:
             if not path.exists():
-                # Created at its final path, since tables contain paths; if `make` fails, nothing is left.
+                # Create the folder at its final path, because tables contain paths; if `make` fails, nothing is left.
                 path.mkdir(parents=True)
                 try:
                     make(path)

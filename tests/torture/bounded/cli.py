@@ -1,4 +1,4 @@
-"""Runs `train`, or reads tars, with a memory limit: `Commands.run("tests.torture.bounded", [MB, WHAT, ...])`.
+"""Run `train`, or read tars, with a memory limit: `Commands.run("tests.torture.bounded", [MB, WHAT, ...])`.
 
 The limit applies to the growth of the process's address space after all imports.
 """
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def _streamed(pattern: str) -> dict[str, object]:
-    """Read tars as an evaluation does; return the decoded frames' numbers by key, and the failures by key."""
+    """Read tars as an evaluation does; return the frame numbers that were decoded and the failures, each by key."""
     from tests.train.data.test_streams import SIZE_PX, open_stream
 
     before_kb = _kilobytes("VmRSS")
@@ -50,7 +50,7 @@ def _streamed(pattern: str) -> dict[str, object]:
 
 
 def _number(picture: NDArray[np.uint8]) -> int:
-    """Decode the frame number in a picture; -1 if it is unreadable."""
+    """Decode the frame number in an image; -1 if it is unreadable."""
     try:
         return read_frame_number(picture)
     except ValueError:

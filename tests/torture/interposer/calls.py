@@ -2,7 +2,7 @@
 
 They cover the functions of `os`, which pathlib, shutil and tempfile use as well, and writes to files returned by
 `open`, opening source videos for reading, and the start of ffmpeg. Arrow's Parquet writer (C++) is redirected to such a
-file. What other programs (ffmpeg) read and write is not intercepted.
+file. Reads and writes of other programs (ffmpeg) are not intercepted.
 """
 
 import builtins
@@ -89,7 +89,7 @@ def _sendfile(out_fd: int, in_fd: int, offset: int | None, count: int) -> int:
         return cast(int, _real["sendfile"](out_fd, in_fd, offset, num_bytes))
 
     size = min(count, os.fstat(in_fd).st_size - (offset or 0))
-    where = _regular(out_fd) if size > 0 else None  # otherwise the call only asks whether more data is available
+    where = _regular(out_fd) if size > 0 else None  # otherwise the call only checks whether more data is available
     return visit("write", where, lambda: send(count), act_in_part=lambda: send(max(1, size // 2)))
 
 
@@ -136,7 +136,7 @@ def _regular(descriptor: int) -> str | None:
 
 
 class _WatchedFile(io.FileIO):
-    """A file whose writes are points."""
+    """File whose writes are points."""
 
     def write(self, content: Any, /) -> int:
         write = super().write
@@ -192,7 +192,7 @@ def _open(
 
 
 def _caller(*modules: str) -> FrameType:
-    """Return the innermost frame that is of none of `modules`, nor of this one."""
+    """Return the innermost frame outside `modules` and this module."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "") in (__name__, *modules):
         frame = frame.f_back
@@ -201,7 +201,7 @@ def _caller(*modules: str) -> FrameType:
 
 
 def _popen(process: Any, arguments: Any, *others: Any, **named: Any) -> None:
-    """`subprocess.Popen.__init__`, after which a started ffmpeg is a point."""
+    """Replacement for `subprocess.Popen.__init__` that counts the start of an ffmpeg process as a point."""
     _real_popen(process, arguments, *others, **named)
     program = Path(arguments if isinstance(arguments, (str, os.PathLike)) else arguments[0]).name
     if program.startswith("ffmpeg"):
@@ -209,7 +209,7 @@ def _popen(process: Any, arguments: Any, *others: Any, **named: Any) -> None:
 
 
 def install() -> None:
-    """Intercept the operations of this process from now on."""
+    """Start intercepting the operations of this process."""
     begin()
     watched: dict[str, Callable[..., Any]] = {
         "open": _open_descriptor,
@@ -229,8 +229,8 @@ def install() -> None:
     for name in ("truncate", "ftruncate"):
         watched[name] = _of_descriptor("truncate", name)
     for name, function in watched.items():
-        # shutil looks up these sets to decide whether it can use descriptors; without the wrapped functions it would
-        # not.
+        # shutil looks up these sets to decide whether it can use descriptors; it could not if the wrapped functions
+        # were missing.
         for known in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
             if _real[name] in known:
                 known.add(function)

@@ -1,4 +1,4 @@
-"""Makes Arrow's Parquet writer write through an intercepted Python file."""
+"""Patch that makes Arrow's Parquet writer write through an intercepted Python file."""
 
 import importlib.abc
 import importlib.machinery
@@ -43,7 +43,7 @@ class _Sink:
 
 
 def write_through(module: ModuleType) -> None:
-    """Make `ParquetWriter` open its files here."""
+    """Make `ParquetWriter` open its files as `_Sink` objects."""
     real_init, real_close = module.ParquetWriter.__init__, module.ParquetWriter.close
 
     def init(self: Any, where: Any, *arguments: Any, **named: Any) -> None:

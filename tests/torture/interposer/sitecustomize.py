@@ -1,4 +1,7 @@
-"""Every Python interpreter imports a module of this name at startup, so all processes of a command are intercepted."""
+"""Startup hook that intercepts all processes of a command.
+
+Every Python interpreter imports a module of this name at startup.
+"""
 
 import os
 

@@ -9,11 +9,12 @@ The configuration is passed in environment variables, which nested worker proces
     CLIPMILL_TORTURE_FAULT   kind of fault:
                              kill, kill-after  the command is killed (SIGKILL) before or after the operation
                              kill-worker       only the process at the point is killed, before the operation
-                             kill-2, kill-3    as kill-worker, of the first processes that come to the point
-                             kill-each         as kill-worker, of every process that comes to the point
+                             kill-2, kill-3    as kill-worker, for the first 2 or 3 processes that reach the point
+                             kill-each         as kill-worker, for every process that reaches the point
                              kill-started      the program that was started at the point is killed
                              eio, enospc       the operation fails with this error
-                             full              as enospc, of this and all later ones that need space, outside $TMPDIR
+                             full              as enospc, for this and all later operations that need space
+                                               outside $TMPDIR
                              cut               half of a write is written, and the command is killed
                              short             half of a write is written, and the call returns that size
     CLIPMILL_TORTURE_TERM    point at which the process sends itself SIGTERM, and continues
@@ -21,9 +22,9 @@ The configuration is passed in environment variables, which nested worker proces
     CLIPMILL_TORTURE_DRIVER  process ID of the command, set by its first process
 
 A *point* is `operation:path#n`: the n-th time that a process applies this operation to this path, relative to the
-watched folder, with `*` for the parts that differ between runs. Of source videos, only opening for reading is an
-operation: `read:source/PATH@MODULE#n`, with the module that reads. `start:PROGRAM@FUNCTION#n`: a function starts a
-program.
+watched folder, with `*` for the parts that differ between runs. For source videos, only opening for reading is an
+operation: `read:source/PATH@MODULE#n`, where MODULE reads the video. In `start:PROGRAM@FUNCTION#n`, FUNCTION starts
+PROGRAM.
 """
 
 import errno
@@ -47,7 +48,7 @@ WATCH, LOG, VERSIONS, POINT, FAULT, TERM, FLAGS, DRIVER = (
 )
 ERRORS = {"eio": errno.EIO, "enospc": errno.ENOSPC, "full": errno.ENOSPC}
 SOURCES = "source/"  # label of the folder of source videos
-# Temporary names of `clipmill.manifests.publish`, fingerprints at the end of a name, and names drawn by `tempfile`.
+# Temporary names from `clipmill.manifests.publish`, fingerprints at the end of a name, and names drawn by `tempfile`.
 _RANDOM = (
     (re.compile(r"(?<=\.tmp-)[0-9a-f]{12}(?=-)"), "*"),
     (re.compile(r"(?<=-)[0-9a-f]{8}([0-9a-f]{8})?(?=[./]|$)"), "*"),
@@ -58,13 +59,13 @@ _RANDOM = (
 )
 _NEEDING_SPACE = ("open", "write", "mkdir", "link")
 _NUM_KILLS = {"kill-2": 2, "kill-3": 3}
-_MIN_DRAWN = 8  # shorter ones may occur in names by coincidence
-# The original functions, for the bookkeeping, which must not be intercepted itself.
+_MIN_DRAWN = 8  # shorter parts may occur in names by coincidence
+# Original functions for the bookkeeping, which must not be intercepted itself.
 _open, _write = os.open, os.write
 
 
 class Watch:
-    """The watched folders and faults, and the operations of this process so far."""
+    """Watched folders and faults, and the operations of this process so far."""
 
     def __init__(self) -> None:
         lines = os.environ[WATCH].splitlines()
@@ -83,7 +84,7 @@ class Watch:
         self.counts: Counter[str] = Counter()
 
     def name_of(self, path: str) -> str | None:
-        """Return the name of a path that is the same in every run; None if it is not watched."""
+        """Return a name for a path that is the same in every run; None if the path is not watched."""
         folder_pair = next(
             (
                 folder_pair
@@ -106,13 +107,13 @@ class Watch:
         """Count and return the current point; None if the path is not watched.
 
         Args:
-            source: the file that is renamed or linked to `path`.
+            source: File that is renamed or linked to `path`.
         """
         name = self.name_of(path)
         return None if name is None else self.count(operation, name, source=source)
 
     def count(self, operation: str, name: str, *, source: str | None = None) -> str:
-        """Count and return the current point of a name; see `point`."""
+        """Count and return the current point for a name; see `point`."""
         with self.lock:
             self.counts[f"{operation}:{name}"] += 1
             point = f"{operation}:{name}#{self.counts[f'{operation}:{name}']}"
@@ -127,7 +128,7 @@ class Watch:
         os.close(log)
 
     def append_version(self, path: str) -> None:
-        """Note the content of a file that gets its name now."""
+        """Append the digest of a file that is about to get its final name."""
         assert self.versions is not None
         descriptor = _open(path, os.O_RDONLY)
         digest = hashlib.sha256(b"".join(iter(lambda: os.read(descriptor, 1 << 20), b""))).hexdigest()
@@ -184,7 +185,7 @@ def visit(
         return act()
     fault = watch.fault
     if fault in ERRORS:
-        # As the system call would: errors of calls that take a descriptor have no file name.
+        # Raise the error as the system call would: errors of calls that take a descriptor have no file name.
         told = [name if name is None else os.fspath(name) for name in names]
         raise OSError(ERRORS[fault], os.strerror(ERRORS[fault]), *told)
     if fault == "kill-after":
@@ -200,7 +201,7 @@ def visit(
 
 
 def read(path: str, *, module: str) -> None:
-    """Come to the point at which `module` opens a source video for reading."""
+    """Visit the point at which `module` opens a source video for reading."""
     watch = _watch
     name = watch.name_of(path) if watch is not None else None
     if watch is not None and name is not None and watch.is_at_fault(watch.count("read", f"{name}@{module}")):
@@ -208,13 +209,13 @@ def read(path: str, *, module: str) -> None:
 
 
 def started(program: str, pid: int, *, function: str) -> None:
-    """Come to the point at which `function` has started `program` as a process."""
+    """Visit the point at which `function` has started `program` as a process."""
     if _watch is not None and _watch.is_at_fault(_watch.count("start", f"{program}@{function}")):
         os.kill(pid, signal.SIGKILL)
 
 
 def _remember_random_names(watch: Watch) -> None:
-    """Record the random parts of names that this process draws, so that they are recognised whatever they look like."""
+    """Record the random parts of names that this process draws, so that they are recognised in every form."""
     real_hex = secrets.token_hex
 
     def token_hex(nbytes: int | None = None) -> str:

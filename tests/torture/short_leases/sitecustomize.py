@@ -1,4 +1,7 @@
-"""Leases that expire in seconds, and requests that end before; every Python interpreter imports this at its start."""
+"""Leases that expire in seconds, and requests that time out earlier.
+
+Every Python interpreter imports a module of this name at startup.
+"""
 
 from datetime import timedelta
 
