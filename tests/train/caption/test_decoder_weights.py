@@ -25,7 +25,7 @@ def test_before_a_name_is_asked_for_it_is_said_to_be_no_folder(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path / "found"))
     assert decoder_folder(expected, say=messages.append) == tmp_path / "found"
-    assert f"there is no folder {expected} here" in messages[0]
+    assert f"there is no folder {expected}, so" in messages[0]
 
 
 def test_instead_of_another_model_a_decoder_is_asked_for(tmp_path: Path) -> None:
