@@ -477,7 +477,7 @@ class ClipReader(ThreadedReader):
 
     def _load(self, plans: Sequence[ClipPlan], read: ReadClips | None) -> list[Sample | FailedSample]:
         # A chunk that several plans need is decoded once. If this fails, `_make` decodes the chunk again for each plan,
-        # so that each plan has a failure.
+        # so that the failure is reported for each plan.
         shared: dict[int, ChunkFrames] = {}
         for chunk, needed in _shared_chunks(plans).items() if len(plans) > 1 else ():
             with suppress(SampleFailed):

@@ -35,7 +35,7 @@ CropRule = Literal["random", "simple", "multi-scale", "centre"]
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A region of a frame, in pixels."""
+    """Region of a frame, in pixels."""
 
     left: int
     top: int
@@ -44,7 +44,7 @@ class Rectangle:
 
 
 def random_resized_rectangle(width: int, height: int, *, min_area: float, rng: np.random.Generator) -> Rectangle:
-    """Return a random rectangle whose area is a fraction from `min_area` to 1 of the frame's, with ratio 3:4 to 4:3.
+    """Return a random rectangle with `min_area` to 1 of the frame's area and an aspect ratio from 3:4 to 4:3.
 
     This is the rule of torchvision's RandomResizedCrop: after ten failed attempts, it returns the largest centred
     rectangle of an allowed ratio.
@@ -212,7 +212,7 @@ class CroppedPlanes:
 
 
 def crop_clip_in_graph(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, *, size_px: int) -> Planes:
-    """Crop and resize frames in libav's filter graph, as AVION's decoder does (swscale, bilinear). For comparisons."""
+    """Crop and resize frames in libav's filter graph, as AVION's decoder does (swscale, bilinear), for comparisons."""
     from av.filter import Graph
 
     graph = Graph()

@@ -95,7 +95,7 @@ class ChunkTimes:
 
     def frame_begin_us(self, frame: int) -> Fraction:
         """Return the time in the video at which a frame begins, exact, microseconds."""
-        # A single fraction, because a sum takes twice as long, and every clip needs the times of its frames.
+        # Use a single fraction, because a sum takes twice as long, and every clip needs the times of its frames.
         return Fraction(self.start_ms * 1000 * self.fps_num + frame * self.fps_den * US_PER_S, self.fps_num)
 
     def nominal_frame(self, number: int) -> int:
@@ -137,7 +137,7 @@ def to_seconds(time_us: Fraction) -> float:
 
 @dataclass(frozen=True)
 class Moments:
-    """Exact moments in a video, in ascending order: moment i is numerators[i] / denominator microseconds."""
+    """Exact moments in a video, in the order of the frames: moment i is numerators[i] / denominator microseconds."""
 
     numerators: tuple[int, ...]
     denominator: int

@@ -40,9 +40,7 @@ _ITEM_BYTES = 2  # size of a float16 or bfloat16
 _SHAPE_COLUMNS = ("channels", "height", "width", "dtype", "fps_num", "fps_den")
 DEFAULT_SEGMENT = "5s"
 FALSE_COLOUR_STDS = 2.0  # distance from grey to black and white in false colours, in standard deviations
-_SAME_S = (
-    1e-3  # tolerance for lengths that decimal seconds cannot express, as 80 frames at 30000/1001 frames per second
-)
+_SAME_S = 1e-3  # tolerance for lengths that decimal seconds cannot express: 80 frames at 30000/1001 frames per second
 _MS_PER_S = 1000
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*s?")
 
