@@ -53,7 +53,7 @@ def status(*, data: Data = Path("data"), json: Json = False) -> None:
         raise FailedWork(f"{count} missing or damaged; {repair_text(repair_command(state), messages)}")
     if state.videos is not None and state.videos.is_indexed and state.videos.lost:
         count = count_noun(sum(state.videos.lost.values()), "source")
-        raise FailedWork(f"{count} of the index, listed as lost, can no longer be read")
+        raise FailedWork(f"{count} of the index can no longer be read; restore the files that are listed as lost")
 
 
 def verify(

@@ -26,6 +26,7 @@ STORIES: tuple[tuple[str, str], ...] = (
         "run the `prep` command of that column, which `prep status` shows",
     ),
     (r"missing or damaged|does not match its checksum", _REPAIR),
+    (r"listed as lost", "restore the sources that `prep status` lists as lost, or remove them from the manifest"),
     (r"cannot connect to a Ray cluster", "check the address, and that `ray status` works on this machine"),
     (r"--min-likelihood", "choose a lower value"),
     (r"after the warm-up|step time in", "train for more steps, or use `--step-time`"),

@@ -94,15 +94,15 @@ def _container_crop(container: "InputContainer", stream: "VideoStream") -> tuple
 
     if not any(name in container.format.name for name in ("matroska", "mp4")):
         return (0, 0, 0, 0)
-    header = io.BytesIO()
+    target_file = io.BytesIO()
     try:
-        with av.open(header, "w", format="matroska") as target:
+        with av.open(target_file, "w", format="matroska") as target:
             target.add_stream_from_template(stream)
             target.start_encoding()
     except (av.FFmpegError, ValueError):
         return (0, 0, 0, 0)  # Matroska does not support the codec
     crop = dict.fromkeys(_CROP_ELEMENTS, 0)
-    path, content, position = list(_PATH_TO_CROP), header.getvalue(), 0
+    path, content, position = list(_PATH_TO_CROP), target_file.getvalue(), 0
     while (header := ebml_header(content[position : position + 12])) is not None:
         element, header_bytes, length = header
         if path and element == path[0]:

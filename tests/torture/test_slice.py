@@ -9,7 +9,7 @@ import pytest
 
 from tests.forks import Forks
 from tests.torture.__main__ import parts_of, report
-from tests.torture.campaign import run_campaign
+from tests.torture.campaign import Subjects, run_campaign
 from tests.torture.cases import Case
 from tests.torture.subjects import SUBJECTS
 from tests.torture.workspace import Workspace
@@ -81,19 +81,19 @@ def is_in_slice(part: str, subject: str) -> bool:
     return subject in SUBJECTS_OF[part] if part in SUBJECTS_OF else subject not in LEFT_OUT
 
 
+def first_cases(draw: Callable[[], Iterator[Case]], count: int) -> Iterator[Case]:
+    """Return the first `count` cases of a subject."""
+    return islice(draw(), count)
+
+
 def run_slice(folder: Path, forks: Forks, is_included: Callable[[str, str], bool]) -> set[tuple[str, str]]:
     """Run the first cases of the included subjects; return the part and subject of each. All cases must pass."""
-
-    def first(draw: Callable[[], Iterator[Case]], part: str) -> Iterator[Case]:
-        return islice(draw(), NUM_CASES[part])
-
     with Workspace(folder, forks) as workspace:
-        parts = {
-            part: {name: partial(first, draw, part) for name, draw in subjects.items() if is_included(part, name)}
-            for part, subjects in parts_of(NUM_CASES, seed=SEED, workspace=workspace).items()
-        }
-        result = run_campaign(
-            {part: cases for part, cases in parts.items() if cases}, workspace, seed=SEED, seconds=1100
-        )
+        parts: dict[str, Subjects] = {}
+        for part, subjects in parts_of(NUM_CASES, seed=SEED, workspace=workspace).items():
+            for name, draw in subjects.items():
+                if is_included(part, name):
+                    parts.setdefault(part, {})[name] = partial(first_cases, draw, NUM_CASES[part])
+        result = run_campaign(parts, workspace, seed=SEED, seconds=1100)
     assert not result.failed, report(result, commit="here")
     return {(outcome.case.part, outcome.case.subject) for outcome in result.outcomes}
