@@ -10,7 +10,7 @@ DECODER = "--decoder.name tiny --decoder.depth 1 --decoder.max-tokens 12 --decod
 
 @pytest.fixture(scope="package")
 def captioner_run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A captioner that has learned a little, of clips of 2 pictures of 32 px."""
+    """Run of a briefly trained captioner for clips of 2 frames at 32 px."""
     out = tmp_path_factory.mktemp("captioner") / "run"
     assert train("caption", "--shards", data_dir, "--out", out, *SMALL.split(), *DECODER.split(), "--steps", 12) == 0
     return out

@@ -1,4 +1,4 @@
-"""`train eval caption` from outside, on a captioner that has learned a little."""
+"""`train eval caption` from the command line, with a briefly trained captioner."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def result(captioner_run: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def odd_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clip with captions as nobody wants them, another video without any, and a split without any."""
+    """Data with a clip whose captions are malformed, a video without captions, and a split without captions."""
     data_dir = tmp_path_factory.mktemp("odd")
     splits = {"e": "val", "f": "val", "g": "test"}
     for shard_id, (video_id, split) in enumerate(splits.items()):
@@ -97,7 +97,7 @@ def test_captions_as_nobody_wants_them_are_escaped_and_counted(
     assert "said" not in results
     text = page(captioner_run)
     assert "<script>alert" not in text and "&lt;script&gt;alert(1)" in text and "两只猫在睡觉 🐈" in text
-    # Other data than the run's: what was said of its own stays.
+    # An evaluation on other data keeps the captions of the run's own data.
     assert len(own_files) == 3 and all(path.read_bytes() == content for path, content in own_files.items())
     assert f'<a href="{result["all_said"]}">' in text and f'<a href="{results["all_said"]}">' in text
     others = sorted((captioner_run / "evaluations").glob("captions-val-odd*"))
@@ -122,7 +122,7 @@ def test_references_without_words_are_left_out_and_named(
     results = json.loads(capsys.readouterr().out)
     assert results["num_samples"] == 1 and results["without_words"] == ["f"]
     assert "; left out for references without words: 1 (f)" in results["data"]
-    # A captioner that says nothing is worth nothing.
+    # A captioner that writes empty captions scores 0.
     captions = GeneratedCaptions(captions={0: "", 1: ""}, summed_loss=1.0, num_tokens=2)
     numbers = metrics_of([captions], references=lambda number: ["it begins", ""] if number else ["..."])
     counted = ("num_empty", "num_without_words")

@@ -1,4 +1,4 @@
-"""`train caption` from outside: towers of three kinds, decoders of folders, and what transformers open."""
+"""`train caption` from the command line: three kinds of towers, decoders from folders, and exports for transformers."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ TINY = (*SMALL.split(), *DECODER.split())
 
 @pytest.fixture(scope="module")
 def run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of six steps."""
+    """Run of six steps."""
 
     out = tmp_path_factory.mktemp("captions") / "run"
     flags = ("--steps", 6, "--captions-per-visit", 2, "--decoder.dropout", 0.1)
@@ -60,7 +60,8 @@ def test_transformers_open_an_export_and_it_comes_back_bit_by_bit(run: Path, dat
     tokens = AutoTokenizer.from_pretrained(folder)
     assert tokens("the middle of a")["input_ids"] == ours.tokenizer.ids("the middle of a")
     assert theirs.config.decoder_start_token_id == ours.tokenizer.end_id
-    # It writes what the run writes, and as long: the context of this run is shorter than 30, the default.
+    # The exported model writes the same captions as the run, with the same maximum length. The context of this run is
+    # shorter than the default of 30.
     assert theirs.generation_config.max_new_tokens == ours.size.context_length == 12
     captioner = build_captioner(
         load_settings(RunFolder(run).settings, CaptionerSettings), ours, attend=attend_with_sdpa
@@ -71,7 +72,7 @@ def test_transformers_open_an_export_and_it_comes_back_bit_by_bit(run: Path, dat
     end_id, decoding = ours.tokenizer.end_id, DecodingSettings(max_tokens=12)
     written = captions_of(captioner.eval(), video, decoding, end_id=end_id, samples=range(2)).tokens_VL
     assert theirs.eval().generate(video.transpose(1, 2))[:, 1:].tolist() == written.tolist()
-    # The whole as a start: the decoder, as large as it is, and its tokens come with it.
+    # A run that starts from the complete export takes over the decoder, its size and its tokens.
     decoder = ("--init.weights", folder)
     still = (*SMALL.replace("--lr 1e-3", "--lr 1e-12").split(), "--steps", 1)
     assert train("caption", "--shards", data_dir, "--out", back, *still, *decoder) == 0
@@ -93,7 +94,7 @@ def test_a_tower_of_any_run_sees_for_a_captioner(
         assert train(task, "--shards", data_dir, "--out", source, *SMALL.split(), *flags, "--steps", 1) == 0
     frozen = ("--freeze", "encoder", "--steps", 2, "--init.weights", source)
     decoder = DECODER.split() if task != "caption" else ()
-    # As a preset for any kind of tower has it.
+    # The preset sets these values for any kind of tower.
     preset = tmp_path / "preset.yaml"
     preset.write_text("towers:\n  temporal: random\n")
     words = (*SMALL.split(), *decoder, *frozen, "--config", preset)
@@ -114,7 +115,7 @@ def test_a_tower_of_any_run_sees_for_a_captioner(
 
 @pytest.fixture(scope="module")
 def other_tokens(tmp_path_factory: pytest.TempPathFactory, run: Path) -> Path:
-    """A tokenizer of other captions than the run's, with as many tokens."""
+    """Tokenizer trained on other captions than the run's, with the same number of tokens."""
     folder = tmp_path_factory.mktemp("tokens")
     size = facts(run)["decoder"]["vocabulary"]
     texts = [f"{letter}{other} zebras wade through quick rivers" for letter in "qxyz" for other in "jkvw"]
@@ -176,7 +177,7 @@ def test_what_contradicts_the_decoder_of_the_start_is_refused(
         stderr = capsys.readouterr().err
         assert message in stderr and hint in stderr, (flags, stderr)
         assert not (tmp_path / "no").exists()
-    # Named, the same tokens will do.
+    # The same tokens are accepted if `--decoder.tokenizer` names them.
     named = ("--init.weights", bare, "--decoder.tokenizer", run, "--steps", 1)
     assert train("caption", "--shards", data_dir, "--out", tmp_path / "named", *SMALL.split(), *named) == 0
     assert facts(tmp_path / "named")["decoder"] == facts(run)["decoder"]
@@ -220,7 +221,7 @@ def test_a_decoder_that_has_only_read_gets_new_cross_attention(
     assert torch.equal(weights["decoder.token_embedding.weight"], theirs.transformer.wte.weight)
     second = theirs.get_parameter("transformer.h.1.mlp.c_fc.weight")
     assert torch.equal(weights["decoder.transformer.resblocks.1.mlp.c_fc.weight"], second.T)
-    # What is copied, new and frozen stands in the log, on the page, and in run.json, also once the run was resumed.
+    # The log, the page and run.json list the tensors that are copied, new and frozen, even after the run is resumed.
     printed = capsys.readouterr().out
     new = [name for name in weights if ".cross_attn." in name or ".ln_cross." in name]
     of_decoder = [name for name in weights if name.startswith("decoder.")]
@@ -237,7 +238,7 @@ def test_a_decoder_that_has_only_read_gets_new_cross_attention(
     assert sorted(change["name"] for change in start["changes"]) == sorted(new)
     assert decoder_size_of(RunFolder(out)).trunk.norm_eps == 1e-3
     assert f"{folder}: {num_copied} tensors copied unchanged" in (out / "index.html").read_text()
-    # Tokens that the decoder does not know.
+    # The tokenizer has tokens that the decoder does not know.
     config.vocab_size = tokenizer.vocabulary_size - 1
     GPT2LMHeadModel(config).save_pretrained(folder)
     assert train("caption", "--shards", data_dir, "--out", tmp_path / "no", *SMALL.split(), *decoder) == 2
@@ -246,7 +247,7 @@ def test_a_decoder_that_has_only_read_gets_new_cross_attention(
     named = (*decoder, "--decoder.tokenizer", folder)
     assert train("caption", "--shards", data_dir, "--out", tmp_path / "no", *SMALL.split(), *named) == 2
     assert "omit --decoder.tokenizer" in capsys.readouterr().err
-    # Heads that cannot share the width.
+    # The number of heads does not divide the width.
     message = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**message, "n_head": 5}))
     assert train("caption", "--shards", data_dir, "--out", tmp_path / "no", *SMALL.split(), *decoder) == 2

@@ -1,4 +1,4 @@
-"""What `--decoder.weights` names: a folder, or a name of Hugging Face's; and what it must not be."""
+"""`--decoder.weights`: a folder or a name on Hugging Face; other values are rejected."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from clipmill.train.weights.hf_caption import read_caption_folder
 
 @pytest.mark.parametrize("expected", ["no gpt", "/nowhere/gpt2", "./gpt2", "~/gpt2", "a/b/c", "my gpt/2", "gpt²"])
 def test_what_can_only_be_a_folder_is_not_asked_for_elsewhere(expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked for"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("nothing must be downloaded"))
     with pytest.raises(UserError, match="there is no folder"):
         decoder_folder(expected, say=lambda _: None)
 

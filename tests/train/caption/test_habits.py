@@ -1,4 +1,4 @@
-"""What SpaceTimeGPT's runs do: epochs as the unit, its W&B run and what is added to it, weights and sizes by flag."""
+"""SpaceTimeGPT's conventions: epochs as the unit, the W&B run and later additions to it, weights and sizes by flag."""
 
 import json
 import time
@@ -24,7 +24,7 @@ HABITS = "--checkpoint-every 1ep --evaluate.every 1ep --warmup-steps 0.5ep --see
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As VATEX: several captions of each whole clip, here four of three clips to train on."""
+    """Data like VATEX: several captions for each complete clip. Here, three training clips have four captions each."""
     folder, videos = tmp_path_factory.mktemp("vatex"), {"a": "train", "b": "train", "c": "train", "d": "val"}
     for shard_id, split in enumerate(("train", "val")):
         split_chunks = [chunk for name, its in videos.items() if its == split for chunk in chunks_of(name, 20)]
@@ -36,14 +36,14 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of nine steps, whose epochs have four: twelve captions, three in a batch."""
+    """Run of nine steps with four steps per epoch: twelve captions in batches of three."""
     folder = tmp_path_factory.mktemp("habits")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("CACHE", "CONFIG", "DATA"):
             patch.setenv(f"WANDB_{name}_DIR", str(folder / name.lower()))
         out = folder / "vatex"
         assert train("caption", "--shards", data_dir, "--out", out, *TINY, *HABITS.split(), "--steps", 9) == 0
-        time.sleep(1)  # W&B names the folder of a process by the second in which it begins
+        time.sleep(1)  # W&B names a process's folder by the second in which the process starts
         assert train("eval", "caption", out, "--max-samples", 2) == 0
         import wandb
 
@@ -55,7 +55,7 @@ def test_checkpoints_evaluations_and_warmup_are_in_epochs_of_every_caption_once(
     assert sorted(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*")) == [4, 8, 9]
     lines = steps(run)
     assert [line["step"] for line in lines if "val/loss" in line] == [4, 8, 9]
-    assert [line["lr"] for line in lines[:2]] == [pytest.approx(5e-4), pytest.approx(1e-3)]  # two of warmup
+    assert [line["lr"] for line in lines[:2]] == [pytest.approx(5e-4), pytest.approx(1e-3)]  # two warmup steps
     assert lines[3]["epoch"] == 1 and lines[7]["epoch"] == 2
     of_batches = [line["batches"]["val/loss of each batch"] for line in lines if "batches" in line]
     assert [len(batch_captions) for batch_captions in of_batches] == [1, 1, 1] and of_batches[0] == [
@@ -92,7 +92,7 @@ def test_its_wandb_run_has_the_documents_name_axes_and_world_size_and_the_result
     history = records(run, "history")
     values = [{item.key or item.nested_key[0]: item.value_json for item in record.item} for record in history]
     assert [int(logged_step["_step"]) for logged_step in values if "train/loss" in logged_step] == [*range(1, 10)], (
-        "each step once"
+        "each step must be logged once"
     )
     logged = {name for logged_step in values for name in logged_step}
     assert {"train/loss", "train/epoch_loss", "val/loss", "val/loss of each batch", "val/cider_d"} <= logged

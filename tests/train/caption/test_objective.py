@@ -1,4 +1,4 @@
-"""The loss of captions: what transformers computes of the same logits, whole and in parts."""
+"""Caption loss: it equals transformers' loss on the same logits, for a complete batch and in parts."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_the_decoder_is_given_what_transformers_give_it() -> None:
 
     rows = TARGETS.flatten(0, 1)
     theirs = shift_tokens_right(rows, END, END)
-    is_read = rows != NO_TOKEN  # behind a caption's end nothing is learned
+    is_read = rows != NO_TOKEN  # tokens after the end of a caption are ignored
     assert torch.equal(shift_targets(TARGETS, end_id=END).flatten(0, 1)[is_read], theirs[is_read])
     assert (shift_targets(TARGETS, end_id=END) >= 0).all()
 

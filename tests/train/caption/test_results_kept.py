@@ -1,4 +1,4 @@
-"""Results of one run: whatever differs from the run as trained has a result of its own, and none is replaced."""
+"""Results of one run: each evaluation that differs from the run as trained has its own result, and none is replaced."""
 
 import json
 import shlex
@@ -21,8 +21,8 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("--where words>0", {"where": "words>0"}),
     ("--num-frames 1 --decoding.max-tokens 5", {"num_frames": 1, "decoding.max_tokens": 5}),
 ]
-CONTEXT = 12  # of the decoder, which limits a caption where no flag does
-# Flags that spell out what takes effect anyway: each pair generates the same captions.
+CONTEXT = 12  # context length of the decoder, which limits captions if no flag does
+# Each pair of flags generates the same captions, because the second spells out defaults.
 ALIKE = [
     ("--decoding.max-tokens 6", "--decoding.method greedy --decoding.max-tokens 6 --decoding.seed 3"),
     ("--decoding.method greedy", f"--decoding.max-tokens {CONTEXT}"),
@@ -36,7 +36,7 @@ ALIKE = [
 
 @pytest.fixture(scope="module")
 def run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A captioner with two checkpoints, whose own decoding is greedy."""
+    """Captioner with two checkpoints and greedy decoding as its default."""
     out = tmp_path_factory.mktemp("kept") / "run"
     flags = [*SMALL.split(), *DECODER.split(), "--steps", 14, "--checkpoint-every", 12, "--decoding.max-tokens", 6]
     assert train("caption", "--shards", data_dir, "--out", out, *flags) == 0
@@ -67,7 +67,8 @@ def test_every_use_unlike_the_training_has_a_result_of_its_own(run: RunFolder, t
             f"{Path(added).stem}.html"
         )
         kept = now
-    # The run's own decoding by a flag is the evaluation as trained; the page of several runs shows that one alone.
+    # A flag that repeats the run's own decoding gives the evaluation as trained. The page of several runs shows only
+    # that evaluation.
     evaluate(run, "--decoding.max-tokens", 6)
     assert contents(run).keys() == kept.keys()
     write_overview([run.path, run.path], tmp_path / "index.html")
@@ -86,7 +87,7 @@ def test_what_takes_effect_names_a_result_and_its_command(
     (path,) = again.results()
     first = json.loads(path.read_bytes())
     assert None not in first["overrides"].values()
-    # The recorded command makes the result that records it, and so do flags that give the defaults.
+    # The recorded command reproduces its result, and so do flags that spell out the defaults.
     words = ["eval", "caption", again.path, "--split", "train", *spelled_out.split()]
     for command in (shlex.split(first["command"])[1:], words):
         assert train(*command) == 0
@@ -102,7 +103,7 @@ def test_results_of_another_checkpoint_or_number_of_clips_are_kept(run: RunFolde
     shutil.rmtree(again.path / "evaluations", ignore_errors=True)
     evaluate(again)
     first = contents(again)
-    evaluate(again)  # the same evaluation again: its own result is replaced
+    evaluate(again)  # the same evaluation replaces its own result
     assert not (again.path / "evaluations" / "former").exists()
     evaluate(again, "--max-samples", 2)
     shutil.rmtree(all_checkpoints(again.checkpoints)[14])

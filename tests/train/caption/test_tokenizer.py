@@ -1,4 +1,4 @@
-"""Tokens of captions: every text there and back, GPT-2's files, and files that are none."""
+"""Caption tokens: every text survives encoding and decoding, GPT-2's files are read, and other files are rejected."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_a_caption_is_one_line_whatever_tokens_a_model_finds() -> None:
 def test_the_same_captions_give_the_same_tokenizer() -> None:
     assert train_tokenizer(TEXTS, vocabulary_size=320).as_json() == TOKENIZER.as_json()
     assert TOKENIZER.vocabulary_size <= 320
-    assert train_tokenizer(["a"], vocabulary_size=320).vocabulary_size == 257  # bytes and the end
+    assert train_tokenizer(["a"], vocabulary_size=320).vocabulary_size == 257  # bytes and the end token
 
 
 def test_targets_end_where_there_is_room_and_are_padded_with_what_losses_leave_out() -> None:

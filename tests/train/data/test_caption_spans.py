@@ -87,8 +87,9 @@ def open_clips_of(data_dir: Path, *, split: str = "train", **settings: Any) -> S
 def _spans_read_plainly(
     data_dir: Path, ranks: dict[str, int], *, split: str, stored: bool, is_selected: Callable[[Any], bool]
 ) -> dict[tuple[str, int, int], list[tuple[int, int]]]:
-    """Return the captions of each span that can be shown, as (rank of the source, row), by reading the manifest row by
-    row.
+    """Return the captions of each span that can be shown, as (rank of the source, row).
+
+    The manifest is read row by row.
     """
     videos = read_videos(data_dir)
     of_split = {row["video_id"] for row in videos.to_pylist() if row["split"] == split}

@@ -1,4 +1,4 @@
-"""Small models of each kind, with weights that differ everywhere."""
+"""Small models of each kind, with random weights that differ in every element."""
 
 import json
 from dataclasses import replace
@@ -51,7 +51,7 @@ def our_model(
     size: DualEncoderSize = SIZE,
     **changes: Any,
 ) -> DualEncoder:
-    """A DualEncoder of the small size with random weights, in float32."""
+    """Make a small DualEncoder with random weights, in float32."""
     video_trunk = replace(size.video.trunk, activation=activation, norm_eps=video_eps)
     text_trunk = replace(size.text.trunk, activation=activation)
     size = replace(size, video=replace(size.video, trunk=video_trunk), text=replace(size.text, trunk=text_trunk))
@@ -62,14 +62,14 @@ def our_model(
 
 
 def loaded_weights(model: nn.Module, source: Source, *, allow: tuple[str, ...] = (), say: Say) -> LoadedWeights:
-    """Fits weights to a model and copies them into it."""
+    """Fit weights to a model and copy them into it."""
     loaded = fit_to(model, source, allow=allow, say=say)
     copy_into(model, loaded)
     return loaded
 
 
 def shuffle(model: nn.Module, *, seed: int) -> None:
-    """Fills every parameter with random numbers, so that no two are alike."""
+    """Fill every parameter with random numbers, so that no two are equal."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -77,7 +77,7 @@ def shuffle(model: nn.Module, *, seed: int) -> None:
 
 
 def open_clip_model(name: str, folder: Path, **changes: Any) -> Any:
-    """A random model of open_clip of the small size, registered under `name`."""
+    """Make a small open_clip model with random weights, and register it under `name`."""
     import open_clip
 
     (folder / f"{name}.json").write_text(json.dumps({**OPEN_CLIP_CONFIG, **changes}))
@@ -88,12 +88,12 @@ def open_clip_model(name: str, folder: Path, **changes: Any) -> Any:
 
 
 def images(number: int = 3) -> torch.Tensor:
-    """Pictures [N, 3, H, W]."""
+    """Return random images [N, 3, H, W]."""
     return torch.randn(number, 3, IMAGE_PX, IMAGE_PX, generator=torch.Generator().manual_seed(2))
 
 
 def tokens() -> torch.Tensor:
-    """Captions of several lengths, [3, L]; each ends with the largest id."""
+    """Return captions of several lengths, [3, L]; each ends with the largest id."""
     ids = torch.zeros(3, CONTEXT, dtype=torch.int64)
     for row, length in enumerate((3, 7, CONTEXT)):
         ids[row, :length] = torch.arange(1, length + 1) * 5 % (VOCABULARY - 1)
@@ -102,4 +102,4 @@ def tokens() -> torch.Tensor:
 
 
 def ignore_line(line: str) -> None:
-    """Takes a line of progress and shows it to nobody."""
+    """Ignore a line of progress."""

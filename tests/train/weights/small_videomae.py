@@ -1,4 +1,4 @@
-"""Small models of VideoMAE, ours and transformers', with weights that differ everywhere."""
+"""Small VideoMAE models, from clipmill and from transformers, with random weights that differ in every element."""
 
 import re
 from dataclasses import replace
@@ -27,8 +27,8 @@ SIZE = VideoViTSize(trunk=TRUNK, patch_px=PATCH, cube_frames=2)
 VIDEOMAE = Towers(kind="videomae")
 State = dict[str, torch.Tensor]
 
-# transformers' names and those of the authors' checkpoints, which its documentation converts from; written down here
-# a second time, from one to the other.
+# Parameter names of transformers, and the names in the authors' checkpoints, from which the documentation of
+# transformers converts. The table repeats the product's mapping independently, from one format to the other.
 PUBLIC = (
     (r"\.attention\.attention\.query\.weight$", ".attn.qkv.weight"),
     (r"\.attention\.attention\.([qv]_bias)$", r".attn.\1"),
@@ -46,7 +46,7 @@ PUBLIC = (
 
 
 def hf_config(**changes: Any) -> VideoMAEConfig:
-    """transformers' settings of the same sizes; the encoder has a last norm."""
+    """Return transformers' configuration for the same sizes; the encoder has a final norm."""
     values: dict[str, Any] = {
         **{"image_size": SIDE, "patch_size": PATCH, "num_frames": FRAMES, "tubelet_size": 2},
         **{"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128},
@@ -57,14 +57,14 @@ def hf_config(**changes: Any) -> VideoMAEConfig:
 
 
 def hf_autoencoder(**changes: Any) -> Any:
-    """A random VideoMAEForPreTraining."""
+    """Make a VideoMAEForPreTraining with random weights."""
     model = VideoMAEForPreTraining(hf_config(**changes))
     shuffle(model, seed=3)
     return model.eval()
 
 
 def hf_classifier() -> Any:
-    """A random VideoMAEForVideoClassification."""
+    """Make a VideoMAEForVideoClassification with random weights."""
     names = {number: f"class {number}" for number in range(CLASSES)}
     model = VideoMAEForVideoClassification(hf_config(use_mean_pooling=True, id2label=names))
     shuffle(model, seed=4)
@@ -74,7 +74,7 @@ def hf_classifier() -> Any:
 def our_autoencoder(
     *, size: VideoViTSize = SIZE, decoder_depth: int = DECODER_DEPTH, image_px: int = SIDE, num_frames: int = FRAMES
 ) -> MaskedAutoencoder:
-    """A random MaskedAutoencoder of the small size."""
+    """Make a small MaskedAutoencoder with random weights."""
     model = MaskedAutoencoder(
         size,
         decoder_depth=decoder_depth,
@@ -88,7 +88,7 @@ def our_autoencoder(
 
 
 def our_classifier(*, size: VideoViTSize = SIZE, num_classes: int = CLASSES, image_px: int = SIDE) -> Any:
-    """A random VideoClassifier with a videomae tower of the small size."""
+    """Make a small VideoClassifier with a videomae tower and random weights."""
     model = VideoClassifier(
         size,
         towers=VIDEOMAE,
@@ -103,25 +103,28 @@ def our_classifier(*, size: VideoViTSize = SIZE, num_classes: int = CLASSES, ima
 
 
 def tiny_size(norm_eps: float) -> VideoViTSize:
-    """The tower of `--model tiny`."""
+    """Return the size of the tower of `--model tiny`."""
     return size_of("tiny", replace(VIDEOMAE, video_norm_eps=norm_eps)).video
 
 
 def clips(*, side: int = SIDE, num_frames: int = FRAMES, channels: int = 3) -> torch.Tensor:
-    """Two clips [2, C, T, H, W] in float64."""
+    """Return two random clips [2, C, T, H, W] in float64."""
     generator = torch.Generator().manual_seed(2)
     return torch.randn(2, channels, num_frames, side, side, generator=generator, dtype=torch.float64)
 
 
 def mask(num_cubes: int) -> torch.Tensor:
-    """Which cubes of two clips are hidden: half of them, others in each."""
+    """Return the mask of hidden cubes for two clips, [2, N].
+
+    Half of the cubes are hidden, different ones in each clip.
+    """
     hidden = torch.zeros(2, num_cubes, dtype=torch.bool)
     hidden[0, ::2] = hidden[1, num_cubes // 2 :] = True
     return hidden
 
 
 def open_source(path: Path, **init: Any) -> Source:
-    """The weights in a file or a folder."""
+    """Open the weights in a file or folder."""
     source = open_weights(Init(weights=str(path), **init))
     assert source is not None
     return source
@@ -129,7 +132,7 @@ def open_source(path: Path, **init: Any) -> Source:
 
 @torch.no_grad()
 def assert_same_reconstruction(ours: MaskedAutoencoder, theirs: Any, video_BCTHW: torch.Tensor) -> None:
-    """Both predict the same in float64, and are as wrong by their own loss."""
+    """Assert that both models make the same prediction in float64 and compute the same loss."""
     ours, theirs = ours.double(), theirs.eval().double()
     cube_frames, patch_px = ours.video.size.cube_frames, ours.video.size.patch_px
     masked_BN = mask(ours.video.grid.cubes)
@@ -148,7 +151,7 @@ def assert_same_reconstruction(ours: MaskedAutoencoder, theirs: Any, video_BCTHW
 
 
 def public(state: State) -> State:
-    """A file's tensors as the authors name them."""
+    """Rename the tensors of a file to the authors' names."""
     renamed = {}
     for name, tensor in state.items():
         if name.endswith((".key.weight", ".value.weight")):

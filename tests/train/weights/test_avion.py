@@ -1,7 +1,6 @@
-"""Weights of AVION and LaViLa, synthesised under their names, against forward passes written down here.
+"""Weights of AVION and LaViLa, synthesised under their names and compared with forward passes written out here.
 
-The towers below are spelled out with torch's functions alone; names, shapes, activations and eps are those of the
-published code.
+The towers below use only torch's functions. Names, shapes, activations and eps are those of the published code.
 """
 
 from argparse import Namespace
@@ -28,7 +27,7 @@ State = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Names:
-    """What a project calls the parts of a block."""
+    """Names that a project gives to the parts of a block."""
 
     qkv_weight: str = "attn.in_proj_weight"
     qkv_bias: str = "attn.in_proj_bias"
@@ -44,8 +43,8 @@ FLASH = Names(qkv_weight="attn.Wqkv.weight", qkv_bias="attn.Wqkv.bias", fc1="mlp
 TIMM = Names("attn.qkv.weight", "attn.qkv.bias", "attn.proj", "mlp.fc1", "mlp.fc2", "norm1", "norm2")
 
 
-def random_block(prefix: str, width: int, names: Names) -> dict[str, tuple[int, ...]]:
-    """Shapes of a block's tensors."""
+def block_shapes(prefix: str, width: int, names: Names) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a block's tensors."""
     shapes: dict[str, tuple[int, ...]] = {names.qkv_weight: (3 * width, width), names.qkv_bias: (3 * width,)}
     for name, (rows, columns) in {
         names.out: (width, width),
@@ -68,7 +67,7 @@ def text_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
         "text_projection": (width, small.EMBEDDING),
     }
     for number in range(small.DEPTH):
-        shapes |= random_block(f"transformer.resblocks.{number}", width, PLAIN)
+        shapes |= block_shapes(f"transformer.resblocks.{number}", width, PLAIN)
     return {f"{prefix}{name}": shape for name, shape in shapes.items()}
 
 
@@ -78,7 +77,7 @@ def fill(shapes: dict[str, tuple[int, ...]]) -> State:
 
 
 def avion_state(names: Names, *, is_conv_a_matrix: bool, num_frames: int = NUM_FRAMES) -> State:
-    """A state dict as `CLIP_VITB16(num_frames=4, ...)` has it, small."""
+    """Make a small state dict in the layout of `CLIP_VITB16(num_frames=4, ...)`."""
     width = small.WIDTH
     shapes: dict[str, tuple[int, ...]] = {
         "visual.class_embedding": (width,),
@@ -92,7 +91,7 @@ def avion_state(names: Names, *, is_conv_a_matrix: bool, num_frames: int = NUM_F
     for name in ("ln_pre", "ln_post"):
         shapes |= {f"visual.{name}.weight": (width,), f"visual.{name}.bias": (width,)}
     for number in range(small.DEPTH):
-        shapes |= random_block(f"visual.transformer.resblocks.{number}", width, names)
+        shapes |= block_shapes(f"visual.transformer.resblocks.{number}", width, names)
     state = fill(shapes | text_shapes("textual."))
     if is_conv_a_matrix:
         state["visual.conv1.weight"] = state["visual.conv1.weight"].flatten(1)
@@ -102,7 +101,7 @@ def avion_state(names: Names, *, is_conv_a_matrix: bool, num_frames: int = NUM_F
 def block(
     x_BLD: torch.Tensor, state: State, prefix: str, names: Names, *, heads: int, act: Any, eps: float, mask: Any
 ) -> Any:
-    """A pre-norm block, step by step."""
+    """Compute a pre-norm block, step by step."""
 
     def get(name: str) -> torch.Tensor:
         return state[f"{prefix}.{name}"]
@@ -120,7 +119,10 @@ def block(
 
 
 def avion_video(clips_BCTHW: torch.Tensor, state: State, names: Names) -> torch.Tensor:
-    """AVION's encode_image: GELU, eps 1e-6, tokens of all frames in one row, temporal embedding repeated a frame."""
+    """Compute AVION's encode_image: GELU, eps 1e-6, tokens of all frames in one sequence.
+
+    The temporal embedding of a frame is added to all its patches.
+    """
     state = {name.removeprefix("visual."): tensor for name, tensor in state.items()}
     kernel = state["conv1.weight"].reshape(small.WIDTH, 3, small.PATCH_PX, small.PATCH_PX)
     frames = [
@@ -140,7 +142,7 @@ def avion_video(clips_BCTHW: torch.Tensor, state: State, names: Names) -> torch.
 
 
 def text_features(ids_BL: torch.Tensor, state: State, prefix: str, act: Any) -> torch.Tensor:
-    """CLIP's text tower, eps 1e-5."""
+    """Compute CLIP's text tower, with eps 1e-5."""
     state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     x = state["token_embedding.weight"][ids_BL] + state["positional_embedding"]
     mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1).to(x.dtype)
@@ -161,7 +163,10 @@ def clips(num_frames: int) -> torch.Tensor:
 
 
 def training_checkpoint(state: State) -> dict[str, Any]:
-    """What AVION's and LaViLa's scripts save: DDP's prefixes, a Namespace of arguments and a score of NumPy."""
+    """Make a checkpoint like the ones that AVION's and LaViLa's scripts save.
+
+    It has DDP's prefixes, a Namespace of arguments and a NumPy score.
+    """
     return {
         "epoch": 5,
         "state_dict": {f"module.{name}": tensor for name, tensor in state.items()},
@@ -214,7 +219,7 @@ def test_more_frames_interpolate_the_temporal_embedding(tmp_path: Path) -> None:
     loaded = loaded_weights(ours, open_source(tmp_path / "w.pt"), say=ignore_line)
     (change,) = loaded.fitted.changes
     assert (change.kind, change.old, change.new) == ("resized", (4, small.WIDTH), (16, small.WIDTH))
-    # What AVION's inflate_positional_embeds does: bilinear over (T, D), D unchanged.
+    # AVION's inflate_positional_embeds resizes bilinearly over (T, D); D does not change.
     old = state["visual.temporal_embedding"]
     expected = functional.interpolate(old[None, None], size=(16, small.WIDTH), mode="bilinear")[0, 0]
     torch.testing.assert_close(ours.video.temporal_embedding.data, expected)
@@ -230,7 +235,7 @@ def test_the_mistyped_red_mean_is_part_of_the_weights(tmp_path: Path) -> None:
 
 
 def lavila_state() -> State:
-    """A state dict as `CLIP_OPENAI_TIMESFORMER_BASE(num_frames=4)` has it, small."""
+    """Make a small state dict in the layout of `CLIP_OPENAI_TIMESFORMER_BASE(num_frames=4)`."""
     width = small.WIDTH
     shapes: dict[str, tuple[int, ...]] = {
         "visual.cls_token": (1, 1, width),
@@ -244,7 +249,7 @@ def lavila_state() -> State:
         shapes |= {f"visual.{name}.weight": (width,), f"visual.{name}.bias": (width,)}
     for number in range(small.DEPTH):
         prefix = f"visual.blocks.{number}"
-        shapes |= random_block(prefix, width, TIMM)
+        shapes |= block_shapes(prefix, width, TIMM)
         shapes |= {f"{prefix}.norm3.weight": (width,), f"{prefix}.norm3.bias": (width,)}
         shapes |= {f"{prefix}.timeattn.qkv.weight": (3 * width, width), f"{prefix}.timeattn.qkv.bias": (3 * width,)}
         shapes |= {f"{prefix}.timeattn.proj.weight": (width, width), f"{prefix}.timeattn.proj.bias": (width,)}
@@ -275,7 +280,7 @@ def test_lavilas_space_and_text_are_loaded_where_the_user_says_so(tmp_path: Path
         return x * torch.sigmoid(1.702 * x)
 
     torch.testing.assert_close(ours.text(tokens()), text_features(tokens(), double(state), "", act), atol=1e-9, rtol=0)
-    # Of one frame, and with a time attention that adds nothing, TimeSformer is an image tower.
+    # For one frame, and with a time attention that adds nothing, TimeSformer equals an image tower.
     state_double = double(state)
     x = functional.conv2d(clips(1)[:, :, 0], state_double["visual.patch_embed.proj.weight"], stride=small.PATCH_PX)
     x = torch.cat([state_double["visual.cls_token"].expand(2, 1, -1), x.flatten(2).transpose(1, 2)], dim=1)
@@ -298,7 +303,7 @@ def test_lavilas_space_and_text_are_loaded_where_the_user_says_so(tmp_path: Path
 
 
 def lavila_video(clips_BCTHW: torch.Tensor, state: State) -> torch.Tensor:
-    """LaViLa's encode_image, written out token by token: which tokens each one sees over time, and over space."""
+    """Compute LaViLa's encode_image token by token, with explicit masks for attention over time and over space."""
     state = {name.removeprefix("visual."): tensor for name, tensor in state.items()}
     num_frames, kernel = clips_BCTHW.shape[2], state["patch_embed.proj.weight"]
     frames = [
@@ -314,7 +319,10 @@ def lavila_video(clips_BCTHW: torch.Tensor, state: State) -> torch.Tensor:
     patch, frame = place % num_patches, place // num_patches
 
     def attend(x: torch.Tensor, norm: str, name: str, group: torch.Tensor) -> torch.Tensor:
-        """The class token sees all; a patch sees the class token and the patches of its group."""
+        """Compute attention in which the class token sees all tokens.
+
+        A patch sees the class token and the patches of its group.
+        """
         normed = functional.layer_norm(x, (d,), state[f"{norm}.weight"], state[f"{norm}.bias"], 1e-6)
         q, k, v = (normed @ state[f"{name}.qkv.weight"].T + state[f"{name}.qkv.bias"]).chunk(3, dim=-1)
         heads = (len(x), -1, small.HEADS, d // small.HEADS)

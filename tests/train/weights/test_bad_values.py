@@ -1,4 +1,4 @@
-"""Values in files from elsewhere that no model can start from: each is named, with its file."""
+"""Unusable values in external weights files: each is reported with its file."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "i
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder of each model of transformers."""
+    """Folder of each transformers model."""
     root = tmp_path_factory.mktemp("models")
     clip = CLIPConfig(
         text_config={**SMALL, "vocab_size": 99, "eos_token_id": 98}, vision_config={**SMALL, "image_size": 16}
@@ -36,7 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def change_tensors(folder: Path, to: Path, state: Callable[[State], State]) -> Path:
-    """The folder with other tensors."""
+    """Copy a folder with changed tensors."""
     (to / "config.json").write_bytes((folder / "config.json").read_bytes())
     save_file(state(load_file(folder / "model.safetensors")), to / "model.safetensors", metadata={"format": "pt"})
     return to
@@ -149,7 +149,7 @@ def test_what_is_not_finite_is_no_start(folders: dict[str, Path], tmp_path: Path
     with pytest.raises(UserError) as caught:
         fit_to(our_autoencoder(), open_source(folder), say=ignore_line)
     assert str(folder) in str(caught.value) and "mask_token contains non-finite values" in str(caught.value)
-    # What the model does not get may be anything.
+    # Tensors that the model does not use may contain any values.
     state = our_model().state_dict()
     state["text.positional_embedding"][0] = number
     torch.save(to_open_clip(state), tmp_path / "w.pt")
@@ -196,7 +196,7 @@ def test_a_temperature_that_is_not_one_finite_number_is_the_weights_fault(
 def test_a_tensor_without_its_dimensions_is_read_and_compared(
     folders: dict[str, Path], tmp_path: Path, model: str, name: str
 ) -> None:
-    """Its layout cannot be converted; what does not fit is for the table to say."""
+    """The layout of a scalar tensor cannot be converted, so the table reports it as a mismatch."""
     parts = [name.replace("query", part).replace("q_proj", f"{part[0]}_proj") for part in ("query", "key", "value")]
     flat = {part: torch.tensor(1.0) for part in parts}
     source = open_source(change_tensors(folders[model], tmp_path, lambda state: state | flat))

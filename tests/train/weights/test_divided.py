@@ -1,4 +1,4 @@
-"""Divided attention over time and space trains: from weights of images, from its own, and from LaViLa's."""
+"""Divided space-time attention trains from image weights, from its own weights, and from LaViLa's weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,13 +41,13 @@ def test_it_starts_from_images_from_its_own_weights_and_from_lavilas(
     assert train(*some, *DIVIDED, "--init.weights", joint, "--microbatch", 2, "--out", divided) == 0
     assert changes(divided) == {"--towers.attention divided"}
     block = "video.transformer.resblocks.1."
-    assert weights(divided)[block + "temporal_attn.out_proj.weight"].abs().sum() > 0  # it began at zero
+    assert weights(divided)[block + "temporal_attn.out_proj.weight"].abs().sum() > 0  # it is initialized to zero
     resumed = kill_copy(divided, tmp_path / "killed")
     assert train("dual-encoder", "--resume", "--out", resumed) == 0
     assert losses(resumed) == losses(divided)
     assert train("eval", "retrieval", divided, "--json") == 0
 
-    # Divided, because the weights are.
+    # The setting is divided because the weights are.
     assert train(*some, "--init.weights", divided, *LORA, "--out", again) == 0
     assert changes(again) == set() and f"{block}temporal_attn.lora.B" in stored_names(again, "model.")
     file = tmp_path / "clip.pt"

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001
-"""`train export` from a real run: open_clip and transformers compute what the run's towers do, and all comes back."""
+"""`train export` from a run: open_clip and transformers compute the same features, and the export can be read back."""
 
 import html
 import json
@@ -38,7 +38,7 @@ MEAN = ["--init.pixel-mean", "0.42", "0.46", "0.41"]
 
 @pytest.fixture(scope="module")
 def run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps with a temporal embedding, QuickGELU and eps 1e-6."""
+    """Run of two steps with a temporal embedding, QuickGELU and eps 1e-6."""
     out = tmp_path_factory.mktemp("runs") / "run"
     assert train("dual-encoder", "--shards", data_dir, "--out", out, *SMALL, *TOWERS, *MEAN) == 0
     return out
@@ -51,7 +51,10 @@ def model_of(run: Path, *, num_frames: int) -> DualEncoder:
 
 
 def picture_features(run: Path, *, rule: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pictures and captions, and what our towers make of them, one frame with the rule's temporal embedding."""
+    """Return images and captions, and their features from our towers.
+
+    The video tower sees one frame, with the temporal embedding of the rule.
+    """
     weights = weights_of(run)
     model = model_of(run, num_frames=1)
     temporal = weights.pop("video.temporal_embedding")
@@ -72,14 +75,14 @@ def test_open_clip_computes_what_the_run_does(run: Path, tmp_path: Path, rule: s
     out = tmp_path / "exported"
     assert train("export", run, "--format", "open_clip", "--out", out, "--frame-embedding", rule) == 0
     modes = {path.stat().st_mode for path in out.iterdir() if path.is_file()}
-    assert len(modes) == 1, "those of the weights are not as of the others"
+    assert len(modes) == 1, "the weights and the other files must have the same mode"
     model = open_clip.create_model(f"local-dir:{out}").eval()
     pictures, ids, video, text = picture_features(run, rule=rule)
     with torch.no_grad():
         torch.testing.assert_close(model.encode_image(pictures), video, atol=2e-5, rtol=1e-4)
         torch.testing.assert_close(model.encode_text(ids), text, atol=2e-5, rtol=1e-4)
     assert tuple(model.visual.preprocess_cfg["mean"]) == (0.42, 0.46, 0.41)
-    # The file alone, with a configuration that open_clip knows by name.
+    # The weights file is loaded without its folder, with a configuration registered in open_clip.
     config = json.loads((out / "open_clip_config.json").read_text())["model_cfg"]
     (tmp_path / f"exported-{rule}.json").write_text(json.dumps(config))
     open_clip.add_model_config(tmp_path / f"exported-{rule}.json")
@@ -102,7 +105,7 @@ def test_clip_model_computes_what_the_run_does(run: Path, tmp_path: Path, rule: 
     torch.testing.assert_close(seen.text_embeds, torch.nn.functional.normalize(text), atol=2e-5, rtol=1e-4)
 
 
-# Kinds of text that open_clip cleans, and what its own vocabulary splits.
+# Texts that open_clip cleans, and words that its vocabulary splits.
 TEXTS = (
     *("a red circle moves left", "#C C cuts the onion, isn't it?", "  A LOT   of space ", "naïve 42", "", " "),
     *(
@@ -146,7 +149,7 @@ def test_the_tokenizer_of_transformers_gives_the_ids_that_the_run_saw(run: Path,
         if "end_of_text" not in text:
             assert int(ours.argmax()) + 1 == length
         assert theirs[:length] == ours[:length].tolist() and set(theirs[length:]) <= {49407}, text
-    # Of all letters, only those differ that Unicode has got since Python's tables.
+    # Among all letters, only those that are newer than Python's Unicode tables differ.
     letters = [chr(point) for point in range(1, 0x20000, 149) if not 0xD800 <= point < 0xE000]
     rows = tokenizer([f"a {letter} b" for letter in letters])["input_ids"]
     differ = [
@@ -155,7 +158,7 @@ def test_the_tokenizer_of_transformers_gives_the_ids_that_the_run_saw(run: Path,
         if row != tokenize(f"a {letter} b")[: len(row)].tolist()
     ]
     assert all(unicodedata.category(letter) == "Cn" for letter in differ) and len(differ) < 4
-    # What replacements cannot express, as docs/weights.md names it.
+    # Texts that replacements cannot express, as docs/weights.md states.
     clip = transformers.CLIPTokenizer.from_pretrained(tmp_path / "exported")
     for text in ("schÃ¶n", "<b>&ldquo;x&rdquo;</b>", "&#1234;", "&ampamp;", "ΟΔΟΣ", "ＦＵＬＬ"):
         ours = tokenize(text)
@@ -246,7 +249,7 @@ def test_a_model_without_a_text_tower_or_of_latents_is_no_clip(monkeypatch: pyte
 
 
 def test_weights_that_are_not_finite_are_not_exported(run: Path, tmp_path: Path) -> None:
-    """As an older version may have saved them."""
+    """An older version may have saved such weights."""
     run_copy = tmp_path / "run"
     shutil.copytree(run, run_copy)
     path = latest_checkpoint(run_copy / "checkpoints")

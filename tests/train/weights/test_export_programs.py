@@ -1,4 +1,4 @@
-"""`train export --format torch` and `onnx`: a process without clipmill computes what the run's own tower does."""
+"""`train export --format torch` and `onnx`: a process without clipmill computes the output of the run's tower."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ SMALL += ["--lr", "1e-3", "--steps", "2"]
 MEAN = ["--init.pixel-mean", "0.42", "0.46", "0.41"]
 RNG = np.random.default_rng(0)
 BATCHES = [RNG.standard_normal((size, 3, 2, SIDE, SIDE), dtype=np.float32) for size in (1, 5)]
-# Without clipmill: an installed package that was imported would show in sys.modules.
+# The script runs without clipmill: sys.modules would contain the package if it had been imported.
 OPEN = {
     "torch": "import torch\n"
     "def opened(folder):\n"
@@ -42,7 +42,7 @@ assert not any(name.partition('.')[0] == 'clipmill' for name in sys.modules)
 
 @pytest.fixture(scope="module")
 def run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dual encoder with a temporal embedding and a normalisation of its own."""
+    """Dual encoder with a temporal embedding and custom normalisation."""
     out = tmp_path_factory.mktemp("runs") / "run"
     assert train("dual-encoder", "--shards", data_dir, "--out", out, *SMALL, *MEAN, "--towers.temporal", "random") == 0
     return out
@@ -56,7 +56,7 @@ def classifier(moving: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export_and_run(weights: Path, form: str, folder: Path, *, python: Path) -> Path:
-    """Export a model to a folder, with what a process without clipmill computes of both batches."""
+    """Export a model to a folder, and save the outputs that a process without clipmill computes for both batches."""
     names = [str(folder / f"{number}.npy") for number in range(len(BATCHES))]
     for name, clips in zip(names, BATCHES, strict=True):
         np.save(name, clips)

@@ -1,4 +1,4 @@
-"""Masked autoencoders and their classifiers from the command line, to transformers and VideoMAE and back."""
+"""Masked autoencoders and their classifiers, exported to transformers and VideoMAE and read back, by command line."""
 
 import json
 from dataclasses import replace
@@ -44,13 +44,13 @@ SMALL = (
 MASKS = ("--mask-ratio", "0.5", "--decoder-depth", "2")
 MAE = (*SMALL, *MASKS, "--optimizer.lr-batch", "4")
 LATENTS = (*MASKS, "--input", "latents", "--segment", "2s", "--model", "tiny", "--num-frames", "4", "--batch", "4")
-STILL = ("--steps", "1", "--lr", "1e-9")  # too small a step to change a weight by much
+STILL = ("--steps", "1", "--lr", "1e-9")  # the step is too small to change a weight by much
 SIDE = 32
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four chunks of videos of two shapes, and latents of them, [8, 4, 8, 8] a segment."""
+    """Four chunks of videos with two shapes, and their latents, [8, 4, 8, 8] per segment."""
     folder = tmp_path_factory.mktemp("shapes")
     videos = {"a": "train", "b": "train"}
     captions = [
@@ -66,7 +66,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps of pre-training, with a normalisation and an eps of its own."""
+    """Run of two pre-training steps with custom normalisation and eps."""
     out = tmp_path_factory.mktemp("runs") / "mae"
     flags = ("--init.pixel-mean", "0.42", "0.46", "0.41", "--towers.video-norm-eps", "1e-9")
     assert train("mae", "--shards", data, "--out", out, *MAE, *flags, "--steps", "2", "--lr", "1e-2") == 0
@@ -150,7 +150,7 @@ def test_a_classifier_starts_from_a_folder_and_leaves_as_one(
         logits = theirs.double()(video.transpose(1, 2)).logits
         torch.testing.assert_close(ours.double()(video), logits, rtol=1e-10, atol=1e-10)
 
-    # Pre-training goes on from its tower, with a new decoder.
+    # Pre-training continues from the tower, with a new decoder.
     mae = ("mae", "--shards", data, *MAE, *STILL, "--init.weights", exported, "--out", tmp_path / "mae")
     capsys.readouterr()
     assert train(*mae) == 2
@@ -159,7 +159,8 @@ def test_a_classifier_starts_from_a_folder_and_leaves_as_one(
     on = weights_of(tmp_path / "mae")
     assert all(torch.allclose(on[name], weights[name], atol=1e-7) for name in tower)
 
-    # Another classifier starts from it, as from the authors' format: its norm of features is taken, its head is not.
+    # A new classifier starts from the classifier, in the authors' format too. The feature norm is copied, but the head
+    # is new.
     export_run(out, form="videomae", out=tmp_path / "theirs", say=ignore_line)
     assert "blocks.0.attn.q_bias" in torch.load(tmp_path / "theirs" / "checkpoint.pth", weights_only=True)["model"]
     again = tmp_path / "again"
@@ -190,7 +191,7 @@ def test_latents_have_a_place_in_transformers_format(
     assert train(*begin, "--out", tmp_path / "no", *LATENTS, "--init.weights", run) == 2
     assert "they take 3 channels, but the model takes 4" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
-    # A run of before: what no tensor shows is said by nothing.
+    # Older runs do not record values that cannot be read from the tensors.
     (out / "run.json").write_text(json.dumps({"task": "mae"}))
     with pytest.raises(UserError, match="does not record the size of the latents"):
         export_run(out, form="hf", out=tmp_path / "no", say=ignore_line)

@@ -1,4 +1,4 @@
-"""Files that are no weights, or not whole, or want to run a program: each is named for what it is."""
+"""Files that are not weights, are incomplete, or would run code: each error says what the file is."""
 
 import io
 import os
@@ -18,7 +18,7 @@ STATE = {"visual.proj": torch.ones(64, 24), "ln_final.weight": torch.arange(48.0
 
 
 class Program:
-    """What a malicious pickle holds: a call."""
+    """Malicious pickle content that calls a program."""
 
     def __init__(self, command: str) -> None:
         self.command = command
@@ -81,7 +81,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, is_new: bool)
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors", "w"])
 def test_what_is_empty_or_text_is_said_to_be_so(tmp_path: Path, name: str) -> None:
     assert f"{name} is empty" in error_and_hint(tmp_path / name, b"")[0]
-    # The 512 bytes that are looked at end within a letter.
+    # The check reads 512 bytes, which end within a character.
     for text in (b"hello", b'{"model_type": "clip"}\n', b"model: tiny\n" * 100, b"x" + "ü".encode() * 400):
         assert "is a text file, not a safetensors or torch file" in error_and_hint(tmp_path / name, text)[0]
 
@@ -90,7 +90,7 @@ def test_what_is_empty_or_text_is_said_to_be_so(tmp_path: Path, name: str) -> No
 def test_other_bytes_are_no_weights(tmp_path: Path, content: bytes) -> None:
     for name in ("w.pt", "w.safetensors"):
         error, _ = error_and_hint(tmp_path / name, content)
-        assert "there are no tensors" not in error, "it is not known what the file holds"
+        assert "there are no tensors" not in error, "the contents of the file are unknown"
 
 
 @pytest.mark.parametrize("state", [{}, {"epoch": 3}, [1, 2], {"state_dict": {"a": 1}}])
@@ -114,7 +114,7 @@ class TorchScript(torch.nn.Module):
 
 
 def test_a_pipe_or_a_device_is_no_file_of_weights(tmp_path: Path) -> None:
-    """One waits for a writer, the other has no end."""
+    """Opening the pipe would block until a writer opens it, and the device has no end."""
     os.mkfifo(tmp_path / "pipe.pt")
     (tmp_path / "device.pt").symlink_to("/dev/zero")
     for name in ("pipe.pt", "device.pt"):
@@ -146,6 +146,6 @@ def test_a_program_of_torch_export_is_not_said_to_be_damaged(tmp_path: Path) -> 
 
 def test_openais_digests_are_those_of_its_archives() -> None:
     digests = openai_digests()
-    # ViT-B/16, as the address of the file that OpenAI's own code downloads has it.
+    # ViT-B/16: the digest is part of the URL from which OpenAI's code downloads the file.
     assert "5806e77cd80f8b59890b7e101eabd078d9fb84e6937f9e85e4ecb61988df416f" in digests
     assert all(len(digest) == 64 and set(digest) <= set("0123456789abcdef") for digest in digests)

@@ -1,4 +1,4 @@
-"""Drift between weights and model: what is explained, what is an error, what the user may allow."""
+"""Differences between weights and model: which are explained, which are errors, and which the user can allow."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ State = dict[str, torch.Tensor]
 
 @pytest.fixture
 def state() -> State:
-    """The state dict of a small CLIP."""
+    """State dict of a small CLIP."""
     model = our_model()
     shuffle(model, seed=11)
     return {**to_open_clip(model.state_dict()), "logit_scale": torch.tensor(4.6)}
@@ -242,7 +242,7 @@ def test_settings_about_no_weights_are_a_mistake() -> None:
 
 
 def test_a_format_is_a_file_and_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names, concatenated tensors, another layout and a configuration, without a change anywhere else."""
+    """A format adds names, concatenated tensors, a different layout and a configuration, with no change elsewhere."""
     block = "video.transformer.resblocks.N"
     names = NameTable(
         owner="Toy",
@@ -283,11 +283,14 @@ def test_a_format_is_a_file_and_a_row(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_positions_of_texts_are_stretched_as_in_long_clip() -> None:
-    """Zhang et al. 2024: of 77 positions 20 stay, and between two of the others there are three more, to 248."""
+    """Stretch text positions as Zhang et al. 2024 do.
+
+    The first 20 of 77 positions stay, and each other position is followed by three interpolated ones, 248 in total.
+    """
     old = torch.randn(77, 5, dtype=torch.float64)
     expected = [*old[:20]]
     for number in range(20, 77):
-        begin = min(number, 75)  # beyond the last position, the line through the last two goes on
+        begin = min(number, 75)  # beyond the last position, extrapolate the line through the last two
         slope = old[begin + 1] - old[begin]
         expected += [old[number] + slope * quarter / 4 for quarter in range(4)]
     torch.testing.assert_close(stretched_positions(old, 248), torch.stack(expected), rtol=0, atol=1e-12)

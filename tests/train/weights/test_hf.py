@@ -1,4 +1,4 @@
-"""Weights of Hugging Face's CLIPModel: the same function, and back again bit by bit."""
+"""Weights of Hugging Face's CLIPModel: the model computes the same function, and the export is bit-identical."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def hf_model(**changes: Any) -> Any:
-    """A random CLIPModel of the small size; it has QuickGELU unless told otherwise."""
+    """Make a small CLIPModel with random weights and, by default, QuickGELU."""
     tower = {"num_hidden_layers": small.DEPTH, **changes}
     text = {
         "hidden_size": small.TEXT_WIDTH,
@@ -124,7 +124,7 @@ def test_other_models_are_refused(folder: Path, tmp_path: Path, change: dict[str
 
 @pytest.fixture(scope="module")
 def sharded_model(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model in several files, as `save_pretrained` writes large ones."""
+    """Folder of the model in several files, as `save_pretrained` writes large models."""
     folder = tmp_path_factory.mktemp("sharded")
     theirs.save_pretrained(folder, max_shard_size="60KB")
     assert len(list(folder.glob("model-*.safetensors"))) > 2 and not (folder / "model.safetensors").exists()
@@ -142,7 +142,7 @@ def test_a_model_in_several_files_is_the_model_in_one(folder: Path, sharded_mode
     )
     by_index = open_source(sharded_model / "model.safetensors.index.json")
     assert by_index.converted.tensors.keys() == whole.converted.tensors.keys()
-    require_weights(sharded_model, tasks_where())  # what train eval, train embed and load_model begin with
+    require_weights(sharded_model, tasks_where())  # the first step of train eval, train embed and load_model
 
 
 @pytest.mark.parametrize(

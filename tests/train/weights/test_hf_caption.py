@@ -1,4 +1,4 @@
-"""Folders of transformers: a whole captioner, a TimeSformer, a GPT-2; and those that a captioner cannot be made of."""
+"""Folders from transformers: complete captioners, a TimeSformer, a GPT-2, and folders that are not captioners."""
 
 import json
 from dataclasses import replace
@@ -68,7 +68,7 @@ def test_a_gpt2_alone_has_all_but_cross_attention_where_it_was_made_without(
 ) -> None:
     torch.manual_seed(0)
     theirs = kind(GPT2Config(**GPT2, add_cross_attention=has_cross_attention))
-    theirs.save_pretrained(tmp_path, max_shard_size="20KB")  # in several files
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")  # writes several files
     assert not (tmp_path / "model.safetensors").exists()
     folder = read_caption_folder(tmp_path)
     size = folder.config.decoder
@@ -101,7 +101,7 @@ def test_transformers_writes_the_same_captions_from_our_folder(tmp_path: Path) -
     again: Any = VisionEncoderDecoderModel.from_pretrained(tmp_path / "ours", dtype=torch.float64)
     video = for_them(clips(2))
     expected = theirs.generate(video, max_new_tokens=6, do_sample=False)
-    # What begins, ends and fills up stands in the folder.
+    # The folder stores the start, end and padding tokens.
     assert again.eval().generate(video, max_new_tokens=6, do_sample=False).tolist() == expected.tolist()
 
 
@@ -110,7 +110,7 @@ def test_transformers_writes_the_same_captions_from_our_folder(tmp_path: Path) -
     [
         DecodingSettings(max_tokens=26, min_tokens=24),
         pytest.param(DecodingSettings(), marks=pytest.mark.nightly),
-        pytest.param(DecodingSettings(max_tokens=50), marks=pytest.mark.nightly),  # of a context of 40
+        pytest.param(DecodingSettings(max_tokens=50), marks=pytest.mark.nightly),  # the context has 40 tokens
         DecodingSettings(method="beam", num_beams=3, length_penalty=-1.0, early_stopping=True, max_tokens=9),
         DecodingSettings(method="beam", num_beams=1, length_penalty=2.0, max_tokens=9),
     ],

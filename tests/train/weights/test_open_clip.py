@@ -1,4 +1,4 @@
-"""Weights of open_clip and OpenAI: the same function, and back again bit by bit."""
+"""Weights of open_clip and OpenAI: the model computes the same function, and the export is bit-identical."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How pictures are normalised, from every file that transformers 4 and 5 write, or from a default that is named."""
+"""Image normalisation, read from every file that transformers 4 and 5 write, or from a default that the log reports."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def save(folder: Path, files: dict[str, dict[str, Any]], *, kind: str = "clip") 
 
 
 def effective_settings(folder: Path, **init: Any) -> tuple[Any, list[str]]:
-    """The settings of a run that starts from the facts in a folder, and what it prints."""
+    """Return the settings of a run that starts from the facts in a folder, and the printed messages."""
     facts, messages = facts_in(folder), list[str]()
     assert facts is not None
     source = Source(title=str(folder), converted=ConvertedStateDict(tensors={}, origins={}), facts=facts)

@@ -1,4 +1,4 @@
-"""Training that starts from weights, from the command line: what is copied, said, kept and refused."""
+"""Training runs that start from weights, by command line: what is copied, reported, stored and rejected."""
 
 import json
 import math
@@ -30,11 +30,11 @@ from tests.train.running import facts, steps, train
 from tests.train.weights.test_avion import lavila_state
 
 SMALL = ["--model", "tiny", "--num-frames", "2", "--size-px", "32", "--batch", "4", "--lr", "1e-9", "--steps", "1"]
-TEMPERATURE, WIDTH = 0.025, 48  # another width than that of --model tiny
+TEMPERATURE, WIDTH = 0.025, 48  # not the width of --model tiny
 
 
 def tiny_weights() -> dict[str, torch.Tensor]:
-    """The tiny model's under our names, with a temperature and projections of another width."""
+    """Make the tiny model's weights under our names, with a temperature and projections of a different width."""
     torch.manual_seed(99)
     size = size_of("tiny", Towers(temporal="random", embedding_width=WIDTH))
     model = DualEncoder(size, image_px=32, num_frames=2, attend=attend_with_sdpa)
@@ -79,7 +79,7 @@ def test_a_run_starts_from_weights_says_so_and_goes_on_without_them(
     run = RunFolder(out)
     weights_fact = json.loads(run.facts.read_text())["weights"]
     assert weights_fact["source"].endswith("(AVION)") and weights_fact["changes"] == []
-    # The step is so small that the run has its first weights still.
+    # The step is so small that the weights are still the initial ones.
     assert read_lines(run.metrics)[0]["temperature"] == pytest.approx(TEMPERATURE)
     path = latest_checkpoint(run.checkpoints)
     assert path is not None
@@ -93,7 +93,7 @@ def test_a_run_starts_from_weights_says_so_and_goes_on_without_them(
 def test_the_text_tower_starts_from_a_source_of_its_own(
     data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both sources are read again for a checkpoint of adapters."""
+    """A checkpoint of adapters reads both sources again."""
     video, text, tower = write_avion(tmp_path / "avion.pt"), tmp_path / "text.safetensors", tmp_path / "tower.pt"
     others = {name: tensor + 0.5 for name, tensor in tiny_weights().items()}
     save_file({name: tensor.contiguous() for name, tensor in to_open_clip(others).items()}, text)
@@ -182,7 +182,7 @@ def test_weights_that_say_no_activation_are_remarked_on(tmp_path: Path) -> None:
 
 
 def write_hugging_face(path: Path, *, max_shard_size: str = "1GB") -> Path:
-    """The folder of a CLIPModel of the tiny model's towers, as transformers writes it."""
+    """Write a folder as transformers does, for a CLIPModel with the tiny model's towers."""
     from transformers import CLIPConfig, CLIPModel
 
     size = size_of("tiny", Towers())
@@ -207,13 +207,13 @@ def write_hugging_face(path: Path, *, max_shard_size: str = "1GB") -> Path:
 
 
 def write_shards(path: Path) -> Path:
-    """The same in several files."""
+    """Write the same model in several files."""
     assert not (write_hugging_face(path, max_shard_size="1MB") / "model.safetensors").exists()
     return path
 
 
 def write_lavila(path: Path) -> Path:
-    """LaViLa's names of a whole CLIP; its towers are smaller."""
+    """Write a complete CLIP under LaViLa's names; its towers are smaller."""
     state = {**lavila_state(), "image_projection": torch.ones(64, WIDTH), "text_projection": torch.ones(48, WIDTH)}
     state[LOGIT_SCALE] = -torch.tensor(TEMPERATURE).log()
     torch.save({"epoch": 5, "state_dict": {f"module.{name}": tensor for name, tensor in state.items()}}, path)

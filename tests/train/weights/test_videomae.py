@@ -1,4 +1,4 @@
-"""Weights of VideoMAE, as transformers and as its authors write them: the same function, and back again bit by bit."""
+"""Weights of VideoMAE in the formats of transformers and the authors: same function, and bit-identical export."""
 
 import argparse
 import json
@@ -70,7 +70,7 @@ def test_our_autoencoder_reconstructs_what_transformers_does(folder: Path) -> No
     facts = source.facts
     assert "Hugging Face's VideoMAE" in source.title and (source.kind, source.tubelet) == ("videomae", 2)
     assert (facts.activation, facts.video_eps, facts.video_heads, facts.decoder_heads) == ("gelu", 1e-12, 4, 2)
-    assert facts.mean is None and facts.std is None  # no processor says it; settings name the default
+    assert facts.mean is None and facts.std is None  # no processor states it; the settings report the default
     ours = our_autoencoder()
     assert loaded_weights(ours, source, say=ignore_line).fitted.changes == ()
     assert_same_reconstruction(ours, hf_autoencoder(), clips())
@@ -101,7 +101,7 @@ def test_weights_go_there_and_back_bit_by_bit(folder: Path, classifier_folder: P
     state = load_file((folder if kind == "pre-trained" else classifier_folder) / "model.safetensors")
     ours = from_hf_videomae(state)
     assert not ours.unknown and same(to_hf_videomae(ours.tensors), state)
-    # The authors' names stand for the same tensors.
+    # The authors' names map to the same tensors.
     theirs = from_videomae(public(state))
     assert not theirs.unknown and same(theirs.tensors, ours.tensors)
     assert same(to_videomae(theirs.tensors), public(state))
@@ -128,7 +128,7 @@ def test_the_authors_checkpoints_are_read_with_what_else_they_hold(
     assert source.title.endswith("(VideoMAE)") and source.facts.video_eps == 1e-6
     ours = our_autoencoder()
     assert loaded_weights(ours, source, say=ignore_line).fitted.changes == ()
-    # eps is no tensor: a tower of 1e-12 computes what transformers' of 1e-12 does.
+    # eps is not a tensor: a tower with 1e-12 computes what transformers' tower with 1e-12 computes.
     assert_same_reconstruction(ours, hf_autoencoder(), clips())
 
 
@@ -167,7 +167,7 @@ def test_a_configuration_of_videomae_v2_is_read(classifier_folder: Path, tmp_pat
     source = open_source(tmp_path)
     assert source.title.endswith("(VideoMAE)")
     assert (source.facts.video_heads, source.facts.video_eps) == (4, 1e-5)
-    assert source.facts.mean is None  # no processor says it
+    assert source.facts.mean is None  # no processor states it
     config["model_config"]["cos_attn"] = True
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="cos_attn is True, which clipmill's towers do not support"):
@@ -204,7 +204,7 @@ def test_a_pre_training_without_a_last_norm_is_remarked_on(folder: Path, tmp_pat
         "they were pre-trained without a layer norm after the encoder",
         "they were pre-trained to predict unnormalised pixels",
     ]
-    assert not any("train mae" in remark for remark in source.facts.remarks)  # it may be another command
+    assert not any("train mae" in remark for remark in source.facts.remarks)  # a different command may use them
     with pytest.raises(UserError, match=r"2 missing \(video.ln_post.weight, video.ln_post.bias\)"):
         loaded_weights(our_autoencoder(), source, say=ignore_line)
     loaded_weights(our_autoencoder(), source, allow=("video.ln_post.*",), say=ignore_line)

@@ -1,4 +1,4 @@
-"""Weights of VideoMAE that do not fit, and what settings become with those that do."""
+"""Weights of VideoMAE that do not fit, and the settings that fitting weights imply."""
 
 import json
 import re
@@ -70,7 +70,7 @@ def test_what_does_not_fit_says_why_and_what_to_do(folder: Path, classifier_fold
     assert hint.startswith(f"use {patterns}")
     allow = tuple(patterns.replace("'", "").split()[1:])
     loaded_weights(our_autoencoder(), open_source(classifier_folder), allow=allow, say=ignore_line)
-    # Its config.json says how many heads a decoder would have; these sizes are not its default.
+    # The config.json of the classifier states the number of heads of a decoder; these sizes are not the defaults.
     path = classifier_folder / "config.json"
     config = json.loads(path.read_text()) | {"decoder_num_attention_heads": 6}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -132,7 +132,7 @@ def test_settings_become_what_the_weights_were_trained_with(folder: Path) -> Non
     assert mae.towers.activation == "gelu" and mae.init.pixel_mean == (0.485, 0.456, 0.406)
     classify = effective_clip_settings(ClassifySettings(size_px=32), source, say=ignore_line)
     assert vars(classify.towers) == vars(mae.towers) and classify.init.pixel_std == (0.229, 0.224, 0.225)
-    # Without weights too, what takes effect is said.
+    # The effective values are set without weights, too.
     alone = effective_clip_settings(MaeSettings(size_px=32), None, say=ignore_line)
     assert alone.towers.kind == "videomae" and alone.init.pixel_mean == (0.485, 0.456, 0.406)
     assert effective_clip_settings(ClassifySettings(), None, say=ignore_line) == ClassifySettings()

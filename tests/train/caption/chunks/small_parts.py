@@ -7,7 +7,7 @@ from clipmill.train.tasks.caption import chunk_captions
 
 
 def caption_small_parts(*words: str) -> None:
-    """Parts of one batch of clips."""
+    """Run `train caption-chunks` with parts of one batch of clips."""
     chunk_captions._BATCHES_PER_PART = 1
     sys.argv = ["train", "caption-chunks", *words]
     main()

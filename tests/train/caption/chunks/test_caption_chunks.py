@@ -1,4 +1,4 @@
-"""`train caption-chunks`: what the table holds, resuming, several processes, failures, and what is refused."""
+"""`train caption-chunks`: contents of the table, resuming, several processes, failures and user errors."""
 
 import json
 import shutil
@@ -102,7 +102,7 @@ def test_segments_and_other_methods_have_one_caption_per_clip(
 ) -> None:
     out, flags = tmp_path / "new" / "segments.parquet", ("--shards", data_dir, "--split", "val", "--device", "cpu")
     assert train("caption-chunks", captioner_run, *flags, "--out", out, "--method", "beam", "--segment", "800ms") == 0
-    # A remainder of half a segment is one of its own, and there is none of less than a quarter.
+    # A remainder of half a segment becomes its own segment. A remainder of less than a quarter does not occur here.
     spans = [(0.0, 0.8), (0.8, 1.6), (1.6, 2.0), (2.0, 2.8), (2.8, 3.6), (3.6, 4.0), (4.0, 4.8), (4.8, 5.5)]
     assert [(row["begin_s"], row["end_s"], row["sample"]) for row in rows(out)] == [(*span, 0) for span in spans]
     capsys.readouterr()
@@ -135,10 +135,10 @@ def test_the_same_again_does_nothing_and_other_captions_are_refused_by_name(
     more = ("--steps", 2, "--seed", 1)
     assert train("caption", "--shards", data_dir, "--out", trained, *SMALL.split(), *DECODER.split(), *more) == 0
     shutil.copytree(data_dir, changed)
-    # Captions are in the tars too, and are no part of what was captioned.
+    # The tars also contain captions, which do not affect the captioned frames.
     write_captions(changed, VIDEOS, [Caption("a", 0.0, 1.0, "it begins")])
     assert caption(captioner_run, changed, out) == 0
-    # The last chunk shows other pictures at the same time.
+    # The last chunk shows different frames for the same time span.
     chunks = [chunk for name in "abc" for chunk in chunks_of(name, NUM_FRAMES)]
     write_shard(changed, 0, [*chunks[:-1], video_sample("c", 4000, encode_chunk(0, 15))], split="train")
     for run, data, flags, named in (
@@ -183,11 +183,11 @@ def test_chunks_that_cannot_be_decoded_are_listed_and_have_no_row(
     damaged, out = tmp_path / "damaged", tmp_path / "pseudo.parquet"
     shutil.copytree(data_dir, damaged)
     overwrite_chunk(damaged, "b_000002000")
-    for _ in range(2):  # again: nothing to do, but the failure is still there
+    for _ in range(2):  # the second run has nothing to do, but the failure is still reported
         assert caption(captioner_run, damaged, out) == 1
         stderr = capsys.readouterr().err
         assert "1 clip could not be decoded; see" in stderr and "pseudo.failures.jsonl" in stderr
-    # Once the data are repaired, the message says how to go on.
+    # The message says how to continue after the data are repaired.
     again = f"remove {out} and {tmp_path / 'pseudo.failures.jsonl'}, and run the same command again"
     assert again in " ".join(stderr.split())
     [failure] = [json.loads(line) for line in (tmp_path / "pseudo.failures.jsonl").read_text().splitlines()]
@@ -225,7 +225,7 @@ def test_mistakes_are_named_and_leave_nothing(
 def test_a_clip_of_open_clip_is_refused_before_a_download(
     captioner_run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Without network, a download would be an error of its own.
+    # Without network access, a download would cause a different error.
     assert caption(Path("ViT-B-16:openai"), data_dir, tmp_path / "pseudo.parquet") == 2
     output = capsys.readouterr()
     assert "ViT-B-16:openai is a CLIP model from open_clip, not a model of train caption" in output.err

@@ -1,4 +1,4 @@
-"""The commands of *Pseudo-captions* in the documentation, from the first to the last, at a tiny size."""
+"""The documented *Pseudo-captions* commands, run in order at a tiny size."""
 
 import csv
 import json
@@ -30,7 +30,7 @@ SMALLER: dict[str, tuple[object, ...]] = {
 
 
 def documented_commands(repository: Path) -> list[list[str]]:
-    """The commands of the section, one each line, with the flags that make them small."""
+    """Return the commands of the section, one per line, with the flags that make them small."""
     text = (repository / "docs/data.md").read_text()
     section = re.search(r"^## Pseudo-captions\n.*?^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert section is not None
@@ -50,7 +50,7 @@ def run(words: list[str]) -> int:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with videos of 8 s, one of them held out, and captions.csv."""
+    """Working folder with videos of 8 s, one of them held out, and captions.csv."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CLIPMILL_DATA", raising=False)
     for name in NAMES:
@@ -63,7 +63,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def sources() -> dict[str, set[str]]:
-    """The videos that have captions of each source."""
+    """Return the videos that have captions from each source."""
     texts_by_source: dict[str, set[str]] = {}
     for caption in read_captions(Path("data")).to_pylist():
         texts_by_source.setdefault(caption["source"], set()).add(caption["video_id"].rpartition("-")[2])
@@ -97,13 +97,13 @@ def test_the_documented_path_and_a_captioner_that_changed(
     assert "0 chunks encoded, 4 copied" in capsys.readouterr().out
     texts = texts_in_tars()
     assert all(caption["text"] in texts for caption in read_captions(Path("data")).to_pylist())
-    assert run(caption) == 0  # the same chunks, with other captions in their tars
+    assert run(caption) == 0  # the chunks are the same, but their tars contain different captions
     assert "nothing to do: pseudo.parquet is finished" in capsys.readouterr().out
     assert run(train) == 0
     assert f"{source} = 1 (40 captions)" in capsys.readouterr().out
     assert run(evaluate) == 0
 
-    # The captioner changes: its captions are stale, are named so, and are replaced by those of its new version.
+    # After the captioner changes, its captions are reported as stale, and captions of its new version replace them.
     shutil.rmtree("runs/captioner")
     assert run([*before[-1], "--seed", "1"]) == 0
     capsys.readouterr()

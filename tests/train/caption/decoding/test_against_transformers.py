@@ -1,4 +1,4 @@
-"""Captions token by token against transformers' `generate`, with the same random weights."""
+"""Captions compared with transformers' `generate` token by token, with the same random weights."""
 
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ NUM_CLIPS, MAX_TOKENS = 6, 12
 
 @pytest.fixture(scope="module", params=["short", pytest.param("long", marks=pytest.mark.nightly), "endless"])
 def both_captioners(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Captioner]:
-    """Captioners whose captions change from word to word, and end soon, some of them late, or never."""
+    """Captioners whose captions vary from token to token and end early, sometimes late, or never."""
     theirs = their_captioner(seed=3)
     places, matrices, likely = {"short": (8, 3, 0.5), "long": (5, 2, 0.3), "endless": (5, 2, 0.0)}[request.param]
     with torch.no_grad():
@@ -29,7 +29,7 @@ def both_captioners(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
         for parameter in decoder.h.parameters():
             if parameter.ndim == 2:
                 parameter *= matrices
-        # What the last layer norm adds to all states makes a token likely.
+        # The last layer norm adds its bias to all states, so this change makes the end token likely.
         decoder.wte.weight[END] += likely * decoder.ln_f.bias.sign()
         for parameter in decoder.parameters():
             parameter.copy_(parameter.float().double())
@@ -37,7 +37,7 @@ def both_captioners(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 
 
 def generate_theirs(theirs: Any, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
-    """What transformers write after the prompt, ends where they filled up, [B, L]."""
+    """Return the tokens that transformers generates after the prompt, [B, L]; padding is replaced by end tokens."""
     tokens = theirs.generate(
         for_them(clips(NUM_CLIPS)),
         decoder_input_ids=prompt,
@@ -51,7 +51,7 @@ def generate_theirs(theirs: Any, prompt: torch.Tensor, **options: Any) -> torch.
 
 
 def prompts(num_tokens: int) -> torch.Tensor:
-    """The end, then some tokens."""
+    """Return prompts that consist of the end token and random tokens."""
     generator = torch.Generator().manual_seed(5)
     prompt = torch.randint(0, PAD, (NUM_CLIPS, num_tokens), generator=generator)
     prompt[:, 0] = END
@@ -59,7 +59,7 @@ def prompts(num_tokens: int) -> torch.Tensor:
 
 
 def assert_same(generated_ids: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal but for ends behind the longest."""
+    """Assert that two token tensors are equal, apart from the end tokens that pad the shorter one."""
     length = max(generated_ids.shape[1], expected.shape[1])
     generated_ids, expected = (
         torch.nn.functional.pad(x, (0, length - x.shape[1]), value=END) for x in (generated_ids, expected)
@@ -78,12 +78,12 @@ def test_greedy_captions(both_captioners: tuple[Any, Captioner], prompt_length: 
         ours, clips(NUM_CLIPS), settings, end_id=END, samples=range(NUM_CLIPS), prompt_VP=prompt
     )
     assert_same(written.tokens_VL, expected)
-    # They are worth comparing.
+    # The comparison is meaningful only if the captions vary.
     assert len(expected.unique()) > 3
 
 
 PENALTIES = (0.0, 1.0, 2.0, -1.0)
-# With a few beams, all ways to end; with two, the usual one.
+# Five beams are tested with all rules for ending, two beams with the default rule.
 BEAMS = [
     *product([(5, 3, 3)], PENALTIES, [False, True]),
     ((2, 1, 0), 1.0, False),
@@ -138,7 +138,7 @@ def test_the_score_of_a_beam_is_that_of_its_tokens(both_captioners: tuple[Any, C
 
 
 class InParts:
-    """A captioner cut into parts, as the processes of a pipeline have them."""
+    """Captioner split into parts, as in the processes of a pipeline."""
 
     def __init__(self, captioner: Captioner, *cuts: int) -> None:
         borders = (0, *cuts, len(all_layers(captioner)))

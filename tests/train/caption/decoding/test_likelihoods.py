@@ -1,4 +1,4 @@
-"""Likelihoods of generated captions: mean log-probability per token, against forward passes and transformers."""
+"""Likelihoods of generated captions (mean log-probability per token), compared with forward passes and transformers."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def both_captioners(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Captioner]:
-    """Captioners whose captions end at different lengths, some not at all."""
+    """Captioners whose captions end at different lengths; some captions never end."""
     theirs = their_captioner(seed=3)
     with torch.no_grad():
         decoder = theirs.decoder.transformer

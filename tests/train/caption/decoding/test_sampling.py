@@ -1,4 +1,4 @@
-"""What may be drawn, how often, and by what it is decided."""
+"""Sampling of tokens: which tokens can be drawn, how often, and which values determine a draw."""
 
 from dataclasses import replace
 
@@ -123,7 +123,7 @@ def test_settings_that_mean_nothing_are_refused(options: dict[str, float], flag:
         (None, 40, False, 30),
         (12, 12, False, 12),
         (30, 40, True, 30),
-        (30, 12, True, 12),  # as runs of before were saved
+        (30, 12, True, 12),  # as older versions saved runs
         (30, 12, False, None),
         (13, 12, True, None),
     ],

@@ -9,6 +9,6 @@ TEXTS = ["it begins", *(f"the middle of {letter}" for letter in "abcd"), *(f"the
 
 @pytest.fixture(scope="package")
 def language_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder of each kind of language model."""
+    """Folder of each kind of language model."""
     folder = tmp_path_factory.mktemp("language_models")
     return {kind: save_language_model(folder / kind, kind, texts=TEXTS) for kind in KINDS}

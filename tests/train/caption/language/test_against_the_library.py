@@ -1,4 +1,4 @@
-"""Loss, gradients and captions of a captioner with a language model against transformers' own, in float64."""
+"""Captioner with a language model: loss, gradients and captions match transformers in float64."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +48,7 @@ def open_captioner(folder: Path, reducer: Reducer) -> Opened:
     )
     assert isinstance(captioner, LanguageCaptioner)
     with torch.no_grad():
-        # Captions that change from word to word, and that end now and then.
+        # Larger weights make captions vary from token to token and sometimes end.
         for name, parameter in captioner.decoder.named_parameters():
             parameter.mul_(6 if ".layers." in name or ".h." in name else 1)
     assert len(decoder.before) == len(decoder.after) == 2  # "it" and " ", " of" and the line break
@@ -68,7 +68,7 @@ def targets(*lengths: int, num_words: int) -> torch.Tensor:
 
 
 def inputs_of(model_and_sizes: Opened, videos: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """What the library's model reads: the prefix, then the words."""
+    """Return the inputs of the library's model: the prefix, followed by the caption tokens."""
     captioner = model_and_sizes.captioner
     given = words.masked_fill(words == NO_TOKEN, model_and_sizes.end_id)
     return torch.cat([captioner.encode(videos), captioner.decoder.get_input_embeddings()(given)], dim=1)
@@ -84,7 +84,7 @@ def test_the_loss_is_the_librarys_for_labels_of_the_caption_alone(model_and_size
     )
     labels = torch.cat([prefix, words], dim=1)[:, 1:]
     exactly = torch.nn.functional.cross_entropy(theirs.logits[:, :-1].flatten(0, 1), labels.flatten())
-    assert exactly.item() == pytest.approx(theirs.loss.item(), rel=1e-6)  # which is computed in float32
+    assert exactly.item() == pytest.approx(theirs.loss.item(), rel=1e-6)  # the library computes its loss in float32
     exactly.backward()
     gradients = {
         name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
@@ -105,7 +105,7 @@ def test_the_loss_is_the_librarys_for_labels_of_the_caption_alone(model_and_size
         torch.testing.assert_close(
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad, expected, rtol=1e-9, atol=1e-12
         )
-    # Sorted, three microbatches hold captions of 1, 2, 3; 4, 5, 7; and 9, 11, 12 tokens.
+    # After sorting, the three microbatches hold captions of 1, 2, 3; 4, 5, 7; and 9, 11, 12 tokens.
     num_computed = 3 * (3 + 7 + 12 + 3 * model_and_sizes.num_before)
     assert float(metrics["padding"]) == pytest.approx(
         1 - (sum(lengths) + 9 * model_and_sizes.num_before) / num_computed

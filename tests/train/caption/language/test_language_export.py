@@ -1,4 +1,4 @@
-"""`train export --format lm`: a folder that transformers, peft and torch open, and its card's script."""
+"""`train export --format lm`: transformers, peft and torch can open the folder, and the script of its card runs."""
 
 import re
 import runpy
@@ -58,7 +58,7 @@ def test_the_cards_script_writes_what_the_run_writes(
     captions = generate_captions(model, names["clips"], decoding, end_id=end_id, samples=[0])
     with torch.no_grad():
         torch.testing.assert_close(names["prefix"](names["clips"]), model.encode(names["clips"]))
-        # With the adapter, where there is one.
+        # The language model includes its adapter, if it has one.
         prefix = model.encode(names["clips"])
         torch.testing.assert_close(names["lm"](inputs_embeds=prefix).logits, model.decoder(inputs_embeds=prefix).logits)
     assert (folder / "adapter").is_dir() == (kind != "qwen3")

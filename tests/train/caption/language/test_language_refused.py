@@ -1,4 +1,4 @@
-"""What --decoder.lm refuses before a run begins, in two lines."""
+"""`--decoder.lm` values that are rejected before a run starts, with a two-line message."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def _without(*names: str) -> Callable[[Path], None]:
 
 
 def _other(kind: str, **values: Any) -> Callable[[Path], None]:
-    """A model of another kind with the tokenizer of the folder."""
+    """Replace the model of a folder with a different kind of model that uses the same tokenizer."""
 
     def change(folder: Path) -> None:
         import transformers

@@ -1,4 +1,4 @@
-"""`train caption --decoder.lm` from outside: runs, exact resumption, and what reads their captions."""
+"""`train caption --decoder.lm` from the command line: runs, exact resumption, and commands that use the captions."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ WAYS = {
 
 @pytest.fixture(scope="module", params=nightly_beyond(["llama"], WAYS))
 def run(request: pytest.FixtureRequest, data_dir: Path, language_models: dict[str, Path]) -> Path:
-    """A run of a language model that is trained, adapted or frozen."""
+    """Run of a language model that is trained, adapted or frozen."""
     out = language_models[request.param].parent / f"run_{request.param}"
     flags = ("--decoder.lm", language_models[request.param], *LM, *WAYS[request.param])
     assert train("caption", "--shards", data_dir, "--out", out, *flags, "--steps", 6, "--checkpoint-every", 3) == 0
@@ -70,7 +70,10 @@ def test_videos_and_chunks_are_captioned_with_likelihoods(run: Path, data_dir: P
 def test_stages_of_training_start_from_each_other(
     data_dir: Path, language_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """As LLaVA is trained: the projector alone, then all; and a tower goes on without the decoder that it had."""
+    """Train in stages as LLaVA does: first the projector, then everything.
+
+    A tower can also start without the decoder that it was trained with.
+    """
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     shards = ("caption", "--shards", data_dir, "--steps", 2)
     prompt = ("--decoder.prompt", "see {video} of ")

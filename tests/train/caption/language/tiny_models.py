@@ -1,4 +1,4 @@
-"""Tiny causal language models of transformers with random weights and a tokenizer of a few captions, in folders."""
+"""Tiny causal language models for transformers, with random weights and a tokenizer trained on a few captions."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ KINDS = ("qwen3", "llama", "gpt2")
 
 
 def tiny_config(kind: str, *, vocabulary_size: int) -> Any:
-    """A configuration of the library of one of `KINDS`."""
+    """Return a configuration from transformers for one of `KINDS`."""
     import transformers
 
     common = {"vocab_size": vocabulary_size, "bos_token_id": None, "eos_token_id": None}
@@ -32,7 +32,7 @@ def tiny_config(kind: str, *, vocabulary_size: int) -> Any:
 
 
 def save_language_model(folder: Path, kind: str, *, texts: list[str], dtype: torch.dtype = torch.float32) -> Path:
-    """Save a model and its tokenizer as the library does."""
+    """Save a model and its tokenizer in the layout of transformers."""
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     folder.mkdir(parents=True)

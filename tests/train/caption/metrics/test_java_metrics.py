@@ -19,12 +19,12 @@ REFERENCES = {
     "c": ["a woman cooks"],
     "d": ["日本 word", "x ||| y"],
 }
-# Of pycocoevalcap's Meteor.
+# Expected scores, computed with pycocoevalcap's Meteor.
 METEOR = {"a": 0.3906175081779026, "b": 0.0, "c": 0.29443914409586225, "d": 0.33520678036654417}
 
 
 def program(folder: Path, text: str) -> Path:
-    """A folder for the PATH in which `java` is a Python program."""
+    """Make a folder for PATH in which `java` is a Python program."""
     folder.mkdir(exist_ok=True)
     java = folder / "java"
     java.write_text(f"#!{sys.executable}\nimport json, sys, time\n{text}\n")
@@ -58,7 +58,7 @@ def test_meteor_is_that_of_pycocoevalcap_and_starts_once(monkeypatch: pytest.Mon
     assert ours == pytest.approx(METEOR, abs=1e-6)
 
 
-# METEOR's program, which takes eight seconds to start.
+# This program replaces METEOR's program, which takes eight seconds to start.
 ANSWERS = """
 num_videos = 0
 for line in sys.stdin:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from clipmill.train.tasks.caption.ptb_tokenizer import tokenize, tokens_of
 
-# Captions and what pycocoevalcap's PTBTokenizer, Java and all, makes of each when it stands alone.
+# Captions and the output of pycocoevalcap's PTBTokenizer (run with Java) for each caption on its own.
 GOLDEN: list[tuple[str, str]] = [
     (caption, tokens) for caption, tokens in json.loads((Path(__file__).parent / "ptb_golden.json").read_bytes())
 ]
@@ -16,13 +16,16 @@ WITH_JAVA = pytest.mark.skipif(shutil.which("java") is None, reason="the origina
 
 
 def real_tokens(captions: list[str]) -> list[str]:
-    """What the original makes of captions; a word between two keeps it from looking beyond the end of a caption."""
+    """Return the tokens of the original tokenizer.
+
+    A word between two captions keeps the tokenizer from looking beyond the end of a caption.
+    """
     from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
 
     numbered = {2 * number: [{"caption": caption}] for number, caption in enumerate(captions)}
     between = {number + 1: [{"caption": "q"}] for number in numbered}
     tokens = PTBTokenizer().tokenize(dict(sorted({**numbered, **between}.items())))
-    assert all(tokens[number] == ["q"] for number in between), "the lines of the original are out of step"
+    assert all(tokens[number] == ["q"] for number in between), "the original tokenizer returned misaligned lines"
     return [tokens[number][0] for number in numbered]
 
 
@@ -81,5 +84,5 @@ def test_nothing_but_punctuation_is_nothing() -> None:
 def test_any_text_has_tokens(text: str) -> None:
     tokens = tokenize(text)
     assert tokens == tokens.strip(" ") and "  " not in tokens
-    # The short cut for plain captions goes the same way as the rules.
+    # The fast path for plain captions gives the same result as the rules.
     assert tokenize(text + " ") == tokenize(text) or text.rstrip() != text

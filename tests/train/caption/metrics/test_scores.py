@@ -27,9 +27,11 @@ def score(candidates: Candidates, references: References) -> CaptionScores:
 
 
 def real_scores(candidates: Candidates, references: References) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Of pycocoevalcap, for the corpus and for each video, by our names.
+    """Return the scores of pycocoevalcap for the corpus and for each video, under clipmill's names.
 
-    There a caption without words equals a reference without words, and has a ROUGE-L of 1 with it; here it has none.
+    In pycocoevalcap, a caption without words equals a reference without words and has a ROUGE-L of 1. In clipmill,
+    the
+    ROUGE-L of a caption without words is 0.
     """
     ours = {video_id: [tokenize(caption)] for video_id, caption in candidates.items()}
     theirs = {video_id: [tokenize(caption) for caption in references[video_id]] for video_id in candidates}
@@ -44,7 +46,7 @@ def real_scores(candidates: Candidates, references: References) -> tuple[dict[st
 
 
 def naive_cider(candidates: Candidates, references: References) -> list[float]:
-    """Equations 1 to 3 of the paper, as they are written."""
+    """Compute CIDEr directly from equations 1 to 3 of the paper."""
 
     def grams(caption: str, order: int) -> Counter[tuple[str, ...]]:
         words = tokenize(caption).split()

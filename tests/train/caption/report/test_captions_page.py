@@ -22,7 +22,7 @@ VIDEOS = [
 
 
 class Tags(HTMLParser):
-    """Collects tags, what they load and what would run, and the text of articles."""
+    """Parser that collects tags, loaded URLs, event handlers, and the text of a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def test_scores_stand_times_a_hundred_and_absent_metrics_with_their_reason(page:
     assert {"87.5", "constant caption 37.5", "250.0", "no SPICE", "✓ equals a reference", "(empty)"} <= set(texts)
 
 
-def test_a_page_that_cannot_be_finished_is_not_there(tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_finished_does_not_exist(tmp_path: Path) -> None:
     def videos() -> Iterator[CaptionedVideo]:
         yield VIDEOS[0]
         raise OSError("no more frames")
@@ -121,7 +121,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 @pytest.mark.parametrize(
     ("address", "names"),
     [
-        ("#sort=cider_d&order=down", ["dog", "cat", "ant", HOSTILE]),  # equal ones as in the split
+        ("#sort=cider_d&order=down", ["dog", "cat", "ant", HOSTILE]),  # equal scores keep the order of the split
         ("#sort=name&find=RED+a", ["ant", "cat"]),
     ],
 )
@@ -135,5 +135,5 @@ def test_a_browser_sorts_and_searches(page: Path, tmp_path: Path, address: str, 
     ).stdout.decode()
     assert tags_of(shown).names == names
     title = re.search(r"<title>(.*?)</title>", shown, re.DOTALL)
-    assert title and title[1].startswith("&lt;script&gt;")  # no script of a caption gave it another
-    assert 'id="bar">' in shown  # ours did run
+    assert title and title[1].startswith("&lt;script&gt;")  # no script in a caption changed the title
+    assert 'id="bar">' in shown  # the page's own script ran

@@ -1,4 +1,4 @@
-"""Files that are damaged for real: what is good is captioned, the rest is named, and the others go on."""
+"""Damaged video files: intact parts are captioned, damaged files are reported, and the other files are processed."""
 
 import random
 from fractions import Fraction
@@ -42,12 +42,12 @@ def remux(content: Path, target: Path, **options: str) -> bytes:
 
 
 def first_numbers(clips: list[WindowClip]) -> list[Caption]:
-    """The number of the first picture of each clip."""
+    """Return the number of the first frame of each clip as its caption."""
     return [Caption(str(read_frame_number(clip.video[0][: SIZE_PX**2].reshape(SIZE_PX, SIZE_PX)))) for clip in clips]
 
 
 def captions(*videos: Path, batch: int = 4) -> tuple[dict[str, list[str]], dict[str, str | None]]:
-    """The captions of each video, and how it ended."""
+    """Return the captions of each video, and its failure, if any."""
     texts_by_video: dict[str, list[str]] = {video.name: [] for video in videos}
     ends: dict[str, str | None] = {}
     events = caption_videos(
@@ -74,7 +74,7 @@ def test_what_is_no_video_is_named_and_the_others_are_done(tmp_path: Path, batch
         "empty.mp4": b"",
         "text.mp4": b"this is no video " * 100,
         "noise.mp4": random.Random(0).randbytes(5000),
-        "half.mp4": content[: len(content) // 2],  # its index, at the end, is gone
+        "half.mp4": content[: len(content) // 2],  # the index at the end of the file is missing
         "list.m3u8": b"#EXTM3U\n#EXTINF:1,\n" + str(good).encode() + b"\n",
     }
     for name, its in bad.items():
@@ -117,10 +117,10 @@ def test_whole_windows_before_a_cut_are_good(tmp_path: Path, name: str) -> None:
 
 
 def test_an_avi_that_is_cut_is_known_by_its_header(tmp_path: Path) -> None:
-    """Without the index at its end, libav makes a duration up."""
+    """If the index at the end is missing, libav invents a duration."""
     content = write(tmp_path / "whole.avi", codec="mpeg4")
     (tmp_path / "cut.avi").write_bytes(content[: len(content) * 6 // 10])
-    # Written into a pipe: no length in the head of the file, and no true number of frames.
+    # An AVI written to a pipe has no length in its header, and a wrong number of frames.
     piped = bytearray(content)
     piped[4:8] = b"\xff" * 4
     frames = piped.index(b"strh") + 8 + 32
@@ -128,7 +128,7 @@ def test_an_avi_that_is_cut_is_known_by_its_header(tmp_path: Path) -> None:
     assert count % 60 == 0
     piped[frames : frames + 4] = (2**30).to_bytes(4, "little")
     (tmp_path / "piped.avi").write_bytes(piped)
-    # A file with something behind it, and one whose last frames are repeats that were left out.
+    # One file has trailing bytes. The header of the other also counts repeated frames that were omitted at its end.
     (tmp_path / "longer.avi").write_bytes(content + bytes(100))
     repeats = bytearray(content)
     repeats[frames : frames + 4] = (count * 3 // 2).to_bytes(4, "little")
@@ -150,7 +150,7 @@ def test_a_window_that_is_damaged_behind_its_last_moment_has_no_caption(tmp_path
         packets = sorted(
             (packet for packet in container.demux(video=0) if packet.size), key=lambda packet: packet.pts or 0
         )
-    # The second window shows its pictures of 1.2 and 1.7 s; the one of 1.9 s is gone.
+    # The second window shows its frames at 1.2 and 1.7 s. The frame at 1.9 s is damaged.
     packet = packets[19]
     assert packet.pos is not None
     content[packet.pos + 4 : packet.pos + packet.size] = bytes(packet.size - 4)
@@ -160,7 +160,7 @@ def test_a_window_that_is_damaged_behind_its_last_moment_has_no_caption(tmp_path
 
 
 def test_a_stream_that_is_cut_ends_earlier(tmp_path: Path) -> None:
-    """A transport stream says nowhere how long it is."""
+    """A transport stream does not store its duration."""
     write(tmp_path / "whole.mp4")
     content = remux(tmp_path / "whole.mp4", tmp_path / "cut.ts")
     (tmp_path / "cut.ts").write_bytes(content[: len(content) * 6 // 10 // 188 * 188])
@@ -217,7 +217,7 @@ def test_folders_are_searched_by_suffix_and_files_come_once(tmp_path: Path) -> N
         "notes.txt",
         "a.mkv",
         "b.MP4",
-        "loop.mp4",  # which fails by name
+        "loop.mp4",  # fails, and the failure names the file
         "deeper/c.webm",
     ]
     with pytest.raises(UserError, match=r"there is no .*gone"):

@@ -1,4 +1,4 @@
-"""`train caption-video` from outside, on a captioner that has learned a little."""
+"""`train caption-video` from the command line, with a briefly trained captioner."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from tests.train.running import train
 
 @pytest.fixture(scope="module")
 def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two videos, of 3 and of 5 seconds, beside something else."""
+    """Folder with two videos, of 3 and 5 seconds, and a file that is not a video."""
     folder = tmp_path_factory.mktemp("films")
     for name, num_frames in (("a.mp4", 30), ("deep/b.mkv", 50)):
         FrameNumberVideo(num_frames=num_frames, fps=Fraction(10), width=64, height=48).write(folder / name)

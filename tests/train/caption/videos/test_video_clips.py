@@ -1,4 +1,4 @@
-"""What is seen of video files: the frames on the screen at the moments that an evaluation shows."""
+"""Clips of video files: they show the frames that are on screen at the moments that an evaluation samples."""
 
 from fractions import Fraction
 from itertools import pairwise
@@ -45,7 +45,7 @@ def luma(picture: NDArray[np.uint8], size_px: int = SIZE_PX) -> NDArray[np.uint8
 
 
 def due(clip: WindowClip, times_s: NDArray[np.float64], sampling: Sampling = UNIFORM) -> list[int]:
-    """The frame on the screen at each moment, by the times that were written."""
+    """Return the frame on screen at each moment, computed from the encoded times."""
     window = clip.window
     moments = moments_of(window.begin_us, window.end_us, sampling, fps_num=10, fps_den=1, rng=None)
     due_s = np.array(moments.numerators) / moments.denominator / US_PER_S
@@ -72,7 +72,7 @@ def test_windows_show_the_frames_on_screen(tmp_path: Path, name: str, how: dict[
     result = clips(video(tmp_path, name, **how))
     timing = {key: how[key] for key in ("variable_rate", "start_offset_s") if key in how}
     times_s = frame_times_s(35, fps=FPS, **timing)
-    times_s -= times_s[0]  # a player begins with the first frame
+    times_s -= times_s[0]  # a player starts at the first frame
     assert [numbers(clip) for clip in result] == [due(clip, times_s) for clip in result]
     assert result[0].window.begin_us == 0
     assert all(before.window.end_us == after.window.begin_us for before, after in pairwise(result))
@@ -83,9 +83,9 @@ def test_windows_show_the_frames_on_screen(tmp_path: Path, name: str, how: dict[
 @pytest.mark.parametrize(
     ("name", "duration", "end_s"),
     [
-        ("grid.avi", 1, 1.1),  # a last frame lasts for one step of the grid, however many frames are left out
+        ("grid.avi", 1, 1.1),  # the last frame lasts one step of the grid, however many frames are omitted
         ("long.mp4", 4, 1.4),
-        ("gap.mkv", 0, 1.2),  # no durations: as long as the frame before it
+        ("gap.mkv", 0, 1.2),  # without durations, the last frame lasts as long as the previous frame
     ],
 )
 def test_a_video_with_frames_left_out_ends_with_its_last_frame(
@@ -165,11 +165,11 @@ def test_white_of_a_gif_is_white(tmp_path: Path) -> None:
         container.mux(stream.encode(None))
     [clip] = clips(path, size_px=16)
     [*_, picture] = rgb_frames(clip.video, clip.colour, size_px=16)
-    assert picture.min() >= 250  # a limited range would make it 235
+    assert picture.min() >= 250  # a limited range would give 235
 
 
 def test_a_file_and_its_shard_show_nearly_the_same(tmp_path: Path) -> None:
-    """A moving picture, chunked by the real prep, and the same windows of the file itself."""
+    """A moving image is chunked by `prep chunk` and compared with the same windows of the source file."""
     source = tmp_path / "videos/v.mp4"
     write_moving(source, num_frames=60)
     manifest(tmp_path / "data", tmp_path / "videos")
@@ -192,7 +192,7 @@ def test_a_file_and_its_shard_show_nearly_the_same(tmp_path: Path) -> None:
 
 
 def write_moving(path: Path, *, num_frames: int) -> None:
-    """A bright disc that goes across a wide, coloured picture."""
+    """Write a video of a bright disc that crosses a wide, coloured frame."""
     path.parent.mkdir(parents=True, exist_ok=True)
     y, x = np.mgrid[:144, :256]
     with av.open(str(path), "w") as container:

@@ -7,13 +7,13 @@ from clipmill.train.tasks.caption.video_windows import parse_length_us, windows_
 @pytest.mark.parametrize(
     ("video_us", "ends"),
     [
-        (100, [100]),  # a whole window
+        (100, [100]),  # exactly one window
         (300, [100, 200, 300]),
-        (301, [100, 200, 301]),  # too short for one of its own
+        (301, [100, 200, 301]),  # the remainder is too short for its own window
         (324, [100, 200, 324]),
         (325, [100, 200, 300, 325]),
         (399, [100, 200, 300, 399]),
-        (7, [7]),  # shorter than a window, and nothing to join
+        (7, [7]),  # shorter than a window, and there is no window to join
         (0, []),
     ],
 )

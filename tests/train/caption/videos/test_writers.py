@@ -60,10 +60,10 @@ def test_srt_is_valid(tmp_path: Path) -> None:
     text = write_captions(tmp_path / "c.srt", "srt")
     assert "\n" not in text.replace("\r\n", "")
     blocks = text.removesuffix("\r\n\r\n").split("\r\n\r\n")
-    assert len(blocks) == len(CAPTIONS) - 1  # nothing is said of the one without a caption
+    assert len(blocks) == len(CAPTIONS) - 1  # a window without a caption has no block
     last_end = ""
     for number, block in enumerate(blocks, start=1):
-        head, times, caption = block.split("\r\n")  # no blank lines, and one line a caption
+        head, times, caption = block.split("\r\n")  # no blank lines, and one line per caption
         assert head == str(number)
         match = re.fullmatch(r"(\d\d:\d\d:\d\d,\d{3}) --> (\d\d:\d\d:\d\d,\d{3})", times)
         assert match is not None and last_end <= match[1] < match[2]
