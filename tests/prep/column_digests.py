@@ -1,13 +1,14 @@
-"""`python -m tests.prep.column_digests OUT.json`: digests of a small data folder with all columns and the plug-in's.
+"""Digests of a small data folder with all columns and the plug-in's: `python -m tests.prep.column_digests OUT.json`.
 
-Two commits that make the same bytes write the same file:
+Two commits whose columns have the same bytes write the same file:
 
     python -m tests.prep.column_digests before.json
     python -m tests.prep.column_digests after.json --engine ray     # or --part, or --bucket; --compare before.json
 
-The file has the SHA-256 of every shard, index, commit, recipe, list and merged table by its path in the data folder,
-and of the members of each sample, which tell whether a column whose index has changed still stores the same content.
-Models are tiny and random, captions come from a server in this process, and the command line is that of a user.
+The file contains the SHA-256 of every shard, index, commit, recipe, list and merged table by its path in the data
+folder, and the SHA-256 of the members of each sample, which show whether a column with a changed index still stores the
+same content. Models are tiny and random, captions come from a server in this process, and the commands run as for a
+user.
 """
 
 import argparse
@@ -31,12 +32,12 @@ from tests.prep.running import contents
 
 LEN = ("--len", "2s", "--preset", "ultrafast", "--short-side", "96")
 COLUMNS = ("video", "latents", "text", "scores", "captions", "brightness")
-# Records with a time of the run, or with paths of the videos.
+# Records that contain a time of the run, or paths of the videos.
 _OF_A_RUN = ("manifest/", "/answers/", "probes.", "dataset.json", "selection.json", ".lock")
 
 
 def commands(videos: Path, server: str, captions: Path) -> list[tuple[str | Path, ...]]:
-    """Command lines that make all columns, without the flags for data folder, engine and part."""
+    """Return the command lines that make all columns, without the flags for data folder, engine and part."""
     return [
         ("manifest", "folder", videos, "--captions", captions, "--yes"),
         ("chunk", *LEN),
@@ -63,7 +64,7 @@ def write_videos(folder: Path) -> tuple[Path, Path]:
 
 
 def run(environment: dict[str, str], *arguments: object) -> None:
-    """Run `prep` as a program with the example package installed."""
+    """Run `prep` as a program, with the example package installed."""
     command = [sys.executable, "-P", "-m", "clipmill.prep.cli", *map(str, arguments)]
     ran = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
     if ran.returncode:
@@ -71,7 +72,7 @@ def run(environment: dict[str, str], *arguments: object) -> None:
 
 
 def make_columns(folder: Path, data: str, environment: dict[str, str], *, engine: str, parts: Sequence[str]) -> None:
-    """Make all columns in `data`, a folder or the address of a folder in a bucket."""
+    """Make all columns in `data`, which is a folder or the URL of a folder in a bucket."""
     videos, captions = write_videos(folder)
     with run_server() as server:
         for words in commands(videos, server.address, captions):
@@ -84,7 +85,7 @@ def make_columns(folder: Path, data: str, environment: dict[str, str], *, engine
 
 
 def digests(data: Path) -> dict[str, Any]:
-    """Return the digests of a data folder: of its files, and of the members of each sample of each column."""
+    """Return the digests of the files in a data folder, and of the members of each sample of each column."""
     files = {name: digest for name, digest in contents(data).items() if not any(word in name for word in _OF_A_RUN)}
     members: dict[str, dict[str, str]] = {}
     for column in COLUMNS:
@@ -98,7 +99,7 @@ def digests(data: Path) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return the names whose digests differ, or that only one of the two has."""
+    """Return the names whose digests differ or exist on one side only."""
     return [
         f"{kind}: {name}"
         for kind in ("files", "members")
@@ -108,7 +109,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Write the digests, and compare them with those of another file."""
+    """Write the digests, and compare them with the digests in another file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--folder", type=Path, help="keep the files in this new folder")

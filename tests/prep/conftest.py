@@ -11,13 +11,13 @@ from tests.prep.sets import made_set, prep, shard_set
 __all__ = ["made_set", "prep", "shard_set", "write_video"]
 
 
-# Files whose plans encode sections of videos, to estimate their cost by them.
+# Files whose plans encode parts of videos to estimate the cost.
 WITH_TRIALS = ("test_estimate.py",)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_trials(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Plans estimate by averages alone: a trial takes longer than all else that a plan does."""
+    """Let plans estimate with averages only, because a trial takes longer than the rest of a plan."""
     with pytest.MonkeyPatch.context() as patch:
         if request.path.name not in WITH_TRIALS:
             patch.setattr("clipmill.prep.video.plan_report.run_trials", lambda *_: EncodeTrials())
@@ -26,7 +26,7 @@ def _no_trials(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def write_video() -> Callable[..., Path]:
-    """Writes a small video whose frames read `first_number` and on; 30 fps."""
+    """Return a function that writes a small video at 30 fps whose frames are numbered from `first_number`."""
     known: dict[tuple[int, int], bytes] = {}  # by number of frames and first number
 
     def write(path: Path, *, seconds: float = 4, first_number: int = 0) -> Path:
@@ -39,7 +39,7 @@ def write_video() -> Callable[..., Path]:
             known[frames, first_number] = path.read_bytes()
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)  # another name of the file keeps its content
+            path.unlink(missing_ok=True)  # do not change other links to the file
             path.write_bytes(content)
         return path
 

@@ -1,4 +1,4 @@
-"""An engine without workers: the tasks run in the process of the test."""
+"""Engine without workers: its tasks run in the test process."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from clipmill.prep.engines import Check, Engine, Outcome, R, T
 
 
 class Here:
-    """Runs tasks in this process, one after another."""
+    """Engine that runs tasks in this process, one after another."""
 
     def run(
         self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None, **named: object
@@ -26,7 +26,7 @@ class Here:
 
 @dataclass(frozen=True, kw_only=True)
 class HereRequest(Request):
-    """A request whose tasks run in the process of the test."""
+    """Request whose tasks run in the test process."""
 
     engine_here: Engine = field(default_factory=Here)
 
@@ -42,7 +42,7 @@ def make_here(
     retry_codes: frozenset[str] = frozenset(),
     **settings: Any,
 ) -> Summary:
-    """Plan and make a column of `data` as its command does."""
+    """Plan and make a column of `data`, as the command of the column does."""
     work, given = work_of(column), column.settings(**settings)
     request = HereRequest(data=data, engine_here=engine or Here(), retry_codes=retry_codes)
     with writing(data, column=column.name):

@@ -12,7 +12,8 @@ from typing import Any
 from clipmill.prep.synthetic import draw_frame_number
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 
-FPS, HALF, WHOLE = 10, 70, 140  # frames per second, frames of a part, and of both: longer than the first span (10 s)
+# Frames per second, and frames in one part and in both parts, which are longer than the first span (10 s).
+FPS, HALF, WHOLE = 10, 70, 140
 BOTH = list(range(WHOLE))
 WITHOUT_DTS = ("-bsf:v", "setts=dts=PTS")  # an MPEG-TS stores decoding times that differ from presentation times
 
@@ -31,7 +32,7 @@ def write_numbered(
     encoder: str = "libx264",
     num_b: int = 2,
 ) -> Path:
-    """Write a video whose frames carry their number, with `num_b` B frames in a row if the encoder has any."""
+    """Write a video whose frames carry their number, with `num_b` consecutive B-frames where supported."""
     width, height = size
     pictures = b"".join(
         draw_frame_number(first + number, width=width, height=height).tobytes() for number in range(count)
@@ -49,7 +50,7 @@ def write_numbered(
 def with_sound(
     video: Path, target: Path, *, delay_s: float = 0, codec: str = "mp2", options: tuple[object, ...] = ()
 ) -> Path:
-    """Copy a video beside a tone that begins `delay_s` seconds earlier."""
+    """Copy a video and add a tone that starts `delay_s` seconds earlier."""
     seconds = 1 + delay_s + WHOLE / FPS
     sound = ("-f", "lavfi", "-i", f"sine=duration={seconds}", "-itsoffset", delay_s, "-i", video)
     ffmpeg(*sound, "-map", "1:v", "-map", "0:a", "-c:v", "copy", "-c:a", codec, "-ar", 48000, *options, target)
@@ -57,7 +58,7 @@ def with_sound(
 
 
 def parts(folder: Path, suffix: str, *options: object, sound: str = "mp2", **how: Any) -> bytes:
-    """The bytes of two files, one after another, each with sound and with timestamps that start at the same time."""
+    """Return the bytes of two concatenated files, each with audio and with timestamps that start at the same time."""
     content = b""
     for first in (0, HALF):
         video = write_numbered(folder / f"pictures{first}.mkv", first, HALF, **how)
@@ -72,7 +73,7 @@ def parts(folder: Path, suffix: str, *options: object, sound: str = "mp2", **how
 
 
 def transport_streams(folder: Path, *seconds: float, options: tuple[object, ...] = (), **how: Any) -> list[Path]:
-    """Two transport streams without sound whose timestamps begin at these seconds."""
+    """Write two transport streams without audio whose timestamps start at these seconds."""
     streams = []
     for first, begin_s in zip((0, HALF), seconds, strict=True):
         video = write_numbered(folder / f"ts{first}.mkv", first, HALF, **how)
@@ -82,7 +83,7 @@ def transport_streams(folder: Path, *seconds: float, options: tuple[object, ...]
 
 
 def join_streams(*streams: Path) -> bytes:
-    """Transport streams, one after another, with continuity counters that run on, as in one recording."""
+    """Concatenate transport streams with continuous continuity counters, as in one recording."""
     counters: dict[int, int] = {}
     content = bytearray()
     for stream in streams:
@@ -103,7 +104,7 @@ def late_picture(folder: Path, name: str) -> list[int]:
 
 
 def without_second_header(folder: Path, name: str) -> list[int]:
-    """An FLV to which a recorder has appended: tags follow tags, after a header of 13 bytes."""
+    """Write an FLV to which a recorder has appended: after a header of 13 bytes, tags follow tags."""
     content = parts(folder, ".flv", "-ar", 44100, sound="mp3")
     second = content.index(b"FLV\1", 4)
     (folder / name).write_bytes(content[:second] + content[second + 13 :])
@@ -119,7 +120,7 @@ def concatenate(suffix: str, *options: object, **how: Any) -> Callable[[Path, st
 
 
 def hours_later(folder: Path, name: str) -> list[int]:
-    """Timestamps that begin again with a later time."""
+    """Write timestamps that restart at a later time."""
     streams = transport_streams(folder, 1, 30_000, options=WITHOUT_DTS, encoder="mpeg2video", num_b=0)
     (folder / name).write_bytes(join_streams(*streams))
     return BOTH
@@ -150,7 +151,7 @@ def size_changes(folder: Path, name: str) -> list[int]:
 
 
 def edit(video: Path, *, begin_s: int = 0, end_s: int) -> None:
-    """Write into the edit list of an MP4 which part of it is shown."""
+    """Write the shown range into the edit list of an MP4."""
     content = bytearray(video.read_bytes())
     box = content.index(b"elst")
     movie, media = (struct.unpack_from(">I", content, content.index(name) + 16)[0] for name in (b"mvhd", b"mdhd"))
@@ -165,13 +166,13 @@ def hidden_end(folder: Path, name: str) -> list[int]:
 
 
 def hidden_head(folder: Path, name: str) -> list[int]:
-    """A MOV in which every frame is a key frame."""
+    """Write a MOV in which every frame is a key frame."""
     edit(write_numbered(folder / name, encoder="mjpeg"), begin_s=2, end_s=WHOLE // FPS)
     return BOTH[2 * FPS :]
 
 
 def cut_frame(folder: Path, name: str) -> list[int]:
-    """An MP4 whose edit list ends within a frame that its samples show for three seconds."""
+    """Write an MP4 whose edit list ends within a frame that lasts three seconds."""
     late = f"setts=ts=if(gte(N\\,{HALF})\\,TS+3/TB\\,TS)"
     ffmpeg("-i", write_numbered(folder / "v.mp4", num_b=0), "-c", "copy", "-bsf:v", late, folder / name)
     edit(folder / name, end_s=HALF // FPS + 1)
@@ -179,7 +180,7 @@ def cut_frame(folder: Path, name: str) -> list[int]:
 
 
 def cut_key_frame(folder: Path, name: str) -> list[int]:
-    """A MOV whose edit list ends within a long frame, and no packet behind it is needed for decoding."""
+    """Write a MOV whose edit list ends within a long frame; no later packet is needed for decoding."""
     late = f"setts=ts=if(gte(N\\,{HALF})\\,TS+3/TB\\,TS)"
     ffmpeg("-i", write_numbered(folder / "v.mov", encoder="mjpeg"), "-c", "copy", "-bsf:v", late, folder / name)
     edit(folder / name, end_s=HALF // FPS + 1)
@@ -201,7 +202,10 @@ def decoding_order(folder: Path, name: str) -> list[int]:
 
 
 def slow_clock(folder: Path, name: str) -> list[int]:
-    """An AVI whose clock ticks every 0.068 s. Few output frames begin at such a time, and the second span does not."""
+    """Write an AVI with a clock of 0.068 s per tick.
+
+    Few output frames start at a tick, and the second span does not.
+    """
     video = write_numbered(folder / name, count=250, encoder="mpeg4")
     content = bytearray(video.read_bytes())
     struct.pack_into("<II", content, content.index(b"strh") + 28, 17, 250)
@@ -211,7 +215,7 @@ def slow_clock(folder: Path, name: str) -> list[int]:
 
 
 def dropped_frames(folder: Path, name: str, *, num: int = 30) -> list[int]:
-    """An AVI whose last frames have no bytes."""
+    """Write an AVI whose last frames have no bytes."""
     content = write_numbered(folder / name, encoder="mpeg4").read_bytes()
     begin, end = content.index(b"movi") + 4, content.index(b"idx1")
     movie, index, position, number = b"", b"", begin, 0
@@ -229,7 +233,10 @@ def dropped_frames(folder: Path, name: str, *, num: int = 30) -> list[int]:
 
 
 def short_end(folder: Path, name: str) -> list[int]:
-    """The last frame begins early; it ends with the last output frame if time 0 is not on the grid of output frames."""
+    """Write a last frame that starts early.
+
+    It ends with the last output frame if time 0 is not on the grid of output frames.
+    """
     early = f"setts=ts=if(gte(N\\,{WHOLE - 1})\\,TS-40\\,TS)"  # milliseconds
     video = write_numbered(folder / "v.mkv", num_b=0)
     ffmpeg("-i", video, "-c", "copy", "-bsf:v", early, "-output_ts_offset", 1.08, folder / name)
@@ -278,7 +285,7 @@ KINDS: dict[str, tuple[Callable[[Path, str], list[int]], str]] = {
     "thumbnail.mkv": (thumbnail_first, "2 video tracks"),
     "second.mkv": (default_second, "2 video tracks: stream 1 is used"),
 }
-# The others have no sound, so that --audio changes nothing.
+# The other sources have no audio, so --audio does not change their chunks.
 WITH_SOUND = (
     *("late-ts.ts", "late-ps.mpg", "cat.ts", "cat-without-dts.ts"),
     *("cells.mpg", "twice.flv", "blobs.webm", "appended.mkv"),

@@ -1,4 +1,4 @@
-"""Sources whose frames carry their number, and which of them each output frame has to show."""
+"""Sources whose frames carry their number, and the source frames that each output frame may show."""
 
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -25,11 +25,12 @@ def frame_times_s(
 
 @dataclass(frozen=True)
 class Source:
-    """A source to be written.
+    """Source to be written.
 
     Attributes:
-        tick_s: how far the container rounds times; a frame this near to the border between two output frames may
-            fall on either side.
+        tick_s: Resolution of the container's timestamps in seconds; a frame this near to the boundary between two
+            output
+            frames may belong to either of them.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Source:
     options: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> Path:
-        """Writes the video."""
+        """Write the video."""
         path = folder / self.name
         FrameNumberVideo(
             num_frames=self.num_frames, fps=self.fps, width=self.width, height=self.height, **self.options
@@ -49,14 +50,14 @@ class Source:
         return path
 
     def times_s(self) -> np.ndarray:
-        """When each frame begins to be shown, seconds from the start of the video."""
+        """Return the start times of the frames, in seconds from the start of the video."""
         times = {name: self.options[name] for name in ("start_offset_s", "variable_rate") if name in self.options}
         times_s = frame_times_s(self.num_frames, fps=self.fps, **times)
         return times_s - times_s[0]
 
 
 def due_frames(times_s: np.ndarray, *, output_frame: int, fps: Fraction, tick_s: float) -> range:
-    """Numbers of the source frames that an output frame may show.
+    """Return the numbers of the source frames that an output frame may show.
 
     A source frame belongs to the output frame nearest to its time (a tie goes to the later one), and an output
     frame shows the last one that belongs to it or to an earlier one. So the shown frame is the last that begins
@@ -69,6 +70,6 @@ def due_frames(times_s: np.ndarray, *, output_frame: int, fps: Fraction, tick_s:
 
 
 def frame_numbers(content: bytes) -> list[int]:
-    """The numbers in all frames of a chunk, in presentation order."""
+    """Decode the numbers in all frames of a chunk, in presentation order."""
     with av.open(BytesIO(content), "r") as container:
         return [read_frame_number(frame.to_ndarray(format="gray", threads=1)) for frame in container.decode(video=0)]

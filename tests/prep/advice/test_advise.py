@@ -1,4 +1,4 @@
-"""`prep advise`: the arithmetic of AVION's equation 3, and the figures that it is fed with."""
+"""Tests of `prep advise`: the arithmetic of AVION's equation 3, and the values that enter it."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ from tests.train.latents.columns import write_columns
 
 Prep = Callable[..., Ran]
 STEP = ("--batch", 64, "--step-time", 0.25)
-# AVION's own numbers: 256 clips, 0.12 MB/s, 15 s against a disk of 400 MB/s and a step of 1.5 s.
+# AVION's own numbers: 256 clips, 0.12 MB/s, 15 s; the disk reads 400 MB/s and a step takes 1.5 s.
 LOAD = Load(
     batch=256,
     step_s=1.5,
@@ -72,7 +72,7 @@ def test_the_advice_in_words_follows_the_figures() -> None:
 
 
 def test_a_cluster_shares_what_the_disk_delivers() -> None:
-    """64 GPUs on 8 nodes, and a disk of which one node alone got 400 MB/s."""
+    """64 GPUs on 8 nodes share a disk from which a single node read 400 MB/s."""
     cluster = replace(LOAD, batch=2048, num_nodes=8, gpus_per_node=8, is_total=False)
     needed = 2048 * 100_000 / 1.5
     values = advice_values(cluster)
@@ -137,7 +137,7 @@ def test_a_set_is_measured_by_what_is_in_it(shard_set: ShardSet) -> None:
     variant = Variant.open(shard_set.data)
     sizes = [len(shard.read(row, "mp4")) for shard in variant.shards() for row in range(shard.num_samples)]
     column = open_column(variant, "video")
-    assert column.bytes_per_s == pytest.approx(sum(sizes) / 8)  # videos of 5 and 3 s
+    assert column.bytes_per_s == pytest.approx(sum(sizes) / 8)  # the videos are 5 and 3 s long
     assert 0 < column.clip_bytes < sum(sizes) / len(sizes) and len(column.reads) == 4 * len(sizes)
     speed, how = measure_disk(column)
     assert speed.num_reads == len(sizes) and speed.bytes_per_s > 0 and f"{len(sizes)} chunks" in how
@@ -194,7 +194,7 @@ def test_advice_for_a_cluster_scales_the_run(prep: Prep, shard_set: ShardSet, tm
     values = prep("advise", *words, "--read-speed", 50, "--json").summary
     assert (values["batch"], values["nodes"], values["gpus_per_node"]) == (512, 4, 8)
     assert values["is_read_speed_of_all_nodes"] and values["clips_per_s_per_gpu"] == pytest.approx(16 / 0.4)
-    text = " ".join(prep("advise", *words).stdout.split())  # lines are broken where a path ends
+    text = " ".join(prep("advise", *words).stdout.split())  # the output wraps lines at paths
     assert "its 32 clips are scaled from 2 to 32 GPUs" in text and "4 nodes together" in text
     assert prep("advise", *words, "--batch", 64, "--json").summary["batch"] == 64
 
@@ -202,11 +202,11 @@ def test_advice_for_a_cluster_scales_the_run(prep: Prep, shard_set: ShardSet, tm
 def test_advice_on_latents_counts_segments(prep: Prep, shard_set: ShardSet, tmp_path: Path) -> None:
     data = write_columns(tmp_path)
     values = prep("advise", "--data", data, "--column", "latents", *STEP, "--read-speed", 50, "--json").summary
-    # Chunks of 24 frames of 4 x 8 x 8 float16 values at 4 frames a second, of which a segment is 5 s.
+    # The chunks have 24 frames of 4 x 8 x 8 float16 values at 4 frames per second; a segment is 5 s long.
     assert values["chunk_s"] == 6 and 20 * 512 <= values["latents"]["bytes_per_clip"] < 21 * 512 + 512
     text = prep("advise", "--data", data, "--column", "latents", *STEP).stdout
     assert "\nlatents       64 x " in text and "\npackets" not in text
-    # Beside chunks of video, what their latents cost is shown too.
+    # If the folder also has chunks of video, the advice lists the cost of both.
     shutil.copytree(data / "latents", shard_set.data / "latents")
     set_current_variant(shard_set.data, "latents", str(current_variant(data, "latents")))
     both = prep("advise", "--data", shard_set.data, *STEP).stdout
@@ -227,7 +227,7 @@ def test_advice_on_a_bucket_is_measured_there(prep: Prep, shard_set: ShardSet, b
     assert needs["requests_in_flight"] == pytest.approx(needs["requests_per_s"] * needs["latency_s"])
     tars = [path.stat().st_size for path in shard_set.data.glob("video/*/*.tar")]
     assert needs["set_bytes"] == sum(tars) and needs["clips_per_epoch"] == 5
-    # Longer gaps are read along than on a disk.
+    # Over a network, longer gaps are read than from a disk, because a request costs more.
     local = prep("advise", "--data", shard_set.data, *STEP, "--json").summary
     assert values["packets"]["bytes_per_clip"] >= local["packets"]["bytes_per_clip"]
     text = prep(*words, "--nodes", 2, "--gpus", 8).stdout

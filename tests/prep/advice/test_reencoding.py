@@ -1,4 +1,4 @@
-"""`prep advise` on an index: clips of unchanged sources beside clips of each recipe."""
+"""Tests of `prep advise` on an index: the cost of clips from unchanged sources and from each recipe."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,7 +58,7 @@ def test_the_figures_are_of_the_sources_and_of_trial_encodes(prep: Prep, index_f
     sources, recipes = values["ways"].pop("as_they_are"), values["ways"]
     assert sources["size_bytes"] == video.stat().st_size
     assert (sources["num_clips"], sources["num_videos"]) == (8, 1)
-    # A clip has the packets of 4 frames at least, and the packets of a video at most.
+    # A clip has at least the packets of 4 frames, and at most the packets of the complete video.
     with av.open(str(video)) as container:
         sizes = [packet.size for packet in container.demux(video=0) if packet.size]
     clip_bytes = sources["read_bytes"] / sources["num_clips"]

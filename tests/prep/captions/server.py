@@ -1,6 +1,7 @@
-"""A server with OpenAI's interface that answers as it is told, and keeps a log of what it was asked.
+"""Server with OpenAI's interface that sends scripted responses and logs its requests.
 
-`python -m tests.prep.captions.server PORT_FILE` runs one that describes the colour of the pictures, until it is killed.
+`python -m tests.prep.captions.server PORT_FILE` runs a server that describes the colour of the images, until it is
+killed.
 """
 
 import base64
@@ -23,7 +24,7 @@ MODEL = "stub-vl"
 
 @dataclass(frozen=True)
 class Request:
-    """A request: the pictures [H, W, 3] in BGR, and what else was sent."""
+    """Request with its images [H, W, 3] in BGR and its other contents."""
 
     pictures: list[np.ndarray]
     prompt: str
@@ -32,12 +33,15 @@ class Request:
 
     @property
     def tokens(self) -> int:
-        """What the server says that it has read."""
+        """Number of tokens that the server reports for the request."""
         return 10 * len(self.pictures) + len(self.prompt.split())
 
 
 def completion(text: str | None, request: Request, **changes: Any) -> dict[str, Any]:
-    """An answer as a server sends it; `changes` are of the choice, or of the whole."""
+    """Return a response as a server sends it.
+
+    `changes` apply to the choice (`refusal`, `finish_reason`) or to the complete response.
+    """
     message = {"role": "assistant", "content": text, "refusal": changes.pop("refusal", None)}
     choice = {"index": 0, "message": message, "finish_reason": changes.pop("finish_reason", "stop")}
     return {
@@ -55,19 +59,19 @@ def completion(text: str | None, request: Request, **changes: Any) -> dict[str, 
     }
 
 
-Reply = dict[str, Any] | int | bytes | None  # JSON; a status; bytes in place of JSON; nothing, and the end of the line
+Reply = dict[str, Any] | int | bytes | None  # JSON object; status; raw bytes; None closes the connection
 Script = Callable[[Request, int], Reply]
 
 
 def describe_pictures(request: Request, number: int) -> Reply:
-    """A caption that is a function of the pictures."""
+    """Return a caption that depends only on the images."""
     mean = np.mean([picture.mean() for picture in request.pictures])
     return completion(f"{len(request.pictures)} frames of brightness {mean:.0f}", request)
 
 
 @dataclass
 class Server:
-    """A running server."""
+    """Running server."""
 
     script: Script = describe_pictures
     seconds: float = 0.0
@@ -76,7 +80,7 @@ class Server:
     address: str = ""
 
     def begin(self, port: int = 0) -> ThreadingHTTPServer:
-        """Serve in a thread."""
+        """Start to serve in a thread."""
         server, lock, running = self, threading.Lock(), [0]
 
         class Handler(BaseHTTPRequestHandler):
@@ -139,7 +143,7 @@ def _parse_request(body: dict[str, Any], key: str) -> Request:
 
 @contextmanager
 def run_server(script: Script = describe_pictures, *, seconds: float = 0.0) -> Iterator[Server]:
-    """A server for the block."""
+    """Run a server within the block."""
     server = Server(script, seconds)
     http = server.begin()
     try:

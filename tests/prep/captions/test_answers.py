@@ -1,4 +1,4 @@
-"""The journal of answers."""
+"""Tests of the journal of answers."""
 
 import json
 import zlib

@@ -1,4 +1,4 @@
-"""Which answers of a server count as captions, what is kept of strange ones, and how failures are tried again."""
+"""Tests of which server answers become captions, what is stored of unusual answers, and how failures are retried."""
 
 import json
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_only_an_answer_that_ended_by_itself_is_a_caption(shard_set: ShardSet) -
 
 
 def strange(request: Request, number: int) -> Reply:
-    """Answers whose parts no file can hold, or that lack parts."""
+    """Return answers with parts that a file cannot store, or with missing parts."""
     usages: list[Any] = [
         {"prompt_tokens": True, "completion_tokens": False},
         {"prompt_tokens": 10**300, "completion_tokens": -1},

@@ -1,4 +1,4 @@
-"""Captions of the column as a source for training, as fields of `--where`, and on the page of chunks."""
+"""Tests of the caption column as a source for training, as fields of `--where`, and on the page of chunks."""
 
 import json
 from collections.abc import Callable
@@ -40,11 +40,13 @@ def test_captions_become_a_source_that_is_stale_when_the_column_or_the_chunks_ch
         assert sorted(text for _, text in ids.values()) == sorted(row["caption_text"] for row in rows(data).values())
         name = f"vlm@{made['variant'][-8:]}"
         assert "stale" not in prep_here("status", "--data", data, status=None).stdout
-        rerun(prep, shard_set, *LEN)  # captions in the tars change, and the chunks do not
+        rerun(prep, shard_set, *LEN)  # captions in the tars change, but the chunks do not
         assert make(data, server).summary["num_shards_made"] == 0
         prep_here("inspect", "--html", tmp_path / "chunks.html", "--data", data)
         page = (tmp_path / "chunks.html").read_text()
-        assert page.count("frames of brightness") == page.count('"badge">model') == NUM_CHUNKS, "each is shown once"
+        assert page.count("frames of brightness") == page.count('"badge">model') == NUM_CHUNKS, (
+            "each caption is shown once"
+        )
 
         server.script = lambda request, number: completion(f"other {number}", request)
         make(data, server, "--prompt", "Other")
@@ -54,7 +56,7 @@ def test_captions_become_a_source_that_is_stale_when_the_column_or_the_chunks_ch
             "5 captions (5 new)"
             in prep_here("manifest", "captions", variant_of(data).directory / table.name, "--data", data).stdout
         )
-        assert name not in prep_here("status", "--data", data, status=None).stdout, "it takes the place of the old one"
+        assert name not in prep_here("status", "--data", data, status=None).stdout, "the old variant is still listed"
 
         rerun(prep, shard_set, *LEN, "--crf", 30)
         assert "stale: it describes chunks of" in prep_here("status", "--data", data, status=None).stdout

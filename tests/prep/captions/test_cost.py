@@ -1,4 +1,4 @@
-"""`prep captions --endpoint`: tokens and time, estimated and limited."""
+"""Tests of `prep captions --endpoint`: estimates and limits of tokens and time."""
 
 from tests.prep.captions.server import MODEL, Reply, Request, completion, run_server
 from tests.prep.captions.test_endpoint import NUM_CHUNKS, flags, journal_answers, make, rows

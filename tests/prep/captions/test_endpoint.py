@@ -1,4 +1,4 @@
-"""`prep captions --endpoint`: what a server is asked, what is kept of its answers, and what its faults do."""
+"""Tests of `prep captions --endpoint`: the requests, the stored answers, and the effects of server faults."""
 
 import secrets
 import signal
@@ -68,12 +68,12 @@ def test_the_server_is_sent_the_frames_that_are_decoded_and_its_log_equals_the_c
             assert frames.shape == (2, 48, 64, 3)
             differences = [np.abs(picture.astype(int) - frames).mean() for picture in sent]
             nearest = int(np.argmin(differences))
-            assert differences[nearest] < 3, "JPEG of quality 90 changes them by less"
+            assert differences[nearest] < 3, "JPEG at quality 90 changes images by less than this"
             (reply,) = (describe_pictures(server.log[nearest], 0),)
             assert isinstance(reply, dict)
             key = shard.index["key"][row].as_py()
             assert stored[key]["caption_text"] == reply["choices"][0]["message"]["content"]
-            del sent[nearest]  # each was sent once
+            del sent[nearest]  # each request was sent once
             del server.log[nearest]
 
 
@@ -120,7 +120,7 @@ def test_answers_that_are_no_captions_fail_by_name_and_are_asked_again_on_reques
         retried = prep_here(*retry, "--only", "answer_truncated", status=1).summary
         assert len(server.log) == NUM_CHUNKS + 1 and retried["num_chunks"] == 2
         assert prep_here(*retry).summary["num_chunks"] == NUM_CHUNKS
-        assert len(server.log) == NUM_CHUNKS + 4, "a chunk that has a caption is not asked about again"
+        assert len(server.log) == NUM_CHUNKS + 4, "a chunk with a caption must not be requested again"
     assert len(journal_answers(data)) == NUM_CHUNKS + 4
     assert "checked rows: OK" in prep_here("verify", "--deep", "--data", data).stdout
 
@@ -158,12 +158,12 @@ def test_a_server_that_stays_away_fails_by_name_and_the_rerun_asks_only_for_the_
     assert made["failures"] == {"endpoint_failed": NUM_CHUNKS} and not made["answers"]["num_answers"]
     http = Server().begin()
     away = Server(address=f"http://127.0.0.1:{http.server_port}/v1")
-    http.shutdown()  # without it, its thread would poll the closed socket for as long as the process lives
+    http.shutdown()  # otherwise its thread would poll the closed socket until the process exits
     http.server_close()
     made = make(data, away, "--prompt", "Other", "--retries", 0, status=1).summary
     assert made["failures"] == {"endpoint_failed": NUM_CHUNKS}
     listed = [path.read_text() for path in data.glob("captions/*/failures.jsonl")]
-    assert [text for text in listed if "Cannot connect to host 127.0.0.1" in text], "and not a time limit"
+    assert [text for text in listed if "Cannot connect to host 127.0.0.1" in text], "the message reports a timeout"
     port = int(away.address.split(":")[2].removesuffix("/v1"))
     back = Server()
     http = back.begin(port)
@@ -185,7 +185,7 @@ def test_spent_credit_and_a_proxy_without_patience_leave_no_chunk_behind(
         ran = make(shard_set.data, server, "--in-flight", 1, "--retries", 0, status=1)
         assert ran.summary["failures"] == failures
         server.script = describe_pictures
-        assert make(shard_set.data, server).summary["num_chunks"] == NUM_CHUNKS, "a plain rerun asks again"
+        assert make(shard_set.data, server).summary["num_chunks"] == NUM_CHUNKS, "a rerun must ask again"
 
 
 def test_a_key_is_sent_and_shown_nowhere(shard_set: ShardSet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def test_a_key_is_sent_and_shown_nowhere(shard_set: ShardSet, monkeypatch: pytes
 
     with run_server(refuses) as server:
         ran = make(data, server, "--in-flight", 1, status=1)
-        assert server.log[0].key == key and len(server.log) == 2, "it does not go on asking"
+        assert server.log[0].key == key and len(server.log) == 2, "no request may follow the refusal"
     assert ran.summary["gave_up"].startswith("stopped: ") and "for the key Bearer ***" in ran.summary["gave_up"]
     assert ran.summary["failures"] == {"endpoint_refused": 1, "shard_missing": 1}
     texts = [ran.stdout, ran.stderr, *seen, prep_here("status", "--data", data, status=None).stdout]
@@ -269,18 +269,18 @@ def test_a_killed_run_is_finished_by_the_next_with_the_same_bytes(shard_set: Sha
         wait_until(lambda: not [process for process in processes(mark) if is_worker(process.arguments)])
         assert not list(data.glob("captions/*/commits/*.json"))
         num_kept, num_asked = len(journal_answers(data)), len(server.log)
-        assert num_asked - num_kept <= 1, "what was in flight"
+        assert num_asked - num_kept <= 1, "more than the request in flight is missing"
         (journal,) = data.glob("captions/*/answers/000000.jsonl")
         with journal.open("ab") as file:
-            file.write(b"\n0123abcd {cut sho")  # as a kill may leave it
+            file.write(b"\n0123abcd {cut sho")  # partial line, as after a kill
         server.seconds = 0.0
         assert make(data, server).summary["num_chunks"] == NUM_CHUNKS
-        assert len(server.log) == num_asked + NUM_CHUNKS - num_kept, "no answer is asked for twice"
+        assert len(server.log) == num_asked + NUM_CHUNKS - num_kept, "no chunk may be requested twice"
     assert shards(data) == shards(other)
 
 
 def shards(data: Path) -> dict[str, str]:
-    """The column without its journals, which have times."""
+    """Return the digests of the column without its journals, which contain times."""
     return {name: digest for name, digest in contents(data / "captions").items() if "/answers/" not in name}
 
 

@@ -1,4 +1,4 @@
-"""`prep captions --model`: a tiny Qwen3-VL with random weights, saved and loaded as any other."""
+"""Tests of `prep captions --model` with a tiny Qwen3-VL with random weights, saved and loaded like any other model."""
 
 import shutil
 from pathlib import Path

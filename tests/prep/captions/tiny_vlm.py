@@ -1,4 +1,4 @@
-"""A Qwen3-VL with random weights and a tokenizer of words, saved as transformers saves them: 100 kB."""
+"""Qwen3-VL with random weights and a word tokenizer, saved as transformers saves models: 100 kB."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ _TEMPLATE = (
 
 
 def save_tiny_vlm(folder: Path, *, context: int = 4096) -> None:
-    """Write model and processor into a new folder."""
+    """Write the model and its processor into a new folder."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import (

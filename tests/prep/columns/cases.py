@@ -1,4 +1,4 @@
-"""The columns that the tests of this folder run on, a row each, and the data folder that has all of them."""
+"""Columns that the tests of this folder run on, one row per column, and the data folder that has all of them."""
 
 import os
 import shlex
@@ -24,23 +24,23 @@ from tests.prep.captions.server import MODEL, Server
 from tests.prep.running import Ran, contents, manifest, prep_here
 from tests.tiers import nightly_beyond
 
-SERVER = "SERVER"  # in flags: the address of the server that answers
+SERVER = "SERVER"  # in flags: placeholder for the URL of the caption server
 ROWS = ("long,begins,0,1,train", "long,ends,4,5,train", "short,all of it,0,3,val")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A column, and what the tests need to know of it.
+    """Column, and the facts about it that the tests need.
 
     Attributes:
-        flags: Settings that make it quickly.
-        other: Setting that makes another variant, by flag and value; empty if there is none that is quick.
-        difference: How plans name that setting.
-        bad: Flag and value that are refused.
+        flags: Settings with which the column is made quickly.
+        other: Setting that makes a different variant, as flag and value; empty if none of them is quick.
+        difference: Name of that setting in plans.
+        bad: Flag and value that are rejected.
         refusal: First words of that error.
-        code: Failure of the chunk that `Folder.break_chunk` breaks.
+        code: Failure code of the chunk that `Folder.break_chunk` breaks.
         num_failed: Number of samples that this failure costs.
-        is_of_chunks: True if it has one sample for each chunk of `video`.
+        is_of_chunks: True if the column has one sample for each chunk of `video`.
         where: Condition that selects the samples of one video; empty if the column has no `--where`.
         kept: Flags of its request that a retry repeats.
     """
@@ -70,7 +70,7 @@ class Case:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples: the chunks, or the videos, of which each is a shard."""
+        """Number of samples: one per chunk, or one per video if each video is a shard."""
         return 2 if self.name == "text" else 5
 
 
@@ -83,7 +83,7 @@ CASES = (
         other=("--crf", 40),
         difference="crf: 24 → 40",
         code="decode_errors",
-        num_failed=2,  # the span
+        num_failed=2,  # complete span
         is_of_chunks=False,
         kept=frozenset({"scratch_size"}),
     ),
@@ -134,20 +134,20 @@ CASES = (
         difference="every: 2 → 3",
     ),
 )
-# They are columns of chunks as `brightness` is, whose contents have tests of their own beside their packages.
+# Columns of chunks, like `brightness`; the packages of these columns test their contents.
 NIGHTLY = ("scores", "captions", "latents", "text")
 OF_CHUNKS = [case for case in CASES if case.is_of_chunks]
 
 
 def with_tiers(cases: Iterable[Case]) -> list[Any]:
-    """Return the cases for `parametrize`: `make nightly` alone runs the columns in `NIGHTLY`."""
+    """Return the cases for `parametrize`; only `make nightly` runs the columns in `NIGHTLY`."""
     cases = list(cases)
     return nightly_beyond([case.name for case in cases if case.name not in NIGHTLY], cases, key=str)
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder with `data`, which has all columns, `videos` and `captions.csv`; and one column of it."""
+    """Folder with `data`, which has all columns, `videos` and `captions.csv`; and one column under test."""
 
     root: Path
     case: Case
@@ -159,7 +159,7 @@ class Folder:
 
     @property
     def column(self) -> Path:
-        """The folder of the column."""
+        """Folder of the column."""
         return self.data / self.case.name
 
     @property
@@ -177,50 +177,50 @@ class Folder:
         return prep_here(*filled, "--data", self.data, status=status)
 
     def make(self, *flags: object, status: int | None = 0, settings: Sequence[object] | None = None) -> dict[str, Any]:
-        """Make the column by its command; its summary."""
+        """Make the column with its command; return the summary."""
         words = (self.case.command, *(self.case.flags if settings is None else settings), *flags, "--json")
         return self.prep(*words, "--engine", "processes", status=status).summary
 
     def plan(self, *flags: object, settings: Sequence[object] | None = None) -> Ran:
-        """Plan the column by its command."""
+        """Plan the column with its command."""
         name = () if self.case.name == VIDEO else (self.case.name,)
         return self.prep("plan", *name, *(self.case.flags if settings is None else settings), *flags)
 
     def retry(self, *flags: object, status: int | None = 0) -> dict[str, Any]:
-        """Run `prep retry` of the column; its summary."""
+        """Run `prep retry` on the column; return the summary."""
         words = ("retry", "--column", self.case.name, "--engine", "processes", "--json", *flags)
         return self.prep(*words, status=status).summary
 
     def status(self, status: int | None = 0) -> dict[str, Any]:
-        """What `prep status --json` says of the column."""
+        """Return the part of `prep status --json` about the column."""
         return dict(self.prep("status", "--json", status=status).summary["columns"][self.case.name])
 
     def run_printed(self, text: str) -> dict[str, Any]:
-        """Run the command at the end of the last line of a text; its summary."""
+        """Run the command at the end of the last line of a text; return its summary."""
         words = shlex.split(text.strip().splitlines()[-1].rpartition("prep ")[2])
         return prep_here(*words, "--engine", "processes", "--json").summary
 
     def digests(self) -> dict[str, str]:
-        """Digests of the files of the column by path, without answers, which have times."""
+        """Return the digests of the column's files by path, without answers, which contain times."""
         return {name: digest for name, digest in contents(self.column).items() if "/answers/" not in name}
 
     def of(self, name: str) -> "Folder":
-        """The same folder with another column."""
+        """Return the same folder with a different column under test."""
         return replace(self, case=next(case for case in CASES if case.name == name))
 
     def forget_column(self) -> None:
-        """Remove the column, so that it is made for the first time; chunks stay where the layout has them."""
+        """Delete the column, as if it had never been made; the layout keeps the chunks in their shards."""
         shutil.rmtree(self.column)
 
     def read_manifest(self, *rows: str) -> None:
-        """Read videos and captions again; the captions are `rows`."""
+        """Create the manifest again from the videos and the captions in `rows`."""
         table = self.root / "captions.csv"
         table.write_text("\n".join(["video,text,begin_s,end_s,split", *(rows or ROWS)]) + "\n")
         manifest(self.data, self.root / "videos", "--captions", table)
 
     @contextmanager
     def broken_chunk(self) -> Iterator[None]:
-        """Let one sample fail in the block: by its chunk, its source, or what the text tower makes of it."""
+        """Let one sample fail within the block, through its chunk, its source, or the text tower."""
         if self.case.name == "text":
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Tower, "encode", _spoil(Tower.encode))
@@ -231,7 +231,7 @@ class Folder:
             place = path.read_bytes().index(b"mdat") + 3000
             with bytes_replaced(path, place, bytes(1500)):
                 yield
-            path.touch()  # a file that somebody has put there
+            path.touch()  # as if a user had replaced the file
             return
         shard = self.of("video").variant.shards()[1]
         place = shard.index["mp4_offset"][0].as_py() + 500
@@ -240,7 +240,7 @@ class Folder:
 
 
 def _spoil(encode: Any) -> Any:
-    """Return the method of a tower that makes no finite embedding of the texts of the video `short`."""
+    """Return a method that replaces the tower's embeddings of the video `short` with NaN."""
 
     def encode_and_spoil(tower: Tower, texts: Sequence[str], *, batch: int) -> Any:
         encoded = encode(tower, texts, batch=batch)
@@ -252,10 +252,10 @@ def _spoil(encode: Any) -> Any:
 
 @contextmanager
 def bytes_replaced(path: Path, place: int, content: bytes) -> Iterator[None]:
-    """Replace bytes of a file for the block, as decay does: the time of the last change stays."""
+    """Replace bytes of a file within the block, as decay does: the modification time does not change."""
     state, before = path.stat(), path.read_bytes()
     for changed in (before[:place] + content + before[place + len(content) :], before):
-        path.unlink()  # not in place: other folders link to it
+        path.unlink()  # do not write in place: other folders link to the file
         path.write_bytes(changed)
         os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
         if changed is not before:
@@ -263,7 +263,7 @@ def bytes_replaced(path: Path, place: int, content: bytes) -> Iterator[None]:
 
 
 def write_video(path: Path, *, num_frames: int, first_number: int = 0) -> None:
-    """Write a small video whose frames read `first_number` and on, in place of the one that other folders link to."""
+    """Write a small video whose frames are numbered from `first_number`, without changing other links to the file."""
     path.unlink(missing_ok=True)
     FrameNumberVideo(num_frames=num_frames, fps=Fraction(30), width=160, height=120, first_number=first_number).write(
         path
@@ -271,7 +271,10 @@ def write_video(path: Path, *, num_frames: int, first_number: int = 0) -> None:
 
 
 def copy_folder(folder: Path, to: Path) -> Path:
-    """Copy a folder; shards and videos, which are never written in place, are links."""
+    """Copy a folder.
+
+    Shards and videos, which are never written in place, become hard links.
+    """
 
     def copy(source: str, target: str) -> str:
         if source.endswith((".tar", ".idx", ".index.arrow", ".mp4")):

@@ -1,4 +1,4 @@
-"""The data folder with all columns, made once, and the commands run in this process, with the plug-in installed."""
+"""Data folder with all columns, made once, and commands that run in this process, with the plug-in installed."""
 
 import sys
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ from tests.prep.captions.server import Server, run_server
 from tests.prep.columns.cases import CASES, Case, Folder, copy_folder, with_tiers, write_video
 from tests.prep.here import Here
 
-# They list columns and datasets when they are imported.
+# Commands list columns and datasets when they are imported.
 _COMMANDS = [module.name for module in iter_modules(commands.__path__)]
 
 
 @contextmanager
 def commands_here(folder: Path) -> Iterator[None]:
-    """Let commands know the column of the plug-in, and do their work in this process, without workers."""
+    """Let commands find the plug-in's column and do their work in this process, without workers."""
     with installed_here(folder), pytest.MonkeyPatch.context() as patch:
         for name in _COMMANDS:
             patch.delitem(sys.modules, f"{commands.__name__}.{name}", raising=False)
@@ -32,7 +32,7 @@ def commands_here(folder: Path) -> Iterator[None]:
         patch.setattr(cli, "app", cli.build_app())
         for module in ("engines.processes", "upkeep.verify"):
             patch.setattr(f"clipmill.prep.{module}.ProcessEngine", lambda num_workers, gpus=None: Here())
-        # Every command would start a process that reads its sources.
+        # Otherwise, every command would start a process that reads its sources.
         readers: list[probe_processes.Reader] = []
         patch.setattr(probe_processes, "probe_each", partial(probe_processes.probe_each, pool=readers))
         yield
@@ -47,21 +47,23 @@ def commands_here(folder: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def plugin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the plug-in is declared."""
+    """Return a folder in which the plug-in is declared."""
     example_installed(folder := tmp_path_factory.mktemp("installed"))
     return folder
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _plugin(plugin_folder: Path) -> Iterator[None]:
-    """Other files must not see the plug-in; `finished_folder`, which is set up before, has it for itself."""
+    """Show the plug-in only to the tests of this folder; `finished_folder`, which is set up earlier, installs it
+    itself.
+    """
     with commands_here(plugin_folder):
         yield
 
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
-    """Models set the number of torch's threads; other tests get theirs back."""
+    """Restore the number of torch's threads, which models change."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -75,7 +77,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def finished_folder(tmp_path_factory: pytest.TempPathFactory, server: Server, plugin_folder: Path) -> Path:
-    """The folder with all columns."""
+    """Create the folder with all columns."""
     root = tmp_path_factory.mktemp("columns") / "made"
     write_video(root / "videos" / "long.mp4", num_frames=150)
     write_video(root / "videos" / "short.mp4", num_frames=90, first_number=1000)
@@ -89,13 +91,13 @@ def finished_folder(tmp_path_factory: pytest.TempPathFactory, server: Server, pl
 
 @pytest.fixture
 def folder(finished_folder: Path, case: Case, server: Server, tmp_path: Path) -> Iterator[Folder]:
-    """A copy of it, for the column of the test."""
+    """Return a copy of the folder for the column under test."""
     server.log.clear()
     yield Folder(copy_folder(finished_folder, tmp_path / "set"), case, server)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test on every column unless it says otherwise; `make nightly` runs the columns in `NIGHTLY`."""
+    """Run a test on every column unless it says otherwise; only `make nightly` runs the columns in `NIGHTLY`."""
     is_parametrized = any("case" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
     if "case" in metafunc.fixturenames and not is_parametrized:
         metafunc.parametrize("case", with_tiers(CASES), ids=str)

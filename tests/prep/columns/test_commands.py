@@ -1,4 +1,4 @@
-"""What the commands of a data folder say of a column, and the flags that they repeat."""
+"""Tests of what the commands of a data folder report about a column, and of the flags that they repeat."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from clipmill.shards.reader import Variant
 from tests.prep.columns.cases import CASES, ROWS, Case, Folder, with_tiers
 from tests.prep.latents.video_vaes import save_model
 
-VALUES: dict[type, object] = {int: 1000, float: 30.5, str: "1GB"}  # of flags, by their types
+VALUES: dict[type, object] = {int: 1000, float: 30.5, str: "1GB"}  # values of flags, by type
 SELECTING = [case for case in CASES if case.where]
 
 
@@ -58,7 +58,7 @@ def test_a_stored_variant_is_made_again_by_its_command_line(folder: Folder) -> N
 def test_a_retry_repeats_every_flag_that_is_kept(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = folder.case.spec
     kinds = marked_fields(spec.request_type, KEPT)
-    assert kinds.keys() >= folder.case.kept, "a retry would forget a flag"
+    assert kinds.keys() >= folder.case.kept, "a retry would omit a flag"
     values = {name: VALUES[kind] for name, kind in kinds.items()}
     folder.make(*(word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", value)))
     folder.variant.shards()[1].tar_path.unlink()
@@ -108,7 +108,7 @@ def test_a_condition_selects_and_is_repeated_and_another_one_makes_the_rest(fold
     assert stored["where"] == case.where and "where" not in folder.variant.recipe
     folder.variant.shards()[0].tar_path.unlink()
     assert folder.run_printed(folder.prep("status", status=1).stderr)["num_shards_made"] == 1
-    assert {shard.shard_id for shard in folder.variant.shards()} == {1}, "the printed command selects the same"
+    assert {shard.shard_id for shard in folder.variant.shards()} == {1}, "the printed command selects other samples"
     (folder.column / variant / "selection.json").write_text('{"where": "begin_s > 2", "sha256": "00"}')
     with pytest.raises(UserError, match=r"selection\.json is damaged"):
         stored_request(Variant(folder.column / variant))
@@ -140,7 +140,7 @@ def test_what_is_left_out_is_counted_by_plan_run_and_status(folder: Folder, case
         }[case.name]
         assert numbers(values), values
     lines = [line for variant in folder.status()["variants"] if variant["is_current"] for line in variant["left_out"]]
-    assert lines, "prep status does not say it"
+    assert lines, "prep status does not report what was left out"
     again = folder.prep(case.command, *settings, "--engine", "processes").stdout
     for line in lines:
         assert all(

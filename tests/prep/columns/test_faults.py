@@ -1,4 +1,7 @@
-"""Damage, failures, interruptions, full disks and parts: each is named, and the next run ends with the same bytes."""
+"""Tests of damage, failures, interruptions, full disks and parts.
+
+Each fault is reported, and the next run restores the bytes.
+"""
 
 import errno
 import json
@@ -24,7 +27,7 @@ def cut(shard: CommittedShard) -> None:
 
 
 def flip(shard: CommittedShard) -> None:
-    """Flip bytes in the last sample, and leave the file as if nothing had been written."""
+    """Flip bytes in the last sample, and keep the modification time of the file."""
     offset = shard.index[f"{shard.extensions[0]}_offset"][shard.num_samples - 1].as_py()
     content = shard.tar_path.read_bytes()
     bytes_replaced(shard.tar_path, offset + 10, bytes(byte ^ 1 for byte in content[offset + 10 :][:4])).__enter__()
@@ -44,7 +47,7 @@ LOSSES: dict[str, Callable[[CommittedShard], object]] = {
     "energon index": lambda shard: shard.tar_path.with_name(f"{shard.tar_path.name}.idx").unlink(),
     "content of commit": spoil_commit,
 }
-OF_EVERY_COLUMN = ("tar", "byte", "commit")  # the others are losses of a shard, of whatever column
+OF_EVERY_COLUMN = ("tar", "byte", "commit")  # the other losses affect the shards of all columns alike
 
 
 @pytest.mark.parametrize(
@@ -65,7 +68,7 @@ def test_what_is_lost_is_named_and_made_again_with_the_same_bytes(folder: Folder
     assert "000001" in ran.stdout and "to repair, run: prep " in ran.stderr
     made = folder.run_printed(ran.stderr)
     assert (made["num_shards_made"], made["failures"]) == (1, {})
-    assert folder.digests() == before and not folder.server.log, "answers are kept"
+    assert folder.digests() == before and not folder.server.log, "stored answers must be used again"
     assert identities(folder.column).items() >= {(name, who) for name, who in whole.items() if "000000-" in name}
     if loss == "byte":
         num_copied = folder.variant.shards()[1].num_samples - 1 if case.is_of_chunks else 0  # a span is made at once
@@ -74,7 +77,7 @@ def test_what_is_lost_is_named_and_made_again_with_the_same_bytes(folder: Folder
 
 def test_a_failure_is_named_and_tried_again_on_request_alone(folder: Folder) -> None:
     case = folder.case
-    folder.read_manifest()  # the sources are beside the data folder
+    folder.read_manifest()  # the sources are next to this copy of the data folder
     before = folder.digests()
     folder.forget_column()
     with folder.broken_chunk():
@@ -90,7 +93,7 @@ def test_a_failure_is_named_and_tried_again_on_request_alone(folder: Folder) -> 
         column = "" if case.name == "video" else f" --column {case.name}"
         assert f"1 x {case.code}{of_column}" in told
         assert f"to retry: prep retry{column} --data {folder.data}\n" in told
-        if not case.is_of_chunks:  # whose chunk may have been mended meanwhile
+        if not case.is_of_chunks:  # a chunk may have been repaired in the meantime
             again = folder.make()
             assert (again["num_shards_made"], again["failures"], again["unchanged"]) == (0, {case.code: 1}, 1)
             assert folder.retry("--only", "timeout")["num_shards_made"] == 0
@@ -102,7 +105,7 @@ def test_a_failure_is_named_and_tried_again_on_request_alone(folder: Folder) -> 
 
 
 class Interrupted(Here):
-    """An engine that is interrupted after its first task."""
+    """Engine that is interrupted after its first task."""
 
     def run(
         self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None, **named: object
@@ -123,9 +126,9 @@ def test_an_interrupted_run_is_finished_by_the_next(folder: Folder) -> None:
     made = folder.make()
     assert made["num_shards_made"] == (2 if folder.case.name == "text" else 1)
     assert folder.case.name != "captions" or 0 < num_asked < len(folder.server.log) == 5, (
-        "no chunk is asked about twice"
+        "no chunk may be requested twice"
     )
-    assert folder.case.name != "text" or made["num_encoded"] == 2, "no text is embedded twice"
+    assert folder.case.name != "text" or made["num_encoded"] == 2, "no text may be embedded twice"
     assert folder.digests() == before
 
 
@@ -147,7 +150,7 @@ def test_parts_have_the_bytes_of_one_command(folder: Folder) -> None:
     folder.forget_column()
     first, last = (folder.make("--part", part) for part in ("2/2", "1/2"))
     assert not last["part"]["not_made"] and "--part" not in (last["next"] or "")
-    if folder.case.name != "text":  # whose parts divide texts, and of these there are two
+    if folder.case.name != "text":  # parts of `text` divide the texts, and there are only two
         assert len(first["part"]["not_made"]) == 1
         assert first["next"].startswith(f"prep {folder.case.command} ") and first["next"].endswith(" --part 1/2")
     assert folder.digests() == before

@@ -1,4 +1,4 @@
-"""A run makes what is new or changed, keeps the rest, and ends with the bytes of a run that began with nothing."""
+"""Tests of reruns: a run makes what is new or changed, keeps the rest, and has the bytes of a run from scratch."""
 
 import shutil
 
@@ -13,7 +13,7 @@ WITH_OTHER = [case for case in CASES if case.other]
 
 
 def shards(folder: Folder, shard_id: int) -> dict[str, tuple[int, int]]:
-    """Identities of the files of a shard."""
+    """Return the identities of the files of a shard."""
     return {name: who for name, who in identities(folder.column).items() if f"00000{shard_id}-" in name}
 
 
@@ -64,7 +64,7 @@ def test_a_renamed_video_keeps_its_samples_with_the_bytes_of_a_new_run(folder: F
         assert folder.of("video").make()["num_encoded"] == 0
     new = Folder(copy_folder(folder.root, folder.root.with_name("new")), folder.case, folder.server)
     new.forget_column()
-    assert folder.make()["num_encoded"] == 0 and not folder.server.log, "its answers have been paid for"
+    assert folder.make()["num_encoded"] == 0 and not folder.server.log, "paid answers must not be requested again"
     assert new.make()["num_encoded"] > 0
     for member_folder in (folder, new):
         member_folder.prep("gc")
@@ -80,7 +80,7 @@ def test_a_renamed_video_keeps_its_samples_with_the_bytes_of_a_new_run(folder: F
         for name in ("contents.json", "commits.arrow"):
             (variant / name).unlink()
         folder.server.log.clear()
-        assert folder.make()["num_chunks"] == 5 and not folder.server.log, "answers are found by content"
+        assert folder.make()["num_chunks"] == 5 and not folder.server.log, "answers must be found by content"
 
 
 @pytest.mark.parametrize("case", with_tiers(WITH_OTHER), ids=str)
@@ -94,7 +94,7 @@ def test_another_setting_makes_another_variant_and_gc_drops_the_old_one(folder: 
     assert (made["num_shards_made"], made["num_encoded"]) == (2, case.num_samples)
     assert identities(folder.column / old) == before
     assert [variant["is_current"] for variant in folder.status()["variants"]] == [True, False]
-    assert folder.make()["num_shards_made"] == 0 and folder.current_name == old, "the old settings again"
+    assert folder.make()["num_shards_made"] == 0 and folder.current_name == old, "the old variant is not current"
     folder.make(*case.other)
     (foreign := folder.column / "notes.txt").write_text("mine")
     assert f"{case.name}/{old}" in folder.prep("gc", "--dry-run").stdout and (folder.column / old).is_dir()
@@ -106,7 +106,7 @@ def test_another_setting_makes_another_variant_and_gc_drops_the_old_one(folder: 
 
 def test_re_encoded_chunks_make_a_column_of_chunks_stale_until_it_is_made_again(folder: Folder) -> None:
     if folder.case.name == "video":
-        pytest.skip("the column that is encoded")
+        pytest.skip("chunks of video are encoded, not derived")
     old_video, old = folder.of("video").current_name, folder.current_name
     folder.of("video").make("--crf", 40)
     if not folder.case.is_of_chunks:
@@ -115,7 +115,7 @@ def test_re_encoded_chunks_make_a_column_of_chunks_stale_until_it_is_made_again(
     assert folder.current_name == old and old_video in folder.status()["stale_because"]
     line = folder.case.spec.command_line(stored_request(folder.variant), data_dir=folder.data)
     stale = [text for text in folder.prep("status").stdout.splitlines() if f"stale: made from {old_video}" in text]
-    assert any(text.endswith(f": {line}") for text in stale), "the command lacks its settings"
+    assert any(text.endswith(f": {line}") for text in stale), "the printed command lacks the settings of the column"
     assert f"video: {old_video}" in folder.plan().stdout
     assert "stale" in folder.prep("gc", "--json").summary["kept_because"][folder.case.name]
     assert folder.make()["num_encoded"] == 5 and folder.current_name != old

@@ -1,6 +1,6 @@
-"""The help of every command, word for word: `help.txt` holds what it was.
+"""Tests of the help of every command, which is compared word for word with `help.txt`.
 
-After a change that is meant: `python -m tests.prep.commands.test_help` writes it anew.
+After an intended change, run `python -m tests.prep.commands.test_help` to write the file again.
 """
 
 import re
@@ -55,7 +55,7 @@ def test_the_help_of_every_command_is_as_it_was() -> None:
 def test_the_list_of_commands_has_the_first_line_of_the_help_of_each() -> None:
     app = build_app()
     listed = help_text(app, ["--help"])
-    app.resolved_commands()  # which are read from now on, in place of the rows
+    app.resolved_commands()  # from here on, typer uses these commands in place of the rows
     assert help_text(app, ["--help"]) == listed
 
 

@@ -1,5 +1,4 @@
-"""`prep manifest captions` and `prep manifest folder --subtitles` as a user meets them, on a data folder with
-chunks."""
+"""Tests of `prep manifest captions` and `prep manifest folder --subtitles` on a data folder with chunks."""
 
 import shutil
 from fractions import Fraction
@@ -20,7 +19,7 @@ VIDEOS = ("first", "other")
 
 @pytest.fixture(scope="module")
 def finished_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two videos of 2 and 1.5 s in two splits, three captions, and chunks of 1 s."""
+    """Create two videos of 2 and 1.5 s in two splits, three captions, and chunks of 1 s."""
     folder = tmp_path_factory.mktemp("made")
     videos, data = folder / "videos", folder / "data"
     videos.mkdir()
@@ -38,7 +37,7 @@ def finished_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def data(finished_data: Path, tmp_path: Path) -> Path:
-    """A copy of the folder, for one test."""
+    """Return a copy of the folder for one test."""
     return Path(shutil.copytree(finished_data, tmp_path / "data"))
 
 
@@ -47,7 +46,7 @@ def captions(data: Path, *arguments: object, status: int = 0) -> Ran:
 
 
 def of_chunks(data: Path, path: Path, **metadata: Any) -> Path:
-    """A table of a model: two samples for each of two chunks of the first video."""
+    """Write a table of model captions: two samples for each of two chunks of the first video."""
     first = read_videos(data)["video_id"][0].as_py()
     rows = [
         {"video": first, "begin_s": begin_s, "end_s": begin_s + 1, "text": text, "likelihood": likelihood, "sample": n}
@@ -131,7 +130,7 @@ def test_a_source_is_removed_by_name_and_everything_follows(data: Path, tmp_path
     assert [row["text"] for row in read_captions(data).to_pylist()] == ["first words", "last words", "other words"]
     after = contents(data / "manifest")
     changed = {name for name in after.keys() | manifest_before.keys() if after.get(name) != manifest_before.get(name)}
-    assert changed <= {"manifest.json"}, "but for the next ID, the manifest is what it was"
+    assert changed <= {"manifest.json"}, "only the next ID in the manifest may change"
     assert "narrator" not in prep_here("status", "--data", data).stdout
     ended = chunk(data, "--len", "1s", "--preset", "ultrafast", "--short-side", "32")
     assert ended["num_encoded"] == 0 and {path.name for path in variant.glob("*.tar")} >= tars

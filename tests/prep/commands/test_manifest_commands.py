@@ -1,4 +1,4 @@
-"""`prep manifest` as a user meets it: exit statuses, messages, summaries."""
+"""Tests of `prep manifest` from the command line: exit statuses, messages, summaries."""
 
 import csv
 import json
@@ -16,7 +16,7 @@ from tests.prep.running import contents
 
 
 def run(*arguments: object) -> int:
-    """Exit status of `prep manifest ARGUMENTS`."""
+    """Return the exit status of `prep manifest ARGUMENTS`."""
     with pytest.raises(SystemExit) as caught:
         run_command(lambda: app([str(argument) for argument in arguments], result_action="return_value"))
     assert isinstance(caught.value.code, int)
@@ -45,7 +45,7 @@ def test_a_folder_becomes_a_manifest(videos: Path, tmp_path: Path, capsys: pytes
     assert read_rejected_rows(tmp_path / "data")["source_id"].to_pylist() == ["gone"]
     [row] = csv.DictReader((tmp_path / "data" / "manifest" / "rejected.csv").open())
     assert (row["source_id"], row["reason"], row["file"]) == ("gone", "missing_file", str(table))
-    assert row["entry"] == "2" and "row" not in row, "the second row below the header"
+    assert row["entry"] == "2" and "row" not in row, "entry 2 is the second row below the header"
 
 
 def test_videos_and_captions_are_counted_by_split(
@@ -128,7 +128,7 @@ def test_a_folder_without_most_of_the_videos_needs_a_yes(
     assert run("folder", videos, "--data", data) == 0
     assert run("captions", table, "--source", "more", "--data", data) == 0
     (videos / "d.mp4").unlink()
-    assert run("folder", videos, "--data", data) == 0, "a quarter is no mistake"
+    assert run("folder", videos, "--data", data) == 0, "a quarter of the videos may be unusable"
     before = contents(data)
     (videos / "c.mp4").rename(videos / "z.mp4")
     (videos / "b.mp4").unlink()
@@ -214,7 +214,7 @@ def test_composed_names_find_files_with_decomposed_ones(tmp_path: Path) -> None:
     table.write_text(f"video,text\n{composed}.mp4,one\n{composed},two\n{decomposed},three\n")
     assert run("folder", folder, "--captions", table, "--data", tmp_path / "data") == 0
     assert read_captions(tmp_path / "data")["text"].to_pylist() == ["one", "two", "three"]
-    # Paths stay as they are on the disk.
+    # The manifest stores paths unchanged.
     assert Path(read_videos(tmp_path / "data")["path"][0].as_py()).is_file()
     assert read_videos(tmp_path / "data")["source_id"].to_pylist() == [decomposed]
 

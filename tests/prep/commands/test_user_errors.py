@@ -1,4 +1,4 @@
-"""A user's mistake: exit status 2, one line that says what is wrong and one that says what to do."""
+"""Tests of user errors: exit status 2, one line that states the problem, and one line that states the next action."""
 
 import stat
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Commands on a set whose shards 999 and 1000 are in two folders; what the driver reads while shards are made."""
+"""Tests of commands on a set whose shards 999 and 1000 are in different folders, and of a driver's reads."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ Prep = Callable[..., Ran]
 
 @pytest.fixture(scope="module")
 def made_far(made_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The set, made again with the layout of a set that has lost its first 999 shards."""
+    """Make the set again with the layout of a set that has lost its first 999 shards."""
     data = tmp_path_factory.mktemp("far") / "data"
     shutil.copytree(made_set, data, ignore=shutil.ignore_patterns("video"))
     (path,) = (data / "layout").iterdir()
@@ -68,7 +68,7 @@ def test_verify_reads_the_records_behind_the_table(prep: Prep, far_set: ShardSet
     assert hours == pytest.approx(8 / 3600)
     record = commit_path(far_set.variant, 1000)
     flip(record, record.read_bytes().index(b"val"))
-    assert rerun(prep, far_set, *LEN)["num_shards_made"] == 0  # the table has what the record said
+    assert rerun(prep, far_set, *LEN)["num_shards_made"] == 0  # the table stores the content of the record
     ran = prep("verify", "--data", far_set.data, "--json", status=1)
     (finding,) = ran.summary["video"]["findings"]
     assert (finding["shard_id"], finding["code"]) == (1000, "commit_damaged")
@@ -136,5 +136,5 @@ def test_heartbeats_are_read_for_a_small_share_of_the_time(tmp_path: Path, monke
         assert 2 <= num_read <= 3
         running._next_s = now_s + 1
         running.finish(4)
-        running.finish(5)  # it was never seen
+        running.finish(5)  # this shard was never seen
         assert running.num_done() == 2

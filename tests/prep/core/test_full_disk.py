@@ -1,4 +1,4 @@
-"""A full disk and a read-only one, with real file systems of a few megabytes."""
+"""Tests of a full and of a read-only disk, with real file systems of a few megabytes."""
 
 import shutil
 import subprocess
@@ -20,7 +20,7 @@ DISK_BYTES = 448 << 10
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for one shard and not for two."""
+    """Mount a file system with room for one shard but not for two."""
     folder = tmp_path / "disk"
     folder.mkdir()
     made = subprocess.run(
@@ -34,7 +34,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def videos(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Path]) -> Path:
-    """Two videos of a shard each."""
+    """Write two videos, one per shard."""
     folder = tmp_path_factory.mktemp("videos")
     for number, name in enumerate("ab"):
         write_video(folder / f"{name}.mp4", seconds=20, first_number=1000 * number)
@@ -47,7 +47,7 @@ def undisturbed_files(videos: Path, tmp_path_factory: pytest.TempPathFactory) ->
     manifest(data, videos)
     assert chunk(data, *SETTINGS)["num_shards"] == 2
     tars = [path.stat().st_size for path in data.glob("video/*/*.tar")]
-    assert max(tars) + 100_000 < DISK_BYTES < sum(tars), "one shard must fit on the disk, and two must not"
+    assert max(tars) + 100_000 < DISK_BYTES < sum(tars), "one shard must fit on the disk, but two must not"
     return contents(data)
 
 

@@ -1,4 +1,4 @@
-"""SIGKILL at any moment: nothing stays behind, the next run finishes, and the bytes are those of an undisturbed run."""
+"""Tests of SIGKILL at any moment: nothing is left over, and the next run ends with the bytes of an undisturbed run."""
 
 import os
 import secrets
@@ -36,13 +36,13 @@ from tests.prep.running import (
 from tests.tiers import nightly_beyond
 
 FIRST = ("--len", "500ms", "--preset", "ultrafast", "--short-side", 32)
-# Of the variant whose run is killed. It has as many chunks.
+# Settings of the variant whose run is killed. It has the same number of chunks.
 SECOND = ("--len", "500ms", "--preset", "medium", "--fps", "60", "--short-side", 64)
 
 NUM_CHUNKS = {"000000": 20, "000001": 8, "000002": 20, "000003": 8}
 
-# An ffmpeg whose encoder passes, one a shard, wait at a gate, a pipe of their own, until the test lets them go: no run
-# ends before the test has looked at it, however busy the machine is.
+# ffmpeg wrapper whose encoder passes, one per shard, wait at a named pipe (gate) until the test opens it. No run can
+# end before the test has inspected it, however busy the machine is.
 GATED = """#!/bin/sh
 case "$*" in *-progress*)
     mkfifo "{gates}/$$"
@@ -54,7 +54,7 @@ exec "{ffmpeg}" "$@"
 
 @dataclass(frozen=True)
 class Job:
-    """A data folder with one finished variant, in which another is to be made."""
+    """Data folder with one complete variant, in which a second one is to be made."""
 
     videos: Path
     data: Path
@@ -73,12 +73,15 @@ class Job:
         return Ran(process.returncode, stdout, stderr)
 
     def ffmpegs(self) -> list[Process]:
-        """Encoder passes, those at their gate included: each has made a gate."""
+        """Return the encoder passes, including the ones that wait; each has created a gate."""
         workers = (running(int(path.name)) for path in self.gates.iterdir() if path.name.isdigit())
         return [process for process in workers if process is not None and "-progress" in process.arguments]
 
     def let_go(self, ffmpeg: Process) -> bool:
-        """Lets an encoder pass its gate; False if it has not come there yet, or is past it."""
+        """Open the gate of an encoder pass.
+
+        Return False if the pass has not reached the gate yet, or is already past it.
+        """
         try:
             with os.fdopen(os.open(self.gates / str(ffmpeg.pid), os.O_WRONLY | os.O_NONBLOCK), "wb", 0) as gate:
                 gate.write(b"\n")
@@ -87,25 +90,31 @@ class Job:
         return True
 
     def workers(self) -> list[Process]:
-        """Encoders and whatever may start one."""
+        """Return the encoders and the processes that may start one."""
         names = ("-progress", "ray::chunk", "multiprocessing.spawn")
         all_processes = processes(self.mark)
         return [process for process in all_processes if any(name in " ".join(process.arguments) for name in names)]
 
     def agents(self) -> list[Path]:
-        """Folders in /proc of what Ray's raylet has started: its agents overwrite the mark in their environment."""
+        """Return the /proc folders of processes started by Ray's raylet.
+
+        Ray's agents overwrite the mark in their environment.
+        """
         raylets = {process.pid for process in processes(self.mark) if process.arguments[0].endswith("/raylet")}
         return [Path("/proc", str(pid)) for pid, parent, _ in running_processes() if parent in raylets]
 
     def commits(self) -> list[Path]:
-        """Commits of the other variant; one that is being written has a name with a dot before it."""
+        """Return the commits of the other variant.
+
+        The temporary name of an unfinished commit starts with a dot.
+        """
         commit_paths = self.data.glob("video/*/commits/[!.]*.json")
         return [path for path in commit_paths if path.parent.parent.name != self.first]
 
 
 @pytest.fixture(scope="module")
 def begun_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`NUM_CHUNKS`: two shards of video a, two of video b."""
+    """Create two shards of video a and two of video b, with the chunks in `NUM_CHUNKS`."""
     root = tmp_path_factory.mktemp("killed")
     for number, name in enumerate("ab"):
         FrameNumberVideo(num_frames=420, fps=Fraction(30), width=160, height=120, first_number=1000 * number).write(
@@ -118,7 +127,7 @@ def begun_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed_files(begun_data: Path) -> dict[str, str]:
-    """What the whole data folder holds when nothing disturbs the run."""
+    """Return the digests of the complete data folder after an undisturbed run."""
     data = begun_data.with_name("undisturbed")
     shutil.copytree(begun_data, data)
     assert chunk(data, *SECOND)["num_encoded"] == 56
@@ -148,7 +157,7 @@ ENGINES = {"processes": "processes", "processes at all moments": "processes", "r
 def test_a_killed_run_leaves_no_process_and_a_task_of_the_next_outlives_its_worker_but_not_each_of_its_workers(
     name: str, job: Job, undisturbed_files: dict[str, str]
 ) -> None:
-    """In the next run, the workers of video a are killed every time, one of b's once."""
+    """In the next run, the workers of video a are killed every time, and one worker of video b is killed once."""
     engine = ENGINES[name]
     for num_passes, moment in moments(job, name):
         process = job.start(engine)
@@ -156,17 +165,17 @@ def test_a_killed_run_leaves_no_process_and_a_task_of_the_next_outlives_its_work
         assert process.poll() is None, f"the run ended before it could be killed: {process.communicate()}"
         for ffmpeg in job.ffmpegs():
             with suppress(ProcessLookupError):
-                os.kill(ffmpeg.pid, signal.SIGSTOP)  # so that it cannot just come to its end
+                os.kill(ffmpeg.pid, signal.SIGSTOP)  # so that it cannot finish
         agents = job.agents()
         assert bool(agents) == (engine == "ray")
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)
         wait_until_none(job.workers, seconds=40)
-        wait_until_none(partial(_still_there, agents), seconds=30)  # Ray would end them after a minute
+        wait_until_none(partial(_still_there, agents), seconds=30)  # Ray itself would stop them only after a minute
         assert current_variant(job.data, "video") == job.first, "an unfinished variant became the current one"
     assert job.commits()
     for path in job.commits():
-        if path.stem in {"000001", "000003"}:  # as if it had been killed sooner: each video has something left
+        if path.stem in {"000001", "000003"}:  # as after an earlier kill: each video has a shard left to make
             path.unlink()
     done = {path.stem for path in job.commits()}
     a, b = {"000000", "000001"} - done, {"000002", "000003"} - done
@@ -198,14 +207,14 @@ def test_a_killed_run_leaves_no_process_and_a_task_of_the_next_outlives_its_work
 
 
 def moments(job: Job, name: str) -> Iterator[tuple[int, Callable[[], object]]]:
-    """Conditions on which to kill the run, one after another, and how many encoders may pass their gate until then."""
+    """Yield the conditions for killing the run, each with the number of encoders that may pass the gate before."""
     if name == "ray":
         yield 1, job.commits
         return
-    yield 0, job.workers  # that have a task, and are still importing
+    yield 0, job.workers  # workers that have a task and are still importing
     if name != "processes":
         yield 0, job.ffmpegs
-        # With the first commit, the third chunk has come and gone between two looks.
+        # By the time of the first commit, the third chunk may have appeared and disappeared between two checks.
         yield 1, lambda: job.commits() or any(Path(f"/proc/{p.pid}/cwd/000002.mp4").exists() for p in job.ffmpegs())
     yield 1, lambda: job.commits() and job.ffmpegs()
 

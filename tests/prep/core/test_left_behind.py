@@ -1,4 +1,4 @@
-"""Commands that are killed at each change of the file system: after the rerun nothing of them is left."""
+"""Tests of commands that are killed at each change of the file system: after a rerun, no leftovers remain."""
 
 import shutil
 import subprocess
@@ -17,8 +17,8 @@ from tests.prep.sets import LEN, ShardSet, rerun
 
 Prep = Callable[..., Ran]
 
-# Forks a child for each moment, which ends without a word just before its n-th change below a folder. The first that
-# comes to its own end is the last. After each of them `again` runs undisturbed, and the folder is looked at.
+# Program that forks a child for each moment; the child exits silently just before its n-th change below a folder. The
+# first child that completes is the last one. After each child, `again` runs undisturbed, and the folder is checked.
 KILL_AT_EACH = """
 import os, shutil, sys, tempfile
 from pathlib import Path
@@ -78,12 +78,15 @@ for moment in range(0, 400, step):
         break
 """
 
-# At every moment, and at every seventh, which is another one of each kind of change.
+# Kill at every moment, or at every seventh, which covers a different change of each kind.
 STEPS = pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.nightly), 7])
 
 
 def kill_at_each(pristine: Path, work: Path, *command: object, expected: Path, step: int) -> int:
-    """Kills `prep COMMAND` at each change below `work`, or at each `step`-th; the number of changes, at least."""
+    """Kill `prep COMMAND` at each change below `work`, or at each `step`-th.
+
+    Return a lower bound for the number of changes.
+    """
     arguments = [sys.executable, "-c", KILL_AT_EACH, pristine, work, expected, step, *command]
     ran = subprocess.run([*map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr[-3000:]
@@ -92,7 +95,7 @@ def kill_at_each(pristine: Path, work: Path, *command: object, expected: Path, s
 
 @pytest.fixture(scope="session")
 def two_variants(made_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A set whose older variant has two shards, a bank and a sign of life."""
+    """Create a set whose older variant has two shards, a bank and a heartbeat file."""
     data = tmp_path_factory.mktemp("two") / "data"
     shutil.copytree(made_set, data)
     old = ShardSet(data).variant
@@ -126,7 +129,7 @@ def test_a_killed_manifest_leaves_no_temporary_file(
 
 
 def leave_file(data: Path, target: str) -> Path:
-    """A temporary file of a killed command, which was to become `target`."""
+    """Create a temporary file of a killed command that was about to become `target`."""
     path = temporary_path(data / target)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"1")

@@ -1,4 +1,4 @@
-"""What a run says of shards that the data folder does not hold in the end, whatever became of their workers."""
+"""Tests of what a run reports about shards that are missing at its end, whatever happened to the workers."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ Prep = Callable[..., Ran]
 
 @pytest.fixture
 def data(tmp_path: Path, write_video: Callable[..., Path]) -> Path:
-    """Five videos of a second each, of which two lie in each shard."""
+    """Create five videos of one second each, with two of them per shard."""
     for number in range(5):
         write_video(tmp_path / "videos" / f"{number}.mp4", seconds=1, first_number=1000 * number)
     manifest(tmp_path / "data", tmp_path / "videos")
@@ -122,7 +122,7 @@ def test_a_worker_makes_no_folder_of_a_variant(data: Path, monkeypatch: pytest.M
         try:
             return make_shard(task)
         finally:
-            assert not task.variant_dir.exists(), "a worker made it"
+            assert not task.variant_dir.exists(), "a worker created the folder of the variant"
             moved.rename(task.variant_dir)
 
     summary = run(data, unmount_and_make, monkeypatch)
@@ -164,7 +164,7 @@ def test_a_commit_that_becomes_visible_late_is_awaited(
     write = sys.stderr.write
 
     def note_message(text: str) -> int:
-        if "waiting up to" in text:  # not a line of progress, which a busy machine writes before
+        if "waiting up to" in text:  # other lines show progress, which a busy machine may write earlier
             appearing.set()
         return write(text)
 

@@ -1,4 +1,4 @@
-"""Whether a shard is on disk at the end of a run, and why not: one function of plan, commit and report, as a table."""
+"""Tests of the outcome of each shard at the end of a run, as a table: a function of plan, commit and report."""
 
 from pathlib import Path
 
@@ -39,15 +39,15 @@ NO_COMMIT, NO_TAR = (
         (ShardState.NEW, "no commit", None, "made", NO_COMMIT),
         (ShardState.CHANGED, "of before", None, "made", NO_COMMIT),
         (ShardState.NEW, "as planned", "no tar", "made", NO_TAR),
-        # Committed before the worker disappeared, or before the disk confirmed it.
+        # The shard was committed before the worker disappeared, or before the disk confirmed it.
         (ShardState.NEW, "as planned", None, "worker lost", None),
         (ShardState.NEW, "no commit", None, "worker lost", "lost"),
         (ShardState.NEW, "as planned", None, "disk full", "full"),
-        # Another run of the same plan has made it meanwhile, or nobody has.
+        # Another run of the same plan has made the shard in the meantime, or no run has.
         (ShardState.NEW, "as planned", None, "no report", None),
         (ShardState.CHANGED, "of before", None, "no report", NOT_TRIED),
         (ShardState.CORRUPT, "as planned", "no tar", "no report", NOT_TRIED),
-        # The commit of the failures that were to be tried again is from before the run.
+        # The commit that contains the failures to retry is older than the run.
         (ShardState.RETRY, "with failures", None, "made", None),
         (ShardState.RETRY, "with failures", None, "worker lost", "lost"),
         (ShardState.RETRY, "as planned", None, "worker lost", None),
@@ -105,17 +105,17 @@ SURE, DOUBTFUL = MachineFault("why"), MachineFault("why", is_doubtful=True)
 @pytest.mark.parametrize(
     ("code", "num_chunks", "num_reused", "fault", "is_common"),
     [
-        # A full disk and expired keys fail everything from then on, on this machine.
+        # From then on, a full disk and expired keys make everything on this machine fail.
         (FailureCode.DISK_FULL, 0, 0, SURE, True),
         (FailureCode.DISK_FULL, 2, 0, SURE, False),
         (FailureCode.STORAGE_REFUSED, 2, 0, SURE, True),
         (FailureCode.STORAGE_REFUSED, 2, 2, SURE, True),
-        # So does a lost mount; beside new samples, single files may be missing.
+        # So does a lost mount; next to new samples, only single files may be missing.
         (FailureCode.SOURCE_MISSING, 0, 0, SURE, True),
         (FailureCode.SOURCE_MISSING, 2, 2, SURE, True),
         (FailureCode.SOURCE_MISSING, 2, 0, DOUBTFUL, False),
         (FailureCode.ACCESS_REFUSED, 2, 1, DOUBTFUL, False),
-        # A program may not run on this machine, or no machine can do it.
+        # A program fails either on this machine only, or on every machine.
         (FailureCode.WORKER_CRASHED, 0, 0, DOUBTFUL, False),
         (FailureCode.ENCODE_FAILED, 0, 0, DOUBTFUL, False),
         (FailureCode.ENCODE_FAILED, 2, 0, None, False),

@@ -1,4 +1,4 @@
-"""`--part K/N`: several commands make one column, whatever happens to them, and the bytes are those of one command."""
+"""Tests of `--part K/N`: several commands make one column, whatever happens to them, with the bytes of one command."""
 
 import errno
 import fcntl
@@ -36,7 +36,7 @@ HERE = ("--engine", "processes", "--workers", 1, "--json")
 
 @pytest.fixture(scope="module")
 def begun_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five videos, one file that is none, and a finished variant in three shards."""
+    """Create five videos, one file that is not a video, and a complete variant in three shards."""
     root = tmp_path_factory.mktemp("parts")
     for number in range(5):
         FrameNumberVideo(num_frames=60 + 30 * number, fps=Fraction(30), width=240, height=180).write(
@@ -58,7 +58,7 @@ def data(begun_data: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed_files(begun_data: Path) -> dict[str, str]:
-    """What the data folder holds after one command."""
+    """Return the digests of the data folder after one command."""
     folder = begun_data.with_name("undisturbed")
     shutil.copytree(begun_data, folder)
     chunk(folder, *SLOW, status=1)
@@ -67,7 +67,7 @@ def undisturbed_files(begun_data: Path) -> dict[str, str]:
 
 @pytest.fixture
 def start_part(forks: Forks) -> Iterator[Start]:
-    """Starts `prep chunk --part` as a process of its own."""
+    """Start `prep chunk --part` as a separate process."""
     with ExitStack() as running:
 
         def start(data: Path, part: str, *settings: object) -> "subprocess.Popen[str]":
@@ -97,7 +97,7 @@ def lock_of(data: Path, part: str, column: str = "video") -> Path:
 
 @contextmanager
 def running(data: Path, part: str, *, column: str = "video", makes: str = "a") -> Iterator[PartRun]:
-    """A part that has begun to make its shards."""
+    """Run a part that has started to make its shards."""
     with writing_part(data, Part.parse(part), column=column) as run:
         run.agree(makes, where=None)
         run.begin()
@@ -128,15 +128,15 @@ def test_parts_at_once_that_are_killed_and_run_again_leave_the_bytes_of_one_comm
     killed = processes.pop("2/3")
     wait_until(lambda: "h264" in locks.holder_of(lock_of(data, "2/3")) or killed.poll() is not None)
     killed.send_signal(signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL, "it ended by itself"
+    assert killed.wait() == -signal.SIGKILL, "the part ended before it was killed"
     rans = {part: end_of(process) for part, process in processes.items()}
     lasts = [part for part, ran in rans.items() if ran.summary["part"]["is_last"]]
-    assert len(lasts) == 1, "one of those that ended was the last"
+    assert len(lasts) == 1, "exactly one part must be the last"
     (last,) = lasts
     assert rans[last].summary["part"]["not_made"].keys() == {"2/3"}
     assert rans[last].summary["failures"] == {"source_unreadable": 1} and rans[last].status == 1
     (other,) = rans.keys() - {last}
-    assert (rans[other].summary["failures"], rans[other].status) == ({}, 0), "it made all of its shards"
+    assert (rans[other].summary["failures"], rans[other].status) == ({}, 0), "the other part lacks shards"
     assert current_variant(data, "video") == quick, "a variant with a gap became the current one"
     variant = rans[last].summary["variant"]
     listed = (data / "video" / variant / "failures.jsonl").read_text()
@@ -161,10 +161,10 @@ def test_gc_keeps_what_parts_have_begun_and_a_command_without_part_finishes_it(
     kept, last = prep_here("gc", "--data", data).stdout.splitlines()[-2:]
     assert kept.startswith(f"kept       video/{name}: {current} stays the current variant: it has samples that ")
     assert kept.endswith(f"; to complete it, run: prep retry --data {data}") and last == "nothing to remove"
-    rest = chunk(data, *SLOW)  # a file that is no video has failed the first part
+    rest = chunk(data, *SLOW)  # the first part failed because of a file that is not a video
     assert (rest["num_shards_made"], rest["num_shards"]) == (1, 3)
     assert contents(data) == undisturbed_files
-    none = prep_here("chunk", "--data", data, *HERE, "--part", "7/7", *SLOW)  # of three shards
+    none = prep_here("chunk", "--data", data, *HERE, "--part", "7/7", *SLOW)  # there are only three shards
     assert none.summary["num_shards_made"] == 0 and contents(data) == undisturbed_files
 
 
@@ -183,7 +183,7 @@ def test_other_parts_wait_for_the_first_and_probe_nothing_again(
 
         second = Thread(target=join)
         second.start()
-        assert not joined.wait(0.3), "it did not wait"
+        assert not joined.wait(0.3), "the part did not wait"
         assert "part 2/2 waits: part 1/2 is planning (process" in capfd.readouterr().err
         first.begin()
         second.join()
@@ -192,7 +192,8 @@ def test_other_parts_wait_for_the_first_and_probe_nothing_again(
         probed = chunk(data, *QUICK, "--part", "4/4", status=0)
         assert probed["part"]["num_running"] == 1 and (data / "probes.parquet").exists()
         monkeypatch.setattr(
-            "clipmill.prep.sources.probe_processes.probe_each", lambda *_, **__: pytest.fail("it probes again")
+            "clipmill.prep.sources.probe_processes.probe_each",
+            lambda *_, **__: pytest.fail("it probes sources again"),
         )
         assert chunk(data, *QUICK, "--part", "2/4", status=0)["num_shards"] == 1
 
@@ -237,7 +238,7 @@ def test_parts_exclude_commands_without_part_other_settings_and_other_code(
     refused = prep_here("text", "--clip", "tiny", "--address", "auto", "--part", "1/2", "--data", data, status=2)
     assert "--part 1/2 cannot be used with --address auto" in refused.error
     with running(data, "1/2", column="latents"), column_lock(data):
-        pass  # columns do not exclude each other
+        pass  # locks of different columns are independent
 
 
 def test_exactly_one_of_many_parts_that_end_at_once_is_the_last(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +258,7 @@ def test_exactly_one_of_many_parts_that_end_at_once_is_the_last(data: Path, monk
 def test_locks_that_do_not_reach_other_nodes_are_noticed(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "SIGN_INTERVAL_S", 0.05)
     elsewhere = lock_of(data, "2/3")
-    elsewhere.write_text("process 7 on another-node\na\n")  # nobody holds its lock here
+    elsewhere.write_text("process 7 on another-node\na\n")  # no process on this node holds the lock
     stopped = Event()
 
     def live() -> None:
@@ -273,7 +274,7 @@ def test_locks_that_do_not_reach_other_nodes_are_noticed(data: Path, monkeypatch
     finally:
         stopped.set()
         alive.join()
-    with running(data, "1/3") as run:  # it was killed
+    with running(data, "1/3") as run:  # the part was killed
         assert run.is_first and not elsewhere.exists()
 
 
@@ -288,7 +289,7 @@ def test_the_last_part_waits_for_commits_that_its_node_does_not_see_yet(
             second.report_made(3)
         assert first.end()
         first.await_others(lambda: next(late))
-    assert next(late, None) is None, "it did not wait"
+    assert next(late, None) is None, "the part did not wait"
     assert "part 1/2 waits: commits of other parts are not visible" in capfd.readouterr().err
     monkeypatch.setattr(parts, "_MAX_LAG_S", 0.05)
     with running(data, "1/2") as first:
@@ -296,10 +297,10 @@ def test_the_last_part_waits_for_commits_that_its_node_does_not_see_yet(
             second.end()
             second.report_made(3)
         assert first.end()
-        first.await_others(dict)  # they have been removed
+        first.await_others(dict)  # the commits have been removed
     with running(data, "1/2") as first:
         assert first.end()
-        first.await_others(iter([{}]).__next__)  # nothing was told since
+        first.await_others(iter([{}]).__next__)  # no part has reported commits since
 
 
 def test_a_file_system_without_locks_is_named(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

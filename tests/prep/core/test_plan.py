@@ -1,4 +1,4 @@
-"""The state of a shard is one function for all columns."""
+"""Tests of the state of a shard, which one function computes for all columns."""
 
 from itertools import product
 

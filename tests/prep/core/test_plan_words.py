@@ -1,4 +1,4 @@
-"""Plans in words: how shards are grouped, and what is said of each group."""
+"""Tests of plans as text: how shards are grouped, and how each group is described."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_the_disk_is_said_to_be_too_small() -> None:
     assert first == "disk     4 MB in 2 variants now; 2 to 9 MB to be added; 8 MB free (complete data folder: 5 MB)"
     assert others.strip() == "2 other variants are kept until this variant is complete; then `prep gc` frees up to 4 MB"
     assert warning.startswith("warning  this may not fit") and not use.fits
-    assert replace(use, free_bytes=None).fits, "a bucket has no free space"
+    assert replace(use, free_bytes=None).fits, "the free space of a bucket is unknown"
 
 
 def test_every_failure_has_words_and_advice() -> None:
@@ -87,7 +87,9 @@ def test_every_failure_has_words_and_advice() -> None:
             [Failure("a", None, code, "")], list_path=None, retry_command=("prep", "retry", "--column", "own")
         )
         assert lines[1] == f"         hint: {advice.replace('{retry}', 'prep retry --column own')}"
-        assert lines[1].count("prep retry") == lines[1].count("prep retry --column own"), "another column is retried"
+        assert lines[1].count("prep retry") == lines[1].count("prep retry --column own"), (
+            "it retries a different column"
+        )
 
 
 def test_a_value_that_is_not_finite_need_not_come_from_a_model() -> None:

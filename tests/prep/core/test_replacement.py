@@ -1,4 +1,4 @@
-"""A variant takes the place of the current one only when it is complete, and `prep gc` keeps the last complete one."""
+"""Tests of replacement: only a complete variant replaces the current one, and `prep gc` keeps the last complete one."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ def run(data: Path, *settings: object, command: str = "chunk", status: int = 0) 
 
 
 def variants(data: Path) -> tuple[str | None, str | None]:
-    """The current variant and the unfinished one beside it."""
+    """Return the current variant, and the unfinished variant next to it."""
     return current_variant(data, "video"), unfinished_variant(data, "video")
 
 
@@ -34,7 +34,9 @@ def num_samples(data: Path, variant: str | None, *, column: str = "video") -> in
 
 @pytest.fixture(scope="module")
 def finished_folder(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Path]) -> Path:
-    """Three videos of two chunks each and a truncated one, and their chunks with scores: `made/videos`, `made/data`."""
+    """Create `made/videos` with three videos of two chunks each and a truncated one, and `made/data` with chunks and
+    scores.
+    """
     root = tmp_path_factory.mktemp("replaced")
     for number, name in enumerate("abc"):
         write_video(root / "videos" / f"{name}.mp4", seconds=2, first_number=1000 * number)
@@ -48,7 +50,7 @@ def finished_folder(tmp_path_factory: pytest.TempPathFactory, write_video: Calla
 
 @pytest.fixture
 def root(finished_folder: Path, tmp_path: Path) -> Iterator[Path]:
-    """A copy of the data folder beside the videos, which a test may move."""
+    """Return a copy of the data folder next to the videos, which a test may move."""
     shutil.copytree(finished_folder / "data", tmp_path / "data")
     yield tmp_path
     for path in tmp_path.glob("*.mp4"):
@@ -77,7 +79,7 @@ def test_a_variant_that_lacks_samples_for_a_while_does_not_take_the_place_of_a_c
 
     kept = prep_here("gc", "--data", data).stdout
     assert set(list_variants(data, "video")) == {first, other} and "nothing to remove" in kept
-    # Another try of the same settings changes nothing while the source is missing, and neither do third settings.
+    # A second attempt with the same settings changes nothing while the source is missing, nor do third settings.
     run(data, *OTHER, status=1)
     assert variants(data) == (first, other)
     run(data, *THIRD, status=1)
@@ -86,7 +88,7 @@ def test_a_variant_that_lacks_samples_for_a_while_does_not_take_the_place_of_a_c
     run(data, *OTHER, status=1)
 
     (root / "b.mp4").rename(finished_folder / "videos" / "b.mp4")
-    retried = prep_here("retry", "--data", data, "--engine", "processes", status=1)  # the truncated video is still so
+    retried = prep_here("retry", "--data", data, "--engine", "processes", status=1)  # the truncated video still fails
     assert variants(data) == (other, None) and num_samples(data, other) == NUM_CHUNKS
     assert "stays the current" not in retried.stdout
     prep_here("gc", "--data", data)
@@ -116,7 +118,8 @@ def test_the_first_variant_is_current_although_it_is_incomplete(finished_folder:
     run(data, *LEN, status=1)
     first = current_variant(data, "video")
     assert first is not None and num_samples(data, first) == NUM_CHUNKS - 2
-    # Two incomplete variants: the other one lacks what the first one has, but not the other way round.
+    # Both variants are incomplete: the second one lacks samples of the first one, but the first one lacks none of the
+    # second.
     (videos / "c.mp4").rename(tmp_path / "c.mp4")
     run(data, *OTHER, status=1)
     assert current_variant(data, "video") == first

@@ -1,4 +1,4 @@
-"""The last lines of a run."""
+"""Tests of the last lines of a run."""
 
 from dataclasses import replace
 from pathlib import Path

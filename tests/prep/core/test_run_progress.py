@@ -1,4 +1,4 @@
-"""What an interruption says about the work of a run."""
+"""Tests of what an interrupted run reports about its work."""
 
 import pytest
 

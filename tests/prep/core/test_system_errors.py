@@ -1,4 +1,4 @@
-"""Errors of the operating system in the driver: one line with the path and what to do, and the rerun mends it."""
+"""Tests of operating system errors in the driver: a line with the path and the remedy; a rerun repairs the record."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ def test_a_record_that_cannot_be_written_is_named(prep: Prep, shard_set: ShardSe
             ran = chunk_again(prep, shard_set.data, status=status)
         assert f"{path}" in ran.stderr and os.strerror(error) in ran.stderr
         assert "Traceback" not in ran.stderr
-        # A layout that is missing is said to be rebuilt.
+        # A missing layout adds a line that says that it is rebuilt.
         assert len(messages(ran.stderr)) == status + record.startswith("layout")
     chunk_again(prep, shard_set.data, status=0)
     assert contents(shard_set.data) == before
@@ -44,7 +44,7 @@ def test_a_record_that_cannot_be_read_is_named_and_kept(
 ) -> None:
     path = next(shard_set.data.glob(record))
     kept = path.rename(tmp_path / "kept")
-    path.mkdir()  # what reads it gets an error, also where this user may read everything
+    path.mkdir()  # reading a folder fails even for a user who may read every file
     ran = chunk_again(prep, shard_set.data, status=status)
     output = ran.stdout + ran.stderr
     assert f"{path}" in output and "this path is a folder, not a file; remove it or move it away" in output

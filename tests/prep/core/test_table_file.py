@@ -1,4 +1,4 @@
-"""Tables that check themselves: read as written, or refused."""
+"""Tests of tables that check themselves: they are read as written, or rejected."""
 
 from pathlib import Path
 
@@ -82,4 +82,4 @@ def test_an_expected_column_is_returned_if_it_is_the_stored_one(tmp_path: Path) 
     assert read["name"].equals(TABLE["name"])
     _with_other_column(path, "number")
     with pytest.raises(ValueError, match="the checksum of number"):
-        read_table_file(path, schema=TABLE.schema, expected={"number": TABLE["number"]})  # what a run has to repair
+        read_table_file(path, schema=TABLE.schema, expected={"number": TABLE["number"]})

@@ -1,4 +1,7 @@
-"""A failure that lies in a file fails one run; later runs count it until it changes. What `prep status` calls next."""
+"""Tests of failures that lie in a file: they fail one run, and later runs only count them until the file changes.
+
+Also tests which command `prep status` recommends next.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +19,7 @@ LEN = ("--len", "1s", "--preset", "ultrafast", "--short-side", "32", "--engine",
 
 @pytest.fixture
 def videos(tmp_path: Path, write_video: Callable[..., Path]) -> Path:
-    """A video, a truncated one and a text."""
+    """Write a video, a truncated video and a text file."""
     whole = write_video(tmp_path / "videos" / "whole.mp4", seconds=1)
     (tmp_path / "videos" / "cut.mp4").write_bytes(whole.read_bytes()[:3000])
     (tmp_path / "videos" / "text.mp4").write_text("not a video")
@@ -44,7 +47,7 @@ def test_every_failure_fails_one_run_and_the_nightly_runs_after_it_count_it(
     night(0)
     (videos / "short.mp4").write_text("not a video either")
     assert "failed, within --max-failures 1: 1 of 5 videos" in night(0, "--max-failures", 1).stderr
-    for _ in range(2):  # it was asked for
+    for _ in range(2):  # the retry was requested
         assert "failed: 3 of 5 videos;" in prep_here("retry", "--data", data, *LEN[-4:], status=1).stderr
 
 
@@ -85,7 +88,7 @@ def test_status_has_no_next_training_while_a_plan_has_work(videos: Path, tmp_pat
     assert next_command().startswith("prep chunk ")
     run()
     whole = (videos / "whole.mp4").read_bytes()
-    (videos / "cut.mp4").write_bytes(whole)  # repaired
+    (videos / "cut.mp4").write_bytes(whole)  # the file is repaired
     assert next_command().startswith("prep chunk ")
     run()
     (videos / "cut.mp4").unlink()

@@ -1,4 +1,7 @@
-"""One cluster for the tests of all files, which takes work only with a token, as the documentation teaches."""
+"""Cluster that the tests of all files share.
+
+It accepts work only with a token, as the documentation recommends.
+"""
 
 import os
 import secrets
@@ -13,16 +16,16 @@ from clipmill.prep.engines.ray import import_ray
 from tests.conftest import ROOT
 from tests.prep.running import MARK, processes
 
-# Ray reads them once in a process, when it is imported.
+# Ray reads these variables once per process, when it is imported.
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-# A head without what only a user would look at: each of these is a process.
+# Head without the services that only a user would look at; each of them is a process.
 HEAD = {"num_cpus": 1, "include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
-_open, _heads = ExitStack(), list[Any]()  # the shared cluster, once a test has asked for it
+_open, _heads = ExitStack(), list[Any]()  # the shared cluster, after the first test that uses it
 
 
 @contextmanager
 def mark_processes() -> Iterator[str]:
-    """A mark in the environment of the cluster's processes, which are to see a dead node soon."""
+    """Set a mark in the environment of the cluster's processes, and let them detect a dead node quickly."""
     mark = secrets.token_hex(8)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
@@ -39,7 +42,10 @@ def mark_processes() -> Iterator[str]:
 
 @contextmanager
 def cluster_of(head: dict[str, Any], *, shutdown_at_exit: bool = True) -> Iterator[Any]:
-    """A cluster that begins with a head node; only the main thread may ask for its end with the process."""
+    """Start a cluster with only a head node.
+
+    Only the main thread may request that the cluster stops when the process exits.
+    """
     import_ray()
     from ray.cluster_utils import Cluster
 
@@ -53,14 +59,14 @@ def cluster_of(head: dict[str, Any], *, shutdown_at_exit: bool = True) -> Iterat
 
 @pytest.fixture
 def mark() -> Iterator[str]:
-    """The mark of the nodes that a test adds, or of a Ray of its own."""
+    """Return the mark of the nodes that a test adds, or of its own Ray instance."""
     with mark_processes() as mark:
         yield mark
 
 
 @pytest.fixture
 def cluster(mark: str) -> Iterator[Any]:
-    """A shared head of one CPU, and the nodes that a test adds, which have its mark."""
+    """Return the shared head with one CPU; nodes that a test adds carry its mark."""
     if not _heads:
         _heads.append(_open.enter_context(cluster_of(HEAD)))
     (head,) = _heads
@@ -71,7 +77,7 @@ def cluster(mark: str) -> Iterator[Any]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
-    """End the cluster after the last test of this folder: its processes are busy as long as they live."""
+    """Stop the cluster after the last test of this folder, because its processes keep the CPU busy."""
     if nextitem is None or nextitem.path.parent != Path(__file__).parent:
         _open.close()
         _heads.clear()

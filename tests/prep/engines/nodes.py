@@ -1,4 +1,4 @@
-"""Nodes of a cluster that see other files than the rest of the machine: mounts that only their processes have."""
+"""Cluster nodes that see different files than the rest of the machine, through private mounts of their processes."""
 
 import ctypes
 import subprocess
@@ -7,17 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-_CLONE_NEWNS = 0x00020000  # of <sched.h>; `os.unshare` comes with Python 3.12
+_CLONE_NEWNS = 0x00020000  # from <sched.h>; `os.unshare` requires Python 3.12
 
 
 def may_mount() -> bool:
-    """Return True if a process may have mounts of its own."""
+    """Return True if a process may create private mounts."""
     command = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def add_node_with(cluster: Any, mounts: Sequence[Sequence[object]], *, environment: Mapping[str, str]) -> Any:
-    """Add a node of one CPU after some mounts that no other process sees."""
+    """Add a node with one CPU and with mounts that other processes do not see."""
 
     def start() -> Any:
         assert ctypes.CDLL(None).unshare(_CLONE_NEWNS) == 0
@@ -25,16 +25,16 @@ def add_node_with(cluster: Any, mounts: Sequence[Sequence[object]], *, environme
             subprocess.run(["mount", *map(str, words)], check=True)
         return cluster.add_node(num_cpus=1, env_vars=dict(environment))
 
-    with ThreadPoolExecutor(1) as thread:  # which can have mounts of its own, and hands them on
+    with ThreadPoolExecutor(1) as thread:  # a thread can have private mounts, which its children inherit
         return thread.submit(start).result()
 
 
 def write_failing_program(path: Path, program: Path, *, ending: str, num_good: int) -> Path:
-    """Write a program that does what another one does for some calls, and then ends in a way of its own.
+    """Write a program that forwards some calls to another program, and then ends in a given way.
 
     Args:
-        ending: line of a shell.
-        num_good: number of calls before; those for the version do not count.
+        ending: Shell line that ends the program.
+        num_good: Number of forwarded calls; calls for the version do not count.
     """
     log = path.with_suffix(".log")
     log.touch()

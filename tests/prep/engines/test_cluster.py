@@ -1,4 +1,4 @@
-"""Clusters of nodes that die while they work, or must not work at all."""
+"""Tests of clusters with nodes that die during their work, or that must not work at all."""
 
 import ipaddress
 import os
@@ -32,7 +32,7 @@ SETTINGS = ("--len", "500ms", "--preset", "veryslow")
 
 @dataclass(frozen=True)
 class Listening:
-    """A socket that listens, and the program that holds it."""
+    """Listening socket, and the program that holds it."""
 
     host: str
     port: int
@@ -40,7 +40,7 @@ class Listening:
 
 
 def listening_sockets(driver: int) -> list[Listening]:
-    """The TCP sockets that a process and all of its descendants listen on."""
+    """Return the TCP sockets that a process and all of its descendants listen on."""
     parents = {pid: parent for pid, parent, _ in running_processes()}
     family = {driver}
     while more := {pid for pid, parent in parents.items() if parent in family} - family:
@@ -57,7 +57,7 @@ def listening_sockets(driver: int) -> list[Listening]:
                 addresses[f"socket:[{inode}]"] = str(mapped or address), int(port, 16)
     sockets = []
     for pid in family:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             program = Path("/proc", str(pid), "cmdline").read_text().partition("\0")[0]
             for descriptor in Path("/proc", str(pid), "fd").iterdir():
                 if (address_of := addresses.get(str(descriptor.readlink()))) is not None:
@@ -99,8 +99,8 @@ AddNode = Callable[..., None]
 
 @pytest.fixture
 def add_node(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> AddNode:
-    """Adds a node of one CPU after some mounts that no other process sees."""
-    # Only the main thread may say what to do at the end. The nodes end with the head at the latest.
+    """Return a function that adds a node with one CPU and with mounts that other processes do not see."""
+    # Only the main thread may choose what happens at exit. The nodes stop with the head at the latest.
     monkeypatch.setattr(cluster, "_shutdown_at_exit", False)
 
     def add(*mounts: Sequence[object], **environment: str) -> None:
@@ -110,13 +110,13 @@ def add_node(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> AddNode:
 
 
 def require_private_mounts() -> None:
-    """Skips where a process may not have mounts of its own."""
+    """Skip the test where a process may not create private mounts."""
     if not may_mount():
-        pytest.skip("mounts of one process alone are not permitted here")
+        pytest.skip("private mounts are not permitted here")
 
 
 def other_source(folder: Path) -> Path:
-    """A copy of the packages that differs from this one in a comment."""
+    """Copy the packages with a changed comment."""
     for package in ("manifests", "shards", "prep"):
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     with (folder / "prep" / "spans.py").open("a") as file:
@@ -130,7 +130,7 @@ def test_nodes_that_cannot_do_the_work_are_named_and_get_none(
 ) -> None:
     require_private_mounts()
     videos, data = tmp_path / "videos", tmp_path / "data"
-    for number in range(4):  # of a shard each, so that each node would get one
+    for number in range(4):  # one shard per video, so that each node would get a shard
         write_video(videos / f"{number}.mp4", seconds=1.6, first_number=1000 * number)
     manifest(data, videos)
     settings = ("--len", "100ms", "--preset", "ultrafast")
@@ -140,7 +140,7 @@ def test_nodes_that_cannot_do_the_work_are_named_and_get_none(
     arguments = ("--json", *settings)
     add_node(["-t", "tmpfs", "tmpfs", data])
 
-    # A data folder that the driver alone sees.
+    # The data folder is visible only to the driver.
     alone = tmp_path / "alone"
     alone.mkdir()
     command = [sys.executable, "-m", "clipmill.prep.cli", *map(str, ("chunk", "--data", alone, *arguments))]
@@ -154,7 +154,7 @@ def test_nodes_that_cannot_do_the_work_are_named_and_get_none(
     assert "Traceback" not in ended.stderr and list(alone.iterdir()) == []
 
     copy = other_source(tmp_path / "copy")
-    # Ray lets workers see the modules that the driver sees, where they are.
+    # Ray's workers import modules from the paths where the driver has them.
     add_node(["--bind", copy / "prep", ROOT / "prep"])
     add_node(*(["-t", "tmpfs", "tmpfs", ROOT / package] for package in ("manifests", "shards", "prep")))
 
@@ -177,7 +177,7 @@ def test_a_node_that_fails_what_others_do_is_named_and_left_out(
 ) -> None:
     require_private_mounts()
     videos, data, scratch = tmp_path / "videos", tmp_path / "data", tmp_path / "scratch"
-    for number in range(8):  # of a shard each
+    for number in range(8):  # one shard per video
         write_video(videos / f"{number}.mp4", seconds=1.6, first_number=1000 * number)
     manifest(data, videos)
     scratch.mkdir()
@@ -189,7 +189,7 @@ def test_a_node_that_fails_what_others_do_is_named_and_left_out(
     assert "its tasks fail, but succeed on other nodes: disk_full: " in full["reason"]
     assert f"{full['place']} is excluded from the run: " in ran.stderr
 
-    # A command without the token is refused, and what continues the run uses the same cluster.
+    # A command without the token is rejected, and the command that continues the run uses the same cluster.
     next(data.glob("video/*/commits/*.json")).unlink()
     error = prep("retry", "--data", data, status=2, RAY_AUTH_TOKEN="0" * 64).error
     assert error == f'the Ray cluster at "{cluster.address}" requires a different token'
@@ -224,7 +224,7 @@ def test_ray_that_does_not_start_in_time_is_given_up(monkeypatch: pytest.MonkeyP
 
 
 class EndsAtTheStart:
-    """An engine that ends its process, as Ray does if its own server does not answer."""
+    """Engine that exits the process, as Ray does if its own server does not respond."""
 
     def run(self, *arguments: object, **options: object) -> Iterator[None]:
         yield os._exit(1)
@@ -264,7 +264,7 @@ def test_a_cluster_that_is_lost_is_one_line(
     assert "finished work is kept" in lines[0]
 
 
-# A client of an address, as another user of this machine would start it.
+# Client of an address, as another user of this machine could start it.
 CLIENT = "import sys, ray; ray._raylet.GcsClient(address=sys.argv[1])"
 
 
@@ -276,7 +276,7 @@ def test_private_ray_listens_to_nobody_else_and_leaves_nothing(
         write_video(tmp_path / "videos" / f"{name}.mp4", seconds=seconds)
     data = tmp_path / "data"
     manifest(data, tmp_path / "videos")
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # the paths of sockets must be short
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # paths of sockets must be short
         run = start("chunk", "--data", data, "--engine", "ray", "--workers", 1, *SETTINGS, RAY_TMPDIR=folder)
         wait_until(lambda: list(data.glob("video/*/commits/*.json")) or run.poll() is not None)
         sockets = listening_sockets(run.pid)
@@ -297,5 +297,5 @@ def test_private_ray_listens_to_nobody_else_and_leaves_nothing(
         wait_until(lambda: not list(processes(mark)))
         wait_until(lambda: not list(Path(folder).iterdir()))
     assert list(data.glob("video/*/commits/*.json"))
-    # What continues the run names its engine.
+    # The command that continues the run names its engine.
     assert " --engine ray --data " in prep_here("status", "--data", data).stdout.splitlines()[-1]

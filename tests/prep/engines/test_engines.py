@@ -1,4 +1,4 @@
-"""What both engines promise to functions that keep something, such as a model, from one task to the next."""
+"""Tests of what both engines guarantee to functions that keep an object, such as a model, between tasks."""
 
 import functools
 import multiprocessing
@@ -21,7 +21,10 @@ NUM_TASKS = 12
 
 @dataclass(frozen=True)
 class Task:
-    """`deadly` kills its worker always, `risky` once; the others tell who did them and how often that one loaded."""
+    """Task that returns its worker and how often that worker loaded.
+
+    A `deadly` task always kills its worker, and a `risky` task kills it once.
+    """
 
     number: int
     folder: Path
@@ -61,7 +64,7 @@ def private_ray() -> Engine:
 def test_workers_keep_what_they_loaded_and_outlive_each_other(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray on a cluster: test_ray.py."""
+    """Test the process engine; test_ray.py tests Ray on a cluster."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     check_workers(engine, tmp_path)
 
@@ -79,7 +82,7 @@ def check_workers(engine: Engine, tmp_path: Path) -> None:
     assert all(result[0] == number for number, result in done.items() if result is not None)
     loaded = list(tmp_path.glob("loaded-*"))
     assert {path.read_text() for path in loaded} == {"x"}
-    assert len(loaded) <= 2 + 1 + 3  # two workers, and one for each that died
+    assert len(loaded) <= 2 + 1 + 3  # two workers, and a new one after each death
 
 
 def answer_late(parent_end: Path) -> str:
@@ -96,7 +99,7 @@ def test_a_worker_whose_driver_is_gone_when_it_answers_ends_in_silence(
     worker.start()
     theirs.close()
     ours.send(tmp_path / "gone")
-    ours.close()  # as the kernel closes the pipe of a killed driver, before it kills the worker
+    ours.close()  # the kernel closes the pipe of a killed driver before it kills the worker
     (tmp_path / "gone").touch()
     worker.join(60)
     assert worker.exitcode == 0 and capfd.readouterr().err == ""

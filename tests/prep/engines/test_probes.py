@@ -1,4 +1,4 @@
-"""Sources probed in the workers of an engine: the results of a probe on this machine, whatever happens to a worker."""
+"""Tests of probes in the workers of an engine: their results equal local probes, whatever happens to a worker."""
 
 import multiprocessing
 import os
@@ -25,18 +25,18 @@ __all__ = ["leasable"]
 
 
 def on_workers(check: Check | None = None) -> Run:
-    """Runs probes in two worker processes."""
+    """Run probes in two worker processes."""
     return lambda tasks: ProcessEngine(num_workers=2).run(probe_group, tasks, check=check)
 
 
 def worker_readers() -> list[int]:
-    """The readers of the workers of this process."""
+    """Return the readers of this process's workers."""
     return [reader for worker in multiprocessing.active_children() for reader in readers(int(worker.pid or 0))]
 
 
 @pytest.fixture
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks of two sources, so that few sources are many tasks."""
+    """Limit tasks to two sources, so that a few sources make many tasks."""
     monkeypatch.setattr(probe_processes, "MAX_SOURCES", 2)
 
 
@@ -44,7 +44,7 @@ def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_probes_of_workers_are_those_of_one_process(
     tmp_path: Path, write_video: Callable[..., Path], bucket: str
 ) -> None:
-    """A worker without access to the bucket is to blame for what it cannot read, not the sources."""
+    """If a worker has no access to the bucket, the worker is at fault, not the sources."""
     good = write_video(tmp_path / "videos" / "good.mp4", seconds=1)
     stream, cut = good.with_name("stream.ts"), good.with_name("cut.mp4")
     subprocess.run([find_ffmpeg().path, "-v", "error", "-i", good, "-c", "copy", stream], check=True)
@@ -83,7 +83,7 @@ def test_a_source_whose_reader_is_killed_in_a_worker_is_read_by_the_command(
     )
     with lease(held):
         probing.start()
-        for _ in range(3):  # beside others, and twice alone
+        for _ in range(3):  # once next to other sources, and twice alone
             end_waiting(signal.SIGKILL, worker_readers)
         end_waiting(signal.SIGKILL, lambda: readers(os.getpid()))
     probing.join(timeout=60)

@@ -1,4 +1,4 @@
-"""The Ray engine on a cluster: what nodes are asked for, names, waiting, retries, versions.
+"""Tests of the Ray engine on a cluster: requested resources, names, waiting, retries, versions.
 
 The tests share a head with one CPU, to which they add nodes.
 """
@@ -35,7 +35,7 @@ __all__ = ["leasable"]
 
 @pytest.fixture(scope="module")
 def listing() -> Iterator[Any]:
-    """A cluster whose dashboard lists its tasks and workers."""
+    """Start a cluster whose dashboard lists its tasks and workers."""
     with socket.socket() as listener:  # the default port may be in use
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -45,7 +45,7 @@ def listing() -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Task:
-    """`slow` and `deadly` tasks misbehave in their first attempt."""
+    """Task that misbehaves in its first attempt if it is `slow` or `deadly`."""
 
     number: int
     folder: Path
@@ -55,7 +55,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how a task ran."""
+    """Process and resources with which a task ran."""
 
     pid: int
     node: str
@@ -122,7 +122,7 @@ def test_workers_that_wait_for_room_tell_an_autoscaler_what_is_missing(listing: 
         if pending and (tmp_path / "slow").exists():
             break
     running.close()
-    assert len(pending) == 1  # the other CPU that there would be room for
+    assert len(pending) == 1  # the worker for which a second CPU would be free
 
 
 @pytest.mark.nightly
@@ -142,7 +142,7 @@ def test_gpus_that_are_still_to_come_are_awaited_and_shared(cluster: Any, tmp_pa
             node = cluster.add_node(num_cpus=8, num_gpus=1)
     assert len(outcomes) == 8
     assert {(place.gpus, place.threads) for place in outcomes} == {("0", 4)}
-    assert len({place.pid for place in outcomes}) <= 2  # two workers of half a GPU
+    assert len({place.pid for place in outcomes}) <= 2  # two workers with half a GPU each
     assert count_cluster_gpus(cluster.address) == 1
     cluster.remove_node(node)
 
@@ -177,7 +177,7 @@ def die_on_a_bad_node(task: Task) -> int:
     if ray.get_runtime_context().get_node_id() == (task.folder / "bad-node").read_text():
         (task.folder / f"died-{task.number}").touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    wait_until(lambda: len(list(task.folder.glob("died-*"))) >= 2, seconds=240)  # so that the bad node gets its tasks
+    wait_until(lambda: len(list(task.folder.glob("died-*"))) >= 2, seconds=240)  # the bad node gets tasks
     return task.number
 
 
@@ -185,7 +185,7 @@ def die_on_a_bad_node(task: Task) -> int:
 def test_a_node_whose_workers_die_gets_no_further_tasks(cluster: Any, tmp_path: Path) -> None:
     node = cluster.add_node(num_cpus=1)
     (tmp_path / "bad-node").write_text(node.node_id)
-    # With one attempt more, a task is lost that has died on the bad node twice.
+    # With one more attempt, a task that died on the bad node twice would be lost.
     engine = RayEngine(num_workers=2, address=cluster.address, execution=Execution(task_retries=1))
     events = list(engine.run(die_on_a_bad_node, [Task(number, tmp_path) for number in range(6)]))
     numbers = [event.result for event in events if isinstance(event, Outcome) and event.result is not None]
@@ -201,7 +201,7 @@ def test_a_task_is_not_to_blame_for_the_loss_of_its_node(cluster: Any, tmp_path:
     engine = RayEngine(
         num_workers=1,
         address=cluster.address,
-        need=Need(2, 0, 0),  # more than the head has
+        need=Need(2, 0, 0),  # more CPUs than the head has
         execution=Execution(task_retries=0),
     )
     results, notices = list[Any](), list[str]()
@@ -211,7 +211,7 @@ def test_a_task_is_not_to_blame_for_the_loss_of_its_node(cluster: Any, tmp_path:
         elif not is_lost and (tmp_path / "slow").exists():
             cluster.remove_node(node, allow_graceful=False)
             is_lost = True
-        elif notices and not cluster.worker_nodes:  # the engine has noticed it, seconds later
+        elif notices and not cluster.worker_nodes:  # the engine notices the loss some seconds later
             cluster.add_node(num_cpus=2)
     assert len(results) == 1 and results[0] is not None
     for node in list(cluster.worker_nodes):
@@ -220,7 +220,7 @@ def test_a_task_is_not_to_blame_for_the_loss_of_its_node(cluster: Any, tmp_path:
 
 @pytest.mark.nightly
 def test_all_nodes_probe_the_sources_of_a_run(cluster: Any, leasable: Path, write_video: Callable[..., Path]) -> None:
-    """A lease on their only file holds all probes up, so that the processes that wait for it show where they run."""
+    """A lease on the only file delays all probes, so that the waiting processes show where they run."""
     videos, data = leasable / "videos", leasable / "data"
     video = write_video(videos / "0.mp4", seconds=1)
     for number in range(1, 130):
@@ -240,7 +240,7 @@ def test_all_nodes_probe_the_sources_of_a_run(cluster: Any, leasable: Path, writ
 
 
 def nodes_of_probes(driver: int) -> set[int]:
-    """The raylets below which a source is waited for; none if the driver itself waits for one."""
+    """Return the raylets whose descendants wait for a source; an empty set if the driver itself waits for one."""
     parents = {pid: parent for pid, parent, _ in running_processes()}
     raylets = {pid for pid in parents if (ray := running(pid)) and Path(ray.arguments[0]).name == "raylet"}
     node_ids = set()
@@ -314,7 +314,7 @@ def test_a_run_works_on_the_cluster_of_its_environment_or_job(monkeypatch: pytes
 
 
 def test_a_private_ray_is_given_a_token_and_the_loopback_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's behaviour with these settings is tested by `test_cluster.py`, every night."""
+    """test_cluster.py tests Ray's behaviour with these settings every night."""
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
         monkeypatch.setenv(name, "of the user")
 

@@ -1,8 +1,8 @@
-"""Caches of trainers hold what the columns hold, by the trainers' own definitions of names, keys and scaling.
+"""Tests that caches of trainers hold the contents of the columns, with the trainers' own names, keys and scaling.
 
-None of the trainers can be installed as a package. What they do with the files is written out here: musubi-tuner's
-`VideoDataset.prepare_for_training` and `BucketBatchManager`, the `forward` of finetrainers' model specifications, and
-diffusion-pipe's `Cache` and the order of its `SizeBucketDataset`.
+None of the trainers can be installed as a package. These tests therefore contain the code that reads the files: musubi-
+tuner's `VideoDataset.prepare_for_training` and `BucketBatchManager`, the `forward` of finetrainers' model
+specifications, and diffusion-pipe's `Cache` and the order of its `SizeBucketDataset`.
 """
 
 import json
@@ -33,7 +33,7 @@ from tests.train.tiny_data import Caption
 
 MEAN, STD, SCALE = [0.1, -0.2, 0.3, 0.0], [0.5, 1.5, 2.0, 0.7], 0.8
 CAPTIONS = {"long": ["a dog runs", "a cat"], "short": ["the end"], "silent": []}
-SHAPE = (2, 4, 3, 4, 4)  # two segments of a second and of 9 frames at 8 fps
+SHAPE = (2, 4, 3, 4, 4)  # two segments of one second each, with 9 frames at 8 fps
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,10 @@ def write(data: Path, kind: str, **recipe: Any) -> Written:
 
 
 def expected_segments(data: Path) -> list[tuple[str, torch.Tensor, str]]:
-    """Name, stored latents and caption of every segment: the caption of a second is that which spans it."""
+    """Return the name, stored latents and caption of every segment.
+
+    The caption is the one whose span covers the segment.
+    """
     segments_by_name = []
     for name, start, second, caption in (
         ("long", 0, 0, "a dog runs"),
@@ -152,7 +155,7 @@ def test_segments_and_captions_of_another_split_are_left_out(tmp_path: Path) -> 
 def test_finetrainers_samples_and_normalises_to_what_is_stored(
     texts: Path, tmp_path: Path, kind: str, mask: str | None
 ) -> None:
-    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution  # which takes seconds
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution  # this import takes seconds
 
     write(texts, kind)
     prep_here("export", "finetrainers", tmp_path / "out", "--data", texts)
@@ -162,7 +165,7 @@ def test_finetrainers_samples_and_normalises_to_what_is_stored(
         item = torch.load(folder / f"latent-{number}.pt", weights_only=True)
         is_cog = kind == "AutoencoderKLCogVideoX"
         parameters = item["latents"].float()
-        if kind == "AutoencoderKLWan":  # normalises the parameters and not the sample
+        if kind == "AutoencoderKLWan":  # this class normalises the parameters, not the sample
             shift, factor = (item[name].view(1, -1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
             parameters = torch.cat([(half - shift) * factor for half in parameters.chunk(2, dim=1)], dim=1)
         sample = DiagonalGaussianDistribution(parameters.transpose(1, 2) if is_cog else parameters).sample()[0]
@@ -183,10 +186,10 @@ def test_finetrainers_samples_and_normalises_to_what_is_stored(
 
 
 def items(folder: Path) -> list[dict[str, Any]]:
-    """The items of a cache of diffusion-pipe."""
+    """Return the items in a cache of diffusion-pipe."""
     contents = []
     with closing(sqlite3.connect(folder / "metadata.db")) as database:
-        assert not database.execute("SELECT value FROM fingerprint").fetchall(), "the trainer enters its own"
+        assert not database.execute("SELECT value FROM fingerprint").fetchall(), "the trainer adds its own fingerprint"
         for shard, number in database.execute("SELECT shard, shard_index FROM items").fetchall():
             offset, size = database.execute(f"SELECT offset, size FROM shard_{shard}").fetchall()[number]
             content = (folder / f"shard_{shard}.bin").read_bytes()[offset : offset + size]
@@ -222,7 +225,7 @@ def test_diffusion_pipe_pairs_latents_with_their_captions(
     assert [(item["image_spec"], item["caption"]) for item in listed] == [
         ([None, f"{name}.mp4"], [caption]) for name, _, caption in segments
     ]
-    shuffled = [2, 0, 1]  # three by the seed of (1.0, 32, 32, 9), as the library `datasets` 5.2.0 shuffles them
+    shuffled = [2, 0, 1]  # order of three items with the seed of (1.0, 32, 32, 9) in `datasets` 5.2.0
     for number, item in zip(shuffled, items(cache / "cache_1.000x32x32x9" / "latents"), strict=True):
         assert torch.equal(item["latents"], segments[number][1]) and item["mask"] is None
     folder = cache / "ar_frames_1.000_9" / "text_embeddings_1"
@@ -251,7 +254,7 @@ def test_a_rerun_for_diffusion_pipe_links_shards_and_writes_again_what_the_train
     assert "nothing to do" in prep_here(*line).stdout
     text, latents = sorted((tmp_path / "out").rglob("*.bin"))
     inode = latents.stat().st_ino
-    text.unlink()  # as the trainer deletes a cache whose fingerprint differs
+    text.unlink()  # the trainer deletes a cache whose fingerprint differs
     order = latents.parent / "iteration_order"
     order.write_text("of the trainer")
     (tmp_path / "out" / "train.toml").write_text("of the user")

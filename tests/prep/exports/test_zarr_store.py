@@ -1,4 +1,4 @@
-"""`prep export zarr`: the three arrays of the document hold what the columns hold."""
+"""Tests of `prep export zarr`: the three arrays of the document hold the contents of the columns."""
 
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,12 @@ def written_data(tmp_path: Path) -> Written:
 
 
 def open_store(store_dir: Path) -> Any:
-    """The store, by zarr itself."""
+    """Open the store with zarr itself."""
     return zarr.open_group(store_dir, mode="r")
 
 
 def expected_arrays(written: Written) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The arrays, from what was written."""
+    """Return the expected arrays, computed from the written data."""
     chunks = {"a": ("a_000000000", "a_000015000"), "b": ("b_000000000",), "c": ("c_000000000", "c_000015000")}
     frames, of_video = [], []
     for number, keys in enumerate(chunks.values()):
@@ -123,7 +123,7 @@ def test_segments_with_seconds_of_another_split_are_left_out(tmp_path: Path) -> 
     for split, segments, row in (("train", [0, 2], 0), ("val", [], 1)):
         store_dir = tmp_path / f"{split}.zarr"
         line = ("export", "zarr", store_dir, "--data", written.data_dir, "--split", split)
-        if not segments:  # the second segment begins in a second of train
+        if not segments:  # the second segment starts within a second of train
             assert "no segment of 5s of split 'val'" in prep_here(*line, status=2).error
             prep_here(*line, "--segment", "1s")
             array, segments = written.latents["b_000000000"].reshape(15, 4, *array.shape[2:]), [6, 7, 8, 9]

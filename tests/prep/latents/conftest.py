@@ -1,4 +1,4 @@
-"""VAEs as a user would bring them, and latents made in this process."""
+"""VAEs as a user would provide them, and latents made in this process."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,33 +24,36 @@ from tests.prep.here import Here
 
 
 def autoencoder_kl() -> Any:
-    """The class, whose types say nothing of its methods, and whose import takes seconds."""
+    """Import the class, which takes seconds.
+
+    Its type annotations do not cover its methods.
+    """
     from diffusers import AutoencoderKL
 
     return AutoencoderKL
 
 
 def make(data: Path, *, batch: int = 16, num_threads: int = 2, **settings: Any) -> Summary:
-    """`prep latents` of `data`, by the tiny VAE at 64 pixels where `settings` say nothing else."""
+    """Make the latents of `data`, by default with the tiny VAE at 64 pixels."""
     with writing(data, column=LATENTS):
         options = EncoderOptions(device="cpu", batch=batch, num_threads=num_threads)
         return execute(chunk_job(COLUMN, plan(data, **settings), options=options), Here())
 
 
 def plan(data: Path, **settings: Any) -> ChunksPlan:
-    """The plan of `prep latents` of `data`, by the tiny VAE at 64 pixels where `settings` say nothing else."""
+    """Plan the latents of `data`, by default with the tiny VAE at 64 pixels."""
     given = LatentsSettings(**{"vae": "tiny", "size": 64, **settings})
     planned: Any = work_of(COLUMN).plan(data, given, Request(data=data))
     return planned
 
 
 def recipe(video: str, **settings: Any) -> Recipe[LatentsSettings]:
-    """The recipe of `prep latents` for a variant of video."""
+    """Return the recipe of `prep latents` for a variant of video."""
     return resolve(COLUMN, WORK, LatentsSettings(**settings), video=video)
 
 
 def video(data: Path) -> str:
-    """The current variant of video."""
+    """Return the current variant of video."""
     name = current_variant(data, VIDEO)
     assert name is not None
     return name
@@ -58,7 +61,7 @@ def video(data: Path) -> str:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random VAE with attention, saved as diffusers saves them."""
+    """Save a random VAE with attention, as diffusers saves it."""
     folder = tmp_path_factory.mktemp("vae") / "random-kl-f8"
     torch.manual_seed(0)
     model = autoencoder_kl()(
@@ -74,7 +77,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
-    """The number of torch's threads is the process's; other tests shall find theirs."""
+    """Restore the number of torch's threads, which is global to the process."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

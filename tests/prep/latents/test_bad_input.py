@@ -1,4 +1,4 @@
-"""Weights that are missing, wrong or broken, and chunks that are damaged: named, counted, never stored."""
+"""Tests of missing, wrong and broken weights, and of damaged chunks: each is reported and counted, never stored."""
 
 import json
 import math
@@ -22,7 +22,7 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 @pytest.fixture
 def copy(checkpoint: Path, tmp_path: Path) -> Path:
-    """A copy of the checkpoint that a test may damage."""
+    """Return a copy of the checkpoint that a test may damage."""
     folder = tmp_path / "copy"
     folder.mkdir()
     for path in checkpoint.iterdir():
@@ -51,7 +51,7 @@ def test_without_a_network_a_model_is_looked_for_in_the_cache_alone(
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
-    # A request would be made, and repeated, if the client were not told.
+    # The client would otherwise send a request, and retry it.
     monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
     assert error(prep, shard_set, "--vae", "some-owner/some-vae") == (
         'the VAE "some-owner/some-vae" cannot be downloaded from the Hugging Face Hub: hub.invalid cannot be resolved, '
@@ -107,7 +107,7 @@ def test_numbers_that_are_not_finite_are_named_and_not_stored(prep: Prep, shard_
         *(f"short_{start:09d}" for start in (0, 2000)),
     }
     assert list((shard_set.data / "latents").rglob("*.tar")) == []
-    assert make(shard_set.data, vae=str(copy)).num_shards_made == 0  # weights do not heal
+    assert make(shard_set.data, vae=str(copy)).num_shards_made == 0  # damaged weights fail again
     text = prep("status", "--data", shard_set.data).stdout
     assert "5 x not_finite of latents" in text and "failures.jsonl" in text
     retry = ("retry", "--column", "latents", "--engine", "processes", "--only", "not_finite", "--data", shard_set.data)
@@ -137,7 +137,7 @@ def test_a_vae_of_sixteen_channels_and_a_shift_is_stored_as_it_is(shard_set: Sha
     model = autoencoder_kl()(
         block_out_channels=[4, 8], norm_num_groups=2, latent_channels=16, shift_factor=0.1, scaling_factor=0.5, **blocks
     )
-    # A pipeline keeps its VAE in a folder of its own.
+    # A pipeline keeps its VAE in a separate folder.
     model.save_pretrained(tmp_path / "pipeline" / "vae")
     assert make(shard_set.data, vae=str(tmp_path / "pipeline")).num_chunks == 5
     latents = Variant.open(shard_set.data, column="latents")

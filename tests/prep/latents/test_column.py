@@ -1,4 +1,4 @@
-"""`prep latents` end to end: what is stored is what the VAE makes of the right frames, under the keys of video."""
+"""End-to-end tests of `prep latents`: the VAE's output for the right frames is stored under the keys of video."""
 
 import json
 from io import BytesIO
@@ -20,7 +20,7 @@ from tests.prep.sets import ShardSet
 
 
 def stored_latents(shard_set: ShardSet) -> dict[str, np.ndarray]:
-    """Every sample by its key."""
+    """Return every sample by its key."""
     latents = Variant.open(shard_set.data, column="latents")
     return {
         sample["__key__"]: np.load(BytesIO(sample["latents.npy"]), allow_pickle=False) for sample in latents.iterate()
@@ -28,7 +28,9 @@ def stored_latents(shard_set: ShardSet) -> dict[str, np.ndarray]:
 
 
 def plain_loop(shard_set: ShardSet, model: Any, *, random: bool = False) -> dict[str, np.ndarray]:
-    """The same by a loop that knows nothing of clipmill's encoder: decode all, crop, resize, encode one by one."""
+    """Compute the same with a loop that shares no code with the encoder: decode all frames, crop, resize, encode one by
+    one.
+    """
     video = Variant.open(shard_set.data)
     rows: dict[str, list[int]] = {}
     for shard in Variant.open(shard_set.data, column="latents").shards():

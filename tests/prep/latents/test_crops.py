@@ -1,4 +1,4 @@
-"""One square for all frames of a segment, a function of settings, key and size."""
+"""Tests of the crop: one square for all frames of a segment, determined by settings, key and size."""
 
 import pytest
 

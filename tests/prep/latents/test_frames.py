@@ -1,4 +1,4 @@
-"""Which frames are encoded, and that skipping the others changes nothing."""
+"""Tests of which frames are encoded; skipping the other frames changes nothing."""
 
 from collections.abc import Callable
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""Commands that `prep` prints name weights by a path that can be run, and settings differ only where values do."""
+"""Tests that printed commands contain valid paths of weights, and that settings differ only if their values differ."""
 
 import shlex
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a second run makes again: what changed, and nothing else."""
+"""Tests that a second run makes only the changed samples again."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def test_compressed_latents_are_the_same_files_smaller_and_are_made_again_where_
 ) -> None:
     make(shard_set.data)
     plain = Variant.open(shard_set.data, column="latents")
-    assert "compression" not in plain.recipe, "a variant without compression keeps the name that it has had"
+    assert "compression" not in plain.recipe, "the name of a variant without compression must not change"
     make(shard_set.data, compression="zstd")
     packed = Variant.open(shard_set.data, column="latents")
     assert packed.directory != plain.directory and packed.recipe["compression"] == "zstd"

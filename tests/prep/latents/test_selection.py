@@ -1,4 +1,4 @@
-"""`prep latents --where`: which chunks are encoded, and what another condition changes."""
+"""Tests of `prep latents --where`: which chunks are encoded, and the effect of a different condition."""
 
 from collections.abc import Callable
 
@@ -33,7 +33,7 @@ def test_another_condition_encodes_what_is_missing_and_drops_the_rest(prep: Prep
     assert keys(shard_set) == ["long_000002000", "long_000004000"]
     variant = current_variant(shard_set.data, "latents")
 
-    # Nothing is missing: the selection is part of the request.
+    # No chunk is missing, because the selection is part of the request.
     status = prep("status", "--data", shard_set.data).stdout
     assert f"selected by --where '{where}'" in status
     assert "shards to make" not in status
@@ -47,7 +47,7 @@ def test_another_condition_encodes_what_is_missing_and_drops_the_rest(prep: Prep
     plan = prep("plan", "latents", *TINY, "--where", where, "--data", shard_set.data).stdout
     assert f"where    {where}: 2 chunks selected" in plan
 
-    # The wider one takes the encoded chunks over, under the same variant.
+    # The wider condition takes over the encoded chunks in the same variant.
     wider = make(shard_set.data, where="motion > 0.05")
     assert (wider.num_encoded, wider.num_reused) == (2, 2)
     assert keys(shard_set) == sorted(MOTION)

@@ -1,4 +1,4 @@
-"""Stored numbers are torch's, and what is not finite is seen."""
+"""Tests that stored numbers equal torch's, and that non-finite values are detected."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`prep latents` with VAEs of videos: segments are what diffusers makes of the same frames, and no frame is lost."""
+"""Tests of `prep latents` with video VAEs: segments equal diffusers' output, and no frame is lost."""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -40,7 +40,7 @@ def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def segments(shard_set: ShardSet, *, repeat: bool = False) -> dict[str, list[np.ndarray]]:
-    """The segments of 9 frames at 8 fps, uint8 [9, H, W, 3], by PyAV alone, which decodes every frame."""
+    """Decode the segments with PyAV: 9 frames at 8 fps, uint8 [9, H, W, 3], by decoding every frame."""
     frames = {}
     for sample in Variant.open(shard_set.data).iterate():
         with av.open(BytesIO(sample["mp4"]), "r") as container:
@@ -81,7 +81,7 @@ def test_segments_are_bit_for_bit_those_of_diffusers(shard_set: ShardSet, name: 
             row["width"],
         )
         assert row["source_frames"] == [9] * len(array)
-        assert row["num_frames"] * row["fps_den"] / row["fps_num"] == len(array), "seconds"
+        assert row["num_frames"] * row["fps_den"] / row["fps_num"] == len(array), "there must be one segment per second"
         left, top, width, height = row["crops"][:4]
         for segment, frames in zip(array, expected[key], strict=True):
             squares = np.ascontiguousarray(frames[:, top : top + height, left : left + width])
@@ -183,7 +183,7 @@ def test_a_worker_on_a_cluster_reserves_the_memory_that_its_segments_take(shard_
 def test_a_video_in_two_shards_has_the_latents_that_it_has_in_one(
     wan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twenty chunks and two: the last frame of the twentieth is in the other shard, which may also come later."""
+    """Use 22 chunks: the last frame for the twentieth is in the other shard, which may be made later."""
     settings: dict[str, Any] = {"vae": str(wan), "fps": "8", "segment": "500ms", "size": 32}
     video_file = FrameNumberVideo(num_frames=330, fps=Fraction(30), width=64, height=48)
     video_file.write(tmp_path / "videos" / "long.mp4")
@@ -231,7 +231,7 @@ def test_a_segment_that_no_chunk_holds_is_refused_with_both_lengths(prep: Prep, 
         assert "--segment 25f at 8 fps has 25 frames (3 s, and" in error and "the longest chunk has 2 s" in error
         assert "use --segment 17f or less, or make longer chunks" in error
     assert not (shard_set.data / "latents").exists()
-    # At the end of a video, the last segment can be completed.
+    # With --tail repeat, the last segment of a video is filled up.
     engine = ("--engine", "processes", "--workers", 1)
     assert "no chunk" not in prep("plan", *flags, "--segment", "25f", "--tail", "repeat").stdout
     ran = prep(*flags, "--segment", "13f", *engine)

@@ -1,4 +1,4 @@
-"""Small random VAEs of videos, one of each class, saved as diffusers saves them."""
+"""Small random video VAEs, one of each class, saved as diffusers saves them."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "attention_resolutions": (8,),
         "resolution": 64,
         "num_layers": 1,
-        # Of each channel and latent frame.
+        # one value per channel and latent frame
         "latents_mean": [0.01 * index for index in range(12)],
         "latents_std": [1 + 0.1 * index for index in range(12)],
     },
@@ -58,7 +58,7 @@ NAMES = [*_CONFIGS]
 
 
 def load_vae(folder: Path, name: str) -> Any:
-    """The model as diffusers opens it."""
+    """Load the model with diffusers."""
     return _class(name).from_pretrained(folder).eval()
 
 
